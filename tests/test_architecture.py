@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
     ("machine",),
     # The application, which stands on the library.
-    ("app.data", "app.models"),
+    ("app.data", "app.models", "app.terminal"),
     ("app.report",),
     ("app.runs",),
     ("app.serve",),
@@ -79,6 +79,7 @@ MAY_BE_WIDE: dict[str, str] = {
     "linnet.finetuning.recipes.Recipe": "the parts of a method that are changed one by one",
     "linnet.nested.rungs.Rung": "one column of a table each",
     "linnet.app.runs.folder.Origin": "the fields of a record on disk",
+    "linnet.app.runs.settings.Source": "the options of the command line that belong together",
     "linnet.app.runs.settings.Solving": "the options of the command line that belong together",
 }
 

@@ -205,7 +205,7 @@ def test_check_plans_for_the_head_that_adapt_puts_on(
     np.savez(tmp_path / "task.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
     words = ["check", "--model", f"{tmp_path / 'nets.py'}:old", "--data", str(tmp_path / "task.npz")]
     assert cli.main([*words, "--memory", "1MB"]) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())  # of lines that are folded
     assert "4 outputs" in printed
     assert "4 random heads for its head of 1000 outputs" in printed
 

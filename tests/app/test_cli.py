@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -49,8 +50,9 @@ def test_the_package_runs_as_a_module() -> None:
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
 def test_help_lists_every_command_with_its_purpose(words: tuple[str, ...]) -> None:
     page = linnet(*words).stdout
+    assert all(len(line) <= 80 for line in page.splitlines())
     for name in COMMANDS:
-        assert f"  {name:<10}{Command.load(name).summary}" in page
+        assert f" {name} {Command.load(name).summary}" in " ".join(page.split())
         assert Command.load(name).summary.endswith(".")
 
 
@@ -203,6 +205,7 @@ def paint(
     dry: bool = False,
     coat_args: dict[str, float] | None = None,
     fail: str = "",
+    device: str = "cpu",
 ) -> dict[str, object]:
     """Paint a folder.
 
@@ -213,6 +216,7 @@ def paint(
         dry: Whether to wait.
         coat_args: Thickness by coat.
         fail: How to fail.
+        device: Where.
     """
     if fail == "memory":
         raise MemoryBudgetError("the plan needs 8 GB", expected="4 GB", remedy="use memory='9GB'")
@@ -222,8 +226,10 @@ def paint(
         out.mkdir(exist_ok=True)
     if fail == "interrupt":
         raise KeyboardInterrupt
+    if fail == "pipe":
+        raise BrokenPipeError
     print("painted")
-    return {"ok": fail != "check", "loss": float("nan"), "where": where, "out": out}
+    return {"ok": fail != "check", "loss": float("nan"), "where": where, "out": out, "device": device}
 
 
 @pytest.fixture
@@ -257,13 +263,39 @@ def test_what_people_type(with_paint: None, words: list[str], expected: dict[str
 
 def test_json_is_alone_on_standard_output(with_paint: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["paint", "--json", "--where", "1"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"ok": True, "loss": None, "where": [1], "out": None}
+    assert json.loads(capsys.readouterr().out) == {
+        "ok": True, "loss": None, "where": [1], "out": None, "device": "cpu",
+    }  # fmt: skip
     assert cli.main(["paint"]) == 0
     assert capsys.readouterr().out == "painted\n"
 
 
 def test_a_negative_answer_ends_with_status_1(with_paint: None) -> None:
     assert cli.main(["paint", "--fail", "check"]) == 1
+
+
+def test_the_command_that_replays_a_run_can_be_pasted(with_paint: None, tmp_path: Path) -> None:
+    wall = tmp_path / "my wall ü"
+    assert cli.main(["paint", "--out", str(wall)]) == 0
+    words = shlex.split((wall / "run.yaml").read_text(encoding="utf-8").splitlines()[1].strip("# "))
+    assert words == ["linnet", "paint", "--config", str(wall / "run.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("here", "taken"), [((True, True), "cuda"), ((False, True), "mps"), ((False, False), "cpu")]
+)
+def test_the_device_of_a_machine_that_is_not_known(
+    with_paint: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    here: tuple[bool, bool], taken: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("torch.cuda.is_available", lambda: here[0])
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: here[1])
+    wall = tmp_path / "wall"
+    assert cli.main(["paint", "--out", str(wall), "--device", "auto"]) == 0
+    assert capsys.readouterr().out == f"device: {taken}\npainted\n"
+    assert cli.main(["paint", "--device", "auto", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == taken
+    assert "device: auto" in (wall / "run.yaml").read_text()  # repeated elsewhere, it is that machine's
 
 
 def test_run_folder_replays(with_paint: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,6 +332,12 @@ def test_an_interrupted_run_keeps_its_settings(
     assert cli.main(["paint", "--out", str(wall), "--fail", "interrupt"]) == 130
     assert capsys.readouterr().err == "linnet: interrupted\n"
     assert (wall / "run.yaml").exists()
+
+
+def test_a_reader_that_goes_away_takes_no_settings_along(with_paint: None, tmp_path: Path) -> None:
+    with (tmp_path / "screen").open("w") as screen, contextlib.redirect_stdout(screen):
+        assert cli.main(["paint", "--out", str(tmp_path), "--fail", "pipe"]) == 0
+    assert (tmp_path / "run.yaml").exists()
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from linnet.app.cli import COMMANDS, Command
 from linnet.app.completion import completion
 from linnet.app.data import load_data
 from linnet.app.runs import settings as accepted
+from linnet.app.terminal import accept_any_character, folding, kept
 from linnet.errors import InputError
 from linnet.limits import require_file
 
@@ -252,6 +254,66 @@ def test_progress_fits_a_terminal_of_80_columns(
         assert bars
         assert min(map(len, bars)) >= 10
     assert any("x" * 9 in line or description in line for line in lines)
+
+
+def said(words: list[str], encoding: str) -> str:
+    """What these words are on a terminal of an encoding."""
+    bytes_written = io.BytesIO()
+    with contextlib.redirect_stdout(io.TextIOWrapper(bytes_written, encoding)) as screen:
+        accept_any_character()
+        print(*words)
+        screen.flush()
+    return bytes_written.getvalue().decode(encoding).removesuffix("\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "shown"),
+    [
+        ("−0.5 ± 2.1×10⁻⁵ ü", "cp1252", "-0.5 ± 2.1×10-5 ü"),
+        ("−0.5 ± 2.1×10⁻¹⁴ – ü", "ascii", "-0.5 +- 2.1x10-14 - u"),
+        ("花 \udcff", "ascii", "? ?"),
+        ("−0.5 花", "utf-8", "−0.5 花"),
+    ],
+)
+def test_characters_that_an_encoding_lacks(text: str, encoding: str, shown: str) -> None:
+    assert said([text], encoding) == shown
+
+
+def test_lines_are_folded_at_spaces(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    path = f"my runs/{'x' * 40}.html"
+    row = "  linear fit   90.0 ± 3.0 %   0.312    1.0 s"
+    with folding():
+        print(f"note: {'twelve words ' * 6}\n\n  report: {kept(path)} and more")
+        print("half a ", end="")
+        print("line")
+        print(row)
+        print(" " * 20 + "accuracy")
+        print("the end", end="")
+    assert capsys.readouterr().out.split("\n") == [
+        "note: twelve words twelve",
+        *("  words twelve words twelve", "  words twelve words twelve", "  words"),
+        "",
+        *("  report:", f"    {path}", "    and more"),
+        "half a line",
+        row,
+        " " * 20 + "accuracy",
+        "the end",
+    ]
+
+
+def test_what_prints_sees_the_terminal_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Narrow())
+    with folding():
+        assert sys.stdout.isatty()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_terminal_of_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, Command.load(name).help().splitlines())) <= 80
 
 
 def test_the_choices_of_a_type() -> None:

@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import sys
 import textwrap
 import time
@@ -32,6 +33,7 @@ from linnet.app.completion import completion
 from linnet.app.help import choices, kind, page
 from linnet.app.remedies import in_options
 from linnet.app.remedies import option as _option
+from linnet.app.terminal import accept_any_character, folded, folding
 from linnet.distribution import require_application, require_own_package
 from linnet.errors import InputError, LinnetError
 
@@ -54,6 +56,13 @@ _FLAGS = {
     "--traceback": "Show where in the program an error came from.",
     "--trust": "Run code named by a run folder or settings file from another user; see SECURITY.md.",
 }
+_OPTIONS = {
+    "--help": "Show this page; linnet COMMAND --help shows its own",
+    "--version": "Show the version",
+    "-q, -v": "Say less, or more; before or after any command, as --json",
+    "--log-to WHERE": "After a command: write its numbers to TensorBoard, W&B, MLflow or a table",
+    "--completion SHELL": "Print what completes commands and options in bash, zsh or fish",
+}
 _SHORT = {"-q": "--quiet", "-v": "--verbose"}
 _LOG = "--log-to"  # torchrun would take --log for one of its own
 _LOG_HELP = (
@@ -62,6 +71,8 @@ _LOG_HELP = (
 )
 _REPLAY = "run.yaml"
 _SHARED = ("adapt",)  # commands of which every process that torchrun starts does a part
+_RUNS = ("demo", "adapt", "forget", "update")  # commands that write a run into a folder of their own
+_AUTO = "auto"  # the device of a machine that is not known yet
 _NOTHING = object()
 _SHOWN = 200  # characters of a value in an error
 
@@ -85,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    accept_any_character()
     try:
         return _run(words)
     except KeyboardInterrupt as stop:
@@ -217,6 +229,11 @@ def _execute(
     as_json, trust = "--json" in flags, "--trust" in flags
     values = dict(settings.values)
     folder = values.get("out")
+    is_open = values.get("device") == _AUTO
+    if is_open:
+        from linnet.machine import fastest_device
+
+        values["device"] = str(fastest_device())
     if values.get("model") is not None:
         from linnet.app.runs.trust import check_settings
 
@@ -229,15 +246,20 @@ def _execute(
             return 0
         try:
             silent = as_json or "--quiet" in flags
-            with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
+            with contextlib.redirect_stdout(io.StringIO()) if silent else folding():
+                if is_open:
+                    print(f"device: {values['device']}")
                 result = command.function(**values)
+        except BrokenPipeError:  # what is printed last has no reader: all is written already
+            _write_replay(command.name, settings, folder)
+            raise
         except KeyboardInterrupt:
             if _rank():
                 raise
             if command.name == "adapt":
                 _write_replay(command.name, settings, folder)
                 raise KeyboardInterrupt("the same command continues where it stopped") from None
-            if "overwrite" not in values:
+            if command.name not in _RUNS:
                 _write_replay(command.name, settings, folder)
             raise
         _write_replay(command.name, settings, folder)
@@ -282,7 +304,7 @@ def _claimed(
 ) -> contextlib.AbstractContextManager[None]:
     """The folder of a command that writes a run, for this process alone until the settings are in it too."""
     values = settings.values
-    if "overwrite" not in values or not goes_on:
+    if command.name not in _RUNS or not goes_on:
         return contextlib.nullcontext()
     from linnet.app.runs.place import claimed
 
@@ -302,7 +324,7 @@ def _write_replay(name: str, settings: Settings, folder: object) -> None:
         path = path.with_name(f"run-{name}.yaml")  # the folder was made by another command: keep its settings
     text = (
         f"# linnet {__version__}. To run this again, from the folder where it was first run:\n"
-        f"#   linnet {name} --config {path}\n{plain_settings(settings.yaml)}"
+        f"#   linnet {name} --config {shlex.quote(str(path))}\n{plain_settings(settings.yaml)}"
     )
     write_text(path, text)
 
@@ -323,23 +345,22 @@ def _plain(value: Any) -> Any:
 
 def _overview() -> str:
     """The text of `linnet --help`."""
-    commands = [f"  {name:<10}{Command.load(name).summary}" for name in COMMANDS]
+    commands = [folded(f"  {name:<10}{Command.load(name).summary}", 10) for name in COMMANDS]
     return "\n".join(
         [
             "usage: linnet COMMAND [options]",
             "",
-            "Adapt a trained PyTorch network to new data in one solve, and ask what otherwise takes more",
-            "training runs: uncertainty, influential samples, label errors, forgetting, more data.",
+            folded(
+                "Adapt a trained PyTorch network to new data in one solve, and ask what otherwise takes more "
+                "training runs: uncertainty, influential samples, label errors, forgetting, more data.",
+                0,
+            ),
             "",
             "commands:",
             *commands,
             "",
             "options:",
-            "  --help      Show this page, or that of a command: linnet COMMAND --help",
-            "  --version   Show the version",
-            "  -q, -v      Say less, or more; before or after any command, as --json",
-            "  --log-to WHERE   After a command: write its numbers to TensorBoard, W&B, MLflow or a table",
-            "  --completion SHELL   Print what completes commands and options in bash, zsh or fish",
+            *(folded(f"  {option:<20}{text}", 20) for option, text in _OPTIONS.items()),
             "",
             "Start with `linnet demo`; `linnet doctor` says what works on this machine.",
         ]

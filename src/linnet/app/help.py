@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
+from linnet.app.terminal import folded
+
 if TYPE_CHECKING:
     from argparse import Action
 
@@ -114,4 +116,5 @@ def page(parser: jsonargparse.ArgumentParser, hints: Mapping[str, Any]) -> str:
         if action.dest in hints:
             action.metavar = value_name(hints[action.dest]) or action.metavar
     text = parser.format_help().replace("``", "")
-    return re.sub(r"--(?!print_config)[a-z_]+", lambda match: match[0].replace("_", "-"), text).rstrip()
+    text = re.sub(r"--(?!print_config)[a-z_]+", lambda match: match[0].replace("_", "-"), text).rstrip()
+    return "\n".join(folded(line, 0) for line in text.split("\n"))  # headings are not

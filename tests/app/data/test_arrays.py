@@ -267,6 +267,12 @@ class TestTaskData:
         with pytest.raises(DataError, match=r"class 'b' has 0 training samples.*add samples"):
             draw_shots(np.array([0, 0]), 1, 0, ["a", "b"])
 
+    def test_a_small_class_gives_all_that_it_has_where_that_is_allowed(self) -> None:
+        labels = np.repeat([0, 1, 3], [5, 2, 4])
+        found = draw_shots(labels, 3, 0, list("abcd"), at_most=True)
+        assert np.bincount(labels[found]).tolist() == [3, 2, 0, 3]
+        assert set(draw_shots(labels, 2, 0, list("abcd"), at_most=True)) <= set(found)
+
     def test_shots_of_a_regression(self, tmp_path: Path) -> None:
         regression = load_data(archive(tmp_path / "r.npz", y_train=NUMBERS[:12, 0], y_test=NUMBERS[:6, 0]))
         with pytest.raises(DataError, match=r"no classes to draw shots of.*subset"):

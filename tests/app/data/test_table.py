@@ -155,6 +155,15 @@ class TestTextsAndEmptyCells:
         assert f"age ({int(np.isnan(ages).sum())} of {len(ages)})" in told
         assert f"name ({len(task.train)} different texts), note (empty in all training lines)" in told
 
+    def test_empty_cells_of_test_lines_alone_are_told(self, tmp_path: Path) -> None:
+        lines = [f"train,{n},{'ab'[n % 2]},{'cde'[n % 3]},{n}.5" for n in range(9)]
+        text = "\n".join(["split,x,two,three,y", *lines, "test,,,,3.5", "test,8,b,d,8.5"])
+        task = load_data(table(tmp_path / "d.csv", text))
+        assert task.test.x[0].tolist() == [4, 0, 0, 0, 0]
+        told = [one for one in task.findings if "in no training line" in one]
+        for one, taken in zip(told, ("4, the median", "'a'", "none of its categories"), strict=True):
+            assert f"is empty in 1 of 2 lines and in no training line: taken as {taken}" in one
+
     def test_classes_are_split_alike(self, tmp_path: Path) -> None:
         task = load_data(table(tmp_path / "d.csv", people()), test_fraction=0.2)
         assert np.bincount(task.test.y).tolist() == [6, 6]

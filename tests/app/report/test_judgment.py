@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from linnet.app.report import Comparison, HeldOutSet, Notes, Reliability, Run, Samples, Scores
-from linnet.app.report.judgment import gain, key_numbers, summary, trust, verdict
+from linnet.app.report.judgment import gain, key_numbers, share_error, summary, trust, verdict
 from linnet.app.report.measures import calibration_and_error
+from linnet.app.report.wording import measured_share
+from linnet.app.runs.summary import score_table
 from tests.app.report.material import digits_run, regression_run
 
 RNG = np.random.default_rng(0)
@@ -40,6 +42,22 @@ def test_the_verdict_follows_the_scores(own: float, other: float, beginning: str
     text = verdict(classified(own, other)).replace("\xa0", " ")
     assert text.startswith(beginning)
     assert has in text
+
+
+@pytest.mark.parametrize("count", [1, 8, 24, 2000])
+def test_the_error_of_an_accuracy_is_never_zero_and_the_same_everywhere(count: int) -> None:
+    for right in {0, count // 3, count}:
+        share = right / count
+        error = share_error(share, count)
+        assert error is not None
+        assert error >= 0.5 / (count + 4)  # half a sample of Wilson's, which adds about four
+        if 0 < right < count == 2000:
+            assert error == pytest.approx((share * (1 - share) / count) ** 0.5, rel=0.01)
+        row = Comparison("linear fit", accuracy=share)
+        run = Run("x", ("a", "b"), scores=Scores((row,), tested=count))
+        (key,) = key_numbers(run)
+        assert key.value == measured_share(share, error)
+        assert score_table([row], count)[1].endswith(f"{100 * share:.1f} ± {100 * error:.1f} %")
 
 
 def test_differences_are_judged_on_the_same_samples() -> None:

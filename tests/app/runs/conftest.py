@@ -24,6 +24,12 @@ def pages_without_drawings(request: pytest.FixtureRequest, monkeypatch: pytest.M
             monkeypatch.setattr(module, "draw", no_drawing)
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are not folded, whatever is in them; how they are is a matter of tests/app/test_terminal.py."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with factories, pictures, a table, and a run on each of the two data sets."""

@@ -22,7 +22,7 @@ from linnet.app.runs.adaptation import choose_head
 from linnet.app.runs.folder import load_run, load_test
 from linnet.errors import FileFormatError
 from linnet.files import load_tensors
-from tests.app.runs.small_tasks import write_folder, write_nets, write_pictures, write_table
+from tests.app.runs.small_tasks import pictures, write_folder, write_nets, write_pictures, write_table
 from tests.grids import grid
 
 RUN_FILES = {
@@ -633,6 +633,22 @@ def test_a_quick_first_answer(
     assert result(folder / "run")["test"] == 4
     if data == "pictures.npz":
         assert " ± " in next(line for line in told.splitlines() if "linear fit " in line)
+
+
+@pytest.mark.parametrize(
+    ("room", "shown", "taken"),
+    [(19, "at most 9 shots", 19), (3, "at most 2 shots", 5), (25, "all", 25)],
+)
+def test_quick_takes_all_of_a_small_class(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], room: int, shown: str,
+    taken: int,
+) -> None:  # fmt: skip
+    y = np.repeat([0, 1, 2], [12, 12, 1])
+    np.savez(folder / "uneven.npz", x_train=pictures(y, 0), y_train=y, x_test=pictures(y, 1), y_test=y)
+    monkeypatch.setattr(planning, "_seconds_each", lambda *_: planning.QUICK / 2 / room)
+    assert adapt(folder, "--quick", data="uneven.npz") == 0
+    assert f"quick: {shown}" in capsys.readouterr().out
+    assert result(folder / "run")["train"] == taken
 
 
 def test_quick_takes_all_samples_where_they_are_few(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

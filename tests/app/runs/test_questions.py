@@ -111,13 +111,19 @@ def test_explain(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [item["id"] for item in told] == ["test/3", "test/17"]
     assert text.count("  up ") == sum(len(item["up"]) for item in told) > 0
     assert "labeled across" in text
+    assert (told[0]["label"], told[1]["label"]) == ("across", "along")
+    for item in told:
+        assert item["predicted"] == NAMES[item["class"]]
+        assert f"predicted {item['predicted']} ({100 * item['probability']:.0f} %)" in text
+        for one in (*item["up"], *item["down"]):
+            assert one["label"] == NAMES[one["position"] // 8]
     run = load_run(workshop / "pictures")
     task, _ = load_test(run)
     assert task is not None
     x = task.tensors("test")[0][17:18]
     first = told[1]["up"][0]
     without = run.fit.forget([first["position"]])
-    change = (run.fit.predict(x) - without.predict(x))[0, told[1]["predicted"]]
+    change = (run.fit.predict(x) - without.predict(x))[0, told[1]["class"]]
     assert float(change) == pytest.approx(first["influence"], rel=1e-3)
 
 
@@ -134,10 +140,15 @@ def test_explain_new_samples(workshop: Path, tmp_path: Path) -> None:
     ]
     linnet(*words, "--ids", "x/1")
     assert result(tmp_path / "why")["report"]["test"]["labels"] is None
+    assert "label" not in result(tmp_path / "why")["explanations"][0]
     linnet(*words, "--ids", "x/2", code=2)
     words = ["explain", "--run", workshop / "prices", "--ids", "line 4", "--out", tmp_path / "price"]
     linnet(*words)
-    assert result(tmp_path / "price")["explanations"][0]["up"][0]["influence"] > 0
+    told = result(tmp_path / "price")["explanations"][0]
+    assert told["up"][0]["influence"] > 0
+    assert {type(told[key]) for key in ("predicted", "target")} == {float}
+    answers = load_run(workshop / "prices").samples.answers
+    assert all(one["target"] == answers[one["position"]] for one in told["up"])
 
 
 def test_forget(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,3 +363,23 @@ def test_changed_test_data_are_noticed(
     assert "not those of the run any more" in capsys.readouterr().out
     assert result(tmp_path / "less")["scores"] == []
     refused(["explain", "--run", tmp_path / "run", "--ids", "1"], "not those of the run", capsys)
+
+
+@pytest.mark.parametrize("name", ["predict", "compare", "export"])
+def test_files_are_replaced_only_where_that_is_asked_for(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run, out = workshop / "prices", tmp_path / ("m.pt2" if name == "export" else "t.csv")
+    out.write_text("of another run")
+    words = {
+        "predict": ["--run", run, "--data", workshop / "prices.csv"],
+        "compare": [run, run],
+        "export": ["--run", run],
+    }
+    linnet(name, *words[name], "--out", out, code=2)
+    errors = capsys.readouterr().err
+    assert f"--out is {out}, which exists already" in errors
+    assert "name another file, or pass --overwrite" in errors
+    assert out.read_text() == "of another run"
+    linnet(name, *words[name], "--out", out, "--overwrite")
+    assert out.read_bytes() != b"of another run"

@@ -118,6 +118,9 @@ def test_a_row_is_predicted_with_or_without_the_names_of_its_columns(rows: Brows
     for text in (",".join(values), ";".join(values), "\t".join(values)):
         assert rows.json("/predict", text.encode())["sample"] == whole["sample"]
     assert whole["sample"]["values"][0]["std"] > 0
+    assert whole["sample"]["findings"] == []
+    empty = rows.json("/predict", ",".join(["nan", *values[1:]]).encode())["sample"]["findings"]
+    assert f"{about['columns'][0]} is empty in 1 of 1 lines and in no training line" in empty[0]
     told = rows.json("/predict", b"1,2", status=400)
     assert told["error"] == "the row has 2 values"
     assert about["columns"][0] in told["expected"]

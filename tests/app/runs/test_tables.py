@@ -96,6 +96,17 @@ def test_new_lines_are_encoded_alike(run: Path, tmp_path: Path, capsys: pytest.C
     assert "city has texts that the run has not seen: Quito" in capsys.readouterr().out
 
 
+def test_an_empty_cell_that_no_training_line_had_is_told(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{**line, "visits": "", "age": ""} if n < 3 else line for n, line in enumerate(people(9, 3))]
+    words = ["--run", str(run), "--data", str(write(tmp_path / "new.csv", lines, "outcome")), "--json"]
+    assert cli.main(["predict", *words]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["findings"]  # of the age a number says that it is empty
+    assert "visits is empty in 3 of 9 lines and in no training line: taken as" in found
+    assert found in (run / "predict" / "report.html").read_text()
+
+
 def test_new_lines_are_learned(run: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "more.csv", people(10, seed=2))
     words = ["--run", str(run), "--data", str(data), "--out", str(tmp_path / "more"), "--verify"]

@@ -92,7 +92,7 @@ def task_adaptation(
             it is), or finetune, which adds plain fine-tuning and takes most of the time.
         finetune_steps: Steps of each run of plain fine-tuning.
         memory: The budget, such as 2GB; half of what is free by default.
-        device: The device to compute on, such as cpu or cuda.
+        device: The device to compute on, such as cpu or cuda; auto is the first of cuda, mps, cpu here.
         seed: Seed of the split, of the draws and of plain fine-tuning.
 
     Returns:

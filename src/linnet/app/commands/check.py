@@ -45,7 +45,7 @@ def check(
         damaged: What to do with image files that cannot be decoded: error, or skip, which names them.
         batch: Samples to try the network on.
         memory: The budget, such as 4GB; half of what is free by default.
-        device: The device to compute on, such as cpu or cuda.
+        device: The device to compute on, such as cpu or cuda; auto is the first of cuda, mps, cpu here.
         seed: Seed of the split into training and test data.
 
     Returns:

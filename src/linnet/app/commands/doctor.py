@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from linnet import __version__
+from linnet.app.terminal import kept
 
 
 def doctor(*, seconds: float = 0.5) -> dict[str, Any]:
@@ -24,6 +26,11 @@ def doctor(*, seconds: float = 0.5) -> dict[str, Any]:
     return result
 
 
+def _pasted(text: str) -> str:
+    """A text in which commands stay on one line."""
+    return re.sub("pip [^,]+", lambda match: kept(match[0]), text)
+
+
 def _print(result: dict[str, Any]) -> None:
     """The result for people."""
     from linnet.memory import format_bytes
@@ -34,7 +41,7 @@ def _print(result: dict[str, Any]) -> None:
         + ", ".join(f"{name} {version or 'MISSING'}" for name, version in result["packages"].items())
     )
     if result["namesake"]:
-        print(f"another project's linnet is installed beside this one: {result['namesake']}")
+        print(f"another project's linnet is installed beside this one: {_pasted(result['namesake'])}")
     for device in result["devices"]:
         threads = f", {result['threads']} threads" if device["device"] == "cpu" else ""
         print(
@@ -47,7 +54,7 @@ def _print(result: dict[str, Any]) -> None:
         if package["works"]:
             print(f"  {name:<16}{package['version']}, for {package['use']}")
         else:
-            print(f"  {name:<16}{package['reason']} (for {package['use']}: {package['remedy']})")
+            print(f"  {name:<16}{package['reason']} (for {package['use']}: {_pasted(package['remedy'])})")
     print("directional derivatives, by kind of layer:")
     for name, probe in result["derivatives"].items():
         print(f"  {name:<16}{probe['path'] or 'NONE'}{': ' * bool(probe['reason'])}{probe['reason']}")

@@ -14,6 +14,7 @@ def export(
     model: str | None = None,
     memory: str | None = None,
     device: str = "cpu",
+    overwrite: bool = False,
     trust: bool = False,
 ) -> dict[str, Any]:
     """Write an adapted network as one file that runs without linnet, in torch or in any ONNX runtime.
@@ -29,7 +30,8 @@ def export(
             it holds as many numbers as they have derivatives on the training samples.
         model: The network's factory, where the run's own is not here or not to be run.
         memory: The budget, such as 2GB; half of what is free by default.
-        device: The device to compute on, such as cpu or cuda.
+        device: The device to compute on, such as cpu or cuda; auto is the first of cuda, mps, cpu here.
+        overwrite: Whether to replace a file that exists.
         trust: Whether to run code that a run of another user names.
 
     Returns:
@@ -38,11 +40,12 @@ def export(
     from linnet.app.runs.exporting import check_export, write_export
     from linnet.app.runs.folder import load_run
     from linnet.app.runs.settings import check_device
+    from linnet.app.terminal import kept
 
-    check_export(out)
+    check_export(out, overwrite)
     check_device(device)
     result = write_export(load_run(run, device, memory, model=model, trust=trust), out, variance)
-    print(f"{result['file']}: {result['bytes'] / 1e6:.2f} MB")
+    print(f"{kept(result['file'])}: {result['bytes'] / 1e6:.2f} MB")
     print(f"  takes {result['input']}")
     print(f"  gives {', '.join(result['outputs'])}")
     return {"command": "export", **result}

@@ -15,6 +15,7 @@ def predict(
     model: str | None = None,
     memory: str | None = None,
     device: str = "cpu",
+    overwrite: bool = False,
     trust: bool = False,
 ) -> dict[str, Any]:
     """Predict new samples with an adapted network, with probabilities and standard deviations.
@@ -27,7 +28,8 @@ def predict(
         std: Whether to compute standard deviations, which takes longer than the predictions themselves.
         model: The network's factory, where the run's own is not here or not to be run.
         memory: The budget, such as 2GB; half of what is free by default.
-        device: The device to compute on, such as cpu or cuda.
+        device: The device to compute on, such as cpu or cuda; auto is the first of cuda, mps, cpu here.
+        overwrite: Whether to replace a file that exists, where one is named by out.
         trust: Whether to run code that a run of another user names.
 
     Returns:
@@ -49,7 +51,7 @@ def predict(
 
     table = out or run / "predictions.csv"
     if out is not None:
-        check_table(out)
+        check_table(out, overwrite)
     check_device(device)
     saved = load_run(run, device, memory, model=model, trust=trust)
     new = read_new(data, saved, prefer="test")

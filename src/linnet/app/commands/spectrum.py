@@ -68,7 +68,7 @@ def task_spectrum(
         part: Compute one part of the kernel into that file, and nothing else: 3/64 is the fourth of 64, such
             as a task of an array job. Afterwards the same command without --part, and with --out, goes on.
         memory: The budget, such as 2GB; half of what is free by default.
-        device: The device to compute on, such as cpu or cuda.
+        device: The device to compute on, such as cpu or cuda; auto is the first of cuda, mps, cpu here.
         seed: Seed of the split and of the draws.
         trust: Whether to run code that a run of another user names.
 

@@ -167,6 +167,31 @@ def remarks(table: Table, left_out: Sequence[str], train: Mapping[str, Array]) -
     return found
 
 
+def filled_unmarked(column: Column, values: Array) -> str | None:
+    """A remark on empty cells in a column that had none in the training lines: no model can know of them.
+
+    Args:
+        column: The column.
+        values: Cells: numbers, NaN where empty; or positions in ``categories``, NaN where empty.
+
+    Returns:
+        A sentence; None where there are none, or where a number of the column's own marks them.
+
+    Example:
+        >>> filled_unmarked(Column("age", fill=30.0), np.array([22.0, np.nan]))
+        'age is empty in 1 of 2 lines and in no training line: taken as 30, the median of the training ...'
+    """
+    empty = int(np.isnan(values).sum())
+    if not empty or column.marked or (column.categories is not None and EMPTY in column.categories):
+        return None
+    if column.categories is None:
+        taken = f"{column.fill:.4g}, the median of the training lines"
+    else:
+        taken = f"{column.categories[0]!r}" if len(column.categories) == 2 else "none of its categories"
+    where = f"{column.name} is empty in {empty} of {len(values)} lines and in no training line"
+    return f"{where}: taken as {taken}; the uncertainty does not know that it is missing"
+
+
 def finite(cell: str) -> float | None:
     """The number in a cell, NaN for an empty one, None for a text or an infinite number."""
     if cell.strip().lower() in ("", "na", "n/a", "nan", "null"):

@@ -84,7 +84,9 @@ def split_by_class(labels: Indices, test_fraction: float, seed: int) -> tuple[In
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(test))
 
 
-def draw_shots(labels: Indices, shots: int, seed: int, classes: Sequence[str]) -> Indices:
+def draw_shots(
+    labels: Indices, shots: int, seed: int, classes: Sequence[str], at_most: bool = False
+) -> Indices:
     """Draw the same number of samples of each class.
 
     Draws with one seed are nested: those for fewer shots are among those for more.
@@ -94,13 +96,14 @@ def draw_shots(labels: Indices, shots: int, seed: int, classes: Sequence[str]) -
         shots: Samples a class.
         seed: Seed of the draw.
         classes: The classes' names.
+        at_most: Whether a class of fewer samples gives all that it has, rather than be refused.
 
     Returns:
-        Their positions, sorted, (shots * len(classes),).
+        Their positions, sorted, (shots * len(classes),) or fewer where ``at_most``.
 
     Raises:
         InputError: ``shots`` is not positive.
-        DataError: A class has fewer samples.
+        DataError: A class has fewer samples, and not ``at_most``.
 
     Example:
         >>> len(draw_shots(np.repeat([0, 1], 10), 3, seed=0, classes=["a", "b"]))
@@ -111,7 +114,7 @@ def draw_shots(labels: Indices, shots: int, seed: int, classes: Sequence[str]) -
             f"shots is {shots}", expected="at least one sample a class", remedy="leave shots out to take all"
         )
     counts = np.bincount(labels, minlength=len(classes))
-    if counts.min() < shots:
+    if counts.min() < shots and not at_most:
         scarce = int(counts.argmin())
         raise DataError(
             f"shots is {shots}, but class {classes[scarce]!r} has {counts[scarce]} training samples",

@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 
 from linnet.app.data.checks import check_classes, some
-from linnet.app.data.columns import EMPTY, Column, Table, finite, fitted, remarks
+from linnet.app.data.columns import EMPTY, Column, Table, filled_unmarked, finite, fitted, remarks
 from linnet.app.data.splits import split_at_random, split_by_class
 from linnet.app.data.task import InMemory, Part, TaskData
 from linnet.app.data.transforms import Standardize
@@ -266,7 +266,10 @@ def _encoded(
         )
     table = Table(tuple(columns), tuple(answers))
     known = {name: cells.values[name][train] for name in features}
-    return table, table.encode(values), remarks(table, left_out, known)
+    told = remarks(table, left_out, known)
+    held_out = np.setdiff1d(np.arange(len(cells.ids)), train)
+    unmarked = (filled_unmarked(column, cells.values[column.name][held_out]) for column in columns)
+    return table, table.encode(values), [*told, *filter(None, unmarked)]
 
 
 def _placed(values: Array, column: Column, order: Array) -> Array:
@@ -314,6 +317,7 @@ def read_like(path: Path, table: Table) -> tuple[Array, dict[str, Array], Cells,
             new = [text for text in known if text not in place]
             if new:
                 findings.append(f"{column.name} has texts that the run has not seen: {some(new)}")
+        findings += filter(None, [filled_unmarked(column, own)])
         values.append(_placed(own, column, order))
     return table.encode(values), {name: cells.values[name] for name in present}, cells, findings
 

@@ -208,23 +208,25 @@ class TaskData:
         size = samples * count * torch.float32.itemsize
         require(Plan(what, parse_bytes(memory), (("inputs of the network", size),)), ways)
 
-    def shots(self, shots: int, seed: int = 0) -> TaskData:
+    def shots(self, shots: int, seed: int = 0, at_most: bool = False) -> TaskData:
         """The task with a few training samples of each class; the test part stays whole.
 
         Args:
             shots: Samples a class.
             seed: Seed of the draw; with one seed, fewer shots are among more.
+            at_most: Whether a class of fewer samples gives all that it has.
 
         Returns:
             The smaller task.
 
         Raises:
             InputError: ``shots`` is not positive.
-            DataError: This is a regression, or a class has too few samples.
+            DataError: This is a regression, or a class has too few samples and not ``at_most``.
         """
         if self.classes is None:
             raise DataError("a regression has no classes to draw shots of", remedy="use subset instead")
-        return replace(self, train=self.train.take(draw_shots(self.train.y, shots, seed, self.classes)))
+        drawn = draw_shots(self.train.y, shots, seed, self.classes, at_most)
+        return replace(self, train=self.train.take(drawn))
 
     def subset(self, name: PartName, positions: Sequence[int] | Array) -> TaskData:
         """The task with some samples of one part; scales and classes stay as they were.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from linnet.app.report.wording import doubt_found, duration, measured, measured_
 from linnet.plots.measures import Array, interval_coverage, wilson_interval
 
 _CLEAR = 2.0  # standard errors from which a difference counts
+_Z = NormalDist().inv_cdf(0.975)  # standard errors of a 95 % interval to each side, 1.96
 _MATTERS = 0.03  # gap between probabilities and shares of right answers that is worth a word
 
 
@@ -85,7 +87,7 @@ def verdict(run: Run) -> str:
         >>> rows = (Comparison("linear fit", accuracy=0.9), Comparison("linear probe", accuracy=0.7))
         >>> told = verdict(Run("x", scores=Scores(rows, tested=100)))
         >>> told.replace("\u00a0", " ").partition(", ")[2]
-        '20.0 ± 5.5 points more than the linear probe.'
+        '20.0 ± 5.4 points more than the linear probe.'
     """
     if not run.scores.comparison:
         return ""
@@ -183,7 +185,7 @@ def gain(run: Run) -> Gain | None:
         >>> rows = (Comparison("linear fit", accuracy=0.9), Comparison("linear probe", accuracy=0.7))
         >>> found = gain(Run("x", scores=Scores(rows, tested=100)))
         >>> round(found.value, 3), round(found.error, 3)
-        (0.2, 0.055)
+        (0.2, 0.054)
     """
     if len(run.scores.comparison) < 2:
         return None
@@ -225,20 +227,24 @@ def least_certain(test: HeldOutSet | None) -> tuple[float, float, int] | None:
 
 
 def share_error(share: float, count: int | None) -> float | None:
-    """The standard error of a share.
+    """The standard error of a share, which is not zero where all or none of a few were right.
 
     Args:
         share: The share, in [0, 1].
         count: Of how many.
 
     Returns:
-        √(p (1 − p) / n); None where the number is not known.
+        Half the width of Wilson's 95 % interval in units of z: √(p (1 − p) / n) for many; None where the
+        number is not known.
 
     Example:
-        >>> share_error(0.5, 100), share_error(0.5, None)
-        (0.05, None)
+        >>> [round(share_error(share, count), 3) for share, count in ((0.5, 100), (0.9, 1000), (1.0, 24))]
+        [0.049, 0.01, 0.035]
     """
-    return math.sqrt(max(share * (1 - share), 0.0) / count) if count else None
+    if not count:
+        return None
+    low, high = wilson_interval(share * count, count)
+    return (high - low) / (2 * _Z)
 
 
 def _error_between(run: Run, own: Comparison, other: Comparison) -> float | None:

@@ -424,7 +424,7 @@ def _read(source: Source) -> TaskData:
             order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(source.seed))
             task = task.subset("train", np.sort(order[: source.shots].numpy()))
         else:
-            task = task.shots(source.shots, source.seed)
+            task = task.shots(source.shots, source.seed, source.at_most)
     if source.tests is not None and source.tests < len(task.test):
         if source.tests < 1:
             raise InputError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from linnet.app.data import ImageTransform, Standardize
 from linnet.app.runs.folder import SavedRun
+from linnet.app.runs.place import check_new_file
 from linnet.distribution import install_command
 from linnet.errors import DependencyError, InputError, ModelError
 from linnet.files import write_atomic
@@ -46,7 +47,9 @@ class RunModule(nn.Module):
         self.model = model
         self.before, self.after = run.transforms
         self.temperatures, self.noise = run.temperatures, run.fit.noise
-        self.dtype, self.channels = run.fit.module.function.dtype, run.fit.x.shape[1]
+        x = run.fit.x  # a fit in float64 keeps the inputs of its network, and takes such
+        self.dtype = x.dtype if x.is_floating_point() else run.fit.module.function.dtype
+        self.channels = x.shape[1]
         for name, values in _constants(run).items():
             self.register_buffer(name, torch.tensor(values, dtype=torch.float64))
 
@@ -97,14 +100,15 @@ def _constants(run: SavedRun) -> dict[str, tuple[float, ...]]:
     return found if after is None else found | {"origin": after.mean, "unit": after.std}
 
 
-def check_export(path: Path) -> None:
+def check_export(path: Path, overwrite: bool) -> None:
     """Require a name that says what to write, and the packages for it.
 
     Args:
         path: The file.
+        overwrite: Whether a file of that name may be replaced.
 
     Raises:
-        InputError: It ends in neither ``.onnx`` nor ``.pt2``, is a folder, or has no folder to lie in.
+        InputError: It ends in neither ``.onnx`` nor ``.pt2``, is a folder, has no folder, or exists.
         DependencyError: A package for it is not installed.
     """
     kind = path.suffix.lower()
@@ -114,6 +118,7 @@ def check_export(path: Path) -> None:
             expected="a file that ends in .onnx or .pt2, in a folder that exists",
             remedy="name one, such as --out model.onnx",
         )
+    check_new_file(path, overwrite)
     missing = [name for name in _NEEDED[kind] if importlib.util.find_spec(name) is None]
     if missing:
         raise DependencyError(

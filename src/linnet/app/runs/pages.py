@@ -385,6 +385,7 @@ def facts(run: SavedRun) -> tuple[tuple[str, str], ...]:
         ("linnet", __version__),
         ("torch", torch.__version__),
         ("Python", platform.python_version()),
+        ("device", str(fit.module.function.device)),
         ("network", Path(run.origin.spec).name),
         ("weights fitted", number(fit.module.space.dim)),
         ("solver", fit.solver),

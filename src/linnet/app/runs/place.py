@@ -55,6 +55,24 @@ def check_out(out: Path, source: Path | None = None) -> None:
         )
 
 
+def check_new_file(out: Path, overwrite: bool) -> None:
+    """Require that no file is lost.
+
+    Args:
+        out: The file that will be written.
+        overwrite: Whether it may be replaced.
+
+    Raises:
+        InputError: It exists already.
+    """
+    if out.exists() and not overwrite:
+        raise InputError(
+            f"out is {out}, which exists already",
+            expected="a new file",
+            remedy="name another file, or pass --overwrite",
+        )
+
+
 def check_unused(out: Path, command: str, settings: str, overwrite: bool) -> None:
     """Require that nothing of another run is lost: a new or empty folder, or a run of the same settings.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from linnet.nested.features import Features
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import linearize
 
+Array = np.ndarray[Any, Any]
 QUICK = 15.0  # seconds of passes through the network for --quick, about the time that torch takes to start
 TESTED = 2  # passes of a test sample for one of a training sample: the kernel with them, and its own variance
 FEW = 8  # samples that are timed
@@ -98,8 +101,8 @@ def planned(model: nn.Module, task: TaskData, x: Tensor, params: str | None) -> 
 def quickened(settings: Settings) -> Settings:
     """The settings with so few samples that a first answer takes seconds.
 
-    The time is shared between training and test samples, by the time of a few. Samples that were asked for
-    by number are kept.
+    The time is shared between training and test samples, by the time of a few. Of classes as many samples
+    each are taken as it allows, of a smaller class all. Samples that were asked for by number are kept.
 
     Args:
         settings: What is asked for.
@@ -114,11 +117,8 @@ def quickened(settings: Settings) -> Settings:
     task = load_data(
         source.path, source.transform, seed=source.seed, target=source.target, damaged=source.damaged
     )
-    kinds = 1 if task.classes is None else len(task.classes)
-    if task.classes is None:
-        few = task.subset("train", range(min(FEW, len(task.train))))
-    else:
-        few = task.shots(1).subset("train", range(min(FEW, kinds)))
+    few = task if task.classes is None else task.shots(1, at_most=True)
+    few = few.subset("train", range(min(FEW, len(few.train))))
     model = load_model(network.spec, network.weights, network.arguments).to(solving.device)
     few = normalized(few, model, source.normalizes)
     x = few.tensors("train")[0].to(solving.device)
@@ -126,15 +126,21 @@ def quickened(settings: Settings) -> Settings:
     plan = planned(model, task, x, names)
     work = plan.nested.body if plan.nested else linearize(plan.model, params=plan.params).kernel
     each = _seconds_each(work, x)
-    smallest = len(task.train) if task.classes is None else int(np.bincount(task.train.y).min())
+    counts = np.array([len(task.train)]) if task.classes is None else np.bincount(task.train.y)
     least = 16 if task.classes is None else 2  # leave-one-out compares nothing with fewer
-    shots = min(max(least, int(QUICK / 2 / each / kinds)), smallest)
+    shots = max(least, _most_shots(counts, int(QUICK / 2 / each)))
     tests = max(LEAST, int(QUICK / 2 / each / TESTED))
-    if source.shots is None and shots * kinds < len(task.train):
-        source = replace(source, shots=shots)
+    if source.shots is None and shots < counts.max():
+        source = replace(source, shots=shots, at_most=bool(shots > counts.min()))
     if source.tests is None and tests < len(task.test):
         source = replace(source, tests=tests)
     return replace(settings, source=source)
+
+
+def _most_shots(counts: Array, room: int) -> int:
+    """The most samples of each class, or all of a smaller one, that are not more than ``room`` together."""
+    every = range(int(counts.max()) + 1)
+    return bisect(every, room, key=lambda shots: int(np.minimum(counts, shots).sum())) - 1
 
 
 def few_samples(source: Source) -> str:
@@ -150,7 +156,8 @@ def few_samples(source: Source) -> str:
         >>> few_samples(Source(Path("leaves"), shots=3))
         '3 shots, all test samples'
     """
-    many = "all training samples" if source.shots is None else f"{source.shots} shots"
+    most = "at most " * source.at_most
+    many = "all training samples" if source.shots is None else f"{most}{source.shots} shots"
     return f"{many}, {'all' if source.tests is None else source.tests} test samples"
 
 

@@ -14,12 +14,13 @@ import numpy as np
 
 from linnet.app.data import Part
 from linnet.app.data.task import InMemory
-from linnet.app.report import HeldOutSet, Notes, Run, Samples, Scores, TrainingSet
+from linnet.app.report import Explanation, HeldOutSet, Neighbor, Notes, Run, Samples, Scores, TrainingSet
 from linnet.app.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.app.runs.folder import SavedRun, load_test
 from linnet.app.runs.naming import answer_in_words, find_samples, named
 from linnet.app.runs.newdata import NewSamples
 from linnet.app.runs.pages import TARGET, explanations, facts, held_out, place_of, seen
+from linnet.app.runs.place import check_new_file
 from linnet.errors import InputError
 from linnet.files import finite, write_text
 
@@ -130,14 +131,15 @@ def _as_text(value: object) -> object:
     return value
 
 
-def check_table(path: Path) -> None:
+def check_table(path: Path, overwrite: bool = True) -> None:
     """Require a name that a table can be written to.
 
     Args:
         path: The file.
+        overwrite: Whether a file of that name may be replaced.
 
     Raises:
-        InputError: It ends in neither ``.csv`` nor ``.json``, is a folder, or has no folder to lie in.
+        InputError: It ends in neither ``.csv`` nor ``.json``, is a folder, has no folder, or exists.
     """
     if path.suffix.lower() not in (".csv", ".json") or path.is_dir():
         raise InputError(
@@ -151,6 +153,7 @@ def check_table(path: Path) -> None:
             expected="a file in a folder that exists",
             remedy="make the folder first, or name another",
         )
+    check_new_file(path, overwrite)
 
 
 def prediction_page(
@@ -253,9 +256,10 @@ def explain(run: SavedRun, new: NewSamples | None, ids: Sequence[str], top: int,
     page = Run(
         title, run.classes, Notes(headline, run.fit.record.warnings, facts(run)), train=train, test=test
     )
-    told = page.to_dict()["test"]["explanations"]
     answers = chosen.y if answered else None
-    lines = [line for i, item in enumerate(told) for line in _lines(run, item, answers, found, i)]
+    known = named(chosen.ids, answers, run.classes, range(len(chosen.ids)))
+    told = [{**known[one.sample], **_told(run, one, found)} for one in made]
+    lines = [line for item in told for line in _lines(item)]
     result = {"command": "explain", "ids": list(chosen.ids), "explanations": told}
     return Explained(lines, result, page)
 
@@ -275,22 +279,46 @@ def _part(run: SavedRun, new: NewSamples | None) -> Part:
     return task.test
 
 
-def _lines(
-    run: SavedRun, item: dict[str, Any], answers: Array | None, found: Predictions, row: int
-) -> list[str]:
-    """One explanation for people."""
+def _told(run: SavedRun, made: Explanation, found: Predictions) -> dict[str, Any]:
+    """An explanation as plain values: classes by name, and by number for calls in Python."""
+    row = made.sample
+    said: dict[str, Any]
     if run.classes is not None and found.probs is not None:
         label = int(found.predicted[row])
-        head = f"{item['id']}: predicted {run.classes[label]} ({100 * found.probs[row, label]:.0f} %)"
-        if answers is not None:
-            head += f", labeled {run.classes[int(answers[row])]}"
+        probability = float(found.probs[row, label])
+        said = {"predicted": run.classes[label], "class": label, "probability": probability}
     else:
-        head = f"{item['id']}: predicted {found.mean[row, 0]:.4g}"
-        if answers is not None:
-            head += f", known to be {float(np.reshape(answers[row], -1)[0]):.4g}"
-    lines = [head]
-    for word, side in (("up", item["up"]), ("down", item["down"])):
-        for n in side:
-            known = answer_in_words(run.samples.answers[n["position"]], run.classes)
-            lines.append(f"  {word:<5}{n['influence']:+9.3f}  {n['id']}  ({known})")
-    return lines
+        values = found.mean[row].tolist()
+        said = {"predicted": values[0] if len(values) == 1 else values}
+
+    def behind(side: Sequence[Neighbor]) -> list[dict[str, Any]]:
+        places = [n.sample for n in side]
+        known = named(run.samples.ids, run.samples.answers, run.classes, places)
+        pushed = [{"position": n.sample, "influence": n.influence} for n in side]
+        return [{**one, **more} for one, more in zip(known, pushed, strict=True)]
+
+    return {"position": row, **said, "up": behind(made.up), "down": behind(made.down)}
+
+
+def _lines(item: dict[str, Any]) -> list[str]:
+    """One explanation for people."""
+    head = f"{item['id']}: predicted {_shown(item['predicted'])}"
+    if "probability" in item:
+        head += f" ({100 * item['probability']:.0f} %)"
+    if "label" in item:
+        head += f", labeled {item['label']}"
+    elif "target" in item:
+        head += f", known to be {_shown(item['target'])}"
+    sides = [(word, one) for word in ("up", "down") for one in item[word]]
+    return [
+        head,
+        *(
+            f"  {word:<5}{n['influence']:+9.3f}  {n['id']}  ({_shown(n.get('label', n.get('target')))})"
+            for word, n in sides
+        ),
+    ]
+
+
+def _shown(answer: Any) -> str:
+    """A class by its name, or values."""
+    return answer if isinstance(answer, str) else answer_in_words(answer, None)

@@ -69,6 +69,7 @@ class Source:
         target: Column of a table to predict.
         damaged: ``"error"`` refuses image files that cannot be decoded, ``"skip"`` leaves them out.
         normalizes: Whether images are normalized as the network's own configuration says, if it does.
+        at_most: Whether a class with fewer samples than ``shots`` gives all that it has.
 
     Raises:
         InputError: The seed is out of range, or ``damaged`` is neither.
@@ -82,6 +83,7 @@ class Source:
     target: str | None = None
     damaged: str = "error"
     normalizes: bool = False
+    at_most: bool = False
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -224,6 +226,6 @@ def check_device(name: str) -> None:
         reason = "torch knows no such device" if unknown else str(error).splitlines()[0][:120]
         raise InputError(
             f"device is {name!r}, which does not work here ({reason})",
-            expected="cpu, or a device that linnet doctor lists",
+            expected="cpu, auto, or a device that linnet doctor lists",
             remedy="try --device cpu",
         ) from error

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from linnet.app.report import Comparison
+from linnet.app.report.judgment import share_error
 from linnet.app.report.wording import duration, number, percent
 from linnet.app.runs.adaptation import Adaptation
 from linnet.app.runs.folder import SavedRun
 from linnet.app.runs.naming import lines_of
 from linnet.app.runs.pages import adaptation_page, solver_reason, write
+from linnet.app.terminal import kept
 
 
 def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = False) -> dict[str, Any]:
@@ -35,6 +37,7 @@ def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = Fal
         "test": len(task.test),
         "scores": [asdict(row) for row in found.rows],
         "fit": fit.summary(),
+        "device": str(fit.module.function.device),
         "data": {"classes": task.classes, "findings": list(task.findings)},
         "preflight": {"parameters": found.preflight.total, "findings": list(found.preflight.findings)},
         "seconds": dict(found.stages.seconds),
@@ -132,9 +135,8 @@ def score_table(rows: list[Comparison], tested: int | None = None) -> list[str]:
     """
 
     def share(value: float | None) -> str:
-        if value is None or not tested:
-            return percent(value)
-        return f"{100 * value:.1f} ± {100 * (value * (1 - value) / tested) ** 0.5:.1f} %"
+        error = None if value is None else share_error(value, tested)
+        return percent(value) if error is None else f"{100 * (value or 0):.1f} ± {100 * error:.1f} %"
 
     columns = [
         ("accuracy", "accuracy", share),
@@ -169,7 +171,7 @@ def written(out: Path) -> list[str]:
     Returns:
         One line.
     """
-    return [f"report: {out / 'report.html'}   numbers: {out / 'result.json'}"]
+    return [f"report: {kept(out / 'report.html')}   numbers: {kept(out / 'result.json')}"]
 
 
 def describe(run: SavedRun) -> str:
@@ -195,7 +197,7 @@ def print_prediction(result: dict[str, Any], rows: list[dict[str, Any]]) -> list
     Returns:
         Lines.
     """
-    lines = [f"{result['samples']} samples predicted: {result['predictions']}"]
+    lines = [f"{result['samples']} samples predicted: {kept(result['predictions'])}"]
     lines += lines_of(rows, Path(result["predictions"]).name)
     if result["predicted"]:
         counts = ", ".join(f"{name} ({count})" for name, count in result["predicted"].items() if count)
