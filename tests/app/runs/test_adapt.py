@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from linnet.app import cli
+from linnet.app.data import load_data
 from linnet.app.models import load_model
 from linnet.app.runs import planning
-from linnet.app.runs.adaptation import choose_head
+from linnet.app.runs.adaptation import choose_head, ended
 from linnet.app.runs.folder import load_run, load_test
-from linnet.errors import FileFormatError
+from linnet.errors import FileFormatError, ModelError
 from linnet.files import load_tensors
 from tests.app.runs.small_tasks import write_folder, write_nets, write_pictures, write_table
 from tests.grids import grid
@@ -555,6 +556,22 @@ def test_bad_options(folder: Path, words: list[str], what: str, capsys: pytest.C
 )
 def test_bad_networks(folder: Path, model: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     refused(folder, [], what, capsys, model=model)
+
+
+def test_data_of_another_shape_say_what_they_became(tmp_path: Path) -> None:
+    lines = [
+        f"{'' if n % 9 == 8 else n},{'uvw'[n % 3]},name{n},{'yes' if n % 2 else 'no'}\n" for n in range(40)
+    ]
+    (tmp_path / "d.csv").write_text("age,city,name,buys\n" + "".join(lines))
+    np.savez(tmp_path / "d.npz", x_train=np.ones((8, 4, 4, 3)), y_train=np.arange(8) % 2)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3), torch.nn.Flatten(), torch.nn.Linear(8, 2))
+    for name, words in (
+        ("d.csv", r"2 columns .* became 5 numbers: age 2, city 3; columns left out: name .*takes 5 numbers"),
+        ("d.npz", r"array of shape \(N, 4, 4, 3\) is taken as it is.*uint8 .*\(N, C, H, W\)"),
+    ):
+        task = load_data(tmp_path / name)
+        with pytest.raises(ModelError, match=words):
+            ended(net, task, task.tensors("train")[0])
 
 
 def test_bad_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ from linnet.predictive.temperature import fit_temperature, probabilities
 from linnet.progress import waiting
 from linnet.spectrum.kernel_matrix import gram_part
 from linnet.tangent.batch import split
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import OWN_SHAPE, Functional
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.preflight import Preflight, preflight
 from linnet.tangent.selection import select_parameters
@@ -274,9 +274,20 @@ def ended(model: nn.Module, task: TaskData, x: Tensor) -> nn.Module:
 
     Returns:
         The network, or it with a head.
+
+    Raises:
+        ModelError: It takes inputs of another shape or type.
     """
     try:
-        if task.classes is None and Functional(model).output_shape(x).numel() == task.train.y.shape[1]:
+        outputs = Functional(model).output_shape(x)
+    except ModelError as error:
+        if OWN_SHAPE not in (error.expected or ""):
+            return model  # the preflight says what is wrong
+        told, expected = task.layout()
+        remedy = error.remedy if task.image_mode else "change the data, or build the network for them"
+        raise ModelError(f"{error.what}; {told}", expected, remedy) from error
+    try:
+        if task.classes is None and outputs.numel() == task.train.y.shape[1]:
             return model
         return ending_linear(model, x)
     except ModelError:  # the preflight says what is wrong, where it is
