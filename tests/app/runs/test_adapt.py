@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +18,10 @@ import torch
 
 from linnet.app import cli
 from linnet.app.data import load_data
+from linnet.app.data.task import InMemory
 from linnet.app.models import load_model
 from linnet.app.runs import planning
-from linnet.app.runs.adaptation import choose_head, ended
+from linnet.app.runs.adaptation import _trained_on, choose_head, ended
 from linnet.app.runs.folder import load_run, load_test
 from linnet.errors import FileFormatError, ModelError
 from linnet.files import load_tensors
@@ -69,6 +71,22 @@ def test_a_run_holds_everything(workshop: Path) -> None:
     page = (run / "report.html").read_text()
     assert "slanted" in page
     assert "How the ridge was chosen" in page
+
+
+def test_test_samples_that_were_trained_on_are_told(folder: Path) -> None:
+    arrays = dict(np.load(folder / "pictures.npz"))
+    arrays["x_test"][:3] = arrays["x_train"][5:8]
+    np.savez(folder / "twice.npz", **arrays)
+    told = "3 of 30 test samples are training samples too"
+    assert adapt(folder, "--quiet", data="twice.npz") == 0
+    assert sum(told in one for one in result(folder / "run")["data"]["findings"]) == 1
+    task = load_data(folder / "twice.npz")
+    assert len(_trained_on(task)) == 1
+    assert _trained_on(replace(task, train=task.train.take(np.arange(5)))) == []
+    for kinds, count in ((5, 0), (24, 1)):  # rows of few categories are no copies
+        rows = InMemory(np.arange(30)[:, None] % kinds)
+        train, test = (replace(part, source=rows) for part in (task.train, task.test))
+        assert len(_trained_on(replace(task, train=train, test=test))) == count
 
 
 def test_the_test_accuracy_is_that_of_the_kernel(workshop: Path) -> None:
