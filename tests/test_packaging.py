@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import linnet
-from linnet import distribution
+from linnet import distribution, machine
 from linnet.app import cli
 from linnet.errors import DependencyError
 
@@ -84,13 +84,18 @@ def test_the_closure_finds_torchvision_behind_markers_and_extras() -> None:
 
 
 def test_extras_bring_what_they_promise() -> None:
-    assert set(EXTRAS) == {"text", "gp", "sklearn", "hub", "onnx", "app", "dev", "docs"}
+    assert set(EXTRAS) == {"text", "gp", "sklearn", "hub", "onnx", "dev", "docs"}
     assert "transformers" in closure(["linnet-torch[text]"])
     assert {"gpytorch", "botorch", "linear-operator"} <= closure(["linnet-torch[gp]"]).keys()
     assert "scikit-learn" in closure(["linnet-torch[sklearn]"])
     assert "huggingface-hub" in closure(["linnet-torch[hub]"])
     assert {"onnx", "onnxscript", "onnxruntime"} <= closure(["linnet-torch[onnx]"]).keys()
-    assert closure(["linnet-torch[app]"]).keys() == closure(["linnet-torch"]).keys()
+
+
+def test_doctor_names_what_every_extra_brings() -> None:
+    extras = {name: lines for name, lines in EXTRAS.items() if name not in ("dev", "docs")}
+    brought = {canonicalize_name(Requirement(line).name) for lines in extras.values() for line in lines}
+    assert brought <= {canonicalize_name(name) for name in machine.OPTIONAL}
 
 
 def test_one_place_knows_the_distribution() -> None:
@@ -274,7 +279,7 @@ def test_the_command_line_says_in_one_sentence_what_is_missing(
     assert cli.main(["adapt"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error:     the command line needs pillow and matplotlib, which are not installed",
-        "to fix it: pip install 'linnet-torch[app]'",
+        "to fix it: pip install linnet-torch",
     ]
     assert (
         cli.main(["--help"]) == 0

@@ -60,7 +60,7 @@ def require_application(*names: str) -> None:
         verb = "is" if len(missing) == 1 else "are"
         raise DependencyError(
             f"the command line needs {' and '.join(missing)}, which {verb} not installed",
-            remedy=install_command("app"),
+            remedy=install_command(),
         )
 
 

@@ -15,11 +15,12 @@ _NAMES = 8  # of files beside a missing one that an error names
 _SMALL = 1 << 20  # bytes that are always available; free memory is not queried for less
 
 
-def require_file(path: str | os.PathLike[str]) -> Path:
+def require_file(path: str | os.PathLike[str], name: str | None = None) -> Path:
     """The path, if a regular file lies there: pipes and devices have no end, or wait for a writer.
 
     Args:
         path: The file to be read.
+        name: The argument that it was given as, for the error.
 
     Returns:
         ``path`` as a Path.
@@ -31,7 +32,8 @@ def require_file(path: str | os.PathLike[str]) -> Path:
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise InputError(f"there is no file {path}", "an existing file", suggestion(path)) from error
+        what = f"there is no file {path}" if name is None else f"{name} is {path}, and there is no such file"
+        raise InputError(what, "an existing file", suggestion(path)) from error
     except OSError as error:
         raise InputError(
             f"{path} cannot be read: {error.strerror}", "an existing file", "check the path"

@@ -22,16 +22,23 @@ from linnet.tangent.modes import differentiable_kernels, has_recurrence
 
 _REQUIRED = (*LIBRARY, *APPLICATION.values())
 _TORCHVISION = "install the torchvision made for your torch, in one call with that torch"
-# Import name -> what linnet does with it, how to get it.
-_OPTIONAL = {
+_ONNX = "linnet export --out FILE.onnx"
+# Distribution -> what linnet does with it, how to get it.
+OPTIONAL = {
     "transformers": ("--model hf:NAME", install_command("text")),
     "torchvision": ("--model torchvision:NAME", _TORCHVISION),
     "timm": ("--model timm:NAME", f"{_TORCHVISION}, then pip install timm"),
+    "pandas": ("to_frame(), DataFrames", "pip install pandas"),
+    "scikit-learn": ("linnet.integrations.sklearn", install_command("sklearn")),
     "linear_operator": ("Gaussian process libraries", install_command("gp")),
     "gpytorch": ("Gaussian process libraries", install_command("gp")),
     "botorch": ("Bayesian optimization", install_command("gp")),
     "huggingface_hub": ("push_to_hub, and linnet.load of hf:NAME", install_command("hub")),
+    "onnx": (_ONNX, install_command("onnx")),
+    "onnxscript": (_ONNX, install_command("onnx")),
+    "onnxruntime": ("the sizes that ONNX files take, and running them", install_command("onnx")),
 }
+_MODULES = {"scikit-learn": "sklearn"}  # import names, where they are others
 _SIZE = 1024  # rows of the square matrices in the speed test
 
 
@@ -67,7 +74,7 @@ def survey(seconds: float = 0.5) -> dict[str, Any]:
         "packages": packages,
         "threads": torch.get_num_threads(),
         "devices": [_device(device, seconds) for device in _devices()],
-        "optional": {name: _optional(name) for name in _OPTIONAL},
+        "optional": {name: _optional(name) for name in OPTIONAL},
         "derivatives": {name: {"path": path, "reason": why} for name, (path, why) in derivatives.items()},
     }
 
@@ -161,14 +168,14 @@ def _sgemm_rate(device: torch.device, seconds: float) -> float:
 
 def _optional(name: str) -> dict[str, Any]:
     """Whether an optional package can be imported, else why not and what to do."""
-    use, remedy = _OPTIONAL[name]
+    (use, remedy), module = OPTIONAL[name], _MODULES.get(name, name)
     version = _version(name)
-    if importlib.util.find_spec(name) is None:
+    if importlib.util.find_spec(module) is None:
         return {"works": False, "version": None, "use": use, "reason": "not installed", "remedy": remedy}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            importlib.import_module(name)
+            importlib.import_module(module)
     except (ImportError, RuntimeError, OSError) as error:
         return {
             "works": False,

@@ -308,7 +308,9 @@ class TestReading:
         (tmp_path / "w.h5").write_bytes(b"x")
         with pytest.raises(InputError, match=r"unknown suffix '\.h5'.*\.safetensors, \.npz, \.pt"):
             load_weights(tmp_path / "w.h5")
-        with pytest.raises(InputError, match=r"there is no file .*w\.pt.*beside it are: w\.h5"):
+        with pytest.raises(
+            InputError, match=r"weights is .*w\.pt, and there is no such file.*beside it are: w\.h5"
+        ):
             load_weights(tmp_path / "w.pt")
 
     @pytest.mark.parametrize("suffix", [".pt", ".th", ".npz", ".safetensors"])

@@ -187,6 +187,8 @@ def complete(*words: str) -> list[str]:
 
 def test_bash_completes_commands_options_and_choices() -> None:
     assert complete("linnet", "expl") == ["explain"]
+    assert complete("linnet", "--") == ["--help", "--version", "--completion"]
+    assert complete("linnet", "--completion", "") == ["bash", "zsh", "fish"]
     assert complete("linnet", "adapt", "--sol") == ["--solver"]
     assert complete("linnet", "adapt", "--solver", "") == ["auto", "dual", "shared", "primal", "sketch", "cg"]
     assert complete("linnet", "spectrum", "--head", "p") == ["probe"]

@@ -67,6 +67,16 @@ def test_the_variance_of_a_last_layer_is_exact(options: dict[str, Any], dtype: t
     torch.testing.assert_close(variance, fit.predictive(new).variance)
 
 
+@pytest.mark.parametrize("variance", [False, True])
+def test_a_fit_that_went_to_float64_takes_both_types(variance: bool) -> None:
+    fit = fitted(ridge=1e-9)
+    assert fit.record.reasons["precision"].startswith("float64")
+    module, x = fit.export(variance=variance), data(30)[0]
+    for given in (x, x.double()):
+        found = module(given)
+        torch.testing.assert_close(found[0] if variance else found, fit.predict(given))
+
+
 def test_the_variance_where_the_bias_alone_moves() -> None:
     x = data(30)[0]
     fit = fitted(["2.bias"])

@@ -57,18 +57,14 @@ def test_one_class_is_enough_where_classes_are_not_asked_to_vary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "wrong", "place"), [([0, 3, 1], "3", "index 1"), ([0, 1, -1], "-1", "index 2")]
+    ("labels", "words"),
+    [
+        ([0, 3, 1], ("y", "3", "index 1", "0 to 2", "with_head")),
+        ([0, 4, -1], ("y", "1 negative", "-1", "index 2", "from 0", "unique")),
+    ],
 )
-def test_labels_out_of_range(labels: list[int], wrong: str, place: str) -> None:
-    refused(
-        DataError,
-        lambda: make_targets(torch.tensor(labels), outputs=3),
-        "y",
-        wrong,
-        place,
-        "0 to 2",
-        "with_head",
-    )
+def test_labels_out_of_range(labels: list[int], words: tuple[str, ...]) -> None:
+    refused(DataError, lambda: make_targets(torch.tensor(labels), outputs=3), *words)
 
 
 @pytest.mark.parametrize("y", [torch.tensor([True, False]), torch.tensor([1j, 2j])])

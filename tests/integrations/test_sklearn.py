@@ -101,6 +101,13 @@ class TestRegressor:
         np.testing.assert_allclose(std, expected.variance[:, 0].sqrt())
         np.testing.assert_allclose(model.predict(new), mean)
 
+    @pytest.mark.filterwarnings("error")
+    def test_targets_that_cannot_be_written_to(self) -> None:  # as those of a DataFrame are
+        X = numbers()
+        y = values(X)
+        y.flags.writeable = False
+        assert np.array_equal(LinnetRegressor(network(), random_state=5).fit(X, y).fit_.targets[:, 0], y)
+
     @pytest.mark.parametrize("ridge", [0.3, "loo", "gcv"])
     def test_is_the_fitted_network(self, ridge: float | str) -> None:
         X, net = numbers(), network()

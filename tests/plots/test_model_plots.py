@@ -20,7 +20,7 @@ from torch import nn
 import linnet
 from linnet.errors import DataError, DependencyError, InputError
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian
-from linnet.plots.displays import CalibrationDisplay, CoverageDisplay
+from linnet.plots.displays import CalibrationDisplay, CoverageDisplay, SpectrumDisplay
 from linnet.shown import Shown
 
 G = torch.Generator().manual_seed(0)
@@ -135,6 +135,14 @@ def test_other_scores_of_the_path() -> None:
     assert np.allclose(accuracy.scores["leave-one-out"], path.loo_accuracy)
     with pytest.raises(InputError, match="of='accuracy' of a regression"):
         fitted("values").plot.ridge(of="accuracy")
+
+
+def test_a_spectrum_counts_what_its_degrees_of_freedom_are_summed_over() -> None:
+    values = np.array([1.0, 0.5, 1e-9, 2e-9])  # the last two are below what single precision tells
+    freedom = float((values / (values + 1e-9)).sum())
+    shown = SpectrumDisplay(values, 1e-9, freedom)._shown()
+    assert freedom > 3
+    assert (shown["eigenvalues"], shown["above the ridge"]) == (4, 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

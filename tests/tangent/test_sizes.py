@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.tangent.graph import plain_module
-from linnet.tangent.sizes import FreeSize, Prototype, Traced, dimensions, in_both, resized
+from linnet.tangent.sizes import MOST, FreeSize, Prototype, Traced, dimensions, in_both, resized, that_run
 
 X = torch.randn(4, 2, 8, 6, generator=torch.Generator().manual_seed(0))
 AUTO = torch.export.Dim.AUTO
@@ -100,3 +100,15 @@ def test_other_sizes_break_divisibility_and_keep_bounds() -> None:
     assert FreeSize(((0, 1),), 8, 2, 100).others() == [2, 7, 9]
     assert FreeSize(((0, 1),), 8, 8, 8).others() == []
     assert resized(torch.arange(3)[None], FreeSize(((0, 1),), 3, 1, 9), 5).tolist() == [[0, 1, 2, 0, 1]]
+
+
+def test_sizes_that_a_module_runs_with() -> None:
+    free = [FreeSize(((0, 2),), 8, 2, MOST), FreeSize(((0, 3),), 6, 2, MOST)]
+    pooled = nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d((2, 1)), nn.AdaptiveAvgPool2d(1))
+    assert that_run(pooled, X, free) == [free[0]._replace(least=4), free[1]._replace(least=3)]
+    counted = nn.Sequential(nn.MaxPool2d(2, ceil_mode=True), nn.Flatten(), nn.Linear(24, 1))
+    assert that_run(counted, X, free) == []  # a height of 7 has as many positions, and no other
+    assert that_run(Through(lambda h: h.mean(2) @ torch.ones(6)), X, free) == [free[0]._replace(least=1)]
+    ninth = Through(lambda h: h.flatten(2)[..., 8])
+    assert that_run(ninth, X, free[:1]) == [free[0]]
+    assert that_run(ninth, X, free) == []  # 2 × 6 and 8 × 2 have nine positions, 2 × 2 has not

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from linnet.errors import InputError
 
 Options = Mapping[str, tuple[str, ...]]
+GENERAL = ("--help", "--version", "--completion")  # in place of a command
 
 _BASH = """\
 _linnet() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}"
     local words="{commands}" values=""
+    [ "${{word:0:1}}" = "-" ] && words="{general}"
     [ "$COMP_CWORD" -gt 1 ] && case "${{COMP_WORDS[1]}}" in
 {options}
         *) words="" ;;
@@ -20,6 +22,7 @@ _linnet() {{
     [ "$COMP_CWORD" -gt 1 ] && case "${{COMP_WORDS[1]}} $before" in
 {values}
     esac
+    [ "$COMP_CWORD" -eq 2 ] && [ "$before" = "--completion" ] && values="{shells}"
     if [ -n "$values" ]; then
         COMPREPLY=($(compgen -W "$values" -- "$word"))
     elif [ "$COMP_CWORD" -eq 1 ] || [ "${{word:0:1}}" = "-" ]; then
@@ -74,12 +77,18 @@ def _bash(commands: Mapping[str, Options]) -> str:
         for option, words in known.items()
         if words
     ]
-    return _BASH.format(commands=" ".join(commands), options="\n".join(options), values="\n".join(values))
+    return _BASH.format(
+        commands=" ".join(commands), general=" ".join(GENERAL), shells=" ".join(_TO_USE),
+        options="\n".join(options), values="\n".join(values),
+    )  # fmt: skip
 
 
 def _fish(commands: Mapping[str, Options]) -> str:
     """One line for each command and option."""
     lines = [f"complete -c linnet -f -n __fish_use_subcommand -a '{' '.join(commands)}'"]
+    for option in GENERAL:
+        shells = f" -xa '{' '.join(_TO_USE)}'" if option == "--completion" else ""
+        lines.append(f"complete -c linnet -n __fish_use_subcommand -l {option.removeprefix('--')}{shells}")
     for name, options in commands.items():
         for option, words in options.items():
             choices = f" -xa '{' '.join(words)}'" if words else ""

@@ -113,6 +113,9 @@ def page(parser: jsonargparse.ArgumentParser, hints: Mapping[str, Any]) -> str:
 
     parser.formatter_class = Formatter
     for action in parser._actions:
+        action.option_strings = [word for word in action.option_strings if not word.endswith("+")]
+        if action.dest == "print_config":
+            action.nargs, action.help = 0, "Print the settings, as --config reads them, and exit."
         if action.dest in hints:
             action.metavar = value_name(hints[action.dest]) or action.metavar
     text = parser.format_help().replace("``", "")

@@ -223,7 +223,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         FileFormatError: The file is truncated, altered or of another kind, or does not hold weights.
         MemoryBudgetError: They would take more memory than is free.
     """
-    path = require_file(path)
+    path = require_file(path, "weights")
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
         weights = read_safetensors(path)

@@ -21,7 +21,7 @@ from linnet.tangent.modes import in_exact_mode
 _OTHER = (
     "computed for",
     "the same network with the same weights",
-    "load the same checkpoint before load_curvature, or compute the curvature again",
+    "load the same checkpoint into the network first, or compute the curvature again",
 )
 
 

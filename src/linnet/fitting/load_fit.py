@@ -27,7 +27,7 @@ ADAPTED = "nested-fit.safetensors"  # what NestedFit.save writes, which lies abo
 OTHER = (
     "made on",
     "the network that was linearized, with the same weights",
-    "load the same checkpoint, with the same head, before load_fit",
+    "load the same checkpoint, with the same head, into the network first",
 )
 
 
@@ -116,5 +116,5 @@ def _check_outputs(function: Functional, x: Inputs, base: Tensor, path: Path) ->
     raise FileFormatError(
         f"{path} was made on another network: the weights are equal but {detail}",
         expected="the network that was linearized",
-        remedy="build it with the same code and the same output=, before load_fit",
+        remedy="build it with the same code and the same output= first",
     ) from cause

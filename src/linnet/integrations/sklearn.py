@@ -260,7 +260,7 @@ class _Regressor(_Estimator):
         """
         options = {"dtype": FLOATS, "allow_nd": True, "multi_output": True, "y_numeric": True}
         X, y = self._validated(X, y, ensure_min_samples=2, **options)
-        targets = np.asarray(y, dtype=np.float64)
+        targets = np.array(y, dtype=np.float64)  # its own: those of a DataFrame cannot be written to
         self._single = targets.ndim == 1
         targets = targets.reshape(len(targets), -1)
         self._fit(X, torch.from_numpy(targets), targets.shape[1])

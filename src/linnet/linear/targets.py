@@ -122,7 +122,15 @@ def make_targets(
             expected="at least one example",
             remedy="check the path and the split that the data come from",
         )
-    wrong = (labels < 0) | (labels > outputs - 1)  # 2⁶³ outputs: beyond int64, 2⁶³ − 1 is not
+    negative = labels < 0
+    if negative.any():
+        first = int(negative.nonzero()[0])
+        raise DataError(
+            f"y holds {int(negative.sum())} negative label(s), first {int(labels[first])} at index {first}",
+            expected="classes numbered from 0",
+            remedy="number them with torch.unique(y, return_inverse=True)[1]",
+        )
+    wrong = labels > outputs - 1  # 2⁶³ outputs: beyond int64, 2⁶³ − 1 is not
     if wrong.any():
         first = int(wrong.nonzero()[0])
         raise DataError(

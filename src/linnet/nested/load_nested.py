@@ -51,7 +51,7 @@ def read_nested(directory: str | Path, model: nn.Module) -> NestedFit:
         raise FileFormatError(
             f"{path} was made on a network with other weights",
             expected="the network that was adapted",
-            remedy="load the same checkpoint before load_adapted",
+            remedy="load the same checkpoint into the network first",
         )
     device = features.function.device
     tensors = {name: t.to(device) for name, t in tensors.items()}
@@ -79,7 +79,7 @@ def _with(model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
             raise FileFormatError(
                 f"the fit was made on a network with a parameter {name} of shape {tuple(value.shape)}",
                 expected="the network that was adapted",
-                remedy="load the same network before load_adapted",
+                remedy="pass the network as it was when it was adapted",
             )
         with torch.no_grad():
             own[name].copy_(value)

@@ -321,7 +321,11 @@ def with_pending(pending: Sequence[Examples], x: Inputs, y: Tensor | None) -> li
         check_finite(x, "x")
     pairs = [*pending, *([] if x is None or y is None else [(x, y)])]
     if not any(batch_size(one) for one, _ in pairs):
-        raise InputError("step got no examples", expected="a batch", remedy="call step(x, y)")
+        raise InputError(
+            "step got no examples",
+            expected="a batch",
+            remedy="call accumulate(x, y) in the closure, or before step(); or call step(x, y)",
+        )
     return pairs
 
 

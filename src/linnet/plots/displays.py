@@ -244,10 +244,10 @@ class SpectrumDisplay(Display):
     degrees_of_freedom: float | None = None
 
     def _shown(self) -> Mapping[str, Any]:
-        values = panels.positive(self.eigenvalues)
+        values = np.asarray(self.eigenvalues)  # all that degrees of freedom are summed over, drawn or not
         known: dict[str, Any] = {"eigenvalues": len(values)}
         if self.ridge is None:
-            known["largest"] = float(values[0]) if len(values) else None
+            known["largest"] = float(values.max()) if len(values) else None
         else:
             known |= {"above the ridge": int((values > self.ridge).sum()), "ridge": self.ridge}
         return {**known, "effective degrees of freedom": self.degrees_of_freedom}

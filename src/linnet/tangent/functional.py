@@ -50,6 +50,7 @@ _OF_SHAPE = (
     "shape", "size", "dim", "channel", "dtype", "scalar type", "same type", "device", "expected", "mat1",
     "out of range", "broadcast", "float", "must be tensor",
 )  # fmt: skip
+OWN_SHAPE = "inputs of the network's own shape"  # what the error of such a network expects
 OutputAdapter = str | Callable[[Any], Tensor] | None
 
 
@@ -352,7 +353,7 @@ def _cannot_run(function: Functional, x: Inputs, error: Exception) -> ModelError
     shared = ambiguity(x)
     told = f"model ({type(function.model).__name__}) cannot run on x ({kinds or type(x).__name__}): {first}"
     if any(words in first.lower() for words in _OF_SHAPE):
-        expected = f"inputs of the network's own shape on {function.device}; its weights are {function.dtype}"
+        expected = f"{OWN_SHAPE} on {function.device}; its weights are {function.dtype}"
         remedy = "check x's shape, dtype (x.float() for images) and device"
     else:
         expected = "a network that runs on x in evaluation mode, without gradients"

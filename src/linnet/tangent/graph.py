@@ -310,8 +310,9 @@ def _traced(module: nn.Module, like: Prototype, names: list[str], decompose: boo
             raise
         except Exception as error:  # torch raises of many kinds here
             raise _untraceable(error) from error
-    for node in list(found.graph.nodes):  # checks of shapes, which no other exporter takes
-        if node.op == "call_module" and node.target == "_guards_fn":
+    for node in list(found.graph.nodes):  # checks of shapes, which no other exporter takes, and of types
+        guards = node.op == "call_module" and node.target == "_guards_fn"
+        if guards or node.target is torch.ops.aten._assert_tensor_metadata.default:
             found.graph.erase_node(node)
     for node in found.graph.find_nodes(op="get_attr"):  # torch 2.6 leaves constants that are no buffers
         place, _, name = str(node.target).rpartition(".")

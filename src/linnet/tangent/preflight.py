@@ -23,6 +23,7 @@ from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector
 from linnet.tangent.trace import Trace, trace
 
+LEFT_OUT = "parameter(s) are left out by params="
 NAMES = {
     "linear": "linear",
     "conv": "convolution",
@@ -169,7 +170,7 @@ def preflight(
     path, why = jvp_path(function, batch)
     notes = [*_mode_findings(model), *([why] if why else [])]
     left_out = sum(1 for _ in function.model.parameters()) - len(function.names)
-    notes += [f"{left_out} parameter(s) are left out by params="] if left_out else []
+    notes += [f"{left_out} {LEFT_OUT}"] if left_out else []
     shapes = function.space.shapes
     coverage = tuple(Coverage(name, tuple(shapes[name]), 0, "not examined", False) for name in function.names)
     plan = Plan("kernel of this batch", 0, ())

@@ -7,6 +7,7 @@ divided by or compared with stands in it as a number.
 
 from __future__ import annotations
 
+import bisect
 import copyreg
 import operator
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from linnet.tangent.batch import Inputs, batch_size, map_tensors, tensors_in
 from linnet.tangent.functional import call_arguments
@@ -198,6 +199,45 @@ def free_sizes(made: torch.export.ExportedProgram) -> list[FreeSize]:
         least, most = (int(b) if b.is_Integer else None for b in (bounds.lower, bounds.upper))
         found.append(FreeSize(tuple(axes), hints[expr], least or 1, MOST if most is None else most))
     return found
+
+
+def that_run(module: nn.Module, x: Inputs, free: Sequence[FreeSize]) -> list[FreeSize]:
+    """Free sizes that a module really takes: a trace may hold for few of those it leaves free.
+
+    Args:
+        module: What was traced.
+        x: Examples, of the sizes that were traced.
+        free: Sizes that may vary by themselves.
+
+    Returns:
+        Those that may be one larger and twice as large, each from the least at which the module runs; none
+        where it does not run with all of them at their least.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv2d(1, 1, 3), nn.AdaptiveAvgPool2d(1))
+        >>> that_run(net, torch.ones(2, 1, 8, 8), [FreeSize(((0, 2),), 8, 2, MOST)])
+        [FreeSize(axes=((0, 2),), size=8, least=3, most=2147483647)]
+    """
+
+    def runs(sizes: Mapping[FreeSize, int]) -> bool:
+        other = x
+        for one, size in sizes.items():
+            other = resized(other, one, size)
+        args, kwargs = call_arguments(other)
+        try:
+            module(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError, AssertionError):  # torch's own refusals are assertions
+            return False
+        return True
+
+    found = []
+    for one in free:
+        larger = {min(size, one.most) for size in (one.size + 1, 2 * one.size)}
+        if not all(runs({one: size}) for size in larger):
+            continue
+        least = bisect.bisect_left(range(one.size), True, lo=1, key=lambda size: runs({one: size}))
+        found.append(one._replace(least=least))
+    return found if runs({one: one.least for one in found}) else []
 
 
 def _shapes(made: torch.export.ExportedProgram) -> list[Sequence[int | torch.SymInt]]:

@@ -73,6 +73,6 @@ def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = Non
         raise FileFormatError(
             f"{path} was made on another network: the weights are equal but the outputs differ",
             expected="the network that it was made of",
-            remedy="build it with the same code and the same output=, before load_gp",
+            remedy="build it with the same code and the same output= first",
         )
     return gp

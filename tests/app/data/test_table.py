@@ -108,10 +108,22 @@ class TestTable:
 
     def test_unknown_target_and_transform(self, tmp_path: Path) -> None:
         path = table(tmp_path / "d.csv", self.rows(9))
-        with pytest.raises(InputError, match=r"target is 'cost'.*columns of .*: rooms, area, price"):
-            load_data(path, target="cost")
+        with pytest.raises(
+            InputError, match=r"target is 'prize'.*one of rooms, area, price.*did you mean price"
+        ):
+            load_data(path, target="prize")
         with pytest.raises(InputError, match="is a table, and is not scaled"):
             load_data(path, image_transform("half"))
+
+    def test_numbers_of_classes_are_told(self, tmp_path: Path) -> None:
+        lines = [f"{n}.5,{n % 3},{n}\n" for n in range(20)]
+        (note,) = load_data(table(tmp_path / "d.csv", "a,kind,n\n" + "".join(lines)), target="kind").findings
+        assert note.startswith("kind is whole numbers, 3 different ones: taken as a regression")
+        for target in ("n", "a"):  # as many as there are lines, and no whole numbers
+            assert load_data(tmp_path / "d.csv", target=target).findings == ()
+        texts = [line.replace(f",{n % 3},", f",class{n % 3},") for n, line in enumerate(lines)]
+        task = load_data(table(tmp_path / "d.csv", "a,kind,n\n" + "".join(texts)), target="kind")
+        assert task.classes == ("class0", "class1", "class2")
 
     @pytest.mark.parametrize("content", [b"\xff\xfe\x00a,b", b"a,y\n\x80\x81,2\n"])
     def test_foreign_files(self, tmp_path: Path, content: bytes) -> None:

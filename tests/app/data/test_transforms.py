@@ -43,7 +43,11 @@ class TestTransforms:
     @pytest.mark.parametrize(
         ("mean", "std", "message"),
         [
-            ("imagenette", None, "mean is 'imagenette' without a std.*imagenet, cifar, half, none"),
+            (
+                "imagenette",
+                None,
+                "mean is 'imagenette'. Expected: one of imagenet, cifar, half, none.*did you mean imagenet",
+            ),
             (0.5, None, r"mean is 0\.5 without a std"),
             ("imagenet", 0.5, "mean is 'imagenet'"),
             ("a,b", "1", "mean is 'a,b'"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +17,13 @@ import pytest
 import torch
 
 from linnet.app import cli
+from linnet.app.data import load_data
+from linnet.app.data.task import InMemory
 from linnet.app.models import load_model
 from linnet.app.runs import planning
-from linnet.app.runs.adaptation import choose_head
+from linnet.app.runs.adaptation import _trained_on, choose_head, ended
 from linnet.app.runs.folder import load_run, load_test
-from linnet.errors import FileFormatError
+from linnet.errors import FileFormatError, ModelError
 from linnet.files import load_tensors
 from tests.app.runs.small_tasks import pictures, write_folder, write_nets, write_pictures, write_table
 from tests.grids import grid
@@ -68,6 +71,22 @@ def test_a_run_holds_everything(workshop: Path) -> None:
     page = (run / "report.html").read_text()
     assert "slanted" in page
     assert "How the ridge was chosen" in page
+
+
+def test_test_samples_that_were_trained_on_are_told(folder: Path) -> None:
+    arrays = dict(np.load(folder / "pictures.npz"))
+    arrays["x_test"][:3] = arrays["x_train"][5:8]
+    np.savez(folder / "twice.npz", **arrays)
+    told = "3 of 30 test samples are training samples too"
+    assert adapt(folder, "--quiet", data="twice.npz") == 0
+    assert sum(told in one for one in result(folder / "run")["data"]["findings"]) == 1
+    task = load_data(folder / "twice.npz")
+    assert len(_trained_on(task)) == 1
+    assert _trained_on(replace(task, train=task.train.take(np.arange(5)))) == []
+    for kinds, count in ((5, 0), (24, 1)):  # rows of few categories are no copies
+        rows = InMemory(np.arange(30)[:, None] % kinds)
+        train, test = (replace(part, source=rows) for part in (task.train, task.test))
+        assert len(_trained_on(replace(task, train=train, test=test))) == count
 
 
 def test_the_test_accuracy_is_that_of_the_kernel(workshop: Path) -> None:
@@ -557,6 +576,22 @@ def test_bad_options(folder: Path, words: list[str], what: str, capsys: pytest.C
 )
 def test_bad_networks(folder: Path, model: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     refused(folder, [], what, capsys, model=model)
+
+
+def test_data_of_another_shape_say_what_they_became(tmp_path: Path) -> None:
+    lines = [
+        f"{'' if n % 9 == 8 else n},{'uvw'[n % 3]},name{n},{'yes' if n % 2 else 'no'}\n" for n in range(40)
+    ]
+    (tmp_path / "d.csv").write_text("age,city,name,buys\n" + "".join(lines))
+    np.savez(tmp_path / "d.npz", x_train=np.ones((8, 4, 4, 3)), y_train=np.arange(8) % 2)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3), torch.nn.Flatten(), torch.nn.Linear(8, 2))
+    for name, words in (
+        ("d.csv", r"2 columns .* became 5 numbers: age 2, city 3; columns left out: name .*takes 5 numbers"),
+        ("d.npz", r"array of shape \(N, 4, 4, 3\) is taken as it is.*uint8 .*\(N, C, H, W\)"),
+    ):
+        task = load_data(tmp_path / name)
+        with pytest.raises(ModelError, match=words):
+            ended(net, task, task.tensors("train")[0])
 
 
 def test_bad_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,14 @@ def test_what_names_nothing(word: str) -> None:
     assert ("train/12" in str(caught.value.remedy)) == (word == "trian/12")
 
 
+def test_samples_of_the_other_part_are_known() -> None:
+    with pytest.raises(
+        InputError, match=r"line 4, which is one of the training samples, and none of the 1"
+    ) as caught:
+        find_samples(["line 4"], ["line 48"], None, None, "test samples", {"training samples": ("line 4",)})
+    assert caught.value.remedy == "copy one from the report"  # 48 is no misspelling of 4
+
+
 def test_a_number_of_no_id_is_no_position_where_ids_are_numbered() -> None:
     with pytest.raises(InputError, match=r"1 is in no id here; position 1 is train/3, label dog") as caught:
         find("1")
@@ -87,7 +95,7 @@ def test_a_number_of_no_id_is_no_position_where_ids_are_numbered() -> None:
 
 
 def test_each_sample_once() -> None:
-    with pytest.raises(InputError, match="ids names train/12 twice"):
+    with pytest.raises(InputError, match="ids holds train/12 twice"):
         find("train/12", "12")
     with pytest.raises(InputError, match="ids is empty"):
         find()

@@ -232,7 +232,7 @@ def refused(
         ("train/24", "none of the 24 training samples"),
         ("test/3", "none of the 24 training samples"),
         ("-1", "-1"),
-        ("2,train/2", "ids names train/2 twice"),
+        ("2,train/2", "ids holds train/2 twice"),
         (",".join(map(str, range(24))), "all 24"),
         ("[]", "ids is empty"),
     ],

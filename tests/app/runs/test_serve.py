@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,10 +131,20 @@ def test_a_row_is_predicted_with_or_without_the_names_of_its_columns(rows: Brows
 
 
 def test_files_that_are_no_images_and_ids_of_no_sample(images: Browser) -> None:
-    assert "sample.png" in images.json("/predict", b"not an image", "a.png", status=400)["error"]
-    assert images.json("/predict", png(0), "../../etc/passwd", status=400)["expected"].startswith(
-        "files ending"
-    )
+    damaged = images.json("/predict", b"not an image", "a.png", status=400)
+    assert damaged["error"].startswith("the image cannot be decoded: a.png (")
+    assert tempfile.gettempdir() not in damaged["error"]
+    assert "--damaged" not in damaged["remedy"]
+    told = {
+        name: images.json("/predict", png(0), name, status=400) for name in ("../../etc/passwd", "b.HEIC", "")
+    }
+    said = [one["error"] for one in told.values()]
+    assert said == [
+        "passwd is no image that is read here",
+        "b.HEIC is no image that is read here",
+        "the file has no name",
+    ]
+    assert all(".jpg" in one["expected"] for one in told.values())
     assert "no list" in images.json("/forget", b"{}", status=400)["error"]
     assert "no list" in images.json("/forget", b"[1]", status=400)["error"]
     assert "none of" in images.json("/forget", b'["train/999"]', status=400)["error"]
@@ -158,7 +169,7 @@ def test_only_the_page_may_ask(images: Browser) -> None:
     assert images.ask("GET", f"/other?key={server.key}")[0] == 404
     assert images.ask("PUT", "/", **key)[0] == 501
     assert images.ask("POST", "/predict", **key, Content_Length=str(LARGEST + 1))[0] == 413
-    assert images.ask("POST", "/predict", **key, Content_Length="-1")[0] == 413
+    assert images.ask("POST", "/predict", **key, Content_Length="-1")[0] == 411
     assert server.server_address[0] == "127.0.0.1"
 
 

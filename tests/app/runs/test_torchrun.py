@@ -53,7 +53,7 @@ def test_two_processes_make_the_run_of_one(tmp_path: Path, monkeypatch: pytest.M
     # a run goes on from what either has written: nothing is left to do for the same settings
     again = torchrun(tmp_path, *words("nothing.npz", "third"))
     assert again.returncode != 0
-    assert again.stderr.count("error:     on rank 0: there is no file nothing.npz") == 1
+    assert again.stderr.count("error:     on rank 0: --data is nothing.npz, and there is no such file") == 1
     assert not Path("third").exists()
 
 

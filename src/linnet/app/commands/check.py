@@ -61,7 +61,7 @@ def check(
     from linnet.app.runs.planning import planned
     from linnet.errors import InputError
     from linnet.machine import find_device
-    from linnet.tangent.preflight import preflight
+    from linnet.tangent.preflight import LEFT_OUT, preflight
 
     if batch < 1:
         raise InputError(f"batch is {batch}", expected="a positive number of samples", remedy="try --batch 8")
@@ -79,6 +79,8 @@ def check(
     report = preflight(plan.model, x, params=plan.params, memory=memory)
     if report.memory.peak > report.memory.budget:
         report = replace(report, ok=False)  # the finding says so; nothing could be computed
+    if params is None:  # what a nested fit leaves to its heads is no choice of the user
+        report = replace(report, findings=tuple(one for one in report.findings if LEFT_OUT not in one))
     if plan.note:
         report = replace(report, findings=(*report.findings, plan.note))
     print(report)

@@ -15,6 +15,7 @@ Array = np.ndarray[Any, Any]
 # Different texts of a column in the training lines. Of more, most come once or twice and tell nothing.
 MOST_CATEGORIES = 50
 FEW_CATEGORIES = 5  # so many may come once each
+LEFT_OUT = "columns left out: "  # how the remark on them begins
 EMPTY = ""  # the category of empty cells
 
 
@@ -163,7 +164,7 @@ def remarks(table: Table, left_out: Sequence[str], train: Mapping[str, Array]) -
     if filled:
         found.append(f"empty cells filled with the median of the training lines, and marked: {some(filled)}")
     if left_out:
-        found.append(f"columns left out: {some(left_out)}")
+        found.append(f"{LEFT_OUT}{some(left_out)}")
     return found
 
 

@@ -12,7 +12,7 @@ from linnet.app.data.table import read_table
 from linnet.app.data.task import TaskData
 from linnet.app.data.transforms import ImageTransform, require_default
 from linnet.errors import InputError
-from linnet.limits import suggestion
+from linnet.limits import require_file, suggestion
 
 KINDS = "a folder of images, an .npz archive or a .csv table"
 
@@ -48,6 +48,8 @@ def load_data(
         raise InputError(
             f"target is {target!r}, but {path} is no table", expected="target only with a .csv file"
         )
+    if path.suffix.lower() in (".npz", ".csv") and not os.path.exists(path):
+        require_file(path, "data")
     if os.path.isdir(path):  # False for names that no file can have, where pathlib raises
         return read_folder(path, transform, seed, test_fraction, damaged, links)
     if path.suffix.lower() == ".npz":

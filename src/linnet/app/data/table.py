@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import math
 import os
 from array import array
@@ -15,7 +16,16 @@ from typing import IO, Any
 import numpy as np
 
 from linnet.app.data.checks import check_classes, some
-from linnet.app.data.columns import EMPTY, Column, Table, filled_unmarked, finite, fitted, remarks
+from linnet.app.data.columns import (
+    EMPTY,
+    MOST_CATEGORIES,
+    Column,
+    Table,
+    filled_unmarked,
+    finite,
+    fitted,
+    remarks,
+)
 from linnet.app.data.splits import split_at_random, split_by_class
 from linnet.app.data.task import InMemory, Part, TaskData
 from linnet.app.data.transforms import Standardize
@@ -242,7 +252,16 @@ def _answers(
     if len(answers) == 1 and set(np.unique(values)) == {0.0, 1.0}:
         note = f"{answers[0]} is 0 or 1 throughout: taken as two classes"
         return values[:, 0].astype(np.int64), ("0", "1"), [note]
-    return values, None, []
+    return values, None, _numbered(answers, values)
+
+
+def _numbered(answers: Sequence[str], values: Array) -> list[str]:
+    """A finding when the one target looks like the numbers of classes."""
+    kinds = len(np.unique(values))
+    if len(answers) > 1 or kinds > min(MOST_CATEGORIES, len(values) // 2) or (values % 1).any():
+        return []
+    told = f"{answers[0]} is whole numbers, {kinds} different ones: taken as a regression"
+    return [f"{told}; for classes write texts, such as class{values.flat[0]:.0f}"]
 
 
 def _encoded(
@@ -402,5 +421,10 @@ def _target_columns(path: Path, names: list[str], target: str | Sequence[str] | 
     wanted = [names[-1]] if target is None else [target] if isinstance(target, str) else list(target)
     unknown = [name for name in wanted if name not in names]
     if unknown or not wanted:
-        raise InputError(f"target is {target!r}", expected=f"columns of {path}: {some(names)}")
+        close = difflib.get_close_matches(next(iter(unknown), ""), names, n=1)
+        raise InputError(
+            f"target is {target!r}, which is no column of {path}",
+            expected=f"one of {some(names)}",
+            remedy=f"did you mean {close[0]}?" if close else "copy a name from the table's first line",
+        )
     return wanted

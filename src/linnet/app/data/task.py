@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.app.data.checks import check_finite
-from linnet.app.data.columns import Table
+from linnet.app.data.checks import check_finite, some
+from linnet.app.data.columns import LEFT_OUT, Table
 from linnet.app.data.splits import draw_shots
 from linnet.app.data.transforms import ImageTransform, Standardize
 from linnet.errors import DataError, InputError
@@ -142,6 +142,27 @@ class TaskData:
         if not isinstance(self.transform, ImageTransform):
             return None
         return "RGB" if self.train.source.sample_shape[-1] == 3 else "L"
+
+    def layout(self) -> tuple[str, str]:
+        """What the network is given, and what it must take, for those whose network takes something else.
+
+        Returns:
+            Both in words.
+        """
+        if self.table is not None:
+            names = [f"{column.name} {len(column.labels)}" for column in self.table.features]
+            count, columns = len(self.table.labels), f"{len(names)} column{'s' if len(names) > 1 else ''}"
+            told = f"the {columns} of the table became {count} numbers: {some(names)}"
+            rest = [note for note in self.findings if note.startswith(LEFT_OUT)]
+            return "; ".join([told, *rest]), f"a network that takes {count} numbers, or columns for this one"
+        if self.image_mode:
+            return "images come as (N, C, H, W)", "images as the network takes them"
+        shape = ", ".join(map(str, ("N", *self.train.source.sample_shape)))
+        return (
+            f"an array of shape ({shape}) is taken as it is",
+            "images as uint8 (N, H, W[, C]); floats of the network's own shape, such as (N, C, H, W); "
+            "whole numbers only for embeddings",
+        )
 
     def part(self, name: PartName) -> Part:
         """One of the two parts.

@@ -184,17 +184,34 @@ def image_transform(
     if isinstance(mean, str) and mean in PRESETS and std is None:
         means, stds = PRESETS[mean]
         return ImageTransform(means, stds, size, channels)
+    if std is None and isinstance(mean, str) and not _is_number(mean.partition(",")[0]):
+        close = difflib.get_close_matches(mean, PRESETS, n=1)
+        raise InputError(
+            f"mean is {mean!r}",
+            expected=f"one of {', '.join(PRESETS)}, or numbers for mean and std",
+            remedy=f"did you mean {close[0]}?"
+            if close
+            else "see what the network was trained on; none takes pixels as they are",
+        )
     if std is None:
-        close = difflib.get_close_matches(mean, PRESETS, n=1) if isinstance(mean, str) else []
         raise InputError(
             f"mean is {mean!r} without a std",
-            expected=f"one of {', '.join(PRESETS)}, or numbers for mean and std",
-            remedy=f"did you mean {close[0]}?" if close else None,
+            expected=f"numbers for mean and std, or one of {', '.join(PRESETS)}",
+            remedy="give std= too",
         )
     means, stds = _numbers("mean", mean), _numbers("std", std)
     longest = max(len(means), len(stds))
     means, stds = (values * longest if len(values) == 1 else values for values in (means, stds))
     return ImageTransform(means, stds, size, channels)
+
+
+def _is_number(word: str) -> bool:
+    """Whether a word is a number."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _numbers(name: str, value: str | float | Sequence[float]) -> tuple[float, ...]:

@@ -169,7 +169,7 @@ def kernel_spectrum(spectrum: Spectrum, name: str = "spectrum") -> str:
         True
     """
     ridge, effective = spectrum.ridge, spectrum.effective()
-    alt = f"{len(panels.positive(spectrum.eigenvalues))} eigenvalues of the kernel by rank"
+    alt = f"{len(spectrum.eigenvalues)} eigenvalues of the kernel by rank"
     alt += "" if effective is None else f"; effective parameters {number(effective)}"
     level = None if ridge is None else (ridge, f"ridge {number(ridge, trim=True)}")
     count = None if effective is None else (effective, f"{number(effective)} effective\nparameters")

@@ -51,7 +51,8 @@ from linnet.predictive.temperature import fit_temperature, probabilities
 from linnet.progress import waiting
 from linnet.spectrum.kernel_matrix import gram_part
 from linnet.tangent.batch import split
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import OWN_SHAPE, Functional
+from linnet.tangent.hashing import hash_examples
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.preflight import Preflight, preflight
 from linnet.tangent.selection import select_parameters
@@ -240,6 +241,7 @@ def _evaluated(
     step = "evaluation on the test samples"
     with stages.measure(step), waiting(step):
         predictions = _predict_test(run, task, std=std)
+        task = replace(task, findings=(*task.findings, *_trained_on(task)))
     rows, diagrams = _own_scores(run, task, predictions, sum(run.fit.record.seconds.values()))
     for row, diagram in others.scores(new_head, stages):
         rows.append(row)
@@ -274,9 +276,20 @@ def ended(model: nn.Module, task: TaskData, x: Tensor) -> nn.Module:
 
     Returns:
         The network, or it with a head.
+
+    Raises:
+        ModelError: It takes inputs of another shape or type.
     """
     try:
-        if task.classes is None and Functional(model).output_shape(x).numel() == task.train.y.shape[1]:
+        outputs = Functional(model).output_shape(x)
+    except ModelError as error:
+        if OWN_SHAPE not in (error.expected or ""):
+            return model  # the preflight says what is wrong
+        told, expected = task.layout()
+        remedy = error.remedy if task.image_mode else "change the data, or build the network for them"
+        raise ModelError(f"{error.what}; {told}", expected, remedy) from error
+    try:
+        if task.classes is None and outputs.numel() == task.train.y.shape[1]:
             return model
         return ending_linear(model, x)
     except ModelError:  # the preflight says what is wrong, where it is
@@ -512,6 +525,16 @@ def _predict_test(run: SavedRun, task: TaskData, std: bool) -> Predictions:
     """Predictions for the test samples."""
     x = task.tensors("test")[0].to(run.fit.module.function.device)
     return predict(run.fit, x, run.transforms[1], run.temperatures, std)
+
+
+def _trained_on(task: TaskData) -> list[str]:
+    """A finding when test samples are training samples too, byte by byte."""
+    known = set(hash_examples(torch.from_numpy(task.train.x)))
+    if len(known) <= len(task.train) / 2:  # as rows of few categories, which come again in any sample
+        return []
+    count = sum(one in known for one in hash_examples(torch.from_numpy(task.test.x)))
+    told = f"{count} of {len(task.test)} test samples are training samples too, exactly"
+    return [f"{told}: the scores say too little of new ones"] if count else []
 
 
 def _own_scores(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import logging
 import warnings
-from collections.abc import Set
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from linnet.errors import DependencyError, InputError, ModelError
 from linnet.files import write_atomic
 from linnet.memory import format_bytes
 from linnet.predictive.temperature import probabilities
-from linnet.tangent.sizes import Prototype, dimensions, free_sizes
+from linnet.tangent.sizes import MOST, FreeSize, Prototype, dimensions, free_sizes, that_run
 
 RECORD = "linnet.json"  # the name of the description in a .pt2 file
 _NEEDED = {".onnx": ("onnx", "onnxscript"), ".pt2": ()}
@@ -157,28 +158,42 @@ def write_export(run: SavedRun, path: Path, variance: bool) -> dict[str, Any]:
     outputs += ["probabilities"] if run.classes else []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own tracing
-        shapes = dimensions(_sized(example, run), ["x"])
-        exported = torch.export.export(whole, (example,), dynamic_shapes=shapes, strict=False)
-        free = {d for one in free_sizes(exported) for _, d in one.axes}
+        if path.suffix.lower() == ".pt2":
+            exported, free = _traced(whole, _sized(example, run))
+        else:
+            made, free = _in_onnx(whole, _sized(example, run), outputs)
         told = {"input": _told_input(example, run, free), "columns": _columns(run), "outputs": outputs}
         told["classes"] = None if run.classes is None else list(run.classes)
         if path.suffix.lower() == ".pt2":
             extra = {RECORD: json.dumps(told, indent=1)}
             write_atomic(path, lambda place: torch.export.save(exported, place, extra_files=extra))
         else:
-            write_atomic(path, lambda place: _write_onnx(exported, example, place, told))
+            made.model.metadata_props["linnet"] = json.dumps(told)
+            write_atomic(path, made.save)
     return {"file": str(path), "bytes": path.stat().st_size, **told}
 
 
-def _write_onnx(
-    exported: torch.export.ExportedProgram, example: Tensor, path: Path, told: dict[str, Any]
-) -> None:
-    """The same as an ONNX file."""
+def _traced(whole: RunModule, like: Prototype) -> tuple[torch.export.ExportedProgram, list[FreeSize]]:
+    """The model as a graph that refuses sizes at which the network does not run, and those it takes."""
+    example, shapes = cast(Tensor, like.x), dimensions(like, ["x"])
+    exported = torch.export.export(whole, (example,), dynamic_shapes=shapes, strict=False)
+    free = free_sizes(exported)
+    taken = that_run(exported.module(), example, free)
+    if len(taken) == len(free):
+        return exported, taken
+    return _traced(whole, Prototype(example, like.only(taken).fixed))
+
+
+def _in_onnx(
+    whole: RunModule, like: Prototype, outputs: list[str]
+) -> tuple[torch.onnx.ONNXProgram, list[FreeSize]]:
+    """The same in ONNX, whose exporter may hold a size for fixed that torch leaves free."""
+    exported, free = _traced(whole, like)
     level = logging.getLogger("torch.onnx").level
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     try:
         made = torch.onnx.export(
-            exported, (example,), dynamo=True, verbose=False, input_names=["x"], output_names=told["outputs"]
+            exported, (like.x,), dynamo=True, verbose=False, input_names=["x"], output_names=outputs
         )
     except RuntimeError as error:  # of which torch's OnnxExporterError is one
         raise ModelError(
@@ -190,8 +205,41 @@ def _write_onnx(
     finally:
         logging.getLogger("torch.onnx").setLevel(level)
     assert made is not None
-    made.model.metadata_props["linnet"] = json.dumps(told)
-    made.save(path)
+    taken = that_run(_OnnxRuntime(made, exported.module()), like.x, free) if free else free
+    return (made, taken) if len(taken) == len(free) else _in_onnx(whole, like.only(taken), outputs)
+
+
+class _OnnxRuntime(nn.Module):
+    """An ONNX model that must answer as a module does, which nobody knows without onnxruntime."""
+
+    def __init__(self, made: torch.onnx.ONNXProgram, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.session = module, None
+        if importlib.util.find_spec("onnxruntime") is not None:
+            onnxruntime = importlib.import_module("onnxruntime")
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 4  # its refusals are ours to tell
+            self.session = onnxruntime.InferenceSession(made.model_proto.SerializeToString(), options)
+
+    def forward(self, x: Tensor) -> None:
+        """Require the same answers.
+
+        Args:
+            x: Raw samples.
+
+        Raises:
+            ValueError: If onnxruntime is missing, or gives others.
+        """
+        if self.session is None:
+            raise ValueError("no onnxruntime")
+        try:
+            found = self.session.run(None, {"x": x.cpu().numpy()})
+        except Exception as error:  # its errors have no class in common but this
+            raise ValueError(str(error)) from error
+        for given, expected in zip(found, self.module(x), strict=True):
+            torch.testing.assert_close(
+                torch.from_numpy(given), expected.cpu(), rtol=1e-2, atol=1e-2 * float(expected.abs().max())
+            )
 
 
 def _example(run: SavedRun) -> Tensor:
@@ -199,9 +247,11 @@ def _example(run: SavedRun) -> Tensor:
     x, device = run.fit.x, run.fit.module.function.device
     if isinstance(run.transforms[0], ImageTransform):
         channels = x.shape[1] if run.samples.images is None else run.samples.images.shape[-1]
-        return torch.zeros(2, *x.shape[2:], channels, dtype=torch.uint8, device=device)
+        noise = torch.Generator().manual_seed(0)
+        return torch.randint(256, (2, *x.shape[2:], channels), generator=noise).to(device, torch.uint8)
     kind = torch.float32 if x.is_floating_point() else x.dtype
-    return torch.zeros(2, *x.shape[1:], dtype=kind, device=device)
+    few: Tensor = x[torch.arange(2) % len(x)]
+    return few.to(device, kind)
 
 
 def _sized(example: Tensor, run: SavedRun) -> Prototype:
@@ -218,9 +268,17 @@ def _columns(run: SavedRun) -> list[str] | None:
     return None if table is None else [label for column in table.features for label in column.labels]
 
 
-def _told_input(example: Tensor, run: SavedRun, free: Set[int]) -> str:
+def _told_input(example: Tensor, run: SavedRun, free: Sequence[FreeSize]) -> str:
     """The input in words."""
-    sizes = " × ".join("any" if d in free else str(size) for d, size in enumerate(example.shape[1:], start=1))
+    told = {d: _told_size(one) for one in free for _, d in one.axes}
+    sizes = " × ".join(told.get(d, str(size)) for d, size in enumerate(example.shape[1:], start=1))
     if isinstance(run.transforms[0], ImageTransform):
         return f"images, uint8 (N, H, W, C), each {sizes}"
     return f"rows, {str(example.dtype).removeprefix('torch.')}, each {sizes}"
+
+
+def _told_size(free: FreeSize) -> str:
+    """Between what bounds a size is free."""
+    if free.most < MOST:
+        return f"{free.least}–{free.most}"
+    return "any" if free.least == 1 else f"≥{free.least}"

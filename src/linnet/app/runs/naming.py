@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -45,6 +45,7 @@ def find_samples(
     answers: Array | None,
     classes: Sequence[str] | None,
     kind: str,
+    others: Mapping[str, Collection[str]] | None = None,
 ) -> list[int]:
     """The positions of samples that a user named.
 
@@ -58,6 +59,7 @@ def find_samples(
         answers: Their labels (N,) or targets (N, T), for errors; None where they are not known.
         classes: Names of the classes; None for a regression.
         kind: What the samples are, such as ``"training samples"``.
+        others: Ids of other samples by what they are, for errors.
 
     Returns:
         One position for each name.
@@ -71,12 +73,12 @@ def find_samples(
     """
     if not names:
         raise InputError("ids is empty", f"the ids of one or more {kind}", f"name them, such as {ids[0]}")
-    table = _Table(ids, answers, classes, kind)
+    table = _Table(ids, answers, classes, kind, others or {})
     found = [table.find(name) for name in names]
     place, count = Counter(found).most_common(1)[0]
     if count > 1:
         raise InputError(
-            f"ids names {ids[place]} {'twice' if count == 2 else f'{count} times'}",
+            f"ids holds {ids[place]} {'twice' if count == 2 else f'{count} times'}",
             expected="each sample once",
             remedy="leave the others out",
         )
@@ -91,6 +93,7 @@ class _Table:
     answers: Array | None
     classes: Sequence[str] | None
     kind: str
+    others: Mapping[str, Collection[str]]
 
     @cached_property
     def places(self) -> dict[str, int]:
@@ -140,9 +143,15 @@ class _Table:
 
     def _refuse(self, name: str) -> NoReturn:
         """Raise the error for a name that means nothing."""
-        close = difflib.get_close_matches(name, self.ids, 1)
+        close = [
+            one
+            for one in difflib.get_close_matches(name, self.ids, 1)
+            if _unnumbered(one) != _unnumbered(name)
+        ]
+        known = next((kind for kind, ids in self.others.items() if name in ids), None)
+        what = f"one of the {known}, and " if known else ""
         raise InputError(
-            f"ids holds {name}, which is none of the {len(self.ids)} {self.kind}",
+            f"ids holds {name}, which is {what}none of the {len(self.ids)} {self.kind}",
             expected=f"ids as the report and result.json name them: {', '.join(self.ids[:_SHOWN])}, ...",
             remedy=f"did you mean {close[0]}?" if close else "copy one from the report",
         )
@@ -151,6 +160,11 @@ class _Table:
 def _last(name: str) -> str:
     """The last word of an id, without the suffix of a file."""
     return PurePosixPath(name).stem.rpartition(" ")[2]
+
+
+def _unnumbered(name: str) -> str:
+    """An id less its numbers: one number is no misspelling of another."""
+    return "".join(letter for letter in name if not letter.isdecimal())
 
 
 def _plain(word: str) -> str:

@@ -17,11 +17,12 @@ from linnet.app.data.load import KINDS
 from linnet.app.data.table import Cells, read_like
 from linnet.app.runs.folder import SavedRun
 from linnet.errors import DataError, InputError
+from linnet.limits import require_file
 from linnet.npz import npz_headers, read_npz
 
 Array = np.ndarray[Any, Any]
 ALIKE = "give samples of the form that the run was trained on"
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +63,8 @@ def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
         DataError: The samples or their answers are not such as the run was trained on.
     """
     images = isinstance(run.transforms[0], ImageTransform)
+    if path.suffix.lower() in (".npz", ".csv") and not os.path.exists(path):
+        require_file(path, "data")
     if os.path.isdir(path):
         if not images:
             raise InputError(
@@ -86,11 +89,11 @@ def _from_folder(path: Path, run: SavedRun) -> NewSamples:
         run.samples.images is not None and transform.channels is None
     ):  # decoded to what the run was trained on
         transform = replace(transform, channels=run.samples.images.shape[-1])
-    found = [file.relative_to(path) for file in files_below(path, path) if file.suffix.lower() in _SUFFIXES]
+    found = [file.relative_to(path) for file in files_below(path, path) if file.suffix.lower() in SUFFIXES]
     if not found:
         raise DataError(
             f"{path} has no images",
-            expected=f"files ending in {', '.join(_SUFFIXES)}",
+            expected=f"files ending in {', '.join(SUFFIXES)}",
             remedy="check the path",
         )
     ids = tuple(file.as_posix() for file in found)

@@ -242,9 +242,9 @@ def explain(run: SavedRun, new: NewSamples | None, ids: Sequence[str], top: int,
     part = _part(run, new)
     kind = "test samples of the run" if new is None else "new samples"
     answered = new is None or new.y is not None
-    chosen = part.take(
-        np.asarray(find_samples(ids, part.ids, part.y if answered else None, run.classes, kind))
-    )
+    trained = {"training samples": run.samples.ids}
+    places = find_samples(ids, part.ids, part.y if answered else None, run.classes, kind, trained)
+    chosen = part.take(np.asarray(places))
     found = predict(run.fit, run.inputs(chosen.x), run.transforms[1], run.temperatures)
     images = run.samples.images is not None
     made = explanations(run, chosen.x, list(range(len(chosen.ids))), found, top)

@@ -96,7 +96,12 @@ class Handler(BaseHTTPRequestHandler):
         if not self._is_ours(self.headers.get("X-Linnet-Key", "")):
             return
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > LARGEST:
+        if not length.isdecimal():
+            self._refuse(
+                HTTPStatus.LENGTH_REQUIRED, "a request says how long it is: Content-Length is missing"
+            )
+            return
+        if int(length) > LARGEST:
             self._refuse(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request has at most {format_bytes(LARGEST)}"
             )

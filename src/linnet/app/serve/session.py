@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from linnet.app.data import ImageTransform
+from linnet.app.data.folder import UNDAMAGED
 from linnet.app.report.thumbnails import thumbnail
 from linnet.app.runs.changes import forget
 from linnet.app.runs.folder import SavedRun
 from linnet.app.runs.naming import answer_in_words
-from linnet.app.runs.newdata import NewSamples, read_new
+from linnet.app.runs.newdata import SUFFIXES, NewSamples, read_new
 from linnet.app.runs.pages import explanations
 from linnet.app.runs.queries import predict_new
 from linnet.errors import DataError, InputError, LinnetError
@@ -131,9 +133,7 @@ class Session:
         with tempfile.TemporaryDirectory() as folder:
             about = self.about()
             if about["kind"] == "image":
-                suffix = PurePosixPath(name.replace("\\", "/")).suffix.lower()
-                (Path(folder) / f"sample{suffix}").write_bytes(content)
-                return read_new(Path(folder), self._original, prefer="test")
+                return self._image(Path(folder), PurePosixPath(name.replace("\\", "/")), content)
             text = _text(content)
             if about["kind"] == "row":
                 path = Path(folder) / "row.csv"
@@ -146,6 +146,24 @@ class Session:
             except LinnetError as error:  # it names a file that nobody has seen
                 what = error.what.replace(str(path), "the row")
                 raise type(error)(what, error.expected, error.remedy) from error
+
+    def _image(self, folder: Path, name: PurePosixPath, content: bytes) -> NewSamples:
+        """An image that was sent, by way of a folder that errors do not name."""
+        if name.suffix.lower() not in SUFFIXES:
+            raise DataError(
+                f"{name.name} is no image that is read here" if name.name else "the file has no name",
+                expected=f"a file whose name ends in {', '.join(SUFFIXES)}",
+                remedy="save it as .jpg or .png",
+            )
+        file = folder / f"sample{name.suffix.lower()}"
+        file.write_bytes(content)
+        try:
+            return read_new(folder, self._original, prefer="test")
+        except DataError as error:
+            what = error.what.replace(f"1 of 1 images in {folder} ", "the image ")
+            what = what.replace(f"{folder}{os.sep}", "").replace(file.name, name.name)
+            remedy = "send a file that is whole" if error.remedy == UNDAMAGED else error.remedy
+            raise DataError(what, error.expected, remedy) from error
 
     def _predicted(self, run: SavedRun, new: NewSamples, behind: bool = True) -> dict[str, Any]:
         """The prediction of the sample at hand by a run."""
