@@ -427,6 +427,8 @@ def _factorized(
         _, said, held = given_ridge(rho, folds)
         return system, said, held
     with waiting(f"eigenvalues of {size} equations", 20 * size**3 / EIGEN_RATE):
+        system.grid()  # keeps what it decomposes
+    with waiting("the criteria at every ridge"):  # for JᵀJ a pass over the data
         path = system.path(None, targets)
     rho, said, held = chosen_ridge(path, ridge, targets, folds)
     return system.at(rho), said, held

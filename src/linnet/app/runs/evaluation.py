@@ -205,7 +205,8 @@ def ridge_path(fit: LinearFit | NestedFit | SharedFit, x: Tensor | None, labels:
         The path, as the report takes it.
     """
     system = equations_of(fit)
-    path = system.path(None, fit._targets) if isinstance(system, System) else fit.path()
+    with waiting("the criteria at every ridge"):
+        path = system.path(None, fit._targets) if isinstance(system, System) else fit.path()
     grid = path.ridges.to(fit.module.function.device)
     accuracy = None
     if isinstance(fit, KernelFit):
