@@ -76,9 +76,10 @@ def grid_of(phi: Tensor) -> list[float]:
     return [scale * 10 ** (-7 + k / 4) for k in range(37)]
 
 
-def test_chosen_by_leave_one_out() -> None:
+@pytest.mark.parametrize("width", [6, 20])
+def test_chosen_by_leave_one_out(width: int) -> None:
     """The closed form picks what brute force picks."""
-    phi, t = real(12, 6, seed=5), one_hot(Y)
+    phi, t = real(12, width, seed=5), one_hot(Y)
     errors = [left_out_error(phi, t, rho) for rho in grid_of(phi)]
     best = grid_of(phi)[errors.index(min(errors))]
     weight, bias = linear_probe(phi, make_targets(Y, 3), "loo")
@@ -86,13 +87,14 @@ def test_chosen_by_leave_one_out() -> None:
     near(bias, dense_probe(phi, t, best)[1], 1e-8)
 
 
-def test_chosen_by_cross_validation_score() -> None:
+@pytest.mark.parametrize("width", [6, 20])
+def test_chosen_by_cross_validation_score(width: int) -> None:
     """GCV of the hat matrix with the intercept."""
-    phi, t = real(12, 6, seed=5), one_hot(Y)
+    phi, t = real(12, width, seed=5), one_hot(Y)
     design = torch.cat([phi, torch.ones(12, 1, dtype=torch.float64)], 1)
 
     def score(rho: float) -> float:
-        penalty = rho * torch.eye(7, dtype=torch.float64)
+        penalty = rho * torch.eye(width + 1, dtype=torch.float64)
         penalty[-1, -1] = 0
         rest = torch.eye(12, dtype=torch.float64) - design @ torch.linalg.solve(
             design.T @ design + penalty, design.T
@@ -104,9 +106,11 @@ def test_chosen_by_cross_validation_score() -> None:
     near(linear_probe(phi, make_targets(Y, 3), "gcv")[0], dense_probe(phi, t, best)[0], 1e-8)
 
 
-def test_chosen_by_evidence() -> None:
+@pytest.mark.parametrize("width", [6, 20])
+def test_chosen_by_evidence(width: int) -> None:
     """The restricted likelihood: density of the targets in the directions orthogonal to the intercept."""
-    phi, t = real(12, 6, seed=5), 0.3 * real(12, 3, seed=6) + real(12, 6, seed=5) @ real(6, 3, seed=7)
+    phi, t = real(12, width, seed=5), 0.3 * real(12, 3, seed=6)
+    t = t + phi @ real(width, 3, seed=7)
     basis = torch.linalg.svd(torch.ones(12, 1, dtype=torch.float64)).U[:, 1:]
     z, psi = basis.T @ t, basis.T @ phi
 

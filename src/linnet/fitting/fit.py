@@ -48,6 +48,7 @@ from linnet.linear.targets import (
 )
 from linnet.memory import require
 from linnet.params import choice, no_targets
+from linnet.progress import waiting
 from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import Inputs, check_finite, observe, take
 from linnet.tangent.gather import gather_data
@@ -427,6 +428,8 @@ def _factorized(
         _, said, held = given_ridge(rho, folds)
         return system, said, held
     with decomposing(size):
+        system.grid()  # keeps what it decomposes
+    with waiting("the criteria at every ridge"):  # for JᵀJ a pass over the data
         path = system.path(None, targets)
     rho, said, held = chosen_ridge(path, ridge, targets, folds)
     return system.at(rho), said, held

@@ -23,7 +23,7 @@ from linnet.fitting.last_layer import (
     zero_layer,
 )
 from linnet.linalg.random import Seed, make_generator
-from linnet.linear.dual import Spectrum
+from linnet.linear.dual import Spectrum, ridge_grid_of
 from linnet.linear.targets import ALPHA, Targets, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, integer, number
@@ -216,24 +216,52 @@ def linear_probe(phi: Tensor, targets: Targets, ridge: str | float = "loo") -> t
     f, t = phi.double(), targets.values.double().to(phi.device)
     center, mean = f.mean(0), t.mean(0)
     f, t = f - center, t - mean
-    spectrum = Spectrum(f @ f.T, t[:, :1])  # the ridge is chosen below for all outputs together
-    rho = float(ridge) if not isinstance(ridge, str) else _probe_ridge(spectrum, t, ridge)
-    # W = Tᵀ (ΦΦᵀ + ρI)⁻¹ Φ
-    dual = spectrum.vectors @ ((spectrum.vectors.T @ t) / (spectrum.values + rho)[:, None])
-    weight = dual.T @ f
+    equations = _Equations(f, t)
+    rho = float(ridge) if not isinstance(ridge, str) else _probe_ridge(equations, ridge)
+    weight = equations.weight(rho)
     return weight.to(phi.dtype), (mean - weight @ center).to(phi.dtype)
 
 
-def _probe_ridge(spectrum: Spectrum, t: Tensor, criterion: str) -> float:
+class _Equations:
+    """(ΦΦᵀ + ρI) β = T at every ρ, from the eigenvalues of ΦΦᵀ or of ΦᵀΦ, whichever is the smaller matrix.
+
+    Args:
+        f: Centered features Φ, (N, D), float64.
+        t: Centered targets T, (N, C), float64.
+    """
+
+    def __init__(self, f: Tensor, t: Tensor) -> None:
+        self.f, self.t, self.tall = f, t, len(f) > f.shape[1]
+        matrix, right = (f.T @ f, f.T @ t) if self.tall else (f @ f.T, t)
+        spectrum = Spectrum(matrix, right[:, :1])  # the ridge is chosen for all outputs together
+        self.values, self.vectors = spectrum.values, spectrum.vectors
+        self.rotated = self.vectors.T @ right
+        self.rows = f @ self.vectors if self.tall else self.vectors
+        self.grid = ridge_grid_of(float(self.values.sum()) / len(f) or 1.0, spectrum.rounding, f.device)
+
+    def solved(self, rho: float | Tensor) -> tuple[Tensor, Tensor]:
+        """β, (N, C), and the diagonal of M = (ΦΦᵀ + ρI)⁻¹, (N,)."""
+        weights = 1 / (self.values + rho)
+        product, diagonal = self.rows @ (weights[:, None] * self.rotated), self.rows.square() @ weights
+        return ((self.t - product) / rho, (1 - diagonal) / rho) if self.tall else (product, diagonal)
+
+    def logdet(self, rho: float | Tensor) -> float:
+        """Log det(ΦΦᵀ + ρI)."""
+        rest = len(self.t) - len(self.values)
+        return float((self.values + rho).log().sum()) + rest * math.log(rho)
+
+    def weight(self, rho: float) -> Tensor:
+        """W = TᵀMΦ, (C, D)."""
+        turned = self.vectors @ (self.rotated / (self.values + rho)[:, None])
+        return turned.T if self.tall else turned.T @ self.f
+
+
+def _probe_ridge(equations: _Equations, criterion: str) -> float:
     """The ridge that a criterion prefers, over all outputs."""
-    n = t.shape[0]
-    coordinates = spectrum.vectors.T @ t  # (N, C)
-    grid = spectrum.grid()
-    scores = []
+    t, grid = equations.t, equations.grid
+    n, scores = len(t), []
     for rho in grid:
-        weights = 1 / (spectrum.values + rho)
-        residual = spectrum.vectors @ (weights[:, None] * coordinates)  # M t
-        diagonal = spectrum.vectors**2 @ weights  # M_ii
+        residual, diagonal = equations.solved(rho)
         # the intercept takes one more degree of freedom: 1/(nρ) of the diagonal of M
         diagonal = (diagonal - 1 / (n * rho)).clamp_min(1e-12 * float(diagonal.mean()))
         if criterion == "loo":
@@ -242,7 +270,7 @@ def _probe_ridge(spectrum: Spectrum, t: Tensor, criterion: str) -> float:
             scores.append(float((residual**2).sum()) / float(diagonal.sum()) ** 2)
         else:  # evidence of what is left of the targets when their mean is taken out: n − 1 of n directions
             m = t.numel() - t.shape[1]
-            quadratic = float((weights[:, None] * coordinates**2).sum())
-            logdet = -float(weights.log().sum()) - math.log(rho)
+            quadratic = float((t * residual).sum())
+            logdet = equations.logdet(rho) - math.log(rho)
             scores.append(m * math.log(max(quadratic / m, 1e-300)) + t.shape[1] * logdet)
     return float(grid[min(range(len(scores)), key=scores.__getitem__)])

@@ -48,4 +48,6 @@ def export(
     print(f"{kept(result['file'])}: {result['bytes'] / 1e6:.2f} MB")
     print(f"  takes {result['input']}")
     print(f"  gives {', '.join(result['outputs'])}")
+    if "probabilities" in result["outputs"] and not variance:
+        print("  its probabilities are of the outputs alone; predict's know their variance: --variance")
     return {"command": "export", **result}

@@ -27,7 +27,7 @@ from linnet.memory import parse_bytes
 from linnet.nested.nested_fit import NestedFit
 from linnet.plots.measures import calibration_error, reliability_bins
 from linnet.predictive.temperature import probabilities
-from linnet.progress import track
+from linnet.progress import track, waiting
 from linnet.tangent.batch import batch_size, split
 
 Array = np.ndarray[Any, Any]
@@ -205,7 +205,8 @@ def ridge_path(fit: LinearFit | NestedFit | SharedFit, x: Tensor | None, labels:
         The path, as the report takes it.
     """
     system = equations_of(fit)
-    path = system.path(None, fit._targets) if isinstance(system, System) else fit.path()
+    with waiting("the criteria at every ridge"):
+        path = system.path(None, fit._targets) if isinstance(system, System) else fit.path()
     grid = path.ridges.to(fit.module.function.device)
     accuracy = None
     if isinstance(fit, KernelFit):
