@@ -105,7 +105,7 @@ class TestRegressor:
     def test_targets_that_cannot_be_written_to(self) -> None:  # as those of a DataFrame are
         X = numbers()
         y = values(X)
-        y.flags.writeable = False
+        y.setflags(write=False)
         assert np.array_equal(LinnetRegressor(network(), random_state=5).fit(X, y).fit_.targets[:, 0], y)
 
     @pytest.mark.parametrize("ridge", [0.3, "loo", "gcv"])

@@ -30,9 +30,10 @@ def run(step: dict[str, list[str] | str], **places: str) -> list[str]:
 def test_proposed_commands_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     nets = write_nets(tmp_path)
-    y_train, y_test = np.repeat(np.arange(3), 12), np.repeat(np.arange(3), 20)
+    y_train, y_test = np.repeat(np.arange(3), 20), np.repeat(np.arange(3), 20)
     given = y_train.copy()
-    given[[2, 17, 30]] = [1, 2, 0]
+    flipped = [2, 9, 27, 33, 50]
+    given[flipped] = (given[flipped] + 1) % 3
     x_test = pictures(y_test, 1)
     np.savez("pictures.npz", x_train=pictures(y_train, 0), y_train=given, x_test=x_test, y_test=y_test)
     np.savez("new.npz", x=pictures(y_test, 2))
@@ -41,11 +42,11 @@ def test_proposed_commands_run_as_they_are(tmp_path: Path, monkeypatch: pytest.M
     assert cli.main(words) == 0
 
     found = steps(Path("my runs"))
-    assert set(found["forget"]["training"]) <= {"train/2", "train/17", "train/30"}
+    assert set(found["forget"]["training"]) <= {f"train/{i}" for i in flipped}
     cleaned = run(found["forget"])[-1]
     assert cleaned == "my runs-cleaned"
     left = json.loads((Path(cleaned) / "result.json").read_text())
-    assert left["train"] == 36 - len(found["forget"]["training"])
+    assert left["train"] == 60 - len(found["forget"]["training"])
 
     run(found["predict"], FOLDER="new.npz")
     told = steps(Path("my runs/predict"))["update"]

@@ -176,8 +176,9 @@ def _solve_large(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving)
     if y.is_floating_point():
         rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:count].sort().values
     else:
-        shots = max(1, min(count // outputs, int(torch.bincount(y.cpu(), minlength=outputs).min())))
-        rows = torch.from_numpy(draw_shots(y.cpu().numpy(), shots, 0, [str(c) for c in range(outputs)]))
+        names = [str(c) for c in range(outputs)]
+        drawn = draw_shots(y.cpu().numpy(), max(1, count // outputs), 0, names, at_most=True)
+        rows = torch.from_numpy(drawn)
     rows = rows.to(x.device)
     budget = parse_bytes(solving.memory, lin.function.device)
     rank = min(100, len(x), budget // (16 * lin.space.dim * lin.function.dtype.itemsize))
