@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -184,6 +186,21 @@ def test_arrays_side_by_side_are_inputs_of_their_own() -> None:
     x, _ = gather_data(((A.numpy(), [b.tolist() for b in B]), Y))
     assert isinstance(x, tuple)
     assert x[1].shape == B.shape
+
+
+def test_maps_that_cannot_be_written_to_are_used_in_place(tmp_path: Path) -> None:
+    for name, array in (("x", A.numpy()), ("y", Y.numpy())):
+        np.save(tmp_path / name, array)
+    read, labels = (np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "xy")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        x, y = gather_data((read, labels))
+        halves, _ = gather_data([(read[:2], labels[:2]), (read[2:], labels[2:])])
+    assert not told
+    assert x.data_ptr() == read.ctypes.data
+    assert torch.equal(x, A)
+    assert torch.equal(y, Y)
+    assert torch.equal(halves, A)
 
 
 def test_a_data_loader_is_read_in_its_own_order() -> None:

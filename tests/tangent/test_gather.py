@@ -106,6 +106,101 @@ def test_a_stream_is_read_once_by_everything(monkeypatch: pytest.MonkeyPatch, fi
     assert fitted.predict(X[:2]).shape == expected_mean.shape
 
 
+def test_what_is_held_and_joined_keeps_to_the_limit(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
+    """Every batch has 80 bytes, and takes as many again when it is put beside the others."""
+    joined: list[int] = []
+    original = gather.side_by_side
+
+    def noting(parts: Any) -> Any:
+        joined.append(sum(x.nbytes + y.nbytes for x, y in parts))
+        return original(parts)
+
+    monkeypatch.setattr(gather, "side_by_side", noting)
+    for limit, batches_held in ((2 * 80 * 6, 6), (2 * 80 * 3, 3), (2 * 80 - 1, 0)):
+        stream, joined[:] = Gathered(limit), []
+        for count, start in enumerate(range(0, N, 4), 1):
+            stream.add(X[start : start + 4], Y[start : start + 4])
+            assert len(stream._batches) == (count if count <= batches_held else 0)
+            assert bool(stream._files) == (count > batches_held)
+        x, y = stream.whole()
+        assert 2 * sum(joined) <= limit
+        assert joined == ([20 * N] if batches_held == 6 else [])  # what is in files is not put together
+        assert torch.equal(x, X)
+        assert torch.equal(y, Y)
+
+
+def test_files_keep_tensors_apart(files: Path) -> None:
+    """Keys that come in another order, and a mask that is as long as a batch."""
+    stream = Gathered(2 * 5 * 20 + 2 * 20)  # the first batch is held
+    stream.add({"x": X[:5], "mask": MASK}, Y[:5])
+    for start in range(5, N, 6):
+        part = slice(start, start + 6)
+        stream.add({"mask": MASK, "x": X[part]} if start == 5 else {"x": X[part], "mask": MASK}, Y[part])
+    assert stream._files
+    x, y = stream.whole()
+    assert torch.equal(x["x"], X)
+    assert torch.equal(x["mask"], MASK)
+    assert torch.equal(y, Y)
+    stream = Gathered(1)  # the first batch is all that is seen of the mask
+    stream.add({"x": X[:5], "mask": MASK}, Y[:5])
+    with pytest.raises(DataError, match=r"shape \(5,\) comes with 6 examples"):
+        stream.add({"x": X[5:11], "mask": MASK}, Y[5:11])
+
+
+def test_the_budget_of_a_call_is_that_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+
+    class Noted(Gathered):
+        def __init__(self, limit: int) -> None:
+            limits.append(limit)
+            super().__init__(limit)
+
+    monkeypatch.setattr(gather, "Gathered", Noted)
+    torch.manual_seed(0)
+    net, values = (
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)),
+        nn.functional.one_hot(Y, 3).float(),
+    )
+    lin, classes, spectrum = linnet.linearize(net), linnet.likelihoods.Categorical(), linnet.spectrum
+    memory: Any = {"memory": "80MB"}
+    passes: Any = {"passes": linnet.curvatures.Passes(memory="80MB")}
+    settings: tuple[Any, ...] = ("dual", "shared", "primal", linnet.fitting.Sketch(10))
+    fits: list[Any] = [linnet.fit(lin, (X, Y), solver=solver, **memory) for solver in settings]
+    fits += [linnet.fit(lin, (X, Y), "cross-entropy", **memory), linnet.adapt(net, (X, Y), **memory)]
+    process = linnet.TangentGP(net, linnet.likelihoods.Gaussian(), **memory).fit(X, values)
+    laplace = linnet.Laplace(net, classes, **passes)
+    calls: list[Any] = [
+        *(fit.update for fit in fits),
+        lambda data: linnet.fit(lin, data, **memory),
+        lambda data: linnet.fit(lin, data, "cross-entropy", **memory),
+        lambda data: linnet.adapt(net, data, weight=0.5, ridge=0.1, **memory),
+        lambda data: linnet.curvature(net, data, classes, "diagonal", **passes),
+        lambda data: laplace.fit(data).tune("validation", batches_of(Y), steps=1),
+        lambda data: spectrum.alignment(lin, data, **memory),
+        lambda data: spectrum.energy_concentration(lin, data, k=2, **memory),
+        lambda data: linnet.optim.gradient_flow(lin, data, [1.0], learning_rate=0.1, **memory),
+        lambda data: linnet.audit.tune_ridge(fits[0], data),
+    ]
+    for call in calls:
+        limits.clear()
+        call(batches_of(Y))
+        assert set(limits) == {20_000_000}
+    for conditioned in (process.update, process.adapt, process.fit):
+        limits.clear()
+        conditioned(batches_of(values))
+        assert set(limits) == {20_000_000}
+    limits.clear()
+    linnet.fit(lin, batches_of(Y))
+    assert limits[0] > 20_000_000  # a share of what there is
+    with pytest.raises(InputError, match="memory is 'much'"):
+        gather_data(batches_of(Y), memory="much")
+
+
+def batches_of(y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """A stream of batches, as tensors."""
+    yield from zip(X.split(5), y.split(5), strict=True)
+
+
 def test_streams_that_cannot_be(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
     for limit in (10**9, 1):
         stream = Gathered(limit)

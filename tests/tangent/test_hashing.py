@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from linnet.tangent import hashing
 from linnet.tangent.hashing import hash_examples, hash_tensors
 
 
@@ -28,3 +29,11 @@ def test_one_column_of_a_wider_table() -> None:
 def test_values_and_shapes_count() -> None:
     one = torch.ones(2, 1)
     assert len({hash_tensors([t]) for t in (one, 2 * one, one.T, one.double())}) == 4
+
+
+def test_pieces_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.arange(30.0).view(10, 3), torch.ones(0, 2), torch.ones(7, 2)[:, :1], torch.tensor(2)]
+    whole = hash_tensors(tensors)
+    for size in (1, 24, 10**9):
+        monkeypatch.setattr(hashing, "PIECE", size)
+        assert hash_tensors(tensors) == whole

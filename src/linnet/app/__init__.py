@@ -24,7 +24,7 @@ def report_of(
 
     Args:
         fit: What ``linnet.fit`` or ``linnet.adapt`` returned.
-        test: Test samples: an (x, y) pair, a ``Dataset`` or a ``DataLoader``; by default none.
+        test: Test samples: an (x, y) pair, a ``Dataset``, a ``DataLoader`` or batches; by default none.
         classes: Names of the classes; by default their numbers.
         title: Title of the page.
 

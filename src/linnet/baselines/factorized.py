@@ -101,7 +101,7 @@ def factorized_gaussian(
 
     Args:
         model: The network; a copy is used, and μ begins at its weights.
-        data: An (x, y) pair, a Dataset or a DataLoader, which is read once.
+        data: An (x, y) pair, a Dataset, a DataLoader or batches, which is read once.
         likelihood: What its outputs mean.
         inference: Settings of the training; by default 50 passes over the data.
         prior_precision: λ.

@@ -103,7 +103,7 @@ def last_layer(model: nn.Module, data: Any, ridge: float | str = "evidence") -> 
 
     Args:
         model: A network that ends in a linear layer; a copy is kept, in evaluation mode.
-        data: An (x, y) pair, a Dataset or a DataLoader, with real targets (N,) or (N, C).
+        data: An (x, y) pair, a Dataset, a DataLoader or batches, with real targets (N,) or (N, C).
         ridge: ρ = σ² times the prior's precision, or "evidence" to choose it; σ² is the most likely given ρ.
 
     Returns:

@@ -312,7 +312,7 @@ def trained(
 
     Args:
         make: Makes the network with weights drawn again; its outputs are a tensor (N, ...).
-        data: An (x, y) pair, a Dataset or a DataLoader.
+        data: An (x, y) pair, a Dataset, a DataLoader or batches.
         likelihood: What the outputs mean.
         training: ``learning_rate``, ``batch_size`` and ``epochs``; by default 1e-3, 128 and 20.
         prior_precision: λ of the prior N(0, λ⁻¹ I) of the weights; the thesis has 10⁻².

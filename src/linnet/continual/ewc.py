@@ -100,7 +100,7 @@ class EWC(ContinualMethod):
         """Remember a task that has been learned.
 
         Args:
-            data: The task's training data: an (x, y) pair, a ``Dataset`` or a ``DataLoader``.
+            data: The task's training data: an (x, y) pair, a ``Dataset``, a ``DataLoader`` or batches.
             output: This task's output adapter.
             prepare: Called with a copy of the network to make it serve this task.
         """

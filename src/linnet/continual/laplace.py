@@ -119,7 +119,7 @@ class OnlineLaplace(ContinualMethod):
         """Take a task that has been learned into the posterior.
 
         Args:
-            data: The task's training data: an (x, y) pair, a ``Dataset`` or a ``DataLoader``.
+            data: The task's training data: an (x, y) pair, a ``Dataset``, a ``DataLoader`` or batches.
             output: This task's output adapter; by default that of the constructor.
             prepare: Called with a copy of the network to make it serve this task.
         """

@@ -127,7 +127,7 @@ class ContinualMethod(ABC):
         """Remember a task that has been learned; parameters, buffers and random state stay as they are.
 
         Args:
-            data: The task's training data: an (x, y) pair, a ``Dataset`` or a ``DataLoader``.
+            data: The task's training data: an (x, y) pair, a ``Dataset``, a ``DataLoader`` or batches.
             output: How to take this task's outputs from what the network returns, as in
                 :func:`linnet.linearize`; for instance ``lambda heads: heads[task]``.
             prepare: Called with a copy of the network to make it serve this task, for networks that hold

@@ -59,7 +59,9 @@ def curvature(
     Args:
         model: The network, with all parameters that require a gradient, or a ``Linearized``, which says which
             parameters vary and how outputs are taken: the matrix is that of its network, at δ = 0.
-        data: An (x, y) pair, inputs alone where no targets are needed, a Dataset or a DataLoader.
+        data: An (x, y) pair, inputs alone where no targets are needed, a Dataset, a DataLoader, a list of
+            batches or any other object that yields them. It is read batch by batch, and nothing is kept of
+            it; an iterator, which can be read only once, is gathered first.
         likelihood: What the outputs mean, one of ``linnet.likelihoods``.
         structure: ``"kfac"``, ``"ekfac"``, ``"kfra"``, ``"diagonal"``, ``"block"`` (exact layer by layer),
             ``"full"``, ``"low-rank"`` (or a :class:`~linnet.curvatures.LowRank`), ``"last-layer"``, or

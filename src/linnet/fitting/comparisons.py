@@ -73,7 +73,7 @@ def fine_tune(
 
     Args:
         model: The network, with the head that it should start from; it is not touched.
-        data: Training data: an (x, y) pair, a Dataset or a DataLoader.
+        data: Training data: an (x, y) pair, a Dataset, a DataLoader or batches.
         steps: Steps of each run.
         batch_size: Examples a step.
         learning_rates: Learning rates to try; by default four of the optimizer's.

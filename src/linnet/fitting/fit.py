@@ -131,11 +131,11 @@ def fit(
 
     Args:
         lin: A linearized network; it is left as it is, the fit has a module of its own.
-        data: Training data: an (x, y) pair, a Dataset, a DataLoader, an IterableDataset of samples or an
-            iterator over batches; what exceeds a share of the memory is written to a temporary file once and
-            mapped. Integer y are classes and become α-scaled one-hot targets; float y (N, C) are used as
-            they are. For the cross-entropy, y are integer classes or probabilities (N, C); 0 and 1 for one
-            output.
+        data: Training data: an (x, y) pair, a Dataset, a DataLoader, an IterableDataset of samples, a list of
+            batches or any other object that yields them; a stream that would take more than a quarter of the
+            budget is written to a temporary file once and mapped. Integer y are classes and become α-scaled
+            one-hot targets; float y (N, C) are used as they are. For the cross-entropy, y are integer
+            classes or probabilities (N, C); 0 and 1 for one output.
         loss: ``"squared"``, or ``"cross-entropy"`` of softmax (logistic for one output), which takes a few
             Newton steps and returns a ``SoftmaxFit``.
         targets: Targets (N, C) to use instead of those made from y, probabilities for the cross-entropy; or

@@ -409,7 +409,7 @@ def more_data(
     Args:
         fit: The fit.
         function: The network.
-        data: An (x, y) pair, a Dataset or a DataLoader.
+        data: An (x, y) pair, a Dataset, a DataLoader or batches.
         what: The name of the data in errors.
 
     Returns:

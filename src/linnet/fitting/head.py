@@ -84,7 +84,7 @@ def with_head(
         classes: Number of outputs of the new layer, at least 1.
         init: ``"probe"``, ``"random"`` or ``"zero"``; or a :class:`Probe` with a ridge, a scale or folds of
             its own.
-        data: The new task, needed for ``"probe"``: an (x, y) pair, a Dataset or a DataLoader.
+        data: The new task, needed for ``"probe"``: an (x, y) pair, a Dataset, a DataLoader or batches.
         seed: Source of randomness for ``"random"``, where it is torch's global stream if left out, and
             for the folds, which are dealt from seed 0 if left out. Nothing else here draws random numbers.
         head: Name of the layer to replace, or a regular expression that matches its whole name alone; by

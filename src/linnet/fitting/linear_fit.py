@@ -282,7 +282,7 @@ class LinearFit(SquaredFit):
         """The fit with more training examples, without refitting.
 
         Args:
-            data: New examples: an (x, y) pair, a Dataset or a DataLoader.
+            data: New examples: an (x, y) pair, a Dataset, a DataLoader or batches.
             ridge: ρ, or "loo", "gcv", "evidence": chosen again on all examples (dual); kept by default.
 
         Returns:

@@ -388,7 +388,7 @@ class SoftmaxFit(Fitted):
         """The fit with more training examples: Newton's method from the present one.
 
         Args:
-            data: New examples: an (x, y) pair, a Dataset or a DataLoader.
+            data: New examples: an (x, y) pair, a Dataset, a DataLoader or batches.
             ridge: Stays as it is; only the fit of the squared loss can choose another.
 
         Returns:

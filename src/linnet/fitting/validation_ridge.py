@@ -99,7 +99,7 @@ def ridge_path(fit: LinearFit, validation: Any, ridges: Any = None) -> Validatio
 
     Args:
         fit: A linear fit; a primal one must be free of constraints, a dual one of penalties.
-        validation: An (x, y) pair, a Dataset or a DataLoader.
+        validation: An (x, y) pair, a Dataset, a DataLoader or batches.
         ridges: ρ, (R,); by default a grid around the scale of the kernel, or around the fit's own ridge.
 
     Returns:
@@ -173,7 +173,7 @@ def tune_ridge(fit: LinearFit, validation: Any) -> LinearFit:
 
     Args:
         fit: A linear fit without constraints.
-        validation: An (x, y) pair, a Dataset or a DataLoader.
+        validation: An (x, y) pair, a Dataset, a DataLoader or batches.
 
     Returns:
         A new fit; ``summary()["reasons"]["ridge"]`` says what was found.

@@ -131,7 +131,7 @@ class Laplace(PredictiveModel):
         """Sum the curvature over the data, at the weights that the model has now.
 
         Args:
-            data: An (x, y) pair, a ``Dataset`` or a ``DataLoader``. Targets may be missing where the
+            data: An (x, y) pair, a ``Dataset``, a ``DataLoader`` or batches. Targets may be missing where the
                 curvature needs none; then there is no evidence.
             add: Whether the data come on top of those of earlier fits, at the same weights: the posterior is
                 then that of all of them.

@@ -41,8 +41,8 @@ def evaluate(
             samples of them (S, N, C), or an object with ``.probs``; samples are averaged, and the entropy
             is then split into its expectation and the mutual information. For real targets it returns an
             object with ``.mean`` and ``.variance``, (N,) or (N, D).
-        data: An (x, y) pair, a ``Dataset`` or a ``DataLoader``, with integer classes (N,), or real targets
-            (N,) or (N, D).
+        data: An (x, y) pair, a ``Dataset``, a ``DataLoader`` or batches, with integer classes (N,), or real
+            targets (N,) or (N, D).
         bins: Number of bins of the calibration errors.
         noise: For real targets: "add" calls ``.with_noise()`` where the answer has it, since linnet's own
             predictive distributions are those of the network's outputs; "included" takes answers as they are.
@@ -137,7 +137,7 @@ def batches_of(
 
     Args:
         predict: What is going to be called.
-        data: An (x, y) pair, inputs alone, a ``Dataset`` or a ``DataLoader``.
+        data: An (x, y) pair, inputs alone, a ``Dataset``, a ``DataLoader`` or batches.
         batch_size: Largest number of examples in a batch, or ``None``.
         device: Where inputs are put, or ``None``.
 

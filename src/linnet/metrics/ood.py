@@ -163,7 +163,7 @@ def ood(
             with the inputs of one batch, that returns probabilities (N, C), S samples of them
             (S, N, C), or an object with ``.probs``.
         inside: Inputs like those trained on, or data with targets, which are not looked at: a tensor, an
-            (x, y) pair, a ``Dataset`` or a ``DataLoader``.
+            (x, y) pair, a ``Dataset``, a ``DataLoader`` or batches.
         outside: Other inputs, in any of the same forms.
         score: "entropy", "max-probability" or, for samples, "mutual-information".
         batch_size: Largest number of examples in a call; by default a loader's own batches, otherwise 128.

@@ -56,8 +56,8 @@ def adapt(
     Args:
         model: A trained network that ends in a linear layer, which is replaced, or that returns features
             (N, D), as an encoder without a head does. It is not touched.
-        data: The new task: an (x, y) pair, a Dataset or a DataLoader. Integer y are classes, float y (N, C)
-            are values.
+        data: The new task: an (x, y) pair, a Dataset, a DataLoader or batches. Integer y are classes, float
+            y (N, C) are values.
         weight: Share w of the lower layers in the kernel, 0 (the linear probe) to 1; by default chosen.
         ridge: ρ > 0, relative to the mean of the kernel's diagonal; by default chosen.
         params: Parameters below the head that take part; see ``linnet.linearize``. All by default.

@@ -191,7 +191,7 @@ class NestedFit(KernelFit):
         """The fit with more training examples, without refitting.
 
         Args:
-            data: New examples: an (x, y) pair, a Dataset or a DataLoader.
+            data: New examples: an (x, y) pair, a Dataset, a DataLoader or batches.
             ridge: ``"loo"`` to choose the weight of the lower layers and the ridge again on all examples.
 
         Returns:

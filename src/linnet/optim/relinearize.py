@@ -356,7 +356,7 @@ class IterativeLinearization(Shown):
         This is a step of the damped Gauss-Newton algorithm. It counts as one step and one update of features.
 
         Args:
-            data: An (x, y) pair, a Dataset or a DataLoader, as for ``linnet.fit``.
+            data: An (x, y) pair, a Dataset, a DataLoader or batches, as for ``linnet.fit``.
             ridge: The damping ρ (λ in the source) of ½ Σᵢ ‖tᵢ − f(xᵢ)‖² + ½ ρ‖δ‖²; a criterion that chooses
                 it (``"loo"``, ``"gcv"``, ``"evidence"``); or 0 for the solution of smallest ‖δ‖.
             learning_rate: η, the share of the solution that is taken.

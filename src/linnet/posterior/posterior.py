@@ -288,7 +288,7 @@ def linear_posterior(
 
     Args:
         lin: A linearized network.
-        data: Training data: an (x, y) pair, a Dataset or a DataLoader, which is read once.
+        data: Training data: an (x, y) pair, a Dataset, a DataLoader or batches, which is read once.
         likelihood: What the outputs mean, as ``linnet.likelihoods.Categorical()`` or ``Bernoulli()``.
         method: "map", "svi" or "laplace", or a :class:`Newton` or :class:`SVI` for settings other than
             theirs: ``Newton(samples=5)`` is "laplace" in five draws, ``Newton(tolerance=1e-8)`` a closer

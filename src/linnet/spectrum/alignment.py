@@ -56,8 +56,8 @@ def alignment(
 
     Args:
         model: A network or a linearization; of the latter only the tracked parameters count.
-        data: Inputs and targets: an (x, y) pair, a Dataset or a DataLoader. Float y (N,) or (N, C) is
-            one target, (N, T) (scalar-valued functions) or (N, C, T) is T of them. Integer y are
+        data: Inputs and targets: an (x, y) pair, a Dataset, a DataLoader or batches. Float y (N,) or (N, C)
+            is one target, (N, T) (scalar-valued functions) or (N, C, T) is T of them. Integer y are
             classes: two of them become −1 and 1; c of C becomes e_c − 1/C.
         form: Which kernel of a network with C outputs: ``"full"`` for vector-valued targets,
             ``"trace"`` or ``"sum"`` for scalar ones. Ortiz-Jimenez et al. have one output, for which

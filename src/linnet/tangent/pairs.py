@@ -43,6 +43,7 @@ def in_batches(data: Any) -> bool:
         Whether it is a list of batches, or an object that yields them.
 
     Example:
+        >>> import torch
         >>> x, y = torch.ones(2, 3), torch.zeros(2)
         >>> in_batches([(x, y), (x, y)]), in_batches(iter([(x, y)])), in_batches([x, y]), in_batches((x, y))
         (True, True, False, False)
@@ -63,6 +64,7 @@ def in_pieces(data: Any) -> bool:
         Whether they do.
 
     Example:
+        >>> import torch
         >>> x, y = torch.ones(2, 3), torch.zeros(2)
         >>> in_pieces((x, y)), in_pieces(TensorDataset(x, y)), in_pieces(DataLoader(TensorDataset(x, y)))
         (False, False, True)
@@ -86,6 +88,7 @@ def pairs(data: Any) -> Iterator[tuple[Inputs, Any]]:
         InputError: If ``data`` or a batch is none of these.
 
     Example:
+        >>> import torch
         >>> samples = [(torch.ones(3), i) for i in range(5)]
         >>> [y.tolist() for _, y in pairs(DataLoader(samples, batch_size=2))]
         [[0, 1], [2, 3], [4]]
@@ -118,6 +121,7 @@ def require_targets(x: Inputs, y: Tensor, name: str) -> None:
         DataError: If so.
 
     Example:
+        >>> import torch
         >>> require_targets(torch.ones(2, 3), torch.zeros(2), "data")
     """
     if y.is_complex():
@@ -144,6 +148,7 @@ def side_by_side(parts: list[tuple[Inputs, Tensor]]) -> tuple[Inputs, Tensor]:
         InputError: If the batches differ in structure.
 
     Example:
+        >>> import torch
         >>> side_by_side([(torch.ones(1, 2), torch.zeros(1)), (torch.ones(3, 2), torch.ones(3))])[1]
         tensor([0., 1., 1., 1.])
     """

@@ -146,7 +146,7 @@ class TangentGP(PredictiveModel):
         """Condition on data, at the weights that the model has now.
 
         Args:
-            x: Inputs of N examples; or an (x, y) pair, a Dataset or a DataLoader.
+            x: Inputs of N examples; or an (x, y) pair, a Dataset, a DataLoader or batches.
             y: Targets (N, C), or (N,) for one output.
 
         Returns:
