@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from linnet.app import cli
+from linnet.app.runs import exporting
 from linnet.app.runs.folder import SavedRun, load_run, load_test
 from linnet.errors import DependencyError, InputError, ModelError
+from linnet.tangent.sizes import Prototype
 from tests.app.runs.test_questions import NAMES, linnet
 
 LOAD = """
@@ -32,6 +35,17 @@ def answers(path: Path, x: np.ndarray) -> dict[str, np.ndarray]:
     words = [sys.executable, "-W", "ignore", "-I", "-c", LOAD, path, path.with_name("x.npy")]
     subprocess.run([*map(str, words), str(path.with_name("found.npz"))], check=True, timeout=120)
     return dict(np.load(path.with_name("found.npz")))
+
+
+class Pooled(nn.Module):
+    """Numbers in a tuple, as a run's answers are, of images of any size."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.AdaptiveAvgPool2d(side), nn.Flatten())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.layers(x),)
 
 
 def raw(run: SavedRun) -> tuple[np.ndarray, torch.Tensor]:
@@ -125,3 +139,17 @@ def test_a_run_in_onnx(workshop: Path, tmp_path: Path, name: str) -> None:
     expected = run.fit.predict(inputs)
     expected = expected if run.transforms[1] is None else run.transforms[1].inverse(expected)
     torch.testing.assert_close(torch.from_numpy(first), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of torch's own tracing
+def test_sizes_that_an_onnx_file_takes() -> None:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    x = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    for side, least in ((1, [1, 1]), (2, [])):  # torch's exporter fixes the windows of the second pooling
+        net = Pooled(side).eval()
+        free = exporting._in_onnx(net, Prototype(x), ["outputs"])[1]
+        assert [one.least for one in free] == least
+    with pytest.raises(ModelError, match=r"onnxruntime does not run .*Conv.*write --out model\.pt2"):
+        exporting._in_onnx(net.double(), Prototype(x.double()), ["outputs"])

@@ -173,7 +173,7 @@ def write_export(run: SavedRun, path: Path, variance: bool) -> dict[str, Any]:
     return {"file": str(path), "bytes": path.stat().st_size, **told}
 
 
-def _traced(whole: RunModule, like: Prototype) -> tuple[torch.export.ExportedProgram, list[FreeSize]]:
+def _traced(whole: nn.Module, like: Prototype) -> tuple[torch.export.ExportedProgram, list[FreeSize]]:
     """The model as a graph that refuses sizes at which the network does not run, and those it takes."""
     example, shapes = cast(Tensor, like.x), dimensions(like, ["x"])
     exported = torch.export.export(whole, (example,), dynamic_shapes=shapes, strict=False)
@@ -185,7 +185,7 @@ def _traced(whole: RunModule, like: Prototype) -> tuple[torch.export.ExportedPro
 
 
 def _in_onnx(
-    whole: RunModule, like: Prototype, outputs: list[str]
+    whole: nn.Module, like: Prototype, outputs: list[str]
 ) -> tuple[torch.onnx.ONNXProgram, list[FreeSize]]:
     """The same in ONNX, whose exporter may hold a size for fixed that torch leaves free."""
     exported, free = _traced(whole, like)
@@ -205,21 +205,36 @@ def _in_onnx(
     finally:
         logging.getLogger("torch.onnx").setLevel(level)
     assert made is not None
-    taken = that_run(_OnnxRuntime(made, exported.module()), like.x, free) if free else free
+    taken: list[FreeSize] = []  # without onnxruntime nobody knows
+    if importlib.util.find_spec("onnxruntime") is not None:
+        taken = that_run(_in_onnxruntime(made, exported.module(), like), like.x, free)
     return (made, taken) if len(taken) == len(free) else _in_onnx(whole, like.only(taken), outputs)
 
 
+def _in_onnxruntime(made: torch.onnx.ONNXProgram, module: nn.Module, like: Prototype) -> _OnnxRuntime:
+    """An ONNX model that runs, and answers as the module does."""
+    try:
+        check = _OnnxRuntime(made, module)
+        check(like.x)
+    except Exception as error:  # onnxruntime's errors have no class in common but this
+        first = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"onnxruntime does not run what torch's exporter writes of this network ({first})",
+            expected="operations that it has in the type of the fit",
+            remedy="write --out model.pt2",
+        ) from error
+    return check
+
+
 class _OnnxRuntime(nn.Module):
-    """An ONNX model that must answer as a module does, which nobody knows without onnxruntime."""
+    """An ONNX model that must answer as a module does."""
 
     def __init__(self, made: torch.onnx.ONNXProgram, module: nn.Module) -> None:
         super().__init__()
-        self.module, self.session = module, None
-        if importlib.util.find_spec("onnxruntime") is not None:
-            onnxruntime = importlib.import_module("onnxruntime")
-            options = onnxruntime.SessionOptions()
-            options.log_severity_level = 4  # its refusals are ours to tell
-            self.session = onnxruntime.InferenceSession(made.model_proto.SerializeToString(), options)
+        self.module, onnxruntime = module, importlib.import_module("onnxruntime")
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4  # its refusals are ours to tell
+        self.session = onnxruntime.InferenceSession(made.model_proto.SerializeToString(), options)
 
     def forward(self, x: Tensor) -> None:
         """Require the same answers.
@@ -228,13 +243,12 @@ class _OnnxRuntime(nn.Module):
             x: Raw samples.
 
         Raises:
-            ValueError: If onnxruntime is missing, or gives others.
+            ValueError: If onnxruntime fails.
+            AssertionError: If it gives others.
         """
-        if self.session is None:
-            raise ValueError("no onnxruntime")
         try:
             found = self.session.run(None, {"x": x.cpu().numpy()})
-        except Exception as error:  # its errors have no class in common but this
+        except Exception as error:
             raise ValueError(str(error)) from error
         for given, expected in zip(found, self.module(x), strict=True):
             torch.testing.assert_close(
