@@ -127,15 +127,16 @@ def test_influence_is_a_table_of_examples_and_predictions() -> None:
 
 
 def test_label_errors_are_a_table_in_the_order_of_the_data() -> None:
-    labels = CLASSES.clone()
-    labels[X[:, 0].argmax()] = 0
-    errors = label_errors(10 * torch.stack([-X[:, 0], X[:, 0]], 1), labels)
+    odds = torch.linspace(-8, 8, 40)[:, None]
+    labels = (odds[:, 0] > 0).long()
+    labels[38] = 0
+    errors = label_errors(odds, labels)
     table = errors.to_frame()
     assert len(errors.indices) >= 1
     assert same(table, "wrong", errors.wrong)
     assert same(table, "suggested", errors.suggested)
     assert np.flatnonzero(np.asarray(table["doubted"])).tolist() == sorted(errors.indices.tolist())
-    assert repr(errors).startswith(f"LabelErrors(labels=30, look wrong={len(errors.indices)}, ")
+    assert repr(errors).startswith(f"LabelErrors(labels=40, look wrong={len(errors.indices)}, ")
     assert f"example {int(errors.indices[0])}: " in errors._repr_html_()
 
 

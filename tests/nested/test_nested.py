@@ -15,6 +15,7 @@ from linnet.fitting import kernel_fit
 from linnet.linear.targets import Targets
 from linnet.nested import search, weights
 from linnet.nested.adapt import HEADS
+from linnet.nested.nested_fit import NestedFit
 from linnet.nested.search import BIAS, Candidate
 
 
@@ -348,3 +349,23 @@ def test_many_samples_choose_the_share_on_some_of_them(monkeypatch: pytest.Monke
     scored.clear()
     linnet.adapt(NET, (x, y), weight=0.3)
     assert scored == [(48, 0.0), (48, 0.3)]
+
+
+@pytest.mark.parametrize("weight", [0.03, 1.0])
+def test_rounding_errors_are_foreseen(weight: float) -> None:
+    """Samples that a pooled network hardly tells apart: kernels all but constant, in float32."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(24) % 3
+    x = torch.rand(24, 1, 8, 8, generator=generator) * (0.9 + 0.05 * y[:, None, None, None])
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)
+    )
+    fit = linnet.adapt(net, (x, y), weight=weight, ridge=1e-3)
+    assert isinstance(fit, NestedFit)
+    (told,) = [one for one in fit.record.warnings if one.startswith("rounding leaves errors")]
+    foreseen = float(told.split("about ")[1].split(",")[0])
+    found = fit.predict(x) - (fit.targets - fit.ridge * fit.system.beta)
+    assert foreseen / 8 < float(found.square().mean().sqrt()) < foreseen
+    fine = linnet.adapt(net.double(), (x.double(), y), weight=weight, ridge=1e-3)
+    assert not [one for one in fine.record.warnings if one.startswith("rounding")]

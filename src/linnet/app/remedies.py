@@ -85,7 +85,8 @@ def _translated(text: str, own: Collection[str], others: Collection[str]) -> str
     text = re.sub(rf"(?<![\w.-])({names})={value}(?: or (['\"])([\w.-]+)\5)?", spell, text)
     # a subject, a list of what to leave out, and names that are no English words
     mine = "|".join(sorted(own, key=len, reverse=True)) or "(?!)"
-    text = re.sub(rf"^({mine})(?= is | holds )", lambda match: option(match[1]), text)
+    on_rank = r"on rank \d+: "
+    text = re.sub(rf"^({on_rank})?({mine})(?= is | holds )", lambda m: f"{m[1] or ''}{option(m[2])}", text)
     left = "|".join(name for name in own if name != "out") or "(?!)"
     several = rf"(?:{left})(?:(?:, | and | or )(?:{left}))*"
 

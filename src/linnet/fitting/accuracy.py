@@ -24,7 +24,7 @@ from torch import Tensor
 
 from linnet.distributed import share_sum
 from linnet.errors import MemoryBudgetError, ModelError, NumericalError, ProcessGroupError
-from linnet.fitting.remarks import ROUNDED
+from linnet.fitting.remarks import rounded
 from linnet.fitting.rounding import PROBED, Rounding, assumed_rounding
 from linnet.fitting.rounding import measured_rounding as measured_rounding
 from linnet.linear.dual import DualSystem
@@ -452,8 +452,8 @@ def _worst(found: Accuracy) -> float:
 
 def _remarked(fit: Fit, found: Accuracy) -> Fit:
     """A fit with a remark on its rounding errors."""
-    said = f"{ROUNDED} of about {_worst(found):.1g}, where the fit changes outputs by {found.scale:.2g}"
     changed: Any = fit
+    said = rounded(_worst(found), found.scale)
     changed.record = replace(changed.record, warnings=(*changed.record.warnings, said))
     return fit
 

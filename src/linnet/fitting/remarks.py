@@ -25,6 +25,19 @@ SEEN = f"{HEAD} examples of this fit, so leave-one-out and the quantities chosen
 GONE = f"{HEAD} examples that this fit no longer has, and keeps what it learned from them"
 
 
+def rounded(error: float, scale: float) -> str:
+    """A remark on rounding errors.
+
+    Args:
+        error: Of an output.
+        scale: What the fit changes outputs by.
+
+    Returns:
+        A sentence.
+    """
+    return f"{ROUNDED} of about {error:.1g}, where the fit changes outputs by {scale:.2g}"
+
+
 def head_remarks(model: nn.Module, x: Inputs, y: Tensor) -> tuple[str, ...]:
     """Whether the head has seen the labels that leave-one-out leaves out.
 

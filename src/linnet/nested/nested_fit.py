@@ -25,6 +25,7 @@ from linnet.fitting.fitted import more_data
 from linnet.fitting.kernel_fit import KernelFit
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.record import Record
+from linnet.fitting.remarks import rounded
 from linnet.linear.dual import DualSystem
 from linnet.linear.targets import Targets
 from linnet.memory import Plan
@@ -33,12 +34,14 @@ from linnet.nested.features import Features
 from linnet.nested.nested_files import write_nested
 from linnet.nested.prior import Prior
 from linnet.nested.rungs import Rung
-from linnet.nested.search import choose
+from linnet.nested.search import Mixture, choose
 from linnet.nested.weights import Weights
 from linnet.params import no_targets
 from linnet.tangent.batch import Inputs, batch_size, concatenate
 from linnet.tangent.functional import Functional
 from linnet.tangent.sizes import Prototype, Traced
+
+TOLERANCE = 1e-3  # share of what a fit changes beyond which rounding errors are told
 
 
 class NestedFit(KernelFit):
@@ -297,6 +300,39 @@ class NestedFit(KernelFit):
         return write_nested(directory, self.prior, self.x, tensors, told)
 
 
+def rounding_remarks(
+    function: Functional, phi: Tensor, head: Tensor, body: Tensor, mixture: Mixture, system: DualSystem
+) -> tuple[str, ...]:
+    """Whether the rounding of features and gradients leaves errors in predictions.
+
+    An entry of the body's kernel is wrong by ε √(K_aa K_bb), and a feature by ε of its size, independently.
+    What all samples have in common takes part in no prediction, as the sum of β is zero; its rounding does.
+
+    Args:
+        function: The network.
+        phi: Features of the training samples, before their mean is taken out, (N, D).
+        head: Kernel of the features, their mean taken out, (N, N).
+        body: Kernel of the lower layers, (N, N).
+        mixture: The weights of both.
+        system: The solved equations.
+
+    Returns:
+        A sentence, if the standard deviation of the errors is above a thousandth of the outputs' own.
+    """
+    eps, beta = function.precision.eps(function.dtype, function.device), system.beta.square()
+    of_body, of_head, entry = body.diagonal(), head.diagonal(), phi.square().mean()
+    # 2: the kernel that β was solved with is wrong, and so are its rows for the sample that is predicted
+    lower = 2 * of_body.mean() * (of_body @ beta)
+    upper = entry * (of_head @ beta + of_head.mean() * beta.sum(0))
+    shares = mixture.weight / mixture.body, (1 - mixture.weight) / mixture.head
+    error = eps * float((shares[0] ** 2 * lower + shares[1] ** 2 * upper).max().sqrt())
+    outputs = system.residual - system.ridge * system.beta
+    scale = float((outputs - outputs.mean(0)).square().mean().sqrt())
+    if error <= TOLERANCE * scale:
+        return ()
+    return (f"{rounded(error, scale)}; model.double() keeps more digits",)
+
+
 @torch.no_grad()
 def solved(
     features: Features,
@@ -333,11 +369,12 @@ def solved(
     choice = choose(head, body, targets, weight, ridge)
     system = DualSystem(choice.mixture(head, body), targets.values, choice.taken.ridge)
     seconds["solve"] = time.perf_counter() - start
+    told = rounding_remarks(features.function, phi + center, head, body, choice.mixture, system)
     record = replace(
         record,
         criterion="loo" if ridge is None else "given",
         reasons={**record.reasons, **choice.reasons()},
-        warnings=(*record.warnings, *choice.warnings()),
+        warnings=(*record.warnings, *choice.warnings(), *told),
         seconds=seconds,
     )
     fit = NestedFit(Prior(features, center, choice.mixture, memory), x, targets, system, record)

@@ -353,6 +353,20 @@ def test_the_head_is_a_probe_where_there_are_more_samples_than_features(folder: 
     assert not load_run(folder / "run").origin.centered
 
 
+def test_a_run_with_rounding_errors_says_so_and_opens_again(folder: Path) -> None:
+    """The mean over a picture of what a network makes of it hardly tells the classes apart."""
+    (folder / "pooled.py").write_text(
+        "from torch import nn\n\n\ndef net():\n"
+        "    layers = [nn.Conv2d(1, 6, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]\n"
+        "    return nn.Sequential(*layers, nn.Linear(6, 3))\n"
+    )
+    data, run = str(folder / "pictures.npz"), str(folder / "run")
+    words = "--model", f"{folder / 'pooled.py'}:net", "--data", data, "--ridge", "0.001"
+    assert cli.main(["adapt", *words, "--out", run]) == 0
+    assert any("rounding leaves errors" in one for one in result(Path(run))["fit"]["warnings"])
+    assert cli.main(["predict", "--run", run, "--data", data]) == 0
+
+
 def test_old_weights_go_into_the_old_head(folder: Path) -> None:
     from linnet.app.models import load_model
 

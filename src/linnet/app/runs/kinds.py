@@ -49,22 +49,6 @@ def certificate_of(fit: Fit) -> str:
     return "relative gradient" if isinstance(fit, SoftmaxFit) else "relative residual"
 
 
-def known_outputs(fit: Fit, rows: slice) -> Tensor:
-    """Outputs on some training examples, from the saved solution and without the network.
-
-    Args:
-        fit: The fit.
-        rows: The examples.
-
-    Returns:
-        (k, C), in float64.
-    """
-    if isinstance(fit, SoftmaxFit):
-        return fit.system.outputs[rows].double()
-    # f = t − ρβ
-    return (fit.targets.double() - fit.ridge * fit.system.beta.double())[rows]
-
-
 def contradiction(fit: Fit) -> Tensor:
     """The degree to which the fit of all other examples contradicts each label.
 
