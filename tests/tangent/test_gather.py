@@ -247,3 +247,16 @@ class _Wrong(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         yield 3
+
+
+@pytest.mark.parametrize("limit", [10, 10**6])
+def test_batches_may_be_the_same_tensors_filled_again(limit: int) -> None:
+    x, y, held = torch.arange(12.0).view(6, 2), torch.arange(6), Gathered(limit)
+    room, label = torch.empty(2, 2), torch.empty(2, dtype=torch.long)
+    for at in (0, 2, 4):
+        room.copy_(x[at : at + 2])
+        label.copy_(y[at : at + 2])
+        held.add(room, label)
+    found = held.whole()
+    assert torch.equal(found[0], x)
+    assert torch.equal(found[1], y)

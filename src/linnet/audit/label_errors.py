@@ -7,10 +7,11 @@ softmax of the leave-one-out outputs of example i at temperature T, and let a la
     p(yᵢ) = (1 − η) qᵢ(yᵢ) + η (1 − qᵢ(yᵢ))/(C − 1)
 
 T and η are those of highest likelihood. Hard examples ask for a higher T, wrong labels of easy examples for
-a higher η. Where hard examples explain the labels about as well, by a likelihood-ratio test against η = 0,
-all labels count as right: near chance T and η cannot be told apart. A label is doubted where it is likelier
-wrong than right, and where another class is the likeliest of those that reach the probability that they have
-on average among the examples labeled so (the confident joint of confident learning).
+a higher η; near chance the two cannot be told apart. There, where the outputs agree with less of the labels
+than halfway from chance to all, η is 0 unless a likelihood-ratio test says that wrong labels are needed. A
+label is doubted where it is likelier wrong than right, and where another class is the likeliest of those that
+reach the probability that they have on average among the examples labeled so (the confident joint of
+confident learning).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 STEPS = 60  # of expectation maximization for η at each temperature
 TOLD = 6  # labels that are named where the result is shown
 EVEN = 0.5  # probability of being wrong from which a label is doubted; and η is at most that
-# Gain in log likelihood that wrong labels must bring: half the 90 % point of χ² with one degree of freedom,
-# exceeded in 5 % of cases where η = 0, the end of its range, is true (Self and Liang, JASA 1987)
+# Gain in log likelihood that wrong labels must bring near chance: half the 90 % point of χ² with one degree
+# of freedom, exceeded in 5 % of cases where η = 0, the end of its range, is true (Self and Liang, JASA 1987)
 GAIN = 1.353
 
 
@@ -49,7 +50,7 @@ class LabelErrors(Record):
         suggested: The likeliest class by the others that reaches its threshold, -1 where none does, (N,).
         wrong: Probability that each label is wrong, (N,).
         expected: How many labels would look wrong if all were right.
-        rate: η, the share of wrong labels of highest likelihood; 0 where it is not significantly above 0.
+        rate: η, the share of wrong labels of highest likelihood; 0 near chance if not significantly above it.
         temperature: T of the same.
 
     Example:
@@ -159,7 +160,11 @@ def _wrong(q: Tensor, rate: float) -> Tensor:
 def _most_likely(outputs: Tensor, labels: Tensor) -> tuple[float, float]:
     """T and η of highest likelihood, with one more example that is of no class, as for other temperatures."""
     outputs, labels = searched(outputs, labels)
-    wrong, right = (_best(outputs, labels, steps) for steps in (STEPS, 0))
+    wrong, q = _best(outputs, labels, STEPS), probabilities(outputs, None, 1.0)
+    agreed = float((q.argmax(1) == labels).double().mean())
+    if agreed >= (1 + 1 / q.shape[1]) / 2:
+        return wrong[1:]
+    right = _best(outputs, labels, 0)
     return wrong[1:] if right[0] - wrong[0] > GAIN else right[1:]
 
 

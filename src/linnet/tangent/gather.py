@@ -119,7 +119,8 @@ class Gathered:
         if self._files:
             self._write(self._flat(x, y))
             return
-        self._batches.append((x, y))
+        # copies: a generator may fill the same tensors again
+        self._batches.append((map_tensors(torch.clone, x), y.clone()))
         self._held += sum(t.nbytes for t in (*tensors_in(x), y))
         if 2 * self._held > self._limit:  # side by side they take as much again
             self._begin()

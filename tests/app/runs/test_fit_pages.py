@@ -68,6 +68,15 @@ def test_the_page_of_classes_holds_the_numbers_of_the_fit(kind: str) -> None:
         assert shown["train"]["informativeness"] == pytest.approx(fit.informativeness().tolist())
 
 
+def test_one_output_of_two_classes_is_pushed_towards_the_predicted_one() -> None:
+    fit = linnet.fit(linnet.linearize(network(1)), (X, (Y > 0).long()), "cross-entropy", ridge=1.0)
+    shown = report_of(fit, (TEST, (TEST_Y > 0).long())).run.to_dict()["test"]["explanations"]
+    assert {one["predicted"] for one in shown} == {0, 1}
+    for one in shown:
+        influence = fit.influence(TEST[one["position"]][None])[:, 0, 0] * (1 if one["predicted"] else -1)
+        assert one["up"][0]["influence"] == pytest.approx(float(influence.max()), rel=1e-4)
+
+
 def test_the_page_of_values_holds_their_error() -> None:
     fit = fitted("values")
     shown = report_of(fit, (TEST, TEST_VALUES)).run.to_dict()

@@ -259,12 +259,15 @@ def explanations(
     scale = run.transforms[1]
     made = []
     for row, place in enumerate(places):
-        output = int(found.predicted[place]) if run.classes is not None else 0
-        pushed = influence[:, row, output] * (scale.std[0] if scale else 1.0)
+        label = None if run.classes is None else int(found.predicted[place])
+        # one output of two classes is the odds of the second
+        one = label is not None and influence.shape[2] == 1
+        unit = (1.0 if label else -1.0) if one else scale.std[0] if scale else 1.0
+        pushed = influence[:, row, 0 if one else label or 0] * unit
         order = ranking(pushed)
         up = tuple(Neighbor(int(i), float(pushed[i])) for i in order[:top] if pushed[i] > 0)
         down = tuple(Neighbor(int(i), float(pushed[i])) for i in order[::-1][:top] if pushed[i] < 0)
-        made.append(Explanation(place, output if run.classes is not None else None, up, down))
+        made.append(Explanation(place, label, up, down))
     return tuple(made)
 
 
