@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
+from linnet.fitting.accuracy import TOLERANCE
 from linnet.fitting.arguments import positions
 from linnet.fitting.evaluation import count_in_words
 from linnet.fitting.fitted import more_data
@@ -40,8 +41,6 @@ from linnet.params import no_targets
 from linnet.tangent.batch import Inputs, batch_size, concatenate
 from linnet.tangent.functional import Functional
 from linnet.tangent.sizes import Prototype, Traced
-
-TOLERANCE = 1e-3  # share of what a fit changes beyond which rounding errors are told
 
 
 class NestedFit(KernelFit):
