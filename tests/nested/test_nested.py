@@ -211,11 +211,15 @@ def test_a_far_task_takes_the_body_and_pure_noise_the_probe() -> None:
     far = linnet.adapt(net, (x, (x[:, 0] * x[:, 1] > 0).long()))
     assert far.body_weight > 0.2
     assert "the lower layers help" in far.record.reasons["body"]
-    assert far.record.reasons["verdict"].startswith("The lower layers add ")
+    assert far.verdict is not None
+    assert far.verdict.startswith("The lower layers add ")
+    assert repr(far).splitlines()[0] == far.verdict == far.record.reasons["verdict"]
     labels = torch.randint(2, (150,), generator=torch.Generator().manual_seed(0))
     noise = linnet.adapt(net, (x, labels))
     assert noise.body_weight == 0
-    assert noise.record.reasons["verdict"].startswith("Kept the linear probe")
+    assert noise.verdict is not None
+    assert noise.verdict.startswith("Kept the linear probe")
+    assert linnet.adapt(net, (x, labels), weight=0.0).verdict is None
 
 
 def test_one_sample_a_class_takes_the_probe_by_evidence() -> None:

@@ -80,6 +80,11 @@ class NestedFit(KernelFit):
     # -- what was fitted -------------------------------------------------------------------------
 
     @property
+    def verdict(self) -> str | None:
+        """Whether the lower layers help, in a sentence; ``None`` where their weight was given."""
+        return self.record.reasons.get("verdict")
+
+    @property
     def body_weight(self) -> float:
         """w, the share of the lower layers in the kernel: 0 for the linear probe alone."""
         return self.prior.mixture.weight
@@ -263,11 +268,12 @@ class NestedFit(KernelFit):
         return {**self._summary(features.space.dim), **own, "rungs": [asdict(rung) for rung in self.rungs]}
 
     def __repr__(self) -> str:
-        """Samples, outputs, and what was chosen."""
+        """The verdict, then samples, outputs, and what was chosen."""
         kind = f"{self.classes} classes" if self.classes is not None else f"{self.system.c} value(s)"
-        return (
+        made = (
             f"NestedFit({self.n} samples, {kind}, body weight {self.body_weight:g}, ridge {self.ridge:.3g})"
         )
+        return "\n".join(filter(None, (self.verdict, made)))
 
     def save(self, directory: str | Path) -> Path:
         """Write the fit to a folder: safetensors and JSON, atomically.
