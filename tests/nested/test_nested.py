@@ -280,7 +280,7 @@ def test_files(fit: linnet.NestedFit, tmp_path: Path) -> None:
     other = network()
     with torch.no_grad():
         other[0].weight[0, 0, 0, 0] += 1
-    with pytest.raises(FileFormatError, match="other weights"):
+    with pytest.raises(FileFormatError, match="weights differ"):
         linnet.load_adapted(tmp_path, other)
 
 

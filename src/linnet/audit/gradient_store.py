@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from linnet.audit.loss_gradients import LossGradients, stream
 from linnet.audit.store_folder import DTYPES, StoreFolder
-from linnet.errors import DataError, FileFormatError, InputError
+from linnet.errors import DataError, InputError
 from linnet.files import as_path
 from linnet.fitting.sketch import SketchedNetwork, restored_sketch, sketch_state
 from linnet.likelihoods import from_description
@@ -38,9 +39,17 @@ from linnet.shown import Shown
 from linnet.tangent.batch import EMPTY, batch_size, take
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.hashing import hash_examples
+from linnet.tangent.independence import PROBE
 from linnet.tangent.linearized import Linearized
-from linnet.tangent.matching import matching_function, require_parameters
+from linnet.tangent.matching import (
+    given_network,
+    matching_function,
+    require_parameters,
+    require_witness,
+    witness,
+)
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.selection import require_module
 
 METRICS = ("auto", "curvature", "gradients")
 SHARE_OF_MEAN = 0.1  # the damping by default, of the mean of the eigenvalues
@@ -133,12 +142,7 @@ class GradientStore(Shown):
             _refuse_type(dtype)
         if shard_size is not None:
             integer("shard_size", shard_size)
-        if not isinstance(model, nn.Module):
-            raise InputError(
-                f"model is {type(model).__name__}",
-                expected="a torch.nn.Module",
-                remedy="pass the network, or linnet.with_sketch(network, curvature)",
-            )
+        require_module(model)
         folder = StoreFolder.opened(path)
         if folder is None:
             folder = _begun(path, model, likelihood, dtype, shard_size, output)
@@ -209,6 +213,7 @@ class GradientStore(Shown):
             )
         if shard.count:
             self._close(shard, whole, shard.number % parts == index)
+        self.folder.witness(partial(witness, self.function.check_runs, self.function.cache.get(PROBE)))
         self.folder.finish(count, whole.hexdigest(), index, parts)
         return self
 
@@ -443,7 +448,7 @@ def _matching(folder: StoreFolder, model: nn.Module, output: OutputAdapter) -> F
     if isinstance(model, Linearized):
         function: Functional = model.function
         model, output = function.model, function.output
-    model = getattr(model, "_orig_mod", model)
+    model = given_network(model)
     if record["custom_output"] and not callable(output):
         raise InputError(
             "output is missing",
@@ -454,15 +459,8 @@ def _matching(folder: StoreFolder, model: nn.Module, output: OutputAdapter) -> F
         require_parameters(model, record["sketch"]["parameters"], path, _OTHER)
         model = restored_sketch(model, folder.basis(), record["sketch"])
     function = matching_function(model, record, output, path, _OTHER)
-    found = function.modules()
-    for name in (*record["modules"], *found):
-        was, now = record["modules"].get(name, "missing"), found.get(name, "missing")
-        if was != now:
-            raise FileFormatError(
-                f"{path} was {_OTHER[0]} another network: its module {name!r} is {now}, and was {was}",
-                expected=_OTHER[1],
-                remedy=_OTHER[2],
-            )
+    tensors, layout = folder.witness()
+    require_witness(function.check_runs, tensors, layout, path, _OTHER)
     return function
 
 

@@ -10,7 +10,7 @@ there are, once all parts agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from linnet.files import load_tensors, read_json, remove_partial, save_tensors, 
 from linnet.params import refuse
 
 RECORD, BASIS, END = "gradient-store", "gradient-store-basis", "gradient-store-end"  # kinds of files
-SHARD = "gradient-store-rows"
+SHARD, WITNESS = "gradient-store-rows", "gradient-store-network"
 _OTHER_STREAM = (
     "the same examples in the same order, in every process and after every interruption",
     "turn shuffling and augmentation off, or begin a store in another folder",
@@ -87,6 +87,28 @@ class StoreFolder:
     def basis(self) -> dict[str, Tensor]:
         """The tensors of the directions."""
         return load_tensors(self.path / "basis.safetensors", BASIS)[0]
+
+    def witness(
+        self, made: Callable[[], tuple[Mapping[str, Tensor], Any]] | None = None
+    ) -> tuple[Mapping[str, Tensor], Any]:
+        """What the network computes on made-up inputs, and their structure; written by the first that has it.
+
+        Args:
+            made: Makes both; ``None`` to read them.
+
+        Returns:
+            Both; no tensors where nothing was written.
+        """
+        file = self.path / f"{WITNESS}.safetensors"
+        if made is not None:
+            with locked(self.path / "store.lock"):
+                if not file.is_file():
+                    tensors, layout = made()
+                    save_tensors(self.path, WITNESS, tensors, {"layout": layout}, WITNESS)
+        if not file.is_file():
+            return {}, None
+        tensors, metadata = load_tensors(file, WITNESS)
+        return tensors, metadata["layout"]
 
     @property
     def size(self) -> int:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from linnet.errors import InputError, ModelError
+from linnet.errors import ModelError
 from linnet.linalg.space import Params
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.selection import require_module
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -39,10 +40,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         >>> unwrapped(DataParallel(net)) is net
         True
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
-        )
+    require_module(model)
     while True:
         inner = model.module if isinstance(model, DataParallel | DistributedDataParallel) else None
         inner = inner if inner is not None else getattr(model, "_orig_mod", None)

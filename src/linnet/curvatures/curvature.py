@@ -21,6 +21,8 @@ from linnet.linalg.stored import to_tensors
 from linnet.linalg.structured import StructuredOperator
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
+from linnet.tangent.independence import PROBE
+from linnet.tangent.matching import witness
 from linnet.tangent.modes import in_exact_mode
 
 KIND = "curvature"
@@ -273,8 +275,10 @@ class Curvature(StructuredOperator):
             tensors |= {f"{i}/{name}": tensor for name, tensor in own.items()}
             entries.append({**part.describe(), "operator": spec})
         adapter = self.function.output
+        seen, layout = witness(self.function.check_runs, self.function.cache.get(PROBE))
         metadata = {
             "parts": entries,
+            "witness": layout,
             "made": asdict(self.made),
             "applied": list(self.applied),
             "parameters": self.function.names,
@@ -283,7 +287,7 @@ class Curvature(StructuredOperator):
             "output": None if callable(adapter) else adapter,
             "custom_output": callable(adapter),
         }
-        return save_tensors(directory, KIND, tensors, metadata)
+        return save_tensors(directory, KIND, tensors | seen, metadata)
 
     def coverage(self) -> str:
         """A table: each layer, its parameters, and how it is represented."""

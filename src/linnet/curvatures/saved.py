@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from linnet.curvatures.curvature import KIND, Curvature, Provenance
 from linnet.curvatures.layers import Form, Layer
 from linnet.curvatures.parts import Part
-from linnet.errors import FileFormatError, InputError
+from linnet.errors import InputError
 from linnet.files import as_path, load_tensors
 from linnet.linalg.stored import from_tensors
-from linnet.tangent.functional import Functional, OutputAdapter, check_output
-from linnet.tangent.linearized import Linearized
-from linnet.tangent.matching import matching_function
+from linnet.tangent.functional import OutputAdapter, check_output
+from linnet.tangent.independence import PROBE
+from linnet.tangent.matching import given_network, matching_function, require_witness
 from linnet.tangent.modes import in_exact_mode
 
 _OTHER = (
@@ -54,7 +54,7 @@ def load_curvature(directory: str | Path, model: nn.Module, output: OutputAdapte
     check_output(output)
     path = path if path.is_file() else path / f"{KIND}.safetensors"
     tensors, metadata = load_tensors(path, KIND)
-    model = model.model if isinstance(model, Linearized) else model
+    model = given_network(model)
     if metadata["custom_output"] and not callable(output):
         raise InputError(
             "output is missing",
@@ -62,26 +62,14 @@ def load_curvature(directory: str | Path, model: nn.Module, output: OutputAdapte
             remedy="pass output= as to linnet.curvature",
         )
     function = matching_function(model, metadata, output, path, _OTHER)
-    _require_modules(function, metadata["modules"], path)
+    function.cache[PROBE] = require_witness(
+        function.check_runs, tensors, metadata.get("witness"), path, _OTHER
+    )
     parts = tuple(
         _part(entry, {n: t.to(function.device) for n, t in _own(tensors, i).items()})
         for i, entry in enumerate(metadata["parts"])
     )
     return Curvature(parts, function, Provenance(**metadata["made"]), tuple(metadata["applied"]))
-
-
-def _require_modules(function: Functional, saved: dict[str, str], path: Path) -> None:
-    """Raise if a module is of another type than it was: an activation has no weights that would tell."""
-    found = function.modules()
-    for name in (*saved, *found):
-        if saved.get(name) != found.get(name):
-            done, expected, remedy = _OTHER
-            detail = (
-                f"its module {name!r} is {found.get(name, 'missing')}, and was {saved.get(name, 'missing')}"
-            )
-            raise FileFormatError(
-                f"{path} was {done} another network: {detail}", expected=expected, remedy=remedy
-            )
 
 
 def _own(tensors: dict[str, Tensor], i: int) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from linnet.params import call, choice, instance, integer, number, refuse, tenso
 from linnet.tangent.batch import split, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import gather_data
+from linnet.tangent.selection import require_module
 
 ROOTS = ("newton-schulz", "eigen")
 _POOLS = frozenset({"adaptive_avg_pool2d", "avg_pool2d", "mean"})
@@ -348,10 +349,7 @@ def with_bilinear_head(
         >>> with_bilinear_head(net, classes=2, data=(x, y)).head
         Linear(in_features=6, out_features=2, bias=True)
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
-        )
+    require_module(model)
     integer("classes", classes)
     pooling = Bilinear() if pooling is None else pooling
     instance(

@@ -31,6 +31,7 @@ from linnet.params import seed as checked_seed
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.selection import require_module
 
 
 @in_exact_mode
@@ -186,10 +187,7 @@ def _outputs_to_keep(
 
 def _device(model: nn.Module) -> torch.device:
     """Where the network lives."""
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
-        )
+    require_module(model)
     first = next(model.parameters(), None)
     if first is None:
         raise ModelError(

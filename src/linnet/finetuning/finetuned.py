@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,15 @@ from linnet.predictive.model import PredictiveModel
 from linnet.tangent.batch import Inputs, check_examples, on_device, split
 from linnet.tangent.functional import OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized, linearize
+from linnet.tangent.matching import given_network, require_witness, witness
 from linnet.tangent.surgery import leaky_relu
 
 KIND = "finetuned"
+_OTHER = (
+    "made on",
+    "a network of the architecture that was fine-tuned",
+    "pass the network that was given to linnet.finetune",
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class Finetuned(PredictiveModel):
         notes: What was done and what is worth knowing, one sentence each.
         fit: The closed-form fit, for ``training="closed-form"``.
         output: How to turn the network's result into a tensor.
+        probe: Made-up inputs, by which a saved result knows its network again.
 
     Example:
         >>> import linnet
@@ -78,6 +85,7 @@ class Finetuned(PredictiveModel):
     notes: tuple[str, ...]
     fit: LinearFit | None = None
     output: OutputAdapter = None
+    probe: Inputs = None
 
     def __repr__(self) -> str:
         s, loss = self.settings, self.summary()["final_loss"]
@@ -174,6 +182,7 @@ class Finetuned(PredictiveModel):
         if isinstance(self.module, Linearized):
             names = self.module.parameter_names
             tensors |= {f"delta/{name}": t.detach() for name, t in self.module.delta.items()}
+        seen, layout = witness(self.predict, self.probe)
         metadata = {
             "settings": asdict(self.settings),
             "history": self.history,
@@ -184,8 +193,9 @@ class Finetuned(PredictiveModel):
             "output": None if callable(self.output) else self.output,
             "custom_output": callable(self.output),
             "modules": _kinds(network),
+            "witness": layout,
         }
-        return save_tensors(directory, KIND, tensors, metadata)
+        return save_tensors(directory, KIND, tensors | seen, metadata)
 
 
 def load_finetuned(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> Finetuned:
@@ -214,12 +224,7 @@ def load_finetuned(directory: str | Path, model: nn.Module, output: OutputAdapte
         >>> torch.equal(load_finetuned(folder, net).predict(x), tuned.predict(x))
         True
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"model is {type(model).__name__}",
-            expected="a torch.nn.Module",
-            remedy="pass a network of the architecture that was given to linnet.finetune",
-        )
+    model = given_network(model)
     path = as_path(directory) / f"{KIND}.safetensors"
     check_output(output)
     tensors, metadata = load_tensors(path, KIND)
@@ -253,13 +258,16 @@ def load_finetuned(directory: str | Path, model: nn.Module, output: OutputAdapte
                 if f"delta/{name}" not in tensors:
                     raise FileFormatError(f"{path} has no displacement of {name!r}", "a complete file")
                 value.copy_(tensors[f"delta/{name}"])
-    return Finetuned(
+    found = Finetuned(
         module,
         settings,
         metadata["history"],
         metadata["candidates"],
         tuple(metadata["notes"]),
         output=adapter,
+    )
+    return replace(
+        found, probe=require_witness(found.predict, tensors, metadata.get("witness"), path, _OTHER)
     )
 
 
@@ -283,8 +291,7 @@ def _check_kinds(network: nn.Module, saved: dict[str, str] | None, path: Path) -
 
 def _rebuilt(model: nn.Module, settings: Settings, tensors: dict[str, Tensor]) -> nn.Module:
     """The architecture that the weights belong to."""
-    network = getattr(model, "_orig_mod", model)
-    parts = settings.parts
+    network, parts = model, settings.parts
     if parts["activation"] == "leaky-relu":
         network = leaky_relu(network, parts["slope"])
     if parts["pooling"] is not None:

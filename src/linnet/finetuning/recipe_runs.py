@@ -47,6 +47,7 @@ from linnet.fitting.fit import fit
 from linnet.linear.targets import OneHot
 from linnet.logged import Log
 from linnet.optim.preconditioner import KroneckerPreconditioner
+from linnet.tangent.kept_inputs import made_up
 from linnet.tangent.linearized import Linearized, linearize
 
 EPOCHS, FEWEST_STEPS = 30, 300
@@ -220,6 +221,7 @@ class _Run:
             entries,
             tuple(notes),
             output=plan.shaping.output,
+            probe=made_up(self.examples.batch(torch.zeros(1, dtype=torch.long))[0]),
         )
 
     def _trainer(
@@ -461,4 +463,5 @@ def exact(
     settings = plan.settings(candidate, values, ready.new_head)
     history = [{"step": 0.0, **trainer.score(examples)}]
     entries = [{**values, "scores": scores, "taken": True}]
-    return Finetuned(solved.module, settings, history, entries, notes, solved, plan.shaping.output)
+    probe = made_up(examples.batch(torch.zeros(1, dtype=torch.long))[0])
+    return Finetuned(solved.module, settings, history, entries, notes, solved, plan.shaping.output, probe)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from linnet.distributed import share_sum
-from linnet.errors import MemoryBudgetError, ModelError, NumericalError, ProcessGroupError
+from linnet.errors import LinnetError, MemoryBudgetError, ModelError, NumericalError, ProcessGroupError
 from linnet.fitting.remarks import rounded
 from linnet.fitting.rounding import PROBED, Rounding, assumed_rounding
 from linnet.fitting.rounding import measured_rounding as measured_rounding
@@ -33,7 +33,8 @@ from linnet.linear.softmax_dual import SoftmaxDual
 from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.linear.system import System
 from linnet.shown import Record
-from linnet.tangent.batch import take
+from linnet.tangent.batch import Inputs, take
+from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
 
 TOLERANCE = 1e-3  # error, relative to what the fit changes, up to which a fit is returned as it is
@@ -503,13 +504,22 @@ def _at(fit: Any, ridge: float, rounding: Rounding) -> Accuracy | None:
         return None
 
 
+def _wider(function: Functional, x: Inputs) -> str:
+    """How to have a network in float64; one that casts by itself cannot run there."""
+    try:
+        function.in_float64().check_runs(take(x, slice(0, 1)))
+    except LinnetError:
+        return "take the casts to half precision out of the network's forward"
+    return "the network in float64"
+
+
 def _refuse(fit: Any, found: Accuracy | None, cause: Exception | None = None) -> NoReturn:
     """Raise the error of a ridge too small for the precision, with the smallest one that can be answered."""
     assert found is not None
     least = _smallest(fit, fit.ridge)
     remedy = f"pass ridge={least:.2g}" if least is not None else "take a larger ridge"
     if found.dtype != "float64":
-        remedy += ", or the network in float64"
+        remedy += ", or " + _wider(fit.module.function, fit.x)
     raise NumericalError(
         f"ridge={fit.ridge:g} is too small for a network in {found.dtype}: predictions may be off "
         f"by {found.predictions:.1g} and leave-one-out by {found.leave_one_out:.1g}, "

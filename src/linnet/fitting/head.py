@@ -31,6 +31,7 @@ from linnet.tangent.batch import Inputs, on_device, split, tensors_in
 from linnet.tangent.gather import gather_data
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.selection import require_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,10 +184,7 @@ def example_hashes(x: Inputs, y: Tensor) -> list[str]:
 
 def _check(model: nn.Module, classes: int, init: Any, data: Any) -> None:
     """Raise on arguments that cannot work."""
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
-        )
+    require_module(model)
     integer("classes", classes, remedy="pass the number of classes of the new task")
     if not isinstance(init, Probe):
         choice("init", init, ("probe", "random", "zero"), 'leave init= out for "probe"')

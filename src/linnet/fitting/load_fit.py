@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
-from linnet.errors import FileFormatError, InputError, ModelError
+from linnet.errors import InputError
 from linnet.files import as_path
 from linnet.fitting.fit_files import KIND
 from linnet.fitting.linear_fit import LinearFit, Record
@@ -18,10 +18,9 @@ from linnet.linear.problem import Problem
 from linnet.linear.softmax_loss import ClassLoss
 from linnet.linear.targets import Targets
 from linnet.number_types import Precision
-from linnet.tangent.batch import Inputs, take
-from linnet.tangent.functional import Functional, OutputAdapter, check_output
+from linnet.tangent.functional import OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
-from linnet.tangent.matching import matching_function, require_parameters
+from linnet.tangent.matching import given_network, matching_function, require_outputs, require_parameters
 
 ADAPTED = "nested-fit.safetensors"  # what NestedFit.save writes, which lies above this module
 OTHER = (
@@ -58,7 +57,7 @@ def load_fit(
         >>> load_fit(folder, net).ridge
         1.0
     """
-    model = model.model if isinstance(model, Linearized) else model
+    model = given_network(model)
     if (as_path(directory) / ADAPTED).is_file():
         raise InputError(
             f"{directory} holds a fit of linnet.adapt",
@@ -87,34 +86,16 @@ def load_fit(
     fitted: LinearFit | SoftmaxFit | SharedFit
     if metadata["loss"] == "squared":
         residual = tensors["residual"]
-        _check_outputs(function, x, values.double() - residual.double(), path)
+        require_outputs(function.check_runs, x, values.double() - residual.double(), path, OTHER)
         if state[1]["kind"] == "shared":
             fitted = restored_shared(function, x, targets, state, record)
         else:
             system = restored_system(Problem(function, x, residual), state)
             fitted = LinearFit(Linearized(function), targets, system, record)
     else:
-        _check_outputs(function, x, tensors["base"].double(), path)
+        require_outputs(function.check_runs, x, tensors["base"].double(), path, OTHER)
         solved = restored_softmax(function, x, ClassLoss(values.double()), state)
         fitted = SoftmaxFit(Linearized(function), x, targets, solved, record)
     if "held_out" in tensors:
         fitted.held_out = tensors["held_out"]
     return fitted
-
-
-def _check_outputs(function: Functional, x: Inputs, base: Tensor, path: Path) -> None:
-    """Raise if the network, for all its equal weights, computes something else: f₀ of one example."""
-    detail, cause = "the outputs differ", None
-    try:
-        found = function.check_runs(take(x, slice(0, 1))).flatten(1).double()
-    except ModelError as error:
-        detail, cause = "it cannot run on the examples of the file", error
-    else:
-        expected, scale = base[:1].reshape(1, -1), float(base.abs().max()) + 1e-12
-        if found.shape == expected.shape and float((found - expected).abs().max()) <= 1e-3 * scale:
-            return
-    raise FileFormatError(
-        f"{path} was made on another network: the weights are equal but {detail}",
-        expected="the network that was linearized",
-        remedy="build it with the same code and the same output= first",
-    ) from cause

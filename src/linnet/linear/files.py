@@ -25,6 +25,7 @@ from linnet.linear.system import System
 from linnet.solvers.solution import Solution, Status
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
+from linnet.tangent.kept_inputs import flatten_inputs, unflatten_inputs
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -204,41 +205,3 @@ def read_solution(directory: str | Path, kind: str) -> tuple[Path, dict[str, Ten
     path = path / f"{kind}.safetensors" if path.is_dir() or not path.suffix else path
     tensors, metadata = load_tensors(path, kind)
     return path, tensors, unflatten_inputs(tensors, metadata["inputs"]), metadata
-
-
-def flatten_inputs(x: Inputs, prefix: str = "x") -> tuple[dict[str, Tensor], Any]:
-    """Inputs as tensors by path, and their structure.
-
-    Args:
-        x: Examples.
-        prefix: Of every path.
-
-    Returns:
-        The tensors, and the structure as JSON.
-    """
-    if isinstance(x, Tensor):
-        return {prefix: x}, "tensor"
-    items = x.items() if isinstance(x, dict) else enumerate(x)
-    tensors: dict[str, Tensor] = {}
-    layout: dict[str, Any] = {"kind": "dict" if isinstance(x, dict) else "tuple", "parts": {}}
-    for key, value in items:
-        found, layout["parts"][str(key)] = flatten_inputs(value, f"{prefix}/{key}")
-        tensors |= found
-    return tensors, layout
-
-
-def unflatten_inputs(tensors: dict[str, Tensor], layout: Any, prefix: str = "x") -> Inputs:
-    """The inputs that ``flatten_inputs`` wrote.
-
-    Args:
-        tensors: The tensors of a file.
-        layout: The structure.
-        prefix: Of every path.
-
-    Returns:
-        Examples.
-    """
-    if layout == "tensor":
-        return tensors[prefix]
-    parts = {key: unflatten_inputs(tensors, part, f"{prefix}/{key}") for key, part in layout["parts"].items()}
-    return parts if layout["kind"] == "dict" else tuple(parts.values())

@@ -21,7 +21,7 @@ from linnet.errors import ModelError
 from linnet.fitting.last_layer import features, last_linear, replace_module, zero_layer
 from linnet.linalg.space import ParameterSpace
 from linnet.tangent.batch import Inputs
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import Functional, without_wrapper
 from linnet.tangent.gram import gram, gram_and_own, own_kernels
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector, select_parameters
@@ -38,7 +38,7 @@ def with_random_heads(model: nn.Module, heads: int, seed: int) -> nn.Module:
     Returns:
         The copy.
     """
-    clone = copy.deepcopy(getattr(model, "_orig_mod", model))  # torch.compile's wrapper
+    clone = copy.deepcopy(model)
     name, old = last_linear(clone)
     new = zero_layer(nn.Linear, old.in_features, heads, like=old.weight, bias=False)
     draws = torch.randn(new.weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -70,6 +70,7 @@ class Features:
     def __init__(
         self, model: nn.Module, heads: int, seed: int, params: Selector = None, *, trained: bool = False
     ) -> None:
+        model = without_wrapper(model)
         name, old = last_linear(model)
         body = [key for key in select_parameters(model, params) if key.rpartition(".")[0] != name]
         if not body:

@@ -13,7 +13,6 @@ from linnet.files import as_path, load_tensors
 from linnet.fitting.last_layer import Appended
 from linnet.fitting.record import Record
 from linnet.linear.dual import DualSystem
-from linnet.linear.files import unflatten_inputs
 from linnet.linear.targets import Targets
 from linnet.nested.features import Features
 from linnet.nested.nested_files import KIND, TRAINED
@@ -21,6 +20,10 @@ from linnet.nested.nested_fit import NestedFit
 from linnet.nested.prior import Prior
 from linnet.nested.rungs import Rung
 from linnet.nested.search import Mixture
+from linnet.tangent.kept_inputs import unflatten_inputs
+from linnet.tangent.matching import given_network, require_outputs, require_weights
+
+OTHER = ("made on", "the network that was adapted", "load the same checkpoint into the same network first")
 
 
 def read_nested(directory: str | Path, model: nn.Module) -> NestedFit:
@@ -38,6 +41,7 @@ def read_nested(directory: str | Path, model: nn.Module) -> NestedFit:
     """
     path = as_path(directory)
     path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
+    model = given_network(model)
     tensors, metadata = load_tensors(path, KIND)
     names, trained = metadata["parameters"], {}
     for key in [key for key in tensors if key.startswith(TRAINED)]:
@@ -47,18 +51,14 @@ def read_nested(directory: str | Path, model: nn.Module) -> NestedFit:
         model = Appended(model, width)
     network = _with(model, trained)
     features = Features(network, metadata["heads"], metadata["seed"], names, trained=bool(trained))
-    if features.function.fingerprint() != metadata["weights"]:
-        raise FileFormatError(
-            f"{path} was made on a network with other weights",
-            expected="the network that was adapted",
-            remedy="load the same checkpoint into the network first",
-        )
+    require_weights(features.function, metadata, path, OTHER)
     device = features.function.device
     tensors = {name: t.to(device) for name, t in tensors.items()}
     x = unflatten_inputs(tensors, metadata["inputs"])
     targets = Targets(tensors["targets"], metadata["classes"], metadata["scale"])
     record = Record(**{**metadata["record"], "warnings": tuple(metadata["record"]["warnings"])})
     prior = Prior(features, tensors["center"], Mixture(**metadata["mixture"]))
+    require_outputs(prior.phi, x, tensors["phi"], path, OTHER)
     system = DualSystem(tensors["kernel"], targets.values, metadata["ridge"], beta=tensors["beta"])
     fit = NestedFit(prior, x, targets, system, record)
     fit._phi = tensors["phi"]
@@ -72,7 +72,7 @@ def _with(model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     """A copy of a network with other weights; the network itself where there are none."""
     if not weights:
         return model
-    clone = copy.deepcopy(getattr(model, "_orig_mod", model))
+    clone = copy.deepcopy(model)
     own = dict(clone.named_parameters())
     for name, value in weights.items():
         if name not in own or own[name].shape != value.shape:

@@ -155,6 +155,12 @@ def require_dense(tensor: Tensor, name: str) -> None:
     Example:
         >>> require_dense(torch.ones(2, 3), "x")
     """
+    if tensor.is_nested:
+        raise InputError(
+            f"{name} is a nested tensor, whose examples have shapes of their own",
+            expected="a dense tensor (N, ...)",
+            remedy=f"pass torch.nested.to_padded_tensor({name}, 0.0), and a mask if the network takes one",
+        )
     if tensor.layout != torch.strided and not tensor.is_mkldnn:
         raise InputError(
             f"{name} is a tensor of layout {tensor.layout}",

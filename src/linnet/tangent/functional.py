@@ -41,7 +41,7 @@ from linnet.tangent.selection import Selector, select_parameters
 
 # what a cache knows that other weights do not change
 STRUCTURAL = frozenset(
-    {"jvp", "folds", "operations", "inner layers", "keeps inputs", "independent", "own rows"}
+    {"jvp", "folds", "operations", "inner layers", "keeps inputs", "independent", "own rows", "probe"}
 )
 # Set where a pass takes no derivative that could reach the inputs: they keep their strides.
 STRIDES_KEPT: ContextVar[bool] = ContextVar("strides kept", default=False)
@@ -50,6 +50,10 @@ _OF_SHAPE = (
     "shape", "size", "dim", "channel", "dtype", "scalar type", "same type", "device", "expected", "mat1",
     "out of range", "broadcast", "float", "must be tensor",
 )  # fmt: skip
+RUNNING = (
+    "give layer {!r} running statistics (track_running_stats=True, and some batches in training mode before "
+    "eval()), or use GroupNorm or LayerNorm in its place"
+)
 OWN_SHAPE = "inputs of the network's own shape"  # what the error of such a network expects
 OutputAdapter = str | Callable[[Any], Tensor] | None
 
@@ -78,7 +82,7 @@ class Functional:
 
     def __init__(self, model: nn.Module, params: Selector = None, output: OutputAdapter = None) -> None:
         check_output(output)
-        model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+        model = without_wrapper(model)
         self.names = select_parameters(model, params)
         self.held = _held(model, self.names) if params is None else 0
         self.model = _frozen_copy(model)
@@ -315,7 +319,7 @@ class Functional:
                 value = self(self.theta, x)
         except LinnetError:  # says what is wrong: the outputs, not the inputs
             raise
-        except _FAILURES as error:
+        except FAILURES as error:
             raise _cannot_run(self, x, error) from error
         if value.shape[0] != batch_size(x):
             raise ModelError(
@@ -333,7 +337,7 @@ class Functional:
 
 
 # What a network may raise on inputs that are not for it.
-_FAILURES = (
+FAILURES = (
     RuntimeError,
     TypeError,
     ValueError,
@@ -352,7 +356,10 @@ def _cannot_run(function: Functional, x: Inputs, error: Exception) -> ModelError
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     shared = ambiguity(x)
     told = f"model ({type(function.model).__name__}) cannot run on x ({kinds or type(x).__name__}): {first}"
-    if any(words in first.lower() for words in _OF_SHAPE):
+    together = batch_statistics(function.model)
+    if together and "value per channel" in first:
+        expected, remedy = "normalization by running statistics", RUNNING.format(together[0])
+    elif any(words in first.lower() for words in _OF_SHAPE):
         expected = f"{OWN_SHAPE} on {function.device}; its weights are {function.dtype}"
         remedy = "check x's shape, dtype (x.float() for images) and device"
     else:
@@ -361,6 +368,20 @@ def _cannot_run(function: Functional, x: Inputs, error: Exception) -> ModelError
     if shared:
         remedy += f"; {SHARED}"
     return ModelError(f"{told}; {shared}" if shared else told, expected, remedy)
+
+
+def batch_statistics(model: nn.Module) -> list[str]:
+    """Layers of batch normalization that take the statistics of the batch, with their type.
+
+    Args:
+        model: A network in evaluation mode.
+
+    Returns:
+        Their names.
+    """
+    kind = nn.modules.batchnorm._BatchNorm
+    found = [(name, m) for name, m in model.named_modules() if isinstance(m, kind)]
+    return [f"{name}: {type(m).__name__}" for name, m in found if m.training or m.running_mean is None]
 
 
 def _in_order(t: Tensor) -> Tensor:
@@ -372,6 +393,19 @@ def _in_order(t: Tensor) -> Tensor:
     return t.contiguous() if t.is_contiguous(memory_format=last) else t
 
 
+def without_wrapper(model: nn.Module) -> nn.Module:
+    """The network that torch.compile was given; any other as it is.
+
+    Args:
+        model: A network.
+
+    Returns:
+        The plain network.
+    """
+    plain: nn.Module = getattr(model, "_orig_mod", model)
+    return plain
+
+
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a network, the tensors themselves; names as in ``named_parameters()``.
 
@@ -381,7 +415,7 @@ def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
     Returns:
         Tensors by name.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = without_wrapper(model)
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -598,5 +632,12 @@ def adapt_outputs(result: Any, output: OutputAdapter) -> Tensor:
             "model returns one number for the whole batch" + ("" if output is None else ", after output="),
             expected="a tensor (N, ...) with a row for every example",
             remedy="return the sum or mean of each example, as in output=lambda r: r.sum(-1)",
+        )
+    if 0 in result.shape[1:]:
+        raise ModelError(
+            f"model returns outputs of shape {tuple(result.shape)}"
+            + (", without a number" if output is None else ", without a number after output="),
+            expected="at least one output of every example",
+            remedy="take outputs that are there; output= is a function of what the network returns",
         )
     return result[:, None] if result.ndim == 1 else result

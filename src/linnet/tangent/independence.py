@@ -13,16 +13,18 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linnet.errors import ModelError
 from linnet.linalg.host import read
 from linnet.tangent.batch import SHARED, Inputs, ambiguity, batch_size, example_shapes, map_tensors, take
 from linnet.tangent.forward_mode import Params
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import RUNNING, Functional, batch_statistics
 from linnet.tangent.gradients import batched_grad, exact_rows
+from linnet.tangent.kept_inputs import made_up
 from linnet.tangent.modes import in_exact_mode
 
+PROBE = "probe"  # what a cache calls made-up inputs of the network
 MOST = 32  # examples that are run twice: enough for every pattern of places that a program writes by hand
 # Largest relative change that rounding makes: a batch of another size takes other kernels.
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -67,6 +69,45 @@ def is_random(function: Functional, x: Inputs) -> bool:
     few = take(x, slice(0, min(2, batch_size(x))))
     first, second = function(function.theta, few), function(function.theta, few)
     return not torch.equal(first.nan_to_num(), second.nan_to_num())
+
+
+def unsteady(function: Functional, x: Inputs) -> tuple[str, str]:
+    """What makes two passes differ, random numbers or a state that the network keeps, and what to do."""
+    few, before = take(x, slice(0, min(2, batch_size(x)))), _state(function.model)
+    outputs = []
+    devices = [function.device] if function.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        for _ in range(2):
+            torch.manual_seed(0)
+            outputs.append(function(function.theta, few).nan_to_num())
+    if torch.equal(*outputs):
+        return "is random in evaluation mode: two passes differ", SWITCH_OFF
+    after = _state(function.model)
+    kept = [name for name, now in after.items() if not _same(now, before.get(name))]
+    return (
+        "has a state that changes from one pass to the next" + (f" ({kept[0]})" if kept else ""),
+        "change it under `if self.training:` alone, so that eval() keeps it, or begin every pass alike",
+    )
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """What a network holds beside its weights, by name: numbers, and tensors with the times written to."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for key, value in {**module._buffers, **module.__dict__}.items():
+            name = f"{path}.{key}" if path else key
+            if isinstance(value, Tensor):
+                found[name] = value, None if value.is_inference() else value._version
+            elif isinstance(value, int | float | str | None):
+                found[name] = value
+    return found
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Whether a number is equal, or a tensor the same one and not written to."""
+    if isinstance(now, tuple) and isinstance(before, tuple):
+        return now[0] is before[0] and now[1] == before[1]
+    return type(now) is type(before) and now == before
 
 
 @in_exact_mode
@@ -173,23 +214,28 @@ def require_independence(function: Functional, x: Inputs, kind: Any = None, seen
     if found is not None:
         _refuse(function, found, x)
     known[key] = known[shapes] = level
+    if function.cache.get(PROBE) is None:
+        function.cache[PROBE] = made_up(x)
 
 
 def _refuse(function: Functional, found: str, x: Inputs) -> NoReturn:
     """Raise the error of a network whose examples depend on each other."""
     if is_random(function, x):
+        said, remedy = unsteady(function, x)
         raise ModelError(
-            f"model ({type(function.model).__name__}) is random in evaluation mode: two passes differ",
+            f"model ({type(function.model).__name__}) {said}",
             expected="the same outputs at every call",
-            remedy=SWITCH_OFF,
+            remedy=remedy,
         )
+    together = batch_statistics(function.model)
+    statistics = RUNNING.format(together[0]) if together else "use running statistics in normalization layers"
     recurrent = " and batch_first=True in recurrent layers" if function.recurrent else ""
     shared = ambiguity(x)
     raise ModelError(
         f"model ({type(function.model).__name__}) gives an example other outputs when its batch changes: "
         f"{found}" + (f"; {shared}" if shared else ""),
         expected="outputs that depend on their own example alone",
-        remedy=f"use running statistics in normalization layers{recurrent}; "
+        remedy=f"{statistics}{recurrent}; "
         f"for a graph, pass its nodes by number ({GRAPHS})" + (f"; {SHARED}" if shared else ""),
     )
 

@@ -344,8 +344,6 @@ def linearize(model: nn.Module, params: Selector = None, output: OutputAdapter =
             expected="a network",
             remedy="use it as it is, or call model.relinearize()",
         )
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is {type(model).__name__}", expected="a torch.nn.Module")
     return Linearized(Functional(model, params, output))
 
 

@@ -1,15 +1,47 @@
-"""Checks that a saved object belongs to the network it is loaded with."""
+"""Checks that a saved object belongs to the network it is loaded with.
+
+Equal weights do not make equal networks: an activation or the eps of a normalization has none. So what a
+network computes is compared too, on inputs that the file keeps: those of the fit, or made-up ones where an
+object keeps none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from linnet.errors import FileFormatError, InputError
-from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.errors import FileFormatError, LinnetError, ModelError
+from linnet.linalg.finite import is_finite
+from linnet.tangent.batch import Inputs, take
+from linnet.tangent.functional import FAILURES, Functional, OutputAdapter, without_wrapper
+from linnet.tangent.kept_inputs import flatten_inputs, unflatten_inputs
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.selection import require_module
+
+COMPARED = 8  # kept examples whose outputs are compared: units that agree on one differ on another
+AGREEMENT = 1e-3  # of the largest output; the same network differs by rounding alone, on other machines too
+ROUNDED = 4.0  # units of rounding that half precision may differ by beyond that
+WITNESS = "witness"  # start of the names of made-up inputs, and of the outputs on them
+
+
+def given_network(model: Any) -> nn.Module:
+    """The network that a file is to be read with: what was linearized, without the wrapper of torch.compile.
+
+    Args:
+        model: The network, or its linearization.
+
+    Returns:
+        The plain network.
+
+    Raises:
+        InputError: If it is no module.
+    """
+    model = require_module(model)
+    return without_wrapper(model.model if isinstance(model, Linearized) else model)
 
 
 def matching_function(
@@ -32,15 +64,37 @@ def matching_function(
         The function.
 
     Raises:
-        InputError: If the model is no module.
         FileFormatError: If a parameter is missing or the weights differ.
     """
     require_parameters(model, metadata["parameters"], path, words)
     adapter = output if callable(output) else metadata["output"]
     function = Functional(model, metadata["parameters"], adapter)
+    require_weights(function, metadata, path, words)
+    return function
+
+
+def require_weights(
+    function: Functional, metadata: Mapping[str, Any], path: Path, words: tuple[str, str, str]
+) -> None:
+    """Raise if a network has other weights, or modules of other types where the file says which.
+
+    Args:
+        function: The network.
+        metadata: Of the file: ``"weights"`` and, in some, ``"modules"``.
+        path: The file.
+        words: As for :func:`matching_function`.
+
+    Raises:
+        FileFormatError: If so.
+    """
     if function.fingerprint() != metadata["weights"]:
         _refuse("its weights differ", path, words)
-    return function
+    found = function.modules()
+    saved = metadata.get("modules", found)
+    for name in (*saved, *found):
+        now, was = found.get(name, "missing"), saved.get(name, "missing")
+        if now != was:
+            _refuse(f"its module {name!r} is {now}, and was {was}", path, words)
 
 
 def require_parameters(
@@ -55,19 +109,102 @@ def require_parameters(
         words: As for :func:`matching_function`.
 
     Raises:
-        InputError: If the model is no module.
+        FileFormatError: If one is missing.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy=f"pass {words[1]}"
-        )
     have = {name for name, _ in model.named_parameters()}
     missing = [name for name in names if name not in have]
     if missing:
         _refuse(f"it lacks {missing[0]!r}", path, words)
 
 
-def _refuse(detail: str, path: Path, words: tuple[str, str, str]) -> NoReturn:
+def require_outputs(
+    outputs: Callable[[Inputs], Tensor], x: Inputs, expected: Tensor, path: Path, words: tuple[str, str, str]
+) -> None:
+    """Raise if a network, for all its equal weights, computes something else than when a file was written.
+
+    Args:
+        outputs: What was computed of x, (N, ...).
+        x: Examples that the file keeps, of which a few are looked at.
+        expected: What came of them, (N, ...).
+        path: The file.
+        words: As for :func:`matching_function`.
+
+    Raises:
+        FileFormatError: If so.
+    """
+    detail, cause = "the outputs differ", None
+    few = expected[:COMPARED].reshape(len(expected[:COMPARED]), -1)
+    try:
+        found = outputs(take(x, slice(0, COMPARED))).to(few.device)
+    except ModelError as error:
+        detail, cause = "it cannot run on the examples of the file", error
+    else:
+        rounding = ROUNDED * max(torch.finfo(t.dtype).eps for t in (found, expected))
+        allowed = max(AGREEMENT, rounding) * (float(expected.abs().max()) + 1e-12)
+        if found.numel() == few.numel() and _gap(found.reshape_as(few), few) <= allowed:
+            return
+    same = (words[0], words[1], "build it with the same code, and pass the same output= where there was one")
+    _refuse(f"the weights are equal but {detail}", path, same, cause)
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    """The largest difference."""
+    return float((a.double() - b.double()).abs().max())
+
+
+def witness(outputs: Callable[[Inputs], Tensor], x: Inputs | None) -> tuple[dict[str, Tensor], Any]:
+    """Made-up inputs and the outputs on them, for files of objects that keep no examples.
+
+    Args:
+        outputs: What is computed of inputs, (N, ...).
+        x: The made-up inputs; ``None`` if no examples have been seen.
+
+    Returns:
+        Tensors for the file and the structure of the inputs; none where the network cannot take them.
+    """
+    if x is None:
+        return {}, None
+    try:
+        found = outputs(x)
+    except (LinnetError, *FAILURES):
+        return {}, None
+    if not is_finite(found):
+        return {}, None
+    inputs, layout = flatten_inputs(x, f"{WITNESS}/x")
+    return inputs | {WITNESS: found}, layout
+
+
+def require_witness(
+    outputs: Callable[[Inputs], Tensor],
+    tensors: Mapping[str, Tensor],
+    layout: Any,
+    path: Path,
+    words: tuple[str, str, str],
+) -> Inputs | None:
+    """Raise if a network computes something else on the made-up inputs of a file.
+
+    Args:
+        outputs: As for :func:`witness`.
+        tensors: Of the file.
+        layout: The structure of the inputs; ``None`` if the file has none.
+        path: The file.
+        words: As for :func:`matching_function`.
+
+    Returns:
+        The made-up inputs.
+
+    Raises:
+        FileFormatError: If so.
+    """
+    if layout is None:
+        return None
+    x = unflatten_inputs(tensors, layout, f"{WITNESS}/x")
+    require_outputs(outputs, x, tensors[WITNESS], path, words)
+    return x
+
+
+def _refuse(detail: str, path: Path, words: tuple[str, str, str], cause: Exception | None = None) -> NoReturn:
     """The error of a file of another network."""
     done, expected, remedy = words
-    raise FileFormatError(f"{path} was {done} another network: {detail}", expected=expected, remedy=remedy)
+    what = f"{path} was {done} another network: {detail}"
+    raise FileFormatError(what, expected=expected, remedy=remedy) from cause

@@ -16,7 +16,7 @@ from linnet.tangent.capture import proved_plan
 from linnet.tangent.coordinates import moved_network
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gram import GramTask, plan_gram
-from linnet.tangent.independence import SWITCH_OFF, dependence, is_random
+from linnet.tangent.independence import dependence, is_random, unsteady
 from linnet.tangent.jacobian import jvp_path
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -227,7 +227,7 @@ def _randomness(function: Functional, batch: Inputs) -> list[str]:
     """A sentence if two passes disagree."""
     if not is_random(function, batch):
         return []
-    return [f"the network is random in evaluation mode: two passes differ; {SWITCH_OFF}"]
+    return ["the network {}; {}".format(*unsteady(function, batch))]
 
 
 def _batch_dependence(function: Functional, batch: Inputs) -> list[str]:

@@ -14,6 +14,29 @@ from linnet.params import call, refuse
 Selector = str | Sequence[str] | nn.Module | Callable[[str, nn.Parameter], bool] | None
 
 
+def require_module(model: Any) -> nn.Module:
+    """Raise unless it is a network.
+
+    Args:
+        model: Anything.
+
+    Returns:
+        The network.
+
+    Raises:
+        InputError: It is none.
+
+    Example:
+        >>> require_module(nn.ReLU())
+        ReLU()
+    """
+    if isinstance(model, nn.Module):
+        return model
+    raise InputError(
+        f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
+    )
+
+
 def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
     r"""Names of the selected floating-point parameters, in the order of ``named_parameters()``.
 
@@ -38,10 +61,7 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
         >>> select_parameters(net, r"^0\.")
         ['0.weight', '0.bias']
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
-        )
+    require_module(model)
     named = {n: p for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
     if not named:
         raise ModelError(

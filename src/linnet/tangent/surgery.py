@@ -24,6 +24,7 @@ from linnet.shown import Record
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.rectifiers import CALLS, RELU, CappedLeakyReLU, Leaking, make_leaking, mentions
+from linnet.tangent.selection import require_module
 
 RECORD = "_linnet_surgery"  # attribute of a network after surgery: its report
 
@@ -189,10 +190,7 @@ def report(model: nn.Module) -> SurgeryReport:
 
 def _check(model: nn.Module, slope: float, keep: Collection[str], clamps: bool) -> None:
     """Raise on arguments that cannot work."""
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
-        )
+    require_module(model)
     number("slope", slope, above=0, most=1, remedy="leave slope= out for 0.2")
     flag("clamps", clamps)
     if any(hasattr(module, RECORD) for module in model.modules()):
