@@ -183,7 +183,7 @@ def mislabeled(fit: Fitted, score: str = "auto") -> LabelRanking:
     """
     fit = check_fitted(fit)
     if isinstance(fit, SquaredFit):
-        loo, solved = fit.loo().double(), fit._solved
+        loo, solved = fit._left_out().double(), fit._solved
         residual = fit.targets.to(loo) - loo
         # from the fit's own leave-one-out; that of cross-fitted heads has no fit with the example in it
         own = solved.loo_residuals() - solved.ridge * solved.beta

@@ -43,6 +43,8 @@ from linnet.predictive.noise import Noise
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
+    observed,
+    take,
 )
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.forward_mode import Params
@@ -173,16 +175,36 @@ class LinearFit(SquaredFit):
     # -- audits ----------------------------------------------------------------------------------
 
     @in_exact_mode
+    @in_exact_mode
     def loo(self) -> Tensor:
         """Outputs for each training example by the fit without it: exactly, without refitting.
 
         t_i − (M_ii)⁻¹ β_i with M = (K + ρI)⁻¹.
 
-        Where the head was cross-fitted they are the held-out outputs of ``held_out`` instead.
+        Where the head was cross-fitted they are the held-out outputs of ``held_out`` instead. At positions
+        that do not count (``axis=``, labels of −100) they are the outputs of the fit without the example all
+        the same; NaN of cross-fitted heads.
 
         Returns:
             Leave-one-out outputs (N, C).
         """
+        found, (x, mask) = self._left_out(), observed(self.x)
+        if mask is None:
+            return found
+        counted = mask.flatten(1).to(found.device)
+        if self.held_out is not None:
+            return found.masked_fill(~counted, torch.nan)
+        index = (~counted.all(1)).nonzero()[:, 0]
+        plain = take(x, index)
+        outputs, begin = self.predict(plain).to(found), 0
+        for effect in self.system.effects(plain, self.system.loo_residuals()):  # (N, t, C)
+            part = slice(begin, begin := begin + effect.shape[1])
+            outputs[part] -= effect[index[part], torch.arange(effect.shape[1])].to(found)
+        found[index] = torch.where(counted[index], found[index], outputs)
+        return found
+
+    def _left_out(self) -> Tensor:
+        """As ``loo``, and zero at positions that do not count, like the targets there."""
         if self.held_out is not None:
             return self.held_out
         residuals = self.system.loo_residuals()

@@ -335,7 +335,7 @@ def _held_out(fit: LinearFit) -> HeldOut | None:
     """Leave-one-out against the mean of the others."""
     if fit.system.factorized is not fit.system or fit.n < 2:
         return None
-    outputs = fit.loo()
+    outputs = fit._left_out()
     t = fit.targets.to(outputs)
     # t_i − mean of the others = N / (N − 1) (t_i − mean)
     around = (t - t.mean(0)) * fit.n / (fit.n - 1)
