@@ -6,6 +6,7 @@ Each function returns the value it was given, so that a check and an assignment 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import numbers
@@ -30,6 +31,7 @@ _NAME = 255  # bytes of one part of it, NAME_MAX on Linux
 _WRITTEN = (bool, int, float, complex, str, bytes, list, tuple, dict, type(None))  # shown as in a call
 _LARGEST = 2**63 - 1  # what torch's integers hold
 _SEED = 2**64 - 1  # and its generators
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def shown(value: Any) -> str:
@@ -401,17 +403,26 @@ def wrapped(value: Any) -> Tensor:
             which torch warns that they must not be written to, are as good as others.
 
     Returns:
-        The tensor.
+        The tensor; wide unsigned integers, which torch hardly computes with, are int64.
+
+    Raises:
+        ValueError: If an integer is beyond int64.
 
     Example:
         >>> wrapped([1, 2])
         tensor([1, 2])
     """
-    if not isinstance(value, np.ndarray) or value.flags.writeable:
-        return torch.as_tensor(value)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writ", UserWarning)
-        return torch.as_tensor(value)
+    locked = isinstance(value, np.ndarray) and not value.flags.writeable
+    with warnings.catch_warnings() if locked else contextlib.nullcontext():
+        if locked:
+            warnings.filterwarnings("ignore", "The given NumPy array is not writ", UserWarning)
+        found = torch.as_tensor(value)
+    if found.dtype not in _UNSIGNED:
+        return found
+    signed = found.long()  # torch compares and sums no others
+    if found.dtype == torch.uint64 and bool((signed < 0).any()):
+        raise ValueError("numbers beyond 2**63 - 1")
+    return signed
 
 
 def tensor(name: str, value: Any, expected: str, remedy: str | None = None, convert: bool = True) -> Tensor:

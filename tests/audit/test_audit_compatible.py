@@ -247,6 +247,8 @@ def test_all_labels_at_once() -> None:
 @pytest.mark.parametrize(
     ("kind", "index", "target", "words"),
     [
+        (InputError, [0, 1], 2, ["target", "2 example(s)"]),
+        (InputError, [0, 1], torch.tensor(2.0), ["target", "2 example(s)"]),
         (InputError, 7, 0, ["7", "0 to 6"]),
         (InputError, [1, 1], [0, 0], ["twice", "1"]),
         (InputError, [], [], ["names no example"]),

@@ -86,6 +86,16 @@ def test_a_file_in_no_folder(tmp_path: Any) -> None:
     refused(InputError, lambda: P.fit(solver=Dual(file)), "file", file, "create")
 
 
+@pytest.mark.parametrize("loss", ["squared", "cross-entropy"])
+def test_explicit_targets_of_other_types(loss: str) -> None:
+    """Whether numbers come as booleans or integers does not matter; complex ones are no targets."""
+    hot = torch.nn.functional.one_hot(P.y, P.t.shape[1])
+    expected = P.fit(loss=loss, targets=hot.double()).predict(P.x)
+    for targets in (hot.bool(), hot, hot.to(torch.uint64)):
+        torch.testing.assert_close(P.fit(loss=loss, targets=targets).predict(P.x), expected)
+    refused(InputError, lambda: P.fit(loss=loss, targets=hot * 1j), "targets", "complex")
+
+
 # --- data -------------------------------------------------------------------------------------------
 
 

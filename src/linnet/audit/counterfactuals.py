@@ -14,6 +14,7 @@ from linnet.fitting.arguments import positions
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import after_change
 from linnet.linear.targets import Targets, make_targets
+from linnet.params import wrapped
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs
 from linnet.tangent.forward_mode import Params
@@ -119,7 +120,7 @@ def _targets(target: Any, fit: LinearFit, k: int) -> Tensor:
     """Targets (k, C)."""
     c = fit.system.c
     try:
-        y = torch.as_tensor(target).detach()
+        y = wrapped(target).detach()
     except (TypeError, ValueError, RuntimeError):
         y = torch.empty(0)
     if y.is_floating_point():
@@ -127,7 +128,7 @@ def _targets(target: Any, fit: LinearFit, k: int) -> Tensor:
     else:
         y = y.reshape(1) if k == 1 and y.ndim == 0 else y
     classes = not y.is_floating_point() and y.ndim == 1
-    if len(y) != k or not (classes or y.shape == (k, c)) or (classes and fit.classes is None):
+    if y.ndim == 0 or len(y) != k or not (classes or y.shape == (k, c)) or (classes and fit.classes is None):
         kind = "classes or " if fit.classes is not None else ""
         raise InputError(
             f"target is {type(target).__name__} of shape {tuple(y.shape)} and type {y.dtype}",

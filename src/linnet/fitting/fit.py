@@ -47,7 +47,7 @@ from linnet.linear.targets import (
     position_targets,
 )
 from linnet.memory import require
-from linnet.params import choice, no_targets
+from linnet.params import choice, no_targets, refuse
 from linnet.progress import waiting
 from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import Inputs, check_finite, observe, take
@@ -152,7 +152,7 @@ def fit(
             ``CG(tolerance=...)`` and ``SGD(...)`` have their settings.
         axis: Which axis of outputs such as (N, T, C) or (N, C, H, W) is the classes, where y has an integer
             class at every position, (N, T) or (N, H, W), or −100 where one does not count; such outputs are
-            zero in ``targets`` and ``loo()``. For the squared loss.
+            zero in ``targets``. For the squared loss.
         memory: Budget such as ``"4GB"``; by default half of what is available.
 
     Returns:
@@ -382,13 +382,16 @@ def _explicit(targets: Tensor, f0: Tensor, y: Tensor, loss: str) -> Targets:
             remedy="pass one row of targets for each example, or leave targets= out",
         )
     check_finite(targets, "targets")
+    if targets.is_complex():
+        refuse(
+            "targets", targets, "real numbers", "pass targets.real, or the two parts as outputs of their own"
+        )
+    values = targets.to(f0)
     if loss == "cross-entropy":
-        return class_targets(targets.to(f0), f0.shape[1], f0.dtype)
-    made = make_targets(targets.to(f0), f0.shape[1])
-    one_hot = (
-        not y.is_floating_point() and y.ndim == 1 and bool((targets.argmax(1) == y.to(targets.device)).all())
-    )
-    return Targets(made.values, f0.shape[1] if one_hot else None, float(targets.max()))
+        return class_targets(values, f0.shape[1], f0.dtype)
+    made = make_targets(values, f0.shape[1])
+    one_hot = not y.is_floating_point() and y.ndim == 1 and bool((values.argmax(1) == y.to(f0.device)).all())
+    return Targets(made.values, f0.shape[1] if one_hot else None, float(values.max()))
 
 
 def _explain_steps(system: Iterative, asked: str, own: str) -> str:

@@ -47,11 +47,11 @@ def require_axis(axis: Any) -> int:
     return axis
 
 
-def require_tensor(y: Any) -> None:
-    """Raise unless labels are a tensor."""
+def require_tensor(y: Any) -> Tensor:
+    """Labels as a tensor that can be computed with; anything but a tensor is refused."""
     if isinstance(y, Tensor) and y.is_complex():
         raise DataError(f"y has type {y.dtype}", expected="real targets", remedy="pass y.real")
-    tensor("y", y, "a dense tensor of labels", convert=False)
+    return tensor("y", y, "a dense tensor of labels", convert=False)
 
 
 def require_numbers(f: Tensor, name: str = "f") -> None:
@@ -122,7 +122,7 @@ class Distribution(ABC):
             InputError: The outputs do not fit the family, or y is no tensor.
         """
         self._arrange(f)
-        require_tensor(y)
+        y = require_tensor(y)
         require_numbers(f)
         return self._check(f, y.to(f.device))
 
@@ -135,7 +135,7 @@ class Distribution(ABC):
         Returns:
             (N, T) booleans, or None when all have one.
         """
-        require_tensor(y)
+        y = require_tensor(y)
         if y.ndim == 0:
             refuse("y", y, "labels (N, ...)", "give them an axis of examples, as in y[None] for one")
         present = self._present(y)
