@@ -110,6 +110,10 @@ class Fitted(PredictiveModel):
     def loo(self) -> Tensor:
         """Leave-one-out outputs, (N, C)."""
 
+    def _left_out(self) -> Tensor:
+        """Leave-one-out outputs, (N, C), zero where an output does not count."""
+        return self.loo()
+
     @abstractmethod
     def path(self, ridges: Tensor | list[float] | None = None) -> RidgePath | SoftmaxPath:
         """Every criterion along a path of ridges."""
@@ -347,8 +351,12 @@ class SquaredFit(Fitted):
     @property
     def noise(self) -> float:
         """σ², the noise variance of highest evidence at this ridge; the prior precision is ρ/σ²."""
-        known = self._solved.noise() if self._noise is None else self._noise
+        known = self._evident_noise() if self._noise is None else self._noise
         return max(known, torch.finfo(torch.float64).tiny)
+
+    def _evident_noise(self) -> float:
+        """σ² of highest evidence."""
+        return self._solved.noise()
 
     @property
     @in_exact_mode
@@ -357,7 +365,8 @@ class SquaredFit(Fitted):
         labels = self.labels
         if labels is not None and self._moderation is None:
             variances = self.noise * self._solved.loo_variances().diagonal(dim1=1, dim2=2)
-            self._moderation = fit_moderation(self.loo(), labels, variances.clamp_min(0))
+            outputs, labels, variances = self._of_possible(self.loo(), labels, variances.clamp_min(0))
+            self._moderation = fit_moderation(outputs, labels, variances)
         return None if self._moderation is None else self._moderation[0]
 
     @property
@@ -371,8 +380,20 @@ class SquaredFit(Fitted):
         """T for outputs without their variance, fitted to the leave-one-out predictions alike."""
         labels = self.labels
         if labels is not None and self._point_temperature is None:
-            self._point_temperature = fit_temperature(self.loo(), labels)
+            self._point_temperature = fit_temperature(*self._of_possible(self.loo(), labels))
         return self._point_temperature
+
+    @property
+    def _possible(self) -> Tensor | None:
+        """The classes that may be predicted; ``None`` for all outputs, which are the network's own."""
+        return None
+
+    def _of_possible(self, outputs: Tensor, labels: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """Outputs (N, C), labels, and more like outputs, as if there were no other classes than these."""
+        seen = self._possible
+        if seen is None:
+            return outputs, labels, *others
+        return outputs[:, seen], torch.searchsorted(seen, labels), *(one[:, seen] for one in others)
 
     def calibrate(
         self,
@@ -423,7 +444,7 @@ def more_data(
     function.check_runs(take(x, slice(0, 1)))
     like = fit._targets
     if like.axis is not None:
-        y, counted = position_targets(y, function.output_shape(x), like.axis, like.scale)
+        y, counted = position_targets(y, function.output_shape(x), like.axis, like.scale, some=False)
         x = x if counted is None else observe(x, counted)
     c = fit.targets.shape[1]
     if function.check_runs(take(x, slice(0, 1))).numel() == c:  # not several random heads

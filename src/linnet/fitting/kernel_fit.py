@@ -159,7 +159,7 @@ class KernelFit(SquaredFit):
         mean = self._mean(cross, self._start(x))
         eye = torch.eye(self.system.c, dtype=mean.dtype, device=mean.device)
         spread = variance.to(mean.dtype)[:, None, None] * eye
-        targets = Noise(self.noise, self.temperature, self.variance_scale)
+        targets = Noise(self.noise, self.temperature, self.variance_scale, self._possible)
         return GaussianPredictive(mean, spread, targets)
 
     def _joint(self, x: Inputs) -> GaussianPredictive:
@@ -169,7 +169,7 @@ class KernelFit(SquaredFit):
         mean = self._mean(cross, self._start(x))
         eye = torch.eye(self.system.c, dtype=mean.dtype, device=mean.device)
         spread = torch.einsum("ij,cd->icjd", ((covariance + covariance.T) / 2).to(mean.dtype), eye)
-        targets = Noise(self.noise, self.temperature, self.variance_scale)
+        targets = Noise(self.noise, self.temperature, self.variance_scale, self._possible)
         return GaussianPredictive(mean, spread, targets, joint=True)
 
     def _checked(self, x: Inputs) -> Inputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
@@ -19,6 +20,7 @@ from linnet.fitting.fit import fit
 from linnet.fitting.metric import with_metric
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.linear.targets import CLASSES, VALUES
 from linnet.nested.adapt import adapt
 from linnet.tangent.batch import split
 from linnet.tangent.linearized import linearize
@@ -119,7 +121,9 @@ class _Estimator(ABC):
         data = x, y.to(parameter) if y.is_floating_point() else y
         if self.method == "adapt":
             ridge = None if self.ridge == "loo" else self.ridge
-            self.fit_ = adapt(network, data, ridge=ridge, seed=seed, tune=self.tune)  # type: ignore[arg-type]
+            with warnings.catch_warnings():  # whether y are classes is what the estimator says
+                warnings.filterwarnings("ignore", f"{CLASSES}|{VALUES}", UserWarning)
+                self.fit_ = adapt(network, data, ridge=ridge, seed=seed, tune=self.tune)  # type: ignore[arg-type]
             return
         if self.metric is not None:
             metric = curvature(network, data, self._likelihood, structure=self.metric)

@@ -17,6 +17,11 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.params import number, refuse
 
 ALPHA = 15.0  # Achille et al., CVPR 2021, eq. (3)
+# what to do with integers where the network has one output
+ONE = "pass y.float() for values; for classes give the network one output each with linnet.with_head"
+NUMBERED = "torch.unique(y, return_inverse=True)[1] numbers those that occur"
+CLASSES, VALUES = "integer y are taken as", "y is of float type"  # how doubts begin
+UNSEEN = 1_000  # classes without a sample, beyond which labels are years or names: each costs an output
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,15 @@ class Targets:
         if self.values.shape[1] == 1 and self.classes == 2:  # one output for two classes
             return (self.values[:, 0] > 0.5).long()
         return self.values.argmax(1)
+
+    @property
+    def seen(self) -> Tensor | None:
+        """The classes that have a sample, in order; ``None`` for all, and for regression."""
+        labels = self.labels
+        if labels is None:
+            return None
+        found: Tensor = labels.unique()
+        return None if len(found) == self.classes else found
 
 
 def make_targets(
@@ -136,7 +150,11 @@ def make_targets(
         raise DataError(
             f"y holds {int(wrong.sum())} label(s) out of range, first {int(labels[first])} at index {first}",
             expected=f"classes 0 to {outputs - 1}, because the network has {outputs} outputs",
-            remedy="give the network a head of the right size with linnet.with_head(model, classes)",
+            remedy=ONE
+            if outputs == 1
+            else "give the network a head of the right size, "
+            f"linnet.with_head(model, classes={int(labels.max()) + 1}), or number the classes that there are "
+            "from 0, torch.unique(y, return_inverse=True)[1]",
         )
     if varied and (labels == labels[0]).all():
         raise DataError(
@@ -150,11 +168,112 @@ def make_targets(
     return Targets(scale * one_hot, outputs, scale)
 
 
+def task_targets(y: Tensor, dtype: torch.dtype) -> Targets:
+    """Targets of a task with as many outputs as it needs.
+
+    Args:
+        y: Classes (N,) or values (N, C).
+        dtype: Type of one-hot targets.
+
+    Returns:
+        The targets; their scale is that of ``linnet.fit``.
+
+    Raises:
+        DataError: If there is a single example, or labels are far apart.
+
+    Example:
+        >>> task_targets(torch.tensor([2, 0]), torch.float32).classes
+        3
+    """
+    if len(y) < 2:
+        raise DataError(
+            "data hold a single example", expected="two examples or more", remedy="give more examples"
+        )
+    if y.is_floating_point():
+        return make_targets(y, 1 if y.ndim == 1 else y[0].numel(), dtype=dtype)
+    classes = int(y.max()) + 1 if y.numel() and not (y.dtype == torch.bool or y.is_complex()) else 1
+    if classes > UNSEEN + y.numel():
+        raise DataError(
+            f"y holds the label {classes - 1}, and {y.unique().numel()} different ones",
+            expected="classes numbered from 0 without gaps",
+            remedy=f"{NUMBERED}; pass y.float() for values",
+        )
+    return make_targets(y, max(classes, 2), ALPHA, dtype=dtype)
+
+
+def understood(targets: Targets) -> str:
+    """What y was taken for.
+
+    Args:
+        targets: Targets made from it.
+
+    Returns:
+        A few words.
+
+    Example:
+        >>> understood(task_targets(torch.tensor([3, 0]), torch.float32))
+        '4 classes, 2 of them without a sample'
+    """
+    if targets.classes is None:
+        return f"{targets.values.shape[1]} value(s)"
+    seen = targets.seen
+    gaps = "" if seen is None else f", {targets.classes - len(seen)} of them without a sample"
+    return f"{targets.classes} classes{gaps}"
+
+
+def doubts(y: Tensor, targets: Targets, outputs: int | None) -> tuple[str, ...]:
+    """Why y is probably something else than what its type says.
+
+    Args:
+        y: Targets as they were given.
+        targets: What was made of them.
+        outputs: Outputs of the network before it got a head for the task; ``None`` for one without a head.
+
+    Returns:
+        A sentence each.
+
+    Example:
+        >>> y = torch.tensor([0.0, 1.0, 1.0, 0.0])
+        >>> doubts(y, task_targets(y, y.dtype), 1)[0].partition(": ")[2]
+        'taken as values; pass y.long() for classes'
+    """
+    if targets.classes is not None:
+        return _doubted_classes(targets, outputs)
+    flat, said = targets.values, "taken as values; pass y.long() for classes"
+    if flat.shape[1] > 1:
+        hot = bool(((flat == 0) | (flat == 1)).all()) and bool((flat.sum(1) == 1).all())
+        return (f"{VALUES}, with a single 1 in each row: {said.replace('long()', 'argmax(1)')}",) * hot
+    whole = bool((flat == flat.round()).all()) and bool((flat >= 0).all()) and bool((flat <= 1).any())
+    kinds = len(flat.unique()) if whole else 0
+    binary = kinds == 2 and bool((flat <= 1).all())
+    # a column (N, 1), and a network of one output, are how values are given
+    numbers = whole and y.ndim == 1 and outputs != 1 and 2 * kinds <= len(flat)
+    if not (binary or numbers):
+        return ()
+    return (f"{VALUES} and holds {kinds} different whole numbers: {said}",)
+
+
+def _doubted_classes(targets: Targets, outputs: int | None) -> tuple[str, ...]:
+    """Why integers are probably no classes, or not numbered as classes."""
+    n, classes, seen = len(targets.values), targets.classes, targets.seen
+    assert classes is not None
+    said = f"{CLASSES} {classes} classes"
+    if outputs == 1 and classes > 2:
+        return (f"{said}, and the network has one output: pass y.float() for values",)
+    if classes > n:
+        return (f"{said} for {n} samples: {NUMBERED}; pass y.float() for values",)
+    if seen is not None:
+        return (
+            f"{said}, {classes - len(seen)} of them without a sample, which are never predicted: {NUMBERED}",
+        )
+    return ()
+
+
 IGNORED = -100  # the label of positions that do not count, as in torch's own cross-entropy
 
 
 def position_targets(
-    y: Tensor, own: Sequence[int], axis: int | None, scale: float = ALPHA
+    y: Tensor, own: Sequence[int], axis: int | None, scale: float = ALPHA, some: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """One-hot targets for a class at every position, such as a token or a pixel.
 
@@ -164,6 +283,7 @@ def position_targets(
         own: The shape of the network's outputs for one example.
         axis: Which axis of the outputs (N, ...) is the classes; without one, y stays as it is.
         scale: α, the value of the right class; the others are 0.
+        some: Whether a position must count.
 
     Returns:
         Targets (N, ...) like the outputs, and which of them count: ``None`` for all. Elsewhere they are zero.
@@ -205,7 +325,7 @@ def position_targets(
             expected=f"classes 0 to {classes - 1}, or {IGNORED} where a position does not count",
             remedy="check axis, which names the axis of the outputs that is the classes, and the labels",
         )
-    if not counted.any():
+    if some and not counted.any():
         raise DataError(
             f"y holds {IGNORED} alone: no position counts",
             expected="classes at some of the positions",

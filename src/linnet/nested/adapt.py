@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 
 from linnet import params as check
 from linnet.distributed import sharing
-from linnet.errors import DataError, InputError
-from linnet.fitting.last_layer import ending_linear, last_linear
+from linnet.errors import InputError
+from linnet.fitting.last_layer import Appended, ending_linear, last_linear
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import single_remarks
-from linnet.linear.targets import ALPHA, Targets, make_targets
+from linnet.linear.targets import doubts, task_targets, understood
 from linnet.logged import Log
 from linnet.nested.features import Features
 from linnet.nested.load_nested import read_nested
@@ -57,7 +58,8 @@ def adapt(
         model: A trained network that ends in a linear layer, which is replaced, or that returns features
             (N, D), as an encoder without a head does. It is not touched.
         data: The new task: an (x, y) pair, a Dataset, a DataLoader or batches. Integer y are classes, float
-            y (N, C) are values.
+            y (N, C) are values; ``fit.record.reasons["targets"]`` says what was understood, and a warning
+            says where it is improbable. Classes without a sample have no probability.
         weight: Share w of the lower layers in the kernel, 0 (the linear probe) to 1; by default chosen.
         ridge: ρ > 0, relative to the mean of the kernel's diagonal; by default chosen.
         params: Parameters below the head that take part; see ``linnet.linearize``. All by default.
@@ -71,7 +73,8 @@ def adapt(
         The fit.
 
     Raises:
-        DataError: If the data are empty, not finite, of one class only or have a single example.
+        DataError: If the data are empty, not finite, of one class only, have a single example, or labels
+            with more than 1,000 gaps between them.
         InputError: If an argument has a value that is not listed.
         MemoryBudgetError: If the kernel does not fit the budget.
         ModelError: If the network neither ends in a linear layer nor returns features.
@@ -123,34 +126,16 @@ def _adapted(
     begin = time.perf_counter()
     x, y = data
     model = ending_linear(model, x)
-    targets = task_targets(y, last_linear(model)[1].weight.dtype)
+    head = last_linear(model)[1]
+    targets = task_targets(y, head.weight.dtype)
+    said = doubts(y, targets, None if isinstance(model, Appended) else head.out_features)
+    for line in said:
+        warnings.warn(line, stacklevel=4)
     features = Features(model, HEADS, seed, params)
     features.function.check_runs(take(x, slice(0, 1)))
-    record = Record("dual", "loo", {}, single_remarks(targets), {"network": time.perf_counter() - begin})
+    remarks, seconds = (*said, *single_remarks(targets)), {"network": time.perf_counter() - begin}
+    record = Record("dual", "loo", {"targets": understood(targets)}, remarks, seconds)
     return solved(features, x, targets, memory, record, chosen)
-
-
-def task_targets(y: Tensor, dtype: torch.dtype) -> Targets:
-    """Targets of a task with as many outputs as it needs.
-
-    Args:
-        y: Classes (N,) or values (N, C).
-        dtype: Type of one-hot targets.
-
-    Returns:
-        The targets; their scale is that of ``linnet.fit``.
-
-    Raises:
-        DataError: If there is a single example.
-    """
-    if len(y) < 2:
-        raise DataError(
-            "data hold a single example", expected="two examples or more", remedy="give more examples"
-        )
-    if y.is_floating_point():
-        return make_targets(y, 1 if y.ndim == 1 else y[0].numel(), dtype=dtype)
-    classes = int(y.max()) + 1 if y.numel() and not (y.dtype == torch.bool or y.is_complex()) else 1
-    return make_targets(y, max(classes, 2), ALPHA, dtype=dtype)
 
 
 def load_adapted(directory: str | Path, model: nn.Module) -> NestedFit:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from linnet.fitting.merged import Merged, compared
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import rounded
 from linnet.linear.dual import DualSystem
-from linnet.linear.targets import Targets
+from linnet.linear.targets import Targets, understood
 from linnet.memory import Plan
 from linnet.nested.export import exported_nested, network_of_probe
 from linnet.nested.features import Features
@@ -112,6 +113,16 @@ class NestedFit(KernelFit):
     def training_targets(self) -> Targets:
         """Targets of the fit, with their scale."""
         return self._targets
+
+    def _evident_noise(self) -> float:
+        """σ² of highest evidence, of the classes that have a sample: targets of the others are all zero."""
+        found, possible = super()._evident_noise(), self._possible
+        return found if possible is None else found * self.system.c / len(possible)
+
+    @cached_property
+    def _possible(self) -> Tensor | None:
+        """The classes that have a sample: the head is made for the task."""
+        return self._targets.seen
 
     @property
     def phi(self) -> Tensor:
@@ -269,10 +280,8 @@ class NestedFit(KernelFit):
 
     def __repr__(self) -> str:
         """The verdict, then samples, outputs, and what was chosen."""
-        kind = f"{self.classes} classes" if self.classes is not None else f"{self.system.c} value(s)"
-        made = (
-            f"NestedFit({self.n} samples, {kind}, body weight {self.body_weight:g}, ridge {self.ridge:.3g})"
-        )
+        kind, weight = understood(self._targets), self.body_weight
+        made = f"NestedFit({self.n} samples, {kind}, body weight {weight:g}, ridge {self.ridge:.3g})"
         return "\n".join(filter(None, (self.verdict, made)))
 
     def save(self, directory: str | Path) -> Path:

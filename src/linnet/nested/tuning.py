@@ -419,14 +419,16 @@ def _calibrate(
         own[held] = (mixed.diagonal()[held] - (system.cross(cross) * cross).sum(1)).clamp_min(0).to(own)
     counting = counted(made.training_targets)
     # an output has the variance σ² (1 + own/ρ) about its target
-    squares = (outputs - made.targets.to(outputs)).square().mean(1) / (1 + own / ridge)
+    possible = made.classes if made._possible is None else len(made._possible)
+    squares = (outputs - made.targets.to(outputs)).square().sum(1) / (possible or outputs.shape[1])
+    squares = squares / (1 + own / ridge)
     made.calibrate(noise=float(squares[counting].mean()))
     if made.labels is None:
         return
-    given = outputs[counting], made.labels[counting]
-    variances = (made.noise / ridge * own)[counting, None].expand_as(given[0])
-    temperature, spread = fit_moderation(*given, variances)
-    made.calibrate(temperature, fit_temperature(*given), spread)
+    variances = (made.noise / ridge * own)[:, None].expand_as(outputs)
+    kept = made._of_possible(*(one[counting] for one in (outputs, made.labels, variances)))
+    temperature, spread = fit_moderation(*kept)
+    made.calibrate(temperature, fit_temperature(*kept[:2]), spread)
 
 
 def _distance(tuning: Tuning, kernel: Tensor, ridge: float, retrained: Tensor) -> str:

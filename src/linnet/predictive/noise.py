@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,11 +24,13 @@ class Noise(TargetModel):
         variance: σ², of a target about f; a number, or (N, C).
         temperature: T of the softmax that turns outputs into class probabilities, ``None`` for regression.
         variance_scale: s, what the variance of outputs is multiplied with before it moderates probabilities.
+        seen: Classes that are possible; ``None`` for all.
     """
 
     variance: float | Tensor
     temperature: float | None = None
     variance_scale: float = 1.0
+    seen: Tensor | None = None
 
     def probs(self, outputs: GaussianPredictive) -> Tensor:
         """Class probabilities (N, C): the softmax with uncertain outputs shrunk toward each other.
@@ -52,7 +54,8 @@ class Noise(TargetModel):
                 expected="a fit with integer classes",
                 remedy="use .mean and .variance",
             )
-        return probabilities(outputs.mean, self.variance_scale * outputs.variance, self.temperature)
+        spread = self.variance_scale * outputs.variance
+        return probabilities(outputs.mean, spread, self.temperature, self.seen)
 
     def noise(self, outputs: GaussianPredictive) -> Tensor:
         """σ², (N, C)."""
@@ -61,12 +64,11 @@ class Noise(TargetModel):
 
     def with_noise(self, outputs: GaussianPredictive) -> GaussianPredictive:
         """Cov[f] + σ² I, jointly where the covariance is joint."""
-        return add_noise(outputs, self.noise(outputs), Noise(0.0, self.temperature, self.variance_scale))
+        return add_noise(outputs, self.noise(outputs), replace(self, variance=0.0))
 
     def log_density(self, outputs: GaussianPredictive, y: Tensor) -> Tensor:
         """Log p(y) of labels of classes, or log N(y; mean, Cov[f] + σ² I) of values."""
-        require_tensor(y)
-        mean = outputs.mean
+        y, mean = require_tensor(y), outputs.mean
         if self.temperature is not None and not y.is_floating_point():
             return self._of_labels(outputs, y)
         check_finite(y, "y")
@@ -75,7 +77,9 @@ class Noise(TargetModel):
             y = y[:, None]
         if y.shape != mean.shape:
             raise InputError(
-                f"y has shape {tuple(y.shape)}", expected=f"{tuple(mean.shape)}, one target for each output"
+                f"y has shape {tuple(y.shape)}",
+                expected=f"{tuple(mean.shape)}, one target for each output",
+                remedy="pass the targets of these very examples, a row each",
             )
         noisy = outputs.covariance.double() + self.noise(outputs).double().diag_embed()
         factor = cholesky(noisy, "predictive covariance")
@@ -92,5 +96,6 @@ class Noise(TargetModel):
                 f"y of shape {tuple(y.shape)}"
                 + (f" with labels {int(y.min())} to {int(y.max())}" if y.numel() else ""),
                 expected=f"({len(p)},) labels from 0 to {p.shape[1] - 1}",
+                remedy="pass the class of each of these examples, numbered as those of the fit",
             )
         return p.gather(1, y.long().to(p.device)[:, None])[:, 0].clamp_min(torch.finfo(p.dtype).tiny).log()

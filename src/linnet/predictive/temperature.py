@@ -13,13 +13,16 @@ SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # of the variance, in probabilities
 NATS = 1.0  # that another scale than one must gain
 
 
-def probabilities(mean: Tensor, variance: Tensor | None, temperature: float) -> Tensor:
+def probabilities(
+    mean: Tensor, variance: Tensor | None, temperature: float, seen: Tensor | None = None
+) -> Tensor:
     """Softmax of outputs at temperature T, moderated by their variance.
 
     Args:
         mean: (N, C).
         variance: (N, C), or ``None`` for certain outputs.
         temperature: T.
+        seen: Classes that are possible; the others have the probability zero. All by default.
 
     Returns:
         (N, C), rows sum to one; (N, 2) for one output, the log odds of the second class.
@@ -35,7 +38,9 @@ def probabilities(mean: Tensor, variance: Tensor | None, temperature: float) -> 
         shared = variance.mean(1, keepdim=True)  # one for all classes: their order is that of the means
         # κ = 1 / √(1 + π/8 v): MacKay, "The evidence framework applied to classification networks", 1992
         scaled = scaled / torch.sqrt(1 + math.pi / 8 * shared / temperature**2)
-    return scaled.softmax(1)
+    if seen is None:
+        return scaled.softmax(1)
+    return torch.zeros_like(scaled).index_copy(1, seen, scaled[:, seen].softmax(1))
 
 
 def fit_temperature(outputs: Tensor, labels: Tensor, variance: Tensor | None = None) -> float:

@@ -1,0 +1,124 @@
+"""What labels are taken for: classes or values, and a warning where that is improbable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.errors import DataError, InputError
+
+
+def network(outputs: int) -> nn.Module:
+    """A small network, the same each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+
+
+X = torch.randn(24, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+THREE = torch.arange(24) % 3
+ONE_HOT = nn.functional.one_hot(THREE, 3).double()
+GAPS = torch.tensor([3, 7])[torch.arange(24) % 2]
+
+
+@pytest.mark.parametrize(
+    ("y", "outputs", "word"),
+    [
+        (THREE, 1, "float"),  # a regression, or one class too many for one logit
+        (3 * torch.arange(24), 5, "inverse"),  # identifiers
+        (GAPS, 5, "inverse"),
+        (THREE.double(), 5, "long"),
+        (1 + THREE.double(), 5, "long"),
+        (THREE.double() % 2, 1, "long"),
+        (THREE.double()[:, None] % 2, 1, "long"),
+        (ONE_HOT, 5, "argmax"),
+    ],
+)
+def test_what_is_improbable_is_said_and_kept(y: Tensor, outputs: int, word: str) -> None:
+    with pytest.warns(UserWarning, match=word):
+        fit = linnet.adapt(network(outputs), (X, y), weight=0.0)
+    assert any(word in line for line in fit.record.warnings)
+
+
+@pytest.mark.parametrize(
+    ("y", "outputs"),
+    [
+        (THREE, 5),
+        (THREE % 2, 1),  # a logit
+        (X[:, 0], 1),
+        (X[:, 0], 5),
+        (ONE_HOT + ONE_HOT.roll(1, 1), 5),  # several labels a sample
+        (torch.arange(24).double() // 2, 1),  # counts
+        (torch.arange(24).double() // 2 + 10, 5),
+        (THREE.double()[:, None] * 2, 5),  # a column is a value for each sample
+    ],
+)
+def test_what_is_probable_is_taken_without_a_word(y: Tensor, outputs: int) -> None:
+    fit = linnet.adapt(network(outputs), (X, y), weight=0.0)
+    expected = f"{fit.classes} classes" if fit.classes else f"{fit.targets.shape[1]} value(s)"
+    assert fit.record.reasons["targets"] == expected
+    assert expected in repr(fit)
+
+
+def test_classes_without_a_sample_have_no_probability(tmp_path: Path) -> None:
+    """The fit is that of the classes that there are, numbered from 0."""
+    dense = linnet.adapt(network(5), (X, (GAPS == 7).long()))
+    with pytest.warns(UserWarning, match="without a sample"):
+        fit = linnet.adapt(network(5), (X, GAPS))
+    assert "8 classes, 6 of them" in repr(fit)
+    fit.save(tmp_path)
+    for one in (fit, linnet.load_adapted(tmp_path, network(5))):
+        found, expected = one.predictive(X).probs, dense.predictive(X).probs
+        assert found.shape == (24, 8)
+        torch.testing.assert_close(found[:, [3, 7]], expected, rtol=1e-9, atol=1e-12)
+        assert float(found[:, [0, 1, 2, 4, 5, 6]].abs().max()) == 0
+        assert one.point_temperature == pytest.approx(dense.point_temperature, rel=1e-9)
+        assert one.noise == pytest.approx(dense.noise, rel=1e-9)
+    scored = linnet.evaluate(fit, (X, GAPS))
+    assert scored.nll == pytest.approx(linnet.evaluate(dense, (X, (GAPS == 7).long())).nll, rel=1e-9)
+    more = fit.update((X[:2], torch.tensor([5, 5])))
+    assert bool((more.predictive(X).probs[:, 5] > 0).all())
+
+
+def test_labels_far_apart_are_refused_at_once() -> None:
+    y = torch.tensor([0, 10**6] * 12)
+    with pytest.raises(DataError, match="return_inverse"):
+        linnet.adapt(network(5), (X, y))
+    with pytest.raises(DataError, match="return_inverse"):
+        linnet.fit(linnet.linearize(network(5)), (X, y))
+
+
+def test_integers_for_one_output_are_refused_with_both_ways_out() -> None:
+    for call in (
+        lambda: linnet.fit(linnet.linearize(network(1)), (X, THREE)),
+        lambda: linnet.with_head(network(5), 1, data=(X, THREE)),
+    ):
+        with pytest.raises(DataError, match=r"y\.float\(\).*with_head"):
+            call()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_labels_of_unsigned_types_are_labels(dtype: torch.dtype) -> None:
+    y, net = THREE.to(dtype), network(3)
+    fit, adapted = linnet.fit(linnet.linearize(net), (X, y)), linnet.adapt(net, (X, y), weight=0.0)
+    torch.testing.assert_close(fit.predict(X), linnet.fit(linnet.linearize(net), (X, THREE)).predict(X))
+    for one in (fit, adapted, linnet.Laplace(net, linnet.likelihoods.Categorical()).fit((X, y))):
+        found = one.predictive(X)
+        torch.testing.assert_close(found.log_density(y), found.log_density(THREE))
+    assert (
+        linnet.audit.flips(net, fit, X, y).accuracy_after
+        == linnet.audit.flips(net, fit, X, THREE).accuracy_after
+    )
+    run = linnet.finetune(net, (X, y), training=linnet.Training(steps=1))
+    torch.testing.assert_close(
+        run.predict(X), linnet.finetune(net, (X, THREE), training=linnet.Training(steps=1)).predict(X)
+    )
+
+
+def test_unsigned_numbers_beyond_int64_are_no_labels() -> None:
+    y = (THREE - 1).to(torch.uint64)  # −1 is 2⁶⁴ − 1
+    with pytest.raises(InputError, match="63"):
+        linnet.adapt(network(5), (X, y))
