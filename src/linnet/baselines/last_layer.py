@@ -125,7 +125,7 @@ def last_layer(model: nn.Module, data: Any, ridge: float | str = "evidence") -> 
         torch.Size([20, 1])
     """
     frozen = Functional(model, "all").model
-    x, y = gather_data(data, next(frozen.parameters()).device)
+    x, y = gather_data(data, next(frozen.parameters()).device, keep=False)
     if not y.is_floating_point():
         raise InputError(
             f"y has type {y.dtype}",

@@ -348,7 +348,7 @@ def trained(
         if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
             refuse("make()", model, "a torch.nn.Module with weights", "return the network")
         weights = [p for p in model.parameters() if p.requires_grad]
-        x, y = gather_data(data, weights[0].device, missing=takes_missing(likelihood))
+        x, y = gather_data(data, weights[0].device, missing=takes_missing(likelihood), keep=False)
         n, optimizer = batch_size(x), torch.optim.Adam(weights, lr=rate)
         model.train()
         for _ in range(epochs):

@@ -367,7 +367,8 @@ class NonOnlineLaplace(ContinualMethod):
         """Measure the curvature of this task and of all before it at the current parameters.
 
         Args:
-            data: The task's training data; it is kept, not copied.
+            data: The task's training data, which are kept: a pair or a list of batches is copied, a data set
+                or a loader is read again, and must give the same then.
             output: This task's output adapter.
             prepare: Called with a copy of the network to make it serve this task.
 
@@ -381,7 +382,7 @@ class NonOnlineLaplace(ContinualMethod):
                     expected="the data of all past tasks",
                     remedy="hand them back in order with remember(data) after load_state_dict",
                 )
-            kept = held(data, self._recipe.passes.memory)
+            kept = held(data, self._recipe.passes.memory, keep=True)
             past = [*self._past, PastTask(kept, output, prepare)]
             precision, device, kind = Precision(prior=self._prior), torch.device("cpu"), torch.float32
             for task in past:
@@ -413,9 +414,9 @@ class NonOnlineLaplace(ContinualMethod):
         check_output(output)
         if prepare is not None:
             function("prepare", prepare, "a function that makes a network serve the task")
-        data = held(data, self._recipe.passes.memory)
+        data = held(data, self._recipe.passes.memory, keep=True)
         if isinstance(data, tuple | list | Mapping):
-            gather_data(data)
+            gather_data(data, keep=False)
         elif not (in_pieces(data) or is_data_set(data)):
             refuse(
                 "data", data, "an (x, y) pair, a Dataset or a DataLoader of such pairs", "pass data=(x, y)"
@@ -460,7 +461,7 @@ def _prior_anchor(model: nn.Module, mean: PriorMean, params: Selector, prior: fl
                 expected="tensors by the names of parameters",
                 remedy="see dict(model.named_parameters())",
             )
-        anchor = {name: m.detach().to(values[name]) for name, m in mean.items()}
+        anchor = {name: m.detach().to(values[name], copy=True) for name, m in mean.items()}
     elif mean == "initial":
         anchor = values
     elif isinstance(mean, int | float) and not isinstance(mean, bool):

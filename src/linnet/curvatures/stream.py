@@ -43,7 +43,7 @@ from linnet.tangent.batch import (
     tensors_in,
     without_targets,
 )
-from linnet.tangent.gather import gather_data
+from linnet.tangent.gather import copied, gather_data
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.pairs import as_sample, in_batches, require_targets, side_by_side
 from linnet.tangent.sharded import Sharded, sharded
@@ -404,21 +404,29 @@ def _empty() -> DataError:
     return DataError("data is empty: it yields no example", expected="at least one example", remedy=EMPTY)
 
 
-def held(data: Any, memory: str | int | None = None) -> Any:
+def held(data: Any, memory: str | int | None = None, keep: bool = False) -> Any:
     """Data that can be passed over more than once.
 
     Args:
         data: Data of any kind.
         memory: Budget, of which a quarter is taken in memory.
+        keep: Whether they outlive the call, so that arrays have to lie in memory of their own.
 
     Returns:
-        What an iterator yields as one pair, and anything else as it is.
+        What an iterator yields as one pair, and anything else as it is or copied.
 
     Example:
         >>> held(iter([(torch.ones(1, 2), torch.zeros(1)), (torch.ones(2, 2), torch.ones(2))]))[1]
         tensor([0., 1., 1.])
     """
-    return gather_data(data, missing=True, memory=memory) if isinstance(data, Iterator) else data
+    if isinstance(data, Iterator):
+        return gather_data(data, missing=True, memory=memory)
+    if not keep or not isinstance(data, Tensor | tuple | list | Mapping):
+        return data
+    if in_batches(data):
+        return [held(batch, memory, keep) for batch in data]
+    x, y = _whole_pair(data)
+    return copied(x, memory) if y is None else (copied(x, memory), y.clone())
 
 
 def _whole_pair(data: Any) -> tuple[Inputs, Tensor | None]:
@@ -426,7 +434,7 @@ def _whole_pair(data: Any) -> tuple[Inputs, Tensor | None]:
     if isinstance(data, TensorDataset) and len(data.tensors) == 1:
         return data.tensors[0], None
     alone = _alone(data)
-    return gather_data(data, missing=True) if alone is None else (alone, None)
+    return gather_data(data, missing=True, keep=False) if alone is None else (alone, None)
 
 
 def _pair(item: Any) -> tuple[Inputs, Tensor | None]:

@@ -68,7 +68,7 @@ class Examples:
                     "data is empty: it holds 0 examples", "at least one example", "check the path"
                 )
         else:
-            self._x, self._y = gather_data(data, device)
+            self._x, self._y = gather_data(data, device, keep=False)
             self.n = batch_size(self._x)
 
     @property

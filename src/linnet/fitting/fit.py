@@ -196,6 +196,7 @@ def _shared_fit(
     given = None if isinstance(targets, OneHot) else targets
     _check(lin, loss, ridge, asked.name, scale)
     _check_axis(axis, loss, given, asked.name)
+    given = given.detach().clone() if isinstance(given, Tensor) else given
     x, y = gather_data(data, lin.function.device, memory=memory)
     arguments = {"lin": lin, "x": x, "y": y, "loss": loss, "targets": targets, "ridge": ridge}
     require_alike({**arguments, "solver": solver, "axis": axis, "memory": memory})

@@ -115,7 +115,7 @@ def with_head(
     kind = "probe" if isinstance(init, Probe) else init
     seed = make_generator(seed)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    given = None if data is None else gather_data(data, device)
+    given = None if data is None else gather_data(data, device, keep=False)
     if head is None:
         clone = copy.deepcopy(model if given is None else ending_linear(model, given[0]))
     else:

@@ -48,6 +48,7 @@ from linnet.tangent.batch import (
 )
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.forward_mode import Params
+from linnet.tangent.gather import copied
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.sizes import Prototype, Traced
@@ -368,7 +369,7 @@ class LinearFit(SquaredFit):
         start = time.perf_counter()
         if weight is not None:
             number("weight", weight, above=0, remedy="leave weight= out for equations that hold exactly")
-        x = checked_inputs(self.module, x)
+        x = copied(checked_inputs(self.module, x), self.memory)
         asked = wanted(x, targets, groups, self._targets, self.module.function.device)
         system = constrained(self.module, self.system, asked, weight, self.memory)
         what = f"constrained {count_in_words(batch_size(x))}"

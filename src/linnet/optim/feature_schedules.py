@@ -22,6 +22,7 @@ from linnet.spectrum.kernel_distance import kernel_distance
 from linnet.spectrum.kernel_matrix import check_kernel
 from linnet.tangent.batch import Inputs, check_examples
 from linnet.tangent.captured import Form
+from linnet.tangent.gather import copied
 from linnet.tangent.linearized import Linearized, linearize
 
 LONGEST = 2**63  # steps; more are "never", which is written as None
@@ -221,7 +222,7 @@ class KernelDrift(Schedule):
         check_kernel(form)
         check_examples(x)
         _check_steps(every=every, most=most)
-        self.threshold, self.x, self.every, self.most, self.form = threshold, x, every, most, form
+        self.threshold, self.x, self.every, self.most, self.form = threshold, copied(x), every, most, form
         self._start: Tensor | None = None
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ Botev, Ritter, Barber, ICML 2017; Martens and Grosse, ICML 2015.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack, cast
@@ -49,6 +50,7 @@ from linnet.optim.gauss_newton_vectors import is_finite, norm_of, put, remember
 from linnet.params import number, tensor
 from linnet.tangent.batch import Inputs, batch_size, check_examples, concatenate
 from linnet.tangent.functional import Functional, tensors_by_name
+from linnet.tangent.gather import copied
 from linnet.tangent.modes import environment_kept
 
 VERSION = 1  # of the state that is saved
@@ -189,7 +191,7 @@ class GaussNewton(torch.optim.Optimizer):
             DataError: If x is not finite.
         """
         check_examples(x)
-        self._pending.append((x, tensor("y", y, "targets (N, ...)", convert=False)))
+        self._pending.append((copied(x), tensor("y", y, "targets (N, ...)", convert=False).clone()))
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -514,6 +516,6 @@ class GaussNewton(torch.optim.Optimizer):
             raise InputError(str(error), "groups as here", "make it as the saved one was") from error
         self.tau, self.zeta = own["tau"], own["zeta"]
         self.steps, self._failures, self._first = own["steps"], own["failures"], own["first"]
-        self._inverse, self._pending, self._saved = None, [], own
+        self._inverse, self._pending, self._saved = None, [], copy.deepcopy(own)
         self._buffers = {name: b.clone() for name, b in own.get("buffers", {}).items()}
         self._once.load_modes(own.get("modes", []))

@@ -297,7 +297,7 @@ def _targets(targets: Tensor | None, y: Tensor, f0: Tensor, scale: float) -> Ten
             f"targets has shape {shape}", f"{tuple(f0.shape)}, like the outputs", "leave targets= out"
         )
     check_finite(targets, "targets")
-    return targets.to(f0)
+    return targets.detach().to(f0, copy=True)
 
 
 def _checked_times(times: Any, discrete: bool) -> Tensor:

@@ -49,7 +49,7 @@ from linnet.tangent.batch import (
 )
 from linnet.tangent.captured import Form
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import gather_data
+from linnet.tangent.gather import copied, gather_data
 from linnet.tangent.gram import gram as _gram
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -289,7 +289,7 @@ class EigenfunctionTargets(torch.utils.data.Dataset[tuple[Any, Tensor]]):
         if y.ndim == 0 or len(y) != batch_size(x):
             refuse("y", y, f"one label for each of the {batch_size(x)} examples", "take both from one split")
         check_finite(y, "y")
-        self.x, self.y, self.index = x, y, integer("index", index, 0)
+        self.x, self.y, self.index = copied(x), y.clone(), integer("index", index, 0)
 
     def __len__(self) -> int:
         return self.y.shape[0]
@@ -366,7 +366,8 @@ def eigenfunctions(
     vectors = _signed(pairs.vectors).reshape(n, *([q] if q > 1 else []), -1)
     if gram is not None:
         _check_kernel_values(pairs.values)
-    return Eigenfunctions(function, x, pairs.values / n, vectors, form, pairs.method, pairs.residual)
+    kept = copied(x, memory)
+    return Eigenfunctions(function, kept, pairs.values / n, vectors, form, pairs.method, pairs.residual)
 
 
 def _check_kernel_values(values: Tensor) -> None:
@@ -424,7 +425,7 @@ def energy_concentration(
     """
     check_kernel(form)
     function = tangent_of(model)
-    x, y = gather_data(data, function.device, memory=memory)
+    x, y = gather_data(data, function.device, memory=memory, keep=False)
     require_alike({"x": x, "y": y})
     function_values(y, check_inputs(function, x), form, function.dtype)  # before the long computation
     found = eigenfunctions(Linearized(function), x, k, form, method=method, gram=gram, memory=memory)

@@ -22,7 +22,7 @@ from linnet.spectrum.kernel_matrix import check_inputs, check_kernel, flat_gram,
 from linnet.spectrum.plots import RecorderPlots
 from linnet.tangent.batch import Inputs, batch_size, check_examples
 from linnet.tangent.captured import Form
-from linnet.tangent.gather import gather_data
+from linnet.tangent.gather import copied, gather_data
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
@@ -106,9 +106,10 @@ class Recorder(Shown):
             integer(name, value)
         check_examples(x)
         parse_bytes(memory)
-        self.x: Inputs = x
         self.y: Tensor | None = None
-        if y is not None:
+        if y is None:
+            self.x: Inputs = copied(x)
+        else:
             self.x, self.y = gather_data((x, y))
         self.k, self.form, self.every, self.memory = k, form, every, memory
         self.folder = None if isinstance(keep, bool) else checked_path("keep", keep)

@@ -33,6 +33,7 @@ from linnet.tangent.batch import (
 )
 from linnet.tangent.pairs import in_pieces, pairs, require_targets, side_by_side
 
+PIECE = 1 << 24  # bytes that are copied to a file at a time
 IN_MEMORY = 0.25  # share of the memory that a stream may take while it is put side by side
 
 
@@ -41,6 +42,7 @@ def gather_data(
     device: torch.device | None = None,
     missing: bool = False,
     memory: str | int | None = None,
+    keep: bool = True,
 ) -> tuple[Inputs, Tensor]:
     """The whole of ``data`` as one (x, y) pair, in memory or mapped from a temporary file.
 
@@ -55,6 +57,8 @@ def gather_data(
             each batch of them is moved when it is needed, so that a device holds one batch.
         missing: Whether NaN in y is let through, as a target that is missing.
         memory: Budget such as ``"4GB"``; by default all the memory that is available.
+        keep: Whether they outlive the call, so that they have to lie in memory of their own; otherwise a
+            pair of tensors is taken as it is.
 
     Returns:
         The inputs (N, ...) and the targets (N, ...).
@@ -64,7 +68,7 @@ def gather_data(
         InputError: If ``data`` is none of the kinds above.
     """
     if in_pieces(data):
-        gathered = Gathered(int(IN_MEMORY * (available_bytes() if memory is None else parse_bytes(memory))))
+        gathered = Gathered(_limit(memory))
         for i, (piece, targets) in enumerate(pairs(data)):
             own = named_tensor(targets, "y")
             require_targets(piece, own, f"batch {i} of data")
@@ -73,6 +77,8 @@ def gather_data(
     else:
         ((x, targets),) = pairs(data)
         y = named_tensor(targets, "y")
+        if keep:
+            x, y = copied(x, memory), y.detach().clone()
     if batch_size(x) == 0:
         raise DataError("data is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     require_targets(x, y, "data")
@@ -80,6 +86,41 @@ def gather_data(
     if not missing:
         check_finite(y, "y")
     return x, y if device is None else y.to(device)
+
+
+def _limit(memory: str | int | None) -> int:
+    """Bytes that data may take in memory."""
+    return int(IN_MEMORY * (available_bytes() if memory is None else parse_bytes(memory)))
+
+
+def copied(x: Inputs, memory: str | int | None = None) -> Inputs:
+    """Examples in memory of their own: what the caller writes into his arrays later does not reach them.
+
+    Args:
+        x: A batch.
+        memory: Budget; what takes more than a quarter of it is copied to a temporary file that is mapped.
+
+    Returns:
+        The same numbers, without a graph.
+
+    Example:
+        >>> x = torch.zeros(2)
+        >>> kept = copied(x)
+        >>> x += 1
+        >>> kept
+        tensor([0., 0.])
+    """
+    limit = _limit(memory)
+
+    def one(t: Tensor) -> Tensor:
+        if t.nbytes <= limit or t.device.type != "cpu" or not t.ndim:
+            return t.detach().clone()
+        file = _Mapped(t)
+        for rows in t.detach().split(max(1, PIECE * len(t) // t.nbytes)):
+            file.append(rows)
+        return file.tensor()
+
+    return map_tensors(one, x)
 
 
 class Gathered:

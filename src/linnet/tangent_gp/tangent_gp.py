@@ -38,7 +38,7 @@ from linnet.tangent.batch import (
 )
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import gather_data
+from linnet.tangent.gather import copied, gather_data
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -283,6 +283,7 @@ class TangentGP(PredictiveModel):
             f = self._observed.base(self._observed.base.theta, x)
             noise = self.noise_scale * self._likelihood.variance(f).flatten(1)
             return GaussianPredictive(mean, covariance / self.prior_precision, Noise(noise), joint=joint)
+        x = copied(x, self._options.memory)  # the covariance is computed later
         mean = self._mean(system, x)
         noise = self.noise_scale * self._observed.moments(x)[1]
         precision, dtype = self.prior_precision, mean.dtype
