@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -194,6 +195,31 @@ def test_the_budget_of_a_call_is_that_of_its_stream(monkeypatch: pytest.MonkeyPa
     assert limits[0] > 20_000_000  # a share of what there is
     with pytest.raises(InputError, match="memory is 'much'"):
         gather_data(batches_of(Y), memory="much")
+
+
+@pytest.mark.parametrize("share", [gather.IN_MEMORY, 0.0])
+def test_a_pair_is_copied(monkeypatch: pytest.MonkeyPatch, files: Path, tmp_path: Path, share: float) -> None:
+    np.save(tmp_path / "x.npy", X.numpy())
+    on_disk: list[Any] = []
+
+    class Noted(gather._Mapped):
+        def __init__(self, like: Tensor) -> None:
+            super().__init__(like)
+            on_disk.append(self)
+
+    monkeypatch.setattr(gather, "IN_MEMORY", share)
+    monkeypatch.setattr(gather, "_Mapped", Noted)
+    mine, ids = X.clone(), IDS.clone()
+    x, _ = gather_data(({"x": mine, "ids": ids, "mask": MASK}, Y))
+    mine.zero_()
+    ids.zero_()
+    assert torch.equal(x["x"], X)
+    assert torch.equal(x["ids"], IDS)
+    assert bool(on_disk) == (share == 0.0)
+    for mode, copied in (("r", False), ("c", True), ("r+", True)):
+        array = np.load(tmp_path / "x.npy", mmap_mode=mode)
+        x, _ = gather_data((array[1:], Y[1:]))
+        assert (x.data_ptr() != array[1:].ctypes.data) == copied
 
 
 def batches_of(y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,15 +7,15 @@ directions from captured inputs and output gradients, Q_Lᵀ (Σ_s g_s a_sᵀ) Q
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
 
 from linnet.curvatures.stream import usable
-from linnet.errors import DataError, InputError
+from linnet.errors import DataError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.memory import parse_bytes
 from linnet.tangent.batch import (
@@ -33,6 +33,7 @@ from linnet.tangent.batch import (
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.functional import Functional
 from linnet.tangent.independence import require_own_rows
+from linnet.tangent.order import Said
 from linnet.tangent.pairs import pairs, require_targets
 
 Pair = tuple[Inputs, Tensor]
@@ -53,15 +54,12 @@ def stream(data: Any) -> Iterator[Pair]:
 
     Raises:
         DataError: If a batch is empty or not finite, or its targets are not as many as its inputs.
-        InputError: If ``data`` is none of these, or a loader that shuffles.
+        InputError: If ``data`` is none of these.
     """
-    if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
-        raise InputError(
-            "data is a DataLoader that shuffles",
-            expected="examples in an order that can be found again: answers name their places in it",
-            remedy="pass shuffle=False",
-        )
-    for i, (inputs, targets) in enumerate(pairs(data)):
+    said = Said()
+    for i, (inputs, targets) in enumerate(pairs(data, said)):
+        while said.warnings:
+            warnings.warn(said.warnings.pop(), stacklevel=2)
         x, y, name = tensorize(inputs), named_tensor(targets, "y"), f"batch {i} of data"
         if batch_size(x) == 0:
             raise DataError(f"{name} is empty", expected="at least one example", remedy=EMPTY)

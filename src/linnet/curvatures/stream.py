@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from linnet.distributed import Share, agree, current, look_around, sum_numbers
 from linnet.errors import DataError, InputError
@@ -45,6 +45,7 @@ from linnet.tangent.batch import (
 )
 from linnet.tangent.gather import copied, gather_data
 from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.order import in_order, random_kept
 from linnet.tangent.pairs import as_sample, in_batches, require_targets, side_by_side
 from linnet.tangent.sharded import Sharded, sharded
 
@@ -153,6 +154,10 @@ class Batches:
         self.device, self.block, self._share = device, block, share
         self._before = self.share  # that of the last pass
         data = held(data, memory)
+        ordered = in_order(data) if isinstance(data, DataLoader) else None
+        self._again_alike = ordered is None or ordered.whole  # whether a pass can be found again
+        if ordered is not None and ordered.whole:
+            data = ordered.loader
         self._batched = isinstance(data, DataLoader) or in_batches(data)
         self._streamed = self._batched or (is_data_set(data) and not isinstance(data, TensorDataset))
         self._data = data if self._streamed else _whole_pair(data)
@@ -290,13 +295,13 @@ class Batches:
             Sizes and sums of the first batch.
 
         Raises:
-            InputError: If a loader shuffles, so that its batches cannot be found again.
+            InputError: If a loader draws samples, so that its batches cannot be found again.
         """
-        if isinstance(self._data, DataLoader) and isinstance(self._data.sampler, RandomSampler):
+        if not self._again_alike:
             raise InputError(
-                "sums that can be taken up again, over a DataLoader that shuffles",
-                expected="batches in the same order when an interrupted pass goes on",
-                remedy="pass shuffle=False, or leave file= or linnet.unfinished.resumable out",
+                "sums that can be taken up again, over a DataLoader that draws other samples at each pass",
+                expected="the same batches when an interrupted pass goes on",
+                remedy="leave sampler= out, or file= or linnet.unfinished.resumable",
             )
         first = self.first()
         return [float(first.size), float(self.block or 0), *_sums(first)[:2]]
@@ -342,7 +347,8 @@ class Batches:
 
     def _again(self) -> Iterator[Any]:
         """What the data yield, from the beginning."""
-        found = iter(self._data)
+        with random_kept(self._data, getattr(self._data, "sampler", None)):
+            found = iter(self._data)
         if found is self._reading:
             raise DataError(
                 f"data is {type(self._data).__name__}, whose second pass goes on where the first was left",

@@ -55,6 +55,7 @@ from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram
 from linnet.tangent.linearized import Linearized, pinned
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.order import Said
 
 LOSSES = ("squared", "cross-entropy")
 
@@ -197,7 +198,8 @@ def _shared_fit(
     _check(lin, loss, ridge, asked.name, scale)
     _check_axis(axis, loss, given, asked.name)
     given = given.detach().clone() if isinstance(given, Tensor) else given
-    x, y = gather_data(data, lin.function.device, memory=memory)
+    said = Said()
+    x, y = gather_data(data, lin.function.device, memory=memory, said=said)
     arguments = {"lin": lin, "x": x, "y": y, "loss": loss, "targets": targets, "ridge": ridge}
     require_alike({**arguments, "solver": solver, "axis": axis, "memory": memory})
     if axis is not None:
@@ -211,6 +213,9 @@ def _shared_fit(
         fresh = asked if chosen is lin else asked.finer()
         found = _fit(chosen, Work(x, y, given, ridge, memory, fresh), loss, scale)
         found._targets = replace(found._targets, axis=axis)
+        told = (*said.warnings, *found.record.warnings)
+        reasons = {**found.record.reasons, **said.reasons()}
+        found.record = replace(found.record, reasons=reasons, warnings=told)
         return found
 
     return sound_fit(lin, make, factorized=asked.name in ("auto", "dual", "shared", "primal", "sketch"))

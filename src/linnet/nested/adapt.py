@@ -26,6 +26,7 @@ from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.order import Said
 from linnet.tangent.selection import Selector
 
 HEADS = (
@@ -107,10 +108,11 @@ def adapt(
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with sharing("linnet.adapt", device):
-        x, y = gather_data(data, device, memory=memory)
+        said = Said()
+        x, y = gather_data(data, device, memory=memory, said=said)
         arguments = {"model": model, "x": x, "y": y, "params": params, "weight": weight, "ridge": ridge}
         require_alike({**arguments, "seed": seed, "memory": memory, "tune": tunes})
-        fit = _adapted(model, (x, y), params, (weight, ridge), seed, memory)
+        fit = _adapted(model, (x, y), params, (weight, ridge), seed, memory, said)
         return tuned(fit, seed, log) if tunes else fit
 
 
@@ -121,6 +123,7 @@ def _adapted(
     chosen: tuple[float | None, float | None],
     seed: int,
     memory: str | int | None,
+    heard: Said,
 ) -> NestedFit:
     """The fit; ``chosen`` are the weight and the ridge that were given."""
     begin = time.perf_counter()
@@ -133,8 +136,9 @@ def _adapted(
         warnings.warn(line, stacklevel=4)
     features = Features(model, HEADS, seed, params)
     features.function.check_runs(take(x, slice(0, 1)))
-    remarks, seconds = (*said, *single_remarks(targets)), {"network": time.perf_counter() - begin}
-    record = Record("dual", "loo", {"targets": understood(targets)}, remarks, seconds)
+    remarks = (*heard.warnings, *said, *single_remarks(targets))
+    reasons, seconds = {"targets": understood(targets)}, {"network": time.perf_counter() - begin}
+    record = Record("dual", "loo", {**heard.reasons(), **reasons}, remarks, seconds)
     return solved(features, x, targets, memory, record, chosen)
 
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from linnet.disk import refuse_write
 from linnet.errors import DataError
@@ -26,11 +30,13 @@ from linnet.tangent.batch import (
     batch_size,
     check_finite,
     concatenate,
+    is_data_set,
     map_tensors,
     named_tensor,
     take,
     tensors_in,
 )
+from linnet.tangent.order import Said, random_kept
 from linnet.tangent.pairs import in_pieces, pairs, require_targets, side_by_side
 
 PIECE = 1 << 24  # bytes that are copied to a file at a time
@@ -43,6 +49,7 @@ def gather_data(
     missing: bool = False,
     memory: str | int | None = None,
     keep: bool = True,
+    said: Said | None = None,
 ) -> tuple[Inputs, Tensor]:
     """The whole of ``data`` as one (x, y) pair, in memory or mapped from a temporary file.
 
@@ -59,6 +66,7 @@ def gather_data(
         memory: Budget such as ``"4GB"``; by default all the memory that is available.
         keep: Whether they outlive the call, so that they have to lie in memory of their own; otherwise a
             pair of tensors is taken as it is.
+        said: Takes what is to be said of them; otherwise warnings are given where they are kept.
 
     Returns:
         The inputs (N, ...) and the targets (N, ...).
@@ -67,21 +75,27 @@ def gather_data(
         DataError: If the data are empty, ragged or not finite, or x and y differ in length.
         InputError: If ``data`` is none of the kinds above.
     """
+    heard = Said() if said is None else said
     if in_pieces(data):
         gathered = Gathered(_limit(memory))
-        for i, (piece, targets) in enumerate(pairs(data)):
-            own = named_tensor(targets, "y")
-            require_targets(piece, own, f"batch {i} of data")
-            gathered.add(piece, own)
+        # what is drawn to augment samples is drawn again by the next call
+        with random_kept() if is_data_set(data) or isinstance(data, DataLoader) else nullcontext():
+            for i, (piece, targets) in enumerate(pairs(data, heard)):
+                own = named_tensor(targets, "y")
+                require_targets(piece, own, f"batch {i} of data")
+                gathered.add(piece, own)
         x, y = gathered.whole()
     else:
-        ((x, targets),) = pairs(data)
+        ((x, targets),) = pairs(data, heard)
         y = named_tensor(targets, "y")
         if keep:
-            x, y = copied(x, memory), y.detach().clone()
+            x, y = copied(x, memory, _read_only(data)), y.detach().clone()
     if batch_size(x) == 0:
         raise DataError("data is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     require_targets(x, y, "data")
+    if said is None and keep:
+        for warning in heard.warnings:
+            warnings.warn(warning, stacklevel=3)
     check_finite(x, "x")
     if not missing:
         check_finite(y, "y")
@@ -93,12 +107,26 @@ def _limit(memory: str | int | None) -> int:
     return int(IN_MEMORY * (available_bytes() if memory is None else parse_bytes(memory)))
 
 
-def copied(x: Inputs, memory: str | int | None = None) -> Inputs:
+def _read_only(data: Any) -> set[int]:
+    """The addresses of the arrays among the data that are maps of a file opened for reading alone."""
+    if isinstance(data, Mapping | tuple):
+        parts = data.values() if isinstance(data, Mapping) else data
+        return {place for part in parts for place in _read_only(part)}
+    base = data
+    while isinstance(base, np.ndarray):
+        if isinstance(base, np.memmap) and base.mode == "r":
+            return {data.__array_interface__["data"][0]}
+        base = base.base
+    return set()
+
+
+def copied(x: Inputs, memory: str | int | None = None, lasting: Collection[int] = ()) -> Inputs:
     """Examples in memory of their own: what the caller writes into his arrays later does not reach them.
 
     Args:
         x: A batch.
         memory: Budget; what takes more than a quarter of it is copied to a temporary file that is mapped.
+        lasting: Addresses of arrays that nobody can write to.
 
     Returns:
         The same numbers, without a graph.
@@ -113,6 +141,8 @@ def copied(x: Inputs, memory: str | int | None = None) -> Inputs:
     limit = _limit(memory)
 
     def one(t: Tensor) -> Tensor:
+        if t.data_ptr() in lasting:
+            return t
         if t.nbytes <= limit or t.device.type != "cpu" or not t.ndim:
             return t.detach().clone()
         file = _Mapped(t)

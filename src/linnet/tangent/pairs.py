@@ -27,6 +27,7 @@ from linnet.tangent.batch import (
     tensorize,
     yields,
 )
+from linnet.tangent.order import Said, changing, in_order, random_kept
 from linnet.tangent.sharded import require_whole
 
 TOGETHER = 32  # samples of a data set that are put side by side
@@ -74,12 +75,13 @@ def in_pieces(data: Any) -> bool:
     return isinstance(data, DataLoader) or is_data_set(data) or in_batches(data)
 
 
-def pairs(data: Any) -> Iterator[tuple[Inputs, Any]]:
+def pairs(data: Any, said: Said | None = None) -> Iterator[tuple[Inputs, Any]]:
     """The batches of any kind of data, in their order; nothing is gathered.
 
     Args:
         data: An (x, y) pair, or a dict with ``"labels"``; a ``Dataset`` or ``IterableDataset`` of samples; a
-            ``DataLoader``, a list or another iterable of such batches.
+            ``DataLoader``, which is read in the order of its data set; a list or another iterable of batches.
+        said: Takes what is to be said of them.
 
     Yields:
         Inputs (n, ...) and targets, of which n is not checked.
@@ -93,12 +95,18 @@ def pairs(data: Any) -> Iterator[tuple[Inputs, Any]]:
         >>> [y.tolist() for _, y in pairs(DataLoader(samples, batch_size=2))]
         [[0, 1], [2, 3], [4]]
     """
+    said = Said() if said is None else said
     if isinstance(data, DataLoader):
         require_whole(data)
-        yield from (as_pair(batch, "a batch of the DataLoader") for batch in data)
+        loader, _, warning = in_order(data)
+        said.warnings += filter(None, (warning, changing(data.dataset)))
+        with random_kept(loader, loader.sampler):
+            batches = iter(loader)
+        yield from (as_pair(batch, "a batch of the DataLoader") for batch in batches)
     elif isinstance(data, IterableDataset):
         yield from _together(as_sample(one, f"sample {i} of the stream") for i, one in enumerate(data))
     elif in_pieces(data) and is_data_set(data):
+        said.warnings += filter(None, (changing(data),))
         yield from _together(as_sample(data[i], f"sample {i} of the data set") for i in range(len(data)))
     elif in_batches(data):
         for i, batch in enumerate(data):

@@ -1,0 +1,182 @@
+"""Loaders read in the order of their data set, so that positions in a fit are positions in the data set.
+
+A loader that shuffles, and one whose sampler orders or drops samples, gives an order that nobody can find
+again, and forgetting, influence and leave-one-out name positions. A data set has an order of its own: what
+the sampler draws is read in that order, by the loader's own workers and collation. Where the sampler leaves
+samples out or repeats them, positions are those among the samples drawn, and this is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
+
+from linnet.tangent.batch import is_data_set
+from linnet.tangent.sharded import sharded
+
+READINGS = 4  # of a sample, to see whether it changes: half of all flips at random are no flip
+FIND = "pass the data set itself, or torch.utils.data.Subset(dataset, indices)"
+
+
+@dataclass
+class Said:
+    """What is to be said of data.
+
+    Args:
+        notes: What was done with them, which changes no result.
+        warnings: What a reader of the results must know.
+    """
+
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def reasons(self) -> dict[str, str]:
+        """The notes, each once, for the record of a fit."""
+        return {"data": "; ".join(dict.fromkeys(self.notes))} if self.notes else {}
+
+
+class Ordered(NamedTuple):
+    """A loader in the order of its data set.
+
+    Args:
+        loader: The loader to read.
+        whole: Whether it gives every sample of the data set once, or all that there is to give.
+        said: What a reader of positions must know, if anything.
+    """
+
+    loader: DataLoader[Any]
+    whole: bool = True
+    said: str | None = None
+
+
+@contextlib.contextmanager
+def random_kept(*sources: Any) -> Iterator[None]:
+    """The random streams of the process, and those of some generators, as they were.
+
+    Args:
+        *sources: Samplers and loaders, whose ``generator`` is put back as well.
+
+    Yields:
+        Nothing.
+    """
+    own = [g for g in (getattr(source, "generator", None) for source in sources) if g is not None]
+    mine = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
+    python, array = random.getstate(), np.random.get_state()  # noqa: NPY002 - samplers draw from it
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)  # noqa: NPY002
+        for generator, state in mine:
+            generator.set_state(state)
+
+
+def in_order(loader: DataLoader[Any]) -> Ordered:
+    """The samples that a loader draws, in the order of its data set.
+
+    Args:
+        loader: A loader; its random state stays as it is.
+
+    Returns:
+        A loader with the same batch size, collation and workers, and what has to be said of it. It is the
+        loader given where that reads in order, each process has a part of it, or its data are a stream.
+
+    Example:
+        >>> loader = DataLoader(TensorDataset(torch.arange(6)), 4, shuffle=True)
+        >>> [batch[0].tolist() for batch in in_order(loader).loader]
+        [[0, 1, 2, 3], [4, 5]]
+    """
+    data, batches = loader.dataset, loader.batch_sampler
+    sampler = loader.sampler if type(batches) is not BatchSampler else batches.sampler
+    plain = batches is None or type(batches) is BatchSampler
+    if plain and type(sampler) is SequentialSampler and not loader.drop_last:
+        return Ordered(loader)
+    if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or sharded(loader) is not None:
+        return Ordered(loader)
+    name = type(sampler if plain else batches).__name__
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return Ordered(loader, False, f"{type(loader).__name__} has an order of its own, in which "
+                       f"positions cannot be found again; {FIND}")  # fmt: skip
+    with random_kept(sampler, batches, loader):
+        drawn = list(sampler if batches is None else batches)
+    flat = drawn if batches is None else [index for batch in drawn for index in batch]
+    if not all(isinstance(index, int | np.integer) for index in flat):
+        return Ordered(loader, False, f"the keys of {name} have no order: positions are those of one "
+                       f"pass over the loader; {FIND}")  # fmt: skip
+    n, found = len(data), sorted(int(index) for index in flat)
+    size = loader.batch_size or max((len(batch) for batch in drawn), default=1) if batches is not None else 1
+    once = len(set(found)) == len(found)
+    if once and loader.drop_last and n - len(found) < size:
+        found = list(range(n))
+    said = None
+    if found != list(range(n)):
+        twice = "" if once else ", some of them more than once"
+        said = (
+            f"the loader's {name} draws {len(found)} times from {n} samples{twice}: positions count what was "
+            f"drawn, in the order of the data set; {FIND}, for positions in it"
+        )
+    parts = found if batches is None else [found[i : i + size] for i in range(0, len(found), size)]
+    how = {"sampler": parts, "batch_size": None} if batches is None else {"batch_sampler": parts}
+    kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+            "prefetch_factor", "persistent_workers")  # fmt: skip
+    made: DataLoader[Any] = DataLoader(data, **how, **{name: getattr(loader, name) for name in kept})
+    return Ordered(made, said is None, said)
+
+
+def changing(data: Any) -> str | None:
+    """Whether a data set gives other values each time that a sample is read, as augmentation does.
+
+    Args:
+        data: A data set that is read by position; the first, the middle and the last sample are tried.
+
+    Returns:
+        A sentence, if it does.
+
+    Example:
+        >>> changing(TensorDataset(torch.zeros(3))) is None
+        True
+    """
+    inner = data
+    while isinstance(inner, Subset):
+        inner = inner.dataset
+    if isinstance(inner, TensorDataset | IterableDataset) or not is_data_set(data) or not len(data):
+        return None
+    with random_kept():
+        for place in sorted({0, len(data) // 2, len(data) - 1}):
+            first = data[place]
+            if any(not _equal(first, data[place]) for _ in range(READINGS - 1)):
+                return (
+                    f"the data set gives sample {place} other values each time that it is read, as "
+                    "augmentation does: positions are right, values are those of one reading; turn it off"
+                )
+    return None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two samples are the same."""
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(_equal(one, other) for one, other in zip(a, b, strict=True))
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    if hasattr(a, "__array__"):
+        first, second = np.asarray(a), np.asarray(b)
+        return first.shape == second.shape and bool(((first == second) | (first != first)).all())
+    return bool(a == b) or a != a
