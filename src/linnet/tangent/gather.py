@@ -66,7 +66,7 @@ def gather_data(
         memory: Budget such as ``"4GB"``; by default all the memory that is available.
         keep: Whether they outlive the call, so that they have to lie in memory of their own; otherwise a
             pair of tensors is taken as it is.
-        said: Takes what is to be said of them; otherwise warnings are given where they are kept.
+        said: Takes what is to be said of them; warnings are given as well where they are kept.
 
     Returns:
         The inputs (N, ...) and the targets (N, ...).
@@ -93,7 +93,7 @@ def gather_data(
     if batch_size(x) == 0:
         raise DataError("data is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     require_targets(x, y, "data")
-    if said is None and keep:
+    if keep:
         for warning in heard.warnings:
             warnings.warn(warning, stacklevel=3)
     check_finite(x, "x")
