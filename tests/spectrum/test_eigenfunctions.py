@@ -214,7 +214,7 @@ def test_binarized_targets_are_a_data_set() -> None:
     assert torch.equal(2.0 * classes - 1, data.y)
     fresh = found.binarized(1, x=ONE.x_test)
     assert torch.equal(fresh.y, found(ONE.x_test)[:, 1].sign())
-    assert fresh.x is ONE.x_test
+    assert torch.equal(fresh.x, ONE.x_test)
     with pytest.raises(IndexError):
         data[16]
     pair = linnet.spectrum.EigenfunctionTargets({"a": ONE.x, "b": ONE.x}, data.y, 0)[3]
