@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from tests.hangs import HANGS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -36,7 +38,7 @@ def run_ranks(script: str, folder: Path, world: int = 2, killed: tuple[int, ...]
     ]  # fmt: skip
     said = []
     try:
-        said = [process.communicate(timeout=120)[0] for process in ranks]
+        said = [process.communicate(timeout=HANGS)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.budget import in_turn
+from tests.hangs import HANGS
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = """
@@ -34,7 +35,7 @@ def run(folder: Path, *words: str, stop: int = 0, wrong: int = -1) -> tuple[int,
     own = ["-m", "pytest", "-q", "-p", "tests.budget", "--rootdir", str(folder), "-c", os.devnull]
     done = subprocess.run(
         [sys.executable, *own, *words, str(folder)],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=HANGS, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.app.runs.small_tasks import write_nets, write_pictures
+from tests.hangs import HANGS
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 
@@ -67,7 +68,7 @@ def test_the_array_job_and_its_report(tmp_path: Path) -> None:
         words = ["bash", str(DEPLOY / "slurm_array.sh"), f"{tmp_path / 'nets.py'}:conv"]
         done = subprocess.run(
             [*words, str(tmp_path / "pictures.npz")], cwd=tmp_path, env={**environment, **variables},
-            capture_output=True, text=True, timeout=240,
+            capture_output=True, text=True, timeout=HANGS,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return " ".join(done.stdout.split())  # lines are folded at 80 columns

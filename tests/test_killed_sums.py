@@ -29,6 +29,7 @@ from linnet.tangent import store
 from linnet.tangent.gram import gram
 from linnet.unfinished import Checkpoint, resumable
 from tests.curvatures.side_by_side import curvature_of
+from tests.hangs import HANGS
 from tests.tangent.test_gram import streaming
 from tests.zoo import case
 
@@ -94,7 +95,7 @@ def forked(work: Callable[[], object]) -> int:
 def started(own: Path, compute: Callable[[Path | None], Tensor], name: str, unfinished: str) -> int:
     """A process that has written its unfinished work for the first time."""
     own.mkdir()
-    pid, deadline = forked(lambda: compute(own / name)), time.monotonic() + 60
+    pid, deadline = forked(lambda: compute(own / name)), time.monotonic() + HANGS
     while not (own / unfinished).exists():
         assert time.monotonic() < deadline, "it writes unfinished work"
         time.sleep(0.0002)
@@ -139,7 +140,7 @@ def test_killed_at_random_moments(kind: str, moments: int, tmp_path: Path) -> No
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "LINNET_PROGRESS": "0"}
     command = [sys.executable, __file__, kind, str(moments), str(tmp_path)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -21,6 +21,7 @@ import linnet
 from linnet import distribution, machine
 from linnet.app import cli
 from linnet.errors import DependencyError
+from tests.hangs import HANGS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -200,7 +201,7 @@ def test_the_version_is_one() -> None:
 def modules_after(statement: str) -> set[str]:
     """The top-level modules loaded in a fresh process after a statement."""
     code = f"import sys\n{statement}\nprint('\\n'.join(sorted({{m.partition('.')[0] for m in sys.modules}})))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 

@@ -31,6 +31,7 @@ from linnet.tangent.steps import captured_examples
 from linnet.testing.oracles import jacobian_oracle, kernel_oracle
 from tests.curvatures.side_by_side import curvature_of
 from tests.grids import grid
+from tests.hangs import HANGS
 from tests.zoo import assert_near
 
 MEASURED = """
@@ -89,7 +90,7 @@ SLOW = [
 def test_a_process_stays_within_its_budget(what: str, network: str, budget: int) -> None:
     """The high-water mark grows by at most 1.25 times the budget and what is found out once of a network."""
     command = [sys.executable, "-c", MEASURED, what, network, str(budget)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANGS)
     *_, outcome, growth = ran.stdout.strip().splitlines()
     assert int(growth) <= 1.25 * budget + 150_000_000, ran.stdout
     assert outcome.startswith("done") or budget == 60_000_000, ran.stdout

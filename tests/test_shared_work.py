@@ -32,6 +32,7 @@ from linnet.solvers import cg
 from linnet.spectrum import Decomposition
 from linnet.tangent import gram as gram_module
 from linnet.unfinished import resumable
+from tests.hangs import HANGS
 from tests.ranks import one_of_ranks, run_ranks
 
 N = 23  # no multiple of two or three
@@ -387,7 +388,7 @@ def late(rank: int) -> str:
     begin = time.monotonic()
     with sharing("a solve"):
         said = said_by(lambda: linnet.fit(lin(), (ended(None), T), solver=FINE))
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < HANGS / 2  # not the half hour after which torch gives up
     return said
 
 

@@ -78,7 +78,7 @@ class TestFactories:
         torch.save(trained.state_dict(), tmp_path / "w.pt")
         loaded = load_model(f"{nets}:build", weights=tmp_path / "w.pt")
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-        assert torch.equal(loaded(x), trained(x))
+        torch.testing.assert_close(loaded(x), trained(x))
 
     @pytest.mark.parametrize(
         ("spec", "message"),
@@ -159,7 +159,7 @@ class TestHuggingFace:
         model = load_model(f"hf:{tmp_path}")
         ids = torch.arange(6).reshape(2, 3)
         assert type(model) is type(saved)
-        assert torch.equal(model(ids).logits, saved(ids).logits)
+        torch.testing.assert_close(model(ids).logits, saved(ids).logits)
 
     def test_image_classifier_from_a_folder_with_other_weights(self, tmp_path: Path) -> None:
         small = {"embedding_size": 4, "hidden_sizes": [4], "depths": [1], "layer_type": "basic"}
@@ -167,7 +167,7 @@ class TestHuggingFace:
         zeros = {name: torch.zeros_like(tensor) for name, tensor in saved.state_dict().items()}
         save_file(zeros, str(tmp_path / "zeros.safetensors"))
         images = torch.ones(1, 3, 16, 16)
-        assert torch.equal(load_model(f"hf:{tmp_path}")(images).logits, saved(images).logits)
+        torch.testing.assert_close(load_model(f"hf:{tmp_path}")(images).logits, saved(images).logits)
         model = load_model(f"hf:{tmp_path}", weights=tmp_path / "zeros.safetensors")
         assert torch.equal(model(images).logits, torch.zeros(1, 3))
 

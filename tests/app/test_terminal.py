@@ -24,6 +24,7 @@ from linnet.app.runs import settings as accepted
 from linnet.app.terminal import accept_any_character, folding, kept
 from linnet.errors import InputError
 from linnet.limits import require_file
+from tests.hangs import HANGS
 
 DOCTOR = ["doctor", "--seconds", "0.01"]
 
@@ -181,7 +182,7 @@ def complete(*words: str) -> list[str]:
         f"{completion('bash', known)}\nCOMP_WORDS=({' '.join(map(repr, words))})\n"
         f'COMP_CWORD={len(words) - 1}\n_linnet\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
     )
-    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True, timeout=HANGS)
     return done.stdout.split()
 
 
@@ -202,7 +203,7 @@ def test_scripts_of_completion(shell: str, capsys: pytest.CaptureFixture[str]) -
     assert script.startswith("# To use it: ")
     assert "auto dual shared primal sketch cg" in script
     if shutil.which(shell):
-        done = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, timeout=30)
+        done = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, timeout=HANGS)
         assert (done.returncode, done.stderr) == (0, "")
 
 

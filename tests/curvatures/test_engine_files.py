@@ -26,6 +26,7 @@ from linnet.linalg.stored import to_tensors
 from linnet.unfinished import Checkpoint
 from tests.curvatures.curvature_oracles import Problem
 from tests.curvatures.side_by_side import curvature_of
+from tests.hangs import HANGS
 from tests.zoo import BY_NAME, assert_near, case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -330,15 +331,15 @@ def test_a_killed_process_leaves_sums_to_go_on_from(tmp_path: Path) -> None:
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(file)], env=environment, cwd=ROOT)
     try:
-        ready, deadline = tmp_path / "sums.safetensors.ready", time.monotonic() + 100
+        ready, deadline = tmp_path / "sums.safetensors.ready", time.monotonic() + HANGS
         while not ready.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         assert ready.exists(), "the process came to its middle"
         process.send_signal(signal.SIGKILL)
-        process.wait(30)
+        process.wait(timeout=HANGS)
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(timeout=HANGS)
     _, metadata = load_tensors(file, "unfinished-sums")
     assert metadata["place"] >= 1
     G = compute(Breaking(*long_data(), None), "ekfac", file)

@@ -24,6 +24,7 @@ import torch
 
 import linnet
 from tests.curvatures.side_by_side import curvature_of
+from tests.hangs import HANGS
 
 PEERS = os.environ.get("LINNET_CURVATURE_PEERS")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -51,7 +52,7 @@ def ask(
     path = folder / "peer.pt"
     command = [PEERS, str(BENCHMARKS / "curvature_peers.py"), "--child", peer, task, network, "--loss", loss]
     command += ["--parameters", parameters, "--batch", "5", "--repeats", "1", "--save", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
     assert path.exists(), done.stdout + done.stderr
     result: dict[str, torch.Tensor] = torch.load(path)
     scale = MSE_OVER_GAUSSIAN[peer] if loss == "squared" else 1.0

@@ -20,6 +20,7 @@ from linnet.tangent.batch import take, tensors_in
 from linnet.tangent.functional import call_arguments
 from linnet.tangent.sizes import FreeSize, resized
 from tests import zoo
+from tests.hangs import HANGS
 
 N, D, C = 12, 4, 3
 # A process that does not know linnet reads a module in both forms that torch has.
@@ -96,7 +97,7 @@ def test_torch_saves_and_compiles_the_module(tmp_path: Path) -> None:
     torch.save(module, tmp_path / "module.pt")
     torch.save((x[:5], expected[:5]), tmp_path / "data.pt")
     files = [str(tmp_path / name) for name in ("module.pt2", "module.pt", "data.pt")]
-    subprocess.run([sys.executable, "-I", "-W", "ignore", "-c", LOAD, *files], check=True, timeout=120)
+    subprocess.run([sys.executable, "-I", "-W", "ignore", "-c", LOAD, *files], check=True, timeout=HANGS)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(compiled(x), expected)
 

@@ -201,8 +201,8 @@ def test_the_linearization_of_a_fit_is_its_own(solver: str) -> None:
     expected = fit.predict(p.x_test)
     base = lin.base(p.x_test)
     smaller.module.relinearize()
-    assert torch.equal(lin.base(p.x_test), base)
-    assert torch.equal(fit.predict(p.x_test), expected)
+    torch.testing.assert_close(lin.base(p.x_test), base)
+    torch.testing.assert_close(fit.predict(p.x_test), expected)
 
 
 # --- bad input ------------------------------------------------------------------------------------

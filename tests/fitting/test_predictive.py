@@ -35,7 +35,7 @@ def test_noise_is_added_to_every_output_alone() -> None:
     noisy = p.with_noise()
     near(noisy.covariance - p.covariance, (0.5 * torch.eye(2, dtype=torch.float64)).expand(3, 2, 2), 1e-12)
     assert torch.equal(noisy.mean, p.mean)
-    assert torch.equal(noisy.probs, probabilities(p.mean, noisy.variance, 2.0))
+    torch.testing.assert_close(noisy.probs, probabilities(p.mean, noisy.variance, 2.0))
 
 
 def test_log_densities() -> None:

@@ -101,7 +101,7 @@ def test_rows_and_displacements_agree_with_the_directions_written_out(name: str,
     j, j_new = (plain.jacobian(part).flatten(0, 1) @ h for part in (x, new))
     near(lin.jacobian(x).flatten(0, 1), j)
     near(lin.kernel(new, x).reshape(len(j_new), len(j)), j_new @ j.T)
-    assert torch.equal(small(x), net(x))
+    torch.testing.assert_close(small(x), net(x))
     flat = torch.randn(plain.space.dim, 2, dtype=torch.float64)
     near(small.projected(plain.space.to_params(flat)), h.T @ flat)
     kept = small.kept(x)
@@ -223,7 +223,7 @@ def test_settings_of_a_sketch_change_it() -> None:
         {"damping": 0.1}, {"examples": 20, "seed": 1}, {"basis": gauss_newton(net, x[:10], "block")},
     ):  # fmt: skip
         assert float((fitted(**settings).predict(new) - plain).abs().max()) > 1e-6, settings
-    assert torch.equal(fitted().predict(new), plain)
+    torch.testing.assert_close(fitted().predict(new), plain)
     assert "random directions" in fitted(basis="random").summary()["reasons"]["sketch"]
 
 
@@ -258,10 +258,10 @@ def test_a_saved_sketch_is_loaded_with_the_network_alone(tmp_path: Path) -> None
     fit = linnet.fit(linnet.linearize(net), (x, y), ridge="loo", solver=Sketch(dim=25, damping=0.2))
     fit.save(tmp_path)
     loaded = linnet.load_fit(tmp_path, net)
-    assert torch.equal(loaded.predict(new), fit.predict(new))
+    torch.testing.assert_close(loaded.predict(new), fit.predict(new))
     near(loaded.loo(), fit.loo(), 1e-12)
     again = linnet.load_fit(tmp_path, fit.module.model)
-    assert torch.equal(again.predict(new), fit.predict(new))
+    torch.testing.assert_close(again.predict(new), fit.predict(new))
     other = copy.deepcopy(net)
     with torch.no_grad():
         next(other.parameters()).add_(1)
@@ -296,7 +296,7 @@ def test_rows_that_exceed_the_memory_go_to_a_file(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "KEPT", 0.0)
     fit = linnet.fit(lin, (x, y), ridge="loo", solver="primal")
     assert sum(counted) < 2 * N  # a few are looked at once more, to bound the rounding errors
-    assert torch.equal(fit.loo(), expected.loo())
+    torch.testing.assert_close(fit.loo(), expected.loo())
     rows = vars(fit.system.problem)["kept rows"]
     assert len(rows._written) * rows.size >= N
     # what is forgotten and added is taken from the same rows
@@ -308,7 +308,7 @@ def test_rows_that_exceed_the_memory_go_to_a_file(monkeypatch: pytest.MonkeyPatc
     counted.clear()
     fit = linnet.fit(lin, (x, y), ridge="loo", solver="primal")
     assert sum(counted) > 2 * N
-    assert torch.equal(fit.loo(), expected.loo())
+    torch.testing.assert_close(fit.loo(), expected.loo())
     twin = copy.deepcopy(fit)
     near(twin.predict(new), fit.predict(new))
 

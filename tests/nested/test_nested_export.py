@@ -14,6 +14,7 @@ import linnet
 from linnet.errors import InputError, MemoryBudgetError
 from linnet.nested.nested_fit import NestedFit
 from tests.fitting.test_export import LOAD
+from tests.hangs import HANGS
 from tests.nested.test_nested import network, samples
 
 MIXED = {"weight": 0.4, "ridge": 0.05}
@@ -79,7 +80,7 @@ def test_torch_saves_and_compiles_the_variance_with_lower_layers(tmp_path: Path)
     torch.save(module, tmp_path / "module.pt")
     torch.save((x[:5], (fit.predict(x)[:5], fit.predictive(x).variance[:5])), tmp_path / "data.pt")
     files = [str(tmp_path / name) for name in ("module.pt2", "module.pt", "data.pt")]
-    subprocess.run([sys.executable, "-I", "-W", "ignore", "-c", LOAD, *files], check=True, timeout=120)
+    subprocess.run([sys.executable, "-I", "-W", "ignore", "-c", LOAD, *files], check=True, timeout=HANGS)
     agree(torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)(x), fit, x)
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from linnet.files import write_atomic
 from linnet.optim import Converged, GaussNewton, IterativeLinearization
+from tests.hangs import HANGS
 from tests.optim.gauss_newton_cases import classes, classifier, flat, mlp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,16 +86,16 @@ def test_killed_runs_end_with_the_same_bits(tmp_path: Path) -> None:
     folder.mkdir()
     process = start(folder, pause=0.2)
     last = folder / KINDS[-1]
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + HANGS
     while not (last.exists() and torch.load(last, weights_only=True)["done"] >= 5):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
-    assert process.wait(timeout=20) == -signal.SIGKILL
+    assert process.wait(timeout=HANGS) == -signal.SIGKILL
     for kind in KINDS:
         assert 5 <= torch.load(folder / kind, weights_only=True)["done"] < STEPS
-    assert start(folder, pause=0.0).wait(timeout=100) == 0
+    assert start(folder, pause=0.0).wait(timeout=HANGS) == 0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -210,8 +210,8 @@ def test_an_operator_becomes_the_same_matrix_in_every_mode() -> None:
         mixed = kernel_matrix(product)
     with torch.inference_mode():
         inferred = kernel_matrix(product)
-    assert torch.equal(mixed, plain)
-    assert torch.equal(inferred, plain)
+    torch.testing.assert_close(mixed, plain)
+    torch.testing.assert_close(inferred, plain)
     assert not inferred.is_inference()
 
 

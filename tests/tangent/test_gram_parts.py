@@ -21,6 +21,7 @@ from linnet.tangent import gram as gram_module
 from linnet.tangent.steps import Sizes, in_order, run_of
 from linnet.tangent.store import GramFile, missing_parts
 from tests.fitting.problems import refused
+from tests.hangs import HANGS
 
 N = 37
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -275,7 +276,7 @@ def test_parts_at_the_same_time(tmp_path: Path) -> None:
         for index in range(2)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=120)[0].strip() for process in running]
+        said = [process.communicate(timeout=HANGS)[0].strip() for process in running]
     finally:
         for process in running:
             process.kill()

@@ -16,6 +16,7 @@ import linnet
 from linnet.errors import LinnetError, ModelError
 from linnet.testing.oracles import jacobian_oracle, kernel_oracle
 from tests.fitting.problems import network, real
+from tests.hangs import HANGS
 from tests.zoo import assert_near
 
 X = real(4, 3)
@@ -216,7 +217,7 @@ def test_group_normalization_of_images_with_channels_last() -> None:
         [sys.executable, "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANGS,
         check=False,
     )
     assert done.stdout.strip() == "finished", (done.returncode, done.stderr[-2000:])

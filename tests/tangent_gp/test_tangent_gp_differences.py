@@ -67,7 +67,7 @@ def test_what_cannot_be_vectorized_goes_column_by_column() -> None:
     function = Functional(Branching())
     data = Batches(real(6, 3, seed=1), torch.device("cpu"))
     v = real(function.space.dim, 3, seed=2)
-    assert torch.equal(
+    torch.testing.assert_close(
         BatchedDifferences(function, data, Gaussian()) @ v,
         FiniteDifferenceFisher(function, data, Gaussian()) @ v,
     )

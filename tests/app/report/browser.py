@@ -17,7 +17,8 @@ from queue import Queue
 from tempfile import TemporaryDirectory
 from typing import Any
 
-SECONDS = 60.0  # for one answer
+from tests.hangs import HANGS
+
 # The browser reads from descriptor 3 and writes to descriptor 4.
 LAUNCH = """
 import fcntl, os, sys
@@ -64,7 +65,7 @@ class Browser:
         if self.session:
             message["sessionId"] = self.session
         os.write(self.sending, json.dumps(message).encode() + b"\0")
-        answer = self.answers.get(timeout=SECONDS)
+        answer = self.answers.get(timeout=HANGS)
         assert answer["id"] == self.count, answer
         assert "error" not in answer, answer
         return answer["result"]
@@ -93,7 +94,7 @@ class Browser:
         self.call("Emulation.setScriptExecutionDisabled", value=not script)
         self.events.clear()
         self.call("Page.navigate", url=page.resolve().as_uri())
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + HANGS
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             assert time.monotonic() < end, "the page does not load"
             time.sleep(0.01)
@@ -155,5 +156,5 @@ def browsing() -> Iterator[Browser]:
             yield Browser(process, sending, receiving)
         finally:
             process.terminate()
-            process.wait(SECONDS)
+            process.wait(HANGS)
             os.close(sending)

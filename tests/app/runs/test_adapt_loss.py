@@ -18,6 +18,7 @@ from linnet.app.runs.folder import load_run
 from linnet.app.runs.kinds import loo_log_loss
 from linnet.fitting.softmax_fit import SoftmaxFit
 from tests.app.runs.small_tasks import write_nets, write_pictures, write_table
+from tests.hangs import HANGS
 
 
 def words(folder: Path, out: str, *more: str, data: str = "pictures.npz", net: str = "conv") -> list[str]:
@@ -148,7 +149,7 @@ def test_the_command_itself(folder: Path) -> None:
         "linnet.app.cli",
         *words(folder, "shell", "--loss", "cross-entropy", "--ridge", "1"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     assert result(folder / "shell")["fit"]["loss"] == "cross-entropy"
 

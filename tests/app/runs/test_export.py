@@ -18,6 +18,7 @@ from linnet.app.runs.folder import SavedRun, load_run, load_test
 from linnet.errors import DependencyError, InputError, ModelError
 from linnet.tangent.sizes import Prototype
 from tests.app.runs.test_questions import NAMES, linnet
+from tests.hangs import HANGS
 
 LOAD = """
 import json, sys, numpy, torch
@@ -33,7 +34,7 @@ def answers(path: Path, x: np.ndarray) -> dict[str, np.ndarray]:
     """What a .pt2 file gives in a process that does not know linnet."""
     np.save(path.with_name("x.npy"), x)
     words = [sys.executable, "-W", "ignore", "-I", "-c", LOAD, path, path.with_name("x.npy")]
-    subprocess.run([*map(str, words), str(path.with_name("found.npz"))], check=True, timeout=120)
+    subprocess.run([*map(str, words), str(path.with_name("found.npz"))], check=True, timeout=HANGS)
     return dict(np.load(path.with_name("found.npz")))
 
 

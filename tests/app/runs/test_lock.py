@@ -20,6 +20,7 @@ from linnet.app.runs.lock import LOCK, check_free, is_held, writing
 from linnet.app.runs.place import made_folder
 from linnet.errors import InputError
 from tests.app.runs.small_tasks import write_nets, write_pictures
+from tests.hangs import HANGS
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="stops processes by signals")
 
@@ -74,7 +75,7 @@ def adapt(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """Run the command as a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "linnet", "adapt", *words(folder, *more)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=HANGS, check=False,
     )  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def test_the_second_process_is_told_and_the_first_finishes(
         assert f"(pid {first.pid}) is writing" in capsys.readouterr().err
     assert cli.main(["predict", "--run", str(run), "--data", str(folder / "pictures.npz")]) == 2
     assert f"(pid {first.pid}) is writing" in capsys.readouterr().err
-    out, errors = first.communicate("go on\n", timeout=120)
+    out, errors = first.communicate("go on\n", timeout=HANGS)
     assert first.returncode == 0, errors
     assert "report:" in out
     assert "seed: 1" in (run / "run.yaml").read_text()
@@ -109,7 +110,7 @@ def test_the_second_process_is_told_and_the_first_finishes(
 @pytest.mark.long
 def test_a_killed_process_leaves_no_lock(folder: Path, first: subprocess.Popen[str]) -> None:
     os.kill(first.pid, signal.SIGKILL)
-    first.wait(timeout=60)
+    first.wait(timeout=HANGS)
     assert (folder / "run" / LOCK).exists()  # the file stays; what locked it is gone
     done = adapt(folder, "--seed", "2")
     assert done.returncode == 0, done.stderr
@@ -121,7 +122,7 @@ def test_two_at_once_do_not_both_succeed_with_different_settings(folder: Path) -
     command = [sys.executable, "-m", "linnet", "adapt"]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     both = [subprocess.Popen([*command, *words(folder, "--seed", seed)], **pipes) for seed in "12"]  # type: ignore[call-overload]
-    errors = [process.communicate(timeout=240)[1] for process in both]
+    errors = [process.communicate(timeout=HANGS)[1] for process in both]
     codes = [process.returncode for process in both]
     assert sorted(codes) == [0, 2], errors
     assert "Traceback" not in "".join(errors)

@@ -26,6 +26,7 @@ from linnet.app.serve.server import LARGEST, Server
 from linnet.app.serve.session import Session
 from linnet.errors import InputError
 from tests.app.runs.small_tasks import pictures
+from tests.hangs import HANGS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -39,7 +40,7 @@ class Browser:
     def ask(
         self, method: str, path: str, body: bytes = b"", **headers: str
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.server_port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.server_port, timeout=HANGS)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, body, named)
         with contextlib.closing(connection), connection.getresponse() as answer:
@@ -214,12 +215,12 @@ def test_the_command_serves_until_it_is_interrupted(workshop: Path) -> None:
         address = process.stderr.readline().strip()
         found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?key=([0-9a-f]{32})", address)
         assert found is not None, address
-        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=HANGS)
         with contextlib.closing(connection):
             connection.request("POST", "/about", b"", {"X-Linnet-Key": found[2]})
             assert json.loads(connection.getresponse().read())["name"] == "prices"
         process.send_signal(signal.SIGINT)
-        assert json.loads(process.communicate(timeout=60)[0])["port"] == int(found[1])
+        assert json.loads(process.communicate(timeout=HANGS)[0])["port"] == int(found[1])
         assert process.returncode == 0
     finally:
         process.kill()

@@ -15,6 +15,7 @@ from linnet.app import cli
 from linnet.tangent import gram as gram_module
 from tests.app.report.test_page import Page
 from tests.app.runs.small_tasks import write_nets, write_pictures, write_table
+from tests.hangs import HANGS
 
 PART = ["--model", "nets.py:conv", "--data", "pictures.npz", "--kernel", "k.npy"]
 
@@ -37,7 +38,7 @@ def test_from_a_network_and_data_as_a_process(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONWARNINGS": "error::UserWarning", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "linnet.app.cli", *words],
-        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=240,
+        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=HANGS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     printed, kept = json.loads(done.stdout), read(tmp_path / "found")
@@ -55,7 +56,7 @@ def test_from_a_network_and_data_as_a_process(tmp_path: Path) -> None:
     words = ["spectrum", "--config", "found/run.yaml", "--out", "again", "--json"]
     again = subprocess.run(
         [sys.executable, "-m", "linnet.app.cli", *words],
-        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=240,
+        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=HANGS,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["energy"] == printed["energy"]

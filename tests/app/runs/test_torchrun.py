@@ -13,6 +13,7 @@ import pytest
 
 from linnet.app import cli
 from tests.app.runs.small_tasks import write_nets, write_pictures
+from tests.hangs import HANGS
 
 ROOT = Path(__file__).resolve().parents[3]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "linnet"]
@@ -23,7 +24,7 @@ def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *TORCHRUN, *words], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=240,
+        timeout=HANGS,
     )  # fmt: skip
 
 
