@@ -33,7 +33,9 @@ from linnet.app.report import (
     svg,
     write_report,
 )
-from linnet.app.report.judgment import share_error, summary, verdict
+from linnet.app.report.judgment import summary
+from linnet.app.report.measures import share_error
+from linnet.app.report.verdict import verdict
 from linnet.app.report.wording import duration, measured_share, number
 from linnet.errors import InputError
 from tests.app.report.material import digits_run, regression_run
@@ -323,10 +325,10 @@ def test_own_headline_takes_the_place_of_the_summary() -> None:
 def test_the_summary_is_short_and_true() -> None:
     run = full()
     sentences = summary(run)
-    assert len(sentences) == 3
+    assert len(sentences) == 4
     assert all(sentence.endswith(".") and not sentence[0].islower() for sentence in sentences)
     text = " ".join(sentences).replace("\u202f", " ")
-    assert sentences[0] == verdict(run)
+    assert sentences[:2] == list(verdict(run).sentences)
     assert sentences[0].startswith("Use ")
     assert "5 of the 5 that are known to be wrong" in text
     assert "5 training samples were forgotten" in text

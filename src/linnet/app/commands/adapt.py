@@ -50,8 +50,8 @@ def task_adaptation(
         model_args: Keyword arguments of the factory, as a JSON object.
         shots: Training samples of each class, or of all in a regression; all there are by default.
         tests: Test samples to evaluate on, drawn at random; all by default.
-        quick: Take as many training and test samples as about half a minute allows, for a first answer. Its
-            scores have wider errors; shots and tests that are given are kept.
+        quick: Give a first answer in about half a minute: a linear probe of all samples, and whether the
+            lower layers help, tried on as many as the time allows, at least five per class.
         ridge: The ridge, a positive number, or how to choose it: auto (by leave-one-out, or by evidence where
             a class has one sample), loo, gcv, evidence. For nested a number is relative to the mean of the
             kernel's diagonal.
@@ -103,7 +103,7 @@ def task_adaptation(
     from linnet.app.data import image_transform
     from linnet.app.runs.adaptation import adapt as run_adaptation
     from linnet.app.runs.folder import keep_fit
-    from linnet.app.runs.planning import few_samples, quickened
+    from linnet.app.runs.quick import first_answer
     from linnet.app.runs.settings import Network, Settings, Solving, Source
     from linnet.app.runs.summary import keep_adaptation, print_adaptation
 
@@ -114,10 +114,8 @@ def task_adaptation(
         Solving(ridge, solver, params, memory, device, loss, metric, method, weight, tune),
         compare, finetune_steps,
     )  # fmt: skip
-    if quick:
-        settings = quickened(settings)
-        print(f"quick: {few_samples(settings.source)}")
-    found = run_adaptation(settings, out, partial(keep_fit, out, overwrite=overwrite))
+    run = first_answer if quick else run_adaptation
+    found = run(settings, out, partial(keep_fit, out, overwrite=overwrite))
     result = keep_adaptation(found, out, f"{data.stem} from {model.rpartition(':')[2]}", replay=True)
     for line in print_adaptation(result):
         print(line)

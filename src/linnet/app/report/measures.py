@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import numpy as np
 
-from linnet.plots.measures import Array, ranking
+from linnet.plots.measures import Array, ranking, wilson_interval
 
 FEW = 20  # test samples below which shares of them are not judged
 _BINS = 10  # of confidence
+_Z = NormalDist().inv_cdf(0.975)  # standard errors of a 95 % interval to each side, 1.96
 
 
 def mean_and_error(values: Array) -> tuple[float, float]:
@@ -29,6 +31,27 @@ def mean_and_error(values: Array) -> tuple[float, float]:
     if not values.size:
         return 0.0, 0.0
     return float(values.mean()), float(values.std() / math.sqrt(values.size))
+
+
+def share_error(share: float, count: int | None) -> float | None:
+    """The standard error of a share, which is not zero where all or none of a few were right.
+
+    Args:
+        share: The share, in [0, 1].
+        count: Of how many.
+
+    Returns:
+        Half the width of Wilson's 95 % interval in units of z: √(p (1 − p) / n) for many; None where the
+        number is not known.
+
+    Example:
+        >>> [round(share_error(share, count), 3) for share, count in ((0.5, 100), (0.9, 1000), (1.0, 24))]
+        [0.049, 0.01, 0.035]
+    """
+    if not count:
+        return None
+    low, high = wilson_interval(share * count, count)
+    return (high - low) / (2 * _Z)
 
 
 def calibration_and_error(confidence: Array, correct: Array) -> tuple[float, float]:
@@ -51,7 +74,7 @@ def calibration_and_error(confidence: Array, correct: Array) -> tuple[float, flo
     confidence, correct = np.asarray(confidence, dtype=float), np.asarray(correct, dtype=float)
     place = np.clip((confidence * _BINS).astype(int), 0, _BINS - 1)
     gap = np.bincount(place, correct - confidence, minlength=_BINS)  # (correct - confidence) summed in a bin
-    return mean_and_error(np.sign(gap)[place] * (correct - confidence))
+    return mean_and_error(np.copysign(1.0, gap)[place] * (correct - confidence))
 
 
 def split_by_uncertainty(uncertainty: Array, loss: Array, share: float = 0.1) -> tuple[float, float, int]:

@@ -6,8 +6,8 @@ fit each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -65,11 +65,13 @@ class Scores:
         comparison: One row per method; the first row is the linear fit itself.
         reliability: Calibration data per method, in the order of display.
         tested: Number of test examples behind the scores; by default the size of the test set.
+        squares: Squared error of each test prediction of a regression, (N,), by method.
     """
 
     comparison: tuple[Comparison, ...] = ()
     reliability: tuple[Reliability, ...] = ()
     tested: int | None = None
+    squares: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,7 @@ class FitRecord:
         timings: Time of every step.
         task: How linear the task is.
         ridge: Choice of the ridge.
+        verdict: What was found on the training samples alone, in a sentence.
     """
 
     path: RidgePath | None = None
@@ -224,6 +227,7 @@ class FitRecord:
     timings: tuple[Timing, ...] = ()
     task: TaskKernel | None = None
     ridge: RidgeChoice | None = None
+    verdict: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -451,12 +455,16 @@ class Notes:
         warnings: Sentences that a reader must not miss.
         facts: (name, value) pairs for the foot of the page: versions, seed, command.
         steps: What to do next, behind what follows from the numbers.
+        quick: What a quick run has taken of the data, in a sentence; empty for a whole one.
+        first: What to do before all else.
     """
 
     headline: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
     steps: tuple[Step, ...] = ()
+    quick: str = ""
+    first: tuple[Step, ...] = ()
 
 
 def check_length(name: str, value: Array | None, other: str, count: int) -> None:

@@ -107,14 +107,14 @@ def next_steps(run: Run) -> tuple[Step, ...]:
         run: The run.
 
     Returns:
-        The steps, the most useful first: those that follow from the numbers, then those given with the run.
+        The steps, the most useful first; those that follow from the numbers between those given with the run.
 
     Example:
         >>> next_steps(Run("x"))
         ()
     """
     made = (_look_at_labels(run), _label_next(run), _distrust(run), _check_by_hand(run), _look_behind(run))
-    return (*(step for step in made if step is not None), *run.notes.steps)
+    return (*run.notes.first, *(step for step in made if step is not None), *run.notes.steps)
 
 
 def command(name: str, run: str, ids: Sequence[str] = (), **options: str) -> str:

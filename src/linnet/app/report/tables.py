@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet.app.report.judgment import share_error
-from linnet.app.report.measures import FEW
+from linnet.app.report.measures import FEW, share_error
 from linnet.app.report.records import DoubtedLabel, HeldOutSet
 from linnet.app.report.run import Run
 from linnet.app.report.steps import class_records

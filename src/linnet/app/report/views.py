@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from linnet.app.report.judgment import share_error
+from linnet.app.report.measures import share_error
 from linnet.app.report.records import DoubtedLabel, Explanation, HeldOutSet, Neighbor, Samples, Step
 from linnet.app.report.run import Run
 from linnet.app.report.steps import next_steps

@@ -36,7 +36,7 @@ from linnet.app.runs.evaluation import (
     spectrum_of,
 )
 from linnet.app.runs.folder import Origin, SavedRun, TrainingSamples, temperatures_of
-from linnet.app.runs.kinds import Fit, cross_fitted, loss_of
+from linnet.app.runs.kinds import Fit, cross_fitted, loss_of, name_of
 from linnet.app.runs.pages import choices, facts, held_out, spectrum_record, training_set
 from linnet.errors import DataError, InputError
 from linnet.files import write_text
@@ -117,7 +117,7 @@ def fit_page(fit: Any, test: Any, classes: Sequence[str] | None, title: str) -> 
     if part is not None:
         found = predict(fit, run.inputs(part.x), None, run.temperatures)
         seconds["predictions"] = time.perf_counter() - start
-        scores = _scores(found, part.y, seconds["predictions"])
+        scores = _scores(name_of(fit), found, part.y, seconds["predictions"])
         shown = held_out(run, part, found, images=False)
         shown = replace(shown, samples=replace(shown.samples, images=pictures(part.x)))
     notes = Notes(warnings=tuple(fit.record.warnings), facts=facts(run))
@@ -202,14 +202,12 @@ def _part(test: Any, run: SavedRun) -> Part:
     return Part(InMemory(x.detach().cpu().numpy()), np.arange(len(y)), answers, ids)
 
 
-def _scores(found: Predictions, y: Array, seconds: float) -> Scores:
+def _scores(name: str, found: Predictions, y: Array, seconds: float) -> Scores:
     """The row of the fit, and its calibration."""
     if found.probs is None:
-        return Scores(
-            (score_values("linear fit", found.mean, y, found.std, seconds, found.note),), (), len(y)
-        )
-    row = score_classes("linear fit", found.probs, y, seconds, found.note)
-    return Scores((row,), (reliability("linear fit", found.probs, y),), len(y))
+        return Scores((score_values(name, found.mean, y, found.std, seconds, found.note),), (), len(y))
+    row = score_classes(name, found.probs, y, seconds, found.note)
+    return Scores((row,), (reliability(name, found.probs, y),), len(y))
 
 
 def _record(run: SavedRun, part: Part | None, seconds: dict[str, float]) -> FitRecord:
@@ -229,4 +227,5 @@ def _record(run: SavedRun, part: Part | None, seconds: dict[str, float]) -> FitR
         made,
         timings=tuple(Timing(name, value) for name, value in seconds.items()),
         ridge=RidgeChoice(fit.record.criterion, loss_of(fit), cross_fitted(fit)),
+        verdict=fit.record.reasons.get("verdict", ""),
     )

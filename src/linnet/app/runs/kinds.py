@@ -20,6 +20,7 @@ from linnet.nested.nested_fit import NestedFit
 from linnet.predictive.temperature import fit_temperature, probabilities
 
 Fit: TypeAlias = LinearFit | SoftmaxFit | NestedFit | SharedFit
+PROBE = "linear probe"
 
 
 def in_closed_form(fit: Fit) -> bool:
@@ -37,6 +38,12 @@ def in_closed_form(fit: Fit) -> bool:
 def loss_of(fit: Fit) -> str:
     """The loss of a fit, as ``linnet.fit`` calls it."""
     return "cross-entropy" if isinstance(fit, SoftmaxFit) else "squared"
+
+
+def name_of(fit: Fit) -> str:
+    """What a fit is called beside other methods: without its lower layers it is a linear probe."""
+    is_probe = isinstance(fit, NestedFit) and not (fit.body_weight or fit.trained)
+    return PROBE if is_probe else "linear fit"
 
 
 def cross_fitted(fit: Fit) -> bool:

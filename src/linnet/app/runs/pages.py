@@ -34,7 +34,7 @@ from linnet.app.report import (
     TrainingSet,
     write_report,
 )
-from linnet.app.report.judgment import trust, verdict
+from linnet.app.report.judgment import summary
 from linnet.app.report.steps import beside, next_steps
 from linnet.app.report.wording import number
 from linnet.app.runs.adaptation import Adaptation
@@ -116,16 +116,27 @@ def adaptation_page(found: Adaptation, title: str, out: Path, replay: bool = Fal
         path, spectrum_record(run.fit, eigen), choices(run), _preflight(found.preflight),
         tuple(Timing(name, seconds) for name, seconds in _timings(found).items()),
         ridge=RidgeChoice(run.fit.record.criterion, loss_of(run.fit), cross_fitted(run.fit)),
+        verdict=run.fit.record.reasons.get("verdict", ""),
     )  # fmt: skip
     folder = place_of(out)
-    steps = further(folder, replay and _is_untuned(run.fit), task.classes is not None)
-    notes = Notes(warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run), steps=steps)
-    scores = Scores(found.rows, found.reliability, len(task.test))
+    steps = further(folder, replay and found.whole and _is_untuned(run.fit), task.classes is not None)
+    notes = Notes(
+        warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run), steps=steps, quick=found.quick,
+        first=() if found.whole or not replay else _in_full(folder),
+    )  # fmt: skip
+    scores = Scores(found.rows, found.reliability, len(task.test), found.squares)
     page = Run(title, run.classes, notes, scores, record, train, test, folder)
-    told = [verdict(page), run.fit.record.reasons.get("verdict", ""), trust(page)]
-    if isinstance(run.fit, NestedFit) and not (run.fit.trained or run.fit.body_weight) and told[1]:
-        told = told[1:]  # the fit is the linear probe: there is nothing to tell apart
-    return replace(page, notes=replace(notes, headline=tuple(sentence for sentence in told if sentence)))
+    return replace(page, notes=replace(notes, headline=tuple(summary(page))))
+
+
+def _in_full(folder: str) -> tuple[Step, ...]:
+    """The command that takes all samples for the lower layers too."""
+    words = ["linnet", "adapt", "--config", f"{folder}/run.yaml", "--quick", "false"]
+    line = shlex.join([*words, "--out", beside(folder, "full")])
+    text = (
+        "A quick run gives a first answer. The full one fits the lower layers too, to all training samples."
+    )
+    return (Step("Run it in full", text, line),) if folder.isprintable() else ()
 
 
 def place_of(folder: Path) -> str:
@@ -157,12 +168,12 @@ def further(folder: str, tunable: bool, classes: bool) -> tuple[Step, ...]:
         The steps.
     """
     predict = shlex.join(["linnet", "predict", "--run", folder, "--data", "FOLDER"])
-    text = "FOLDER is an image folder, .npz or .csv. Without answers, the page says what to label."
+    text = "FOLDER: an image folder, .npz or .csv. Without labels, the page suggests which samples to label."
     steps = [Step("Predict new samples", text, predict)]
     if tunable:
         words = ["linnet", "adapt", "--config", f"{folder}/run.yaml", "--tune", "true"]
         line = shlex.join([*words, "--out", beside(folder, "tuned")])
-        why = "Trains the lower layers as well, and uses that where held-out folds have less error."
+        why = "Trains the lower layers as well, and keeps the result only if cross-validation improves."
         steps.insert(0, Step("Try for more accuracy" if classes else "Try for less error", why, line))
     return tuple(steps) if folder.isprintable() else ()
 

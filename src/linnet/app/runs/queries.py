@@ -17,6 +17,7 @@ from linnet.app.data.task import InMemory
 from linnet.app.report import Explanation, HeldOutSet, Neighbor, Notes, Run, Samples, Scores, TrainingSet
 from linnet.app.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.app.runs.folder import SavedRun, load_test
+from linnet.app.runs.kinds import name_of
 from linnet.app.runs.naming import answer_in_words, find_samples, named
 from linnet.app.runs.newdata import NewSamples
 from linnet.app.runs.pages import TARGET, explanations, facts, held_out, place_of, seen
@@ -173,11 +174,12 @@ def prediction_page(
     """
     scores = Scores()
     if new.y is not None:
+        name = name_of(run.fit)
         row = (
-            score_values("linear fit", found.mean, new.y, found.std, None) if found.probs is None
-            else score_classes("linear fit", found.probs, new.y, None)
+            score_values(name, found.mean, new.y, found.std, None) if found.probs is None
+            else score_classes(name, found.probs, new.y, None)
         )  # fmt: skip
-        diagrams = () if found.probs is None else (reliability("linear fit", found.probs, new.y),)
+        diagrams = () if found.probs is None else (reliability(name, found.probs, new.y),)
         scores = Scores((row,), diagrams, len(new.ids))
     images = new.x if run.samples.images is not None else None
     std = found.std if found.probs is None else None

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from linnet.app.report import Comparison
-from linnet.app.report.judgment import share_error
+from linnet.app.report.measures import share_error
+from linnet.app.report.verdict import verdict
 from linnet.app.report.wording import duration, number, percent
 from linnet.app.runs.adaptation import Adaptation
 from linnet.app.runs.folder import SavedRun
@@ -35,9 +36,11 @@ def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = Fal
         "title": title,
         "train": len(task.train),
         "test": len(task.test),
+        "verdict": {"answer": verdict(page).answer, "sentences": list(page.notes.headline)},
         "scores": [asdict(row) for row in found.rows],
         "fit": fit.summary(),
         "device": str(fit.module.function.device),
+        "next": [asdict(step) for step in page.notes.first],
         "data": {"classes": task.classes, "findings": list(task.findings)},
         "preflight": {"parameters": found.preflight.total, "findings": list(found.preflight.findings)},
         "seconds": dict(found.stages.seconds),
@@ -47,7 +50,7 @@ def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = Fal
     return result
 
 
-NEXT = "next: --tune trains the lower layers as well, and uses that where held-out folds have less error"
+NEXT = "next: --tune trains the lower layers as well, and keeps the result only if cross-validation improves"
 
 
 def print_adaptation(result: dict[str, Any]) -> list[str]:
@@ -66,9 +69,10 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
         f"{result['title']}: {result['train']} training and {result['test']} test samples, {task}; "
         f"{fit['parameters']:,} weights",
         *score_table([Comparison(**row) for row in result["scores"]], result["test"]),
-        *([fit["reasons"]["verdict"]] if "verdict" in fit["reasons"] else []),
+        *result["verdict"]["sentences"],
         *rung_table(fit.get("rungs", [])),
-        *([NEXT] if fit.get("trained") is False and not fit["rungs"] else []),
+        *(f"next: {step['command']}" for step in result["next"]),
+        *([NEXT] if not result["next"] and fit.get("trained") is False and not fit["rungs"] else []),
         *([f"loss {_loss(fit)}: {fit['reasons']['loss']}"] if "loss" in fit["reasons"] else []),
         *(
             [f"weight of the lower layers {fit['body_weight']:g}: {fit['reasons']['body']}"]
