@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from linnet.app.data import TaskData, load_data
 from linnet.app.models import load_model
-from linnet.app.report import Comparison, Reliability
+from linnet.app.report import Comparison, Reliability, Scores
 from linnet.app.report.wording import number
 from linnet.app.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.app.runs.folder import (
@@ -77,10 +77,8 @@ class Adaptation:
         task: The data, as they were used.
         preflight: The check of the network.
         predictions: For the test samples.
-        rows: Scores of the fit and of what it is compared with.
-        reliability: Their calibration.
+        scores: Those of the fit and of what it is compared with.
         stages: Time of each step.
-        squares: Squared errors of a regression, by method.
         quick: What a quick run has taken of the data, in a sentence; empty for another run.
         whole: Whether that is all.
     """
@@ -89,10 +87,8 @@ class Adaptation:
     task: TaskData
     preflight: Preflight
     predictions: Predictions
-    rows: tuple[Comparison, ...]
-    reliability: tuple[Reliability, ...]
+    scores: Scores
     stages: Stages
-    squares: dict[str, Array] = field(default_factory=dict)
     quick: str = ""
     whole: bool = True
 
@@ -296,11 +292,13 @@ def evaluated(
         found = predictions or predict_test(run, task, std=std)
         task = replace(task, findings=(*task.findings, *_trained_on(task)))
     every = [own_score(run, task, found), *others.scores(name_of(run.fit) == PROBE, stages)]
-    return Adaptation(
-        run, task, report, found, tuple(one.row for one in every),
-        tuple(one.reliability for one in every if one.reliability is not None), stages,
+    scores = Scores(
+        tuple(one.row for one in every),
+        tuple(one.reliability for one in every if one.reliability is not None),
+        len(task.test),
         {one.row.name: one.squares for one in every if one.squares is not None},
-    )  # fmt: skip
+    )
+    return Adaptation(run, task, report, found, scores, stages)
 
 
 def _why_head(network: Network, init: str, centered: bool) -> str:

@@ -141,9 +141,8 @@ def adapt_digits(files: Files, out: Path, seed: int) -> dict[str, Any]:
     """
     found = adapt(_settings(files, files.digits, SHOTS, seed), out, partial(keep_fit, out))
     row = _frozen(found, files)
-    return keep_adaptation(
-        replace(found, rows=(*found.rows, row)), out, "Digits 5 to 9 from a network for 0 to 4"
-    )
+    scores = replace(found.scores, comparison=(*found.scores.comparison, row))
+    return keep_adaptation(replace(found, scores=scores), out, "Digits 5 to 9 from a network for 0 to 4")
 
 
 def _settings(files: Files, data: Path, shots: int | None, seed: int, compare: str = "finetune") -> Settings:

@@ -27,7 +27,6 @@ from linnet.app.report import (
     RidgeChoice,
     Run,
     Samples,
-    Scores,
     Spectrum,
     Step,
     Timing,
@@ -124,8 +123,7 @@ def adaptation_page(found: Adaptation, title: str, out: Path, replay: bool = Fal
         warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run), steps=steps, quick=found.quick,
         first=() if found.whole or not replay else _in_full(folder),
     )  # fmt: skip
-    scores = Scores(found.rows, found.reliability, len(task.test), found.squares)
-    page = Run(title, run.classes, notes, scores, record, train, test, folder)
+    page = Run(title, run.classes, notes, found.scores, record, train, test, folder)
     return replace(page, notes=replace(notes, headline=tuple(summary(page))))
 
 

@@ -37,7 +37,7 @@ def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = Fal
         "train": len(task.train),
         "test": len(task.test),
         "verdict": {"answer": verdict(page).answer, "sentences": list(page.notes.headline)},
-        "scores": [asdict(row) for row in found.rows],
+        "scores": [asdict(row) for row in found.scores.comparison],
         "fit": fit.summary(),
         "device": str(fit.module.function.device),
         "next": [asdict(step) for step in page.notes.first],
