@@ -31,6 +31,7 @@ from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.capture import capture
 from linnet.tangent.functional import Functional
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.nonfinite import require_finite_products
 
 TOGETHER = 64  # test examples differentiated at once
 
@@ -78,10 +79,19 @@ def loss_influence(
     fit = check_fit(fit)
     unconstrained(fit, "loss_influence")
     x = checked_inputs(fit.module, x)
-    function, system = fit.module.function, fit.system
+    function = fit.module.function
     gradients = _gradients(function, x, fit.predict(x) - label_targets(fit, x, labels))
     if directions is not None:
-        return checked_directions(fit, directions) @ gradients.T
+        found = checked_directions(fit, directions) @ gradients.T
+    else:
+        found = _through_system(fit, gradients, memory)
+    require_finite_products(function, x, found.T)
+    return found
+
+
+def _through_system(fit: LinearFit, gradients: Tensor, memory: str | int | None) -> Tensor:
+    """The influences on losses with gradients (T, P), by the solved equations."""
+    function, system = fit.module.function, fit.system
     dual = system.factorized.dual if isinstance(system.factorized, KernelSystem) else None
     if dual is not None and _through_changes(fit, len(gradients), memory):
         return every_change(fit, memory) @ gradients.T

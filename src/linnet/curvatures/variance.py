@@ -32,6 +32,7 @@ from linnet.tangent.batch import Inputs, batch_size, check_examples, map_tensors
 from linnet.tangent.capture import capture, capture_bytes, capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
+from linnet.tangent.nonfinite import require_finite_products
 from linnet.tangent.rules import Factors, factors
 
 TARGET = 128 << 20  # bytes of one captured batch
@@ -68,7 +69,9 @@ def output_covariance(
     diagonal = "take output_variance(), its diagonal"
     require(plan, [diagonal, "use fewer examples at once" if batch_size(x) > 1 else "raise memory="])
     size = max(1, min(256, min(TARGET, budget // 2) // max(one, 1)))
-    return torch.cat([batch_covariance(parts, capture(function, block)) for block in split(x, size)])
+    found = torch.cat([batch_covariance(parts, capture(function, block)) for block in split(x, size)])
+    require_finite_products(function, x, found)
+    return found
 
 
 def output_variance(
@@ -128,7 +131,9 @@ def variance_blocks(
         for captured in capture_parts(function, block, "full", columns):
             outputs = captured.outputs
             found.append(batch_variance(parts, captured))
-        yield outputs, torch.cat(found, 1)
+        variances = torch.cat(found, 1)
+        require_finite_products(function, block, variances)
+        yield outputs, variances
 
 
 def row_bytes(parts: Sequence[Part], c: int) -> int:

@@ -27,6 +27,7 @@ from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.nonfinite import require_finite_products
 
 TARGET = 128 << 20  # bytes of one captured batch
 MOST = 256  # examples captured at once
@@ -110,6 +111,7 @@ def moments(
         some = slice(start, start + len(found[0]))
         means[some], spreads[some] = found
         start += len(found[0])
+    require_finite_products(function, x, spreads)
     return means, spreads
 
 
@@ -192,6 +194,7 @@ def joint_covariance(covariance: Curvature, x: Inputs, memory: str | int | None 
             out[i : i + size, :, j : j + size] = tile
             if j > i:
                 out[j : j + size, :, i : i + size] = tile.permute(2, 3, 0, 1)
+    require_finite_products(function, x, out)
     return out
 
 

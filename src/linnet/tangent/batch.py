@@ -8,12 +8,14 @@ they are. A dict that comes as data, from a loader, a data set or as it is, carr
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from torch.utils.weak import WeakIdKeyDictionary
 
 from linnet.distributed import current, look_around
 from linnet.errors import DataError, InputError
@@ -29,6 +31,9 @@ TARGETS = ("labels", "label")  # what the targets are called in samples that are
 _NO_DATA_SETS = (list, tuple, str, bytes, Mapping, Tensor)  # have items, but no samples
 
 OBSERVED, WHOLE = "linnet: observed", "linnet: inputs"  # keys of a batch with outputs that do not count
+
+# By a part of a batch what it was cut from, and which rows: errors name examples by their place in all.
+_CUT: Any = WeakIdKeyDictionary()
 
 Inputs = Any  # Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -179,10 +184,46 @@ def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
     """The examples of ``x`` at ``index``; tensors without the example axis stay whole."""
     n = batch_size(x)
     rows = torch.as_tensor(index) if not isinstance(index, slice | Tensor) else index
-    if isinstance(rows, Tensor):
-        places = {device: rows.to(device) for device in {t.device for t in tensors_in(x)}}
-        return map_tensors(lambda t: t[places[t.device]] if t.ndim > 0 and t.shape[0] == n else t, x)
-    return map_tensors(lambda t: t[rows] if t.ndim > 0 and t.shape[0] == n else t, x)
+    places = {device: rows.to(device) if isinstance(rows, Tensor) else rows for device in _devices(x)}
+
+    def part(t: Tensor) -> Tensor:
+        if t.ndim == 0 or t.shape[0] != n:
+            return t
+        made = t[places[t.device]]
+        if not torch.compiler.is_compiling():
+            _CUT[made] = weakref.ref(t), rows
+        return made
+
+    return map_tensors(part, x)
+
+
+def place_of(x: Inputs, i: int) -> int:
+    """The place of an example among those that a batch was cut from, as far as that is known.
+
+    Args:
+        x: A batch, from :func:`split` or :func:`take`.
+        i: Its number in the batch.
+
+    Returns:
+        Its number among all.
+
+    Example:
+        >>> x = torch.ones(9, 2)
+        >>> place_of(take(take(x, slice(2, 8)), slice(3, 5)), 1)
+        6
+    """
+    tensor: Tensor | None = next((t for t in tensors_in(x) if t.ndim > 0), None)
+    while tensor is not None and tensor in _CUT:
+        whole, rows = _CUT[tensor]
+        tensor = whole()
+        if tensor is not None:
+            i = int(torch.arange(len(tensor))[rows.cpu() if isinstance(rows, Tensor) else rows][i])
+    return i
+
+
+def _devices(x: Inputs) -> set[torch.device]:
+    """Where the tensors of a batch are."""
+    return {t.device for t in tensors_in(x)}
 
 
 def observe(x: Inputs, mask: Tensor) -> Inputs:

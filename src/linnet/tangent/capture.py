@@ -21,6 +21,7 @@ from linnet.tangent.gradients import exact_rows, use_and_leaf_gradients, use_gra
 from linnet.tangent.independence import MOST, backwards
 from linnet.tangent.layout import fits
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.nonfinite import require_finite_derivative
 from linnet.tangent.plan import Key, Plan, amend, expected_plan, keyed, plan_for
 from linnet.tangent.proof import disagreeing, random_cotangent
 from linnet.tangent.rules import Use
@@ -157,7 +158,16 @@ def _capture(function: Functional, x: Inputs, run: Trace, u: Tensor, last: bool 
     lost = run.lost or set()
     uses = [use for use in uses if not lost & set(use.sources)]
     exact = exact_rows(function, x, [name for name in function.names if name in {*plan.exact, *lost}], u)
+    # a use of a weight and of the bias added to its product share their gradients
+    _require_finite(function, x, [*{use.place: use.g for use in uses}.values(), *exact.values()])
     return Captured(run.n, run.outputs.detach(), uses, run.leaves, exact, len(u))
+
+
+def _require_finite(function: Functional, x: Inputs, gradients: Sequence[Tensor | None]) -> None:
+    """Raise if a gradient is not finite; all sums are read in one wait for the device."""
+    sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients if g is not None]
+    if sums and not bool(torch.stack([part.double() for part in sums]).sum().isfinite()):
+        require_finite_derivative(function, x, *(g for g in gradients if g is not None))
 
 
 def _traced(function: Functional, x: Inputs) -> Trace:

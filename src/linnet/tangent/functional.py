@@ -31,6 +31,7 @@ from linnet.tangent.batch import (
     map_tensors,
     observed,
     on_device,
+    place_of,
     take,
     tensors_in,
 )
@@ -327,9 +328,10 @@ class Functional:
                 expected="the example axis first",
                 remedy="pass output= to pick and arrange the outputs",
             )
-        if not torch.isfinite(value).all():
+        if not is_finite(value):
+            bad = int((~torch.isfinite(value).reshape(len(value), -1).all(1)).nonzero()[0])
             raise ModelError(
-                "model returns NaN or infinite outputs on x",
+                f"model returns NaN or infinite outputs on x, first at example {place_of(x, bad)}",
                 expected="finite outputs",
                 remedy="check the weights and the scale of x",
             )

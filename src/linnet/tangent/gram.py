@@ -25,6 +25,7 @@ from torch import Tensor
 
 from linnet.distributed import Share, all_filled, all_rows, current, gathered, look_around
 from linnet.errors import InputError
+from linnet.linalg.finite import is_finite
 from linnet.memory import Plan, parse_bytes, require
 from linnet.number_types import products_in
 from linnet.params import choice, part_of
@@ -38,6 +39,7 @@ from linnet.tangent.features import Features, Outline, Treatment, TreatmentChang
 from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.nonfinite import refuse_overflow, require_finite_products
 from linnet.tangent.plan import PROBES
 from linnet.tangent.steps import Range, Sizes, Step, captured_examples, dealt, in_order, ranges, run_of
 from linnet.tangent.store import GramFile, Writer, begun_sizes, checked_name, discard
@@ -114,6 +116,14 @@ class GramTask:
         """N and M."""
         n = batch_size(self.x1)
         return n, n if self.x2 is None else batch_size(self.x2)
+
+    def check(self, kernel: Tensor, row: int = 0, column: int = 0) -> None:
+        """Raise if the kernel of examples from ``row`` and ``column`` on is not finite."""
+        if not is_finite(kernel):
+            bad = (~kernel.isfinite()).nonzero()[0].tolist()
+            at = row + bad[0], column + bad[2 if self.form == "full" else 1]
+            other = self.x1 if self.x2 is None else self.x2
+            refuse_overflow(self.function, ((self.x1, at[0]), (other, at[1])))
 
 
 @in_exact_mode
@@ -233,6 +243,7 @@ def gram_and_own(
             with products_in(function.precision, function.device):
                 kernel = _compute(task, memory, None, None, own)
             assert kernel is not None
+            require_finite_products(function, x1, own)
             return kernel, own
         except TreatmentChanged as change:
             _form(function, change.name)
@@ -270,7 +281,9 @@ def own_kernels(function: Functional, x: Inputs, memory: str | int | None = None
     except TreatmentChanged as found:
         _form(function, found.name)
         return own_kernels(function, x, memory)
-    return all_rows(torch.cat([part.to(parts[-1].dtype) for part in parts]), n)
+    every = all_rows(torch.cat([part.to(parts[-1].dtype) for part in parts]), n)
+    require_finite_products(function, x, every)
+    return every
 
 
 def _tell(change: TreatmentChanged | None, share: Share) -> None:
@@ -342,7 +355,7 @@ def _compute(
     shares: list[list[Step]] = []
     try:
         for part in plan.parts:  # a tile is dealt to the same process for all outputs
-            target = _Target(result, part, len(plan.parts) > 1)
+            target = _Target(result, part, len(plan.parts) > 1, None if store is None else task)
             shares = _run_blocks(task, plan, (target, own), steps, store, share, progress)
     except BaseException:
         if store is not None:
@@ -350,6 +363,7 @@ def _compute(
         raise
     if store is None:
         _exchange(shares, result, task.x2 is None, share)
+        task.check(result)
         return result
     return _finished(store, every, task.part.array, share)
 
@@ -647,14 +661,18 @@ class _Target:
         result: The kernel.
         outputs: The cotangents in hand.
         several: Whether there are others, of which kernels are sums, or which have places of their own.
+        task: Looks at every tile, of a kernel that is too large to be looked at as a whole.
     """
 
     result: Tensor
     outputs: Range
     several: bool
+    task: GramTask | None = None
 
     def write(self, tile: Tensor, row: int, column: int, mirror: bool) -> None:
         """Put a tile in its place, and its transpose across the diagonal."""
+        if self.task is not None:
+            self.task.check(tile, row, column)
         apart = self.several and self.result.ndim == 3
         place = self.result[..., slice(*self.outputs)] if apart else self.result
         axis = 2 if place.ndim == 4 else 1

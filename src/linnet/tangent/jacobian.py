@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 from linnet.distributed import all_rows, share_sum
 from linnet.errors import InputError
+from linnet.linalg.finite import is_finite
 from linnet.linalg.operator import Bidirectional, LinearOperator
 from linnet.linalg.space import Vector
 from linnet.memory import Plan, parse_bytes, require
@@ -28,6 +30,7 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
 from linnet.tangent.independence import require_independence, require_own_rows
 from linnet.tangent.modes import differentiable_kernels, first_order, in_exact_mode
+from linnet.tangent.nonfinite import refuse_derivative, require_finite_derivative
 
 
 def jvp_path(function: Functional, x: Inputs) -> tuple[JvpPath, str]:
@@ -51,7 +54,10 @@ def jvp_path(function: Functional, x: Inputs) -> tuple[JvpPath, str]:
         else:
             with differentiable_kernels(function.recurrent):
                 at = function.theta
-                function.cache["jvp"] = probe_jvp(lambda p: function(_padded(function, p, at), probe), at)
+                path = probe_jvp(lambda p: function(_padded(function, p, at), probe), at)
+            if path[0] == "rows":  # no way agrees with one that is not finite
+                refuse_derivative(function, probe)
+            function.cache["jvp"] = path
     found: tuple[JvpPath, str] = function.cache["jvp"]
     return found
 
@@ -78,6 +84,29 @@ def jvp(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Ten
     Returns:
         The outputs and the directional derivative.
     """
+    value, tangent = _jvp(function, x, direction)
+    if not tangent.requires_grad:  # others look at the sum, where a device need not be waited for
+        require_finite_product(function, x, tangent, direction.values())
+    return value, tangent
+
+
+def require_finite_product(function: Functional, x: Inputs, found: Tensor, given: Iterable[Tensor]) -> None:
+    """Raise if a product of J with finite vectors is not finite because J is not.
+
+    Args:
+        function: The network.
+        x: The batch.
+        found: The product.
+        given: What J was multiplied with.
+    """
+    if torch.compiler.is_compiling() or found.is_meta or is_functorch_wrapped_tensor(found):
+        return
+    if not is_finite(found) and all(map(is_finite, given)):
+        refuse_derivative(function, x)
+
+
+def _jvp(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Tensor]:
+    """The two by the way that works for the network."""
     path, _ = jvp_path(function, x)
     if path == "rows":
         return _jvp_rows(function, x, direction)
@@ -213,6 +242,7 @@ def vjp_columns(function: Functional, x: Inputs, u: Tensor) -> Tensor:
         for g, leaf in zip(grads, leaves.values(), strict=True)
     ]
     flat = torch.cat(parts, 1)
+    require_finite_product(function, x, flat, [u])
     return flat[0] if u.ndim == 2 else flat.T
 
 
@@ -252,6 +282,7 @@ def jacobian(function: Functional, x: Inputs, memory: str | int | None = None) -
         for name, place in function.space.slices.items():
             out[start : start + captured.n, :, place] = captured.rows(name).reshape(captured.n, c, -1)
         start += captured.n
+    require_finite_derivative(function, x, out)
     return out
 
 

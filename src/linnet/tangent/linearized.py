@@ -106,6 +106,7 @@ class Linearized(nn.Module):
             DataError: If x is empty, or not finite and so are the outputs. That is looked for only where the
                 result records no gradient: in training it would make the processor wait at every step.
             ModelError: If the network cannot take x, or its outputs are not finite (where x is looked at).
+            NumericalError: If their derivatives are not.
             RuntimeError: If torch fails for another reason.
         """
         x = _one(args, kwargs)

@@ -18,6 +18,7 @@ from linnet.linalg.finite import is_finite
 from linnet.params import refuse, tensor
 from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, map_tensors
 from linnet.tangent.functional import Functional
+from linnet.tangent.nonfinite import require_finite_derivative
 
 
 def check_given(x: Inputs) -> None:
@@ -75,7 +76,7 @@ def explained(function: Functional, x: Inputs) -> Iterator[None]:
 
 
 def check_result(function: Functional, x: Inputs, result: Tensor) -> None:
-    """Raise if a result is not finite because x is not, or the network's outputs are not.
+    """Raise if a result is not finite because x, the network's outputs or their derivatives are not.
 
     Args:
         function: The network.
@@ -85,13 +86,9 @@ def check_result(function: Functional, x: Inputs, result: Tensor) -> None:
     Raises:
         DataError: If x is not finite.
         ModelError: If the outputs are not.
+        NumericalError: If the derivatives are not.
     """
-    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(result):
-        return
-    if result.is_meta or is_finite(result):
-        return
-    check_finite(map_tensors(lambda t: t.detach(), x), "x")
-    function.check_runs(x)
+    require_finite_derivative(function, x, result)
 
 
 def finite_numbers(name: str, value: Any, expected: str, remedy: str) -> Tensor:

@@ -1,0 +1,195 @@
+"""Derivatives that are not finite where the outputs are: which example, behind which layer, and what to do.
+
+The derivative of a root, a norm or a logarithm at 0 is infinite, and products of large gradients overflow.
+All derivatives pass ``capture``, ``jvp`` and ``vjp_columns``, and their products ``gram``; these look at what
+they return, at the cost of one sum, and come here when it is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from linnet.errors import LinnetError, NumericalError
+from linnet.linalg.finite import is_finite
+from linnet.tangent.batch import Inputs, batch_size, check_finite, map_tensors, place_of, split, take
+from linnet.tangent.coordinates import moved_network
+from linnet.tangent.functional import Functional
+from linnet.tangent.gradients import batched_grad, use_gradients
+from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.proof import random_cotangent
+from linnet.tangent.trace import trace
+
+FOUND = ("plans", "plans by shape", "proved", "jvp")  # what a cache knows of derivatives
+BLOCK = 64  # examples differentiated at once, in search of the one
+SMOOTH = (
+    "add a small number where forward takes a root, a norm, a logarithm or a quotient of what can be 0, as "
+    "in sqrt(s + 1e-12), or leave the example out"
+)
+WIDER = "divide the inputs by their scale, or pass the network in float64: model.double()"
+
+
+def require_finite_derivative(function: Functional, x: Inputs, *found: Tensor) -> None:
+    """Raise if derivatives on a batch are not finite because those of an example are not.
+
+    Args:
+        function: The network.
+        x: The batch.
+        *found: What was computed from its derivatives, maybe with vectors that are not finite themselves.
+
+    Raises:
+        DataError: If x is not finite.
+        ModelError: If the outputs are not.
+        NumericalError: If the derivative of an example is not.
+    """
+    if torch.compiler.is_compiling() or any(map(_unread, found)) or all(map(is_finite, found)):
+        return
+    refuse_derivative(function, x)
+
+
+def _unread(t: Tensor) -> bool:
+    """Whether a tensor has no numbers, or those of many calls."""
+    return t.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+@in_exact_mode
+def refuse_derivative(function: Functional, x: Inputs) -> None:
+    """Raise if the derivative of an example is not finite; a batch whose derivatives are is let through.
+
+    Args:
+        function: The network.
+        x: A batch.
+
+    Raises:
+        DataError: If x is not finite.
+        ModelError: If the outputs are not.
+        NumericalError: If the derivative of an example is not.
+    """
+    function = moved_network(function) or function
+    check_finite(map_tensors(lambda t: t.detach(), x), "x")
+    function.check_runs(x)
+    for part in split(x, BLOCK):
+        i = _first(function, part)
+        if i is None:
+            continue
+        for key in (
+            "plans",
+            "plans by shape",
+            "proved",
+            "jvp",
+        ):  # what was found on this example holds for no other
+            function.cache.pop(key, None)
+        layer = _layer(function, take(part, [i]))
+        wide = _in_float64(function, take(part, [i]))
+        raise NumericalError(
+            f"the derivative of the outputs is not finite at example {place_of(part, i)} of x, though the "
+            f"outputs are: it is lost behind {layer!r}" + (" by overflow" if wide else ""),
+            expected="finite derivatives at every example",
+            remedy=WIDER if wide else SMOOTH,
+        )
+
+
+def refuse_overflow(function: Functional, pair: Sequence[tuple[Inputs, int]]) -> NoReturn:
+    """The error of a product of two examples' derivatives that is not finite.
+
+    Args:
+        function: The network.
+        pair: Each of the two as a batch and its number there.
+
+    Raises:
+        NumericalError: Always, if nothing else is wrong.
+    """
+    found = []
+    for x, i in pair:
+        one = take(x, slice(i, i + 1))
+        refuse_derivative(function, one)
+        found.append((*_largest(moved_network(function) or function, one), place_of(one, 0)))
+    size, name, place = max(found)
+    raise NumericalError(
+        f"products of derivatives overflow {str(function.dtype).removeprefix('torch.')} at example {place} "
+        f"of x, where inputs and gradients of {name!r} reach {size:.1g}",
+        expected="derivatives whose squares are finite",
+        remedy=WIDER,
+    )
+
+
+def require_finite_products(function: Functional, x: Inputs, found: Tensor) -> None:
+    """Raise if what was computed of single examples from products of derivatives is not finite.
+
+    Args:
+        function: The network.
+        x: N examples.
+        found: (N, ...).
+
+    Raises:
+        NumericalError: If so.
+    """
+    if not (_unread(found) or is_finite(found)):
+        refuse_overflow(function, [(x, int((~found.isfinite()).nonzero()[0, 0]))])
+
+
+def _largest(function: Functional, example: Inputs) -> tuple[float, str]:
+    """The largest number among what layers read and the gradients at what they give, and the parameter."""
+    run = trace(function, example)
+    gradients = use_gradients(run.outputs, run.uses, random_cotangent(run.outputs.detach()))
+    sizes = [
+        (float(t.abs().max()), use.sources[0])
+        for use, g in zip(run.uses, gradients, strict=True)
+        for t in (use.a, g)
+        if t is not None and t.is_floating_point() and t.numel()
+    ]
+    return max(sizes, default=(0.0, function.names[0]))
+
+
+def _gradients(function: Functional, x: Inputs) -> dict[str, Tensor]:
+    """The gradient of a random combination of all outputs, by parameter."""
+    leaves = {name: t.detach().requires_grad_() for name, t in function.theta.items()}
+    with torch.enable_grad():
+        value = function.flat(leaves, x)
+    if not value.requires_grad:
+        return {}
+    grads = batched_grad(value, list(leaves.values()), random_cotangent(value.detach()), keep=False)
+    return {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
+
+
+def _sound(function: Functional, x: Inputs) -> bool:
+    """Whether all gradients are finite."""
+    return all(map(is_finite, _gradients(function, x).values()))
+
+
+def _first(function: Functional, x: Inputs) -> int | None:
+    """The first example whose gradient is not finite, by halves."""
+    start, n = 0, batch_size(x)
+    if _sound(function, x):
+        return None
+    while n > 1:
+        half = n // 2
+        if _sound(function, take(x, slice(start, start + half))):
+            start, n = start + half, n - half
+        else:
+            n = half
+    return None if _sound(function, take(x, slice(start, start + 1))) else start
+
+
+def _layer(function: Functional, example: Inputs) -> str:
+    """The last parameter whose own gradient, or that of what it gives, is not finite."""
+    run = trace(function, example)
+    gradients = use_gradients(run.outputs, run.uses, random_cotangent(run.outputs.detach()))
+    lost = [use for use, g in zip(run.uses, gradients, strict=True) if not is_finite(g)]
+    if lost:
+        return lost[-1].sources[0]
+    bad = [name for name, g in _gradients(function, example).items() if not is_finite(g)]
+    return bad[-1] if bad else function.names[-1]
+
+
+def _in_float64(function: Functional, example: Inputs) -> bool:
+    """Whether the derivative is finite in float64, where it is not in a narrower type."""
+    if function.dtype == torch.float64:
+        return False
+    try:
+        return _sound(function.in_float64(), example)
+    except (LinnetError, RuntimeError):  # a network that casts by itself
+        return False
