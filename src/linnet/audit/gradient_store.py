@@ -449,12 +449,6 @@ def _matching(folder: StoreFolder, model: nn.Module, output: OutputAdapter) -> F
         function: Functional = model.function
         model, output = function.model, function.output
     model = given_network(model)
-    if record["custom_output"] and not callable(output):
-        raise InputError(
-            "output is missing",
-            expected="the callable that the store was begun with",
-            remedy="pass output= as it was then",
-        )
     if record["sketch"] is not None and not isinstance(model, SketchedNetwork):
         require_parameters(model, record["sketch"]["parameters"], path, _OTHER)
         model = restored_sketch(model, folder.basis(), record["sketch"])

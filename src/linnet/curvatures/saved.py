@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from linnet.curvatures.curvature import KIND, Curvature, Provenance
 from linnet.curvatures.layers import Form, Layer
 from linnet.curvatures.parts import Part
-from linnet.errors import InputError
 from linnet.files import as_path, load_tensors
 from linnet.linalg.stored import from_tensors
-from linnet.tangent.functional import OutputAdapter, check_output
+from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.independence import PROBE
 from linnet.tangent.matching import given_network, matching_function, require_witness
 from linnet.tangent.modes import in_exact_mode
@@ -51,16 +50,9 @@ def load_curvature(directory: str | Path, model: nn.Module, output: OutputAdapte
         True
     """
     path = as_path(directory)
-    check_output(output)
     path = path if path.is_file() else path / f"{KIND}.safetensors"
     tensors, metadata = load_tensors(path, KIND)
     model = given_network(model)
-    if metadata["custom_output"] and not callable(output):
-        raise InputError(
-            "output is missing",
-            expected="the callable that the curvature was computed with",
-            remedy="pass output= as to linnet.curvature",
-        )
     function = matching_function(model, metadata, output, path, _OTHER)
     function.cache[PROBE] = require_witness(
         function.check_runs, tensors, metadata.get("witness"), path, _OTHER

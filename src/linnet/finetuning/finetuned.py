@@ -21,9 +21,9 @@ from linnet.params import integer
 from linnet.predictive.distribution import Predictive
 from linnet.predictive.model import PredictiveModel
 from linnet.tangent.batch import Inputs, check_examples, on_device, split
-from linnet.tangent.functional import OutputAdapter, check_output
+from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.linearized import Linearized, linearize
-from linnet.tangent.matching import given_network, require_witness, witness
+from linnet.tangent.matching import given_network, require_witness, saved_output, witness
 from linnet.tangent.surgery import leaky_relu
 
 KIND = "finetuned"
@@ -226,15 +226,8 @@ def load_finetuned(directory: str | Path, model: nn.Module, output: OutputAdapte
     """
     model = given_network(model)
     path = as_path(directory) / f"{KIND}.safetensors"
-    check_output(output)
     tensors, metadata = load_tensors(path, KIND)
-    if metadata["custom_output"] and not callable(output):
-        raise InputError(
-            "output is missing",
-            expected="the callable that was given to linnet.finetune",
-            remedy="pass output= as before",
-        )
-    adapter = output if metadata["custom_output"] else metadata["output"]
+    adapter = saved_output(metadata, output)
     told = dict(metadata["settings"])
     settings = Settings(**{**told, "augmentation": Augmentation(**told["augmentation"])})
     own = {name.removeprefix("network/"): t for name, t in tensors.items() if name.startswith("network/")}

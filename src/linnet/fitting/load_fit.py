@@ -18,7 +18,7 @@ from linnet.linear.problem import Problem
 from linnet.linear.softmax_loss import ClassLoss
 from linnet.linear.targets import Targets
 from linnet.number_types import Precision
-from linnet.tangent.functional import OutputAdapter, check_output
+from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import given_network, matching_function, require_outputs, require_parameters
 
@@ -65,13 +65,6 @@ def load_fit(
             remedy="read it with linnet.load_adapted(directory, model)",
         )
     path, tensors, x, metadata = read_solution(directory, KIND)
-    check_output(output)
-    if metadata["custom_output"] and not callable(output):
-        raise InputError(
-            "output is missing",
-            expected="the callable that the fit was made with",
-            remedy="pass output= as to linnet.linearize",
-        )
     if metadata["sketch"] is not None and not isinstance(model, SketchedNetwork):
         require_parameters(model, metadata["sketch"]["parameters"], path, OTHER)
         model = restored_sketch(model, tensors, metadata["sketch"])

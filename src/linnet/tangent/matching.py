@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from linnet.errors import FileFormatError, LinnetError, ModelError
+from linnet.errors import FileFormatError, InputError, LinnetError, ModelError
 from linnet.linalg.finite import is_finite
 from linnet.tangent.batch import Inputs, take
-from linnet.tangent.functional import FAILURES, Functional, OutputAdapter, without_wrapper
+from linnet.tangent.functional import FAILURES, Functional, OutputAdapter, check_output, without_wrapper
 from linnet.tangent.kept_inputs import flatten_inputs, unflatten_inputs
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import require_module
@@ -44,6 +44,29 @@ def given_network(model: Any) -> nn.Module:
     return without_wrapper(model.model if isinstance(model, Linearized) else model)
 
 
+def saved_output(metadata: Mapping[str, Any], output: OutputAdapter) -> OutputAdapter:
+    """The output adapter that a file was written with.
+
+    Args:
+        metadata: Of the file: ``"output"`` and ``"custom_output"``.
+        output: What is given for a callable one.
+
+    Returns:
+        The adapter.
+
+    Raises:
+        InputError: If a callable one is needed and not given.
+    """
+    check_output(output)
+    if metadata.get("custom_output") and not callable(output):
+        raise InputError(
+            "output is missing",
+            expected="the callable that the file was written with",
+            remedy="pass output= as it was then",
+        )
+    return output if callable(output) else metadata.get("output")
+
+
 def matching_function(
     model: nn.Module,
     metadata: dict[str, Any],
@@ -65,9 +88,10 @@ def matching_function(
 
     Raises:
         FileFormatError: If a parameter is missing or the weights differ.
+        InputError: If the adapter is needed and not given.
     """
+    adapter = saved_output(metadata, output)
     require_parameters(model, metadata["parameters"], path, words)
-    adapter = output if callable(output) else metadata["output"]
     function = Functional(model, metadata["parameters"], adapter)
     require_weights(function, metadata, path, words)
     return function

@@ -6,13 +6,12 @@ from pathlib import Path
 
 from torch import nn
 
-from linnet.errors import InputError
 from linnet.fitting.load_fit import OTHER
 from linnet.likelihoods import from_description
 from linnet.linear.files import read_solution, restored_system
 from linnet.linear.problem import Problem
 from linnet.tangent.batch import batch_size
-from linnet.tangent.functional import OutputAdapter, check_output
+from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.matching import given_network, matching_function, require_outputs
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent_gp.files import KIND
@@ -45,13 +44,6 @@ def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = Non
     """
     path, tensors, x, metadata = read_solution(directory, KIND)
     network = given_network(model)
-    check_output(output)
-    if metadata["custom_output"] and not callable(output):
-        raise InputError(
-            "output is missing",
-            expected="the callable that the process was made with",
-            remedy="pass output= to load_gp",
-        )
     base = matching_function(network, metadata, output, path, OTHER)
     tensors = {key: t.to(base.device) for key, t in tensors.items()}
     given = dict(metadata["options"])
