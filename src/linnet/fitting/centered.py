@@ -12,12 +12,11 @@ the derivatives of the layers below, so leave-one-out stays optimistic where sam
 
 from __future__ import annotations
 
-import copy
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linnet.fitting.last_layer import RECORD, last_linear, replace_module
+from linnet.tangent.functional import copied
 
 
 class CenteredLinear(nn.Module):
@@ -64,7 +63,7 @@ def with_centered_head(model: nn.Module) -> nn.Module:
         >>> with_centered_head(net)(torch.ones(1, 3))
         tensor([[0., 0.]], grad_fn=<SubBackward0>)
     """
-    clone = copy.deepcopy(model)
+    clone = copied(model)
     name, layer = last_linear(clone)
     replace_module(clone, name, CenteredLinear(layer))
     if hasattr(clone, RECORD) and "folds" not in getattr(clone, RECORD):

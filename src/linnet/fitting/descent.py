@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from linnet import params as check
 from linnet.logged import Log
 from linnet.tangent.batch import Inputs, on_device, split, take
-from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
+from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments, copied
 
 CLIP = 1.0  # largest norm of a gradient; keeps a high rate from destroying a small network
 WARM_UP = 0.1  # share of Adam's steps in which the rate grows: its second moments are noise at first
@@ -69,7 +68,7 @@ class Descent:
         Returns:
             The trained copy, in evaluation mode.
         """
-        network = copy.deepcopy(model).eval().requires_grad_(False)
+        network = copied(model).eval().requires_grad_(False)
         weights = [
             p.requires_grad_()
             for name, p in network.named_parameters()

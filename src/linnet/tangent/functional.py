@@ -108,7 +108,7 @@ class Functional:
         """
         twin = copy.copy(self)
         with alone():
-            twin.model, twin.cache = copy.deepcopy(self.model), {}
+            twin.model, twin.cache = copied(self.model), {}
         return twin
 
     @property
@@ -456,6 +456,38 @@ def _held(model: nn.Module, names: list[str]) -> int:
     return sum(p.numel() for n, p in model.named_parameters() if n not in chosen and not p.requires_grad)
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a network, out of torch.compile's wrapper.
+
+    Args:
+        model: The network.
+
+    Returns:
+        The copy.
+
+    Example:
+        >>> copied(torch.compile(nn.Linear(2, 1)))
+        Linear(in_features=2, out_features=1, bias=True)
+    """
+    model = without_wrapper(model)
+    # Norms and masks of torch.nn.utils that are no parametrizations keep the weight that the last pass made,
+    # with the history that forbids copying it; a hook makes it anew before each pass.
+    made = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        if any(
+            type(hook).__module__.startswith("torch.nn.utils.") for hook in module._forward_pre_hooks.values()
+        )
+        for value in vars(module).values()
+        if isinstance(value, Tensor)
+    }
+    clone = copy.deepcopy(model, made)
+    for module in clone.modules():
+        if (part := without_wrapper(module)) is not module:  # a compiled part is run as it was
+            vars(module)["forward"] = part
+    return clone
+
+
 @in_exact_mode
 def _frozen_copy(model: nn.Module) -> nn.Module:
     """A copy in evaluation mode, without gradients; the original is not touched."""
@@ -465,7 +497,7 @@ def _frozen_copy(model: nn.Module) -> nn.Module:
         for p, _ in grads:
             p.grad = None
         with torch.inference_mode(False):  # a copy that is made in that mode could never be differentiated
-            clone = copy.deepcopy(model)
+            clone = copied(model)
     except (RuntimeError, TypeError) as error:
         raise ModelError(
             f"model ({type(model).__name__}) cannot be copied: {error}",

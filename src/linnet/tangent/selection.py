@@ -86,6 +86,23 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
     return [name for name in named if name in chosen]
 
 
+def owner(name: str) -> str:
+    """The layer that a parameter belongs to.
+
+    Args:
+        name: The parameter's name; one that a parametrization holds belongs to the layer it is made for.
+
+    Returns:
+        The layer's name.
+
+    Example:
+        >>> owner("0.bias"), owner("0.parametrizations.weight.original0")
+        ('0', '0')
+    """
+    layer, parametrized, _ = f".{name}".partition(".parametrizations.")
+    return (layer if parametrized else layer.rpartition(".")[0]).removeprefix(".")
+
+
 def check_selector(params: Any) -> None:
     """Raise unless it can say which parameters take part, before there is a network to ask.
 
@@ -162,8 +179,7 @@ def _last_layer(model: nn.Module, named: dict[str, nn.Parameter]) -> set[str]:
             expected="a last layer with its own parameters",
             remedy=f"name the parameters, for example params=[{first!r}], or untie them",
         )
-    owner = matrices[-1].rpartition(".")[0]
-    return {n for n in named if n.rpartition(".")[0] == owner}
+    return {n for n in named if owner(n) == owner(matrices[-1])}
 
 
 def _by_name(model: nn.Module, named: dict[str, nn.Parameter], names: Sequence[str]) -> set[str]:
