@@ -34,7 +34,7 @@ READERS: dict[str, Any] = {
 }
 OPTIONS = {  # what a reader takes besides the folder and the network
     "linear-fit": ("output",),
-    "nested-fit": (),
+    "nested-fit": ("output",),
     "laplace": ("likelihood", "output"),
     "tangent-gp": ("output",),
     "finetuned": ("output",),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import ModelError
+from linnet.errors import InputError, ModelError
 from linnet.fitting.last_layer import Appended, ending_linear, features
 
 transformers = pytest.importorskip("transformers")
@@ -105,14 +105,29 @@ class Encoder(nn.Module):
         return torch.tanh(self.conv(x)).mean((2, 3))
 
 
+def text_encoder(kind: str) -> nn.Module:
+    """A small encoder of texts, without a head."""
+    torch.manual_seed(0)
+    bert = transformers.BertConfig(**SIZES, intermediate_size=24)
+    made: dict[str, Any] = {
+        "bert": lambda: transformers.BertModel(bert, add_pooling_layer=False),
+        "pooler": lambda: transformers.BertModel(bert),
+        "distilbert": lambda: transformers.DistilBertModel(
+            transformers.DistilBertConfig(vocab_size=40, dim=16, n_layers=2, n_heads=2, hidden_dim=24)
+        ),
+        "t5": lambda: transformers.T5EncoderModel(
+            transformers.T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
+        ),
+    }
+    return made[kind]().double().eval()
+
+
 class Mean(nn.Module):
     """Texts to the mean of the states of a text encoder that has no head."""
 
-    def __init__(self) -> None:
+    def __init__(self, encoder: nn.Module | None = None) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        config = transformers.BertConfig(**SIZES, intermediate_size=24)
-        self.encoder = transformers.BertModel(config, add_pooling_layer=False)
+        self.encoder = encoder or text_encoder("bert")
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         states = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -175,8 +190,99 @@ def test_what_is_neither_is_refused(model: nn.Module, said: str) -> None:
         linnet.adapt(model.double(), (images(), torch.arange(N) % 2))
 
 
-def test_an_object_of_states_is_refused_with_a_way_out() -> None:
-    config = transformers.BertConfig(**SIZES, intermediate_size=24)
-    model = transformers.BertModel(config, add_pooling_layer=False)
-    with pytest.raises(ModelError, match=r"last_hidden_state.mean\(1\)"):
-        linnet.adapt(model, (tokens(), torch.arange(N) % 2))
+@pytest.mark.parametrize("kind", ["bert", "pooler", "distilbert", "t5"])
+def test_hidden_states_are_averaged_over_the_attention_mask(kind: str) -> None:
+    encoder, x, y = text_encoder(kind), tokens(), torch.arange(N) % 3
+    fit = linnet.adapt(encoder, (x, y), weight=0.5, ridge=0.1)
+    assert "last_hidden_state" in fit.record.reasons["features"]
+    asked = linnet.adapt(Mean(encoder), (x, y), weight=0.5, ridge=0.1)  # the pooler is not used there either
+    assert "features" not in asked.record.reasons
+    assert torch.allclose(fit.predict(tokens(1)), asked.predict(tokens(1)), atol=1e-8)
+    padded = {name: nn.functional.pad(value, (0, 3)) for name, value in tokens(1).items()}
+    assert torch.allclose(fit.predict(padded), fit.predict(tokens(1)), atol=1e-8)
+    headed = linnet.with_head(encoder, 3, data=(x, y))
+    assert torch.allclose(headed(**tokens(1)), linnet.with_head(Mean(encoder), 3, data=(x, y))(**tokens(1)))
+
+
+def test_the_mask_counts_wherever_it_is_given() -> None:
+    encoder, x, y = text_encoder("bert"), tokens(), torch.arange(N) % 3
+    named = linnet.adapt(encoder, (x, y), weight=0.5, ridge=0.1)
+    placed = linnet.adapt(encoder, (tuple(x.values()), y), weight=0.5, ridge=0.1)
+    assert torch.allclose(placed.predict(tuple(tokens(1).values())), named.predict(tokens(1)), atol=1e-8)
+    whole = {"input_ids": tokens(1)["input_ids"].clamp_min(1)}
+    ones = {**whole, "attention_mask": torch.ones(N, LENGTH, dtype=torch.long)}
+    assert torch.allclose(named.predict(whole), named.predict(ones), atol=1e-8)
+
+
+class Strided(nn.Module):
+    """Frames of a sound, of which two samples each make a hidden state; or maps of an image."""
+
+    def __init__(self, maps: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv: nn.Module = nn.Conv2d(1, 4, 2, 2) if maps else nn.Conv1d(1, 4, 2, 2)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
+        found = self.conv(x.double())
+        return {"last_hidden_state": found if found.ndim == 4 else found.transpose(1, 2)}
+
+
+def test_maps_are_averaged_and_a_mask_of_other_positions_is_refused() -> None:
+    y = torch.arange(N) % 3
+    fit = linnet.adapt(Strided(maps=True).double(), (images(), y))
+    assert torch.allclose(fit.module.phi(images()), Strided(True).double().conv(images()).mean((2, 3)))
+    sounds = {"x": images().flatten(2), "attention_mask": torch.ones(N, 36)}
+    with pytest.raises(ModelError, match="attention_mask"):
+        linnet.adapt(Strided(maps=False).double(), (sounds, y))
+
+
+@pytest.mark.parametrize("output", ["pooler_output", lambda result: result.last_hidden_state[:, 0]])
+def test_an_output_is_taken_and_kept(output: Any, tmp_path: Path) -> None:
+    encoder, x, y = text_encoder("pooler"), tokens(), torch.arange(N) % 3
+    fit = linnet.adapt(encoder, (x, y), weight=0.5, ridge=0.1, output=output)
+    result = encoder(**tokens(1))
+    features = result.pooler_output if isinstance(output, str) else output(result)
+    assert torch.allclose(fit.module.phi(tokens(1)), features.detach())
+    assert torch.allclose(fit.export()(**tokens(1)), fit.predict(tokens(1)).to(features), atol=1e-8)
+    fit.save(tmp_path)
+    if callable(output):
+        with pytest.raises(InputError, match="output"):
+            linnet.load(tmp_path, encoder)
+    back = linnet.load(tmp_path, encoder, output=output if callable(output) else None)
+    assert torch.allclose(back.predict(tokens(1)), fit.predict(tokens(1)), atol=1e-8)
+    headed = linnet.with_head(encoder, 3, data=(x, y), output=output)
+    assert torch.allclose(headed(**tokens(1)), features @ headed.head.weight.T + headed.head.bias)
+
+
+class Several(nn.Module):
+    """A classifier that returns its logits among other things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = classifier("bert")
+
+    def forward(self, **x: Tensor) -> tuple[str, Tensor]:
+        return "logits", self.inner(**x).logits
+
+
+def test_the_head_below_an_output_is_replaced(tmp_path: Path) -> None:
+    x, y = tokens(), torch.arange(N) % 3
+    with pytest.raises(ModelError, match="output="):
+        linnet.adapt(Several(), (x, y))
+    fit = linnet.adapt(Several(), (x, y), weight=0.5, ridge=0.1, output=lambda result: result[1])
+    plain = linnet.adapt(classifier("bert"), (x, y), weight=0.5, ridge=0.1)
+    assert torch.allclose(fit.predict(tokens(1)), plain.predict(tokens(1)), atol=1e-8)
+    fit.save(tmp_path)
+    back = linnet.load_adapted(tmp_path, Several(), lambda result: result[1])
+    assert torch.allclose(back.predict(tokens(1)), fit.predict(tokens(1)), atol=1e-8)
+    probe = linnet.adapt(Several(), (x, y), weight=0.0, output=lambda result: result[1])
+    merged = probe.merge().network(**tokens(1))
+    assert torch.allclose(merged.double(), probe.predict(tokens(1)), atol=1e-6)
+
+
+def test_parameters_of_an_encoder_go_by_its_own_names() -> None:
+    encoder, y = Encoder().double(), torch.arange(N) % 3
+    every = linnet.adapt(encoder, (images(), y), weight=0.5, ridge=0.1)
+    for params in (["conv.weight", "conv.bias"], r"^conv\.", encoder.conv):
+        fit = linnet.adapt(encoder, (images(), y), weight=0.5, ridge=0.1, params=params)
+        assert torch.allclose(fit.predict(images(1)), every.predict(images(1)), atol=1e-8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from linnet.fitting.arguments import check_ridge
 from linnet.fitting.folds import Folds, deal
 from linnet.fitting.last_layer import (
     RECORD,
+    Appended,
     ending_linear,
     features,
     last_linear,
@@ -28,6 +28,7 @@ from linnet.linear.targets import ALPHA, Targets, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, integer, number
 from linnet.tangent.batch import Inputs, on_device, split, tensors_in
+from linnet.tangent.functional import OutputAdapter, check_output, copied
 from linnet.tangent.gather import gather_data
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
@@ -72,6 +73,7 @@ def with_head(
     *,
     seed: Seed = None,
     head: str | None = None,
+    output: OutputAdapter = None,
 ) -> nn.Module:
     """A copy of the network with a new last linear layer.
 
@@ -91,6 +93,9 @@ def with_head(
         head: Name of the layer to replace, or a regular expression that matches its whole name alone; by
             default the last linear layer. A probe checks that the outputs are those of this layer, as they
             come or at the one position of a sequence that the network takes.
+
+        output: How to turn what the network returns into a tensor, as for ``linnet.adapt``; what is made
+            returns that tensor.
 
     Returns:
         The copy. A probe remembers which labels it was fitted on, so that a later fit on the same
@@ -116,13 +121,17 @@ def with_head(
     seed = make_generator(seed)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     given = None if data is None else gather_data(data, device, keep=False)
-    if head is None:
-        clone = copy.deepcopy(model if given is None else ending_linear(model, given[0]))
-    else:
-        clone = copy.deepcopy(model)
+    check_output(output)
+    clone = copied(model)
+    if head is not None:
         setattr(clone, RECORD, {"layer": named_linear(clone, head)})
+        clone = clone if output is None else Appended(clone, None, output)
+    elif given is not None:
+        clone = ending_linear(clone, given[0], output)
+    elif output is not None:
+        clone = Appended(clone, None, output)
     name, old = last_linear(clone)
-    reference = old.weight
+    reference = next(old.parameters())
     _require_room(old, classes, kind, data)
     new = zero_layer(nn.Linear, old.in_features, classes, like=reference)
     record: dict[str, Any] = {"init": kind, "layer": name, "examples": frozenset()}
@@ -154,11 +163,11 @@ def _require_room(old: nn.Linear, classes: int, init: str, data: Any) -> None:
     pair = init == "probe" and isinstance(data, list | tuple) and len(data) == 2
     examples = len(data[1]) if pair and isinstance(data[1], Tensor) and data[1].ndim else 0
     items = (
-        ("weight and bias", weight * old.weight.dtype.itemsize),
+        ("weight and bias", weight * next(old.parameters()).dtype.itemsize),
         ("as drawn or fitted, in float64", 0 if init == "zero" else 8 * weight),
         ("targets, one column a class", 8 * examples * classes),
     )
-    plan = Plan(f"a head of {classes} classes", parse_bytes(None, old.weight.device), items)
+    plan = Plan(f"a head of {classes} classes", parse_bytes(None, next(old.parameters()).device), items)
     require(plan, ["pass fewer classes=", "free memory"])
 
 

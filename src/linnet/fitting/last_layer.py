@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -14,36 +14,103 @@ from torch.nn.utils import skip_init
 from linnet.errors import InputError, LinnetError, ModelError
 from linnet.params import instance, refuse
 from linnet.tangent.batch import Inputs, split, take
-from linnet.tangent.functional import Functional, adapt_outputs
+from linnet.tangent.functional import (
+    Functional,
+    OutputAdapter,
+    adapt_outputs,
+    check_output,
+    copied,
+    without_wrapper,
+)
+from linnet.tangent.selection import Selector, select_parameters
 
 L = TypeVar("L", bound=nn.Module)
+HIDDEN, MASK = "last_hidden_state", "attention_mask"  # as encoders of transformers call them
 RECORD = "_linnet_head"  # attribute of a network whose head was put there: where, how, on which labels
 CANDIDATES = 5  # layers that an error names: the head is among the last that a network registers
 FEW = 4  # examples on which the last layer is checked to be the last
 
 
 class Appended(nn.Module):
-    """A network that returns features, with a linear layer behind it.
+    """A network whose result is turned into a tensor, with a linear layer behind it where it has none.
+
+    Hidden states (N, T, D), which encoders call ``last_hidden_state``, are averaged over the positions that
+    the attention mask counts, as sentence encoders do.
 
     Args:
         body: The network; not copied.
-        width: D, the features of an example.
+        width: D, the features of an example; ``None`` for a network that ends in a linear layer.
+        output: How to turn its result into a tensor, if not as ``Functional`` does.
+
+    Attributes:
+        averaged: Whether its features are averaged hidden states, and nobody has asked for that.
     """
 
-    def __init__(self, body: nn.Module, width: int) -> None:
+    def __init__(self, body: nn.Module, width: int | None = None, output: OutputAdapter = None) -> None:
         super().__init__()
-        self.body = getattr(body, "_orig_mod", body)  # torch.compile's wrapper
+        self.body, self.width, self.output, self.averaged = body, width, output, False
         weights = next((p for p in body.parameters() if p.is_floating_point()), torch.zeros(1))
-        self.head = zero_layer(nn.Linear, width, 1, like=weights)
+        self.head = nn.Identity() if width is None else zero_layer(nn.Linear, width, 1, like=weights)
+        names = list(inspect.signature(body.forward).parameters)
+        self.mask_place = names.index(MASK) if MASK in names else len(names)
+        if width is None and (known := getattr(body, RECORD, None)):  # the head that with_head put there
+            setattr(self, RECORD, {**known, "layer": f"body.{known['layer']}"})
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Outputs of the linear layer, (N, 1) before it is replaced."""
-        found: Tensor = self.head(adapt_outputs(self.body(*args, **kwargs), None))
+        result = self.body(*args, **kwargs)
+        mask = kwargs.get(MASK, args[self.mask_place] if self.mask_place < len(args) else None)
+        found: Tensor = self.head(taken(result, self.output, mask))
         return found
 
 
+def taken(result: Any, output: OutputAdapter, mask: Tensor | None = None) -> Tensor:
+    """What a network returns as a tensor, hidden states averaged over positions.
+
+    Args:
+        result: What it returns.
+        output: How to take a tensor from it.
+        mask: Attention mask (N, T), 1 at positions that count; all count by default.
+
+    Returns:
+        The outputs, (N, ...).
+
+    Raises:
+        ModelError: If it is no tensor, or the mask is not of its positions.
+
+    Example:
+        >>> hidden = torch.tensor([[[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]])
+        >>> taken({"last_hidden_state": hidden}, None, torch.tensor([[1, 1, 0]]))
+        tensor([[2., 3.]])
+    """
+    hidden = _hidden(result, output)
+    if hidden is None:
+        return adapt_outputs(result, output)
+    if hidden.ndim == 4:  # maps of a network of images, channels first
+        return hidden.mean((2, 3))
+    if mask is None:
+        return hidden.mean(1)
+    if mask.shape != hidden.shape[:2]:
+        raise ModelError(
+            f"{MASK} has shape {tuple(mask.shape)}, and {HIDDEN} {tuple(hidden.shape)}",
+            expected="a number for every position",
+            remedy=f"pass output=, for example output=lambda r: r.{HIDDEN}[:, 0]",
+        )
+    counts = mask[..., None].to(hidden)
+    return (hidden * counts).sum(1) / counts.sum(1).clamp_min(1)  # 1: an empty text has the features 0
+
+
+def _hidden(result: Any, output: OutputAdapter) -> Tensor | None:
+    """The hidden states in what an encoder returns, where nothing else is asked for or more like outputs."""
+    if isinstance(result, Tensor) or callable(output) or output not in (None, HIDDEN):
+        return None
+    parts = result if isinstance(result, Mapping) else vars(result) if hasattr(result, HIDDEN) else {}
+    found = parts.get(HIDDEN) if output or parts.get("logits") is None else None
+    return found if isinstance(found, Tensor) and found.ndim in (3, 4) else None
+
+
 @torch.no_grad()
-def ending_linear(model: nn.Module, x: Inputs) -> nn.Module:
+def ending_linear(model: nn.Module, x: Inputs, output: OutputAdapter = None) -> nn.Module:
     """A network that ends in a linear layer: the one given, or a linear layer behind what it returns.
 
     Encoders without a head return features, one vector an example; a head is put behind them. Outputs that
@@ -52,6 +119,7 @@ def ending_linear(model: nn.Module, x: Inputs) -> nn.Module:
     Args:
         model: The network; neither touched nor copied.
         x: Examples.
+        output: How to turn its result into a tensor: a function, the name of a part, or ``None``.
 
     Returns:
         The network, or ``Appended``.
@@ -64,23 +132,36 @@ def ending_linear(model: nn.Module, x: Inputs) -> nn.Module:
         >>> ending_linear(encoder, torch.zeros(2, 3, 8, 8))(torch.zeros(2, 3, 8, 8)).shape
         torch.Size([2, 1])
     """
-    function = Functional(model)
+    check_output(output)
+    model = without_wrapper(model)
+    averaged: list[bool] = []
+
+    def take_part(result: Any) -> Tensor:
+        averaged.append(_hidden(result, output) is not None)
+        return taken(result, output)
+
+    function = Functional(model, output=take_part)
     function.check_runs(take(x, slice(0, 1)))
     few = take(x, slice(0, FEW))
     outputs, call = _last_call(function, few)
-    if call and (_same(call[1], outputs) or _ends(model, few, outputs)):
-        return model
+    if call and not averaged[-1] and (_same(call[1], outputs) or _ends(function, few, outputs)):
+        return model if output is None else Appended(model, None, output)
     elsewhere = _giving(function, few, outputs)
-    if elsewhere is not None or (call and call[1].shape == outputs.shape) or _probabilities(outputs):
+    # what follows the last layer is no more a feature than its result, unless the user says so
+    follows = output is None and call and call[1].shape == outputs.shape and _depends(function, few, outputs)
+    if elsewhere is not None or follows or _probabilities(outputs):
         _refuse(model, elsewhere)
     if outputs.ndim != 2 or outputs.shape[1] < 2:
         raise ModelError(
             f"model ({type(model).__name__}) returns outputs of shape {tuple(outputs.shape)} that no "
             "nn.Linear of it gives",
             expected="a network that ends in a linear layer, or one that returns features (N, D)",
-            remedy="wrap it in a module that returns one vector an example, such as the mean over positions",
+            remedy="pass output= to take one vector per example, such as output=lambda r: r.mean(1), the "
+            "mean over positions",
         )
-    return Appended(model, outputs.shape[1])
+    made = Appended(model, outputs.shape[1], output)
+    made.averaged = averaged[-1] and output is None
+    return made
 
 
 @torch.no_grad()
@@ -109,7 +190,7 @@ def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
     if call and _same(call[1], outputs):
         calls = [_last_call(function, part)[1] for part in split(x, batch)]
         return torch.cat([one[0].flatten(1) for one in calls if one])
-    if not _ends(model, few, outputs):
+    if not _ends(function, few, outputs):
         _refuse(model, _giving(function, few, outputs))
     function = Functional(bared(model))
     return torch.cat([function.flat(function.theta, part) for part in split(x, batch)])
@@ -156,6 +237,18 @@ def _giving(function: Functional, x: Inputs, outputs: Tensor) -> str | None:
     return next((name for name, result in results.items() if _same(result, outputs)), None)
 
 
+def _depends(function: Functional, x: Inputs, outputs: Tensor) -> bool:
+    """Whether outputs are made of the result of the last linear layer; an unused pooler leaves them alone."""
+    # no activation or norm that may follow gives the same for the cosine
+    handle = last_linear(function.model)[1].register_forward_hook(lambda _layer, _given, result: result.cos())
+    try:
+        return not torch.equal(function.check_runs(x), outputs)
+    except LinnetError:  # what follows cannot take it
+        return True
+    finally:
+        handle.remove()
+
+
 def _probabilities(outputs: Tensor) -> bool:
     """Whether outputs are probabilities of classes, or their logarithms."""
     if outputs.ndim != 2 or outputs.shape[1] < 2:
@@ -195,20 +288,21 @@ def bared(model: nn.Module) -> nn.Module:
         >>> bared(net)(torch.ones(5, 2)).shape
         torch.Size([5, 3])
     """
-    clone = copy.deepcopy(getattr(model, "_orig_mod", model))
+    clone = copied(model)
     name, old = last_linear(clone)
-    new = zero_layer(nn.Linear, old.in_features, old.in_features, like=old.weight, bias=False)
+    like = next(old.parameters())  # a weight that is made of others would be made anew
+    new = zero_layer(nn.Linear, old.in_features, old.in_features, like=like, bias=False)
     with torch.no_grad():
         new.weight.fill_diagonal_(1)
     replace_module(clone, name, new)
     return clone
 
 
-def _ends(model: nn.Module, x: Inputs, outputs: Tensor) -> bool:
+def _ends(function: Functional, x: Inputs, outputs: Tensor) -> bool:
     """Whether outputs are those of the last linear layer on what the network returns without it."""
-    layer = last_linear(model)[1]
+    layer = last_linear(function.model)[1]
     try:
-        phi = Functional(bared(model)).check_runs(x)
+        phi = Functional(bared(function.model), output=function.output).check_runs(x)
     except LinnetError:  # such as one that looks at the number of outputs
         return False
     if phi.shape != (*outputs.shape[:-1], layer.in_features) or outputs.shape[-1] != layer.out_features:
@@ -238,6 +332,25 @@ def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
             remedy="wrap it: nn.Sequential(layer)",
         )
     return linear[-1]
+
+
+def names_inside(model: nn.Module, params: Selector = None) -> list[str]:
+    """Selected parameters by the names that they have in a network that a head may have been put behind.
+
+    Args:
+        model: The network.
+        params: Which, by the names before that.
+
+    Returns:
+        The names.
+
+    Example:
+        >>> names_inside(Appended(nn.Linear(2, 3), 3), ["weight"])
+        ['body.weight']
+    """
+    if not isinstance(model, Appended):
+        return select_parameters(model, params)
+    return [f"body.{name}" for name in select_parameters(model.body, params)]
 
 
 def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from linnet import params as check
 from linnet.distributed import sharing
 from linnet.errors import InputError
-from linnet.fitting.last_layer import Appended, ending_linear, last_linear
+from linnet.fitting.last_layer import Appended, ending_linear, last_linear, names_inside
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import single_remarks
 from linnet.linear.targets import doubts, task_targets, understood
@@ -24,10 +24,11 @@ from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.tuning import tuned
 from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import Inputs, take
+from linnet.tangent.functional import OutputAdapter, check_output, without_wrapper
 from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.order import Said
-from linnet.tangent.selection import Selector
+from linnet.tangent.selection import Selector, select_parameters
 
 HEADS = (
     4  # random heads: the kernel's cost grows with them, its noise falls; 4 were enough in experiments/adapt
@@ -40,8 +41,9 @@ def adapt(
     data: Any,
     *,
     weight: float | None = None,
-    ridge: float | None = None,
+    ridge: float | str | None = None,
     params: Selector = None,
+    output: OutputAdapter = None,
     seed: int = 0,
     memory: str | int | None = None,
     tune: bool | Log = False,
@@ -57,18 +59,21 @@ def adapt(
 
     Args:
         model: A trained network that ends in a linear layer, which is replaced, or that returns features
-            (N, D), as an encoder without a head does. It is not touched.
+            (N, D), as an encoder without a head does. The ``last_hidden_state`` of an encoder is averaged
+            over the positions that ``attention_mask`` counts. It is not touched.
         data: The new task: an (x, y) pair, a Dataset, a DataLoader or batches. Integer y are classes, float
             y (N, C) are values; ``fit.record.reasons["targets"]`` says what was understood, and a warning
             says where it is improbable. Classes without a sample have no probability.
         weight: Share w of the lower layers in the kernel, 0 (the linear probe) to 1; by default chosen.
-        ridge: ρ > 0, relative to the mean of the kernel's diagonal; by default chosen.
+        ridge: ρ > 0, relative to the mean of the kernel's diagonal; by default, or with ``"loo"``, chosen.
         params: Parameters below the head that take part; see ``linnet.linearize``. All by default.
+        output: How to turn what the network returns into a tensor: a function, or the name of a part such
+            as ``"pooler_output"``. By default a tensor as it is, ``logits``, or ``last_hidden_state``.
         seed: Seed of the four random heads whose tangent kernels are averaged.
         memory: Budget such as ``"4GB"``; by default half of what is available.
-        tune: Whether to train the lower layers where it helps: five or six runs of 150 steps or more. A
-            function of a dict of numbers and a step, such as ``linnet.integrations.logs.log_to`` makes, is a
-            yes; it is told the loss of every epoch of each run, and what the held-out fold says of it.
+        tune: Whether to train the lower layers where it helps: five or six runs of 150 steps or more. Or a
+            callback ``f(metrics, step)``, such as ``linnet.integrations.logs.log_to`` makes, which also turns
+            tuning on; it receives the training loss of each epoch and the held-out error of each run.
 
     Returns:
         The fit.
@@ -95,8 +100,17 @@ def adapt(
     check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
     if weight is not None:
         check.number("weight", weight, least=0, most=1)
+    if ridge == "loo":
+        ridge = None
+    if isinstance(ridge, str):
+        expected = (
+            'a positive number or "loo", the one criterion by which adapt chooses the share and the ridge'
+        )
+        check.refuse("ridge", ridge, expected, "leave ridge= out to have it chosen")
     if ridge is not None:
         check.number("ridge", ridge, above=0)
+    check_output(output)
+    model = without_wrapper(model)
     seed = check.integer("seed", seed, least=0, most=2**63 - 1)
     log = tune if callable(tune) else None
     tunes = log is not None or check.flag("tune", tune)
@@ -112,12 +126,12 @@ def adapt(
         x, y = gather_data(data, device, memory=memory, said=said)
         arguments = {"model": model, "x": x, "y": y, "params": params, "weight": weight, "ridge": ridge}
         require_alike({**arguments, "seed": seed, "memory": memory, "tune": tunes})
-        fit = _adapted(model, (x, y), params, (weight, ridge), seed, memory, said)
+        fit = _adapted((model, output), (x, y), params, (weight, ridge), seed, memory, said)
         return tuned(fit, seed, log) if tunes else fit
 
 
 def _adapted(
-    model: nn.Module,
+    network: tuple[nn.Module, OutputAdapter],
     data: tuple[Inputs, Tensor],
     params: Selector,
     chosen: tuple[float | None, float | None],
@@ -125,16 +139,17 @@ def _adapted(
     memory: str | int | None,
     heard: Said,
 ) -> NestedFit:
-    """The fit; ``chosen`` are the weight and the ridge that were given."""
+    """The fit of a network and its output; ``chosen`` are the weight and the ridge that were given."""
     begin = time.perf_counter()
     x, y = data
-    model = ending_linear(model, x)
-    head = last_linear(model)[1]
-    targets = task_targets(y, head.weight.dtype)
-    said = doubts(y, targets, None if isinstance(model, Appended) else head.out_features)
+    model = ending_linear(network[0], x, network[1])
+    names = (select_parameters if model is network[0] else names_inside)(model, params)
+    features = Features(model, HEADS, seed, names)
+    targets = task_targets(y, features.function.dtype)
+    headless = isinstance(model, Appended) and model.width is not None
+    said = doubts(y, targets, None if headless else last_linear(model)[1].out_features)
     for line in said:
         warnings.warn(line, stacklevel=4)
-    features = Features(model, HEADS, seed, params)
     features.function.check_runs(take(x, slice(0, 1)))
     remarks = (*heard.warnings, *said, *single_remarks(targets))
     reasons, seconds = {"targets": understood(targets)}, {"network": time.perf_counter() - begin}
@@ -142,19 +157,20 @@ def _adapted(
     return solved(features, x, targets, memory, record, chosen)
 
 
-def load_adapted(directory: str | Path, model: nn.Module) -> NestedFit:
+def load_adapted(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> NestedFit:
     """Read a fit that ``NestedFit.save`` wrote.
 
     Args:
         directory: The folder.
         model: The network that was adapted, with the same weights.
+        output: The output adapter, if the fit was made with a callable one.
 
     Returns:
         The fit, able to do all that it could before.
 
     Raises:
         FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
-        InputError: If there is no such file, or the model is none.
+        InputError: If there is no such file, the model is none, or ``output`` is needed and not given.
 
     Example:
         >>> import tempfile
@@ -167,4 +183,4 @@ def load_adapted(directory: str | Path, model: nn.Module) -> NestedFit:
         10
     """
     check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
-    return read_nested(directory, model)
+    return read_nested(directory, model, output)

@@ -11,7 +11,6 @@ features. It is the same for every class: the kernel of C outputs is K ⊗ I, N 
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import torch
@@ -21,10 +20,10 @@ from linnet.errors import ModelError
 from linnet.fitting.last_layer import features, last_linear, replace_module, zero_layer
 from linnet.linalg.space import ParameterSpace
 from linnet.tangent.batch import Inputs
-from linnet.tangent.functional import Functional, without_wrapper
+from linnet.tangent.functional import Functional, copied
 from linnet.tangent.gram import gram, gram_and_own, own_kernels
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.selection import Selector, select_parameters
+from linnet.tangent.selection import owner
 
 
 def with_random_heads(model: nn.Module, heads: int, seed: int) -> nn.Module:
@@ -38,9 +37,9 @@ def with_random_heads(model: nn.Module, heads: int, seed: int) -> nn.Module:
     Returns:
         The copy.
     """
-    clone = copy.deepcopy(model)
+    clone = copied(model)
     name, old = last_linear(clone)
-    new = zero_layer(nn.Linear, old.in_features, heads, like=old.weight, bias=False)
+    new = zero_layer(nn.Linear, old.in_features, heads, like=next(old.parameters()), bias=False)
     draws = torch.randn(new.weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     with torch.no_grad():
         new.weight.copy_(draws * old.in_features**-0.5)
@@ -55,40 +54,44 @@ class Features:
         model: A network that ends in a linear layer; it is not touched.
         heads: H, random heads that are averaged.
         seed: Seed of their weights.
-        params: Parameters below the head that take part; all of them by default.
+        names: Parameters that take part; those of the head do not.
         trained: Whether those parameters were trained on the samples of the fit.
 
     Raises:
-        ModelError: If the network does not end in a linear layer, or no parameter below it is chosen.
+        ModelError: If the network does not end in a linear layer.
 
     Attributes:
         model: The network, its last layer replaced by the random heads, in evaluation mode.
         function: Its linearization in the weights below the head.
         layer: Name of the last layer.
+        bodiless: Whether no weight below the head takes part, which leaves the linear probe.
     """
 
     def __init__(
-        self, model: nn.Module, heads: int, seed: int, params: Selector = None, *, trained: bool = False
+        self, model: nn.Module, heads: int, seed: int, names: list[str], *, trained: bool = False
     ) -> None:
-        model = without_wrapper(model)
         name, old = last_linear(model)
-        body = [key for key in select_parameters(model, params) if key.rpartition(".")[0] != name]
-        if not body:
-            raise ModelError(
-                f"all chosen parameters are in the last layer ({name})",
-                expected="a network with weights below its head",
-                remedy=(
-                    'pass params="all", since weights that require no gradient are left out; or weight=0 '
-                    "for the linear probe alone"
-                    if params is None
-                    else "leave params= out, or pass weight=0 for the linear probe alone"
-                ),
-            )
+        body = [key for key in names if owner(key) != name]
         self.heads, self.seed, self.width = heads, seed, old.in_features
-        self.layer, self.trained = name, trained
-        function = Functional(with_random_heads(model, heads, seed), body)
+        self.layer, self.trained, self.bodiless = name, trained, not body
+        function = Functional(with_random_heads(model, heads, seed), body or [f"{name}.weight"])
         self.function = function.under(function.precision.exact(function.dtype))
         self.model = self.function.model
+
+    def require_body(self) -> None:
+        """Raise if there is nothing but the linear probe.
+
+        Raises:
+            ModelError: If no weight below the head takes part.
+        """
+        if self.bodiless:
+            every = [name for name, _ in self.model.named_parameters() if owner(name) != self.layer]
+            others = f', or params="all" for {len(every)} that require no gradient or were not chosen'
+            raise ModelError(
+                f"all chosen parameters are in the last layer ({self.layer})",
+                expected="a network with weights below its head",
+                remedy="pass weight=0 for the linear probe alone" + (others if every else ""),
+            )
 
     @property
     def space(self) -> ParameterSpace:

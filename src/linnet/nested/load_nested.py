@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import torch
@@ -20,24 +19,27 @@ from linnet.nested.nested_fit import NestedFit
 from linnet.nested.prior import Prior
 from linnet.nested.rungs import Rung
 from linnet.nested.search import Mixture
+from linnet.tangent.functional import OutputAdapter, copied
 from linnet.tangent.kept_inputs import unflatten_inputs
-from linnet.tangent.matching import given_network, require_outputs, require_weights
+from linnet.tangent.matching import given_network, require_outputs, require_weights, saved_output
 
 OTHER = ("made on", "the network that was adapted", "load the same checkpoint into the same network first")
 
 
-def read_nested(directory: str | Path, model: nn.Module) -> NestedFit:
+def read_nested(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> NestedFit:
     """Read a fit.
 
     Args:
         directory: The folder, or the file.
         model: The network that was adapted.
+        output: The output adapter, if the fit was made with a callable one.
 
     Returns:
         The fit.
 
     Raises:
         FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
+        InputError: If ``output`` is needed and not given.
     """
     path = as_path(directory)
     path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
@@ -46,9 +48,9 @@ def read_nested(directory: str | Path, model: nn.Module) -> NestedFit:
     names, trained = metadata["parameters"], {}
     for key in [key for key in tensors if key.startswith(TRAINED)]:
         trained[key.removeprefix(TRAINED)] = tensors.pop(key)
-    width = metadata.get("appended")
-    if width is not None and not isinstance(model, Appended):
-        model = Appended(model, width)
+    width, part = metadata.get("appended"), saved_output(metadata, output)
+    if (width is not None or part is not None) and not isinstance(model, Appended):
+        model = Appended(model, width, part)
     network = _with(model, trained)
     features = Features(network, metadata["heads"], metadata["seed"], names, trained=bool(trained))
     require_weights(features.function, metadata, path, OTHER)
@@ -72,7 +74,7 @@ def _with(model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     """A copy of a network with other weights; the network itself where there are none."""
     if not weights:
         return model
-    clone = copy.deepcopy(model)
+    clone = copied(model)
     own = dict(clone.named_parameters())
     for name, value in weights.items():
         if name not in own or own[name].shape != value.shape:

@@ -36,6 +36,9 @@ def write_nested(
     """
     inputs, layout = flatten_inputs(x)
     features = prior.features
+    appended, output = None, None
+    if isinstance(features.model, Appended):
+        appended, output = features.model.width, features.model.output
     tensors = inputs | dict(tensors) | {"center": prior.center}
     if features.trained:
         weights = dict(features.model.named_parameters())
@@ -44,7 +47,9 @@ def write_nested(
         "weights": features.function.fingerprint(),
         "parameters": list(features.function.names),
         "heads": features.heads,
-        "appended": features.width if isinstance(features.model, Appended) else None,
+        "appended": appended,
+        "output": output if isinstance(output, str) else None,
+        "custom_output": callable(output),
         "seed": features.seed,
         "inputs": layout,
         "mixture": asdict(prior.mixture),

@@ -25,6 +25,7 @@ from linnet.fitting.arguments import positions
 from linnet.fitting.evaluation import count_in_words
 from linnet.fitting.fitted import more_data
 from linnet.fitting.kernel_fit import KernelFit
+from linnet.fitting.last_layer import HIDDEN, MASK
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import rounded
@@ -42,6 +43,10 @@ from linnet.params import no_targets
 from linnet.tangent.batch import Inputs, batch_size, concatenate
 from linnet.tangent.functional import Functional
 from linnet.tangent.sizes import Prototype, Traced
+
+AVERAGED = (
+    f"the mean of {HIDDEN} over its positions, by {MASK} where it is given; output= takes something else"
+)
 
 
 class NestedFit(KernelFit):
@@ -237,7 +242,8 @@ class NestedFit(KernelFit):
         if ridge == "loo":
             joined = concatenate([self.x, x])
             targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
-            made = solved(self.prior.features, joined, targets, self.prior.memory, self.record)
+            given = (0.0 if self.prior.features.bodiless else None, None)
+            made = solved(self.prior.features, joined, targets, self.prior.memory, self.record, given)
             what = f"added {count_in_words(batch_size(x))}; weight and ridge chosen again"
             made.record = replace(made.record, reasons={**made.record.reasons, "change": what})
             return made
@@ -372,6 +378,8 @@ def solved(
         The fit.
     """
     weight, ridge = given
+    if weight != 0:
+        features.require_body()
     start = time.perf_counter()
     phi = features.phi(x)
     center = phi.mean(0)
@@ -383,11 +391,12 @@ def solved(
     choice = choose(head, body, targets, weight, ridge)
     system = DualSystem(choice.mixture(head, body), targets.values, choice.taken.ridge)
     seconds["solve"] = time.perf_counter() - start
+    averaged = {"features": AVERAGED} if getattr(features.model, "averaged", False) else {}
     told = rounding_remarks(features.function, phi + center, head, body, choice.mixture, system)
     record = replace(
         record,
         criterion="loo" if ridge is None else "given",
-        reasons={**record.reasons, **choice.reasons()},
+        reasons={**record.reasons, **averaged, **choice.reasons()},
         warnings=(*record.warnings, *choice.warnings(), *told),
         seconds=seconds,
     )

@@ -39,7 +39,7 @@ from linnet.errors import InputError, ModelError
 from linnet.fitting.centered import CenteredLinear, with_centered_head
 from linnet.fitting.comparisons import fine_tune, held_out_probe
 from linnet.fitting.head import Probe, with_head
-from linnet.fitting.last_layer import RECORD, Appended, ending_linear, features, last_linear
+from linnet.fitting.last_layer import RECORD, Appended, ending_linear, features, last_linear, names_inside
 from linnet.fitting.metric import MetricNetwork
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import single_remarks
@@ -56,7 +56,7 @@ from linnet.tangent.functional import OWN_SHAPE, Functional
 from linnet.tangent.hashing import hash_examples
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.preflight import Preflight, preflight
-from linnet.tangent.selection import select_parameters
+from linnet.tangent.selection import owner
 from linnet.tangent.store import discard
 
 Array = np.ndarray[Any, Any]
@@ -404,7 +404,7 @@ def _has_body(model: nn.Module, x: Tensor, params: str | tuple[str, ...] | None)
         head = last_linear(model)[0]
     except ModelError:
         return False
-    return any(name.rpartition(".")[0] != head for name in select_parameters(model, params))
+    return any(owner(name) != head for name in names_inside(model, params))
 
 
 def nested_run(settings: Settings, begun: Started, out: Path) -> tuple[SavedRun, Preflight]:
@@ -421,7 +421,7 @@ def nested_run(settings: Settings, begun: Started, out: Path) -> tuple[SavedRun,
     network, solving, task, old = settings.network, settings.solving, begun.task, begun.network
     (x, y), stages = begun.data, begun.stages
     with stages.measure("preflight"), waiting("preflight"):
-        module = Features(old, HEADS, settings.source.seed, solving.params)
+        module = Features(old, HEADS, settings.source.seed, names_inside(old, solving.params))
         report = _checked(module.model, x, replace(solving, params=tuple(module.function.names)))
     known = interrupted_run(out, solving.device, solving.memory)
     if known is not None and known.origin.heads is not None and known.samples.ids == task.train.ids:
@@ -577,7 +577,7 @@ def _origin(
     network: Network, old: nn.Module, head: int | None, centered: bool, start: nn.Module | None = None
 ) -> Origin:
     """The network's origin, with absolute paths."""
-    appended = old.head.in_features if isinstance(old, Appended) else None
+    appended = old.width if isinstance(old, Appended) else None
     weights = None if network.weights is None else str(Path(network.weights).resolve())
     metric = start.damping if isinstance(start, MetricNetwork) else None
     made = Origin(absolute_spec(network.spec), dict(network.arguments), head, centered, weights, metric)
