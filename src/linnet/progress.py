@@ -124,9 +124,14 @@ def _is_enabled(enabled: bool | None) -> bool:
     return os.environ.get("LINNET_PROGRESS", "1") != "0" if enabled is None else flag("progress", enabled)
 
 
+def is_verbose() -> bool:
+    """Whether everything is to be shown, as ``--verbose`` asks for."""
+    return os.environ.get("LINNET_PROGRESS") == "2"
+
+
 def _delay() -> float:
     """Seconds of silence before anything is shown."""
-    return 0.0 if os.environ.get("LINNET_PROGRESS") == "2" else _DELAY
+    return 0.0 if is_verbose() else _DELAY
 
 
 def _fitted(description: str, rest: str, width: int = _LINE) -> str:

@@ -259,7 +259,7 @@ def test_rungs_are_compared_sample_by_sample(fits: tuple[NestedFit, NestedFit]) 
     fewer = ladder([("linear probe", truth * 0.1)], near, targets, 7.0)
     assert fewer[1].gain > fewer[1].gain_error
     assert fewer[0].taken
-    assert verdict(fewer).endswith("but fewer right classes.")
+    assert verdict(fewer).endswith("accuracy does not improve.")
 
 
 def test_one_fold_is_enough_where_training_does_harm(monkeypatch: pytest.MonkeyPatch) -> None:

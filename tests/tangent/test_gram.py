@@ -201,7 +201,7 @@ def test_the_plan_in_words() -> None:
     function, x1, *_ = case("mlp")
     plan = plan_gram(GramTask(function, x1, None, "full"), "1MB")
     text = str(plan.memory)
-    assert "kernel (full) of 11 × 11 examples" in text
+    assert "kernel of 11 × 11 examples" in text
     assert (plan.capture, plan.hold) == (11, 11)
     assert "budget of 1.00 MB" in text
 

@@ -42,12 +42,12 @@ def test_a_plain_network_is_ready() -> None:
 def test_the_printed_report() -> None:
     text = str(linnet.preflight(network(), X, memory="1MB"))
     lines = text.splitlines()
-    assert lines[0] == "Sequential: 4 parameters tracked (P = 38), 3 outputs"
-    assert lines[1].split() == ["0.weight", "5×3", "linear"]
+    assert "Sequential: 4 parameters tracked (P = 38), 3 outputs" in lines
+    assert ["0.weight", "5×3", "linear"] in [line.split() for line in lines]
     assert "directional derivatives: forward" in text
-    assert "kernel (full) of 4 × 4 examples" in text
+    assert "kernel of 4 × 4 examples" in text
     assert "budget of 1.00 MB" in text
-    assert lines[-1] == "ready"
+    assert lines[0] == "ready"
 
 
 def test_json() -> None:
@@ -95,7 +95,7 @@ def test_a_random_network_is_not_ready() -> None:
     report = linnet.preflight(AlwaysDropout(), X)
     assert not report.ok
     assert "random in evaluation mode" in report.findings[0]
-    assert str(report).endswith("NOT ready")
+    assert str(report).startswith("NOT ready")
     assert report.total == sum(p.numel() for p in AlwaysDropout().parameters())
     assert {one.treatment for one in report.parameters} == {"not examined"}
     refused(
@@ -110,7 +110,7 @@ def test_a_network_whose_examples_depend_on_each_other_is_not_ready() -> None:
     report = linnet.preflight(BatchCentered(), X)
     assert not report.ok
     assert any("depend on the other examples" in finding for finding in report.findings)
-    assert str(report).endswith("NOT ready")
+    assert str(report).startswith("NOT ready")
 
 
 class NeedsTwo(nn.Module):

@@ -86,7 +86,7 @@ class ColumnOperator(SummedOperator):
         data: The data.
         likelihood: What the outputs mean.
         expectation: How Λ is taken, one of ``taken``.
-        samples: Number of random columns an example.
+        samples: Number of random columns per example.
         seed: Seed of the random columns.
         on_pass: Called after every pass over the data.
 
@@ -135,7 +135,7 @@ class GaussNewtonOperator(ColumnOperator):
         likelihood: What the outputs mean; it owns Λ.
         expectation: ``"exact"``, or ``"random-projection"``: Λ^½ v vᵀ Λ^½ for random signs v in place of Λ
             (Botev 2020, section 4.3.4), unbiased, the same v for a batch at every product.
-        samples: Number of random columns an example.
+        samples: Number of random columns per example.
         seed: Seed of the random columns.
         on_pass: Called after every pass over the data.
 

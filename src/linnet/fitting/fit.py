@@ -358,7 +358,7 @@ def _check_axis(axis: Any, loss: str, targets: Any, solver: str) -> None:
     if solver == "shared":
         raise InputError(
             f'axis={axis} with solver="shared"',
-            expected="one row of outputs an example: positions do not share a kernel",
+            expected="one row of outputs per example: positions do not share a kernel",
             remedy='pass solver="auto"',
         )
     if loss != "squared" or targets is not None:

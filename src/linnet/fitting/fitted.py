@@ -171,7 +171,7 @@ class Fitted(PredictiveModel):
         """A pandas table of the training examples and what the fit without each says of it.
 
         Returns:
-            One row an example: its class or target, the prediction by the fit without it, whether that is
+            One row per example: its class or target, the prediction by the fit without it, whether that is
             right or how far it is off, and the outputs of that fit.
 
         Raises:

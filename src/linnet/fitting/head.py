@@ -165,7 +165,7 @@ def _require_room(old: nn.Linear, classes: int, init: str, data: Any) -> None:
     items = (
         ("weight and bias", weight * next(old.parameters()).dtype.itemsize),
         ("as drawn or fitted, in float64", 0 if init == "zero" else 8 * weight),
-        ("targets, one column a class", 8 * examples * classes),
+        ("targets, one column per class", 8 * examples * classes),
     )
     plan = Plan(f"a head of {classes} classes", parse_bytes(None, next(old.parameters()).device), items)
     require(plan, ["pass fewer classes=", "free memory"])
@@ -186,7 +186,7 @@ def _fold_heads(
 
 def example_hashes(x: Inputs, y: Tensor) -> list[str]:
     """A fingerprint of every labeled example, whatever integer type or shape its label comes in."""
-    x, y = on_device(x, torch.device("cpu")), y.cpu()  # in one copy, not one an example
+    x, y = on_device(x, torch.device("cpu")), y.cpu()  # in one copy, not one per example
     labels = y.reshape(len(y), -1) if y.is_floating_point() else y.long().flatten()
     return [hash_tensors([*tensors_in(part), labels[i]]) for i, part in enumerate(split(x, 1))]
 

@@ -63,7 +63,7 @@ class Laplace(PredictiveModel):
             "last-layer", or a mapping from parameter patterns to structures. The expectation is "auto"
             unless it is said, as in :func:`linnet.curvature`: exact, or sampled where that would take too
             long; that of ``GaussNewton`` is "mc".
-        prior_precision: λ: one number; one a layer, by name or (L,); or one a parameter, (P,) or by name,
+        prior_precision: λ: one number; one per layer, by name or (L,); or one per parameter, (P,) or by name,
             where the structure allows it (full, block, diagonal, low-rank).
         prior_mean: μ: a number, (P,), or tensors by parameter name.
         data_scale: s, how often every example counts; the N of eq. 5.14 is s times the number of examples,
@@ -217,7 +217,7 @@ class Laplace(PredictiveModel):
 
     @property
     def prior_precision(self) -> float | dict[str, float] | Tensor:
-        """λ: a number, numbers by layer name, or (P,) for one a parameter."""
+        """λ: a number, numbers by layer name, or (P,) for one per parameter."""
         state = self._fitted
         if state.groups.form == "isotropic":
             return float(state.hyper.prior)

@@ -1,4 +1,4 @@
-"""Gaussian priors on the weights: one precision, one a layer, or one a parameter.
+"""Gaussian priors on the weights: one precision, one per layer, or one per parameter.
 
 The prior is N(μ, Δ⁻¹) with Δ diagonal. Its precisions come in groups: every parameter belongs to one group,
 and each block of the posterior sees either one number or one for each of its rows.
@@ -162,7 +162,7 @@ def prior_values(
     if len(values) != groups.count:
         raise InputError(
             f"prior_precision has {len(values)} entries",
-            expected=f"1, {groups.count} (one a layer) or {space.dim} (one a parameter)",
+            expected=f"1, {groups.count} (one per layer) or {space.dim} (one per parameter)",
             remedy="pass a number, or a dict by layer name",
         )
     return groups, values

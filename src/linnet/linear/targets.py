@@ -102,7 +102,7 @@ def make_targets(
     Raises:
         DataError: If y is empty, labels are out of range or of one class only, or values are not finite.
         InputError: If y has a type or shape that fits neither.
-        MemoryBudgetError: If one column a class would not fit into memory.
+        MemoryBudgetError: If one column per class would not fit into memory.
 
     Source:
         Achille et al., CVPR 2021, section 3.1 (α = 15).
@@ -337,10 +337,10 @@ def position_targets(
 
 
 def _require_room(labels: Tensor, outputs: int, dtype: torch.dtype) -> None:
-    """Raise if one column a class would not fit: one label of 10¹² asks for that many columns."""
+    """Raise if one column per class would not fit: one label of 10¹² asks for that many columns."""
     cells = len(labels) * outputs
     items = (
-        ("as integers, one column a class", 8 * cells),
+        ("as integers, one column per class", 8 * cells),
         ("as numbers, before and after scaling", 2 * dtype.itemsize * cells),
     )
     name = f"one-hot targets of {outputs} classes for {len(labels)} examples"

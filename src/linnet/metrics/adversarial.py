@@ -205,7 +205,7 @@ def fgsm(
         target: Class y of a targeted attack.
         iterations: Number of steps taken one after the other. With one step size there is a point for each.
         limits: Smallest and largest value of an input, to which inputs are clamped after every step: numbers,
-            or tensors that broadcast against one input, as one number a channel (C, 1, 1).
+            or tensors that broadcast against one input, as one number per channel (C, 1, 1).
         scale: What η is multiplied with: a number, a tensor that broadcasts against one input, or "range",
             the largest minus the smallest value of each input dimension in the data.
         batch_size: Largest number of examples in a call; by default a loader's own batches, otherwise 128.

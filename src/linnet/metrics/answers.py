@@ -66,7 +66,7 @@ def class_probabilities(answer: Any, n: int) -> Tensor:
     if p.shape[-1] < 2:
         raise InputError(
             f"predict returned one column, the shape {tuple(p.shape)}",
-            expected="one column a class, two for a yes or no",
+            expected="one column per class, two for a yes or no",
             remedy="return torch.stack([1 - p, p], -1)",
         )
     p = p if p.is_floating_point() else p.to(torch.get_default_dtype())

@@ -120,7 +120,7 @@ def verdict(rungs: Sequence[Rung]) -> str:
         return f"Kept the {base.name}: training the lower layers gives {more}."
     would = "training the lower layers would"
     how = f"{would} add {points} ({less})" if points else f"{would} give {less}"
-    short = "which is within the error"
+    short = "which is not significant"
     if last.gain > ERRORS * last.gain_error:
-        short = "but fewer right classes"
+        short = "but accuracy does not improve"
     return f"Kept the {base.name}: {how}, {short}."

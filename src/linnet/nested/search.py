@@ -139,17 +139,17 @@ class Choice:
         """One sentence for each choice."""
         weight_given, ridge_given = self.given
         gain, error = self.gain
-        said = f"{100 * gain:.0f} ± {100 * error:.0f} % less leave-one-out error than the linear probe"
+        share = f"{100 * gain:.0f} ± {100 * error:.0f} %"
         if weight_given:
             body = "set by the user"
         elif len(self.probe.errors) < 2:
-            body = "one sample a class cannot tell whether the lower layers help"
+            body = "one sample per class cannot tell whether the lower layers help"
         elif self.taken.weight:
-            body = f"the lower layers help: {said}"
+            body = f"the lower layers help: {share} less leave-one-out error than the linear probe"
         elif self.best.weight:
-            body = f"the linear probe is kept: the lower layers would give {said}, {self._short()}"
+            body = f"the linear probe is kept: including the lower layers {self._short(share)}"
         else:
-            body = "no weight of the lower layers has less leave-one-out error than the linear probe"
+            body = "including the lower layers does not reduce the leave-one-out error of the linear probe"
         chosen = "lowest leave-one-out error" if len(self.probe.errors) else "highest evidence"
         ridge = "set by the user" if ridge_given else chosen
         found = {"solver": "one kernel for all outputs", "body": body, "ridge": ridge}
@@ -161,28 +161,29 @@ class Choice:
         """Recommendation in one sentence."""
         gain, error = self.gain
         if len(self.probe.errors) < 2:
-            return "Kept the linear probe: one sample a class cannot tell whether the lower layers help."
-        less = f"{100 * gain:.0f} ± {100 * error:.0f} % less leave-one-out error"
+            return "Kept the linear probe: one sample per class cannot tell whether the lower layers help."
+        share = f"{100 * gain:.0f} ± {100 * error:.0f} %"
+        less = f"{share} less leave-one-out error"
         if not self.taken.weight:
-            if not self.best.weight:
-                return "Kept the linear probe: no share of the lower layers has less leave-one-out error."
-            return f"Kept the linear probe: the lower layers would give {less}, {self._short()}."
+            short = self._short(share) if self.best.weight else "does not reduce the leave-one-out error"
+            return f"Kept the linear probe: including the lower layers {short}."
         if self.points is None or self.probe.right is None:
             return f"The lower layers help: {less} than the linear probe."
         points, spread = self.points
         if points <= spread:
-            return (
-                f"The lower layers take part: {less} than the linear probe, and about as many right classes."
-            )
+            return f"The lower layers take part: {less} than the linear probe, with about the same accuracy."
         return (
             f"The lower layers add {points:.1f} ± {spread:.1f} points to the linear probe's "
             f"{100 * float(self.probe.right.double().mean()):.1f} % by leave-one-out ({less})."
         )
 
-    def _short(self) -> str:
-        """The reason why the lower layers cannot take part."""
+    def _short(self, share: str) -> str:
+        """The reason why the lower layers do not take part."""
         gain, error = self.gain
-        return "which is within the error" if not gain > ERRORS * error else "but no more right classes"
+        would = "would reduce the leave-one-out error by"
+        if gain > ERRORS * error:
+            return f"{would} {share}, but accuracy does not improve"
+        return f"{would} only {share}, which is not significant"
 
     def warnings(self) -> tuple[str, ...]:
         """Warnings about the choice."""

@@ -11,7 +11,7 @@ _SURE = 1e-3  # how far the probabilities of an example may sum from one
 
 
 def exclusive(p: Tensor) -> Tensor:
-    """Probabilities of classes that exclude each other, a row an example.
+    """Probabilities of classes that exclude each other, a row per example.
 
     Args:
         p: Probabilities in a network's own layout; of one output they are those of the second class.

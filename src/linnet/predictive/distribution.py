@@ -59,7 +59,7 @@ class Predictive(Shown):
     @property
     @abstractmethod
     def probs(self) -> Tensor:
-        """Class probabilities, (N, C) for one label an example.
+        """Class probabilities, (N, C) for one label per example.
 
         Raises:
             InputError: If outputs are no classes.
@@ -104,7 +104,7 @@ class Predictive(Shown):
         """
 
     def to_frame(self) -> DataFrame:
-        """A pandas table, one row an example.
+        """A pandas table, one row per example.
 
         Returns:
             For classes the likeliest, its probability and that of every class; for values their means and

@@ -135,7 +135,7 @@ class GaussianPredictive(Predictive):
     @cached_property
     @in_exact_mode
     def probs(self) -> Tensor:
-        """Class probabilities in the network's own layout, (N, C) for one label an example.
+        """Class probabilities in the network's own layout, (N, C) for one label per example.
 
         Raises:
             InputError: If outputs are no classes.

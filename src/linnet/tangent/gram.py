@@ -604,7 +604,8 @@ def _blocks(
         ("derivatives of one block", working),
         ("tile", tile),
     )
-    name = f"kernel ({task.form}) of {n} × {m} examples"
+    form = "" if task.form == "full" else f" ({task.form})"
+    name = f"kernel{form} of {n} × {m} examples"
     sizes = Sizes(hold, product, block, columns)
     memory, every = Plan(name, budget, items), found.outline.hollow.k
     return GramPlan(memory, Treatment({}, {}), sizes, dtype, features, every)

@@ -109,25 +109,21 @@ class Preflight(Record):
 
     def __str__(self) -> str:
         """The printed report."""
-        head = [
-            f"{self.model}: {len(self.parameters)} parameters tracked (P = {self.total:,}), "
-            f"{self.outputs} outputs"
-        ]
         width = max((len(p.name) for p in self.parameters), default=0)
         shapes = ["×".join(map(str, p.shape)) or "scalar" for p in self.parameters]
         wide = max(map(len, shapes), default=0)
-        lines = [
-            f"  {p.name:<{width}}  {s:<{wide}}  {p.treatment}"
-            for p, s in zip(self.parameters, shapes, strict=True)
-        ]
-        tail = [f"directional derivatives: {self.jvp}", str(self.memory)]
         return "\n".join(
             [
-                *head,
-                *lines,
-                *tail,
-                *(f"note: {finding}" for finding in self.findings),
                 "ready" if self.ok else "NOT ready",
+                *(f"note: {finding}" for finding in self.findings),
+                f"{self.model}: {len(self.parameters)} parameters tracked (P = {self.total:,}), "
+                f"{self.outputs} outputs",
+                f"directional derivatives: {self.jvp}",
+                str(self.memory),
+                *(
+                    f"  {p.name:<{width}}  {s:<{wide}}  {p.treatment}"
+                    for p, s in zip(self.parameters, shapes, strict=True)
+                ),
             ]
         )
 

@@ -109,6 +109,22 @@ def test_uncertain_predictions_go_to_a_person_where_they_are_wrong_more_often() 
     assert titles(with_tests(labels, labels)) == []
 
 
+@pytest.mark.parametrize("right", [np.linspace(1, 0.3, 200), np.full(200, 0.5)])
+def test_a_person_checks_what_is_below_a_target(right: np.ndarray) -> None:
+    rng, confidence = np.random.default_rng(0), np.linspace(1, 0.3, 200)
+    correct, labels = rng.uniform(size=200) < right, np.arange(200) % 3
+    predicted = np.where(correct, labels, (labels + 1) % 3)
+    probs = np.full((200, 3), ((1 - confidence) / 2)[:, None])
+    probs[np.arange(200), predicted] = confidence
+    test = HeldOutSet(Samples(labels=labels), probs, uncertainty=1 - confidence)
+    (step,) = (step for step in next_steps(Run("x", CLASSES, test=test)) if "person" in step.title)
+    if right.min() == right.max():
+        assert "every prediction" in step.title
+        return
+    edge = int(step.title.split("below ")[1].split("\u202f")[0]) / 100
+    assert 0.88 < correct[confidence >= edge - 0.005].mean() < 0.93
+
+
 def test_samples_behind_wrong_predictions_are_named() -> None:
     train = TrainingSet(Samples(labels=np.array([0, 1]), ids=("train/0", "train/1")))
     told = (Explanation(0, 1, (Neighbor(1, 2.0),)), Explanation(1, 1, (Neighbor(0, 2.0),)))

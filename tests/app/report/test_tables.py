@@ -47,7 +47,7 @@ def test_values_are_those_of_the_run() -> None:
     correct = run.test.correct()
     assert correct is not None
     assert verdicts.count("right") == correct.sum()
-    right = [value or 0.0 for _, value in column(found["classes"], "Right")]
+    right = [value or 0.0 for _, value in column(found["classes"], "Precision")]
     counts = [value or 0.0 for _, value in column(found["classes"], "Predictions")]
     assert sum(share * count for share, count in zip(right, counts, strict=True)) == pytest.approx(
         correct.sum()

@@ -43,13 +43,13 @@ def task_adaptation(
 
     Args:
         model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
-        data: The data: an image folder with one folder a class, an ``.npz`` archive or a ``.csv`` table.
+        data: The data: an image folder with one folder per class, an ``.npz`` archive or a ``.csv`` table.
         out: The run folder to write. After an interruption the same command continues there.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
         weights: A file of weights for the network with its old head: ``.safetensors``, ``.npz``, or torch's.
         model_args: Keyword arguments of the factory, as a JSON object.
-        shots: Training samples of each class, or of all in a regression; all there are by default.
-        tests: Test samples to evaluate on, drawn at random; all by default.
+        shots: Training samples per class, or in all for a regression (default: all).
+        tests: Test samples to evaluate on, drawn at random (default: all).
         quick: Give a first answer in about half a minute: a linear probe of all samples, and whether the
             lower layers help, tried on as many as the time allows, at least five per class.
         ridge: The ridge, a positive number, or how to choose it: auto (by leave-one-out, or by evidence where
@@ -80,7 +80,7 @@ def task_adaptation(
             only gives the derivatives, and the fit starts from outputs of zero; else it starts from the
             probe's.
         cross_fit: Folds of a linear probe, such as 5. Leave-one-out then leaves out the sample's part in the
-            probe too, for one more kernel a fold. 0 for none.
+            probe too, for one more kernel per fold. 0 for none.
         mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas. auto
             is what the network's own configuration says (timm, Hugging Face), or none.
         std: Standard deviations that go with numbers in mean.

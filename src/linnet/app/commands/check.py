@@ -32,7 +32,7 @@ def check(
 
     Args:
         model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
-        data: The data: an image folder with one folder a class, an ``.npz`` archive or a ``.csv`` table.
+        data: The data: an image folder with one folder per class, an ``.npz`` archive or a ``.csv`` table.
         weights: A file of weights: ``.safetensors``, ``.npz``, or a file of torch's.
         model_args: Keyword arguments of the factory, as a JSON object.
         params: The parameters to linearize in, by name or regular expression; all of them by default.
@@ -49,16 +49,17 @@ def check(
         seed: Seed of the split into training and test data.
 
     Returns:
-        The preflight: every parameter with its treatment, findings, the memory plan, and whether all is well.
+        The preflight: whether all is well, findings, the memory plan, and every parameter with its treatment,
+        which is printed with --verbose.
 
     Raises:
         InputError: ``batch`` is not positive.
     """
     from linnet.app.data import check_images, image_transform, load_data
     from linnet.app.models import load_model
-    from linnet.app.report.wording import duration
     from linnet.app.runs.normalization import normalized
     from linnet.app.runs.planning import planned
+    from linnet.app.runs.summary import print_check
     from linnet.errors import InputError
     from linnet.machine import find_device
     from linnet.tangent.preflight import LEFT_OUT, preflight
@@ -83,15 +84,9 @@ def check(
         report = replace(report, findings=tuple(one for one in report.findings if LEFT_OUT not in one))
     if plan.note:
         report = replace(report, findings=(*report.findings, plan.note))
-    print(report)
-    kinds = "" if task.classes is None else f" of {len(task.classes)} classes"
-    print(f"data: {len(task.train)} training and {len(task.test)} test samples{kinds}")
-    for finding in sample.findings:
-        print(f"data: {finding}")
     seconds = plan.seconds(x, task) if report.ok else None
-    if seconds is not None:
-        fit, tests = (duration(one).replace("\u202f", " ") for one in seconds)
-        print(f"linnet adapt: about {fit} for the fit, {tests} for the test samples with their variances")
+    for line in print_check(report, task, sample.findings, seconds):
+        print(line)
     return {
         **report.to_dict(),
         "ok": report.ok,

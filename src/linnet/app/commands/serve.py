@@ -48,7 +48,7 @@ def serve(
     session = Session(load_run(run, device, memory, model=model, trust=trust), run.resolve().name)
     with Server(session, port) as server:
         # on standard error, so that it is seen with --json and --quiet too
-        print(f"{server.address}\nCtrl-C ends it", file=sys.stderr, flush=True)
+        print(f"{server.address}\nPress Ctrl-C to stop.", file=sys.stderr, flush=True)
         if browser:
             webbrowser.open(server.address)
         with contextlib.suppress(KeyboardInterrupt):

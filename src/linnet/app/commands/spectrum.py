@@ -41,7 +41,7 @@ def task_spectrum(
         run: The folder of a finished run to look at; then no data are named.
         model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``;
             beside a run its factory, where the run's own is not here or not to be run.
-        data: The data: an image folder with one folder a class, an ``.npz`` archive or a ``.csv`` table.
+        data: The data: an image folder with one folder per class, an ``.npz`` archive or a ``.csv`` table.
         out: The folder for the report; spectrum in the run's folder by default.
         weights: A file of weights for the network with its old head: ``.safetensors``, ``.npz``, or torch's.
         model_args: Keyword arguments of the factory, as a JSON object.

@@ -1,4 +1,4 @@
-"""Images in folders, one folder a class.
+"""Images in folders, one folder per class.
 
 Classes and files come in the order of torchvision's ImageFolder (sorted folders; files sorted within each),
 save that hidden files are left out. Large JPEGs are decoded at a reduced scale (Pillow's ``draft``), and the
@@ -87,7 +87,9 @@ def read_folder(
     root = params.path("root", root)
     if not os.path.isdir(root):
         raise InputError(
-            f"there is no folder {root}", expected="a folder with one folder a class", remedy="check the path"
+            f"there is no folder {root}",
+            expected="a folder with one folder per class",
+            remedy="check the path",
         )
     options = _Options(
         params.choice("damaged", damaged, ("error", "skip")),

@@ -93,7 +93,7 @@ def draw_shots(
 
     Args:
         labels: Class labels, (N,).
-        shots: Samples a class.
+        shots: Samples per class.
         seed: Seed of the draw.
         classes: The classes' names.
         at_most: Whether a class of fewer samples gives all that it has, rather than be refused.
@@ -111,7 +111,9 @@ def draw_shots(
     """
     if shots < 1:
         raise InputError(
-            f"shots is {shots}", expected="at least one sample a class", remedy="leave shots out to take all"
+            f"shots is {shots}",
+            expected="at least one sample per class",
+            remedy="leave shots out to take all",
         )
     counts = np.bincount(labels, minlength=len(classes))
     if counts.min() < shots and not at_most:

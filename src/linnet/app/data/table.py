@@ -1,4 +1,4 @@
-"""A regression or a classification in a ``.csv`` table: a header, then one sample a line."""
+"""A regression or a classification in a ``.csv`` table: a header, then one sample per line."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ def _lines(path: Path, file: IO[str]) -> Iterator[str]:
         if len(line) == _LONGEST_LINE:
             raise FileFormatError(
                 f"line {number} of {path} has {_LONGEST_LINE:,} characters or more",
-                expected="a table with one sample a line",
+                expected="a table with one sample per line",
                 remedy="save data this wide as an .npz archive",
             )
         yield line
@@ -376,7 +376,7 @@ def _lines(path: Path, file: IO[str]) -> Iterator[str]:
 def _check_header(path: Path, names: list[str]) -> None:
     """Require names for the columns."""
     if not names:
-        raise DataError(f"{path} is empty", expected="a header and one sample a line")
+        raise DataError(f"{path} is empty", expected="a header and one sample per line")
     if all(_number(name) is not None for name in names):
         raise DataError(f"{path} begins with numbers", expected="the columns' names on the first line")
     if len(set(names)) < len(names) or "" in names:

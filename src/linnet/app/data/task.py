@@ -233,7 +233,7 @@ class TaskData:
         """The task with a few training samples of each class; the test part stays whole.
 
         Args:
-            shots: Samples a class.
+            shots: Samples per class.
             seed: Seed of the draw; with one seed, fewer shots are among more.
             at_most: Whether a class of fewer samples gives all that it has.
 

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from linnet.app.report.judgment import least_certain
-from linnet.app.report.measures import FEW
+from linnet.app.report.measures import FEW, share_error
 from linnet.app.report.records import Samples, Step
 from linnet.app.report.run import Run
-from linnet.app.report.wording import number, percent
-from linnet.plots.measures import ranking, wilson_interval
+from linnet.app.report.wording import measured_share, number, percent
+from linnet.plots.measures import Array, ranking, wilson_interval
 
 _LABELS, _NEXT, _EXAMPLES, _CLASSES = 5, 10, 3, 4  # most samples and classes that a step names
 _JUDGED = 5  # predictions of a class from which it is judged
+_TARGET = 0.9  # share of right answers at which predictions may do without a person
 
 
 @dataclass(frozen=True)
@@ -231,19 +232,44 @@ def _distrust(run: Run) -> Step | None:
 
 
 def _check_by_hand(run: Run) -> Step | None:
-    """The tenth that a person should check, where it holds clearly more mistakes."""
+    """What a person should check: predictions below the probability from which on enough are right."""
     split, test = least_certain(run.test), run.test
-    if split is None or test is None or test.uncertainty is None or test.probs is None:
+    correct = None if test is None else test.correct()
+    if split is None or test is None or test.uncertainty is None or test.probs is None or correct is None:
         return None
     worst, rest, count = split
+    if correct.mean() < _TARGET:
+        return _to_target(test.probs.max(1), correct)
     if worst <= rest or wilson_interval(worst * count, count)[0] <= rest:
         return None
     edge = float(np.sort(test.probs.max(1))[count - 1])
     text = (
-        f"Of the {count} test samples with the lowest probability {percent(worst, 0)} are wrong, "
-        f"of the others {percent(rest, 0)}."
+        f"Among the {count} least confident predictions, {percent(worst, 0)} are wrong; "
+        f"among the others, {percent(rest, 0)}."
     )
     return Step(f"Have a person check predictions below {percent(edge, 0)}", text)
+
+
+def _to_target(confidence: Array, correct: Array) -> Step:
+    """The lowest probability from which on nine of ten predictions are right, if there is one."""
+    order = ranking(confidence)
+    right = np.cumsum(correct[order]) / np.arange(1, len(order) + 1)
+    last = np.append(np.diff(confidence[order]) != 0, True)  # equal ones are on the same side
+    found = np.flatnonzero((right >= _TARGET) & last & (np.arange(len(order)) >= FEW - 1))
+    target = percent(_TARGET, 0)
+    if not len(found):
+        text = f"There is no probability from which on {target} of the predictions are right."
+        return Step(
+            "Have a person check every prediction", f"{text} All together, {percent(correct.mean(), 0)} are."
+        )
+    count = int(found[-1]) + 1
+    shown = measured_share(right[count - 1], share_error(right[count - 1], count))
+    others = correct[order[count:]].mean()
+    text = (
+        f"Of the {count} test predictions from there on, {shown} are right; "
+        f"of the {len(order) - count} others, {percent(others, 0)}."
+    )
+    return Step(f"Have a person check predictions below {percent(confidence[order[count - 1]], 0)}", text)
 
 
 def _look_behind(run: Run) -> Step | None:

@@ -155,12 +155,13 @@ def _classes(run: Run) -> Table | None:
         )
         for r in class_records(run)
     ]  # fmt: skip
-    columns = ("Class", ("Test samples", "figure"), ("Found", "figure"), ("Predictions", "figure"),
-               ("Right", "figure"))  # fmt: skip
+    columns = ("Class", ("Test samples", "figure"), ("Recall", "figure"), ("Predictions", "figure"),
+               ("Precision", "figure"))  # fmt: skip
     caption = (
-        "Found: share of the class's samples that were predicted so. Right: share of the predictions of the "
+        "Recall: share of the class's samples that were recognized. Precision: share of predictions of the "
+        "class that are correct."
     )
-    return _table("classes", caption + "class that are right.", columns, rows)
+    return _table("classes", caption, columns, rows)
 
 
 def _confusions(run: Run, count: int = 6) -> Table | None:

@@ -55,7 +55,7 @@ from linnet.tangent.batch import split
 from linnet.tangent.functional import OWN_SHAPE, Functional
 from linnet.tangent.hashing import hash_examples
 from linnet.tangent.linearized import Linearized, linearize
-from linnet.tangent.preflight import Preflight, preflight
+from linnet.tangent.preflight import LEFT_OUT, Preflight, preflight
 from linnet.tangent.selection import owner
 from linnet.tangent.store import discard
 
@@ -423,6 +423,9 @@ def nested_run(settings: Settings, begun: Started, out: Path) -> tuple[SavedRun,
     with stages.measure("preflight"), waiting("preflight"):
         module = Features(old, HEADS, settings.source.seed, names_inside(old, solving.params))
         report = _checked(module.model, x, replace(solving, params=tuple(module.function.names)))
+        if solving.params is None:  # what a nested fit leaves to its heads is no choice of the user
+            others = (one for one in report.findings if LEFT_OUT not in one)
+            report = replace(report, findings=("the old head is replaced by a new one", *others))
     known = interrupted_run(out, solving.device, solving.memory)
     if known is not None and known.origin.heads is not None and known.samples.ids == task.train.ids:
         return known, report

@@ -273,12 +273,12 @@ def _verdict(difference: dict[str, Any], first: str, second: str) -> str:
     counted = what == "accuracy"
     shown = f"{100 * value:+.1f}" if counted else f"{'−' if value < 0 else '+'}{number(abs(value))}"
     spread = "" if error is None else f" ± {100 * error:.1f}" if counted else f" ± {number(error)}"
-    text = f"{what}: {second} less {first} {shown}{spread}" + " points" * counted
+    text = f"{what}, {second} minus {first}: {shown}{spread}" + " points" * counted
     if value == 0:
-        return f"{text}: no difference"
+        return f"{text}, no difference"
     if error is None or abs(value) < _LIKELY * error:
-        return f"{text}: no more than chance explains"
-    return f"{text}: {second if (value > 0) == counted else first} is better"
+        return f"{text}, no more than chance explains"
+    return f"{text}, {second if (value > 0) == counted else first} is better"
 
 
 def _different(a: dict[str, str], b: dict[str, str]) -> list[dict[str, str]]:

@@ -139,9 +139,8 @@ def _doubt(task: TaskData, model: nn.Module, transform: ImageTransform, own: boo
     if at < FAR or at < TIMES * least:
         return []
     return [
-        f"images seem to be normalized unlike those that the network was trained on: at its first batch norm "
-        f"they differ by {number(at)} nats a channel from its running mean and variance, and by "
-        f"{number(least)} with --mean {name}"
+        f"images seem to be normalized unlike those that the network was trained on: they do not match "
+        f"its training statistics (mismatch {number(at, 2)}; with --mean {name} {number(least, 2)})"
     ]
 
 

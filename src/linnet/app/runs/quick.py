@@ -108,12 +108,13 @@ def _probed(
         trial = solved(fit.module, x, targets, solving.memory, Record("dual", "loo", {}, ()))
     some = taken(every, part, tests=False)
     reasons = {"body": "a quick run keeps the linear probe"}
-    reasons["verdict"] = f"Lower layers, tried on {some}: {trial.verdict}"
+    verdict = str(trial.verdict)
+    reasons["verdict"] = f"Tried on {some}: {verdict[:1].lower()}{verdict[1:]}"
     fit.record = replace(fit.record, reasons={**fit.record.reasons, **reasons})
     keep(run)
     others = Others(settings, task, begun.network, begun.network)
     made = evaluated(run, begun, report, others, predictions=found)
-    return replace(made, quick=f"Quick run: the linear probe of {taken(every, task)}.", whole=False)
+    return replace(made, quick=f"Quick run, the linear probe alone: {taken(every, task)}.", whole=False)
 
 
 def _part(

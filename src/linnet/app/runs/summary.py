@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from linnet.app.data import TaskData
 from linnet.app.report import Comparison
 from linnet.app.report.measures import share_error
 from linnet.app.report.verdict import verdict
@@ -15,6 +17,8 @@ from linnet.app.runs.folder import SavedRun
 from linnet.app.runs.naming import lines_of
 from linnet.app.runs.pages import adaptation_page, solver_reason, write
 from linnet.app.terminal import kept
+from linnet.progress import is_verbose
+from linnet.tangent.preflight import Preflight
 
 
 def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = False) -> dict[str, Any]:
@@ -86,6 +90,40 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
         *written(Path(result["out"])),
     ]
     return [line.replace("\u202f", " ") for line in lines]
+
+
+def print_check(
+    report: Preflight, task: TaskData, findings: Sequence[str], seconds: tuple[float, float] | None
+) -> list[str]:
+    """What `linnet check` found: the answer, what to look at, and the time; all else with --verbose.
+
+    Args:
+        report: The preflight.
+        task: The data.
+        findings: What was noticed of the data.
+        seconds: Of the fit and of the test samples, where they are known.
+
+    Returns:
+        Lines.
+    """
+    kinds = "" if task.classes is None else f" of {len(task.classes)} classes"
+    noun = "images" if task.image_mode else "samples"
+    lines = ["ready: linnet adapt takes this network and these data" if report.ok else "NOT ready:"]
+    lines += [f"  {one}" for one in (() if report.ok else report.findings)]
+    lines += [f"data: {finding}" for finding in findings]
+    lines.append(f"data: {len(task.train)} training and {len(task.test)} test {noun}{kinds}")
+    if seconds is not None:
+        fit, tests = (_cell(duration, one) for one in seconds)
+        lines.append(
+            f"linnet adapt: about {fit} for the fit, {tests} for the test {noun} with their variances"
+        )
+    lines += [f"note: {one}" for one in (report.findings if report.ok else ())]
+    if not is_verbose():
+        return [
+            *lines,
+            f"{len(report.parameters)} parameters, {report.total:,} weights; --verbose lists them",
+        ]
+    return [*lines, "", *str(report).splitlines()]
 
 
 def rung_table(rungs: list[dict[str, Any]]) -> list[str]:
