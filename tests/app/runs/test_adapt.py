@@ -664,9 +664,13 @@ def test_check_says_what_adapt_would_do(folder: Path, capsys: pytest.CaptureFixt
     assert "train/across/0.png" in capsys.readouterr().err
     assert cli.main([*words, "--damaged", "skip"]) == 0
     told = capsys.readouterr().out
-    assert "data: 18 training and 18 test samples of 3 classes" in told
+    assert told.startswith("ready")
+    assert "data: 18 training and 18 test images of 3 classes" in told
+    assert "convolution" not in told
     assert "its head of 3 outputs is replaced" in told
     assert "linnet adapt: about" in told
+    assert cli.main([*words, "--damaged", "skip", "-v"]) == 0
+    assert "convolution" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("data", "words", "shown", "sizes"), [
