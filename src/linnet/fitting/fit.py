@@ -17,7 +17,7 @@ from linnet.fitting.cross_fit import CrossFit, find_cross_fit
 from linnet.fitting.evaluation import base_outputs
 from linnet.fitting.linear_fit import LinearFit, Record
 from linnet.fitting.plan import Size, affordable, choose_solver
-from linnet.fitting.remarks import head_remarks, held_remarks, single_remarks
+from linnet.fitting.remarks import head_remarks, held_remarks, single_remarks, unused_remarks
 from linnet.fitting.ridge_choice import chosen_ridge, given_ridge
 from linnet.fitting.shared_fit import SharedFit, SharedKernel
 from linnet.fitting.sketch import deflated, sketched
@@ -213,7 +213,7 @@ def _shared_fit(
         fresh = asked if chosen is lin else asked.finer()
         found = _fit(chosen, Work(x, y, given, ridge, memory, fresh), loss, scale)
         found._targets = replace(found._targets, axis=axis)
-        told = (*said.warnings, *found.record.warnings)
+        told = (*said.warnings, *unused_remarks(chosen.function), *found.record.warnings)
         reasons = {**found.record.reasons, **said.reasons()}
         found.record = replace(found.record, reasons=reasons, warnings=told)
         return found

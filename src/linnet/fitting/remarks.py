@@ -10,6 +10,7 @@ from linnet.fitting.last_layer import RECORD
 from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
+from linnet.tangent.unused import unused_remark
 
 HEAD = "the head was fitted on"
 CROSS = "the head is cross-fitted"
@@ -58,6 +59,19 @@ def head_remarks(model: nn.Module, x: Inputs, y: Tensor) -> tuple[str, ...]:
         "quantities chosen by it are optimistic, and forgetting an example does not undo its part "
         "in the head",
     )
+
+
+def unused_remarks(function: Functional) -> tuple[str, ...]:
+    """Whether selected parameters move no output.
+
+    Args:
+        function: The network, of which derivatives have been taken.
+
+    Returns:
+        A sentence, if so.
+    """
+    said = unused_remark(function)
+    return (said,) if said else ()
 
 
 def held_remarks(function: Functional) -> tuple[str, ...]:

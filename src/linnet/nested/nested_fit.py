@@ -28,7 +28,7 @@ from linnet.fitting.kernel_fit import KernelFit
 from linnet.fitting.last_layer import HIDDEN, MASK
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.record import Record
-from linnet.fitting.remarks import rounded
+from linnet.fitting.remarks import rounded, unused_remarks
 from linnet.linear.dual import DualSystem
 from linnet.linear.targets import Targets, understood
 from linnet.memory import Plan
@@ -397,7 +397,7 @@ def solved(
         record,
         criterion="loo" if ridge is None else "given",
         reasons={**record.reasons, **averaged, **choice.reasons()},
-        warnings=(*record.warnings, *choice.warnings(), *told),
+        warnings=(*record.warnings, *choice.warnings(), *told, *unused_remarks(features.function)),
         seconds=seconds,
     )
     fit = NestedFit(Prior(features, center, choice.mixture, memory), x, targets, system, record)

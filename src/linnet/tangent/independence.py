@@ -23,6 +23,7 @@ from linnet.tangent.functional import RUNNING, Functional, batch_statistics
 from linnet.tangent.gradients import batched_grad, exact_rows
 from linnet.tangent.kept_inputs import made_up
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.unused import settle_unused
 
 PROBE = "probe"  # what a cache calls made-up inputs of the network
 MOST = 32  # examples that are run twice: enough for every pattern of places that a program writes by hand
@@ -264,6 +265,8 @@ def require_own_gradients(
     for (name, (_, g)), norm, difference in zip(parts.items(), norms, differences, strict=True):
         tolerance = SWITCHING.get(g.dtype, COARSE)
         if difference > tolerance * (norm + 0.1 * whole):
+            if not bool(parts[name][0].any()):  # a weight that the pass before has kept
+                settle_unused(function, few, [name])
             raise ModelError(
                 f"model ({type(function.model).__name__}) gives an example another gradient when its batch "
                 f"changes, in {name}",
@@ -298,4 +301,5 @@ def require_own_rows(function: Functional, x: Inputs) -> None:
         found = zip(leaves, batched_grad(value, list(leaves.values()), alone), strict=True)
         seen = {name: g for name, g in found if g is not None}
         require_own_gradients(function, few, seen, weights)
+        settle_unused(function, x, [name for name in leaves if name not in seen])
     known[key] = n

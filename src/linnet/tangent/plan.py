@@ -8,7 +8,7 @@ use whose gradient vanished on all probes (a dead unit, a zero head) proves noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from linnet.tangent.layout import Layout, find_layout
 from linnet.tangent.proof import sharing
 from linnet.tangent.rules import Use, example_axes
 from linnet.tangent.trace import Trace, weighed_trace
+from linnet.tangent.unused import settle_unused
 
 PROBES = 3  # examples traced at once to prove a plan
 AT_ONCE = 256 << 20  # bytes of gradients of parameters on all probes that are compared at once
@@ -108,8 +109,15 @@ def plan_for(
     require_independence(function, x, kind, seen)  # once more when the first larger batch comes
     if renew or kind not in plans:
         plans[kind] = _make_plan(function, run, x, None if renew else TRIES)
+        settle_unused(function, x, _never_used(run, plans.values()))
     plan = function.cache.setdefault("plans by shape", {})[example_shapes(x)] = plans[kind]
     return plan
+
+
+def _never_used(run: Trace, plans: Collection[Plan]) -> set[str]:
+    """Parameters that neither this pass nor one of another plan uses; routed ones wait for their examples."""
+    used = {name for use in run.uses for name in use.sources} | set(run.unhandled)
+    return set.intersection(*(set(plan.unused) for plan in plans)) - used
 
 
 def amend(function: Functional, run: Trace, x: Inputs, wrong: set[str]) -> Plan:

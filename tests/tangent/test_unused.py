@@ -1,0 +1,161 @@
+"""Evaluation mode as another function of the weights, and parameters that nothing depends on."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import linnet
+from linnet.errors import ModelError
+from linnet.likelihoods import Categorical, Gaussian
+
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)).double()
+Y = torch.arange(12) % 3
+
+
+class Merging(nn.Linear):
+    """A low-rank update that eval() adds to the weight, as loralib's does."""
+
+    def __init__(self, d: int, c: int, merges: bool = True) -> None:
+        super().__init__(d, c)
+        self.a, self.b = nn.Parameter(torch.randn(2, d)), nn.Parameter(torch.randn(c, 2))
+        self.merges, self.merged = merges, False
+        self.weight.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if self.merges and mode == self.merged:
+            self.weight.data += (-1 if mode else 1) * self.b.data @ self.a.data
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        return y if self.merged else y + x @ self.a.T @ self.b.T
+
+
+class Merged(Merging):
+    """The same after the user has merged it: train() leaves the update where it is, as in peft."""
+
+    def __init__(self, d: int, c: int) -> None:
+        super().__init__(d, c, merges=False)
+        self.merged = True
+
+
+class Spare(nn.Module):
+    """A network with a layer that nothing reads, such as the pooler of a text encoder."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.spare, self.body = nn.Linear(2, 2).double(), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x)
+        return out
+
+
+class Caching(nn.Linear):
+    """A weight of unit rows that is computed once in eval()."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or self.kept is None:
+            unit = self.weight / self.weight.norm(dim=1, keepdim=True)
+            self.kept = None if self.training else unit.detach()
+            return F.linear(x, unit, self.bias)
+        return F.linear(x, self.kept, self.bias)
+
+
+class LayerDrop(nn.Module):
+    """A layer that is left out at random in training, and dropout without a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand(()) < 0.5:
+            return x
+        return x + F.dropout(self.layer(x), 0.5, self.training)
+
+
+def network(first: Callable[[], nn.Module], *between: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(first(), *between, nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+CALLS: dict[str, Callable[[nn.Module], Any]] = {
+    "kernel": lambda net: linnet.linearize(net).kernel(X),
+    "jacobian": lambda net: linnet.linearize(net).jacobian(X),
+    "fit": lambda net: linnet.fit(linnet.linearize(net), (X, Y)),
+    "cg": lambda net: linnet.fit(linnet.linearize(net), (X, Y), solver="cg"),
+    "adapt": lambda net: linnet.adapt(net, (X, Y)),
+    "laplace": lambda net: linnet.Laplace(net, Categorical()).fit((X, Y)),
+    "curvature": lambda net: linnet.curvature(net, (X, Y), Categorical(), structure="block"),
+    "gp": lambda net: linnet.TangentGP(net, Gaussian()).fit(X, X[:, :3]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize(("layer", "named"), [(Merging, "a"), (Caching, "weight")])
+def test_what_matters_in_training_alone_is_refused(
+    layer: type[nn.Linear], named: str, mode: bool, call: str
+) -> None:
+    net = network(lambda: layer(4, 6)).train(mode)
+    state = copy.deepcopy(net.state_dict())
+    with pytest.raises(ModelError, match=rf"'0\.{named}' of a {layer.__name__}.*params="):
+        CALLS[call](net)
+    assert all(torch.equal(t, state[name]) for name, t in net.state_dict().items())
+
+
+def test_a_layer_that_does_not_merge_has_its_derivative() -> None:
+    net = network(lambda: Merging(4, 6, merges=False))
+    theta = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    J = torch.func.jacrev(lambda p: torch.func.functional_call(net, p, (X,)))(theta)
+    rows = torch.cat([j.reshape(36, -1) for j in J.values()], 1)
+    torch.testing.assert_close(linnet.linearize(net).kernel(X).reshape(36, 36), rows @ rows.T)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_nothing_depends_on_is_said_by_every_call(call: str) -> None:
+    net = Spare(network(lambda: nn.Linear(4, 6)))
+    with pytest.warns(UserWarning, match=r"2 selected .*'spare.weight'"):
+        found = CALLS[call](net)
+    if hasattr(found, "record"):
+        assert any("spare.weight" in line for line in found.record.warnings)
+
+
+def test_a_fit_says_it_again() -> None:
+    net = network(lambda: Merged(4, 6))
+    lin = linnet.linearize(net)
+    with pytest.warns(UserWarning, match="unmerge"):
+        first = linnet.fit(lin, (X, Y))
+    second = linnet.fit(lin, (X, Y))
+    assert first.record.warnings == second.record.warnings != ()
+
+
+@pytest.mark.parametrize("between", [(LayerDrop(),), (nn.BatchNorm1d(6), nn.Dropout(0.5))])
+def test_ordinary_networks_are_let_through(between: tuple[nn.Module, ...]) -> None:
+    net = network(lambda: nn.Linear(4, 6), *between).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("kernel", "fit", "curvature"):
+            CALLS[name](net)
+
+
+def test_random_numbers_and_unused_heads_stay_as_they_were() -> None:
+    """A parameter without a use is looked at in training mode, where dropout must not draw."""
+    net = network(lambda: nn.Linear(4, 6), nn.Dropout(0.5), LayerDrop())
+    net[0].register_parameter("spare", nn.Parameter(torch.ones(2).double()))
+    before = torch.get_rng_state()
+    linnet.linearize(net).kernel(X)
+    assert torch.equal(before, torch.get_rng_state())
