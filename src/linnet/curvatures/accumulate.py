@@ -21,7 +21,7 @@ from linnet.errors import ModelError
 from linnet.memory import Plan, require
 from linnet.number_types import products_in
 from linnet.progress import track
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, tokens_counted
 from linnet.tangent.capture import capture_bytes, capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.channels_last import forward_trace
@@ -118,6 +118,8 @@ class Accumulator:
         f, y = self._outputs(run.outputs.detach(), batch)
         if a is None or (f.ndim > 2 and likelihood.axis not in (-1, f.ndim - 1)):
             return False
+        if f.ndim > 2 and tokens_counted(batch.x) is not None:  # whose positions do not all count
+            return False
         kept = f.to(wide(f.dtype))
         add_output_layer(self.sums, OutputLayer(a, kept, y, likelihood, len(layer.names) > 1))
         self._show(f, y)
@@ -157,7 +159,7 @@ class Accumulator:
             widths.append(len(u))
             return u
 
-        done = 0
+        done, tokens = 0, tokens_counted(batch.x)
         for captured in (
             capture_parts(self.function, batch.x, columns, self.columns)
             if seen is None
@@ -167,7 +169,7 @@ class Accumulator:
                 require_finite_pass(captured)
             counts = None if marks[0] is None or bool(marks[0].all()) else marks[0]
             fresh, done = done == 0, done + captured.k
-            gradients = Gradients(captured, fresh, done == widths[0], counts, widths[0])
+            gradients = Gradients(captured, fresh, done == widths[0], counts, tokens, widths[0])
             for statistic in self.sums:
                 statistic.add(gradients)
 

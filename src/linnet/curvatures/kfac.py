@@ -9,11 +9,16 @@ where â = [a; 1] when a bias rides along. Both are exact for one example withou
 columns of Λ^½ this is KFLR, with gradients at sampled labels KFAC (Botev 2020, 4.3.1 and 4.3.3; Martens
 and Grosse 2015; weight sharing: Eschenhagen et al. 2023, eq. 8 and 12). Of a side that is too wide for a
 matrix the diagonal of A or B is kept.
+
+S counts no padding: positions at which ``"attention_mask"`` of the batch is 0 are in none of these sums, nor
+are those that reach labels of −100 alone. Where a layer has other positions than the mask (a convolution with
+strides), those of a padded example count that some output depends on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,6 +34,7 @@ from linnet.curvatures.moments import (
     shared_input_moment,
     summed_gradients,
     weighted_input_moment,
+    without_padding,
 )
 from linnet.curvatures.sums import Gradients, Sums, layer_rows, second_moment
 from linnet.curvatures.sums import wide as wide_type
@@ -75,7 +81,7 @@ class KroneckerSums(Sums):
         captured = gradients.captured
         if gradients.fresh:
             require_as_found(captured, self.layer)
-        if self.sharing == "reduce" or gradients.counts is not None:
+        if self.sharing == "reduce" or gradients.counts is not None or gradients.tokens is not None:
             self._add_factors(gradients)
             return
         for use in captured.by_parameter().get(self.layer.names[0], []):
@@ -93,6 +99,9 @@ class KroneckerSums(Sums):
             reached = [a | b for a, b in zip(reached, self._reached, strict=True)]
         self._reached = [] if gradients.last else reached
         weights = counting(reached, gradients.counts)
+        if gradients.tokens is not None:
+            weights = without_padding(weights, reached, gradients.tokens)
+            parts = [replace(f, g=f.g * w[..., None]) for f, w in zip(parts, weights, strict=True)]
         if self.sharing == "reduce":
             parts = [Factors(mean_input(parts, weights), summed_gradients(parts), parts[0].transposed)]
             # an example that is masked whole has no mean input

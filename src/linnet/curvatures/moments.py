@@ -67,6 +67,23 @@ def counting(reached: Sequence[Tensor], counts: Tensor | None) -> list[Tensor]:
     return [(one | whole) & some for one in reached]
 
 
+def without_padding(weights: Sequence[Tensor], reached: Sequence[Tensor], tokens: Tensor) -> list[Tensor]:
+    """Which positions of every use count, where inputs are padded.
+
+    Args:
+        weights: Which count apart from that, (N, 1, S) for each use.
+        reached: Positions that any column reaches, (N, 1, S) for each use.
+        tokens: Positions that are no padding, (N, T). A use of T positions has those; of a use of others,
+            what reaches no output of a padded example is left out, and one position is no sequence.
+
+    Returns:
+        (N, 1, S) for each use.
+    """
+    whole = tokens.all(1)[:, None, None]
+    own = {1: torch.ones_like(whole), tokens.shape[1]: tokens[:, None]}
+    return [w & own.get(w.shape[2], r | whole) for w, r in zip(weights, reached, strict=True)]
+
+
 def _moment(x: Tensor, diagonal: bool) -> Tensor:
     """X Xᵀ of (..., d, M), or its diagonal (..., d)."""
     return x.square().sum(-1) if diagonal else second_moment(x)

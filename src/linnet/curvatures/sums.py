@@ -34,6 +34,7 @@ class Gradients:
             added then, and only then.
         last: Whether these are the last columns of the batch.
         counts: Which output positions count, (N, T); ``None`` if all do.
+        tokens: Which positions of the inputs are no padding, (N, T); ``None`` if all are.
         columns: Columns of the batch in all, of which these are some.
         shared: What several layers compute alike from the same inputs, by what it depends on.
     """
@@ -42,6 +43,7 @@ class Gradients:
     fresh: bool = True
     last: bool = True
     counts: Tensor | None = None
+    tokens: Tensor | None = None
     columns: int = 1
     shared: dict[Any, Any] = field(default_factory=dict)
 

@@ -257,6 +257,26 @@ def observed(x: Inputs) -> tuple[Inputs, Tensor | None]:
     return x, None
 
 
+def tokens_counted(x: Inputs) -> Tensor | None:
+    """Which positions of sequences are no padding, by the mask in the batch.
+
+    Args:
+        x: A batch; ``"attention_mask"`` of a dict is 0 at padding.
+
+    Returns:
+        (N, T), ``None`` where there is no such mask or no padding.
+
+    Example:
+        >>> tokens_counted({"ids": torch.ones(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])})
+        tensor([[ True,  True, False]])
+    """
+    x, _ = observed(x)
+    mask = x.get("attention_mask") if isinstance(x, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool((mask != 0).all()):
+        return None
+    return mask != 0
+
+
 def concatenate(parts: Sequence[Inputs]) -> Inputs:
     """Join batches of the same structure along the example axis; tensors without it are taken once.
 
