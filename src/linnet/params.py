@@ -12,6 +12,7 @@ import math
 import numbers
 import operator
 import os
+import sys
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -31,6 +32,7 @@ _NAME = 255  # bytes of one part of it, NAME_MAX on Linux
 _WRITTEN = (bool, int, float, complex, str, bytes, list, tuple, dict, type(None))  # shown as in a call
 _LARGEST = 2**63 - 1  # what torch's integers hold
 _SEED = 2**64 - 1  # and its generators
+_INSIDE = ("linnet", "torch", "contextlib")  # frames between a warning and the user's own code
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -63,6 +65,24 @@ def shown(value: Any) -> str:
     if len(text) <= _SHOWN:
         return text
     return f"{text[: _SHOWN - 4]}...{text[-1]}"
+
+
+def warn(message: str) -> None:
+    """Warn of something where the user's code calls linnet.
+
+    Args:
+        message: What.
+
+    Example:
+        >>> with warnings.catch_warnings(record=True) as seen:
+        ...     warn("the labels are odd")
+        >>> seen[0].category.__name__
+        'UserWarning'
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def refuse(name: str, value: Any, expected: str, remedy: str | None = None) -> NoReturn:

@@ -34,6 +34,7 @@ from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.functional import Functional
 from linnet.tangent.independence import require_own_rows
 from linnet.tangent.order import Said
+from linnet.tangent.output_scale import warn_of_scale
 from linnet.tangent.pairs import pairs, require_targets
 
 Pair = tuple[Inputs, Tensor]
@@ -122,6 +123,8 @@ class LossGradients:
         if kind not in self._sizes:
             self.function.output_shape(x)  # raises in words where the network cannot run
             require_own_rows(self.function, x)
+            if not self._sizes:
+                warn_of_scale(self.function, self.likelihood, x)
             own = capture_bytes(self.function, take(x, slice(0, 1)), 1)
             self._sizes[kind] = max(1, min(LARGEST, int(SHARE * self._budget) // max(own, 1)))
         return self._sizes[kind]

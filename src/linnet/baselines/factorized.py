@@ -34,6 +34,7 @@ from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.output_scale import warn_of_scale
 
 EPOCHS = 50
 DEVIATION = 6.7e-3  # softplus(−5)
@@ -140,6 +141,7 @@ def factorized_gaussian(
     function = Functional(model, "all", output)
     x, y = gather_data(data, function.device, missing=takes_missing(likelihood), keep=False)
     likelihood.check(function.check_runs(x), y)
+    warn_of_scale(function, likelihood, x)
     mean = function.space.to_flat(function.theta).clone().requires_grad_()
     # v with softplus(v) = s
     raw = torch.full_like(mean, math.log(math.expm1(deviation))).requires_grad_()

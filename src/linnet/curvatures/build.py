@@ -36,6 +36,7 @@ from linnet.params import choice, known, no_targets
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.output_scale import warn_of_scale
 from linnet.tangent.selection import Selector, check_selector
 
 OPERATORS = ("matrix-free", "low-rank")
@@ -203,12 +204,14 @@ def _computed(
                 expected="structures that share one pass over the data",
                 remedy="ask for 'matrix-free', 'low-rank' and Hessian matrices in calls of their own",
             )
-        product = matrix_free(function, batches, columns, free.derivative)
-        if kinds[0] == "matrix-free":
-            return {names[0]: product} if several else product
-        made = whole(product, batches, request, kinds[0], low)
-        return {names[0]: made} if several else made
-    found = by_structure(function, batches, request, list(zip(names, kinds, strict=True)))
+        found: list[Any] = [matrix_free(function, batches, columns, free.derivative)]
+        if kinds[0] != "matrix-free":
+            found = [whole(found[0], batches, request, kinds[0], low)]
+    else:
+        found = by_structure(function, batches, request, list(zip(names, kinds, strict=True)))
+    few = batches.first().x if kinds[0] == "matrix-free" else batches.few
+    if few is not None:  # a process may have no batch of its own
+        warn_of_scale(function, likelihood, few)
     return dict(zip(names, found, strict=True)) if several else found[0]
 
 

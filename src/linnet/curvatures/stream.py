@@ -50,6 +50,7 @@ from linnet.tangent.pairs import as_sample, in_batches, require_targets, side_by
 from linnet.tangent.sharded import Sharded, sharded
 
 SAMPLES_A_READ = 256  # examples of a Dataset read at once
+FEW = 16  # examples that are kept, to see what kind of outputs they have
 DEFAULT_BLOCK = 128  # examples of a batch, where neither the caller nor a loader says
 
 
@@ -126,6 +127,7 @@ class Batches:
 
     Attributes:
         examples: Examples of the last complete pass, those of all processes together.
+        few: A few inputs, once a batch was read.
 
     Raises:
         DataError: If a loader gives this process the part of another one.
@@ -158,6 +160,7 @@ class Batches:
         self._again_alike = ordered is None or ordered.whole  # whether a pass can be found again
         if ordered is not None and ordered.whole:
             data = ordered.loader
+        self.few: Inputs = None
         self._batched = isinstance(data, DataLoader) or in_batches(data)
         self._streamed = self._batched or (is_data_set(data) and not isinstance(data, TensorDataset))
         self._data = data if self._streamed else _whole_pair(data)
@@ -166,6 +169,13 @@ class Batches:
         self._now, self._whole_sums = _Sums(), _Sums()
         self._known = False  # whether the whole has been summed, and cannot change
         self.examples = 0
+
+    def _looked_at(self, batch: Batch) -> tuple[float, float]:
+        """The sums of a batch, or an error; a few examples of the first are kept."""
+        found = _checked(batch)
+        if self.few is None:
+            self.few = map_tensors(torch.clone, take(batch.x, slice(0, FEW)))
+        return found
 
     @property
     def share(self) -> Share:
@@ -189,7 +199,7 @@ class Batches:
                     if left is not None:
                         batch = batch.part(slice(0, left))
                         left -= batch.size
-                    total = _checked(batch)
+                    total = self._looked_at(batch)
                     self._now = self._now.plus(batch.size, *total)
                     yield batch
                 elif share.cut and not self._known:
@@ -237,7 +247,7 @@ class Batches:
         for x, y in self._whole():
             for part_x, part_y in self._parts(x, y):
                 batch = Batch(0, *_moved(part_x, part_y, self.device))
-                _checked(batch)
+                self._looked_at(batch)
                 if self.share.world > 1:
                     self._require_alike(batch)
                 return batch

@@ -26,8 +26,8 @@ from linnet.fitting.softmax_path import check_criterion
 from linnet.fitting.softmax_solve import SoftmaxTask, solve_softmax
 from linnet.fitting.solver import Shared, Sketch, Solver, Solving
 from linnet.fitting.stochastic import solve_stochastically
+from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.distribution import require_axis
-from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.linalg.factorize import decomposing
 from linnet.linear.dual import DualSystem
 from linnet.linear.iterative import Iterative
@@ -36,7 +36,7 @@ from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.normal_system import NormalSystem, summed
 from linnet.linear.preconditioner import TRIAL
 from linnet.linear.problem import Problem
-from linnet.linear.softmax_loss import ClassLoss, class_targets
+from linnet.linear.softmax_loss import class_targets
 from linnet.linear.system import System
 from linnet.linear.targets import (
     ALPHA,
@@ -47,7 +47,7 @@ from linnet.linear.targets import (
     position_targets,
 )
 from linnet.memory import require
-from linnet.params import choice, no_targets, refuse
+from linnet.params import choice, no_targets, refuse, warn
 from linnet.progress import waiting
 from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import Inputs, check_finite, observe, take
@@ -56,6 +56,7 @@ from linnet.tangent.gram import gram
 from linnet.tangent.linearized import Linearized, pinned
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.order import Said
+from linnet.tangent.output_scale import scale_remarks
 
 LOSSES = ("squared", "cross-entropy")
 
@@ -260,10 +261,9 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     criterion = ridge if isinstance(ridge, str) else "given"
     of_head = (folds.said,) if folds is not None else head_remarks(lin.model, x, y)
     name = "sketch" if "sketch" in reasons else chosen
-    said = (*held_remarks(lin.function), *of_head, *single_remarks(made))
+    said = (*held_remarks(lin.function), *of_head, *single_remarks(made), *_of_scale(lin, x, y, made))
     record = Record(name, criterion, reasons, said, seconds)
     if loss == "cross-entropy":
-        warn_of_probabilities(ClassLoss(made.values).likelihood, f0)
         settings = affordable(lin.function, x, settings, memory) if chosen == "cg" else settings
         return solve_softmax(
             SoftmaxTask(module, x, made, f0, ridge, memory, file), record, settings, operator, folds
@@ -297,6 +297,16 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     fitted = LinearFit(module, made, system, record)
     fitted.held_out = held
     return fitted
+
+
+def _of_scale(lin: Linearized, x: Inputs, y: Tensor, made: Targets) -> tuple[str, ...]:
+    """Whether outputs are probabilities where y are classes, whose outputs are logits or like them."""
+    if y.is_floating_point() and made.classes is None:
+        return ()
+    found = scale_remarks(lin.function, Bernoulli() if made.values.shape[1] == 1 else Categorical(), x)
+    for line in found:
+        warn(line)
+    return found
 
 
 def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: float) -> None:

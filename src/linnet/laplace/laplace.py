@@ -176,7 +176,6 @@ class Laplace(PredictiveModel):
             seen = measure_all(
                 found.function, self._base, data, passes_of(options.get("passes")).block, share
             )
-        seen.warn()
         fitted, shape = seen.fitted, seen.shape
         if before is None:
             groups, at = self._hyper(found)

@@ -29,7 +29,6 @@ from linnet.laplace.blocks import DAMPINGS, Block, Point, make_block
 from linnet.laplace.prior import Groups, make_groups
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.linalg.structured import StructuredOperator
 from linnet.params import refuse, tensor
 from linnet.tangent.functional import Functional
@@ -228,7 +227,6 @@ class Watcher:
     def __init__(self, likelihood: Likelihood) -> None:
         self.likelihood = likelihood
         self.examples = 0
-        self._first: Tensor | None = None
         self.shape: tuple[int, ...] = ()
         self._found: list[DataFit] = []
 
@@ -239,8 +237,6 @@ class Watcher:
             f: Outputs (N, ...).
             y: Targets, or None.
         """
-        if not self._found:
-            self._first = f.detach()
         self._found.append(measure(self.likelihood, f, y))
         self.examples, self.shape = self.examples + len(f), tuple(f.shape[1:])
 
@@ -255,11 +251,6 @@ class Watcher:
         self._found = [one for found, _, _ in everyone for one in found]
         self.examples = sum(examples for _, examples, _ in everyone)
         self.shape = next((shape for _, examples, shape in everyone if examples), ())
-
-    def warn(self) -> None:
-        """Warn if the outputs look like probabilities."""
-        if self._first is not None:
-            warn_of_probabilities(self.likelihood, self._first, stacklevel=5)
 
 
 def measure_all(

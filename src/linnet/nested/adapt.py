@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +148,7 @@ def _adapted(
     headless = isinstance(model, Appended) and model.width is not None
     said = doubts(y, targets, None if headless else last_linear(model)[1].out_features)
     for line in said:
-        warnings.warn(line, stacklevel=4)
+        check.warn(line)
     features.function.check_runs(take(x, slice(0, 1)))
     remarks = (*heard.warnings, *said, *single_remarks(targets))
     reasons, seconds = {"targets": understood(targets)}, {"network": time.perf_counter() - begin}

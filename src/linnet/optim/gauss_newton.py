@@ -52,6 +52,7 @@ from linnet.tangent.batch import Inputs, batch_size, check_examples, concatenate
 from linnet.tangent.functional import Functional, tensors_by_name
 from linnet.tangent.gather import copied
 from linnet.tangent.modes import environment_kept
+from linnet.tangent.output_scale import warn_of_scale
 
 VERSION = 1  # of the state that is saved
 RAISE = 4.0  # what a rejected step multiplies τ and ζ by
@@ -247,6 +248,8 @@ class GaussNewton(torch.optim.Optimizer):
                 closure, loss = None, first
         parts = self._batch(x, y)
         self._resume(parts)
+        if self.steps == 0:
+            warn_of_scale(self._running.function, self._network.likelihood, parts[0][0])
         value, gradient, n = self._measure(parts, closure if first is None else None, first)
         rejected = not self._acceptable(value, gradient)
         if rejected:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from linnet.errors import NumericalError
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.linear.iteration import CGSettings
 from linnet.linear.label_problem import LabelProblem
 from linnet.linear.primal_newton import PrimalNewton
 from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import jvp_columns
+from linnet.tangent.output_scale import warn_of_scale
 
 BLOCK = 128  # examples at once
 CG_STEPS = 500  # for each Newton step that is allowed
@@ -50,7 +50,7 @@ class LinearModel:
         self.n = batch_size(x)
         f0 = torch.cat([function.check_runs(part) for part in split(x, BLOCK)])
         self.y = likelihood.check(f0, y)
-        warn_of_probabilities(likelihood, f0, stacklevel=5)
+        warn_of_scale(function, likelihood, x)
         self.shape = tuple(f0.shape[1:])
         self.f0 = f0.double() if base else torch.zeros_like(f0, dtype=torch.float64)
         self.problem = LabelProblem(function, x, self.f0, likelihood, self.y, keep=True)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from linnet.errors import DataError, ModelError
+from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.memory import Plan, format_bytes
 from linnet.shown import Record
 from linnet.tangent.batch import EMPTY, Inputs, batch_size
@@ -20,6 +21,7 @@ from linnet.tangent.independence import dependence, is_random, unsteady
 from linnet.tangent.jacobian import jvp_path
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.output_scale import scale_remarks
 from linnet.tangent.selection import Selector
 from linnet.tangent.trace import Trace, trace
 
@@ -167,6 +169,7 @@ def preflight(
     notes = [*_mode_findings(model), *([why] if why else [])]
     left_out = sum(1 for _ in function.model.parameters()) - len(function.names)
     notes += [f"{left_out} {LEFT_OUT}"] if left_out else []
+    notes += scale_remarks(function, Bernoulli() if value[0].numel() == 1 else Categorical(), batch)
     shapes = function.space.shapes
     coverage = tuple(Coverage(name, tuple(shapes[name]), 0, "not examined", False) for name in function.names)
     plan = Plan("kernel of this batch", 0, ())

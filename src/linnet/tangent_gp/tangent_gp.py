@@ -42,6 +42,7 @@ from linnet.tangent.gather import copied, gather_data
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.output_scale import warn_of_scale
 from linnet.tangent_gp.files import options_of, write_gp
 from linnet.tangent_gp.gradients import differentiable_moments
 from linnet.tangent_gp.observed import BATCH, Observed
@@ -223,6 +224,7 @@ class TangentGP(PredictiveModel):
         """Solve for some data."""
         x, y = data
         self._observed.base.check_runs(take(x, slice(0, 1)))
+        warn_of_scale(self._observed.base, self._likelihood, x)
         require_alike(self._alike(x, y, before))
         return self._take(self._observed.problem(x, y), before)
 
