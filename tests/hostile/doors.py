@@ -33,6 +33,7 @@ MADE_BY_LINNET = frozenset({
     "spectrum.Verdict", "fitting.RidgePath", "fitting.SoftmaxPath", "fitting.LeftOut", "fitting.KeptTrace",
     "fitting.LayerShare", "fitting.MetricNetwork", "fitting.SketchedNetwork",
     "surgery.SurgeryReport", "surgery.Activation",
+    "solvers.Eigenpairs", "solvers.Estimate", "solvers.Solution", "solvers.Status", "solvers.Tridiagonal",
 })  # fmt: skip
 # Classes to derive from: their methods are tried in the classes that derive from them.
 ABSTRACT = frozenset({"Predictive", "likelihoods.Likelihood", "continual.ContinualMethod", "optim.Schedule"})
@@ -56,6 +57,7 @@ BY_NAME: dict[str, Callable[[], Any]] = {
     "state": dict,
     "make_optimizer": lambda: small.make_optimizer,
     "predict": lambda: small.probabilities,
+    "operator": small.operator,
     "directory": lambda: "saved",
     "repo_id": lambda: "me/model",
 }
@@ -205,6 +207,16 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     },
     "surgery.Bilinear": lambda: {"channels": 2, "layer": "0"},
     "surgery.SquareRootPooling": dict,
+    **dict.fromkeys(("solvers.cg", "solvers.block_cg"), lambda: {"b": small.normal(3, 2)}),
+    "solvers.shifted_cg": lambda: {"b": small.normal(3), "shifts": torch.tensor([0.5, 1.0]).double()},
+    "solvers.tridiagonalize": lambda: {"start": small.normal(3, 2), "steps": 2},
+    "solvers.eigenpairs": lambda: {"k": 2},
+    "solvers.nystrom": lambda: {"rank": 2},
+    "solvers.nystrom_preconditioner": lambda: {"damping": 0.1, "rank": 2},
+    "solvers.hutchinson": lambda: {"samples": 4},
+    "solvers.hutchpp": lambda: {"samples": 6},
+    "solvers.slq": lambda: {"function": torch.sqrt, "samples": 2, "steps": 2},
+    "solvers.logdet": lambda: {"samples": 2, "steps": 2},
 }  # fmt: skip
 
 # Plain tuples of settings are checked by what takes them, and tried there.
@@ -326,6 +338,8 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "fitting.RidgePath": lambda: small.fit().path(),
     "fitting.SoftmaxPath": lambda: small.softmax().path(),
     "ParameterSpace": lambda: small.curvature("full").space,
+    "solvers.Solution": lambda: linnet.solvers.cg(small.operator(), small.normal(3)),
+    "solvers.Estimate": lambda: linnet.solvers.Estimate(1.0, 0.1),
 }
 
 # Valid arguments of methods, by object and method or by method alone; the rest is in BY_NAME.
@@ -407,6 +421,10 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "surgery.SquareRootPooling.forward": lambda: {"z": small.normal(2, 3, 2, 2)},
     "displacement": dict,
     "best": lambda: {"criterion": "loo"},
+    "mm": lambda: {"v": small.normal(26, 2)},
+    "mv": lambda: {"v": small.normal(26)},
+    "resume": lambda: {"state": small.laplace()._state},
+    "solvers.Estimate.of": lambda: {"samples": small.normal(4)},
     "ParameterSpace.in_kind": lambda: {"flat": small.normal(26), "like": small.params()},
     "ParameterSpace.of": lambda: {"params": small.params()},
     "ParameterSpace.select": lambda: {"names": ["0.weight"]},
@@ -436,7 +454,7 @@ OWN: dict[str, Callable[[Any], Arguments]] = {
 LIKELIHOODS = ("Gaussian", "HeteroscedasticGaussian", "Categorical", "Bernoulli", "Poisson", "Custom")
 # Documented as products without checks, for solvers that checked once, or called by linnet alone.
 UNCHECKED = frozenset({
-    "mm", "mv", "product", "kernel_rows", "projected", "pulled", "turned", "resume", "extra_repr", "forward",
+    "product", "kernel_rows", "projected", "pulled", "turned", "extra_repr", "forward",
 })  # fmt: skip
 
 

@@ -49,6 +49,7 @@ KINDS: dict[str, set[str]] = {
     "kept inputs": TYPES | SIZES | {"tensor", "complex tensor", "~complex", "~inf"},
     "layers or tensors": {"module", "empty dict"},
     "count": WHOLE,
+    "samples": WHOLE,  # three leave the standard error infinite
     "count or none": WHOLE | {"None"},
     "count from zero": WHOLE | {"zero"},
     "integer": WHOLE | {"zero", "minus one"},
@@ -93,6 +94,7 @@ KINDS: dict[str, set[str]] = {
         | {"empty tensor", "scalar tensor", "integer tensor"}
     }
     | {"entry missing", "entry unknown"},
+    "vector or none": TYPES | SIZES | {"~nan", "~inf", "~no example", "tensor", "empty tensor", "None"},
     "entries": {
         f"entry: {name}" for name in TYPES | {"~nan", "~inf", "tensor", "tensor of nan", "tensor of inf"}
     }
@@ -107,7 +109,8 @@ _NAMES = {
     "recipe reduction root schedule score search sharing solver source space structure structures "
     "to variant keep preconditioner loss names mode like metric",
     "made": "ax curvature fit forgotten lin likelihood moment param_group report seen description "
-    "augmentation memory device dtype candidates gram directions pooling training run inference passes",
+    "augmentation operator memory device dtype candidates gram directions pooling training run inference "
+    "passes",
     "selector": "params",
     "grid": "card",
     "flag": "adaptive add base canonical clamps discrete flip inplace joint masked momentum per_output tune "
@@ -151,6 +154,16 @@ _NAMES = {
 OF_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 OF_CALL: dict[str, str] = {
     **{f"precision({name})": "word or none" for name in ("capture", "sums", "decompositions")},
+    **{f"solvers.{name}(preconditioner)": "word or none" for name in ("cg", "block_cg")},
+    "solvers.cg(x0)": "vector or none",
+    "solvers.shifted_cg(shifts)": "path of ridges",
+    "solvers.tridiagonalize(start)": "vector",
+    "solvers.eigenpairs(k)": "count",
+    "solvers.eigenpairs(largest)": "flag",
+    "solvers.Solution.require(what)": "unused",
+    "solvers.Estimate.of(samples)": "vector",
+    "solvers.hutchpp(samples)": "samples",
+    **{f"{name}.resume(state)": "made" for name in ("Laplace", "Laplace (Gaussian)")},
     "spectrum.gram_part(part)": "word",
     "spectrum.gram_part(file)": "place",
     "audit.select(batch)": "flag",
@@ -297,6 +310,7 @@ NOT_FINITE = frozenset(
         "removed positions",
         "ridge or flow",
         "labels later",
+        "samples",
         "times",
         "bound",
         "vector",

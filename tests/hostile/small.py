@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.linalg import Diagonal
+from linnet.linalg import Dense, Diagonal
 from tests.curvatures.side_by_side import curvature_of
 
 likelihoods = linnet.likelihoods
@@ -138,6 +138,12 @@ def likelihood() -> Any:
 
 
 @cache
+def operator() -> Any:
+    """A symmetric positive definite matrix as an operator."""
+    factor = normal(3, 3, seed=5)
+    return Dense(factor @ factor.T + torch.eye(3, dtype=factor.dtype))
+
+
 def curvature(structure: str, **options: Any) -> Any:
     return curvature_of(net(), classes(), likelihood(), structure, **options)
 

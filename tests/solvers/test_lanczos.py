@@ -145,8 +145,8 @@ def test_the_zero_operator_has_zero_eigenvalues() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"k": 0}, r"k is 0"),
-        ({"k": 4}, r"k is 4 .*1 to 3"),
+        ({"k": 0}, r"k=0"),
+        ({"k": 4}, r"k=4.*1 to 3"),
         ({"operator": FunctionOperator(lambda v: v[:2], (2, 3))}, r"square"),
         ({"tolerance": -1.0}, r"tolerance=-1"),
         ({"max_steps": 0}, r"max_steps=0"),
@@ -160,7 +160,7 @@ def test_bad_input_is_named(change: dict[str, Any], text: str) -> None:
 
 def test_bad_starts_are_named() -> None:
     for start in (torch.ones(3), torch.ones(4, 1)):
-        with pytest.raises(InputError, match="start has shape"):
+        with pytest.raises(InputError, match="vector has shape"):
             tridiagonalize(Dense(torch.eye(3)), start, 2)
-    with pytest.raises(InputError, match="steps is 0"):
+    with pytest.raises(InputError, match="steps=0"):
         tridiagonalize(Dense(torch.eye(3)), torch.ones(3, 1), 0)

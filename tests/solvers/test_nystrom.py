@@ -113,11 +113,11 @@ def test_more_damping_is_a_milder_preconditioner() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"rank": 0}, r"rank is 0"),
-        ({"rank": 4}, r"rank is 4.*1 to 3"),
+        ({"rank": 0}, r"rank=0"),
+        ({"rank": 4}, r"rank=4.*1 to 3"),
         ({"operator": FunctionOperator(lambda v: v[:2], (2, 3))}, r"square"),
-        ({"damping": 0.0}, r"damping is 0"),
-        ({"damping": -1.0}, r"damping is -1"),
+        ({"damping": 0.0}, r"damping=0"),
+        ({"damping": -1.0}, r"damping=-1"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], text: str) -> None:

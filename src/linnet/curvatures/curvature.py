@@ -16,7 +16,7 @@ from linnet.errors import InputError, NumericalError
 from linnet.files import save_tensors
 from linnet.linalg.grouped import GroupedKronecker, grouped_factored_damping
 from linnet.linalg.kronecker import Kronecker, factored_damping
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, require_fit
 from linnet.linalg.stored import to_tensors
 from linnet.linalg.structured import StructuredOperator
 from linnet.tangent.batch import Inputs
@@ -146,6 +146,7 @@ class Curvature(StructuredOperator):
     @in_exact_mode
     def mm(self, v: Tensor) -> Tensor:
         """G v for v (P, K)."""
+        require_fit(self, v, 2)
         return self._each(lambda block, rows: block.mm(rows), v)
 
     @in_exact_mode

@@ -14,7 +14,7 @@ from linnet.curvatures.products import factored, require_finite, weighted
 from linnet.curvatures.stream import Batch, Batches
 from linnet.distributed import all_sum, together
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, require_fit
 from linnet.params import choice
 from linnet.progress import track
 from linnet.tangent.functional import Functional
@@ -57,6 +57,7 @@ class SummedOperator(LinearOperator, ABC):
 
     def mm(self, v: Tensor) -> Tensor:
         """A v: (P, K) to (P, K), in one pass over the data."""
+        require_fit(self, v, 2)
         total = torch.zeros_like(v, memory_format=torch.contiguous_format)
         if v.shape[1] == 0:
             return total

@@ -511,7 +511,9 @@ class Laplace(PredictiveModel):
         Returns:
             This object.
         """
-        self._state, self._covariance = state, None
+        how = "load a saved posterior with linnet.load_laplace, or fit one"
+        self._state = instance("state", state, State, "what a fit has left", how)
+        self._covariance = None
         return self
 
     def save(self, directory: str | Path) -> Path:

@@ -61,15 +61,18 @@ class LinearOperator(Shown):
         """The transposed operator (n x m)."""
 
     def mv(self, v: Tensor) -> Tensor:
-        """The product with one vector, without checks.
+        """The product with one vector.
 
         Args:
             v: (n,).
 
         Returns:
             A v (m,).
+
+        Raises:
+            InputError: Shape, type or device do not fit.
         """
-        return self.mm(v.unsqueeze(1)).squeeze(1)
+        return self.mm(require_fit(self, v, 1).unsqueeze(1)).squeeze(1)
 
     @overload
     def __matmul__(self, other: LinearOperator) -> LinearOperator: ...
@@ -187,12 +190,39 @@ def flatten(operator: LinearOperator, vector: Vector) -> Tensor:
         flat = vector
     else:
         refuse(f"the vector for {operator!r}", vector, "a tensor", "this operator has no parameter space")
-    if flat.ndim not in (1, 2) or flat.shape[0] != operator.shape[1]:
-        n = operator.shape[1]
+    return require_fit(operator, flat)
+
+
+def require_fit(operator: LinearOperator, flat: Tensor, axes: int | None = None) -> Tensor:
+    """A flat vector that an operator can multiply, or an error.
+
+    Args:
+        operator: The operator (m x n).
+        flat: (n,) or (n, K).
+        axes: How many axes it must have; ``None`` for one or two.
+
+    Returns:
+        The vector.
+
+    Raises:
+        InputError: Shape, type or device do not fit the operator.
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> require_fit(Diagonal(torch.ones(3)), torch.zeros(3)).shape
+        torch.Size([3])
+    """
+    n = operator.shape[1]
+    shapes = {1: f"({n},)", 2: f"({n}, K)", None: f"({n},) or ({n}, K)"}[axes]
+    if not isinstance(flat, Tensor) or flat.layout != torch.strided:
+        refuse(
+            "the vector", flat, f"a dense tensor {shapes}, to multiply {operator!r}", "pass a dense tensor"
+        )
+    if flat.ndim not in ((1, 2) if axes is None else (axes,)) or flat.shape[0] != n:
         raise InputError(
             f"the vector has shape {tuple(flat.shape)}",
-            f"({n},) or ({n}, K), to multiply {operator!r}",
-            "see .shape",
+            expected=f"{shapes}, to multiply {operator!r}",
+            remedy="see .shape",
         )
     if flat.dtype != operator.dtype or flat.device != operator.device:
         raise InputError(
@@ -455,6 +485,33 @@ class Composition(LinearOperator):
     def T(self) -> LinearOperator:
         """Bᵀ Aᵀ."""
         return Composition(self._right.T, self._left.T)
+
+
+def require_square(operator: Any, name: str = "operator") -> LinearOperator:
+    """A square operator, or an error.
+
+    Args:
+        operator: The operator.
+        name: What the argument is called.
+
+    Returns:
+        The operator.
+
+    Raises:
+        InputError: It is none, or not square.
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> require_square(Diagonal(torch.ones(3))).shape
+        (3, 3)
+    """
+    remedy = "wrap a matrix, linnet.linalg.Dense(A), or a function, linnet.linalg.FunctionOperator(f, shape)"
+    found = instance(name, operator, LinearOperator, "a linear operator", remedy)
+    if found.shape[0] != found.shape[1]:
+        raise InputError(
+            f"{found!r} is not square", "a symmetric operator", "pass AᵀA, with Aᵀb for least squares"
+        )
+    return found
 
 
 def _require_operator(other: Any) -> LinearOperator:

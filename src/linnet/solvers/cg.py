@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.linalg.operator import LinearOperator, flatten, unflatten
+from linnet.linalg.operator import LinearOperator, flatten, require_square, unflatten
 from linnet.linalg.space import Vector
 from linnet.params import integer, number
 from linnet.solvers.led import one_leads
@@ -56,7 +56,7 @@ def cg(
     max_steps = checked_steps(operator, preconditioner, tolerance, max_steps)
     flat = flatten(operator, b)
     columns = flat.reshape(flat.shape[0], -1)  # (n, K)
-    start = None if x0 is None else flatten(operator, x0).reshape(columns.shape)
+    start = None if x0 is None else _like(flatten(operator, x0), flat).reshape(columns.shape)
     state = _State.start(operator, preconditioner, columns, start)
     targets = tolerance * columns.norm(dim=0)  # (K,)
     steps = 0
@@ -65,6 +65,15 @@ def cg(
     residual = relative_residual(operator, state.x, columns)
     status = _status(state, targets, residual, tolerance)
     return Solution(unflatten(operator, state.x.reshape(flat.shape), b), status, steps, residual)
+
+
+def _like(start: Tensor, flat: Tensor) -> Tensor:
+    """A start of the shape of the right-hand side, or an error."""
+    if start.shape == flat.shape:
+        return start
+    raise InputError(
+        f"x0 has shape {tuple(start.shape)}", f"{tuple(flat.shape)}, like b", "leave x0= out to start at zero"
+    )
 
 
 @dataclass
@@ -166,12 +175,16 @@ def checked_steps(
     Raises:
         InputError: An argument does not fit.
     """
-    if operator.shape[0] != operator.shape[1]:
-        raise InputError(
-            f"{operator!r} is not square", "a symmetric operator", "pass AᵀA and Aᵀb for least squares"
-        )
-    if preconditioner is not None and preconditioner.shape != operator.shape:
-        raise InputError(f"preconditioner is {preconditioner!r}", f"the shape of {operator!r}")
+    require_square(operator)
+    like = operator.shape, operator.dtype, operator.device
+    if preconditioner is not None:
+        own = require_square(preconditioner, "preconditioner")
+        if (own.shape, own.dtype, own.device) != like:
+            raise InputError(
+                f"preconditioner is {own!r}",
+                expected=f"shape, type and device of {operator!r}",
+                remedy="make it of the same operator, or leave preconditioner= out",
+            )
     return checked_limits(tolerance, max_steps, 10 * operator.shape[0])
 
 

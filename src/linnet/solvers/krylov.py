@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
 from linnet.linalg.factorize import eigh
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, require_square
 from linnet.linalg.random import Seed, normal
+from linnet.params import integer
 from linnet.solvers.led import one_leads
 
 
@@ -107,10 +107,8 @@ def krylov(
         >>> space.ritz()[0].round().abs()
         tensor([0., 1., 4.], dtype=torch.float64)
     """
-    n = operator.shape[0]
-    if operator.shape[1] != n or block < 1 or rank < 1:
-        raise InputError(f"block={block!r} and rank={rank!r} for {operator!r}", "positive integers, square A")
-    block = min(block, n)
+    n = require_square(operator).shape[0]
+    block, rank = min(integer("block", block), n), integer("rank", rank)
     # whole blocks, so that A maps all but the last into the space
     rank = n if rank >= n else min(n, max(rank // block, 2) * block)
     basis = torch.zeros(n, rank, dtype=operator.dtype, device=operator.device)

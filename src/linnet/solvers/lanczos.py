@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
 from linnet.linalg.factorize import eigh
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, require_fit, require_square
 from linnet.linalg.random import Seed, normal
+from linnet.params import flag, integer, refuse
 from linnet.solvers.cg import checked_limits
 from linnet.solvers.led import one_leads
 from linnet.solvers.solution import Solution, Status
@@ -70,14 +70,15 @@ def tridiagonalize(operator: LinearOperator, start: Tensor, steps: int) -> Tridi
         tensor([[2.],
                 [2.]])
     """
-    if operator.shape[0] != operator.shape[1] or start.shape[:1] != operator.shape[:1] or start.ndim != 2:
-        raise InputError(f"start has shape {tuple(start.shape)}", f"(n, K) for the square {operator!r}")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise InputError(f"steps is {steps!r}", "a positive integer", "leave steps= out")
-    steps = min(steps, operator.shape[0])
+    require_fit(require_square(operator), start, 2)
+    start = start.detach()
+    norms = start.norm(dim=0)
+    if not bool(((norms > 0) & norms.isfinite()).all()):
+        refuse("start", start, "finite columns, none of them zero", "draw them, torch.randn(n, K)")
+    steps = min(integer("steps", steps, remedy="pass steps=20"), operator.shape[0])
     basis = start.new_zeros(steps + 1, *start.shape)  # (m + 1, n, K)
     diagonal, offdiagonal = start.new_zeros(2, steps, start.shape[1])  # (m, K) each
-    basis[0] = start / start.norm(dim=0)
+    basis[0] = start / norms
     for j in range(steps):
         w = operator.mm(basis[j])
         diagonal[j] = (basis[j] * w).sum(0)
@@ -147,9 +148,8 @@ def eigenpairs(
         >>> pairs.values.round()
         tensor([5., 5.])
     """
-    n = operator.shape[0]
-    if operator.shape[1] != n or not 1 <= k <= n:
-        raise InputError(f"k is {k!r} for {operator!r}", expected=f"1 to {n}, and a square operator")
+    n = require_square(operator).shape[0]
+    k, largest = integer("k", k, 1, n, f"pass k={min(n, 5)}"), flag("largest", largest)
     filled = -(-n // k)  # with this many blocks there is no space for another one
     limit = min(checked_limits(tolerance, max_steps, filled), filled)
     block = torch.linalg.qr(normal((n, k), seed, operator.dtype, operator.device)).Q

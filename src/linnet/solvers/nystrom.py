@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
 from linnet.linalg.factorize import cholesky, require_finite
 from linnet.linalg.lowrank import LowRankMatrix
-from linnet.linalg.operator import LinearOperator, require_damping
+from linnet.linalg.operator import LinearOperator, require_square
 from linnet.linalg.random import Seed, normal
+from linnet.params import integer, number
 from linnet.solvers.led import one_leads
 
 
@@ -70,9 +70,7 @@ def nystrom_preconditioner(
         >>> nystrom_preconditioner(A, 1.0, rank=1, seed=0).diagonal().round()
         tensor([1., 1., 1.])
     """
-    mu = require_damping(damping)
-    if mu == 0:
-        raise InputError(f"damping is {damping!r}", expected="a positive number")
+    mu = number("damping", damping, above=0, remedy="pass the μ of A.damped(μ), such as 0.1")
     basis, values = _decompose(operator, rank, seed)
     ratios = (values.min() + mu) / (values + mu)
     return LowRankMatrix(basis, ratios, rest=1.0, space=operator.space, name="Nyström preconditioner")
@@ -81,9 +79,8 @@ def nystrom_preconditioner(
 @one_leads
 def _decompose(operator: LinearOperator, rank: int, seed: Seed) -> tuple[Tensor, Tensor]:
     """U (n, rank) and λ (rank,), with the small shift ν that keeps the Cholesky factor stable."""
-    n = operator.shape[0]
-    if operator.shape[1] != n or not 1 <= rank <= n:
-        raise InputError(f"rank is {rank!r} for {operator!r}", expected=f"1 to {n}, and a square operator")
+    n = require_square(operator).shape[0]
+    rank = integer("rank", rank, 1, n, f"pass rank={min(n, 50)}")
     test = torch.linalg.qr(normal((n, rank), seed, operator.dtype, operator.device)).Q  # Ω
     sketch = operator.mm(test)  # Y = A Ω
     require_finite(sketch, "the product of the operator with random vectors")

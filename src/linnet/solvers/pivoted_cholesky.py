@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
+from linnet.params import integer
 
 
 def pivoted_cholesky(
@@ -38,8 +39,9 @@ def pivoted_cholesky(
         tensor([[2.],
                 [1.]], dtype=torch.float64)
     """
-    if rank < 1 or not bool((diagonal >= 0).all()):
-        raise InputError(f"rank={rank!r}", "at least 1, and a diagonal that is not negative")
+    rank = integer("rank", rank)
+    if not bool((diagonal >= 0).all()):
+        raise InputError("the diagonal has a negative entry", "that of a kernel", "check that K is symmetric")
     left = diagonal.double().clone()
     total = float(left.sum())
     factor = left.new_zeros(len(left), min(rank, len(left)))

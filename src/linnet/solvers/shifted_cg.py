@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, require_fit
+from linnet.params import refuse, tensor
 from linnet.solvers.cg import checked_steps
 from linnet.solvers.led import one_leads
 from linnet.solvers.solution import Solution, Status
@@ -52,12 +52,13 @@ def shifted_cg(
                 [1.0000, 0.5000]]), 2)
     """
     limit = checked_steps(operator, None, tolerance, max_steps)
-    if b.shape != (operator.shape[0],):
-        raise InputError(f"b has shape {tuple(b.shape)}", expected=f"({operator.shape[0]},)")
+    require_fit(operator, b, 1)
     wide = torch.float32 if b.device.type == "mps" else torch.float64
-    sigma = torch.as_tensor(shifts, dtype=wide, device=b.device).flatten()
-    if sigma.numel() == 0 or not bool(((sigma > 0) & sigma.isfinite()).all()):
-        raise InputError(f"shifts={shifts}", expected="positive numbers", remedy="leave the others out")
+    given = tensor("shifts", shifts, "positive numbers (S,)")
+    sigma = given.to(device=b.device, dtype=wide).flatten()
+    wrong = given.dtype == torch.bool or not sigma.numel()
+    if wrong or not bool(((sigma > 0) & sigma.isfinite()).all()):
+        refuse("shifts", shifts, "positive numbers (S,)", "leave the others out")
     state = _Shifted(b, sigma)
     target = tolerance * float(b.norm())
     steps = 0

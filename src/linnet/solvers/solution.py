@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from linnet.errors import NumericalError
+from linnet.params import refuse, tensor
 
 V = TypeVar("V")
 
@@ -108,7 +109,11 @@ class Estimate:
         Returns:
             The estimate; the standard error of a single sample is infinite.
         """
+        samples = tensor("samples", samples, "numbers (S,), one or more")
         count = samples.numel()
+        if not count or samples.ndim != 1:
+            refuse("samples", samples, "numbers (S,), one or more", "draw at least one")
+        samples = samples if samples.is_floating_point() else samples.double()
         stderr = float(samples.std()) / sqrt(count) if count > 1 else float("inf")
         return cls(float(samples.mean()), stderr)
 

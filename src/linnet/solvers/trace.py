@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from linnet import params
 from linnet.errors import InputError
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, require_square
 from linnet.linalg.random import Seed, make_generator, signs
+from linnet.params import integer
 from linnet.solvers.lanczos import tridiagonalize
 from linnet.solvers.led import one_leads
 from linnet.solvers.solution import Estimate
@@ -39,7 +41,7 @@ def hutchinson(operator: LinearOperator, samples: int, seed: Seed = None) -> Est
         >>> hutchinson(Diagonal(torch.tensor([1.0, 2.0])), samples=2, seed=0).mean
         3.0
     """
-    _require(operator, samples, least=1)
+    samples = _checked(operator, samples, least=1)
     parts = [(z * operator.mm(z)).sum(0) for z in _probes(operator, samples, seed)]
     return Estimate.of(torch.cat(parts))
 
@@ -69,7 +71,7 @@ def hutchpp(operator: LinearOperator, samples: int, seed: Seed = None) -> Estima
         >>> round(hutchpp(A, samples=6, seed=0).mean, 3)
         8.0
     """
-    _require(operator, samples, least=3)
+    samples = _checked(operator, samples, least=3)
     seed = make_generator(seed)
     third = min(samples // 3, operator.shape[0])
     sketch = torch.cat([operator.mm(s) for s in _probes(operator, third, seed)], dim=1)
@@ -112,7 +114,8 @@ def slq(
         >>> round(slq(A, torch.sqrt, samples=2, steps=2, seed=0).mean, 4)
         3.0
     """
-    _require(operator, samples, least=1)
+    samples = _checked(operator, samples, least=1)
+    params.function("function", function, "a function of eigenvalues, such as torch.sqrt")
     blocks = _probes(operator, samples, make_generator(seed))
     return Estimate.of(torch.cat([_quadrature(operator, z, function, steps) for z in blocks]))
 
@@ -149,7 +152,15 @@ def _quadrature(
     weights = s[:, 0, :] ** 2  # (e₁ᵀ sₖ)²
     # Steps beyond an invariant subspace add zeros to T, of no weight, where f may be infinite.
     counted = weights > torch.finfo(z.dtype).eps ** 2
-    terms = torch.where(counted, weights * function(torch.where(counted, theta, 1.0)), 0.0)
+    given = torch.where(counted, theta, 1.0)
+    values = params.call("function", function, given, expected="a function of eigenvalues, elementwise")
+    if not isinstance(values, Tensor) or values.shape != given.shape or values.is_complex():
+        raise InputError(
+            f"function returns {params.shown(values)} for {params.shown(given)}",
+            expected="a real tensor of the same shape, f of each eigenvalue",
+            remedy="pass a function such as torch.sqrt",
+        )
+    terms = torch.where(counted, weights * values, 0.0)
     return z.shape[0] * terms.sum(1)
 
 
@@ -161,9 +172,7 @@ def _probes(operator: LinearOperator, samples: int, seed: Seed) -> Iterator[Tens
         yield signs((operator.shape[0], columns), seed, operator.dtype, operator.device)
 
 
-def _require(operator: LinearOperator, samples: int, least: int) -> None:
-    """The operator is square and there are enough samples."""
-    if operator.shape[0] != operator.shape[1]:
-        raise InputError(f"{operator!r} has no trace", expected="a square operator")
-    if samples < least:
-        raise InputError(f"samples is {samples!r}", expected=f"at least {least}")
+def _checked(operator: LinearOperator, samples: int, least: int) -> int:
+    """The number of samples, of a square operator."""
+    require_square(operator)
+    return integer("samples", samples, least, remedy=f"pass samples={max(10, least)}")
