@@ -141,7 +141,7 @@ class GradientStore(Shown):
         if dtype is not None and real_type("dtype", dtype) not in DTYPES.values():
             _refuse_type(dtype)
         if shard_size is not None:
-            integer("shard_size", shard_size)
+            shard_size = integer("shard_size", shard_size)
         require_module(model)
         folder = StoreFolder.opened(path)
         if folder is None:

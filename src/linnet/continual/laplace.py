@@ -465,7 +465,8 @@ def _prior_anchor(model: nn.Module, mean: PriorMean, params: Selector, prior: fl
     elif mean == "initial":
         anchor = values
     elif isinstance(mean, int | float) and not isinstance(mean, bool):
-        center = number("prior_mean", mean)
+        widest = min(torch.finfo(value.dtype).max for value in values.values())
+        center = number("prior_mean", mean, least=-widest, most=widest)
         anchor = {name: torch.full_like(value, center) for name, value in values.items()}
     else:
         refuse("prior_mean", mean, 'None, "initial", a number, or tensors by name')

@@ -22,8 +22,8 @@ from linnet.finetuning.trainer import Trainer
 from linnet.fitting.descent import outputs_of
 from linnet.fitting.training import Training, filled
 from linnet.linear.targets import make_targets
-from linnet.params import flag
-from linnet.tangent.batch import concatenate
+from linnet.params import call, flag
+from linnet.tangent.batch import Inputs, concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import linearize
 
@@ -196,13 +196,19 @@ class _Training:
 def _taught(examples: Examples, teacher: nn.Module, output: OutputAdapter, outputs: int) -> Examples:
     """The examples with the outputs of a network as targets."""
     frozen = copy.deepcopy(teacher).eval()
-    parts: list[tuple[Any, Tensor]] = [(x, outputs_of(frozen, x, output)) for x, _ in examples.batches()]
+    same = "the network before surgery, with the same inputs and outputs"
+
+    def taught(x: Inputs) -> Tensor:
+        found: Tensor = call("teacher", lambda part: outputs_of(frozen, part, output), x, expected=same)
+        return found
+
+    parts: list[tuple[Any, Tensor]] = [(x, taught(x)) for x, _ in examples.batches()]
     x = concatenate([part for part, _ in parts])
     targets = torch.cat([own for _, own in parts]).flatten(1)
     if targets.shape[1] != outputs:
         raise InputError(
             f"teacher has {targets.shape[1]} outputs and the network {outputs}",
-            expected="the network before surgery, with the same outputs",
+            expected=same,
             remedy="pass the network that was given to linnet.surgery.leaky_relu",
         )
     return Examples((x, targets), examples.device)

@@ -159,7 +159,7 @@ def normal_accuracy(system: NormalSystem, rounding: Rounding, index: Tensor) -> 
         products += cross.T @ (squares @ delta.square())
         reach += cross.sum(0)
     share_sum([weighted, products, reach])
-    variance = system.ridge**2 * (solved.square().T @ weighted) + products + phi.square() @ delta.square()
+    variance = (system.ridge * solved).square().T @ weighted + products + phi.square() @ delta.square()
     variance = variance + _of_sums(system, solved, rounding.kernel)
     solver = math.sqrt(len(delta)) * torch.finfo(torch.float64).eps
     own = math.hypot(rounding.kernel, solver) * variance.sqrt() + rounding.outputs * (1 + reach.sqrt())

@@ -512,7 +512,7 @@ class Laplace(PredictiveModel):
             This object.
         """
         how = "load a saved posterior with linnet.load_laplace, or fit one"
-        self._state = instance("state", state, State, "what a fit has left", how)
+        self._state = instance("state", state, State, "the state that another posterior has left", how)
         self._covariance = None
         return self
 

@@ -487,18 +487,19 @@ class Composition(LinearOperator):
         return Composition(self._right.T, self._left.T)
 
 
-def require_square(operator: Any, name: str = "operator") -> LinearOperator:
+def require_square(operator: Any, name: str = "operator", factored: bool = False) -> LinearOperator:
     """A square operator, or an error.
 
     Args:
         operator: The operator.
         name: What the argument is called.
+        factored: Whether vectors of its type are to be factorized, which torch does in float32 and float64.
 
     Returns:
         The operator.
 
     Raises:
-        InputError: It is none, or not square.
+        InputError: It is none, not square, or of a type that is too short.
 
     Example:
         >>> from linnet.linalg import Diagonal
@@ -510,6 +511,10 @@ def require_square(operator: Any, name: str = "operator") -> LinearOperator:
     if found.shape[0] != found.shape[1]:
         raise InputError(
             f"{found!r} is not square", "a symmetric operator", "pass AᵀA, with Aᵀb for least squares"
+        )
+    if factored and found.dtype not in (torch.float32, torch.float64):
+        raise InputError(
+            f"{found!r} is of {found.dtype}", "float32 or float64", "convert it, or its network with .float()"
         )
     return found
 

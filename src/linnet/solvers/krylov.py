@@ -107,7 +107,7 @@ def krylov(
         >>> space.ritz()[0].round().abs()
         tensor([0., 1., 4.], dtype=torch.float64)
     """
-    n = require_square(operator).shape[0]
+    n = require_square(operator, factored=True).shape[0]
     block, rank = min(integer("block", block), n), integer("rank", rank)
     # whole blocks, so that A maps all but the last into the space
     rank = n if rank >= n else min(n, max(rank // block, 2) * block)

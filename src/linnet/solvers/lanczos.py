@@ -148,7 +148,7 @@ def eigenpairs(
         >>> pairs.values.round()
         tensor([5., 5.])
     """
-    n = require_square(operator).shape[0]
+    n = require_square(operator, factored=True).shape[0]
     k, largest = integer("k", k, 1, n, f"pass k={min(n, 5)}"), flag("largest", largest)
     filled = -(-n // k)  # with this many blocks there is no space for another one
     limit = min(checked_limits(tolerance, max_steps, filled), filled)

@@ -79,7 +79,7 @@ def nystrom_preconditioner(
 @one_leads
 def _decompose(operator: LinearOperator, rank: int, seed: Seed) -> tuple[Tensor, Tensor]:
     """U (n, rank) and λ (rank,), with the small shift ν that keeps the Cholesky factor stable."""
-    n = require_square(operator).shape[0]
+    n = require_square(operator, factored=True).shape[0]
     rank = integer("rank", rank, 1, n, f"pass rank={min(n, 50)}")
     test = torch.linalg.qr(normal((n, rank), seed, operator.dtype, operator.device)).Q  # Ω
     sketch = operator.mm(test)  # Y = A Ω

@@ -71,6 +71,7 @@ def hutchpp(operator: LinearOperator, samples: int, seed: Seed = None) -> Estima
         >>> round(hutchpp(A, samples=6, seed=0).mean, 3)
         8.0
     """
+    require_square(operator, factored=True)
     samples = _checked(operator, samples, least=3)
     seed = make_generator(seed)
     third = min(samples // 3, operator.shape[0])

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from linnet.errors import InputError, ModelError
 from linnet.linalg.operator import Bidirectional
 from linnet.linalg.random import Seed, normal
+from linnet.params import integer
 from linnet.shown import Record
 from linnet.solvers.lanczos import eigenpairs
 from linnet.spectrum.kernel_matrix import KERNELS, tangent_of
@@ -149,8 +150,7 @@ def anisotropy_directions(
     points = _points(function, at)
     mixed = MixedDerivative(function, points, form)
     columns = mixed.shape[1]
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= columns:
-        raise InputError(f"k is {k!r}", f"1 to {columns}, the numbers of an input", "pass a smaller k=")
+    k = integer("k", k, 1, columns, f"an input has {columns} numbers: pass k={min(columns, 5)}")
     mixed.check()
     mismatch = _mismatch(mixed)
     default = 1e-10 if mixed.dtype == torch.float64 else 1e-5

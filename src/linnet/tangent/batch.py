@@ -77,16 +77,17 @@ def tensors_in(x: Inputs) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_in(part)]
 
 
-def example_shapes(x: Inputs) -> tuple[tuple[int, ...], ...]:
-    """The shape of one example in every tensor of a batch: what tells kinds of passes apart.
+def example_shapes(x: Inputs) -> tuple[Any, ...]:
+    """The shape of one example in every tensor of a batch, and their names: what tells kinds of passes apart.
 
     Args:
         x: A batch.
 
     Returns:
-        Shapes without the example axis.
+        The names of a dict, and shapes without the example axis.
     """
-    return tuple(tuple(t.shape[1:]) for t in tensors_in(x))
+    names = tuple(x) if isinstance(x, Mapping) else ()
+    return (*names, *(tuple(t.shape[1:]) for t in tensors_in(x)))
 
 
 def batch_size(x: Inputs) -> int:

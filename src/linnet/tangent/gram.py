@@ -19,6 +19,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.number_types import products_in
 from linnet.params import choice, part_of
 from linnet.progress import track
-from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, take, tensors_in
+from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, example_shapes, take, tensors_in
 from linnet.tangent.budgeted import Fit, treatment_within
 from linnet.tangent.capture import capture_bytes, capture_parts_for_products, hollow_capture
 from linnet.tangent.capture import capture_for_products as capture  # gradients are only multiplied here
@@ -634,11 +635,11 @@ class _Probed:
 def _probe(task: GramTask) -> _Probed:
     """Shapes of what could be kept of the examples, and bytes of one captured example; remembered."""
     n, m = task.sizes
-    shapes = tuple(_form_of(task.x1))
+    form = _form_of(task.x1)
     function = task.function
     known = function.cache.setdefault("gram", {})
     types = function.precision
-    key = (shapes, task.form, n, m, types.capture)
+    key = (form, task.form, n, m, types.capture)
     if key not in known:
         for x in (task.x1, task.x2):
             if x is not None:
@@ -802,9 +803,9 @@ def _check(task: GramTask) -> None:
         task.function.check_runs(take(task.x2, slice(0, 2)))
 
 
-def _form_of(x: Inputs) -> list[tuple[torch.Size, torch.dtype]]:
-    """Shapes of an example's tensors, and their types."""
-    return [(t.shape[1:], t.dtype) for t in tensors_in(x)]
+def _form_of(x: Inputs) -> tuple[Any, ...]:
+    """Names and shapes of an example's tensors, and their types."""
+    return (*example_shapes(x), *(t.dtype for t in tensors_in(x)))
 
 
 def _identity(task: GramTask) -> dict[str, object]:

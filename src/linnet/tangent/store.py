@@ -291,10 +291,9 @@ def checked_name(file: str | Path) -> Path:
     """
     path = as_path(file, "file")
     if path.suffix != ".npy":
+        named = path.with_suffix(".npy") if path.name.strip(".") else path / "kernel.npy"
         raise InputError(
-            f"file={str(file)!r}",
-            expected="a name that ends in .npy",
-            remedy=f"pass file={str(path.with_suffix('.npy'))!r}",
+            f"file={str(file)!r}", expected="a name that ends in .npy", remedy=f"pass file={str(named)!r}"
         )
     if not path.parent.is_dir():
         raise InputError(
