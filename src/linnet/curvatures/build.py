@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack
 
-from torch import nn
+from torch import Tensor, nn
 
 from linnet.curvatures.accumulate import Watch
 from linnet.curvatures.engine import Request, by_structure
@@ -26,7 +26,7 @@ from linnet.curvatures.settings import (
     passes_of,
     word_of,
 )
-from linnet.curvatures.stream import Batches
+from linnet.curvatures.stream import FEW, Batches
 from linnet.curvatures.treatments import resolve
 from linnet.distributed import Share, agree, least, together
 from linnet.errors import InputError, ModelError
@@ -196,7 +196,16 @@ def _computed(
         _require_alike(function, columns, {**settings, **asdict(low), **asdict(free)})
         memory = least(parse_bytes(memory, function.device))  # what it decides, all decide alike
     file = None if passes.file is None else Path(passes.file)
-    request = Request(columns, sharing, memory, file, watch, passes.widest)
+    seen: list[Tensor] = []
+
+    def look(f: Tensor, y: Tensor | None) -> None:
+        """Keep a few outputs of the first batch."""
+        if not seen:
+            seen.append(f[:FEW].detach())
+        if watch is not None:
+            watch(f, y)
+
+    request = Request(columns, sharing, memory, file, look, passes.widest)
     if any(kind in OPERATORS for kind in kinds) or taken == "hessian":
         if len(names) > 1:
             raise InputError(
@@ -211,7 +220,7 @@ def _computed(
         found = by_structure(function, batches, request, list(zip(names, kinds, strict=True)))
     few = batches.first().x if kinds[0] == "matrix-free" else batches.few
     if few is not None:  # a process may have no batch of its own
-        warn_of_scale(function, likelihood, few)
+        warn_of_scale(function, likelihood, few, *seen)
     return dict(zip(names, found, strict=True)) if several else found[0]
 
 

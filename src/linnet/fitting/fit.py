@@ -261,7 +261,7 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     criterion = ridge if isinstance(ridge, str) else "given"
     of_head = (folds.said,) if folds is not None else head_remarks(lin.model, x, y)
     name = "sketch" if "sketch" in reasons else chosen
-    said = (*held_remarks(lin.function), *of_head, *single_remarks(made), *_of_scale(lin, x, y, made))
+    said = (*held_remarks(lin.function), *of_head, *single_remarks(made), *_of_scale(lin, x, y, made, f0))
     record = Record(name, criterion, reasons, said, seconds)
     if loss == "cross-entropy":
         settings = affordable(lin.function, x, settings, memory) if chosen == "cg" else settings
@@ -299,11 +299,11 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     return fitted
 
 
-def _of_scale(lin: Linearized, x: Inputs, y: Tensor, made: Targets) -> tuple[str, ...]:
+def _of_scale(lin: Linearized, x: Inputs, y: Tensor, made: Targets, f0: Tensor) -> tuple[str, ...]:
     """Whether outputs are probabilities where y are classes, whose outputs are logits or like them."""
     if y.is_floating_point() and made.classes is None:
         return ()
-    found = scale_remarks(lin.function, Bernoulli() if made.values.shape[1] == 1 else Categorical(), x)
+    found = scale_remarks(lin.function, Bernoulli() if f0.shape[1] == 1 else Categorical(), x, f0)
     for line in found:
         warn(line)
     return found

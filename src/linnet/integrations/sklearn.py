@@ -123,7 +123,7 @@ class _Estimator(ABC):
             ridge = None if self.ridge == "loo" else self.ridge
             with warnings.catch_warnings():  # whether y are classes is what the estimator says
                 warnings.filterwarnings("ignore", f"{CLASSES}|{VALUES}", UserWarning)
-                self.fit_ = adapt(network, data, ridge=ridge, seed=seed, tune=self.tune)  # type: ignore[arg-type]
+                self.fit_ = adapt(network, data, ridge=ridge, seed=seed, tune=self.tune)
             return
         if self.metric is not None:
             metric = curvature(network, data, self._likelihood, structure=self.metric)

@@ -50,7 +50,7 @@ class LinearModel:
         self.n = batch_size(x)
         f0 = torch.cat([function.check_runs(part) for part in split(x, BLOCK)])
         self.y = likelihood.check(f0, y)
-        warn_of_scale(function, likelihood, x)
+        warn_of_scale(function, likelihood, x, f0)
         self.shape = tuple(f0.shape[1:])
         self.f0 = f0.double() if base else torch.zeros_like(f0, dtype=torch.float64)
         self.problem = LabelProblem(function, x, self.f0, likelihood, self.y, keep=True)

@@ -50,13 +50,16 @@ ALIKE = frozenset(
 JOINED = ("Cat", "Stack")
 
 
-def scale_remarks(function: Functional, likelihood: Likelihood, x: Inputs) -> tuple[str, ...]:
+def scale_remarks(
+    function: Functional, likelihood: Likelihood, x: Inputs, f: Tensor | None = None
+) -> tuple[str, ...]:
     """Whether outputs are on another scale than the likelihood's.
 
     Args:
         function: The network.
         likelihood: What its outputs should mean.
         x: A batch, of which a few examples are looked at.
+        f: Outputs of some examples, where they are known.
 
     Returns:
         A sentence, if they are.
@@ -70,7 +73,7 @@ def scale_remarks(function: Functional, likelihood: Likelihood, x: Inputs) -> tu
     if not isinstance(likelihood, Bernoulli | Categorical | Poisson | HeteroscedasticGaussian):
         return ()
     few = take(observed(x)[0], slice(0, FEW))
-    told = _told(function, likelihood, function.check_runs(few), few)
+    told = _told(function, likelihood, function.check_runs(few) if f is None else f[:FEW], few)
     if told is None:
         return ()
     found, expected, last = told
@@ -80,18 +83,19 @@ def scale_remarks(function: Functional, likelihood: Likelihood, x: Inputs) -> tu
     )
 
 
-def warn_of_scale(function: Functional, likelihood: Likelihood, x: Inputs) -> None:
+def warn_of_scale(function: Functional, likelihood: Likelihood, x: Inputs, f: Tensor | None = None) -> None:
     """Warn if outputs are on another scale than the likelihood's.
 
     Args:
         function: The network.
         likelihood: What its outputs should mean.
         x: A batch, of which a few examples are looked at.
+        f: Outputs of some examples, where they are known.
 
     Example:
         >>> warn_of_scale(Functional(torch.nn.Linear(3, 1)), Bernoulli(), torch.randn(9, 3))
     """
-    for line in scale_remarks(function, likelihood, x):
+    for line in scale_remarks(function, likelihood, x, f):
         warn(line)
 
 
