@@ -15,6 +15,7 @@ _PHRASES: tuple[tuple[str, str], ...] = (
         r"check x's shape, dtype \(x\.float\(\) for images\) and device",
         "give the network samples of its own shape; for images channels=, size= and mean= make it",
     ),
+    (r"pass output=, for example output=lambda[^;]*", "pass output= with the name of a part"),
     (r"name the layer with linnet\.with_head\(.*?\), such as one of [^;]*; ", ""),
     (
         "pass a list of names to have them taken literally",

@@ -751,3 +751,28 @@ def test_one_verdict_everywhere(folder: Path, capsys: pytest.CaptureFixture[str]
     assert fit.verdict in sentences
     assert sentences[0] in page
     assert all(" ".join(one.replace("\u202f", " ").split()) in told for one in sentences)
+
+
+@pytest.mark.parametrize("output", [None, "pooled"])
+def test_an_encoder_keeps_the_part_that_is_taken(folder: Path, output: str | None) -> None:
+    lines = [
+        "from torch import nn",
+        "class Encoder(nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+        "        self.conv = nn.Conv2d(1, 4, 3)",
+        "    def forward(self, x):",
+        "        maps = self.conv(x).tanh()",
+        "        return {'last_hidden_state': maps, 'pooled': maps.amax((2, 3))}",
+    ]
+    (folder / "encoders.py").write_text("\n".join(lines))
+    words = [] if output is None else ["--output", output]
+    given = ["--model", f"{folder / 'encoders.py'}:Encoder", "--data", str(folder / "pictures.npz"), *words]
+    assert cli.main(["check", *given]) == 0
+    assert cli.main(["adapt", *given, "--out", str(folder / "run")]) == 0
+    run = load_run(folder / "run", trust=True)
+    assert isinstance(run.fit, NestedFit)
+    assert ("features" in run.fit.record.reasons) == (output is None)
+    encoder, x = run.fit.module.model.get_submodule("body"), run.fit.x
+    found = encoder(x)["last_hidden_state"].mean((2, 3)) if output is None else encoder(x)[output]
+    assert torch.allclose(run.fit.module.phi(x), found.double(), atol=1e-6)

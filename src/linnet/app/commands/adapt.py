@@ -24,6 +24,7 @@ def task_adaptation(
     weight: float | Literal["auto"] = "auto",
     tune: bool = False,
     params: str | None = None,
+    output: str | None = None,
     head: Literal["auto", "probe", "random", "zero", "keep"] = "auto",
     cross_fit: int = 0,
     mean: str = "auto",
@@ -74,6 +75,8 @@ def task_adaptation(
         tune: Train the lower layers as well, and solve the nested fit again at the trained weights, where
             that has less error on held-out folds of the training samples. It takes five or six training runs.
         params: The parameters to fit, by name or regular expression; all of them by default.
+        output: The part of what the network returns that is taken, such as pooler_output; by default its
+            logits, or the mean of last_hidden_state.
         head: The head that linear starts from: probe (a linear probe), random, zero or keep. auto keeps it
             where a regression fits the network's outputs; else it is a probe, or random where there are fewer
             samples than features, because a probe would overfit. Where params fits its weights too, a probe
@@ -109,7 +112,7 @@ def task_adaptation(
 
     transform = image_transform("none" if mean == "auto" and std is None else mean, std, size, channels)
     settings = Settings(
-        Network(model, weights, model_args or {}, head, cross_fit),
+        Network(model, weights, model_args or {}, head, cross_fit, output),
         Source(data, transform, shots, tests, seed, target, damaged, mean == "auto"),
         Solving(ridge, solver, params, memory, device, loss, metric, method, weight, tune),
         compare, finetune_steps,

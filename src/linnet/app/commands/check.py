@@ -14,6 +14,7 @@ def check(
     weights: Path | None = None,
     model_args: dict[str, Any] | None = None,
     params: str | None = None,
+    output: str | None = None,
     mean: str = "auto",
     std: str | None = None,
     size: int | None = None,
@@ -36,6 +37,8 @@ def check(
         weights: A file of weights: ``.safetensors``, ``.npz``, or a file of torch's.
         model_args: Keyword arguments of the factory, as a JSON object.
         params: The parameters to linearize in, by name or regular expression; all of them by default.
+        output: The part of what the network returns that is taken, such as pooler_output; by default its
+            logits, or the mean of last_hidden_state.
         mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas. auto
             is what the network's own configuration says (timm, Hugging Face), or none.
         std: Standard deviations that go with numbers in mean.
@@ -76,7 +79,7 @@ def check(
     old = load_model(model, weights, model_args).to(place)
     sample = normalized(sample, old, mean == "auto")
     x = sample.tensors("train")[0].to(place)
-    plan = planned(old, task, x, params)
+    plan = planned(old, task, x, params, output)
     report = preflight(plan.model, x, params=plan.params, memory=memory)
     if report.memory.peak > report.memory.budget:
         report = replace(report, ok=False)  # the finding says so; nothing could be computed

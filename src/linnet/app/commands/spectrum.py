@@ -19,6 +19,7 @@ def task_spectrum(
     ridge: float | Literal["auto", "loo", "gcv", "evidence"] = "auto",
     solver: Literal["auto", "dual", "shared", "primal", "sketch", "cg"] = "auto",
     params: str | None = None,
+    output: str | None = None,
     head: Literal["auto", "probe", "random", "zero", "keep"] = "auto",
     mean: str = "auto",
     std: str | None = None,
@@ -52,6 +53,8 @@ def task_spectrum(
             matrix of the weights), sketch (the same along 2,048 directions of the weights), cg (conjugate
             gradients), or auto.
         params: The parameters to fit, by name or regular expression; all of them by default.
+        output: The part of what the network returns that is taken, such as pooler_output; by default its
+            logits, or the mean of last_hidden_state.
         head: The head to start from: probe (a linear probe), random, zero, keep or auto, as for linnet adapt.
         mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas. auto
             is what the network's own configuration says (timm, Hugging Face), or none.
@@ -114,7 +117,7 @@ def task_spectrum(
         assert data is not None
         transform = image_transform("none" if mean == "auto" and std is None else mean, std, size, channels)
         settings = Settings(
-            Network(model, weights, model_args or {}, head),
+            Network(model, weights, model_args or {}, head, output=output),
             Source(data, transform, shots, tests, seed, target, damaged, mean == "auto"),
             Solving(ridge, solver, params, memory, device, metric="none", method="linear", kernel=kernel),
         )

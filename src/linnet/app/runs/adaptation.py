@@ -217,7 +217,7 @@ def started(settings: Settings) -> Started:
         old = load_model(network.spec, network.weights, network.arguments).to(solving.device)
         task = normalized(task, old, settings.source.normalizes)
         x, y = (t.to(solving.device) for t in task.tensors("train"))
-        return Started(task, ended(old, task, x), (x, y), stages)
+        return Started(task, ended(old, task, x, network.output), (x, y), stages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,13 +318,14 @@ def _why_head(network: Network, init: str, centered: bool) -> str:
     return why if init == "keep" else f"{why}; the labels have no part in it"
 
 
-def ended(model: nn.Module, task: TaskData, x: Tensor) -> nn.Module:
+def ended(model: nn.Module, task: TaskData, x: Tensor, output: str | None = None) -> nn.Module:
     """The network, or with a head behind it where it returns features.
 
     Args:
         model: The network.
         task: The data; a network that returns the values of a regression is left as it is.
         x: Training inputs.
+        output: The part of what it returns that is taken.
 
     Returns:
         The network, or it with a head.
@@ -332,20 +333,18 @@ def ended(model: nn.Module, task: TaskData, x: Tensor) -> nn.Module:
     Raises:
         ModelError: It takes inputs of another shape or type.
     """
+    arranged = Appended(model, None, output)
+    plain = model if output is None else arranged
     try:
-        outputs = Functional(model).output_shape(x)
+        if task.classes is None and Functional(arranged).output_shape(x).numel() == task.train.y.shape[1]:
+            return plain
+        return ending_linear(model, x, output)
     except ModelError as error:
         if OWN_SHAPE not in (error.expected or ""):
-            return model  # the preflight says what is wrong
+            return plain  # the preflight says what is wrong, where it is
         told, expected = task.layout()
         remedy = error.remedy if task.image_mode else "change the data, or build the network for them"
         raise ModelError(f"{error.what}; {told}", expected, remedy) from error
-    try:
-        if task.classes is None and outputs.numel() == task.train.y.shape[1]:
-            return model
-        return ending_linear(model, x)
-    except ModelError:  # the preflight says what is wrong, where it is
-        return model
 
 
 def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bool:
@@ -584,7 +583,7 @@ def _origin(
     weights = None if network.weights is None else str(Path(network.weights).resolve())
     metric = start.damping if isinstance(start, MetricNetwork) else None
     made = Origin(absolute_spec(network.spec), dict(network.arguments), head, centered, weights, metric)
-    return replace(made, appended=appended)
+    return replace(made, appended=appended, output=network.output)
 
 
 def _samples(task: TaskData) -> TrainingSamples:

@@ -45,6 +45,7 @@ from linnet.nested.nested_files import KIND as NESTED
 from linnet.nested.nested_fit import NestedFit
 from linnet.tangent.batch import take
 from linnet.tangent.coordinates import Coordinates
+from linnet.tangent.functional import check_output
 
 Array = np.ndarray[Any, Any]
 _KIND = "run"
@@ -68,6 +69,7 @@ class Origin:
         init: The head at the start: ``"probe"``, ``"random"``, ``"zero"`` or ``"keep"``; None in older runs.
         heads: Number and seed of the random heads of a nested fit; None for one linearization.
         appended: Number of features that the network returns, where a head was put behind it.
+        output: The part of what the network returns that is taken.
     """
 
     spec: str
@@ -79,6 +81,7 @@ class Origin:
     init: str | None = None
     heads: tuple[int, int] | None = None
     appended: int | None = None
+    output: str | None = None
 
 
 @dataclass(frozen=True)
@@ -480,6 +483,7 @@ def _check_record(path: Path, record: Any) -> None:
             raise ValueError("heads must be their number and a seed")
         params.instance("arguments", origin.arguments, dict, "a dictionary")
         params.instance("spec", origin.spec, str, "a string")
+        check_output(origin.output)
         _transform(record["transform"])
         if record["scale"] is not None:
             Standardize(**record["scale"])
@@ -506,8 +510,8 @@ def _check_record(path: Path, record: Any) -> None:
 def _build(folder: Path, origin: Origin) -> nn.Module:
     """The network at θ₀."""
     model = load_model(origin.spec, None, origin.arguments, pretrained=False)
-    if origin.appended is not None:
-        model = Appended(model, origin.appended)
+    if origin.appended is not None or origin.output is not None:
+        model = Appended(model, origin.appended, origin.output)
     if origin.head is not None:
         model = with_head(model, origin.head, init="zero")
     if origin.heads is not None:

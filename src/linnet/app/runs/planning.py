@@ -59,7 +59,9 @@ class Planned:
         return each * len(task.train), TESTED * each * len(task.test)
 
 
-def planned(model: nn.Module, task: TaskData, x: Tensor, params: str | None) -> Planned:
+def planned(
+    model: nn.Module, task: TaskData, x: Tensor, params: str | None, output: str | None = None
+) -> Planned:
     """The network as a run takes it by default.
 
     Args:
@@ -67,11 +69,12 @@ def planned(model: nn.Module, task: TaskData, x: Tensor, params: str | None) -> 
         task: The data.
         x: A few samples.
         params: The parameters to fit.
+        output: The part of what the network returns that is taken.
 
     Returns:
         The network with its new head.
     """
-    old = ended(model, task, x)
+    old = ended(model, task, x, output)
     names = None if params is None else (params,)
     settings = Settings(Network(""), Source(Path()), Solving(params=params))
     own = Functional(old).output_shape(x).numel()

@@ -34,6 +34,7 @@ class Network:
         head: ``"probe"``, ``"random"``, ``"zero"``, ``"keep"``, or ``"auto"``: for a regression the old head
             where it fits, else a probe, or a random one where there are fewer samples than features.
         cross_fit: Folds of a probe, so that leave-one-out leaves out its part too; 0 for none.
+        output: The part of what the network returns that is taken; by default as ``linnet.adapt`` does.
 
     Raises:
         InputError: The head is none of these, or is no probe and to be cross-fitted.
@@ -44,6 +45,7 @@ class Network:
     arguments: dict[str, Any] = field(default_factory=dict)
     head: str = "auto"
     cross_fit: int = 0
+    output: str | None = None
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
