@@ -103,11 +103,12 @@ def cell(
 
 def table(cells: Sequence[Cell]) -> str:
     """Markdown: a row a network, task and number of shots."""
-    names = ("network", "task", "a class", "draws", *METHODS, "ladder − fine-tuning", "trained")
+    methods = [name for name in METHODS if all(name in cell for cell in cells)]  # older cells have fewer
+    names = ("network", "task", "a class", "draws", *methods, "ladder − fine-tuning", "trained")
     lines = [f"| {' | '.join(names)} |", f"|---|---|{'---:|' * (len(names) - 2)}"]
     for network, task, shots in dict.fromkeys((c["network"], c["task"], c["shots"]) for c in cells):
         where = {"network": network, "task": task, "shots": shots}
-        columns = [chosen(cells, name, **where) for name in METHODS]
+        columns = [chosen(cells, name, **where) for name in methods]
         ahead = [a - b for a, b in zip(columns[-2], columns[-1], strict=True)]
         values = [with_error(column, scale=100) for column in (*columns, ahead)]
         taken = chosen(cells, "trained", **where)

@@ -82,9 +82,13 @@ def table(cells: Sequence[Cell]) -> str:
             chosen(cells, key, **where) for key in ("probe", "adapt", "body", "weight")
         )
         gains = [a - b for a, b in zip(taken, probe, strict=True)]
-        values = [with_error(column, scale=100) for column in (probe, taken, gains, body)]
+        # every draw is the same where the pool has no more images of each class: one, without an error
+        single = len({*map(tuple, zip(probe, taken, body, strict=True))}) == 1
+        columns = [column[:1] if single else column for column in (probe, taken, gains, body)]
+        values = [with_error(column, scale=100) for column in columns]
         mean = f"{sum(weight) / len(weight):.2f}"
-        lines.append(f"| {' | '.join((network, task, str(shots), *values, mean))} |")
+        named = f"{shots} †" if single else str(shots)
+        lines.append(f"| {' | '.join((network, task, named, *values, mean))} |")
     return "\n".join(lines)
 
 
