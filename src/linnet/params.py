@@ -432,6 +432,10 @@ def wrapped(value: Any) -> Tensor:
         >>> wrapped([1, 2])
         tensor([1, 2])
     """
+    if hasattr(value, "to_numpy"):  # the columns of data frames
+        value = value.to_numpy()
+    if isinstance(value, np.ndarray):
+        value = _plain_array(value)
     locked = isinstance(value, np.ndarray) and not value.flags.writeable
     with warnings.catch_warnings() if locked else contextlib.nullcontext():
         if locked:
@@ -443,6 +447,17 @@ def wrapped(value: Any) -> Tensor:
     if found.dtype == torch.uint64 and bool((signed < 0).any()):
         raise ValueError("numbers beyond 2**63 - 1")
     return signed
+
+
+def _plain_array(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """An array of a type and layout that torch has, the same one where it can be."""
+    if value.dtype.kind == "O":  # whole columns of numbers with gaps
+        value = value.astype(np.float64) if not any(isinstance(one, str) for one in value.flat) else value
+    if not value.dtype.isnative:
+        value = value.astype(value.dtype.newbyteorder("="))
+    if value.dtype.kind == "f" and value.dtype.itemsize > 8:
+        value = value.astype(np.float64)
+    return value.copy() if any(stride < 0 for stride in value.strides) else value
 
 
 def tensor(name: str, value: Any, expected: str, remedy: str | None = None, convert: bool = True) -> Tensor:

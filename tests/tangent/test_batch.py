@@ -222,7 +222,7 @@ def test_a_tensor_shared_by_all_examples_is_not_repeated() -> None:
 
 
 def test_device() -> None:
-    x, y = gather_data((A, Y), torch.device("meta"))
+    x, y = gather_data((A, Y), torch.nn.Linear(2, 1, device="meta"))
     assert (x.device.type, y.device.type) == ("cpu", "meta")  # inputs go there batch by batch
 
 
@@ -255,7 +255,7 @@ def test_data_that_cannot_be_used(data: Any, words: list[str]) -> None:
         ((A, Y, Y), ["data is tuple of length 3"]),
         (Pairs(2, lambda i: A[i]), ["sample 0 of the data set is Tensor"]),
         (Pairs(2, lambda i: ("a", 0)), ["x is str"]),
-        (Pairs(2, lambda i: (A[i], "cat")), ["y is str"]),
+        (Pairs(2, lambda i: (A[i], "cat")), ["y is text"]),
         (Pairs(2, lambda i: (A[i] if i else (A[i], A[i]), 0)), ["structure"]),
         ((object(), Y), ["x is object"]),
         ((A, object()), ["y is object"]),

@@ -57,6 +57,8 @@ KINDS: dict[str, Callable[[Tensor], Any]] = {
     "anything that yields": Again,
     "iterator": lambda y: iter(batches(y)),
     "stream of samples": Samples,
+    "list of samples": lambda y: list(zip(X, y, strict=True)),
+    "samples": lambda y: zip(X, y.numpy(), strict=True),
     "values of a dict": lambda y: dict(enumerate(batches(y))).values(),
 }
 
@@ -143,12 +145,6 @@ def test_every_call_takes_batches(call: str, kind: str) -> None:
         ([(X, Y), (X,), (X, Y)], InputError, "batch 1 of data is tuple of length 1"),
         (iter([X, Y]), InputError, "batch 0 of data is Tensor"),
         ([{"input": X}, {"input": X}], InputError, "batch 0 of data is dict .*without targets"),
-        (zip(X, Y, strict=True), DataError, "batch 0 of data has 3 inputs .* DataLoader"),
-        (
-            [(x, y) for x, y in zip(X, Y, strict=True)],
-            DataError,
-            "batch 0 of data has 3 inputs .* DataLoader",
-        ),
         ([(X, Y), (X[:5], Y[:4])], DataError, r"batch 1 of data has 5 inputs but targets of shape \(4,\)"),
         ([(X[:5], Y[:4]), (X[:4], Y[:5])], DataError, "batch 0 of data has 5 inputs"),
         ([], DataError, "yields no example"),

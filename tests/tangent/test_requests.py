@@ -35,11 +35,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 BAD: dict[str, Any] = {
     "none": None,
     "text": "x.png",
-    "numbers": [[1.0, 2.0, 3.0]],
     "scalar": torch.tensor(1.0),
     "class": torch.Tensor,
-    "integers": X.long(),
-    "float32": X.float(),
+    "bytes": X.byte(),
     "complex": X.to(torch.complex128),
     "too wide": real(4, 5),
     "too many axes": real(4, 2, 5),

@@ -14,6 +14,7 @@ from linnet.fitting.linear_fit import LinearFit
 from linnet.params import integer, number
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.door import tensorize
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,6 +89,7 @@ def flips(before: Any, after: Any, x: Inputs, y: Any) -> Flips:
         >>> print(flips(old, new, torch.zeros(3, 1), [0, 1, 2]))
         accuracy 100.0% -> 66.7%; 1 negative flip(s) (33.3%), 0 positive (0.0%) of 3
     """
+    x = tensorize(x)
     old, new = outputs_of(before, x, "before"), outputs_of(after, x, "after")
     if old.shape != new.shape or old.shape[1] < 2 or not len(old):
         raise InputError(
@@ -184,6 +186,7 @@ def compatible(
     integer("rounds", rounds)
     if weight is not None:
         number("weight", weight, above=0)
+    x = tensorize(x)
     old = outputs_of(old_outputs, x, "old_outputs")
     if old.shape[1] != fit.system.c:
         raise InputError(

@@ -13,6 +13,7 @@ from linnet.errors import InputError
 from linnet.linear.equations import group_numbers
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size
+from linnet.tangent.door import tensorize
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,6 +86,7 @@ def group_means(fit: Any, x: Inputs, groups: Any, before: Any = None) -> GroupMe
             1        2          0
                    gap          2
     """
+    x = tensorize(x)
     if batch_size(x) == 0:
         raise InputError("x is empty", expected="at least two groups of two examples", remedy="pass examples")
     labels = group_numbers(groups, batch_size(x))

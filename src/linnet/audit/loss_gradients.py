@@ -25,12 +25,11 @@ from linnet.tangent.batch import (
     check_finite,
     example_shapes,
     map_tensors,
-    named_tensor,
     split,
     take,
-    tensorize,
 )
 from linnet.tangent.capture import capture, capture_bytes
+from linnet.tangent.door import answers, tensorize
 from linnet.tangent.functional import Functional
 from linnet.tangent.independence import require_own_rows
 from linnet.tangent.order import Said
@@ -61,7 +60,7 @@ def stream(data: Any) -> Iterator[Pair]:
     for i, (inputs, targets) in enumerate(pairs(data, said)):
         while said.warnings:
             warnings.warn(said.warnings.pop(), stacklevel=2)
-        x, y, name = tensorize(inputs), named_tensor(targets, "y"), f"batch {i} of data"
+        x, y, name = tensorize(inputs), answers(targets), f"batch {i} of data"
         if batch_size(x) == 0:
             raise DataError(f"{name} is empty", expected="at least one example", remedy=EMPTY)
         require_targets(x, y, name)

@@ -139,7 +139,7 @@ def factorized_gaussian(
     instance("inference", how, SVI, "a linnet.SVI")
     deviation, draws = DEVIATION if how.deviation is None else how.deviation, how.draws
     function = Functional(model, "all", output)
-    x, y = gather_data(data, function.device, missing=takes_missing(likelihood), keep=False)
+    x, y = gather_data(data, function, missing=takes_missing(likelihood), keep=False)
     likelihood.check(function.check_runs(x), y)
     warn_of_scale(function, likelihood, x)
     mean = function.space.to_flat(function.theta).clone().requires_grad_()

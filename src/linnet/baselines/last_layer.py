@@ -21,7 +21,8 @@ from linnet.params import number
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
-from linnet.tangent.batch import Inputs, check_examples
+from linnet.tangent.batch import Inputs
+from linnet.tangent.door import examples
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
@@ -74,7 +75,7 @@ class LastLayerRegression(PredictiveModel):
         Raises:
             DataError: If x is empty or not finite.
         """
-        check_examples(x)
+        x = examples(self._model, x)
         phi = _with_constant(features(self._model, x))
         # φᵀ Cov[w] φ, the same for every output
         variance = ((phi @ self.covariance) * phi).sum(1).clamp_min(0)
@@ -125,7 +126,7 @@ def last_layer(model: nn.Module, data: Any, ridge: float | str = "evidence") -> 
         torch.Size([20, 1])
     """
     frozen = Functional(model, "all").model
-    x, y = gather_data(data, next(frozen.parameters()).device, keep=False)
+    x, y = gather_data(data, frozen, keep=False)
     if not y.is_floating_point():
         raise InputError(
             f"y has type {y.dtype}",

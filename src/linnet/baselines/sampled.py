@@ -32,7 +32,8 @@ from linnet.predictive.links import Link
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import SampledPredictive
 from linnet.progress import track
-from linnet.tangent.batch import Inputs, batch_size, check_examples, map_tensors, on_device, take
+from linnet.tangent.batch import Inputs, batch_size, map_tensors, on_device, take
+from linnet.tangent.door import examples
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gather import gather_data
 
@@ -72,8 +73,7 @@ class Baseline(PredictiveModel):
             DataError: If x is empty or not finite.
             ModelError: If the networks cannot run on x, or not with outputs of one shape.
         """
-        check_examples(x)
-        return self._outputs(x)
+        return self._outputs(examples(self.members[0], x))
 
     def _outputs(self, x: Inputs) -> Tensor:
         """The outputs, or an error that says why there are none."""
@@ -96,7 +96,7 @@ class Baseline(PredictiveModel):
             DataError: If x is empty or not finite.
             ModelError: If the networks cannot run on x, or not with outputs of one shape.
         """
-        check_examples(x)
+        x = examples(self.members[0], x)
         with torch.set_grad_enabled(requires_gradient(x)):
             f = self._outputs(x)
         return SampledPredictive(f.flatten(2), Labels(self.likelihood, tuple(f.shape[2:]), Link()))
@@ -348,7 +348,7 @@ def trained(
         if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
             refuse("make()", model, "a torch.nn.Module with weights", "return the network")
         weights = [p for p in model.parameters() if p.requires_grad]
-        x, y = gather_data(data, weights[0].device, missing=takes_missing(likelihood), keep=False)
+        x, y = gather_data(data, model, missing=takes_missing(likelihood), keep=False)
         n, optimizer = batch_size(x), torch.optim.Adam(weights, lr=rate)
         model.train()
         for _ in range(epochs):

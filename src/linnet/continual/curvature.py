@@ -265,7 +265,7 @@ def _at_delta(network: Linearized, data: Any) -> tuple[_Shifted, tuple[Inputs, T
     """
     function = network.function.copy()
     xs, ys = [], []
-    for batch in Batches(data, function.device):
+    for batch in Batches(data, function):
         with torch.no_grad():
             shift = network(batch.x) - function(function.theta, batch.x)
         xs.append(_with_shift(batch.x, shift))

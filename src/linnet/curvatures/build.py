@@ -187,7 +187,7 @@ def _computed(
         expectation = "exact"  # products with Λ, which take no columns
     _check_file(passes.file, kinds, taken)
     columns = Expectation(likelihood, expectation, taken, samples, seed)
-    batches = Batches(data, function.device, passes.block, share, passes.memory)
+    batches = Batches(data, function, passes.block, share, passes.memory)
     memory = passes.memory
     if share.world > 1:
         settings = {"structure": wanted, "expectation": expectation, "sharing": sharing, "shard": share.cut}

@@ -48,6 +48,7 @@ from linnet.params import choice, flag, instance, integer, number, refuse
 from linnet.params import seed as checked_seed
 from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take, tensors_in
+from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -156,7 +157,8 @@ class RunningCurvature(Shown):
     def _add_all(self, x: Inputs, y: Tensor | None, shared: bool, seen: ChainPass | None) -> None:
         """Fade what was added before, and add a batch; all processes together, if they are to."""
         rank, processes = world() if shared else (0, 1)
-        whole = Batches(x if y is None else (x, y), self.function.device, max(1, batch_size(x))).first()
+        x = taken(self.function, x)
+        whole = Batches(x if y is None else (x, y), self.function, max(1, batch_size(x))).first()
         self._prepare(whole)
         self._check_kind(whole)
         batch = replace(whole, index=self.batches * processes + rank)
@@ -341,7 +343,8 @@ class RunningCurvature(Shown):
         require_params(state, "state")
         self._first, self._second, self._basis = [], {}, {}
         if integer("state['batches']", state.get("batches", 1), 0):
-            self._prepare(Batches(x, self.function.device, max(1, batch_size(x))).first())
+            x = taken(self.function, x)
+            self._prepare(Batches(x, self.function, max(1, batch_size(x))).first())
             factors = {i: s for i, s in enumerate(self._first) if self._assigned[i][1] == "ekfac"}
             _fill(factors, state, "basis")
             self.renew_basis()

@@ -23,6 +23,7 @@ from linnet.distributed import all_sum, together, world
 from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional, tensors_by_name
 from linnet.tangent.modes import in_exact_mode
 
@@ -108,7 +109,8 @@ class RunningRecursion:
     def _add_all(self, x: Inputs, y: Tensor | None, shared: bool, seen: ChainPass | None) -> None:
         """Fade what was added before, and add a batch; all processes together, if they are to."""
         rank, processes = world() if shared else (0, 1)
-        whole = Batches(x if y is None else (x, y), self.function.device, max(1, batch_size(x))).first()
+        x = taken(self.function, x)
+        whole = Batches(x if y is None else (x, y), self.function, max(1, batch_size(x))).first()
         batch = replace(whole, index=self.batches * processes + rank)
         sums = self._prepared(batch)
         fresh = {name: torch.zeros_like(t) for name, t in sums.tensors.items()}
@@ -218,7 +220,7 @@ class RunningRecursion:
         self._sums, self.batches = None, int(state.get("batches", 0))
         if self.batches == 0:
             return
-        few = Batches(x, self.function.device, LOOKED_AT).first()
+        few = Batches(x, self.function, LOOKED_AT).first()
         self._sums = RecursionSums(self.function, self.expectation, few, probes=1)
         for name, tensor in self._sums.tensors.items():
             if name not in state or state[name].shape != tensor.shape:

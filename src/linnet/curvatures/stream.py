@@ -28,21 +28,20 @@ from linnet.params import integer
 from linnet.tangent.batch import (
     EMPTY,
     Inputs,
-    as_batch,
     as_pair,
     batch_size,
     check_finite,
     concatenate,
     is_data_set,
     map_tensors,
-    named_tensor,
     require_dense,
     split,
     take,
-    tensorize,
     tensors_in,
     without_targets,
 )
+from linnet.tangent.door import answers, as_batch, taken, tensorize
+from linnet.tangent.functional import Functional
 from linnet.tangent.gather import copied, gather_data
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.order import in_order, random_kept
@@ -117,7 +116,8 @@ class Batches:
             or another iterable of batches, as for :func:`linnet.tangent.gather.gather_data`; samples may
             lack targets, which dicts hold as ``"labels"`` or ``"label"``. They are read at every pass and
             not kept; an iterator, which can be read only once, is gathered.
-        device: Where batches are put; ``None`` for where they are.
+        place: The network that takes the batches, or the device where they are put; ``None`` for where they
+            are.
         block: Largest number of examples in a batch; ``None`` for the batches that come, and 128 where they
             are made here.
         share: What other processes do; by default :func:`linnet.distributed.current`, at each pass. A loader
@@ -142,7 +142,7 @@ class Batches:
     def __init__(
         self,
         data: Any,
-        device: torch.device | None,
+        place: Functional | torch.device | None,
         block: int | None = None,
         share: Share | None = None,
         memory: str | int | None = None,
@@ -153,7 +153,9 @@ class Batches:
         if share is not None and self._part is not None:
             share = replace(share, cut=False)
             _check_part(self._part, share)
-        self.device, self.block, self._share = device, block, share
+        self._network = place if isinstance(place, Functional) else None
+        self.device = place.device if isinstance(place, Functional) else place
+        self.block, self._share = block, share
         self._before = self.share  # that of the last pass
         data = held(data, memory)
         ordered = in_order(data) if isinstance(data, DataLoader) else None
@@ -163,7 +165,7 @@ class Batches:
         self.few: Inputs = None
         self._batched = isinstance(data, DataLoader) or in_batches(data)
         self._streamed = self._batched or (is_data_set(data) and not isinstance(data, TensorDataset))
-        self._data = data if self._streamed else _whole_pair(data)
+        self._data = data if self._streamed else _whole_pair(data, self._network)
         self._reading: Iterator[Any] | None = None
         self._seen: _Sums | None = None
         self._now, self._whole_sums = _Sums(), _Sums()
@@ -195,7 +197,7 @@ class Batches:
                 mine = not share.cut or index % share.world == share.rank
                 if mine and left != 0:
                     place = index if share.cut else index * share.world + share.rank
-                    batch = Batch(place, *_moved(part_x, part_y, self.device))
+                    batch = Batch(place, *self._moved(part_x, part_y))
                     if left is not None:
                         batch = batch.part(slice(0, left))
                         left -= batch.size
@@ -246,7 +248,7 @@ class Batches:
         """The first batch of a pass, whichever process asks; the pass is not compared."""
         for x, y in self._whole():
             for part_x, part_y in self._parts(x, y):
-                batch = Batch(0, *_moved(part_x, part_y, self.device))
+                batch = Batch(0, *self._moved(part_x, part_y))
                 self._looked_at(batch)
                 if self.share.world > 1:
                     self._require_alike(batch)
@@ -376,6 +378,15 @@ class Batches:
         targets = [None] * n if y is None else split(y, size)
         yield from zip(split(x, size), targets, strict=False)
 
+    def _moved(self, x: Inputs, y: Tensor | None) -> tuple[Inputs, Tensor | None]:
+        """A batch as the network takes it, on the device, of tensors that autograd may keep."""
+        if self._network is not None:
+            x = taken(self._network, x)
+        for tensor in tensors_in((x, y)):
+            require_dense(tensor, "data")
+        device = self.device
+        return map_tensors(lambda t: usable(t, device), x), None if y is None else usable(y, device)
+
     def _compare(self, sums: _Sums) -> None:
         """Raise if this pass held other data than the first."""
         if self._seen is None:
@@ -445,12 +456,15 @@ def held(data: Any, memory: str | int | None = None, keep: bool = False) -> Any:
     return copied(x, memory) if y is None else (copied(x, memory), y.clone())
 
 
-def _whole_pair(data: Any) -> tuple[Inputs, Tensor | None]:
+def _whole_pair(data: Any, network: Functional | None = None) -> tuple[Inputs, Tensor | None]:
     """(x, y) or x alone, of data that come in one piece."""
     if isinstance(data, TensorDataset) and len(data.tensors) == 1:
         return data.tensors[0], None
     alone = _alone(data)
-    return gather_data(data, missing=True, keep=False) if alone is None else (alone, None)
+    if alone is not None:
+        return alone, None
+    several = isinstance(data, tuple) and isinstance(data[0], list)  # inputs, or samples, as the network says
+    return gather_data(data, network if several else None, missing=True, keep=False)
 
 
 def _pair(item: Any) -> tuple[Inputs, Tensor | None]:
@@ -458,7 +472,7 @@ def _pair(item: Any) -> tuple[Inputs, Tensor | None]:
     if (alone := _alone(item)) is not None:
         return alone, None
     x, y = as_pair(item)
-    x, y = tensorize(x), named_tensor(y, "y")
+    x, y = tensorize(x), answers(y)
     require_targets(x, y, "a batch of data")
     return x, y
 
@@ -468,7 +482,7 @@ def _alone(item: Any) -> Inputs | None:
     if isinstance(item, Tensor):
         return item
     if isinstance(item, Mapping) and without_targets(item)[1] is None:
-        return dict(item)
+        return tensorize(item)
     return item[0] if isinstance(item, list | tuple) and len(item) == 1 else None
 
 
@@ -480,13 +494,6 @@ def _as_one(samples: Sequence[Any]) -> tuple[Inputs, Tensor | None]:
     if isinstance(first, Mapping) and without_targets(first)[1] is None:
         return concatenate([as_batch(sample) for sample in samples]), None
     return side_by_side([as_sample(sample, "a sample of the data") for sample in samples])
-
-
-def _moved(x: Inputs, y: Tensor | None, device: torch.device | None) -> tuple[Inputs, Tensor | None]:
-    """A batch on the device, of tensors that autograd may keep."""
-    for tensor in tensors_in((x, y)):
-        require_dense(tensor, "data")
-    return map_tensors(lambda t: usable(t, device), x), None if y is None else usable(y, device)
 
 
 def usable(t: Tensor, device: torch.device | None) -> Tensor:

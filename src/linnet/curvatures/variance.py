@@ -28,9 +28,10 @@ from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.structured import Diagonal
 from linnet.memory import Plan, parse_bytes, require
-from linnet.tangent.batch import Inputs, batch_size, check_examples, map_tensors, split, take
+from linnet.tangent.batch import Inputs, batch_size, map_tensors, split, take
 from linnet.tangent.capture import capture, capture_bytes, capture_parts
 from linnet.tangent.captured import Captured
+from linnet.tangent.door import examples
 from linnet.tangent.functional import Functional
 from linnet.tangent.nonfinite import require_finite_products
 from linnet.tangent.rules import Factors, factors
@@ -56,8 +57,7 @@ def output_covariance(
         DataError: If there is no example, or one is not finite.
         MemoryBudgetError: If not even one example fits.
     """
-    check_examples(x)
-    x = map_tensors(lambda t: usable(t, None), x)
+    x = map_tensors(lambda t: usable(t, None), examples(function, x))
     c = function.check_runs(take(x, slice(0, 1))).numel()
     budget = parse_bytes(memory, function.device)
     one = capture_bytes(function, x, c) + row_bytes(parts, c)
@@ -92,8 +92,7 @@ def output_variance(
         DataError: If there is no example, or one is not finite.
         MemoryBudgetError: If not even one output of one example fits.
     """
-    check_examples(x)
-    x = map_tensors(lambda t: usable(t, None), x)
+    x = map_tensors(lambda t: usable(t, None), examples(function, x))
     return torch.cat([variance for _, variance in variance_blocks(function, parts, x, memory)])
 
 

@@ -358,7 +358,7 @@ def with_bilinear_head(
     channels = pooling.channels
     network = _tapped(model, SquareRootPooling(pooling.root, pooling.iterations), pooling.layer)
     reference = next(model.parameters())
-    x, y = gather_data(data, reference.device, keep=False)
+    x, y = gather_data(data, model, keep=False)
     maps = _maps(network, take(x, slice(0, 2)))
     c = maps.shape[1]
     if channels is not None:

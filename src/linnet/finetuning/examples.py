@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from linnet.errors import DataError, InputError
 from linnet.params import wrapped
 from linnet.tangent.batch import (
     Inputs,
-    as_batch,
     as_pair,
     batch_size,
     concatenate,
@@ -22,6 +21,7 @@ from linnet.tangent.batch import (
     take,
     tensors_in,
 )
+from linnet.tangent.door import as_batch, taken
 from linnet.tangent.gather import gather_data
 from linnet.tangent.hashing import hash_tensors
 
@@ -35,6 +35,7 @@ class Examples:
         data: An (x, y) pair, a map-style ``Dataset``, or a ``DataLoader`` over one, whose order, batch size
             and workers are not used.
         device: Where batches are put.
+        network: The network that is to take the inputs.
 
     Raises:
         DataError: If the data are empty or not finite.
@@ -46,8 +47,8 @@ class Examples:
         (6, tensor([4]))
     """
 
-    def __init__(self, data: Any, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, data: Any, device: torch.device, network: nn.Module | None = None) -> None:
+        self.device, self._network = device, network
         self._set: Any = None
         self._collate: Callable[[Any], Any] = _collate
         self.index: Tensor | None = None
@@ -68,7 +69,8 @@ class Examples:
                     "data is empty: it holds 0 examples", "at least one example", "check the path"
                 )
         else:
-            self._x, self._y = gather_data(data, device, keep=False)
+            self._x, self._y = gather_data(data, network, keep=False)
+            self._y = self._y.to(device)
             self.n = batch_size(self._x)
 
     @property
@@ -90,6 +92,7 @@ class Examples:
         if self._set is None:
             return on_device(take(self._x, rows), self.device), self._y[rows.to(self.device)]
         x, y = as_pair(self._collate([self._set[i] for i in rows.tolist()]))
+        x = x if self._network is None else taken(self._network, x)
         return on_device(x, self.device), wrapped(y).to(self.device)
 
     def batches(self, size: int = EVALUATED) -> Iterator[tuple[Inputs, Tensor]]:

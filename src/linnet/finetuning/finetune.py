@@ -119,7 +119,7 @@ def finetune(
     seed = checked_seed("seed", seed)
     model, shaping = _split(model, seed)
     device = _device(model)
-    examples = Examples(data, device)
+    examples = Examples(data, device, model)
     assert steps.weight_decay is not None
     assert steps.batch_size is not None
     first = Candidate(steps.learning_rate, steps.weight_decay, steps.batch_size, recipe.view)
@@ -134,7 +134,7 @@ def finetune(
         )
     kept = _outputs_to_keep(model, recipe, shaping.output, examples)
     plan = Plan(recipe, shaping, Problem.of(examples, kept, recipe), steps, kept_on)
-    held = None if validation is None else Examples(validation, device)
+    held = None if validation is None else Examples(validation, device, model)
     if held is not None:
         plan.problem.check(held)
     # whatever the caller has switched off. New layers draw from torch's own generator before they are set

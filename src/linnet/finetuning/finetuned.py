@@ -20,7 +20,8 @@ from linnet.fitting.linear_fit import LinearFit
 from linnet.params import integer
 from linnet.predictive.distribution import Predictive
 from linnet.predictive.model import PredictiveModel
-from linnet.tangent.batch import Inputs, check_examples, on_device, split
+from linnet.tangent.batch import Inputs, on_device, split
+from linnet.tangent.door import examples
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.matching import given_network, require_witness, saved_output, witness
@@ -123,7 +124,7 @@ class Finetuned(PredictiveModel):
             DataError: If there is no example.
         """
         integer("batch", batch)
-        check_examples(x)
+        x = examples(self.module.function if isinstance(self.module, Linearized) else self.module, x)
         view, device = self.settings.augmentation.evaluation, next(self.module.parameters()).device
         was_training = self.module.training
         self.module.eval()

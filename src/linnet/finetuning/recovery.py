@@ -88,7 +88,7 @@ def recover(
     settings = filled(training, "recover", **DEFAULTS, learning_rate=None, epochs=None, clip=None)
     kept_on = watched(run, "recover", ("evaluate_every", "keep", "memory"))
     clone = copy.deepcopy(model).requires_grad_(True)
-    examples = Examples(data, next(clone.parameters()).device)
+    examples = Examples(data, next(clone.parameters()).device, clone)
     x, y = examples.batch(torch.arange(1))
     outputs = Functional(clone, "all", output).check_runs(x).flatten(1).shape[1]
     if teacher is not None:

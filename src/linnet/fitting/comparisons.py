@@ -93,7 +93,7 @@ def fine_tune(
         >>> fine_tune(net, (x, (x[:, 0] > 0).long()), steps=5, learning_rates=(0.1,)).learning_rate
         0.1
     """
-    x, y = gather_data(data, next(model.parameters()).device, keep=False)
+    x, y = gather_data(data, model, keep=False)
     n = len(y)
     check.choice("optimizer", optimizer, OPTIMIZERS, "leave it out for SGD")
     rates = RATES[optimizer] if learning_rates is None else learning_rates
@@ -166,7 +166,7 @@ def held_out_probe(model: nn.Module, data: Any, classes: int, folds: int = 5, se
         >>> held_out_probe(net, (torch.ones(10, 3).cumsum(0), torch.arange(10) % 2), classes=2).shape
         torch.Size([10, 2])
     """
-    x, y = gather_data(data, next(model.parameters()).device, keep=False)
+    x, y = gather_data(data, model, keep=False)
     phi = features(model, x)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed)).to(y.device)
     outputs = torch.zeros(len(y), classes, dtype=phi.dtype, device=phi.device)
@@ -197,7 +197,7 @@ def nearest_class_mean(model: nn.Module, data: Any, x: Inputs) -> Tensor:
         >>> nearest_class_mean(net, (train, torch.arange(10) // 5), train[:2]).shape
         torch.Size([2, 2])
     """
-    inputs, y = gather_data(data, next(model.parameters()).device, keep=False)
+    inputs, y = gather_data(data, model, keep=False)
     phi, query = features(model, inputs), features(model, x)
     means = torch.stack([phi[y == label].mean(0) for label in range(int(y.max()) + 1)])
     return -torch.cdist(query, means).square()

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from linnet.distributed import all_rows
-from linnet.tangent.batch import Inputs, batch_size, check_examples, own_parts, split, take
+from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
+from linnet.tangent.door import examples
 from linnet.tangent.linearized import Linearized
 
 BATCH = 128  # examples predicted at once
@@ -27,7 +28,7 @@ def checked_inputs(module: Linearized, x: Inputs, name: str = "x") -> Inputs:
         DataError: If there is none, or one is not finite.
         ModelError: If the network cannot run on them.
     """
-    check_examples(x, name)
+    x = examples(module.function, x, name)
     module.function.check_runs(take(x, slice(0, 1)))
     return x
 

@@ -200,7 +200,7 @@ def _shared_fit(
     _check_axis(axis, loss, given, asked.name)
     given = given.detach().clone() if isinstance(given, Tensor) else given
     said = Said()
-    x, y = gather_data(data, lin.function.device, memory=memory, said=said)
+    x, y = gather_data(data, lin.function, memory=memory, said=said)
     arguments = {"lin": lin, "x": x, "y": y, "loss": loss, "targets": targets, "ridge": ridge}
     require_alike({**arguments, "solver": solver, "axis": axis, "memory": memory})
     if axis is not None:
@@ -216,7 +216,7 @@ def _shared_fit(
         found._targets = replace(found._targets, axis=axis)
         told = (*said.warnings, *unused_remarks(chosen.function), *found.record.warnings)
         reasons = {**found.record.reasons, **said.reasons()}
-        found.record = replace(found.record, reasons=reasons, warnings=told)
+        found.record = replace(found.record, reasons=reasons, warnings=told, classes=said.classes)
         return found
 
     return sound_fit(lin, make, factorized=asked.name in ("auto", "dual", "shared", "primal", "sketch"))

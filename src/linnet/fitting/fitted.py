@@ -26,6 +26,7 @@ from linnet.tangent.batch import Inputs, observe, observed, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.order import Said
 from linnet.tangent.sizes import Prototype, Traced
 
 if TYPE_CHECKING:
@@ -95,6 +96,11 @@ class Fitted(PredictiveModel):
     def targets(self) -> Tensor:
         """t, (N, C); label probabilities for the cross-entropy."""
         return self._targets.values
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Names of the classes in the order of the outputs, where y was text; otherwise ``None``."""
+        return self.record.classes or None
 
     @property
     @abstractmethod
@@ -440,7 +446,8 @@ def more_data(
         DataError: If the data are empty, not finite, of another kind than before or out of range.
         InputError: If the targets are arranged otherwise than the outputs.
     """
-    x, y = gather_data(data, function.device, memory=fit.memory)
+    said = Said(classes=fit.record.classes)
+    x, y = gather_data(data, function, memory=fit.memory, said=said)
     function.check_runs(take(x, slice(0, 1)))
     like = fit._targets
     if like.axis is not None:

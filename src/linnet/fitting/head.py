@@ -119,8 +119,7 @@ def with_head(
     probe = init if isinstance(init, Probe) else Probe()
     kind = "probe" if isinstance(init, Probe) else init
     seed = make_generator(seed)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    given = None if data is None else gather_data(data, device, keep=False)
+    given = None if data is None else gather_data(data, model, keep=False)
     check_output(output)
     clone = copied(model)
     if head is not None:

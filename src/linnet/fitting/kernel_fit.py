@@ -29,7 +29,8 @@ from linnet.memory import Plan
 from linnet.params import flag
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
-from linnet.tangent.batch import Inputs, batch_size, check_examples, concatenate, take
+from linnet.tangent.batch import Inputs, batch_size, concatenate, take
+from linnet.tangent.door import examples
 from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_examples
 
@@ -174,7 +175,7 @@ class KernelFit(SquaredFit):
 
     def _checked(self, x: Inputs) -> Inputs:
         """Examples, or an error."""
-        check_examples(x)
+        x = examples(self._function, x)
         self._function.check_runs(take(x, slice(0, 1)))
         return x
 

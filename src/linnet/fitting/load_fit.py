@@ -75,7 +75,7 @@ def load_fit(
     tensors = {key: t.to(device) for key, t in tensors.items()}
     values, state = tensors["targets"], (tensors, metadata["solved"])
     targets = Targets(values, metadata["classes"], metadata["scale"], metadata["axis"])
-    record = Record(**{**metadata["record"], "warnings": tuple(metadata["record"]["warnings"])})
+    record = Record.read(metadata["record"])
     fitted: LinearFit | SoftmaxFit | SharedFit
     if metadata["loss"] == "squared":
         residual = tensors["residual"]

@@ -16,7 +16,7 @@ from linnet.linear.system import System
 from linnet.params import choice, integer
 from linnet.plots.displays import InfluenceDisplay, RidgeDisplay, SpectrumDisplay, axes_of
 from linnet.predictive.plots import ModelPlots, Predicting
-from linnet.tangent.batch import Inputs, batch_size, check_examples
+from linnet.tangent.batch import Inputs, batch_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -146,7 +146,7 @@ class FitPlots(ModelPlots):
         """
         axes = axes_of(ax)
         integer("top", top)
-        check_examples(x)
+        x = self._fit._examples(x)
         if batch_size(x) != 1:
             raise InputError(
                 f"x holds {batch_size(x)} examples",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class Record:
         reasons: One sentence for each choice.
         warnings: What a reader of the numbers must know.
         seconds: Time of each step.
+        classes: Names of the classes in the order of the outputs, where y was text.
     """
 
     solver: str
@@ -22,3 +24,17 @@ class Record:
     reasons: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
+    classes: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, told: dict[str, Any]) -> Record:
+        """A record as it was written.
+
+        Args:
+            told: Its fields, lists for tuples.
+
+        Returns:
+            The record.
+        """
+        listed = {name: tuple(told.get(name, ())) for name in ("warnings", "classes")}
+        return cls(**{**told, **listed})

@@ -40,6 +40,7 @@ from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import Cotangents, capture
 from linnet.tangent.captured import Captured
 from linnet.tangent.coordinates import Coordinates
+from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -242,7 +243,8 @@ class SketchedNetwork(Coordinates):
             >>> linnet.with_sketch(net, G, dim=42).kept(x).share > 0.9999
             True
         """
-        return _kept(Functional(*self.network_in_place(), output), self, x)
+        function = Functional(*self.network_in_place(), output)
+        return _kept(function, self, taken(function, x))
 
     def extra_repr(self) -> str:
         """The number of directions."""

@@ -63,6 +63,7 @@ from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.order import Said
 from linnet.tangent.sizes import Prototype, Traced
 
 CHECKED = 3  # examples that are refitted where a ridge is chosen by leave-one-out
@@ -406,7 +407,8 @@ class SoftmaxFit(Fitted):
             )
         start = time.perf_counter()
         function = self.module.function
-        x, y = gather_data(data, function.device, memory=self.memory)
+        said = Said(classes=self.record.classes)
+        x, y = gather_data(data, function, memory=self.memory, said=said)
         function.check_runs(take(x, slice(0, 1)))
         new = class_targets(y, self.system.c, self.targets.dtype)
         loss, base = ClassLoss(new.values.double()), base_outputs(self.module, x)

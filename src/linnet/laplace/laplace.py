@@ -43,7 +43,8 @@ from linnet.predictive.labels import Labels
 from linnet.predictive.links import Link
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import SampledPredictive
-from linnet.tangent.batch import Inputs, check_examples
+from linnet.tangent.batch import Inputs
+from linnet.tangent.door import examples
 from linnet.tangent.modes import in_exact_mode
 
 SEARCHES = ("gradient", "fixed-point", "grid")
@@ -315,7 +316,7 @@ class Laplace(PredictiveModel):
             DataError: If x is empty or not finite.
             InputError: If the method or link is unknown, or fit has not been called.
         """
-        check_examples(x)
+        x = examples(self.covariance.function, x)
         choice("method", method, ("glm", "mc"), 'pass method="glm" for closed forms')
         make_generator(seed)
         flag("joint", joint)
@@ -342,7 +343,7 @@ class Laplace(PredictiveModel):
             DataError: If x is empty or not finite.
             InputError: If fit has not been called.
         """
-        check_examples(x)
+        x = examples(self.covariance.function, x)
         if requires_gradient(x):
             return self.predictive(x).mean
         return plain_outputs(self.covariance.function, x)

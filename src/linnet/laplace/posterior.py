@@ -269,7 +269,7 @@ def measure_all(
         What was seen.
     """
     found = Watcher(likelihood)
-    for batch in Batches(data, function.device, block, share):
+    for batch in Batches(data, function, block, share):
         found.see(function.check_runs(batch.x), batch.y)
     if share.world > 1:
         found.add_others()

@@ -165,7 +165,7 @@ class Scorer:
 
     def _batches(self) -> Batches:
         """The data."""
-        return Batches(self.data, self.posterior.curvature.function.device)
+        return Batches(self.data, self.posterior.curvature.function)
 
     def _captured(self) -> Iterator[tuple[Captured, Tensor]]:
         """The network differentiated on a few examples, with their labels."""

@@ -139,7 +139,7 @@ def train_with_evidence(
         "make_optimizer(...)", made, torch.optim.Optimizer, "a torch optimizer", MAKE
     )
     place = next(model.parameters()).device
-    held = data if isinstance(data, DataLoader) else gather_data(data, place, missing=True, keep=False)
+    held = data if isinstance(data, DataLoader) else gather_data(data, model, missing=True, keep=False)
     n = _count(held)
     source = make_generator(seed)
     penalty = _Penalty(la.fit(held))

@@ -208,7 +208,7 @@ def curvature_of(
     Returns:
         G̃ (P x P).
     """
-    batches, request = Batches(data, function.device), Request(expectation, memory=memory)
+    batches, request = Batches(data, function), Request(expectation, memory=memory)
     (curvature,) = by_structure(function, batches, request, [(name, name)])
     return curvature
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from linnet.errors import DataError, InputError
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import number, refuse
+from linnet.tangent.batch import IGNORED
 
 ALPHA = 15.0  # Achille et al., CVPR 2021, eq. (3)
 # what to do with integers where the network has one output
@@ -267,9 +268,6 @@ def _doubted_classes(targets: Targets, outputs: int | None) -> tuple[str, ...]:
             f"{said}, {classes - len(seen)} of them without a sample, which are never predicted: {NUMBERED}",
         )
     return ()
-
-
-IGNORED = -100  # the label of positions that do not count, as in torch's own cross-entropy
 
 
 def position_targets(

@@ -38,6 +38,7 @@ HEADS = (
 def adapt(
     model: nn.Module,
     data: Any,
+    y: Any = None,
     *,
     weight: float | None = None,
     ridge: float | str | None = None,
@@ -63,6 +64,7 @@ def adapt(
         data: The new task: an (x, y) pair, a Dataset, a DataLoader or batches. Integer y are classes, float
             y (N, C) are values; ``fit.record.reasons["targets"]`` says what was understood, and a warning
             says where it is improbable. Classes without a sample have no probability.
+        y: The targets, where ``data`` are inputs alone: ``adapt(net, X, y)``.
         weight: Share w of the lower layers in the kernel, 0 (the linear probe) to 1; by default chosen.
         ridge: ρ > 0, relative to the mean of the kernel's diagonal; by default, or with ``"loo"``, chosen.
         params: Parameters below the head that take part; see ``linnet.linearize``. All by default.
@@ -122,7 +124,7 @@ def adapt(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with sharing("linnet.adapt", device):
         said = Said()
-        x, y = gather_data(data, device, memory=memory, said=said)
+        x, y = gather_data(data if y is None else (data, y), model, memory=memory, said=said)
         arguments = {"model": model, "x": x, "y": y, "params": params, "weight": weight, "ridge": ridge}
         require_alike({**arguments, "seed": seed, "memory": memory, "tune": tunes})
         fit = _adapted((model, output), (x, y), params, (weight, ridge), seed, memory, said)
@@ -152,7 +154,7 @@ def _adapted(
     features.function.check_runs(take(x, slice(0, 1)))
     remarks = (*heard.warnings, *said, *single_remarks(targets))
     reasons, seconds = {"targets": understood(targets)}, {"network": time.perf_counter() - begin}
-    record = Record("dual", "loo", {**heard.reasons(), **reasons}, remarks, seconds)
+    record = Record("dual", "loo", {**heard.reasons(), **reasons}, remarks, seconds, heard.classes)
     return solved(features, x, targets, memory, record, chosen)
 
 

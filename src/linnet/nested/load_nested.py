@@ -58,7 +58,7 @@ def read_nested(directory: str | Path, model: nn.Module, output: OutputAdapter =
     tensors = {name: t.to(device) for name, t in tensors.items()}
     x = unflatten_inputs(tensors, metadata["inputs"])
     targets = Targets(tensors["targets"], metadata["classes"], metadata["scale"])
-    record = Record(**{**metadata["record"], "warnings": tuple(metadata["record"]["warnings"])})
+    record = Record.read(metadata["record"])
     prior = Prior(features, tensors["center"], Mixture(**metadata["mixture"]))
     require_outputs(prior.phi, x, tensors["phi"], path, OTHER)
     system = DualSystem(tensors["kernel"], targets.values, metadata["ridge"], beta=tensors["beta"])

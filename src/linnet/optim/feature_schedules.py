@@ -22,6 +22,7 @@ from linnet.spectrum.kernel_distance import kernel_distance
 from linnet.spectrum.kernel_matrix import check_kernel
 from linnet.tangent.batch import Inputs, check_examples
 from linnet.tangent.captured import Form
+from linnet.tangent.door import tensorize
 from linnet.tangent.gather import copied
 from linnet.tangent.linearized import Linearized, linearize
 
@@ -220,6 +221,7 @@ class KernelDrift(Schedule):
                 remedy="pass threshold=0.05",
             )
         check_kernel(form)
+        x = tensorize(x)
         check_examples(x)
         _check_steps(every=every, most=most)
         self.threshold, self.x, self.every, self.most, self.form = threshold, copied(x), every, most, form

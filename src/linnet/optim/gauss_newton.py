@@ -48,7 +48,8 @@ from linnet.optim.gauss_newton_settings import (
 )
 from linnet.optim.gauss_newton_vectors import is_finite, norm_of, put, remember
 from linnet.params import number, tensor
-from linnet.tangent.batch import Inputs, batch_size, check_examples, concatenate
+from linnet.tangent.batch import Inputs, batch_size, concatenate
+from linnet.tangent.door import examples, taken
 from linnet.tangent.functional import Functional, tensors_by_name
 from linnet.tangent.gather import copied
 from linnet.tangent.modes import environment_kept
@@ -191,7 +192,7 @@ class GaussNewton(torch.optim.Optimizer):
         Raises:
             DataError: If x is not finite.
         """
-        check_examples(x)
+        x = examples(self._network.model, x)
         self._pending.append((copied(x), tensor("y", y, "targets (N, ...)", convert=False).clone()))
 
     @torch.no_grad()
@@ -246,7 +247,7 @@ class GaussNewton(torch.optim.Optimizer):
             first = evaluated(closure)
             if len(self._pending) > known:  # the closure names the batch: it is not asked again
                 closure, loss = None, first
-        parts = self._batch(x, y)
+        parts = self._batch(taken(self._network.model, x), y)
         self._resume(parts)
         if self.steps == 0:
             warn_of_scale(self._running.function, self._network.likelihood, parts[0][0])

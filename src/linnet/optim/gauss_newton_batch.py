@@ -21,6 +21,7 @@ from linnet.params import instance, integer, refuse, tensor
 from linnet.params import seed as checked_seed
 from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, batch_size, check_examples, check_finite, take
+from linnet.tangent.door import tensorize
 from linnet.tangent.gather import copied
 
 
@@ -71,6 +72,7 @@ class GrowingBatches(Shown):
     def __init__(
         self, x: Inputs, y: Tensor, size: int, largest: int | None = None, patience: int = 3, seed: int = 0
     ) -> None:
+        x = tensorize(x)
         check_examples(x)
         n = batch_size(x)
         expected = f"a tensor of {n} targets, like x"

@@ -176,7 +176,7 @@ def chain_layers(function: Functional, likelihood: Likelihood, x: Inputs, y: Ten
     try:
         matrix = choose_matrix(likelihood, "recursion", "auto")
         expectation = Expectation(likelihood, "recursion", matrix, 1, 0)
-        batch = Batches((x, y), function.device, LOOKED_AT).first()
+        batch = Batches((x, y), function, LOOKED_AT).first()
         sums = RecursionSums(function, expectation, batch)
         f = function.check_runs(batch.x)
         sums.add(batch, f, expectation.targets(f, batch.y))

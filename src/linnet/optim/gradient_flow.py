@@ -29,6 +29,7 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.params import flag, number, shown, tensor
 from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, batch_size, check_finite, split, take
+from linnet.tangent.door import taken
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram
@@ -161,6 +162,7 @@ class Flow(Shown):
         Raises:
             InputError: If the time is not allowed, or x is empty.
         """
+        x = taken(self.lin.function, x)
         if batch_size(x) == 0:
             raise InputError("x is empty", "at least one example", "check the path and the split")
         check_finite(x, "x")
@@ -266,7 +268,7 @@ def gradient_flow(
     number("learning_rate", learning_rate, above=0, remedy="pass learning_rate=1.0")
     number("scale", scale, above=0, remedy="leave scale= out for α = 15")
     when = _checked_times(times, discrete)
-    x, y = gather_data(data, lin.function.device, memory=memory)
+    x, y = gather_data(data, lin.function, memory=memory)
     lin.function.check_runs(take(x, slice(0, 1)))
     own = Linearized(lin.function)
     with torch.no_grad():

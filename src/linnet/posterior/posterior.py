@@ -34,7 +34,8 @@ from linnet.predictive.links import Link
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import SampledPredictive
 from linnet.solvers.solution import Estimate
-from linnet.tangent.batch import Inputs, batch_size, check_examples
+from linnet.tangent.batch import Inputs, batch_size
+from linnet.tangent.door import examples
 from linnet.tangent.gather import gather_data
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -221,7 +222,7 @@ class LinearPosterior(PredictiveModel):
         Raises:
             DataError: If x is empty or not finite.
         """
-        check_examples(x)
+        x = examples(self._model.function, x)
         labels = Labels(self._model.likelihood, self._model.shape, Link(link, samples, seed))
         if self._found.draws is not None:
             return SampledPredictive(self._model.outputs(x, self._found.draws), labels)
@@ -252,7 +253,7 @@ class LinearPosterior(PredictiveModel):
         """
         if self._found.draws is not None:
             return self.predictive(x).mean
-        check_examples(x)
+        x = examples(self._model.function, x)
         return self._model.outputs(x, self.mean)
 
     def summary(self) -> dict[str, Any]:
@@ -328,7 +329,7 @@ def linear_posterior(
     number("prior_precision", prior_precision, above=0, remedy="leave prior_precision= out")
     how = NAMED[choice("method", method, tuple(NAMED))] if isinstance(method, str) else method
     instance("method", how, (Newton, SVI), '"map", "svi", "laplace", a linnet.Newton or a linnet.SVI')
-    x, y = gather_data(data, lin.function.device, missing=takes_missing(likelihood))
+    x, y = gather_data(data, lin.function, missing=takes_missing(likelihood))
     model = LinearModel(lin.function, x, y, likelihood, base)
     precision = float(prior_precision)
     if isinstance(how, SVI):

@@ -170,7 +170,7 @@ def _prepare(
     """The network, the inputs and the targets, checked."""
     check_kernel(form)
     function = tangent_of(model)
-    x, y = gather_data(data, function.device, memory=memory, keep=False)
+    x, y = gather_data(data, function, memory=memory, keep=False)
     require_alike({"x": x, "y": y})
     shape = check_inputs(function, x)
     wide = torch.promote_types(function.dtype, torch.float32)

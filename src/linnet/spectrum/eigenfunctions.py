@@ -48,6 +48,7 @@ from linnet.tangent.batch import (
     split,
 )
 from linnet.tangent.captured import Form
+from linnet.tangent.door import taken, tensorize
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import copied, gather_data
 from linnet.tangent.gram import gram as _gram
@@ -132,6 +133,7 @@ class Eigenfunctions(Record):
             NumericalError: If an eigenvalue is zero, so that there is no extension.
         """
         chosen = self._chosen(indices)
+        x = taken(self.function, x)
         check_dense(x)
         check_inputs(self.function, x)
         n = self.vectors.shape[0]
@@ -284,6 +286,7 @@ class EigenfunctionTargets(torch.utils.data.Dataset[tuple[Any, Tensor]]):
     """
 
     def __init__(self, x: Inputs, y: Tensor, index: int) -> None:
+        x = tensorize(x)
         check_examples(x)
         tensor("y", y, "labels (N,) or (N, C)", convert=False)
         if y.ndim == 0 or len(y) != batch_size(x):
@@ -359,6 +362,7 @@ def eigenfunctions(
     if progress is not None:
         flag("progress", progress)
     function = tangent_of(lin_or_model)
+    x = taken(function, x)
     check_dense(x)
     q, n = values_of_one(check_inputs(function, x), form), batch_size(x)
     request = Request(function, x, form, n * q, n * q if k is None else k, how)
@@ -425,7 +429,7 @@ def energy_concentration(
     """
     check_kernel(form)
     function = tangent_of(model)
-    x, y = gather_data(data, function.device, memory=memory, keep=False)
+    x, y = gather_data(data, function, memory=memory, keep=False)
     require_alike({"x": x, "y": y})
     function_values(y, check_inputs(function, x), form, function.dtype)  # before the long computation
     found = eigenfunctions(Linearized(function), x, k, form, method=method, gram=gram, memory=memory)

@@ -15,6 +15,7 @@ from linnet.spectrum.kernel_matrix import Source, check_kernel, kernel_matrix
 from linnet.tangent.alike import in_shares
 from linnet.tangent.batch import Inputs, batch_size
 from linnet.tangent.captured import Form
+from linnet.tangent.door import tensorize
 
 ROWS = 1024  # rows of a matrix taken to float64 at once
 
@@ -99,6 +100,7 @@ def _pair(
 ) -> tuple[Tensor, Tensor]:
     """Both kernels as (N, N) or (N, C, N, C)."""
     check_kernel(form)
+    x = None if x is None else tensorize(x)
     sources = {"first": first, "second": second}
     if x is not None and all(isinstance(source, Tensor) for source in sources.values()):
         raise InputError(

@@ -26,6 +26,7 @@ from linnet.tangent.batch import (
     tensors_in,
 )
 from linnet.tangent.captured import Form
+from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
 from linnet.tangent.gram import gram_part as _gram_part
@@ -83,6 +84,7 @@ def gram(
         torch.Size([4, 4])
     """
     function = tangent_of(lin_or_model)
+    x, x2 = taken(function, x), taken(function, x2, "x2")
     check_dense(x, x2)
     return _gram(
         function,
@@ -145,6 +147,7 @@ def gram_part(
         torch.Size([4, 4])
     """
     function = tangent_of(lin_or_model)
+    x, x2 = taken(function, x), taken(function, x2, "x2")
     check_dense(x, x2)
     return _gram_part(function, x, x2, file, part, form=form, memory=memory, accumulate=accumulate)
 
@@ -362,6 +365,7 @@ class KernelOperator(LinearOperator):
 
     def __init__(self, function: Functional, x: Inputs, form: Form = "full", block: int = 128) -> None:
         check_kernel(form)
+        x = taken(function, x)
         self.function, self.x, self.form, self.block = function, x, form, block
         self.c = torch.Size(check_inputs(function, x)).numel()
         rows = batch_size(x) * (self.c if form == "full" else 1)

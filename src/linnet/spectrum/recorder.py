@@ -22,6 +22,7 @@ from linnet.spectrum.kernel_matrix import check_inputs, check_kernel, flat_gram,
 from linnet.spectrum.plots import RecorderPlots
 from linnet.tangent.batch import Inputs, batch_size, check_examples
 from linnet.tangent.captured import Form
+from linnet.tangent.door import tensorize
 from linnet.tangent.gather import copied, gather_data
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -104,6 +105,7 @@ class Recorder(Shown):
         check_kernel(form)
         for name, value in (("k", k), ("every", every)):
             integer(name, value)
+        x = tensorize(x)
         check_examples(x)
         parse_bytes(memory)
         self.y: Tensor | None = None

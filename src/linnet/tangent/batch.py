@@ -30,6 +30,8 @@ TARGETS = ("labels", "label")  # what the targets are called in samples that are
 
 _NO_DATA_SETS = (list, tuple, str, bytes, Mapping, Tensor)  # have items, but no samples
 
+IGNORED = -100  # the label of positions that do not count, as in torch's own cross-entropy
+
 OBSERVED, WHOLE = "linnet: observed", "linnet: inputs"  # keys of a batch with outputs that do not count
 
 # By a part of a batch what it was cut from, and which rows: errors name examples by their place in all.
@@ -291,7 +293,66 @@ def concatenate(parts: Sequence[Inputs]) -> Inputs:
         DataError: If examples differ in shape.
         InputError: If the batches differ in structure.
     """
-    return _joined(parts, [batch_size(part) for part in parts])
+    sizes = [batch_size(part) for part in parts]
+    return _joined(padded(parts), sizes)
+
+
+def padded(parts: Sequence[Inputs], beside: Sequence[Tensor] = ()) -> Sequence[Any]:
+    """Batches of sequences of different lengths, filled up on the right where a mask hides what is added.
+
+    Args:
+        parts: Batches; only mappings with a mask among their entries, such as ``"attention_mask"``, are
+            filled up: masks with zeros, masks of padding with ones, other entries with what hidden positions
+            hold already, or zeros.
+        beside: Their targets; then these are filled up and returned instead, integers with −100.
+
+    Returns:
+        The batches or targets, as they are where lengths agree.
+
+    Example:
+        >>> short, long = ({"mask": torch.ones(1, n)} for n in (1, 2))
+        >>> [part["mask"].tolist() for part in padded([short, long])]
+        [[[1.0, 0.0]], [[1.0, 1.0]]]
+    """
+    key = mask_of(parts[0])
+    masks = [part[key] for part in parts if mask_of(part) == key] if key is not None else []
+    lengths = [mask.shape[1] for mask in masks]
+    if len(lengths) < len(parts) or len(set(lengths)) < 2:
+        return beside or parts
+    if beside:
+        return beside if any(y.is_floating_point() for y in beside) else _grown(beside, lengths, IGNORED)
+    hidden = [mask.bool() == ("padding" in str(key)) for mask in masks]
+
+    def filled(name: str) -> list[Any]:
+        tensors = [part[name] for part in parts]
+        if "mask" in name:
+            return _grown(tensors, lengths, "padding" in name)
+        ids = [isinstance(t, Tensor) and not t.is_floating_point() and t.shape == m.shape
+               for t, m in zip(tensors, masks, strict=True)]  # fmt: skip
+        there = (
+            torch.cat([t[m] for t, m in zip(tensors, hidden, strict=True)]) if all(ids) else torch.empty(0)
+        )
+        same = len(there) > 0 and bool((there == there[0]).all())
+        return _grown(tensors, lengths, int(there[0]) if same else 0)
+
+    names = [name for name in parts[0] if all(name in part for part in parts)]
+    columns = {name: filled(name) for name in names}
+    return [{**part, **{name: columns[name][i] for name in names}} for i, part in enumerate(parts)]
+
+
+def _grown(tensors: Sequence[Any], lengths: Sequence[int], fill: float) -> list[Any]:
+    """Tensors (N, L, ...) of several L filled up to the longest; others as they are."""
+    pairs = list(zip(tensors, lengths, strict=True))
+    if not all(isinstance(t, Tensor) and t.ndim > 1 and t.shape[1] == length for t, length in pairs):
+        return list(tensors)
+    rest = [(t.shape[0], max(lengths) - length, *t.shape[2:]) for t, length in pairs]
+    return [torch.cat([t, t.new_full(size, fill)], 1) for t, size in zip(tensors, rest, strict=True)]
+
+
+def mask_of(part: Inputs) -> str | None:
+    """The entry of a batch that says which positions of sequences count."""
+    found = (key for key in part if "mask" in str(key)) if isinstance(part, Mapping) else ()
+    return next((key for key in found if isinstance(part[key], Tensor) and part[key].ndim == 2), None)
 
 
 def _joined(parts: Sequence[Inputs], sizes: Sequence[int]) -> Inputs:
@@ -314,6 +375,8 @@ def _joined(parts: Sequence[Inputs], sizes: Sequence[int]) -> Inputs:
         return _catenated(parts, sizes)
     if isinstance(first, Mapping):
         return {key: _joined([part[key] for part in parts], sizes) for key in first}
+    if isinstance(first, list) and all(isinstance(one, str) for part in parts for one in part):
+        return [text for part in parts for text in part]
     if isinstance(first, list | tuple):
         return tuple(_joined([part[i] for part in parts], sizes) for i in range(len(first)))
     return first
@@ -335,7 +398,8 @@ def _catenated(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         raise DataError(
             f"data are ragged: examples have the shapes {shapes[0]} and {shapes[1]}",
             expected="examples of one shape",
-            remedy="resize or pad them",
+            remedy="resize or pad them; sequences are filled up here if each batch is a mapping with a mask, "
+            'such as "attention_mask"',
         )
     return torch.cat([t.to(tensors[0].device) for t in tensors])
 
@@ -490,67 +554,12 @@ def as_pair(item: Any, name: str = "a batch") -> tuple[Any, Any]:
     )
 
 
-def as_batch(x: Any) -> Inputs:
-    """The inputs of one sample as a batch of one.
-
-    Args:
-        x: Tensors, arrays or lists of numbers, in any structure.
-
-    Returns:
-        Tensors (1, ...).
-
-    Example:
-        >>> as_batch({"ids": [3, 4]})
-        {'ids': tensor([[3, 4]])}
-    """
-    return map_tensors(lambda t: t[None], tensorize(x))
-
-
 def _length_of(item: Any) -> str:
     """The length of what has one, in words."""
     if isinstance(item, Tensor) and item.ndim == 0:
         return " without an axis"
     sized = hasattr(item, "__len__") and not isinstance(item, type)
     return f" of length {len(item)}" if sized else ""
-
-
-def tensorize(x: Any, name: str = "x") -> Inputs:
-    """Arrays and numbers turned into tensors, structure kept; nested lists of numbers are one array.
-
-    Args:
-        x: Tensors, arrays or lists of numbers, in any structure.
-        name: What the argument is called.
-
-    Returns:
-        The same of tensors.
-
-    Example:
-        >>> tensorize({"ids": [[3, 4]]})
-        {'ids': tensor([[3, 4]])}
-    """
-    if isinstance(x, Mapping):
-        return {key: tensorize(value, f"{name}[{key!r}]") for key, value in x.items()}
-    if isinstance(x, list | tuple) and holds_arrays(x):
-        return tuple(tensorize(value, name) for value in x)
-    return named_tensor(x, name)
-
-
-def holds_arrays(x: Any) -> bool:
-    """Whether anything in nested lists is an input of its own: a tensor, an array or a dict.
-
-    Args:
-        x: Anything.
-
-    Returns:
-        Whether there is one; a list of numbers alone holds none.
-
-    Example:
-        >>> holds_arrays([torch.ones(2), [1, 2]]), holds_arrays([[1, 2], [3, 4]])
-        (True, False)
-    """
-    if isinstance(x, list | tuple):
-        return any(holds_arrays(value) for value in x)
-    return isinstance(x, Mapping) or getattr(x, "ndim", 0) > 0
 
 
 def named_tensor(value: Any, name: str) -> Tensor:

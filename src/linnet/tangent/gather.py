@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from linnet.disk import refuse_write
@@ -32,20 +32,24 @@ from linnet.tangent.batch import (
     concatenate,
     is_data_set,
     map_tensors,
-    named_tensor,
+    mask_of,
     take,
     tensors_in,
 )
+from linnet.tangent.door import admit, answers, device_of, outputs_of, tensorize
+from linnet.tangent.functional import Functional
 from linnet.tangent.order import Said, random_kept
 from linnet.tangent.pairs import in_pieces, pairs, require_targets, side_by_side
 
+LARGER = 8  # times the memory that bytes take as floats, at most
 PIECE = 1 << 24  # bytes that are copied to a file at a time
+ALIKE = 1e-2  # of outputs, with and without positions that are hidden: rounding of half types is below
 IN_MEMORY = 0.25  # share of the memory that a stream may take while it is put side by side
 
 
 def gather_data(
     data: Any,
-    device: torch.device | None = None,
+    network: Functional | nn.Module | None = None,
     missing: bool = False,
     memory: str | int | None = None,
     keep: bool = True,
@@ -60,8 +64,8 @@ def gather_data(
             pieces is read once, in its own order; where putting it side by side would take more than a
             quarter of the memory, it is written to a temporary file and mapped. Dicts are taken for pairs:
             their ``"labels"`` or ``"label"`` is y, the rest is x.
-        device: Where the targets should live; by default where the data are. The inputs stay where they are:
-            each batch of them is moved when it is needed, so that a device holds one batch.
+        network: The network that is to take the inputs, and whose device is that of the targets. The inputs
+            stay where they are: each batch of them is moved when it is needed, so that a device holds one.
         missing: Whether NaN in y is let through, as a target that is missing.
         memory: Budget such as ``"4GB"``; by default all the memory that is available.
         keep: Whether they outlive the call, so that they have to lie in memory of their own; otherwise a
@@ -75,21 +79,27 @@ def gather_data(
         DataError: If the data are empty, ragged or not finite, or x and y differ in length.
         InputError: If ``data`` is none of the kinds above.
     """
-    heard = Said() if said is None else said
+    heard = Said(text=False) if said is None else said
     if in_pieces(data):
-        gathered = Gathered(_limit(memory))
+        gathered, shortest = Gathered(_limit(memory)), None
         # what is drawn to augment samples is drawn again by the next call
         with random_kept() if is_data_set(data) or isinstance(data, DataLoader) else nullcontext():
             for i, (piece, targets) in enumerate(pairs(data, heard)):
-                own = named_tensor(targets, "y")
-                require_targets(piece, own, f"batch {i} of data")
-                gathered.add(piece, own)
+                own = answers(targets, heard)
+                inputs = piece if network is None else admit(network, tensorize(piece), heard)
+                require_targets(inputs, own, f"batch {i} of data")
+                gathered.add(inputs, own)
+                shortest = _shorter(shortest, inputs, len(own))
         x, y = gathered.whole()
+        if network is not None and shortest is not None:
+            _check_padding(network, *shortest, x)
     else:
         ((x, targets),) = pairs(data, heard)
-        y = named_tensor(targets, "y")
+        y = answers(targets, heard)
+        x = x if network is None else _admitted(network, x, heard, _limit(memory))
         if keep:
             x, y = copied(x, memory, _read_only(data)), y.detach().clone()
+    y = heard.numbered(y)
     if batch_size(x) == 0:
         raise DataError("data is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     require_targets(x, y, "data")
@@ -99,7 +109,51 @@ def gather_data(
     check_finite(x, "x")
     if not missing:
         check_finite(y, "y")
-    return x, y if device is None else y.to(device)
+    return x, y if network is None else y.to(device_of(network))
+
+
+def _admitted(network: Functional | nn.Module, x: Inputs, said: Said, limit: int) -> Inputs:
+    """A batch as the network takes it, piece by piece where that takes much memory."""
+    held = sum(t.nbytes for t in tensors_in(x))
+    if LARGER * held <= limit or not isinstance(x, Tensor) or len(x) < 2:
+        return admit(network, x, said)
+    if admit(network, x[:1]).dtype == x.dtype:
+        return admit(network, x, said)
+    pieces = Gathered(limit)
+    for part in x.split(max(1, PIECE * len(x) // held)):
+        made = admit(network, part, said)
+        pieces.add(made, torch.zeros(len(part)))
+    return pieces.whole()[0]
+
+
+def _shorter(before: tuple[Inputs, int, int] | None, x: Inputs, n: int) -> tuple[Inputs, int, int] | None:
+    """An example of the shortest sequences so far, its place, and the number of examples so far."""
+    if (key := mask_of(x)) is None:
+        return before
+    seen = 0 if before is None else before[2]
+    if before is None or x[key].shape[1] < before[0][key].shape[1]:
+        return map_tensors(torch.clone, take(x, slice(0, 1))), seen, seen + n
+    return before[0], before[1], seen + n
+
+
+def _check_padding(network: Functional | nn.Module, one: Inputs, place: int, _: int, x: Inputs) -> None:
+    """Raise if an example that was filled up has other outputs than before."""
+    key, filled = mask_of(one), take(x, slice(place, place + 1))
+    if key is None or one[key].shape == filled[key].shape:
+        return
+    short, long = outputs_of(network, one), outputs_of(network, filled)
+    if short is None or long is None:
+        return
+    if short.ndim > 1 and short.shape != long.shape:  # an output for each position
+        long = long[:, : short.shape[1]]
+    scale = float(short.abs().max())
+    if short.shape != long.shape or float((short - long).abs().max()) > ALIKE * max(scale, 1e-30):
+        raise DataError(
+            f"batches of sequences have different lengths, and filling up {tuple(one[key].shape[1:])} to "
+            f"{tuple(filled[key].shape[1:])} positions that {key!r} hides changes the network's outputs",
+            expected="sequences of one length, or a network that leaves hidden positions out",
+            remedy='pad all of them alike, as tokenizer(texts, padding=True) or padding="max_length" does',
+        )
 
 
 def _limit(memory: str | int | None) -> int:

@@ -18,8 +18,9 @@ from linnet.errors import InputError, WeightsError
 from linnet.linalg.space import ParameterSpace, Vector
 from linnet.number_types import Precision
 from linnet.params import choice, instance, refuse, tensor
-from linnet.tangent.batch import Inputs, check_examples
+from linnet.tangent.batch import Inputs
 from linnet.tangent.captured import Form
+from linnet.tangent.door import examples, taken
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, OutputAdapter, tensors_by_name
 from linnet.tangent.gram import gram
@@ -109,7 +110,7 @@ class Linearized(nn.Module):
             NumericalError: If their derivatives are not.
             RuntimeError: If torch fails for another reason.
         """
-        x = _one(args, kwargs)
+        x = taken(self._function, _one(args, kwargs))
         delta = self.delta
         with explained(self._function, x):
             value, tangent = jvp(self._function, x, delta)
@@ -132,6 +133,7 @@ class Linearized(nn.Module):
             DataError: If x is empty.
             ModelError: If the network cannot take x, or returns values that are not finite.
         """
+        x = taken(self._function, x)
         check_given(x)
         value = self._function.check_runs(x)
         return value.reshape(value.shape[0], -1)
@@ -154,6 +156,7 @@ class Linearized(nn.Module):
             ModelError: If the network cannot take x, or gives an example other outputs in another batch.
         """
         direction = _moved(v, self._function)
+        x = taken(self._function, x)
         with explained(self._function, x):
             result = jvp_columns(self._function, x, direction)
         check_result(self._function, x, result)
@@ -179,6 +182,7 @@ class Linearized(nn.Module):
         choice("like", like, ("params", "flat"))
         expected = "cotangents (N, C) or (N, C, K), finite real numbers"
         u = finite_numbers("u", u, expected, "pass one for each output of lin.base(x)")
+        x = taken(self._function, x)
         with explained(self._function, x):
             flat = vjp_columns(self._function, x, u.to(self._function.device, self._function.dtype))
         check_result(self._function, x, flat)
@@ -200,7 +204,7 @@ class Linearized(nn.Module):
             ModelError: If the network cannot take x, or gives an example other outputs in another batch.
             MemoryBudgetError: If it would not fit; ``jvp``, ``vjp`` and ``kernel`` never form it.
         """
-        check_examples(x)
+        x = examples(self._function, x)
         with explained(self._function, x):
             return jacobian(self._function, x, memory)
 
@@ -222,6 +226,7 @@ class Linearized(nn.Module):
             InputError: If ``outputs`` is something else.
             MemoryBudgetError: If not even the smallest tiles fit.
         """
+        x1, x2 = taken(self._function, x1, "x1"), taken(self._function, x2, "x2")
         return gram(self._function, x1, x2, form=form, memory=memory)
 
     def gap(self, x: Inputs) -> float:
@@ -240,7 +245,7 @@ class Linearized(nn.Module):
             ModelError: If the network cannot take x.
             RuntimeError: If torch fails for another reason.
         """
-        check_examples(x)
+        x = examples(self._function, x)
         with explained(self._function, x):
             return linearity_gap(self._function, x, self.delta)
 

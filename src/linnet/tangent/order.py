@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from linnet.errors import DataError
 from linnet.tangent.batch import is_data_set
 from linnet.tangent.sharded import sharded
 
@@ -40,10 +41,34 @@ class Said:
     Args:
         notes: What was done with them, which changes no result.
         warnings: What a reader of the results must know.
+        classes: Names of the classes, where y is text: those that there are already, or those that are found.
+        text: Whether y may be text.
     """
 
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    classes: tuple[str, ...] = ()
+    text: bool = True
+    _numbers: dict[str, int] = field(default_factory=dict)
+
+    def number(self, words: Sequence[str]) -> Tensor:
+        """Numbers of words, in the order in which they come for the first time."""
+        return torch.tensor([self._numbers.setdefault(word, len(self._numbers)) for word in words])
+
+    def numbered(self, y: Tensor) -> Tensor:
+        """Classes for what :meth:`number` gave, in alphabetical order or that of the classes known."""
+        if not self._numbers:
+            return y
+        if not self.classes:
+            self.classes = tuple(sorted(self._numbers))
+            self.notes.append("classes were numbered in alphabetical order")
+        if unknown := sorted(set(self._numbers) - set(self.classes)):
+            raise DataError(
+                f"y holds the class {unknown[0]!r}",
+                expected=f"one of {', '.join(map(repr, self.classes))}, as in the data before",
+                remedy="check the spelling, or fit again with examples of all classes",
+            )
+        return torch.tensor([self.classes.index(word) for word in self._numbers])[y]
 
     def reasons(self) -> dict[str, str]:
         """The notes, each once, for the record of a fit."""

@@ -8,25 +8,25 @@ and is neither a container of inputs nor a data set, whose items are single samp
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from linnet.errors import DataError
 from linnet.tangent.batch import (
     Inputs,
-    as_batch,
     as_pair,
     batch_size,
     concatenate,
     example_shapes,
-    holds_arrays,
     is_data_set,
-    named_tensor,
-    tensorize,
+    padded,
     yields,
 )
+from linnet.tangent.door import answers, as_batch, holds_arrays, tensorize
 from linnet.tangent.order import Said, changing, in_order, random_kept
 from linnet.tangent.sharded import require_whole
 
@@ -95,7 +95,7 @@ def pairs(data: Any, said: Said | None = None) -> Iterator[tuple[Inputs, Any]]:
         >>> [y.tolist() for _, y in pairs(DataLoader(samples, batch_size=2))]
         [[0, 1], [2, 3], [4]]
     """
-    said = Said() if said is None else said
+    said = Said(text=False) if said is None else said
     if isinstance(data, DataLoader):
         require_whole(data)
         loader, _, warning = in_order(data)
@@ -104,17 +104,28 @@ def pairs(data: Any, said: Said | None = None) -> Iterator[tuple[Inputs, Any]]:
             batches = iter(loader)
         yield from (as_pair(batch, "a batch of the DataLoader") for batch in batches)
     elif isinstance(data, IterableDataset):
-        yield from _together(as_sample(one, f"sample {i} of the stream") for i, one in enumerate(data))
+        yield from _together(as_sample(one, f"sample {i} of the stream", said) for i, one in enumerate(data))
     elif in_pieces(data) and is_data_set(data):
         said.warnings += filter(None, (changing(data),))
-        yield from _together(as_sample(data[i], f"sample {i} of the data set") for i in range(len(data)))
+        yield from _together(
+            as_sample(data[i], f"sample {i} of the data set", said) for i in range(len(data))
+        )
     elif in_batches(data):
-        for i, batch in enumerate(data):
-            x, y = as_pair(batch, f"batch {i} of data")
-            yield tensorize(x), y
+        found = (as_pair(batch, f"batch {i} of data") for i, batch in enumerate(data))
+        first = list(islice(found, 1))
+        rows = chain(first, found)
+        if first and _is_number(first[0][1]):  # single samples
+            yield from _together((as_batch(x), answers(y, said)[None]) for x, y in rows)
+        else:
+            yield from ((tensorize(x), y) for x, y in rows)
     else:
         x, y = data.tensors if isinstance(data, TensorDataset) else as_pair(data, "data")
         yield tensorize(x), y
+
+
+def _is_number(y: Any) -> bool:
+    """Whether targets are those of one sample: a number or a word."""
+    return isinstance(y, int | float | str | np.generic) or (isinstance(y, Tensor) and y.ndim == 0)
 
 
 def require_targets(x: Inputs, y: Tensor, name: str) -> None:
@@ -160,15 +171,17 @@ def side_by_side(parts: list[tuple[Inputs, Tensor]]) -> tuple[Inputs, Tensor]:
         >>> side_by_side([(torch.ones(1, 2), torch.zeros(1)), (torch.ones(3, 2), torch.ones(3))])[1]
         tensor([0., 1., 1., 1.])
     """
-    return concatenate([x for x, _ in parts]), concatenate([y for _, y in parts])
+    inputs = [x for x, _ in parts]
+    return concatenate(inputs), concatenate(padded(inputs, [y for _, y in parts]))
 
 
-def as_sample(item: Any, name: str) -> tuple[Inputs, Tensor]:
+def as_sample(item: Any, name: str, said: Said | None = None) -> tuple[Inputs, Tensor]:
     """A sample as a batch of one.
 
     Args:
         item: A pair, or a dict with its target.
         name: What it is called.
+        said: Takes the names of classes.
 
     Returns:
         Inputs (1, ...) and targets (1, ...).
@@ -181,7 +194,7 @@ def as_sample(item: Any, name: str) -> tuple[Inputs, Tensor]:
         (tensor([[3., 4.]]), tensor([1]))
     """
     x, y = as_pair(item, name)
-    return as_batch(x), named_tensor(y, "y")[None]
+    return as_batch(x), answers(y, said)[None]
 
 
 def _together(samples: Iterable[tuple[Inputs, Tensor]]) -> Iterator[tuple[Inputs, Tensor]]:

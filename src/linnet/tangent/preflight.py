@@ -15,6 +15,7 @@ from linnet.shown import Record
 from linnet.tangent.batch import EMPTY, Inputs, batch_size
 from linnet.tangent.capture import proved_plan
 from linnet.tangent.coordinates import moved_network
+from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gram import GramTask, plan_gram
 from linnet.tangent.independence import dependence, is_random, unsteady
@@ -161,6 +162,7 @@ def preflight(
         True
     """
     function = model.function if isinstance(model, Linearized) else Functional(model, params, output)
+    batch = taken(function, batch, "batch")
     if batch_size(batch) == 0:
         raise DataError("batch is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     value = function.check_runs(batch)

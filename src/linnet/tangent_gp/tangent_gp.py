@@ -30,12 +30,12 @@ from linnet.solvers.solution import Estimate
 from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import (
     Inputs,
-    check_examples,
     map_tensors,
     split,
     take,
     tensors_in,
 )
+from linnet.tangent.door import examples
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import copied, gather_data
@@ -216,8 +216,8 @@ class TangentGP(PredictiveModel):
     def _gathered(self, x: Any, y: Any) -> tuple[Inputs, Tensor]:
         """Data on the network's device, without a graph."""
         data = x if y is None else (x, y)
-        device, masked = self._observed.base.device, self._observed.masked
-        x, y = gather_data(data, device, missing=masked, memory=self._options.memory)
+        masked = self._observed.masked
+        x, y = gather_data(data, self._observed.base, missing=masked, memory=self._options.memory)
         return map_tensors(lambda t: t.detach(), x), y.detach()
 
     def _condition(self, data: tuple[Inputs, Tensor], before: System | None) -> TangentGP:
@@ -313,7 +313,7 @@ class TangentGP(PredictiveModel):
 
     def _checked(self, x: Inputs) -> Inputs:
         """X, or an error."""
-        check_examples(x)
+        x = examples(self._observed.base, x)
         self._observed.base.check_runs(take(x, slice(0, 1)))
         return x
 

@@ -1,0 +1,336 @@
+"""What users hold, as the network takes it: the same numbers by every road, in fits and for new inputs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import BatchEncoding
+
+import linnet
+from linnet.errors import DataError, InputError, LinnetError
+from linnet.tangent.door import admit, examples, tensorize
+from linnet.tangent.gather import gather_data
+from linnet.tangent.order import Said
+from tests.hostile import doors
+
+N = 12
+BYTES = np.random.default_rng(0).integers(0, 256, (N, 6, 5, 3), dtype=np.uint8)
+IMAGES = torch.from_numpy(BYTES).permute(0, 3, 1, 2) / 255
+PICTURES = [Image.fromarray(array) for array in BYTES]
+Y = torch.arange(N) % 3
+NAMES = np.array(["owl", "ant", "bee"])[Y.numpy()]
+TABLE = np.random.default_rng(1).normal(size=(N, 4)).astype(np.float32)
+FRAME = pd.DataFrame(TABLE, columns=list("abcd"), index=range(50, 50 + N))
+
+
+def of_images() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    )
+
+
+def of_tables() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+ROADS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
+    "bytes, channels last": (of_images, BYTES, IMAGES),
+    "bytes": (of_images, BYTES.transpose(0, 3, 1, 2), IMAGES),
+    "channels last": (of_images, BYTES.astype(np.float32) / 255, IMAGES),
+    "64 bits, channels last": (of_images, BYTES / 255.0, IMAGES),
+    "pictures": (of_images, PICTURES, IMAGES),
+    "list of tensors": (of_images, list(IMAGES), IMAGES),
+    "list of arrays": (of_images, list(BYTES), IMAGES),
+    "image": (of_images, {"image": IMAGES, "path": [f"{i}.png" for i in range(N)]}, IMAGES),
+    "pixel_values": (of_images, {"pixel_values": PICTURES, "id": torch.arange(N)}, IMAGES),
+    "list of mappings": (of_images, [{"image": picture} for picture in PICTURES], IMAGES),
+    "64 bits": (of_tables, TABLE.astype(np.float64), torch.from_numpy(TABLE)),
+    "extended": (of_tables, TABLE.astype(np.longdouble), torch.from_numpy(TABLE)),
+    "other byte order": (of_tables, TABLE.astype(">f4"), torch.from_numpy(TABLE)),
+    "backwards": (of_tables, TABLE[::-1].copy()[::-1], torch.from_numpy(TABLE)),
+    "frame": (of_tables, FRAME, torch.from_numpy(TABLE)),
+    "frame with gaps allowed": (of_tables, FRAME.astype("Float64"), torch.from_numpy(TABLE)),
+    "numbers": (of_tables, TABLE.tolist(), torch.from_numpy(TABLE)),
+    "integers": (of_tables, (9 * TABLE).astype(int), torch.from_numpy(9 * TABLE).trunc()),
+}
+
+
+def some(x: Any) -> Any:
+    """The first two examples."""
+    return {key: value[:2] for key, value in x.items()} if isinstance(x, dict) else x[:2]
+
+
+def differences(found: Any, expected: Any, x: Any, tensors: Tensor) -> None:
+    torch.testing.assert_close(found.predict(some(x)), expected.predict(tensors[:2]))
+    variances = [fit.predictive(part).variance for fit, part in ((found, some(x)), (expected, tensors[:2]))]
+    torch.testing.assert_close(*variances, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ROADS)
+def test_every_road_leads_to_the_same_fit(name: str) -> None:
+    make, x, tensors = ROADS[name]
+    lin, linear = linnet.linearize(make()), (linnet.fit(linnet.linearize(make()), (tensors, Y)))
+    found = linnet.fit(lin, (x, Y.tolist()))
+    differences(found, linear, x, tensors)
+    torch.testing.assert_close(found.influence(some(x)), linear.influence(tensors[:2]))
+    torch.testing.assert_close(lin(some(x)), lin(tensors[:2]))
+    torch.testing.assert_close(lin.kernel(x, some(x)), lin.kernel(tensors, tensors[:2]))
+    likelihood = linnet.likelihoods.Categorical()
+    laplaces = [linnet.Laplace(make(), likelihood).fit((given, Y)) for given in (x, tensors)]
+    differences(*laplaces, x, tensors)
+    adapted = [linnet.adapt(make(), given, Y, weight=0.5, ridge=1.0) for given in (x, tensors)]
+    differences(*adapted, x, tensors)
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [(BYTES, "255.*permuted"), (BYTES / 255.0, "float64.*permuted"), ({"image": IMAGES, "id": Y}, "'id'")],
+)
+def test_what_was_done_is_in_the_record(x: Any, said: str) -> None:
+    fits = linnet.fit(linnet.linearize(of_images()), (x, Y)), linnet.adapt(of_images(), x, Y)
+    for fit in fits:
+        assert re.search(said, fit.record.reasons["data"])
+    assert "data" not in linnet.fit(linnet.linearize(of_images()), (IMAGES, Y)).record.reasons
+
+
+@pytest.mark.parametrize(
+    "y",
+    [
+        NAMES,
+        NAMES.tolist(),
+        pd.Series(NAMES, index=range(7, 7 + N)),
+        pd.Series(NAMES, dtype="category"),
+    ],
+)
+def test_text_names_classes(y: Any, tmp_path: Any) -> None:
+    codes = torch.from_numpy(np.unique(NAMES, return_inverse=True)[1])
+    expected = linnet.adapt(of_tables(), TABLE, codes, weight=0.5, ridge=1.0)
+    found = linnet.adapt(of_tables(), TABLE, y, weight=0.5, ridge=1.0)
+    torch.testing.assert_close(found.predict(TABLE), expected.predict(TABLE))
+    assert found.class_names == ("ant", "bee", "owl")
+    assert expected.class_names is None
+    more = found.update((TABLE[:2], ["bee", "owl"]))
+    assert more.class_names == found.class_names
+    assert more.targets[-2:].argmax(1).tolist() == [1, 2]
+    with pytest.raises(DataError, match="'cow'"):
+        found.update((TABLE[:1], ["cow"]))
+    found.save(tmp_path)
+    assert linnet.load(tmp_path, of_tables()).class_names == found.class_names
+    with pytest.raises(InputError, match=r"text.*unique"):
+        linnet.Laplace(of_tables(), linnet.likelihoods.Categorical()).fit((TABLE, NAMES))
+
+
+class Rows:
+    """Samples as Hugging Face's data sets give them."""
+
+    def __init__(self, y: Any = Y) -> None:
+        self.y = y
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"image": PICTURES[i], "label": self.y[i], "file": f"{i}.png"}
+
+
+def test_samples_of_every_kind() -> None:
+    expected = linnet.fit(linnet.linearize(of_images()), (IMAGES, Y)).predict(IMAGES)
+    samples = [{"image": image, "label": int(y)} for image, y in zip(IMAGES, Y, strict=True)]
+    for data in (
+        Rows(Y.tolist()),
+        DataLoader(samples, 5, shuffle=True),  # type: ignore[arg-type]
+        list(zip(PICTURES, Y.tolist(), strict=True)),
+        [(IMAGES[i : i + 5], Y[i : i + 5]) for i in range(0, N, 5)],
+    ):
+        torch.testing.assert_close(linnet.fit(linnet.linearize(of_images()), data).predict(IMAGES), expected)
+    assert linnet.adapt(of_images(), Rows(NAMES)).class_names == ("ant", "bee", "owl")
+
+
+def test_one_picture_is_one_example() -> None:
+    fit = linnet.adapt(of_images(), PICTURES, Y, weight=0.5, ridge=1.0)
+    torch.testing.assert_close(fit.predict(PICTURES[3]), fit.predict(IMAGES[3:4]))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "CMYK", "YCbCr"])
+def test_pictures_of_other_modes(mode: str) -> None:
+    converted = [picture.convert(mode) for picture in PICTURES]
+    found = tensorize([converted[0], PICTURES[1]])
+    assert found.dtype == torch.uint8
+    assert found.shape == (2, 3, 6, 5)
+    assert torch.equal(found[1], torch.from_numpy(BYTES[1]).permute(2, 0, 1))
+    assert tensorize([picture.convert("L") for picture in PICTURES]).shape == (N, 1, 6, 5)
+
+
+FLAT = nn.Sequential(nn.Flatten(), nn.Linear(90, 3))
+
+
+@pytest.mark.parametrize(
+    ("network", "x", "words"),
+    [
+        (FLAT, BYTES, r"channels last.*permute\(0, 3, 1, 2\)"),
+        (nn.Linear(4, 2), TABLE.astype(np.uint8), r"pixels or numbers.*x\.float\(\)"),
+        (of_images(), [PICTURES[0], PICTURES[1].resize((9, 9))], "2 sizes.*resize"),
+        (of_images(), [Image.new("I;16", (4, 4))], "mode 'I;16'.*RGB"),
+        (nn.Linear(4, 2), FRAME.assign(e="x"), "columns without numbers: e.*get_dummies"),
+        (nn.Bilinear(2, 2, 1), {"a": torch.ones(3, 2), "b": torch.ones(3, 2)}, "'a', 'b'.*input1"),
+        (nn.Linear(4, 2), "x.png", "x is str"),
+    ],
+)
+def test_what_is_ambiguous_is_refused_in_words(network: nn.Module, x: Any, words: str) -> None:
+    with pytest.raises(LinnetError, match=f"(?s){words}"):
+        examples(network, x)
+
+
+def test_a_network_that_takes_inputs_as_they_are_is_given_them() -> None:
+    class Own(nn.Module):
+        """Casts, scales and permutes by itself."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = of_images()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x.permute(0, 3, 1, 2).float() / 255)
+
+    said = Said()
+    x = torch.from_numpy(BYTES)
+    assert admit(Own(), x, said) is x
+    assert said == Said()
+    table = nn.Embedding(9, 3)
+    assert admit(table, Y) is Y  # not converted: it is looked up
+    network = of_images().train()
+    admit(network, x)
+    assert all(module.training for module in network.modules())
+
+
+# -- sequences -----------------------------------------------------------------------------------------
+
+
+class Text(nn.Module):
+    """The mean of the embeddings that a mask leaves, or the states themselves."""
+
+    def __init__(self, hides: bool = True, tokens: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head, self.hides, self.tokens = nn.Embedding(30, 6), nn.Linear(6, 3), hides, tokens
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        keep = attention_mask[..., None].float() if self.hides else torch.ones_like(attention_mask)[..., None]
+        states = self.table(input_ids) * keep
+        return self.head(states if self.tokens else states.sum(1) / keep.sum(1))
+
+
+def sentences(lengths: list[int]) -> list[BatchEncoding]:
+    torch.manual_seed(1)
+    rows = [torch.randint(1, 30, (1, n)) for n in lengths]
+    return [BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)}) for ids in rows]
+
+
+LENGTHS = [5, 9, 4, 9, 7, 6]
+
+
+def test_batches_padded_one_by_one_are_one_batch() -> None:
+    parts, y = sentences(LENGTHS), torch.arange(6) % 3
+    whole = {key: nn.utils.rnn.pad_sequence([part[key][0] for part in parts], True) for key in parts[0]}
+    batches = list(zip(parts, y.split(1), strict=True))
+    samples = [
+        {**{k: v[0].tolist() for k, v in part.items()}, "label": int(t), "text": "…"}
+        for part, t in zip(parts, y, strict=True)
+    ]
+    lists = {key: [part[key][0].tolist() for part in parts] for key in parts[0]}
+    categorical = linnet.likelihoods.Categorical()
+    calls: dict[str, Callable[[Any], Tensor]] = {
+        "fit": lambda data: linnet.fit(linnet.linearize(Text()), data).predict(whole),
+        "adapt": lambda data: linnet.adapt(Text(), data, weight=0.5, ridge=1.0).predict(whole),
+        "with_head": lambda data: linnet.with_head(Text(), 3, data=data)(**whole),
+        "Laplace": lambda data: linnet.Laplace(Text(), categorical).fit(data).predict(whole),
+        "update": lambda data: linnet.fit(linnet.linearize(Text()), (whole, y)).update(data).predict(whole),
+    }
+    for call in calls.values():
+        expected = call((whole, y))
+        for data in (batches, (BatchEncoding(lists), y), DataLoader(samples, 1, collate_fn=collated)):
+            torch.testing.assert_close(call(data), expected)
+    fit = linnet.fit(linnet.linearize(Text()), (whole, y))
+    torch.testing.assert_close(fit.predict(parts[0]), fit.predict(whole)[:1])
+
+
+def collated(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """A batch of one."""
+    (one,) = samples
+    return {key: torch.tensor(value)[None] for key, value in one.items() if key != "text"} | {
+        "label": torch.tensor([one["label"]])
+    }
+
+
+def test_labels_of_tokens_are_filled_up_too() -> None:
+    batches = [
+        (part, torch.zeros(1, n, dtype=torch.long)) for part, n in zip(sentences([2, 3]), [2, 3], strict=True)
+    ]
+    x, y = gather_data(batches, Text(tokens=True))
+    assert y.tolist() == [[0, 0, -100], [0, 0, 0]]
+    assert x["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+
+
+def test_what_hidden_positions_hold_is_what_is_filled_in() -> None:
+    long = BatchEncoding(
+        {"input_ids": torch.tensor([[4, 5, 7, 29]]), "attention_mask": torch.tensor([[1, 1, 1, 0]])}
+    )
+    x, _ = gather_data([(sentences([2])[0], Y[:1]), (long, Y[:1])], Text())
+    assert x["input_ids"][0, 2:].tolist() == [29, 29]
+
+
+def test_padding_that_is_not_left_out_is_refused() -> None:
+    batches = list(zip(sentences([5, 9]), torch.tensor([[0], [1]]), strict=True))
+    with pytest.raises(DataError, match=r"changes the network's outputs.*pad"):
+        linnet.fit(linnet.linearize(Text(hides=False)), batches)
+    with pytest.raises(DataError, match="mask"):
+        gather_data([(torch.ones(1, n, dtype=torch.long), Y[:1]) for n in (5, 9)])
+
+
+# -- every door ------------------------------------------------------------------------------------------
+
+TAKING = ("x", "x1", "x2", "data", "pool", "queries", "validation", "batch", "at")
+LEFT_OUT = (
+    "audit.select", "spectrum.anisotropy_directions", "Linearized.relinearize", "Augmentation.__call__",
+    "continual.convert_strength", "RunningCurvature.load_state_dict", "Plots", "surgery.with_bilinear_head",
+)  # fmt: skip
+
+
+def doors_of_inputs() -> list[doors.Door]:
+    """Those that take examples."""
+    every = [*doors.functions(), *doors.of_objects()]
+    return [
+        d for d in every if set(TAKING) & set(d.parameters) and not any(name in d.name for name in LEFT_OUT)
+    ]
+
+
+def as_arrays(value: Any) -> Any:
+    """Tensors as arrays of another type of float."""
+    if isinstance(value, tuple):
+        return tuple(map(as_arrays, value))
+    array = value.numpy() if isinstance(value, Tensor) else value
+    return array.astype(np.longdouble) if isinstance(array, np.ndarray) and array.dtype.kind == "f" else array
+
+
+@pytest.mark.parametrize("door", doors_of_inputs(), ids=lambda door: door.name)
+def test_every_door_takes_arrays(door: doors.Door) -> None:
+    call, arguments = door.make()
+    if not any(isinstance(arguments.get(name), Tensor | tuple) for name in TAKING):
+        return
+    try:
+        call(**arguments)
+    except LinnetError:  # what the object of the table cannot do
+        return
+    call, arguments = door.make()
+    call(**{name: as_arrays(value) if name in TAKING else value for name, value in arguments.items()})
