@@ -43,6 +43,9 @@ class Fit(Predicting, Protocol):
     def _solved(self) -> Any:
         """The solved equations."""
 
+    def _examples(self, x: Inputs) -> Inputs:
+        """Examples as the network takes them, or an error."""
+
     def path(self) -> RidgePath | SoftmaxPath:
         """Every criterion along a path of ridges."""
 
