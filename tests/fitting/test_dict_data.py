@@ -126,8 +126,10 @@ def test_data_without_labels_and_with_two(net: nn.Module) -> None:
     refused(InputError, lambda: linnet.fit(lin, both), "'labels'", "'label'", "remove one")
 
 
-def test_a_column_of_text_is_named(net: nn.Module) -> None:
-    refused(InputError, lambda: linnet.fit(linnet.linearize(net), Rows(text=True)), "x['text']", "str")
+def test_a_column_of_text_that_the_network_does_not_take_is_left_out(net: nn.Module) -> None:
+    fit = linnet.fit(linnet.linearize(net), Rows(text=True))
+    torch.testing.assert_close(fit.predict(X), linnet.fit(linnet.linearize(net), (X, Y)).predict(X))
+    assert "'text'" in fit.record.reasons["data"]
 
 
 def test_curvature_without_targets_takes_inputs_alone(net: nn.Module) -> None:

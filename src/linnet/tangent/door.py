@@ -53,6 +53,7 @@ IMAGE_MODES = {
 }  # fmt: skip
 # What the entry with the inputs is called in mappings of others.
 NAMES = ("image", "images", "img", "pixel_values", "x", "input", "inputs", "features", "input_values", "data")
+INSIDE = ("body", "network", "module")  # what modules that wrap a network call it
 CHANNELS = (1, 3, 4)  # of images, where no convolution says how many
 
 
@@ -464,12 +465,15 @@ def _arguments(model: nn.Module) -> dict[str, bool] | None:
     except (TypeError, ValueError):  # a compiled forward without a signature
         return None
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found):
-        return None
+        inner = [part for name, part in model.named_children() if name in INSIDE]
+        return _arguments(inner[0]) if len(inner) == 1 else None
     return {p.name: p.default is p.empty for p in found}
 
 
 def _routed(model: nn.Module, x: Mapping[str, Any], said: Said) -> Inputs:
     """The entries of a mapping that the network takes; what it is given by position alone is a tensor."""
+    if not x:
+        return x
     texts = [key for key, value in x.items() if _is_text(value)]
     found = _arguments(model)
     if found is None:
