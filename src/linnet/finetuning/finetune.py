@@ -31,7 +31,7 @@ from linnet.params import seed as checked_seed
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.selection import require_module
+from linnet.tangent.selection import require_module, selected
 
 
 @in_exact_mode
@@ -188,6 +188,13 @@ def _outputs_to_keep(
 def _device(model: nn.Module) -> torch.device:
     """Where the network lives."""
     require_module(model)
+    masked = [name for name, mask in selected(model, "all").items() if mask is not None]
+    if masked and not isinstance(model, Linearized):
+        raise ModelError(
+            f"parameter {masked[0]!r} has a hook that zeroes entries of its gradient",
+            expected="a network without hooks, or its linearization, which obeys them",
+            remedy="pass linnet.linearize(model)",
+        )
     first = next(model.parameters(), None)
     if first is None:
         raise ModelError(

@@ -22,7 +22,7 @@ from linnet.tangent.functional import (
     copied,
     without_wrapper,
 )
-from linnet.tangent.selection import Selector, select_parameters
+from linnet.tangent.selection import Selector, selected
 
 L = TypeVar("L", bound=nn.Module)
 HIDDEN, MASK = "last_hidden_state", "attention_mask"  # as encoders of transformers call them
@@ -334,7 +334,7 @@ def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
     return linear[-1]
 
 
-def names_inside(model: nn.Module, params: Selector = None) -> list[str]:
+def selected_inside(model: nn.Module, params: Selector = None) -> dict[str, Tensor | None]:
     """Selected parameters by the names that they have in a network that a head may have been put behind.
 
     Args:
@@ -342,15 +342,15 @@ def names_inside(model: nn.Module, params: Selector = None) -> list[str]:
         params: Which, by the names before that.
 
     Returns:
-        The names.
+        The names, with the entries that vary where not all do.
 
     Example:
-        >>> names_inside(Appended(nn.Linear(2, 3), 3), ["weight"])
-        ['body.weight']
+        >>> selected_inside(Appended(nn.Linear(2, 3), 3), ["weight"])
+        {'body.weight': None}
     """
     if not isinstance(model, Appended):
-        return select_parameters(model, params)
-    return [f"body.{name}" for name in select_parameters(model.body, params)]
+        return selected(model, params)
+    return {f"body.{name}": mask for name, mask in selected(model.body, params).items()}
 
 
 def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from linnet import params as check
 from linnet.distributed import sharing
 from linnet.errors import InputError
-from linnet.fitting.last_layer import Appended, ending_linear, last_linear, names_inside
+from linnet.fitting.last_layer import Appended, ending_linear, last_linear, selected_inside
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import single_remarks
 from linnet.linear.targets import doubts, task_targets, understood
@@ -27,7 +27,7 @@ from linnet.tangent.functional import OutputAdapter, check_output, without_wrapp
 from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.order import Said
-from linnet.tangent.selection import Selector, select_parameters
+from linnet.tangent.selection import Selector, selected
 
 HEADS = (
     4  # random heads: the kernel's cost grows with them, its noise falls; 4 were enough in experiments/adapt
@@ -128,6 +128,12 @@ def adapt(
         arguments = {"model": model, "x": x, "y": y, "params": params, "weight": weight, "ridge": ridge}
         require_alike({**arguments, "seed": seed, "memory": memory, "tune": tunes})
         fit = _adapted((model, output), (x, y), params, (weight, ridge), seed, memory, said)
+        if tunes and fit.prior.features.function.masks:
+            raise InputError(
+                f"tune={tune!r} with parameters of which some entries do not vary",
+                expected="parameters that vary as a whole: training moves all of them",
+                remedy="leave tune= out",
+            )
         return tuned(fit, seed, log) if tunes else fit
 
 
@@ -144,7 +150,7 @@ def _adapted(
     begin = time.perf_counter()
     x, y = data
     model = ending_linear(network[0], x, network[1])
-    names = (select_parameters if model is network[0] else names_inside)(model, params)
+    names = (selected if model is network[0] else selected_inside)(model, params)
     features = Features(model, HEADS, seed, names)
     targets = task_targets(y, features.function.dtype)
     headless = isinstance(model, Appended) and model.width is not None

@@ -23,7 +23,7 @@ from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional, copied
 from linnet.tangent.gram import gram, gram_and_own, own_kernels
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.selection import owner
+from linnet.tangent.selection import Selector, owner, selected
 
 
 def with_random_heads(model: nn.Module, heads: int, seed: int) -> nn.Module:
@@ -68,10 +68,10 @@ class Features:
     """
 
     def __init__(
-        self, model: nn.Module, heads: int, seed: int, names: list[str], *, trained: bool = False
+        self, model: nn.Module, heads: int, seed: int, names: Selector, *, trained: bool = False
     ) -> None:
         name, old = last_linear(model)
-        body = [key for key in names if owner(key) != name]
+        body = {key: mask for key, mask in selected(model, names).items() if owner(key) != name}
         self.heads, self.seed, self.width = heads, seed, old.in_features
         self.layer, self.trained, self.bodiless = name, trained, not body
         function = Functional(with_random_heads(model, heads, seed), body or [f"{name}.weight"])

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from linnet.errors import InputError
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional, padding_rows
+from linnet.tangent.masks import masks_of
 
 
 class Coordinates(nn.Module, ABC):
@@ -75,6 +76,8 @@ class Coordinates(nn.Module, ABC):
                 remedy='of a fit, pass fit.module.delta["epsilon"]',
             )
         moved = dict(self._moved(chosen))
+        for name, mask in masks_of(self.network, self._shapes).items():
+            moved[name] = moved[name] * mask
         for name, row in self._padding.items():  # has no gradient, so it does not move
             keep = torch.arange(len(moved[name]), device=chosen.device) != row
             moved[name] = moved[name] * keep[:, None]

@@ -37,8 +37,9 @@ from linnet.tangent.batch import (
 )
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.masks import masks_of, set_masks
 from linnet.tangent.modes import alone, differentiable_kernels, has_recurrence, in_exact_mode
-from linnet.tangent.selection import Selector, select_parameters
+from linnet.tangent.selection import Selector, selected
 
 # what a cache knows that other weights do not change
 STRUCTURAL = frozenset(
@@ -84,9 +85,11 @@ class Functional:
     def __init__(self, model: nn.Module, params: Selector = None, output: OutputAdapter = None) -> None:
         check_output(output)
         model = without_wrapper(model)
-        self.names = select_parameters(model, params)
+        chosen = selected(model, params)
+        self.names = list(chosen)
         self.held = _held(model, self.names) if params is None else 0
         self.model = _frozen_copy(model)
+        set_masks(self.model, chosen)
         self.output = output
         self.recurrent = has_recurrence(model)
         self.source: Functional | None = None  # the same network in the type that it came in
@@ -94,6 +97,7 @@ class Functional:
         self.padding = padding_rows(self.model, self.names)
         self.cache: dict[Any, Any] = {}
         self._takes_targets = _takes_targets(model)
+        self._masked: tuple[nn.Module, tuple[str, ...]] | None = None
         self._walked: tuple[nn.Module, dict[str, nn.Parameter], dict[str, tuple[str, ...]]] | None = None
         theta = self.theta
         _check_finite(tensors_by_name(self.model))
@@ -261,6 +265,8 @@ class Functional:
         if not self._takes_targets:  # a labeled batch, as loaders give it, is a batch all the same
             kwargs = {name: value for name, value in kwargs.items() if name not in TARGETS}
         _, places = self._members()
+        masks = {name: own for name, own in self.masks.items() if name in params}
+        params = {**params, **{name: self._held(name, params[name], own) for name, own in masks.items()}}
         everywhere = {place: value for name, value in params.items() for place in places.get(name, (name,))}
         with differentiable_kernels(self.recurrent):
             result = torch.func.functional_call(self.model, everywhere, args, kwargs, tie_weights=False)
@@ -278,6 +284,21 @@ class Functional:
             ties = {name: tuple(places[id(parameter)]) for name, parameter in every}
             self._walked = (self.model, {name: named[name] for name in self.names}, ties)
         return self._walked[1], self._walked[2]
+
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        """The entries that vary, of parameters of which not all do."""
+        if self._masked is None or self._masked[0] is not self.model:
+            self._masked = self.model, tuple(masks_of(self.model, self.names))
+        return masks_of(self.model, self._masked[1]) if self._masked[1] else {}
+
+    def _held(self, name: str, value: Tensor, mask: Tensor) -> Tensor:
+        """A parameter whose masked entries are those of θ₀."""
+        at = self._members()[0][name].detach()
+        moved = torch.where(mask, value, at)
+        if hasattr(value, "_linnet_leaf"):  # a trace looks rows of a table up in the parameter itself
+            moved._linnet_rows = value, mask  # type: ignore[attr-defined]
+        return moved
 
     def flat(self, params: Params, x: Inputs) -> Tensor:
         """f(θ, x) with all output axes joined, shape (N, C)."""
@@ -305,7 +326,8 @@ class Functional:
             return self.source.fingerprint()
         with alone():
             state = self.model.state_dict()
-        values = hash_tensors([state[key] for key in sorted(state) if isinstance(state[key], Tensor)])
+        tensors = [state[key] for key in sorted(state) if isinstance(state[key], Tensor)]
+        values = hash_tensors([*tensors, *self.masks.values()])
         return hashlib.sha256(f"{values} {self.names}".encode()).hexdigest()[:32]
 
     def modules(self) -> dict[str, str]:

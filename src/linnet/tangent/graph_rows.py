@@ -436,6 +436,12 @@ def module_with_rows(
         >>> made.module(torch.ones(5, 2)).shape
         torch.Size([5, 1, 3, 2])
     """
+    if function.masks:
+        raise ModelError(
+            f"entries of {next(iter(function.masks))!r} do not vary (a mask in params=, or a hook)",
+            expected="parameters that vary as a whole, for a module with derivatives in it",
+            remedy="export predictions without variances",
+        )
     found = network_graph(function.model, like, function.output)
     graph, places = found.graph, found.places(function.names)
     nodes = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}

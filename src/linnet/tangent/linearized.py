@@ -323,8 +323,10 @@ def linearize(model: nn.Module, params: Selector = None, output: OutputAdapter =
     Args:
         model: Any network that takes a tensor, a tuple ``model(*x)`` or a dict ``model(**x)``.
         params: Which parameters vary: ``None`` (all that require a gradient), ``"all"``,
-            ``"last-layer"``, ``"bias"``, ``"lora"``, a regular expression, a list of names, a
-            module of the network, or a predicate ``(name, parameter) -> bool``.
+            ``"last-layer"``, ``"bias"``, ``"lora"``, a regular expression, a list of names, a dict
+            of names and masks (True where an entry varies: the rows of new tokens, say), a module of
+            the network, or a predicate ``(name, parameter) -> bool``. Hooks on parameters that zero
+            entries of the gradient are such masks; other hooks are refused.
         output: How to turn the network's result into a tensor: a callable, the key or attribute
             to take, or ``None`` (tensors as they are, otherwise ``.logits``).
 

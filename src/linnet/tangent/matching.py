@@ -112,7 +112,8 @@ def require_weights(
         FileFormatError: If so.
     """
     if function.fingerprint() != metadata["weights"]:
-        _refuse("its weights differ", path, words)
+        differ = "weights, or the masks of its params=," if function.masks else "weights"
+        _refuse(f"its {differ} differ", path, words)
     found = function.modules()
     saved = metadata.get("modules", found)
     for name in (*saved, *found):

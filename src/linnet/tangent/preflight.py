@@ -172,6 +172,8 @@ def preflight(
     left_out = sum(1 for _ in function.model.parameters()) - len(function.names)
     notes += [f"{left_out} {LEFT_OUT}"] if left_out else []
     notes += scale_remarks(function, Bernoulli() if value[0].numel() == 1 else Categorical(), batch)
+    for name, mask in function.masks.items():
+        notes.append(f"{int((~mask).sum()):,} of {mask.numel():,} entries of {name!r} do not vary")
     shapes = function.space.shapes
     coverage = tuple(Coverage(name, tuple(shapes[name]), 0, "not examined", False) for name in function.names)
     plan = Plan("kernel of this batch", 0, ())

@@ -184,6 +184,8 @@ def factors(use: Use, n: int, keep: bool = False) -> Factors:
     if use.kind == "embedding":
         ids = use.layout.examples_first(a, n).reshape(n, 1, -1)
         counted = ids != use.options.get("padding_idx", -1)
+        if "rows" in use.options:  # the others do not vary
+            counted = counted & use.options["rows"].to(ids.device)[ids]
         return Factors(ids, (g * counted[:, 0, :, None])[:, :, None], transposed=True)
     a = use.layout.examples_first(a, n).flatten(1, -2)  # (N, S, d)
     return Factors(a[:, None], g[:, :, None], bool(use.options.get("transposed")))

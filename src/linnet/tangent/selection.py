@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
 from linnet.params import call, refuse
+from linnet.tangent.masks import given_mask, hooked_mask, masks_of
 
-Selector = str | Sequence[str] | nn.Module | Callable[[str, nn.Parameter], bool] | None
+Selector = str | Sequence[str] | Mapping[str, Any] | nn.Module | Callable[[str, nn.Parameter], bool] | None
 
 
 def require_module(model: Any) -> nn.Module:
@@ -44,8 +46,9 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
         model: The network.
         params: ``None`` (every parameter that requires a gradient; all of them if none does),
             ``"all"``, ``"last-layer"``, ``"bias"``, ``"lora"``, a regular expression that is
-            searched in the names, a list of exact names, a module inside the network, or a
-            predicate ``(name, parameter) -> bool``.
+            searched in the names, a list of exact names, a dict of names and masks (True where an entry
+            varies; ``None`` for all entries), a module inside the network, or a predicate
+            ``(name, parameter) -> bool``.
 
     Returns:
         The names, tied parameters once.
@@ -103,6 +106,40 @@ def owner(name: str) -> str:
     return (layer if parametrized else layer.rpartition(".")[0]).removeprefix(".")
 
 
+def selected(model: nn.Module, params: Selector = None) -> dict[str, Tensor | None]:
+    """The selected parameters with the entries that vary.
+
+    Args:
+        model: The network.
+        params: As for :func:`select_parameters`.
+
+    Returns:
+        By name a mask (True where an entry varies), ``None`` for all entries: from ``params``, from hooks
+        that zero gradients, or as it is kept beside the parameter.
+
+    Raises:
+        InputError: If a mask is none for its parameter.
+        ModelError: If a hook changes gradients in another way.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> selected(net, {"weight": torch.tensor([[True, False]]), "bias": True})
+        {'weight': tensor([[ True, False]]), 'bias': None}
+    """
+    names = select_parameters(model, params)
+    every, first = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_parameters())
+    kept, found = masks_of(model, names), dict[str, Tensor | None]()
+    given = {}
+    if isinstance(params, Mapping):
+        own = {id(p): n for n, p in first.items()}
+        given = {own[id(every[n])]: given_mask(n, value, every[n]) for n, value in params.items()}
+    for name in names:
+        masks = [given.get(name), kept.get(name), hooked_mask(name, first[name])]
+        there = [mask for mask in masks if mask is not None]
+        found[name] = torch.stack([mask.to(there[0].device) for mask in there]).all(0) if there else None
+    return found
+
+
 def check_selector(params: Any) -> None:
     """Raise unless it can say which parameters take part, before there is a network to ask.
 
@@ -115,10 +152,11 @@ def check_selector(params: Any) -> None:
     Example:
         >>> check_selector("last-layer")
     """
-    names = isinstance(params, list | tuple) and bool(params) and all(isinstance(n, str) for n in params)
+    several = isinstance(params, list | tuple | Mapping)
+    names = several and bool(params) and all(isinstance(n, str) for n in params)
     predicate = callable(params) and not isinstance(params, type)
     if not (params is None or isinstance(params, str | nn.Module) or names or predicate):
-        expected = "a keyword, regular expression, list of names, module or predicate"
+        expected = "a keyword, regular expression, list of names, dict of masks, module or predicate"
         refuse("params", params, expected, 'pass params="all" for every parameter')
 
 
@@ -134,6 +172,8 @@ def _chosen(model: nn.Module, named: dict[str, nn.Parameter], params: Selector) 
     if callable(params) and not isinstance(params, type):
         expected = "a predicate of a name and a parameter"
         return {n for n, p in named.items() if call("params", params, n, p, expected=expected)}
+    if isinstance(params, Mapping):
+        return _by_name(model, named, list(params))
     if not isinstance(params, Sequence):
         raise InputError(
             f"params={params!r} is {type(params).__name__}",

@@ -243,6 +243,9 @@ class _Recorder(TorchFunctionMode):
             return
         edge = get_gradient_edge(result)
         for kind, operand, a, options in found:
+            table = getattr(operand, "_linnet_rows", None)
+            if table is not None and kind == "embedding" and _by_rows(table[1]):
+                operand, options = table[0], {**options, "rows": table[1][:, 0]}
             leaf = getattr(operand, "_linnet_transpose_of", None)
             if leaf is not None and kind == "linear":
                 operand, options = leaf, {**options, "transposed": not options.get("transposed", False)}
@@ -250,6 +253,11 @@ class _Recorder(TorchFunctionMode):
             a = None if a is None else a.detach()
             read = Operand(operand, operand._linnet_from, direct)  # type: ignore[attr-defined]
             self.uses.append(Use(kind, read, Result(result.shape, edge), a, options))
+
+
+def _by_rows(mask: Tensor) -> bool:
+    """Whether whole rows of a table vary, or do not."""
+    return bool((mask == mask[:, :1]).all())
 
 
 def _as_no_view(result: Any, operands: list[Tensor]) -> Any:

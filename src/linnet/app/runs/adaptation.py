@@ -39,7 +39,7 @@ from linnet.errors import InputError, ModelError
 from linnet.fitting.centered import CenteredLinear, with_centered_head
 from linnet.fitting.comparisons import fine_tune, held_out_probe
 from linnet.fitting.head import Probe, with_head
-from linnet.fitting.last_layer import RECORD, Appended, ending_linear, features, last_linear, names_inside
+from linnet.fitting.last_layer import RECORD, Appended, ending_linear, features, last_linear, selected_inside
 from linnet.fitting.metric import MetricNetwork
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import single_remarks
@@ -403,7 +403,7 @@ def _has_body(model: nn.Module, x: Tensor, params: str | tuple[str, ...] | None)
         head = last_linear(model)[0]
     except ModelError:
         return False
-    return any(owner(name) != head for name in names_inside(model, params))
+    return any(owner(name) != head for name in selected_inside(model, params))
 
 
 def nested_run(settings: Settings, begun: Started, out: Path) -> tuple[SavedRun, Preflight]:
@@ -420,7 +420,7 @@ def nested_run(settings: Settings, begun: Started, out: Path) -> tuple[SavedRun,
     network, solving, task, old = settings.network, settings.solving, begun.task, begun.network
     (x, y), stages = begun.data, begun.stages
     with stages.measure("preflight"), waiting("preflight"):
-        module = Features(old, HEADS, settings.source.seed, names_inside(old, solving.params))
+        module = Features(old, HEADS, settings.source.seed, selected_inside(old, solving.params))
         report = _checked(module.model, x, replace(solving, params=tuple(module.function.names)))
         if solving.params is None:  # what a nested fit leaves to its heads is no choice of the user
             others = (one for one in report.findings if LEFT_OUT not in one)

@@ -15,7 +15,7 @@ from linnet.app.runs.adaptation import ended, nests
 from linnet.app.runs.settings import Network, Settings, Solving, Source
 from linnet.errors import ModelError
 from linnet.fitting.head import with_head
-from linnet.fitting.last_layer import names_inside
+from linnet.fitting.last_layer import selected_inside
 from linnet.nested.adapt import HEADS
 from linnet.nested.features import Features
 from linnet.tangent.functional import Functional
@@ -79,7 +79,7 @@ def planned(
     settings = Settings(Network(""), Source(Path()), Solving(params=params))
     own = Functional(old).output_shape(x).numel()
     if nests(settings, task, old, x):
-        module = Features(old, HEADS, 0, names_inside(old, params))
+        module = Features(old, HEADS, 0, selected_inside(old, params))
         note = f"its head of {own} outputs is replaced by a new one, as linnet adapt does"
         return Planned(module.model, tuple(module.function.names), note, module)
     outputs = own if task.classes is None else len(task.classes)
