@@ -68,11 +68,14 @@ def test_models_show_what_they_are(name: str) -> None:
     model = MODELS[name]()
     summary = model.summary()
     assert json.loads(json.dumps(summary)) == summary
-    assert type(model).__name__ in repr(model)
-    assert "\n" not in repr(model)
+    *verdict, line = repr(model).splitlines()
+    assert type(model).__name__ in line
     page = model._repr_html_()
     assert page.startswith("<table>")
     assert type(model).__name__ in page
+    if name == "adapt":
+        assert page.index(model.verdict) < page.index("examples")
+    assert verdict == ([model.verdict] if name == "adapt" else [])
 
 
 @pytest.mark.parametrize("name", MODELS)

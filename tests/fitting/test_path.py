@@ -59,6 +59,44 @@ def test_every_criterion_by_its_definition(classes: bool, outputs: int) -> None:
             assert path.loo_accuracy is None
 
 
+@pytest.mark.parametrize("solver", ["dual", "primal", "shared"])
+def test_the_noise_of_new_targets_averages_over_the_ridges(solver: str) -> None:
+    p = problem(outputs=1 if solver == "shared" else 2, classes=False)
+    n = p.residual.numel()
+    path = p.fit(ridge=1.0, solver=solver).path(RIDGES)
+    weights = torch.tensor(
+        [density(p, rho, float(noise)) for rho, noise in zip(RIDGES, path.noise, strict=True)]
+    ).softmax(0)
+    assert 0.05 < float(weights.max()) < 0.99
+    fits = [p.fit(ridge=rho) for rho in RIDGES]
+    spreads = [fit.system.loo_variances().diagonal(dim1=1, dim2=2) + 1 for fit in fits]
+    for i, own in enumerate(fits):
+        squares = sum(
+            w * (float(noise) * n / (n - 2) * spread + (fit.loo() - own.loo()).square()).sum(1)
+            for w, noise, spread, fit in zip(weights, path.noise, spreads, fits, strict=True)
+        )
+        asked = (squares / spreads[i].sum(1)).log().mean().exp()
+        assert path.target_noise is not None
+        assert path.target_noise[i].item() == pytest.approx(float(asked), rel=1e-6)
+
+
+@pytest.mark.parametrize("solver", ["dual", "primal", "shared"])
+def test_a_ridge_that_was_chosen_raises_the_noise_of_values(solver: str) -> None:
+    p = problem(classes=False)
+    fit = p.fit(ridge="loo", solver=solver)
+    path = fit.path()
+    at = int((path.ridges - fit.ridge).abs().argmin())
+    assert path.target_noise is not None
+    assert fit.noise == pytest.approx(float(path.target_noise[at]), rel=1e-6)
+    given = p.fit(ridge=fit.ridge, solver=solver)
+    assert given.noise == pytest.approx(float(path.noise[at]), rel=1e-6)
+    factor = fit.noise / given.noise
+    assert fit.forget([0]).noise == pytest.approx(factor * given.forget([0]).noise, rel=1e-6)
+    again = fit.update((p.x[:2], p.t[:2]), ridge=fit.ridge)
+    assert again.noise == pytest.approx(given.update((p.x[:2], p.t[:2])).noise, rel=1e-6)
+    assert problem().fit(ridge="loo", solver=solver).record.noise_factor == 1.0
+
+
 def test_path_agrees_with_the_fits_on_it() -> None:
     p = problem()
     path = p.fit(ridge=5.0).path(RIDGES)

@@ -18,7 +18,7 @@ from linnet.fitting.evaluation import base_outputs
 from linnet.fitting.linear_fit import LinearFit, Record
 from linnet.fitting.plan import Size, affordable, choose_solver
 from linnet.fitting.remarks import head_remarks, held_remarks, single_remarks, unused_remarks
-from linnet.fitting.ridge_choice import chosen_ridge, given_ridge
+from linnet.fitting.ridge_choice import Chosen, chosen_ridge, given_ridge
 from linnet.fitting.shared_fit import SharedFit, SharedKernel
 from linnet.fitting.sketch import deflated, sketched
 from linnet.fitting.softmax_fit import SoftmaxFit
@@ -276,7 +276,9 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     system: System
     held: Tensor | None = None
     if chosen in ("dual", "primal"):
-        system, reasons["ridge"], held = _factorized(problem, work, chosen, made, seconds, folds)
+        system, taken = _factorized(problem, work, chosen, made, seconds, folds)
+        reasons["ridge"], held = taken.why, taken.held_out
+        record = replace(record, noise_factor=taken.noise_factor)
     else:
         assert not isinstance(ridge, str), why
         settings = affordable(lin.function, x, settings, memory)
@@ -428,7 +430,7 @@ def _factorized(
     targets: Targets,
     seconds: dict[str, float],
     folds: CrossFit | None,
-) -> tuple[System, str, Tensor | None]:
+) -> tuple[System, Chosen]:
     """Form K or JᵀJ, choose ρ, solve; with cross-fitted heads, the held-out outputs too."""
     start = time.perf_counter()
     size, ridge, memory = problem.residual.numel(), work.ridge, work.memory
@@ -444,14 +446,13 @@ def _factorized(
         system = NormalSystem(problem, summed(problem, memory), rho, memory)
         seconds["kernel"] = time.perf_counter() - start
     if not isinstance(ridge, str):
-        _, said, held = given_ridge(rho, folds)
-        return system, said, held
+        return system, given_ridge(rho, folds)
     with decomposing(size):
         system.grid()  # keeps what it decomposes
     with waiting("the criteria at every ridge"):  # for JᵀJ a pass over the data
         path = system.path(None, targets)
-    rho, said, held = chosen_ridge(path, ridge, targets, folds)
-    return system.at(rho), said, held
+    taken = chosen_ridge(path, ridge, targets, folds)
+    return system.at(taken.ridge), taken
 
 
 def _by_one_kernel(module: Linearized, work: Work, targets: Targets, f0: Tensor, record: Record) -> SharedFit:
@@ -471,10 +472,12 @@ def _by_one_kernel(module: Linearized, work: Work, targets: Targets, f0: Tensor,
     if isinstance(ridge, str):
         with decomposing(system.n):
             path = system.spectrum.path(system.spectrum.grid(), targets.classes is not None, targets.values)
-        rho, record.reasons["ridge"], held = chosen_ridge(path, ridge, targets, folds)
+        taken = chosen_ridge(path, ridge, targets, folds)
     else:
-        rho, record.reasons["ridge"], held = given_ridge(float(ridge), folds)
-    fitted = SharedFit(kernel, x, targets, system.at(rho), record)
-    fitted.held_out = held
+        taken = given_ridge(float(ridge), folds)
+    record.reasons["ridge"] = taken.why
+    record = replace(record, noise_factor=taken.noise_factor)
+    fitted = SharedFit(kernel, x, targets, system.at(taken.ridge), record)
+    fitted.held_out = taken.held_out
     record.seconds["solve"] = time.perf_counter() - start
     return fitted

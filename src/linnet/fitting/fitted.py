@@ -356,8 +356,12 @@ class SquaredFit(Fitted):
 
     @property
     def noise(self) -> float:
-        """σ², the noise variance of highest evidence at this ridge; the prior precision is ρ/σ²."""
-        known = self._evident_noise() if self._noise is None else self._noise
+        """σ², the noise variance of highest evidence at this ridge; the prior precision is ρ/σ².
+
+        Where the ridge was chosen for values, it is raised to what new targets need whose ridge and noise are
+        not known: the ridges are averaged over by their evidence, and the noise as in Student's t.
+        """
+        known = self._evident_noise() * self.record.noise_factor if self._noise is None else self._noise
         return max(known, torch.finfo(torch.float64).tiny)
 
     def _evident_noise(self) -> float:

@@ -27,6 +27,7 @@ from linnet.fitting.fitted import SquaredFit, more_data
 from linnet.fitting.merged import Merged, merged_network
 from linnet.fitting.record import Record as Record
 from linnet.fitting.remarks import after_change
+from linnet.fitting.ridge_choice import chosen_ridge
 from linnet.linear.constraining import constrained
 from linnet.linear.constraints import Constraints
 from linnet.linear.dual import RidgePath
@@ -320,18 +321,19 @@ class LinearFit(SquaredFit):
         more = Problem(self.module.function, x, new.values.to(base) - base)
         system = self.system.extended(more)
         targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
-        what = f"added {count_in_words(more.n)}"
+        what, factor = f"added {count_in_words(more.n)}", self.record.noise_factor
         if isinstance(ridge, str):
             choice("ridge", ridge, CRITERIA, remedy='try ridge="loo"')
-            system = system.at(system.path(None, targets).best(ridge))
+            taken = chosen_ridge(system.path(None, targets), ridge, targets)
+            system, factor = system.at(taken.ridge), taken.noise_factor
             what = f"{what}; the ridge chosen by {ridge}"
         elif ridge is not None:
             number("ridge", ridge, above=0, remedy='pass ρ > 0, or "loo", "gcv" or "evidence"')
-            system = system.at(float(ridge))
+            system, factor = system.at(float(ridge)), 1.0
             what = f"{what}; the ridge set to {float(ridge):.4g}"
         fitted = sound_change(self._changed(targets, system, what, start))
-        if isinstance(ridge, str):
-            fitted.record = replace(fitted.record, criterion=ridge)
+        criterion = ridge if isinstance(ridge, str) else fitted.record.criterion
+        fitted.record = replace(fitted.record, criterion=criterion, noise_factor=factor)
         return fitted
 
     @in_exact_mode

@@ -17,6 +17,7 @@ class Record:
         warnings: What a reader of the numbers must know.
         seconds: Time of each step.
         classes: Names of the classes in the order of the outputs, where y was text.
+        noise_factor: By what σ² was raised since the ridge was chosen by the same data.
     """
 
     solver: str
@@ -25,6 +26,7 @@ class Record:
     warnings: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     classes: tuple[str, ...] = ()
+    noise_factor: float = 1.0
 
     @classmethod
     def read(cls, told: dict[str, Any]) -> Record:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,14 @@ from linnet.fitting.cross_fit import CrossFit
 from linnet.linear.dual import RidgePath
 from linnet.linear.targets import Targets
 
-Chosen = tuple[float, str, Tensor | None]  # ρ, why, and held-out outputs (N, C) of cross-fitted heads
+
+class Chosen(NamedTuple):
+    """A ridge, why, held-out outputs (N, C) of cross-fitted heads, and the factor of the noise."""
+
+    ridge: float
+    why: str
+    held_out: Tensor | None = None
+    noise_factor: float = 1.0
 
 
 def given_ridge(ridge: float, folds: CrossFit | None) -> Chosen:
@@ -22,10 +31,10 @@ def given_ridge(ridge: float, folds: CrossFit | None) -> Chosen:
     Returns:
         The ridge, why, and held-out outputs.
     """
-    return ridge, "given", None if folds is None else folds.squared(torch.tensor([ridge]))[0]
+    return Chosen(ridge, "given", None if folds is None else folds.squared(torch.tensor([ridge]))[0])
 
 
-def chosen_ridge(path: RidgePath, criterion: str, targets: Targets, folds: CrossFit | None) -> Chosen:
+def chosen_ridge(path: RidgePath, criterion: str, targets: Targets, folds: CrossFit | None = None) -> Chosen:
     """The ridge that a criterion prefers.
 
     Args:
@@ -37,14 +46,17 @@ def chosen_ridge(path: RidgePath, criterion: str, targets: Targets, folds: Cross
     Returns:
         The ridge, why, and held-out outputs.
     """
+    held: Tensor | None
     if folds is not None and criterion == "loo":
         every = folds.squared(path.ridges)
         errors = (targets.values.double() - every).square().sum(2).mean(1)
         at = int(errors.argmin())
         said = f"lowest held-out error of {len(path.ridges)} values over {folds.folds.count} folds"
-        return float(path.ridges[at]), said, every[at]
-    ridge = path.best(criterion)
-    return ridge, _explain(path, criterion, ridge), given_ridge(ridge, folds)[2]
+        ridge, held = float(path.ridges[at]), every[at]
+    else:
+        ridge = path.best(criterion)
+        said, held = _explain(path, criterion, ridge), given_ridge(ridge, folds).held_out
+    return Chosen(ridge, said, held, path.noise_factor(ridge))
 
 
 def _explain(path: RidgePath, criterion: str, ridge: float) -> str:

@@ -31,6 +31,7 @@ from linnet.fitting.kernel_fit import KernelFit
 from linnet.fitting.merged import Merged
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import after_change
+from linnet.fitting.ridge_choice import chosen_ridge
 from linnet.linear.directions import Directions
 from linnet.linear.dual import DualSystem
 from linnet.linear.targets import Targets
@@ -247,12 +248,14 @@ class SharedFit(KernelFit):
             path = self.system.spectrum.path(
                 self.system.spectrum.grid(), self.classes is not None, self.targets
             )
-            self.system = self.system.at(path.best(ridge))
+            taken = chosen_ridge(path, ridge, self._targets)
+            self.system = self.system.at(taken.ridge)
             self.record.reasons["change"] = f"{what}; the ridge chosen by {ridge}"
-            self.record = replace(self.record, criterion=ridge)
+            self.record = replace(self.record, criterion=ridge, noise_factor=taken.noise_factor)
         else:
             self.system = self.system.at(ridge)
             self.record.reasons["change"] = f"{what}; the ridge set to {float(ridge):.4g}"
+            self.record = replace(self.record, noise_factor=1.0)
 
     def _changed(self, x: Inputs, targets: Targets, system: DualSystem, what: str, start: float) -> SharedFit:
         """A new fit of another system with the same kernel, and the remarks of its own examples."""

@@ -215,7 +215,8 @@ def tune_ridge(fit: LinearFit, validation: Any) -> LinearFit:
     reasons = {**fit.record.reasons, "ridge": said}
     warnings = after_change(fit.record.warnings, fit.module.model, fit.x, fit._targets, likely=False)
     seconds = dict(fit.record.seconds)
-    record = replace(fit.record, criterion="validation", reasons=reasons, warnings=warnings, seconds=seconds)
+    kept = replace(fit.record, warnings=warnings, seconds=seconds)
+    record = replace(kept, criterion="validation", reasons=reasons, noise_factor=1.0)
     system = curve.system(ridge)
     tuned = LinearFit(Linearized(fit.module.function), fit._targets, system, record)
     tuned.record.seconds["ridge"] = time.perf_counter() - start

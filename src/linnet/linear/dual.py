@@ -81,6 +81,8 @@ class RidgePath(CriteriaByRidge):
         degrees_of_freedom: tr K(K + ρI)⁻¹, (R,).
         noise: σ² that maximizes the evidence, (R,).
         loo_accuracy: Share of examples whose class is right when left out, (R,); ``None`` for regression.
+        target_noise: σ² at which new targets vary about the outputs of a ridge as much as where neither the
+            ridge nor the noise is known, on average, (R,); ``None`` for classes.
 
     Example:
         >>> import linnet
@@ -99,6 +101,7 @@ class RidgePath(CriteriaByRidge):
     degrees_of_freedom: Tensor
     noise: Tensor
     loo_accuracy: Tensor | None = None
+    target_noise: Tensor | None = None
 
     def best(self, criterion: str) -> float:
         """The ridge that a criterion prefers.
@@ -114,6 +117,46 @@ class RidgePath(CriteriaByRidge):
         """
         choice("criterion", criterion, self.criteria)
         return self._least({"loo": self.loo_error, "gcv": self.gcv, "evidence": -self.evidence}[criterion])
+
+    def noise_factor(self, ridge: float) -> float:
+        """``target_noise`` over ``noise`` at the ridge that was chosen; 1 for classes.
+
+        Args:
+            ridge: A ridge of the path.
+
+        Returns:
+            The factor.
+        """
+        at = int((self.ridges - ridge).abs().argmin())
+        if self.target_noise is None or not self.noise[at] > 0:  # nothing is left of the targets
+            return 1.0
+        return float(self.target_noise[at] / self.noise[at])
+
+
+def log_target_noise(path: tuple[Tensor, Tensor], count: int, left_out: Tensor, spread: Tensor) -> Tensor:
+    """The logarithm of the σ² that each example asks for; its mean is that of ``RidgePath.target_noise``.
+
+    The ridges are averaged over by their evidence p_k. Left out, a target then differs from the output at
+    ridge b by Σ p_k [s_ik σ_k² n/(n − 2) + (f_ik − f_ib)²] in the mean square, where n/(n − 2) is that of a
+    noise which is not known (Student's t). With the noise σ² at ridge b alone it would be s_ib σ². Their
+    ratio is another for every example where b is far from the p_k: hence logarithms, as for intervals the
+    widest must not decide.
+
+    Args:
+        path: Evidence and noise at each ridge, (R,).
+        count: n, the number of targets.
+        left_out: Leave-one-out residuals, (R, N, C).
+        spread: s = 1 + Var[f]/σ² of outputs that are left out, the mean over outputs, (R, N).
+
+    Returns:
+        (R, N).
+    """
+    p, noise = path[0].softmax(0), path[1] * (count / max(count - 2, 1))
+    c = left_out.shape[2]
+    squares = left_out.square().sum(2)
+    mean, square = torch.tensordot(p, left_out, 1), p @ (c * noise[:, None] * spread + squares)
+    found: Tensor = (square + squares - 2 * (left_out * mean).sum(2)) / (c * spread)
+    return found.clamp_min(1e-300).log()
 
 
 @dataclass(frozen=True)
@@ -406,19 +449,24 @@ class Spectrum:
         """
         targets = targets.to(self.values.dtype)
         points = [self._point(ridge, classes, targets) for ridge in ridges.to(self.values)]
-        loo, gcv, evidence, degrees, noise, accuracy = torch.stack(points, 1).cpu().double()
-        return RidgePath(
-            ridges.double().cpu(), loo, gcv, evidence, degrees, noise, accuracy if classes else None
-        )
+        columns = torch.stack([point[0] for point in points], 1)
+        loo, gcv, evidence, degrees, noise, accuracy = columns.cpu().double()
+        known = ridges.double().cpu(), loo, gcv, evidence, degrees, noise
+        if classes:
+            return RidgePath(*known, accuracy)
+        left_out, spread = (torch.stack([point[i] for point in points]) for i in (1, 2))
+        asked = log_target_noise((columns[2], columns[4]), self.counted, left_out, spread)
+        return RidgePath(*known, None, asked.mean(1).exp().cpu().double())
 
-    def _point(self, ridge: Tensor, classes: bool, targets: Tensor) -> Tensor:
-        """Loo error, gcv, evidence, degrees of freedom, noise, loo accuracy at one ridge, (6,)."""
+    def _point(self, ridge: Tensor, classes: bool, targets: Tensor) -> tuple[Tensor, ...]:
+        """Loo error, gcv, evidence, degrees of freedom, noise, loo accuracy, (6,); of values e and s too."""
         n, every = self.counted, self.residual.numel()
         weights = 1 / (self.values + ridge)  # eigenvalues of M
         copies = every // len(weights)  # of every eigenvalue: C where the outputs share the kernel, else 1
         coordinates = self.coordinates.reshape(len(weights), -1)
         beta = (self.vectors @ (weights[:, None] * coordinates)).view(self.n, self.c)
-        loo = self._loo(weights, beta)
+        blocks = self._blocks(weights)
+        loo = _divided(blocks, beta)
         trace = copies * weights.sum() - (every - n) / ridge
         # I − H = ρM; GCV = n ‖ρMr‖² / (tr ρM)²    (Golub, Heath, Wahba 1979)
         gcv = n * beta.square().sum() / trace.clamp_min(1e-300) ** 2
@@ -428,19 +476,32 @@ class Spectrum:
         if classes:
             right = ((targets - loo).argmax(1) == targets.argmax(1)).to(ridge.dtype).mean()
         evidence, degrees = at_best_noise(ridge, noise, n, logdet), copies * (self.values * weights).sum()
-        return torch.stack([(loo**2).sum(1).mean(), gcv, evidence, degrees, noise, right])
+        columns = torch.stack([(loo**2).sum(1).mean(), gcv, evidence, degrees, noise, right])
+        return (columns,) if classes else (columns, loo, _mean_inverse(blocks) / ridge)
 
     def loo_residuals(self, ridge: float) -> Tensor:
         """Leave-one-out residuals at a ridge, (N, C)."""
         weights = 1 / (self.values + ridge)
         turned = weights[:, None] * self.coordinates.reshape(len(weights), -1)
-        return self._loo(weights, (self.vectors @ turned).view(self.n, self.c))
+        return _divided(self._blocks(weights), (self.vectors @ turned).view(self.n, self.c))
 
-    def _loo(self, weights: Tensor, beta: Tensor) -> Tensor:
-        """Leave-one-out residuals (M_ii)⁻¹ β_i, (N, C), from the eigenvalues of M."""
+    def _blocks(self, weights: Tensor) -> Tensor:
+        """M_ii, (N, C, C), or (N, 1) where the outputs share the kernel, from the eigenvalues of M."""
         if len(weights) == self.n:
-            return beta / (self.vectors**2 @ weights)[:, None]
+            return (self.vectors**2 @ weights)[:, None]
         v = self.vectors.view(self.n, self.c, -1)
-        blocks = torch.einsum("nik,nk,njk->nij", v, weights.expand(self.n, -1), v)
-        found: Tensor = torch.linalg.solve(blocks, beta)
-        return found
+        return torch.einsum("nik,nk,njk->nij", v, weights.expand(self.n, -1), v)
+
+
+def _divided(blocks: Tensor, beta: Tensor) -> Tensor:
+    """Leave-one-out residuals (M_ii)⁻¹ β_i, (N, C)."""
+    found: Tensor = beta / blocks if blocks.ndim == 2 else torch.linalg.solve(blocks, beta)
+    return found
+
+
+def _mean_inverse(blocks: Tensor) -> Tensor:
+    """The mean of the diagonal of (M_ii)⁻¹, (N,)."""
+    if blocks.ndim == 2:
+        return 1 / blocks[:, 0]
+    found: Tensor = torch.linalg.inv(blocks).diagonal(dim1=1, dim2=2).mean(1)
+    return found

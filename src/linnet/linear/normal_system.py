@@ -17,7 +17,7 @@ from torch import Tensor
 from linnet.distributed import all_rows, current, share_sum
 from linnet.linalg.dealt import dealt_eigh
 from linnet.linalg.factorize import cholesky, eigenvalue_error
-from linnet.linear.dual import Along, RidgePath, ridge_grid_of
+from linnet.linear.dual import Along, RidgePath, log_target_noise, ridge_grid_of
 from linnet.linear.evidence import Measure, at_best_noise, by_primal, from_eigenvalues
 from linnet.linear.formed_rows import FormedRows
 from linnet.linear.kernel_system import KernelSystem, kernel_fits
@@ -266,11 +266,11 @@ class NormalSystem(System):
         degrees = (values * inverse).sum(1)
         noise = grid * quadratic / count
         evidence = at_best_noise(grid, noise, count, logdet)
-        error, left, right = torch.zeros_like(grid), torch.zeros_like(grid), torch.zeros_like(grid)
+        error, left, right, asked = torch.zeros(4, len(grid)).to(grid)
         eye = torch.eye(self.c, dtype=values.dtype, device=values.device)
         solutions = (inverse * coordinates).T  # (P, R)
         one, two = torch.tril_indices(self.c, self.c, device=values.device)
-        sums = {"error": error, "left": left, "right": right}
+        sums = {"error": error, "left": left, "right": right, "asked": asked}
         given = {"ridges": grid, "labels": targets.values}
         for place, rows in self.problem.summed_rows("path", sums, self.memory, **given):
             z = (rows @ vectors.to(rows)).view(-1, self.c, len(values))
@@ -281,15 +281,22 @@ class NormalSystem(System):
             halves = [(part[:, one] * part[:, two]) @ inverse.T.to(z) for part in z.split(size)]
             hat = z.new_zeros(len(z), self.c, self.c, len(grid))
             hat[:, one, two] = hat[:, two, one] = torch.cat(halves)
-            out = torch.linalg.solve(eye - hat.permute(3, 0, 1, 2).double(), rest.permute(2, 0, 1))
+            blocks = eye - hat.permute(3, 0, 1, 2).double()  # ρ M_ii
+            out = torch.linalg.solve(blocks, rest.permute(2, 0, 1))
             error += out.square().sum((1, 2))
             left += rest.square().sum((0, 1))
-            right += ((t - out).argmax(2) == t.argmax(1)).sum(1)
-        share_sum([error, left, right])
+            if targets.classes is not None:
+                right += ((t - out).argmax(2) == t.argmax(1)).sum(1)
+            else:
+                spread = torch.linalg.inv(blocks).diagonal(dim1=2, dim2=3).mean(2)
+                asked += log_target_noise((evidence, noise), count, out, spread).sum(1)
+        share_sum([error, left, right, asked])
         gcv = count * left / (count - degrees).clamp_min(1e-300) ** 2
         columns = [grid, error / self.n, gcv, evidence, degrees, noise]
-        columns += [right / self.n] if targets.classes is not None else []
-        return RidgePath(*(column.cpu() for column in columns))
+        known = [column.cpu() for column in columns]
+        if targets.classes is not None:
+            return RidgePath(*known, loo_accuracy=(right / self.n).cpu())
+        return RidgePath(*known, target_noise=(asked / self.n).exp().cpu())
 
 
 def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:

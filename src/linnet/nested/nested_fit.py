@@ -284,6 +284,9 @@ class NestedFit(KernelFit):
         own = {"features": features.width, "body_weight": self.body_weight, "trained": self.trained}
         return {**self._summary(features.space.dim), **own, "rungs": [asdict(rung) for rung in self.rungs]}
 
+    def _shown(self) -> dict[str, Any]:
+        return {**({"verdict": self.verdict} if self.verdict else {}), **self.summary()}
+
     def __repr__(self) -> str:
         """The verdict, then samples, outputs, and what was chosen."""
         kind, weight = understood(self._targets), self.body_weight
@@ -399,6 +402,7 @@ def solved(
         reasons={**record.reasons, **averaged, **choice.reasons()},
         warnings=(*record.warnings, *choice.warnings(), *told, *unused_remarks(features.function)),
         seconds=seconds,
+        noise_factor=choice.taken.noise_factor,
     )
     fit = NestedFit(Prior(features, center, choice.mixture, memory), x, targets, system, record)
     fit._phi = phi

@@ -74,6 +74,7 @@ class Candidate:
         errors: Squared leave-one-out error of every sample that counts, summed over outputs, (n,).
         right: Whether its class is right when it is left out, (n,); ``None`` for regression.
         edge: The end of all ridges at which it stands: "", "smallest" or "largest".
+        noise_factor: By what the noise of values is raised since the ridge was chosen.
     """
 
     weight: float
@@ -81,6 +82,7 @@ class Candidate:
     errors: Tensor
     right: Tensor | None
     edge: str = ""
+    noise_factor: float = 1.0
 
     @property
     def score(self) -> float:
@@ -287,7 +289,12 @@ def best_ridge(kernel: Tensor, targets: Targets, weight: float, ridge: float | N
             high += PER_DECADE
         else:
             edge = "smallest" if best == low else "largest" if best == high else ""
-            return _candidate(spectrum, targets, weight, 10 ** (best / PER_DECADE), edge)
+            found = _candidate(spectrum, targets, weight, 10 ** (best / PER_DECADE), edge)
+            if targets.classes is not None:
+                return found
+            tried = 10 ** (torch.tensor(sorted(errors), dtype=torch.float64) / PER_DECADE)
+            path = spectrum.path(tried, False, targets.values)
+            return replace(found, noise_factor=path.noise_factor(found.ridge))
 
 
 def counted(targets: Targets) -> Tensor:

@@ -1,0 +1,1 @@
+"""Whether intervals of new targets cover what they promise."""
