@@ -293,10 +293,10 @@ class NormalSystem(System):
         share_sum([error, left, right, asked])
         gcv = count * left / (count - degrees).clamp_min(1e-300) ** 2
         columns = [grid, error / self.n, gcv, evidence, degrees, noise]
-        known = [column.cpu() for column in columns]
+        path = RidgePath(*(column.cpu() for column in columns))
         if targets.classes is not None:
-            return RidgePath(*known, loo_accuracy=(right / self.n).cpu())
-        return RidgePath(*known, target_noise=(asked / self.n).exp().cpu())
+            return replace(path, loo_accuracy=(right / self.n).cpu())
+        return replace(path, target_noise=(asked / self.n).exp().cpu())
 
 
 def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:

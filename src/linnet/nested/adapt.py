@@ -50,9 +50,9 @@ def adapt(
 ) -> NestedFit:
     """Fit a trained network to a new task: its linear probe and its linearized lower layers, in one solve.
 
-    How much the lower layers take part, and the ridge, are chosen by leave-one-out, which is unbiased because
-    no feature has seen a label. Where they do not reduce its error by more than a standard error, the fit is
-    the linear probe.
+    How much the lower layers take part, and the ridge, are chosen by leave-one-out: no feature has seen a
+    label, so that each sample is predicted without its own. Where they do not reduce its error by more than a
+    standard error, the fit is the linear probe.
 
     With ``tune=True`` the lower layers are trained as well, and the fit is solved again at the trained
     weights, where that has less error on held-out folds; ``fit.rungs`` has what each step gains.
