@@ -17,7 +17,7 @@ from linnet.tangent.batch import Inputs, take
 from linnet.tangent.captured import Captured, Form
 from linnet.tangent.coordinates import kernel_part, moved_network, pulled_parts
 from linnet.tangent.functional import Functional
-from linnet.tangent.gradients import exact_rows, use_and_leaf_gradients, use_gradients
+from linnet.tangent.gradients import exact_rows, use_gradients
 from linnet.tangent.independence import MOST, backwards
 from linnet.tangent.layout import fits
 from linnet.tangent.modes import in_exact_mode
@@ -25,6 +25,7 @@ from linnet.tangent.nonfinite import require_finite_derivative
 from linnet.tangent.plan import Key, Plan, amend, expected_plan, keyed, plan_for
 from linnet.tangent.proof import disagreeing, random_cotangent
 from linnet.tangent.rules import Use
+from linnet.tangent.streamed import handed_over, sketch
 from linnet.tangent.trace import Trace, trace, weighed_trace
 
 Parts = list[Callable[[], Tensor]]
@@ -238,11 +239,12 @@ def _misplaced(run: Trace, uses: Sequence[Use]) -> set[str]:
 def _differentiate(
     run: Trace, plan: Plan, u: Tensor, keep: bool = True, leaves: Mapping[str, Tensor] = NONE
 ) -> tuple[list[Use], bool, dict[str, Tensor | None]]:
-    """The planned uses with their gradients, whether an unproven use has one, and gradients in leaves."""
+    """The planned uses with their gradients, whether an unproven one has one, and sketches of the leaves'."""
     pairs = _planned_uses(run, plan)
-    uses, parameters = [use for _, use in pairs], list(leaves.values())
-    gradients, own = use_and_leaf_gradients(run.outputs, uses, parameters, u, keep)
-    in_leaves = dict(zip(leaves, own, strict=True))
+    uses = [use for _, use in pairs]
+    in_leaves: dict[str, Tensor | None] = dict.fromkeys(leaves)
+    with handed_over(leaves, lambda name, g: in_leaves.update({name: sketch(g)})):
+        gradients = use_gradients(run.outputs, uses, u, keep, leaves)
     taken = []
     for (key, use), g in zip(pairs, gradients, strict=True):
         if key in plan.layouts:

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from linnet.tangent.forward_mode import Params
-from linnet.tangent.rules import Use, pull_back, use_rows
+from linnet.tangent.rules import Use, example_row, pull_back, use_rows
 
 Form = Literal["full", "trace", "diagonal", "sum"]
 
@@ -47,16 +47,16 @@ class Captured:
         """The uses of each parameter."""
         return self._by_parameter
 
-    def rows(self, name: str) -> Tensor:
-        """Gradient of every example and cotangent in one parameter, (N, K, *shape); all uses summed."""
+    def rows(self, name: str, only: int | None = None) -> Tensor:
+        """Gradient of every example, or of one alone, and cotangent in one parameter, (N, K, *shape)."""
         if name in self.exact:
-            return self.exact[name]
+            return self.exact[name] if only is None else self.exact[name][only : only + 1]
         leaf = self.leaves[name]
         total: Tensor | None = None
         for use in self._by_parameter.get(name, []):
-            part = use_rows(use, self.n)
+            part = use_rows(use, self.n) if only is None else example_row(use, self.n, only)
             part = part if use.direct else pull_back(part, use.target, leaf)
             total = part if total is None else total + part
         if total is None:  # the gradient vanishes here
-            return leaf.new_zeros(self.n, self.k, *leaf.shape)
+            return leaf.new_zeros(self.n if only is None else 1, self.k, *leaf.shape)
         return total

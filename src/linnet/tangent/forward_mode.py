@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from linnet.tangent.streamed import hand_over, pieces, product
+
 Params = dict[str, Tensor]
 Function = Callable[[Params], Tensor]
 JvpPath = Literal["forward", "double-backward", "rows"]
@@ -105,11 +107,12 @@ def random_direction(at: Params) -> Params:
         Normal numbers on the scale of each parameter.
     """
     generator = torch.Generator().manual_seed(0)
-    return {
-        n: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)
-        * (t.detach().abs().mean() + 1e-3)
-        for n, t in at.items()
-    }
+    found = {name: torch.empty_like(t, requires_grad=False) for name, t in at.items()}
+    for name, direction in found.items():
+        for part in pieces(direction):  # the numbers are drawn in double precision
+            part.copy_(torch.randn(part.shape, generator=generator, dtype=torch.float64))
+        direction *= at[name].detach().abs().mean() + 1e-3
+    return found
 
 
 def _reverse_reference(function: Function, at: Params, direction: Params) -> tuple[Tensor, float] | None:
@@ -121,9 +124,10 @@ def _reverse_reference(function: Function, at: Params, direction: Params) -> tup
         u = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
         if not value.requires_grad:
             return None
-        grads = torch.autograd.grad(value, list(leaves.values()), u, allow_unused=True)
-    pairs = zip(grads, direction.values(), strict=True)
-    return u, float(sum((g.double() * v.double()).sum() for g, v in pairs if g is not None))
+        products: list[Tensor] = []
+
+        hand_over(value, leaves, u, lambda name, g: products.append(product(g, direction[name])))
+    return u, float(sum(products))
 
 
 def _agrees(tangent: Tensor, u: Tensor, reference: float) -> bool:
@@ -143,8 +147,7 @@ def _differentiable_in_direction(
     with torch.enable_grad():
         leaves = {n: v.detach().requires_grad_() for n, v in direction.items()}
         _, tangent = jvp(function, at, leaves)
-        if tangent.requires_grad:
-            torch.autograd.grad(tangent.sum(), list(leaves.values()), allow_unused=True)
+        hand_over(tangent, leaves, torch.ones_like(tangent), lambda *_: None)
 
 
 _PATHS: tuple[tuple[JvpPath, Callable[[Function, Params, Params], tuple[Tensor, Tensor]]], ...] = (

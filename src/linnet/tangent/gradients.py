@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,11 @@ from linnet.tangent.rules import Use
 
 
 def use_gradients(
-    outputs: Tensor, uses: Sequence[Use], cotangents: Tensor, keep: bool = True
+    outputs: Tensor,
+    uses: Sequence[Use],
+    cotangents: Tensor,
+    keep: bool = True,
+    leaves: Mapping[str, Tensor] | None = None,
 ) -> list[Tensor]:
     """Gradients at the result of every use; uses of one operation share theirs.
 
@@ -25,39 +29,21 @@ def use_gradients(
         uses: Uses in that history.
         cotangents: (K, N, C).
         keep: Whether the history is needed again.
+        leaves: Parameters that the pass goes on to; their gradients are handed over, see ``streamed``.
 
     Returns:
         (K, *shape) for each use.
     """
-    return use_and_leaf_gradients(outputs, uses, (), cotangents, keep)[0]
-
-
-def use_and_leaf_gradients(
-    outputs: Tensor, uses: Sequence[Use], leaves: Sequence[Tensor], cotangents: Tensor, keep: bool = True
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The same and the gradients in some parameters, from one backward pass.
-
-    Args:
-        outputs: (N, C) with a history.
-        uses: Uses in that history.
-        leaves: Parameters in that history.
-        cotangents: (K, N, C).
-        keep: Whether the history is needed again.
-
-    Returns:
-        (K, *shape) for each use, and for each parameter or ``None`` if the outputs do not depend on it.
-    """
     edges = {use.place: use.result.edge for use in uses}
-    wanted = [*edges.values(), *leaves]
+    wanted = [*edges.values(), *(leaves or {}).values()]
     if not wanted:
-        return [], []
-    every = batched_grad(outputs, wanted, cotangents, keep)
-    found = dict(zip(edges, every, strict=False))
+        return []
+    found = dict(zip(edges, batched_grad(outputs, wanted, cotangents, keep), strict=False))
     k = cotangents.shape[0]
     at_uses = [found[use.place] for use in uses]
     return [
         outputs.new_zeros(k, *use.shape) if g is None else g for use, g in zip(uses, at_uses, strict=True)
-    ], every[len(edges) :]
+    ]
 
 
 def batched_grad(

@@ -8,7 +8,7 @@ batch is reversed, and its gradient is taken by itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -20,9 +20,9 @@ from linnet.linalg.host import read
 from linnet.tangent.batch import SHARED, Inputs, ambiguity, batch_size, example_shapes, map_tensors, take
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import RUNNING, Functional, batch_statistics
-from linnet.tangent.gradients import batched_grad, exact_rows
 from linnet.tangent.kept_inputs import made_up
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.streamed import hand_over, sketch
 from linnet.tangent.unused import settle_unused
 
 PROBE = "probe"  # what a cache calls made-up inputs of the network
@@ -241,31 +241,46 @@ def _refuse(function: Functional, found: str, x: Inputs) -> NoReturn:
     )
 
 
+def only_of(weights: Tensor, i: int) -> Tensor:
+    """Cotangents (n, C) with those of all examples but one set to zero."""
+    alone = torch.zeros_like(weights)
+    alone[i] = weights[i]
+    return alone
+
+
 def require_own_gradients(
-    function: Functional, few: Inputs, together: Params, weights: Tensor, places: Sequence[int] = (0, -1)
+    function: Functional, few: Inputs, together: Mapping[int, Params], weights: Tensor
 ) -> None:
     """Raise if an example alone has another gradient than in its batch, though its outputs are the same.
 
     Args:
         function: The network.
         few: A few examples.
-        together: Gradients (n, *shape) of each example's outputs, taken in the batch.
+        together: By the numbers of some, the sketches of the gradients of its outputs in the batch.
         weights: The cotangent (n, C).
-        places: Examples to look at.
 
     Raises:
         ModelError: If so.
     """
-    rows = [i % len(weights) for i in places]
-    alone = exact_rows(function, take(few, rows), list(together), weights[rows][None])
-    parts = {name: (alone[name][:, 0], g[rows]) for name, g in together.items()}
-    norms = read([torch.linalg.vector_norm(g) for _, g in parts.values()])
-    whole = sum(norm**2 for norm in norms) ** 0.5
-    differences = read([torch.linalg.vector_norm(own - g) for own, g in parts.values()])
-    for (name, (_, g)), norm, difference in zip(parts.items(), norms, differences, strict=True):
-        tolerance = SWITCHING.get(g.dtype, COARSE)
-        if difference > tolerance * (norm + 0.1 * whole):
-            if not bool(parts[name][0].any()):  # a weight that the pass before has kept
+    sizes: dict[str, list[Tensor]] = {}
+    theta = function.theta
+    dtypes = {name: t.dtype for name, t in theta.items()}
+    for i, seen in together.items():
+        leaves = {name: theta[name].detach().requires_grad_() for name in seen}
+        alone: Params = {}
+        with torch.enable_grad():
+            value = function.flat({**theta, **leaves}, take(few, [i]))
+        hand_over(value, leaves, weights[i : i + 1], lambda name, g: alone.update({name: sketch(g)}))  # noqa: B023
+        for name, g in seen.items():
+            own = alone.get(name, torch.zeros_like(g))
+            sizes.setdefault(name, []).extend(torch.linalg.vector_norm(t) for t in (g, own - g, own))
+    found = iter(read([size for each in sizes.values() for size in each]))
+    squares = {name: [next(found) ** 2 for _ in each] for name, each in sizes.items()}
+    whole = sum(sum(square[::3]) for square in squares.values()) ** 0.5
+    for name, square in squares.items():
+        tolerance = SWITCHING.get(dtypes[name], COARSE)
+        if sum(square[1::3]) ** 0.5 > tolerance * (sum(square[::3]) ** 0.5 + 0.1 * whole):
+            if not any(square[2::3]):  # a weight that the pass before has kept
                 settle_unused(function, few, [name])
             raise ModelError(
                 f"model ({type(function.model).__name__}) gives an example another gradient when its batch "
@@ -295,11 +310,11 @@ def require_own_rows(function: Functional, x: Inputs) -> None:
     leaves = {name: t.detach().requires_grad_() for name, t in function.theta.items()}
     with torch.enable_grad():
         value = function.flat(leaves, few)
+    weights = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
+    seen: dict[int, Params] = {0: {}, 2: {}}
+    for i, own in seen.items():
+        hand_over(value, leaves, only_of(weights, i), lambda name, g: own.update({name: sketch(g)}))  # noqa: B023
+    require_own_gradients(function, few, seen, weights)
     if value.requires_grad:
-        weights = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
-        alone = torch.diag_embed(weights.T).permute(1, 2, 0)  # row i holds example i's cotangent only
-        found = zip(leaves, batched_grad(value, list(leaves.values()), alone), strict=True)
-        seen = {name: g for name, g in found if g is not None}
-        require_own_gradients(function, few, seen, weights)
-        settle_unused(function, x, [name for name in leaves if name not in seen])
+        settle_unused(function, x, [name for name in leaves if not any(name in own for own in seen.values())])
     known[key] = n

@@ -8,7 +8,8 @@ use whose gradient vanished on all probes (a dead unit, a zero head) proves noth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,17 +19,18 @@ from torch import Tensor
 from linnet.linalg.host import read
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
 from linnet.tangent.captured import Captured
+from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
-from linnet.tangent.independence import Seen, require_independence, require_own_gradients
+from linnet.tangent.independence import Seen, only_of, require_independence, require_own_gradients
 from linnet.tangent.layout import Layout, find_layout
 from linnet.tangent.proof import sharing
 from linnet.tangent.rules import Use, example_axes
+from linnet.tangent.streamed import hand_over, largest, largest_difference, sketch
 from linnet.tangent.trace import Trace, weighed_trace
 from linnet.tangent.unused import settle_unused
 
 PROBES = 3  # examples traced at once to prove a plan
-AT_ONCE = 256 << 20  # bytes of gradients of parameters on all probes that are compared at once
 HIDDEN = "it is read where no operation is seen"
 TRIES = 8  # groups of probes looked at before a vanishing gradient is left unproven
 
@@ -219,69 +221,14 @@ def _compare_passes(found: _Findings, probe: Trace, run: Trace) -> None:
         found.exact.setdefault(name, "no rule for " + ", ".join(sorted(operations)))
 
 
-@dataclass
-class _Alone:
-    """Gradients of n cotangents, each of one example alone.
-
-    Args:
-        uses: At the result of every use, by its place, (n, *shape).
-        leaves: In the parameters that are compared at present, (n, *shape); ``None`` if one moves no output.
-        cotangents: The cotangents, (n, n, C).
-    """
-
-    uses: dict[Any, Tensor | None]
-    leaves: dict[str, Tensor | None]
-    cotangents: Tensor
-
-    def groups(self, probe: Trace) -> Iterator[list[str]]:
-        """The names of parameters whose gradients are held at once, one group after the other."""
-        if len(self.leaves) == len(probe.leaves):
-            yield list(probe.leaves)
-            return
-        group: list[str] = []
-        size = 0
-        for name, leaf in probe.leaves.items():
-            own = probe.n * leaf.nbytes
-            if group and size + own > AT_ONCE:
-                yield self._differentiated(probe, group, size)
-                group, size = [], 0
-            group.append(name)
-            size += own
-        yield self._differentiated(probe, group, size)
-
-    def _differentiated(self, probe: Trace, group: list[str], size: int) -> list[str]:
-        """The same names, once their gradients are held; a single large parameter is left to ``of``."""
-        self.leaves = {}
-        if size <= AT_ONCE:
-            wanted = [probe.leaves[name] for name in group]
-            self.leaves = dict(zip(group, batched_grad(probe.outputs, wanted, self.cotangents), strict=True))
-        return group
-
-    def of(self, probe: Trace, name: str) -> Iterator[tuple[slice, Tensor | None]]:
-        """Gradients in one parameter, of all examples at once or, where that is large, one by one."""
-        if name in self.leaves:
-            yield slice(None), self.leaves[name]
-            return
-        for i in range(probe.n):
-            part = slice(i, i + 1)
-            yield part, batched_grad(probe.outputs, [probe.leaves[name]], self.cotangents[part])[0]
-
-
-def _gradients_alone(found: _Findings, probe: Trace) -> _Alone:
-    """Autograd's own gradients on the probes at the open uses, and in the parameters if they are small."""
+def _gradients_alone(found: _Findings, probe: Trace) -> dict[Any, Tensor | None]:
+    """Autograd's own gradients at the open uses, by place, of each probe's outputs alone: (n, *shape)."""
     edges = {use.place: use.result.edge for _, use in found.open_uses(probe)}
-    n = probe.n
-    weights = _weights(probe)
-    alone = torch.diag_embed(weights.T).permute(1, 2, 0)  # (n, n, C): row i holds example i's cotangent only
-    if not probe.outputs.requires_grad:
-        return _Alone(dict.fromkeys(edges), dict.fromkeys(probe.leaves), alone)
-    small = n * sum(leaf.nbytes for leaf in probe.leaves.values()) <= AT_ONCE
-    leaves = probe.leaves if small else {}
-    wanted = [*edges.values(), *leaves.values()]
-    every = batched_grad(probe.outputs, wanted, alone) if wanted else []
-    return _Alone(
-        dict(zip(edges, every, strict=False)), dict(zip(leaves, every[len(edges) :], strict=True)), alone
-    )
+    if not (edges and probe.outputs.requires_grad):
+        return dict.fromkeys(edges)
+    # (n, n, C): row i holds example i's cotangent only
+    alone = torch.diag_embed(_weights(probe).T).permute(1, 2, 0)
+    return dict(zip(edges, batched_grad(probe.outputs, list(edges.values()), alone), strict=True))
 
 
 def _weights(probe: Trace) -> Tensor:
@@ -289,15 +236,15 @@ def _weights(probe: Trace) -> Tensor:
     return torch.randn(probe.outputs.shape, generator=torch.Generator().manual_seed(0)).to(probe.outputs)
 
 
-def _find_layouts(found: _Findings, probe: Trace, gradients: _Alone) -> None:
+def _find_layouts(found: _Findings, probe: Trace, gradients: Mapping[Any, Tensor | None]) -> None:
     """Set the layout of every use whose gradient shows it; what has none is named."""
-    shown = {place: g is not None and bool(g.flatten(1).any(1).all()) for place, g in gradients.uses.items()}
+    shown = {place: g is not None and bool(g.flatten(1).any(1).all()) for place, g in gradients.items()}
     known: dict[Any, Layout | None] = {}  # a weight and the bias added to its product share their result
     for key, use in found.open_uses(probe):
         if key in found.layouts:
             use.layout = found.layouts[key]
         elif shown[use.place]:
-            g = gradients.uses[use.place]
+            g = gradients[use.place]
             assert g is not None
             own, axes = use.oriented(g), tuple(example_axes(use))
             same = (use.place, own.shape, own.stride(), axes)
@@ -312,61 +259,63 @@ def _find_layouts(found: _Findings, probe: Trace, gradients: _Alone) -> None:
 
 
 def _prove(
-    found: _Findings, function: Functional, probe: Trace, gradients: _Alone, few: Inputs | None
+    found: _Findings,
+    function: Functional,
+    probe: Trace,
+    gradients: Mapping[Any, Tensor | None],
+    few: Inputs | None,
 ) -> None:
     """Compare the rules' gradients with autograd's on the probes, and those with single examples' of few."""
     uses = [use for key, use in found.open_uses(probe) if key in found.layouts]
     waiting = [use for key, use in found.open_uses(probe) if key not in found.layouts]
     # a use without any gradient here adds nothing; of one with some, it is not known where the examples are
-    open_here = [use for use in waiting if (g := gradients.uses[use.place]) is not None and bool(g.any())]
+    open_here = [use for use in waiting if (g := gradients[use.place]) is not None and bool(g.any())]
     undecided = {*found.exact, *(name for use in open_here for name in use.sources)}
     for use in uses:
-        g = gradients.uses[use.place]
+        g = gradients[use.place]
         # of all examples at once: gradients are linear in the cotangents
         use.g = probe.outputs.new_zeros(1, *use.shape) if g is None else g.sum(0, keepdim=True)
     ruled = Captured(probe.n, probe.outputs, uses, probe.leaves, {}, 1)
-    compared = {}
-    for group in gradients.groups(probe):
-        if few is not None:
-            moving = {name: g for name, g in gradients.leaves.items() if g is not None}
-            require_own_gradients(function, few, moving, _weights(probe))
-        for name in group:
-            compared[name] = _compared(ruled, probe, gradients, name, name in undecided)
-    largest = max((largest for largest, _ in filter(None, compared.values())), default=0.0)
-    unused = []
-    for name, seen in compared.items():
-        if seen is None:
-            unused.append(name)
-        elif name not in undecided and not _matches(*seen, largest, probe.leaves[name].dtype):
+    sizes: dict[str, list[Tensor]] = {}  # for each example the largest entry, and that of what the rules miss
+    together: dict[int, Params] = {0: {}, probe.n - 1: {}} if few is not None else {}
+    for i in range(probe.n):
+
+        def compare(name: str, g: Tensor, i: int = i) -> None:
+            sizes.setdefault(name, []).extend(_compared(ruled, g, name, i, name in undecided))
+            if i in together:
+                together[i][name] = sketch(g)
+
+        hand_over(probe.outputs, probe.leaves, only_of(_weights(probe), i), compare)
+    if few is not None:
+        require_own_gradients(function, few, together, _weights(probe))
+    numbers = iter(read([size for own in sizes.values() for size in own]))
+    compared = {name: [next(numbers) for _ in own] for name, own in sizes.items()}
+    whole = max((_most(own[::2]) for own in compared.values()), default=0.0)
+    for name, own in compared.items():
+        expected, missed = _most(own[::2]), _most(own[1::2])
+        if name not in undecided and not _matches(expected, missed, whole, probe.leaves[name].dtype):
             hidden = not any(name in use.sources for use in uses)
             reason = HIDDEN if hidden else "its rule disagrees with autograd here"
             found.exact.update(dict.fromkeys(sorted(sharing({name}, uses)), reason))
-    found.unused = tuple(unused)
-    found.exact = {name: why for name, why in found.exact.items() if name not in unused}
+    found.unused = tuple(name for name in probe.leaves if name not in compared)
+    found.exact = {name: why for name, why in found.exact.items() if name not in found.unused}
 
 
-def _compared(
-    ruled: Captured, probe: Trace, gradients: _Alone, name: str, undecided: bool
-) -> tuple[float, float] | None:
-    """The largest entry of autograd's gradients and of what the rules miss; ``None`` if unused."""
-    rows: Tensor | None = None
-    if not undecided:
-        try:
-            rows = ruled.rows(name)[:, 0]
-        except RuntimeError:  # a shape that the rule did not foresee
-            rows = ruled.leaves[name].new_full((), torch.nan)
-    largest, missed = [], []
-    for part, expected in gradients.of(probe, name):
-        if expected is None:
-            return None
-        if expected.numel():
-            largest.append(expected.abs().max())
-            if rows is not None:
-                missed.append(((rows[part] if rows.ndim else rows) - expected).abs_().max())
-    none = probe.outputs.new_zeros(())
-    both = [torch.stack(each).max() if each else none for each in (largest, missed)]  # NaN stays NaN
-    size, error = read(both)
-    return size, error
+def _most(sizes: Sequence[float]) -> float:
+    """The largest; NaN where one is."""
+    return max(sizes, key=lambda size: (math.isnan(size), size))
+
+
+def _compared(ruled: Captured, g: Tensor, name: str, i: int, undecided: bool) -> tuple[Tensor, Tensor]:
+    """The largest entry of autograd's gradient of one example, and of what the rules miss."""
+    size, none = largest(g), g.new_zeros(())
+    if undecided:
+        return size, none
+    try:
+        row = ruled.rows(name, only=i)[0, 0]
+    except RuntimeError:  # a shape that the rule did not foresee
+        return size, torch.full_like(none, torch.nan)
+    return size, largest_difference(row, g)
 
 
 def _matches(expected: float, missed: float, largest: float, dtype: torch.dtype) -> bool:

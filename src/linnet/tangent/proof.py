@@ -3,18 +3,20 @@
 A plan is made on three examples and finds gradients where operations read parameters. A network that
 differentiates itself in its forward pass (forces from an energy, the residual of a differential equation)
 reads its parameters once more in the graph of that gradient, where no operation is seen. So the gradient of a
-random combination of all outputs is summed from the uses, and compared with autograd's.
+random combination of all outputs is summed from the uses, and compared with autograd's. Both are multiplied
+by the same random matrix (:func:`sketch`) once they are formed, so that no more than one is held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from linnet.linalg.host import read
 from linnet.tangent.rules import Use, pull_back, use_rows
+from linnet.tangent.streamed import sketch
 from linnet.tangent.trace import Trace
 
 # Relative to the norm of a parameter's gradient: rules and autograd add many terms in another order.
@@ -40,14 +42,14 @@ def random_cotangent(outputs: Tensor) -> Tensor:
     return torch.randn(1, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
 
 
-def disagreeing(run: Trace, uses: Sequence[Use], truth: dict[str, Tensor | None]) -> set[str]:
+def disagreeing(run: Trace, uses: Sequence[Use], truth: Mapping[str, Tensor | None]) -> set[str]:
     """Parameters whose gradient is not what their uses add up to.
 
     Args:
         run: A traced pass whose history is kept.
         uses: The uses that the plan takes, with their gradients for one cotangent.
-        truth: The gradient (1, *shape) of every parameter for that cotangent by autograd, ``None`` where
-            there is none; it is emptied. Nothing is compared where it is empty.
+        truth: The sketch of every parameter's gradient for that cotangent by autograd, ``None`` where
+            there is none. Nothing is compared where it is empty.
 
     Returns:
         Their names.
@@ -58,13 +60,14 @@ def disagreeing(run: Trace, uses: Sequence[Use], truth: dict[str, Tensor | None]
             own.setdefault(name, []).append(use)
     norms = {name: _norm(g) for name, g in truth.items() if g is not None}
     missed: dict[str, tuple[float, Tensor]] = {}
-    for name in list(truth):  # what the rules give is formed for one parameter at a time
-        g, ruled = truth.pop(name), _summed(run, name, own.get(name, []))
+    for name, g in truth.items():  # what the rules give is formed for one parameter at a time
+        summed = _summed(run, name, own.get(name, []))
+        ruled = None if summed is None else sketch(summed)
         if g is None and ruled is None:
             continue
-        zero = run.leaves[name].new_zeros(1, *run.leaves[name].shape)
-        g, ruled = zero if g is None else g, zero if ruled is None else ruled
-        missed[name] = (TOLERANCE.get(g.dtype, COARSE), _norm(ruled - g))
+        difference = ruled if g is None else g if ruled is None else ruled - g
+        assert difference is not None
+        missed[name] = (TOLERANCE.get(run.leaves[name].dtype, COARSE), _norm(difference))
     every = read([*norms.values(), *(difference for _, difference in missed.values())])  # in one wait
     known = dict(zip(norms, every, strict=False))
     largest = max(known.values(), default=0.0)

@@ -16,7 +16,7 @@ r group of a grouped convolution.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -316,6 +316,18 @@ def use_rows(use: Use, n: int) -> Tensor:
         shape = use.target.shape
         return outer_rows(f, shape)
     return broadcast_rows(use, n)
+
+
+def example_row(use: Use, n: int, i: int) -> Tensor:
+    """The gradient of one of n examples in the use's target, (1, K, *target); the others' are not formed."""
+    assert use.g is not None
+    if use.kind in CONVOLUTIONS and use.a is not None:
+        part = slice(i * (use.a.shape[0] // n), (i + 1) * (use.a.shape[0] // n))
+        return use_rows(replace(use, a=use.a[part], g=use.g[:, part]), 1)
+    if use.kind in OUTER:
+        f = factors(use, n)
+        return outer_rows(replace(f, a=f.a[i : i + 1], g=f.g[:, i : i + 1]), use.target.shape)
+    return broadcast_rows(use, n)[i : i + 1]
 
 
 def pull_back(rows: Tensor, target: Tensor, source: Tensor) -> Tensor:

@@ -1,0 +1,108 @@
+"""Gradients of parameters that are looked at as a backward pass comes to them: one is held at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+PIECE = 1 << 20  # numbers of a gradient that are read at once where reading copies them
+COLUMNS = 16  # of a sketch: its norm is a tenth of what it stands for in one of 10¹¹ matrices of rank one
+
+
+@contextmanager
+def handed_over(leaves: Mapping[str, Tensor], take: Callable[[str, Tensor], object]) -> Iterator[None]:
+    """Backward passes give each parameter's gradient to a function once it is whole, and let go of it.
+
+    Args:
+        leaves: Parameters by name. What a pass returns for them is zeros that take no memory.
+        take: Called with the name and the gradient, which it must not keep.
+
+    Yields:
+        Nothing.
+    """
+    looking = False
+
+    def seen(name: str, g: Tensor) -> Tensor:
+        nonlocal looking
+        if looking:  # a pass that the function makes itself
+            return g
+        looking = True
+        try:
+            take(name, g)
+        finally:
+            looking = False
+        return g.new_zeros(()).expand_as(g)
+
+    handles = [leaf.register_hook(partial(seen, name)) for name, leaf in leaves.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def hand_over(
+    outputs: Tensor, leaves: Mapping[str, Tensor], cotangent: Tensor, take: Callable[[str, Tensor], object]
+) -> None:
+    """One backward pass whose gradients in parameters are looked at one after the other, and never all held.
+
+    Args:
+        outputs: (N, C); nothing is done where they have no history, which is kept.
+        leaves: Parameters by name.
+        cotangent: (N, C).
+        take: Called with the name and the gradient, which it must not keep.
+    """
+    if outputs.requires_grad and leaves:
+        with handed_over(leaves, take):
+            torch.autograd.grad(outputs, [*leaves.values()], cotangent, retain_graph=True, allow_unused=True)
+
+
+def pieces(t: Tensor) -> Sequence[Tensor]:
+    """A tensor in parts of about a million numbers, split along its first axis; views of it."""
+    return t.split(max(1, PIECE // max(1, t[:1].numel()))) if t.ndim else (t,)
+
+
+def largest(t: Tensor) -> Tensor:
+    """The largest absolute entry, zero where there is none; NaN stays NaN."""
+    return torch.linalg.vector_norm(t, torch.inf) if t.numel() else t.sum()
+
+
+def largest_difference(a: Tensor, b: Tensor) -> Tensor:
+    """The largest entry of ``a - b``, which is not formed whole."""
+    found = a.new_zeros(len(pieces(a)))
+    room = torch.empty_like(pieces(a)[0])  # once: what is freed between small tensors is not taken again
+    for i, (left, right) in enumerate(zip(pieces(a), pieces(b), strict=True)):
+        place = room[: len(left)] if left.ndim else room
+        found[i] = largest(torch.sub(left, right, out=place))
+    return largest(found)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Σ a b in double precision."""
+    found = torch.zeros(len(pieces(a)), dtype=torch.float64, device=a.device)
+    room = torch.empty_like(pieces(a)[0], dtype=torch.float64)
+    for i, (left, right) in enumerate(zip(pieces(a), pieces(b), strict=True)):
+        place = room[: len(left)] if left.ndim else room
+        found[i] = place.copy_(left).mul_(right).sum()
+    return found.sum()
+
+
+def sketch(g: Tensor) -> Tensor:
+    """A gradient times a fixed random matrix: as long as it is and linear in it, in 16 numbers a row.
+
+    Args:
+        g: Any shape; the first axis that is not of length one is that of rows.
+
+    Returns:
+        (rows, 16), in float32 at least; or the gradient itself where its rows are no longer.
+    """
+    g = g.detach().squeeze()
+    g = g.to(torch.promote_types(g.dtype, torch.float32)).reshape(len(g) if g.ndim else 1, -1)
+    if g.shape[1] <= COLUMNS:
+        return g.clone()
+    generator = torch.Generator().manual_seed(4)
+    return g @ (torch.randn(g.shape[1], COLUMNS, generator=generator) / COLUMNS**0.5).to(g)
