@@ -19,10 +19,13 @@ from typing import Any
 import torch
 
 from linnet.errors import InputError, MemoryBudgetError
+from linnet.params import shown
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kmgt]i?)?b?\s*", re.IGNORECASE)
+
+_DIGITS = 40  # of a number in a text; none that is longer is a size
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LARGEST_KEPT = (32 << 20) - (64 << 10)  # just below glibc's DEFAULT_MMAP_THRESHOLD_MAX on 64 bits
@@ -208,7 +211,7 @@ def parse_bytes(amount: str | int | None, device: torch.device | str = "cpu") ->
     size = _text_to_bytes(amount) if isinstance(amount, str) else amount
     if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 2**63:
         raise InputError(
-            f"memory is {amount!r}",
+            f"memory is {shown(amount)}",
             expected="a positive number of bytes, or text such as '2GB' or '512MiB'",
             remedy="pass memory='2GB', or memory=None for half of what is available",
         )
@@ -221,6 +224,8 @@ def _text_to_bytes(text: str) -> int | None:
     if match is None:
         return None
     units = _DECIMAL | _BINARY
+    if len(match["number"]) > _DIGITS:
+        return None
     return round(float(match["number"]) * units[(match["unit"] or "").lower()])
 
 

@@ -31,6 +31,11 @@ _PATH = 4096  # bytes of a path, PATH_MAX on Linux
 _NAME = 255  # bytes of one part of it, NAME_MAX on Linux
 _WRITTEN = (bool, int, float, complex, str, bytes, list, tuple, dict, type(None))  # shown as in a call
 _LARGEST = 2**63 - 1  # what torch's integers hold
+# Most that a count of repeated work may be, by the name of its argument. A million draws tell a mean to a
+# thousandth of its spread; more would take days, without a word.
+_REPEATED = dict.fromkeys(("bins", "draws", "samples", "steps", "epochs", "rounds"), 10**6) | {
+    "members": 10**4
+}
 _SEED = 2**64 - 1  # and its generators
 _INSIDE = ("linnet", "torch", "contextlib")  # frames between a warning and the user's own code
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -207,7 +212,8 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None, reme
         name: The parameter's name.
         value: Its value; numpy's and torch's integers of no axis count, True and False do not.
         least: Smallest that is accepted.
-        most: Largest that is accepted; ``None`` for the largest that torch can hold.
+        most: Largest that is accepted; ``None`` for a million draws, samples, bins or steps, ten thousand
+            members, and of everything else the largest number that torch can hold.
         remedy: What to do.
 
     Returns:
@@ -220,18 +226,21 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None, reme
         >>> integer("steps", 10)
         10
     """
+    limit = _REPEATED.get(name, _LARGEST) if most is None else most
     found: int | None = None
     if not isinstance(value, bool | float) and not (isinstance(value, Tensor) and not _integral(value)):
         try:
             found = operator.index(value)
         except Exception:  # whatever an object's own __index__ raises
             found = None
-    if found is not None and found >= least and found <= (_LARGEST if most is None else most):
+    if found is not None and found >= least and found <= limit:
         return found
     bounds = {0: "an integer, 0 or greater", 1: "a positive integer"}.get(
         least, f"an integer, {least} or more"
     )
-    refuse(name, value, bounds if most is None else f"an integer from {least} to {most}", remedy)
+    if most is not None or (found is not None and least <= found and limit < _LARGEST):
+        bounds = f"an integer from {least} to {limit}"
+    refuse(name, value, bounds, remedy)
 
 
 def seed(name: str, value: Any, remedy: str | None = None) -> int:

@@ -24,6 +24,7 @@ from linnet.laplace.outputs import captured_blocks
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.linalg.structured import Diagonal
+from linnet.memory import parse_bytes
 from linnet.params import choice, flag, instance, integer, no_targets, number
 from linnet.posterior.draws import inverse_root
 from linnet.posterior.model import LinearModel, Optimum, maximize
@@ -223,6 +224,7 @@ class LinearPosterior(PredictiveModel):
             DataError: If x is empty or not finite.
         """
         x = examples(self._model.function, x)
+        parse_bytes(memory)
         labels = Labels(self._model.likelihood, self._model.shape, Link(link, samples, seed))
         if self._found.draws is not None:
             return SampledPredictive(self._model.outputs(x, self._found.draws), labels)
