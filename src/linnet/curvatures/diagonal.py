@@ -46,16 +46,12 @@ class DiagonalSums(Sums):
             return
         parts = layer_factors(captured, self.layer, keep=gradients.columns > captured.k)
         if parts:
-            squares += torch.cat([t.flatten() for t in self._factored(parts)]).to(squares.dtype)
-
-    def _factored(self, parts: list[Factors]) -> list[Tensor]:
-        """The squares of the weight, and of the bias."""
-        squares = [product_squares(parts, self.layer.shapes[0])]
-        if self.layer.biased:
-            # the gradient of a bias is Σ_s g_ns
-            total = torch.stack([f.g.sum(3) for f in parts]).sum(0)  # (K, N, R, c)
-            squares.append(total.square().sum((0, 1)))
-        return squares
+            weight = squares[: torch.Size(self.layer.shapes[0]).numel()]
+            weight += product_squares(parts, self.layer.shapes[0]).flatten()
+            if self.layer.biased:
+                # the gradient of a bias is Σ_s g_ns
+                total = torch.stack([f.g.sum(3) for f in parts]).sum(0)  # (K, N, R, c)
+                squares[len(weight) :] += total.square().sum((0, 1)).flatten()
 
     def block(self) -> Diagonal:
         """The diagonal."""

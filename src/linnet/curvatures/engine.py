@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from linnet.curvatures.totals import total_bytes
 from linnet.curvatures.treatments import Structure, by_layer, make_sums, sides, treatment
 from linnet.distributed import Share, all_sum, least
 from linnet.errors import InputError
+from linnet.linalg.factorize import eigh_bytes
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
 from linnet.tangent.batch import take
@@ -111,6 +112,9 @@ def by_structure(
     Returns:
         The curvatures, in order.
     """
+    if any(structure == "full" for _, structure in wanted):  # is refused before the network is looked at
+        whole, meta = [[Assignment(everything(function), "full", "")]], torch.device("meta")
+        _require_memory(_memory(function, whole, _first_sums(whole, request, function, meta), request))
     first = batches.first()
     look = require_runs(function, take(first.x, slice(0, PROBES)))
     if any(structure == "kfra" for _, structure in wanted):
@@ -326,12 +330,34 @@ def _memory(
     largest = sorted(sizes, key=lambda item: -item[1])
     few = [*largest[:5], ("the other layers", sum(size for _, size in largest[5:]))]
     corrected = {_key(a): a.layer.size for plan in plans for a in plan if a.how == "ekfac"}
-    if corrected:  # their eigenvectors take the place of the factors
+    if corrected:
         few.append(("eigenvalues", sum(corrected.values()) * wide(function.dtype).itemsize))
+    passing = max(_added(sums), _decomposed(sums, corrected))
+    few.append(("what a batch adds, or eigenvectors in the making", passing))
     if function.precision.sums == "float64":
         few.append(("sums in float64", sum(total_bytes(s.tensors) for s in sums.values())))
     budget = parse_bytes(request.memory, function.device)
     return Plan(f"curvature of {function.space.dim} parameters", budget, tuple(few))
+
+
+def _added(sums: Mapping[Any, Sums]) -> int:
+    """Bytes that a batch takes beside the statistics: moments of inputs until its end, and what it adds."""
+    inputs = sum(s.tensors["inputs"].nbytes for s in sums.values() if isinstance(s, KroneckerSums))
+    added = (t.nbytes for s in sums.values() for t in s.tensors.values())
+    return inputs + max(added, default=0)
+
+
+def _decomposed(sums: Mapping[Any, Sums], corrected: Collection[Any]) -> int:
+    """Bytes beside the factors that are decomposed: their means, their eigenvectors and the workspace."""
+    products = {key: s for key, s in sums.items() if isinstance(s, KroneckerSums | RowMomentSums)}
+    matrices = [
+        t
+        for key, s in products.items()
+        for t in s.tensors.values()
+        if (key in corrected or s.wide) and t.ndim > 1 and t.shape[-1] == t.shape[-2]
+    ]
+    workspace = (t.shape[:-2].numel() * eigh_bytes(t.shape[-1], t.itemsize) for t in matrices)
+    return 2 * sum(t.nbytes for t in matrices) + max(workspace, default=0)
 
 
 def _require_memory(plan: Plan) -> None:

@@ -10,7 +10,7 @@ from linnet.linear.preconditioner import preconditioner_bytes
 from linnet.linear.problem import Memory
 from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import Functional, tensors_by_name
 from linnet.tangent.gram import GramTask, plan_gram
 
 SMALLER = ["use fewer parameters with params=", "raise memory="]
@@ -77,6 +77,7 @@ class Size:
         """Bytes of a sketched fit: the D × D matrix and its factorization, whatever the ridge."""
         square = 8 * min(dim, self.function.space.dim) ** 2
         items = [("matrix of the sketch in float64", square), *_factors("matrix", square, searched=True)]
+        items.append(("the network along directions", sketch_bytes(self.function)))
         return Plan(f"sketched fit of {dim} directions", self.budget, tuple(items))
 
     def iterated_memory(self, settings: CGSettings) -> Plan:
@@ -112,6 +113,11 @@ class Size:
             found["primal"] += derivatives + EIGEN * float(p) ** 3 + 2.0 * m * p**2
             found["primal"] += RIDGES * 2.0 * (self.c + 1) * m * p
         return found
+
+
+def sketch_bytes(function: Functional) -> int:
+    """Bytes of a sketched network: the network inside, and a copy of it to differentiate."""
+    return 2 * sum(t.nbytes for t in tensors_by_name(function.model).values())
 
 
 def choose_solver(size: Size, solver: str, settings: CGSettings, dim: int | None = None) -> tuple[str, str]:

@@ -22,9 +22,10 @@ from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.layers import Form, Layer
 from linnet.curvatures.leading import LayerBasis, leading_basis, random_basis, restored_basis
-from linnet.errors import InputError
+from linnet.errors import InputError, MemoryBudgetError
 from linnet.fitting.last_layer import RECORD
 from linnet.fitting.metric import network_of
+from linnet.fitting.plan import sketch_bytes
 from linnet.fitting.solver import Sketch
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.linalg.operator import LinearOperator
@@ -33,6 +34,7 @@ from linnet.linear.iterative import Shared
 from linnet.linear.normal_system import NormalSystem
 from linnet.linear.preconditioner import frozen_curvature
 from linnet.linear.problem import Memory, Problem
+from linnet.memory import parse_bytes
 from linnet.params import integer, number
 from linnet.params import seed as checked_seed
 from linnet.shown import Record
@@ -251,11 +253,16 @@ class SketchedNetwork(Coordinates):
         return f"{len(self.epsilon)} directions of {sum(s.numel() for s in self._shapes.values())} weights"
 
 
-def _kept(function: Functional, small: SketchedNetwork, x: Inputs) -> KeptTrace:
+def _kept(function: Functional, small: SketchedNetwork, x: Inputs, memory: Memory = None) -> KeptTrace:
     """The trace of JᵀJ and of its part along the directions, for the network inside."""
     n, outputs = batch_size(x), function.check_runs(take(x, slice(0, 1))).numel()
-    curvature = frozen_curvature("diagonal", function, x, _expectation(outputs))
-    diagonal, slices = curvature.diagonal().double() / n, function.space.slices
+    curvature = frozen_curvature("diagonal", function, x, _expectation(outputs), memory)
+    traces: dict[str, float] = {}
+    for part in curvature.parts:
+        widths = [torch.Size(shape).numel() for shape in part.layer.shapes]
+        squares = part.operator.diagonal().split(widths)
+        for name, own in zip(part.layer.names, squares, strict=True):
+            traces[name] = float(own.sum(dtype=torch.float64)) / n
     bases = {basis.layer.name: basis for basis in small.bases}
     moved = {name for basis in bases.values() for name in basis.layer.names}
     layers = [basis.layer for basis in bases.values()]
@@ -267,7 +274,7 @@ def _kept(function: Functional, small: SketchedNetwork, x: Inputs) -> KeptTrace:
             kept[name] += float(basis.rows(captured).double().square().sum()) / n
     shares = []
     for layer in layers:
-        trace = sum(float(diagonal[slices[name]].sum()) for name in layer.names)
+        trace = sum(traces[name] for name in layer.names)
         size = bases[layer.name].size if layer.name in bases else 0
         shares.append(LayerShare(layer.name, size, layer.size, trace, kept[layer.name]))
     return KeptTrace(tuple(shares), n)
@@ -396,6 +403,7 @@ def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None
 
     Raises:
         InputError: If the network has other coordinates already.
+        MemoryBudgetError: If its curvature does not fit what the network along directions leaves.
     """
     function, n = lin.function, batch_size(x)
     if isinstance(function.model, Coordinates):
@@ -407,13 +415,22 @@ def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None
     order = torch.randperm(n, generator=torch.Generator().manual_seed(settings.seed)).to(function.device)
     given, chosen = settings.basis, order[: settings.examples]
     outputs = function.check_runs(take(x, slice(0, 1))).numel()
+    # of the budget, what the sketched network takes beside the curvature
+    rest = parse_bytes(memory, function.device) - sketch_bytes(function)
     if isinstance(given, Curvature):
         network_of(function.model, given)
         curvature = given
     else:
         structure = "diagonal" if given == "random" else given
         columns = _expectation(outputs, min(COLUMNS, math.ceil(DRAWN / len(chosen))))
-        curvature = frozen_curvature(structure, function, take(x, chosen), columns, memory)
+        try:
+            curvature = frozen_curvature(structure, function, take(x, chosen), columns, max(rest, 1))
+        except MemoryBudgetError as error:
+            raise MemoryBudgetError(
+                f"a sketch of this network: {error.what}",
+                expected=error.expected,
+                remedy="raise memory=, or use fewer parameters with params=",
+            ) from error
     # a network in float64 converts its inputs because it knows where it comes from
     model = (function.source or function).model
     if given == "random":
@@ -424,7 +441,8 @@ def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None
     # others than the basis was made of, if there are any: it was chosen to keep much of those
     others = order[settings.examples :][:SAMPLE]
     sample = others if len(others) >= SAMPLE // 4 else order[:SAMPLE]
-    kept = _kept(function, small, take(x, sample))
+    del curvature
+    kept = _kept(function, small, take(x, sample), max(rest, 1))
     said = f"{len(small.epsilon):,} random directions" if small.random else str(kept)
     made = Functional(small, None, function.output)
     return Linearized(made if function.source is None else made.in_float64()), said

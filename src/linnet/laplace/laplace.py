@@ -25,6 +25,7 @@ from linnet.laplace.posterior import (
     check_damping,
     measure_all,
     relative_noise,
+    require_memory,
     require_origin,
     with_noise,
 )
@@ -171,6 +172,7 @@ class Laplace(PredictiveModel):
         seen = Watcher(self._base)
         data = held(data, passes_of(options.get("passes")).memory)
         found: Curvature = watched(seen.see, self._model, data, self._base, structure, **options)
+        require_memory(found, passes_of(options.get("passes")).memory)
         if share.world > 1:
             seen.add_others()
         if seen.examples != found.made.examples:  # summed before, or in another way

@@ -29,7 +29,11 @@ from linnet.laplace.blocks import DAMPINGS, Block, Point, make_block
 from linnet.laplace.prior import Groups, make_groups
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.linalg.structured import StructuredOperator
+from linnet.linalg.factorize import eigh_bytes
+from linnet.linalg.grouped import GroupedKronecker
+from linnet.linalg.kronecker import Kronecker
+from linnet.linalg.structured import Dense, StructuredOperator
+from linnet.memory import Plan, parse_bytes, require
 from linnet.params import refuse, tensor
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
@@ -78,6 +82,39 @@ class Hyper:
     prior: Tensor
     scale: Tensor
     noise: Tensor
+
+
+def require_memory(curvature: Curvature, memory: str | int | None) -> None:
+    """Raise if the posterior of a curvature would not fit.
+
+    Args:
+        curvature: G.
+        memory: Budget, that of the curvature.
+
+    Raises:
+        MemoryBudgetError: If so.
+    """
+    operators = [part.operator for part in curvature.parts]
+    held = [value for one in operators for value in vars(one).values()]
+    products = [one for one in operators if isinstance(one, Kronecker | GroupedKronecker)]
+    factors = [side for one in products for side in (one.left, one.right)]
+    factors += [one.matrix for one in operators if isinstance(one, Dense)]
+    workspace = (t.shape[:-2].numel() * eigh_bytes(t.shape[-1], t.itemsize) for t in factors)
+    function, largest = curvature.function, max(part.layer.size for part in curvature.parts)
+    items = (
+        (
+            "curvature",
+            sum(t.nbytes for one in operators for t in vars(one).values() if isinstance(t, Tensor)),
+        ),
+        ("eigenvectors", sum(t.nbytes for t in factors)),
+        (
+            "eigenvalues of the covariance",
+            (1 + bool(products)) * function.space.dim * function.dtype.itemsize,
+        ),
+        ("workspace", max([16 * largest, *workspace])),  # precisions of a block are made in float64
+    )
+    plan = Plan(f"posterior of {function.space.dim} weights", parse_bytes(memory, function.device), items)
+    require(plan, ["raise memory= of passes=", 'pass structure="diagonal", or fewer parameters with params='])
 
 
 class Posterior:

@@ -96,9 +96,8 @@ def make_groups(form: str, parts: Sequence[Part], space: ParameterSpace, device:
             f"prior={form!r}", expected=", ".join(f'"{one}"' for one in FORMS), remedy="leave prior= out"
         )
     if form == "isotropic":
-        return Groups(
-            form, ("all",), torch.zeros(space.dim, dtype=torch.long, device=device), (0,) * len(parts)
-        )
+        every = torch.zeros(1, dtype=torch.long, device=device).expand(space.dim)
+        return Groups(form, ("all",), every, (0,) * len(parts))
     if form == "layer":
         owners = _owners(parts, space)
         names = tuple(dict.fromkeys(owners.values()))
@@ -279,7 +278,7 @@ def make_mean(given: Any, space: ParameterSpace, device: torch.device) -> Tensor
     if flat.numel() and not bool(flat.isfinite().all()):
         shown = "holds NaN or infinite values"
     elif flat.ndim <= 1 and flat.numel() in (1, space.dim):
-        return flat.detach().to(device).expand(space.dim).clone()
+        return flat.detach().clone().to(device).expand(space.dim)  # one number takes the memory of one
     raise InputError(
         f"prior_mean {shown}",
         expected=f"a finite number, ({space.dim},), or tensors by parameter name",

@@ -210,6 +210,23 @@ def eigh(matrix: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:
     return pair[0].to(matrix), pair[1].to(matrix)
 
 
+def eigh_bytes(n: int, item: int) -> int:
+    """Bytes that :func:`eigh` takes beside the matrix of n rows and what it finds.
+
+    Args:
+        n: Rows.
+        item: Bytes of a number.
+
+    Returns:
+        A copy that becomes the eigenvectors, LAPACK's workspace of two such, and float64 where it is large.
+
+    Example:
+        >>> eigh_bytes(10, 4), eigh_bytes(2000, 4) == 32 * 2000**2
+        (1200, True)
+    """
+    return n * n * (3 * item if n < _LARGE else 24 if item == 8 else 32)
+
+
 def _try_eigh(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
     """The eigendecomposition, or None when the iteration does not converge."""
     try:

@@ -125,7 +125,7 @@ def _with_buffers(model: nn.Module) -> nn.Module:
         for name, p in list(module._parameters.items()):
             if p is not None:
                 del module._parameters[name]
-                module.register_buffer(name, kept.setdefault(id(p), p.detach().clone()))
+                module.register_buffer(name, kept.setdefault(id(p), p.detach()))
     return clone
 
 

@@ -68,7 +68,8 @@ def pieces(t: Tensor) -> Sequence[Tensor]:
 
 def largest(t: Tensor) -> Tensor:
     """The largest absolute entry, zero where there is none; NaN stays NaN."""
-    return torch.linalg.vector_norm(t, torch.inf) if t.numel() else t.sum()
+    found: Tensor = torch.linalg.vector_norm(t, torch.inf) if t.numel() else t.sum()
+    return found
 
 
 def largest_difference(a: Tensor, b: Tensor) -> Tensor:
