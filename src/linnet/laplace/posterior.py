@@ -102,15 +102,9 @@ def require_memory(curvature: Curvature, memory: str | int | None) -> None:
     workspace = (t.shape[:-2].numel() * eigh_bytes(t.shape[-1], t.itemsize) for t in factors)
     function, largest = curvature.function, max(part.layer.size for part in curvature.parts)
     items = (
-        (
-            "curvature",
-            sum(t.nbytes for one in operators for t in vars(one).values() if isinstance(t, Tensor)),
-        ),
+        ("curvature", sum(t.nbytes for t in held if isinstance(t, Tensor))),
         ("eigenvectors", sum(t.nbytes for t in factors)),
-        (
-            "eigenvalues of the covariance",
-            (1 + bool(products)) * function.space.dim * function.dtype.itemsize,
-        ),
+        ("eigenvalues", (1 + bool(products)) * function.space.dim * function.dtype.itemsize),
         ("workspace", max([16 * largest, *workspace])),  # precisions of a block are made in float64
     )
     plan = Plan(f"posterior of {function.space.dim} weights", parse_bytes(memory, function.device), items)
