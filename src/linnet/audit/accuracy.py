@@ -46,7 +46,9 @@ def accuracy(fit: LinearFit | SharedFit | SoftmaxFit) -> Accuracy:
         (True, 'float32')
     """
     instance("fit", fit, (LinearFit, SharedFit, SoftmaxFit), "a fit", "make one with linnet.fit(lin, data)")
-    rounding = measured_rounding(fit.module.function, fit.x, largest_base(fit))
+    rounding = measured_rounding(
+        fit.module.function, fit.x, largest_base(fit), getattr(fit.system, "memory", None)
+    )
     found = estimated(fit, rounding, observed(fit, max(1, min(fit.n, COLUMNS // fit.system.c))))
     if found is None:
         raise InputError(

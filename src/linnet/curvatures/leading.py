@@ -229,6 +229,7 @@ class EntryBasis(LayerBasis):
         return _parted(moved, self.layer)
 
 
+PIECE = 1 << 20  # eigenvalues that are searched at once
 KINDS = {kind.__name__: kind for kind in (ProductBasis, DenseBasis, EntryBasis)}
 
 
@@ -273,7 +274,9 @@ def leading_basis(curvature: Curvature, dim: int) -> tuple[list[LayerBasis], Ten
     """
     spectra = [_spectrum(part) for part in in_eigenbases(curvature.parts)]
     values = torch.cat([values.flatten() for _, values in spectra])
-    least = values.topk(min(dim, len(values))).values[-1].clamp_min(torch.finfo(values.dtype).tiny)
+    # the largest of each piece first: topk takes four times the memory of what it looks at
+    few = torch.cat([piece.topk(min(dim, len(piece))).values for piece in values.split(PIECE)])
+    least = few.topk(min(dim, len(few))).values[-1].clamp_min(torch.finfo(values.dtype).tiny)
     # equal eigenvalues at the limit: the first ones, so that there are D in all
     above, ties = values > least, (values == least).nonzero()[:, 0]
     above[ties[: min(dim, len(values)) - int(above.sum())]] = True

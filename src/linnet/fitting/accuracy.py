@@ -32,6 +32,7 @@ from linnet.linear.normal_system import NormalSystem
 from linnet.linear.softmax_dual import SoftmaxDual
 from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.linear.system import System
+from linnet.memory import parse_bytes
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import Functional
@@ -42,6 +43,7 @@ FAMILIAR = 1e-2  # share of f₀ that counts as changed where the targets are wh
 MOVING = 2.0  # times the estimate for the cross-entropy, whose Λ moves along with f
 SAFETY = 6.0  # standard deviations: the largest of many errors, and entries that are not independent
 SUMMED = 4 * torch.finfo(torch.float32).eps  # of an entry of a Gram matrix of rows in float32, at most
+ROWS = 4096  # of J that are multiplied at once
 COLUMNS = 128  # of M that an estimate looks at while fitting
 ITERATED = 1e-5  # tolerance of conjugate gradients up to which their error counts as rounding's does
 SMALL = 512  # equations up to which the kernel of a fit by conjugate gradients is formed to check it
@@ -148,16 +150,19 @@ def normal_accuracy(system: NormalSystem, rounding: Rounding, index: Tensor) -> 
         The estimate.
     """
     c, beta, delta = system.c, system.beta.double(), system.solution
+    example = 32 * c * (len(delta) + ROWS)  # bytes of its rows, of what is solved and multiplied
+    index = index[: max(1, parse_bytes(system.memory, beta.device) // (2 * example))]
     phi = torch.cat([rows for _, rows in system.problem.taken(index).rows(system.memory)]).double()
     solved = system.solve(phi.T)  # H⁻¹φ, (P, k·C)
     weighted = torch.zeros_like(delta)
     products, reach = torch.zeros_like(phi[:, 0]), torch.zeros_like(phi[:, 0])
     for place, rows in system.problem.own_rows(system.memory):
-        squares = rows.double().square()
-        weighted += squares.T @ beta[place].reshape(-1).square()
-        cross = (rows.double() @ solved).square()
-        products += cross.T @ (squares @ delta.square())
-        reach += cross.sum(0)
+        for part, weights in zip(rows.split(ROWS), beta[place].reshape(-1).split(ROWS), strict=True):
+            squares = part.double().square()
+            weighted += squares.T @ weights.square()
+            cross = (part.double() @ solved).square_()
+            products += cross.T @ (squares @ delta.square())
+            reach += cross.sum(0)
     share_sum([weighted, products, reach])
     variance = (system.ridge * solved).square().T @ weighted + products + phi.square() @ delta.square()
     variance = variance + _of_sums(system, solved, rounding.kernel)
@@ -298,6 +303,12 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
     return replace(found, predictions=found.predictions + SAFETY / 2 * off)
 
 
+def _memory(fit: Any) -> str | int | None:
+    """The budget of what a fit forms later, where it keeps one."""
+    memory: str | int | None = getattr(fit.system, "memory", None)
+    return memory
+
+
 def _iterated(system: Any) -> bool:
     """Whether a solution was found by conjugate gradients."""
     if isinstance(system, System):
@@ -342,7 +353,7 @@ def checked(fit: Any) -> Accuracy | None:
     found = estimated(fit, assumed_rounding(function, base), index, False)
     if found is None or (found.sound and not function.precision.coarser(function.dtype)):
         return found
-    return estimated(fit, measured_rounding(function, fit.x, base), index, False)
+    return estimated(fit, measured_rounding(function, fit.x, base, _memory(fit)), index, False)
 
 
 Fit = TypeVar("Fit")
@@ -477,7 +488,7 @@ def answerable(fit: Any, ridges: Tensor) -> Tensor:
         base, function = largest_base(fit), fit.module.function
         found = _at(fit, least, assumed_rounding(function, base))
         if found is None or not found.sound:
-            found = _at(fit, least, measured_rounding(function, fit.x, base))
+            found = _at(fit, least, measured_rounding(function, fit.x, base, _memory(fit)))
         if found is None or max(found.predictions, found.leave_one_out) > WORST * found.scale:
             smallest = _smallest(fit, least)
             raise NumericalError(
@@ -535,7 +546,7 @@ def _smallest(fit: Any, ridge: float) -> float | None:
     if form is None:
         return None
     trace = float((form.diagonal() if isinstance(form, System) else form.kernel.diagonal()).sum())
-    rounding = measured_rounding(fit.module.function, fit.x, largest_base(fit))
+    rounding = measured_rounding(fit.module.function, fit.x, largest_base(fit), _memory(fit))
     while ridge < trace:
         ridge *= STEP
         found = _at(fit, ridge, rounding)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from linnet.linear.cost import NETWORK_PENALTY, forward_operations
+from linnet.linear.formed_rows import rows_bytes
 from linnet.linear.iteration import CGSettings
 from linnet.linear.preconditioner import preconditioner_bytes
 from linnet.linear.problem import Memory
@@ -71,14 +72,20 @@ class Size:
         """Bytes of a primal fit: the P × P matrix and its factorization."""
         square = 8 * self.function.space.dim**2
         items = [("Fisher matrix in float64", square), *_factors("Fisher matrix", square, self.searched)]
+        items.append(("rows of the examples", self._rows(self.function.space.dim)))
         return Plan(f"primal fit of {self.function.space.dim} weights", self.budget, tuple(items))
 
     def sketch_memory(self, dim: int) -> Plan:
         """Bytes of a sketched fit: the D × D matrix and its factorization, whatever the ridge."""
         square = 8 * min(dim, self.function.space.dim) ** 2
         items = [("matrix of the sketch in float64", square), *_factors("matrix", square, searched=True)]
+        items.append(("rows of the examples", self._rows(dim)))
         items.append(("the network along directions", sketch_bytes(self.function)))
         return Plan(f"sketched fit of {dim} directions", self.budget, tuple(items))
+
+    def _rows(self, width: int) -> int:
+        """Bytes of the rows of J of some examples."""
+        return rows_bytes(batch_size(self.x) * self.c, width, self.function.dtype.itemsize, self.budget)
 
     def iterated_memory(self, settings: CGSettings) -> Plan:
         """Bytes of conjugate gradients, with a preconditioner if one is requested."""

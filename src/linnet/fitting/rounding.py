@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from linnet.errors import ModelError, ProcessGroupError
+from linnet.errors import MemoryBudgetError, ModelError, ProcessGroupError
+from linnet.memory import parse_bytes
 from linnet.number_types import Precision
 from linnet.tangent.batch import Inputs, batch_size, take
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import Functional, tensors_by_name
 from linnet.tangent.gram import gram
 
 ASSUMED = 16.0  # units of roundoff of a kernel's entry, several times what networks show
@@ -49,7 +50,9 @@ def assumed_rounding(function: Functional, base: float) -> Rounding:
 
 
 @torch.no_grad()
-def measured_rounding(function: Functional, x: Inputs, base: float, count: int = PROBED) -> Rounding:
+def measured_rounding(
+    function: Functional, x: Inputs, base: float, memory: str | int | None = None, count: int = PROBED
+) -> Rounding:
     """Rounding errors of a network on a few examples, by computing them in float64 as well.
 
     Kernels are those of the types of ``linnet.precision`` that the network has.
@@ -58,10 +61,12 @@ def measured_rounding(function: Functional, x: Inputs, base: float, count: int =
         function: The network; one in float64 is judged by the network that it was made from.
         x: Examples.
         base: Largest output f₀.
+        memory: Budget.
         count: How many of them are computed.
 
     Returns:
-        The errors; those assumed where the network is in float64 by itself or does not run in it.
+        The errors; those assumed where the network is in float64 by itself, does not run in it, or takes more
+        memory than there is.
 
     Raises:
         ProcessGroupError: If another process has gone, or makes another call.
@@ -69,16 +74,21 @@ def measured_rounding(function: Functional, x: Inputs, base: float, count: int =
     low, types = function.source if function.source is not None else function, function.precision
     if low.dtype == torch.float64 and not types.coarser(low.dtype):
         return assumed_rounding(function, base)
+    budget = parse_bytes(memory, low.device)
+    copies = 3 * sum(t.nbytes for t in tensors_by_name(low.model).values())  # the network, and in float64
+    if copies > budget // 2:
+        return assumed_rounding(function, base)
     n = batch_size(x)
     few = take(x, torch.arange(min(n, count)) * (n // min(n, count)))
     try:
         high = low.in_float64()
-        right, near = gram(high, few), gram(low.under(types), few)
+        right = gram(high, few, memory=budget // 2)
+        near = gram(low.under(types), few, memory=budget // 2)
         size = right.shape[0] * right.shape[1]
         f = high.flat(high.theta, few).double() - low.flat(low.theta, few).double()
     except ProcessGroupError:  # the other processes have it as well
         raise
-    except (ModelError, RuntimeError, TypeError):
+    except (ModelError, MemoryBudgetError, RuntimeError, TypeError):
         return assumed_rounding(function, base)
     right, near = right.reshape(size, size).double(), near.reshape(size, size).double()
     root = right.diagonal().clamp_min(torch.finfo(torch.float32).tiny).sqrt()

@@ -29,11 +29,17 @@ from linnet.tangent.independence import require_own_rows
 from linnet.tangent.jacobian import JacobianOperator
 
 LARGEST = 64  # examples in a block, at most
+FORMING = 0.15  # share of the budget for a block while it is formed
 KEPT = 0.4  # share of the budget for blocks that are kept
 OPERATIONS_PER_BYTE = 20.0  # that a core computes while a byte is read from a disk of about 1 GB a second
 FREE = 0.5  # share of the free disk that a temporary file may take
 
 Block = tuple[slice, Tensor]
+
+
+def rows_bytes(rows: int, width: int, item: int, budget: int) -> int:
+    """Bytes that :class:`FormedRows` may take: all rows and float64 copies of them, or its shares at most."""
+    return min(rows * width * (item + 16), int((KEPT + FORMING) * budget))
 
 
 class Rows(ABC):
@@ -112,7 +118,7 @@ class FormedRows(Rows):
         budget = parse_bytes(memory, function.device)
         own = outputs * function.space.dim * function.dtype.itemsize
         transient = capture_bytes(function, take(x, slice(0, 1)), outputs) + 2 * own
-        self.size = max(1, min(LARGEST, self.n, int(0.15 * budget) // max(transient, 1)))
+        self.size = max(1, min(LARGEST, self.n, int(FORMING * budget) // max(transient, 1)))
         pays = spool and self._pays(own)
         self._room = int(KEPT * budget) // max(own, 1) if keep or pays else 0  # examples whose rows are kept
         self._spool = pays and self.n > self._room
