@@ -279,7 +279,7 @@ def leading_basis(curvature: Curvature, dim: int) -> tuple[list[LayerBasis], Ten
     least = few.topk(min(dim, len(few))).values[-1].clamp_min(torch.finfo(values.dtype).tiny)
     # equal eigenvalues at the limit: the first ones, so that there are D in all
     above, ties = values > least, (values == least).nonzero()[:, 0]
-    above[ties[: min(dim, len(values)) - int(above.sum())]] = True
+    above[ties[: min(dim, len(values)) - int(above.count_nonzero())]] = True
     bases, kept, start = [], [], 0
     for part, (vectors, own) in zip(curvature.parts, spectra, strict=True):
         chosen = above[start : start + own.numel()].nonzero()[:, 0]

@@ -81,6 +81,9 @@ class Size:
         items = [("matrix of the sketch in float64", square), *_factors("matrix", square, searched=True)]
         items.append(("rows of the examples", self._rows(dim)))
         items.append(("the network along directions", sketch_bytes(self.function)))
+        space = self.function.space  # δ, and two gradients of the largest parameter, which the checks hold
+        numbers = space.dim + 2 * max(shape.numel() for shape in space.shapes.values())
+        items.append(("displacement and checks", numbers * self.function.dtype.itemsize))
         return Plan(f"sketched fit of {dim} directions", self.budget, tuple(items))
 
     def _rows(self, width: int) -> int:

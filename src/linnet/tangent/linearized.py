@@ -25,6 +25,7 @@ from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, OutputAdapter, tensors_by_name
 from linnet.tangent.gram import gram
 from linnet.tangent.jacobian import jacobian, jvp, jvp_columns, linearity_gap, vjp_columns
+from linnet.tangent.modes import import_compiler
 from linnet.tangent.requests import check_given, check_result, explained, finite_numbers
 from linnet.tangent.selection import Selector
 
@@ -352,6 +353,7 @@ def linearize(model: nn.Module, params: Selector = None, output: OutputAdapter =
             expected="a network",
             remedy="use it as it is, or call model.relinearize()",
         )
+    import_compiler()
     return Linearized(Functional(model, params, output))
 
 
