@@ -110,4 +110,5 @@ def sketch(g: Tensor) -> Tensor:
     mixed = (mixed ^ (mixed >> 15)) * 2246822519 % 2**32
     mixed = (mixed ^ (mixed >> 13)) * 3266489917 % 2**32
     random = (mixed ^ (mixed >> 16)).to(g.dtype) / 2**31 - 1
-    return g @ (random.view(-1, COLUMNS) * (3 / COLUMNS) ** 0.5)
+    found: Tensor = g @ (random.view(-1, COLUMNS) * (3 / COLUMNS) ** 0.5)
+    return found
