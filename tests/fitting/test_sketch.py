@@ -340,11 +340,11 @@ def test_auto_sketches_where_no_matrix_fits() -> None:
     net = nn.Sequential(nn.Linear(10, 60), nn.Tanh(), nn.Linear(60, 4)).double()
     x, y = torch.randn(200, 10).double(), torch.randint(4, (200,))
     lin = linnet.linearize(net)
-    fit = linnet.fit(lin, (x, y), ridge="loo", memory="4MB")
+    fit = linnet.fit(lin, (x, y), ridge="loo", memory="6MB")
     assert fit.solver == "sketch"
     assert "exact model would need" in fit.summary()["reasons"]["solver"]
     assert len(fit.delta["epsilon"]) == 256
-    assert linnet.fit(lin, (x, y), ridge=1.0, memory="4MB").solver == "sketch"
+    assert linnet.fit(lin, (x, y), ridge=1.0, memory="6MB").solver == "sketch"
     assert linnet.fit(lin, (x, y), ridge=1.0, memory="1MB").solver == "cg"
     with pytest.raises(MemoryBudgetError, match="sketched fit of 500 directions"):
         linnet.fit(lin, (x, y), solver=Sketch(500), memory="1MB")

@@ -1,0 +1,146 @@
+"""A budget is one: peaks of public calls in processes of their own, counts without end, texts of memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import linnet
+from linnet.baselines import deep_ensemble
+from linnet.curvatures import Passes
+from linnet.errors import InputError, LinnetError, MemoryBudgetError
+from linnet.likelihoods import Categorical, Gaussian
+from linnet.linalg import Diagonal
+from linnet.posterior import linear_posterior
+from linnet.tangent.capture import hollow_capture
+from linnet.tangent.functional import Functional
+from linnet.tangent.streamed import hand_over, largest_difference, product, sketch
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "memory_budgets.py"
+FAST = [("adapt", "mlp", "300MB"), ("fit", "mlp", "300MB"), ("kfac", "mobile", "300MB")]
+SLOW = [
+    (call, network, budget)
+    for call in ("preflight", "gram trace", "gram diagonal", "gram full", "fit", "influence", "adapt", "kfac",
+                 "ekfac", "diagonal", "full", "laplace")
+    for network in ("mlp", "mobile", "transformer")
+    for budget in ("300MB", "1GB")
+    if (call, network, budget) not in FAST
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "network", "budget"), [*FAST, *(pytest.param(*case, marks=pytest.mark.long) for case in SLOW)]
+)
+def test_a_peak_is_the_budget_and_what_is_said(call: str, network: str, budget: str) -> None:
+    command = [sys.executable, str(SCRIPT), "--child", call, network, budget]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3600)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["peak"] <= found["said"], found
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    """A network of three classes and twelve examples."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    return net, (torch.randn(12, 3), torch.arange(12) % 3)
+
+
+@pytest.mark.parametrize("huge", [10**9, 10**400])
+def test_counts_that_would_run_without_end_are_refused(small: Any, huge: int) -> None:
+    net, (x, y) = small
+    lin, matrix = linnet.linearize(net), Diagonal(torch.ones(4))
+    report = linnet.evaluate(lambda part: net(part).softmax(-1), (x, y))
+    posterior = linear_posterior(lin, (x, torch.randn(12, 3)), Gaussian(), "svi")
+    calls: list[Callable[[], Any]] = [
+        lambda: linnet.evaluate(lambda part: net(part).softmax(-1), (x, y), bins=huge),
+        lambda: report.bootstrap("ece", draws=huge),
+        lambda: deep_ensemble(lambda seed: nn.Linear(3, 3), Categorical(), members=huge),
+        lambda: linnet.spectrum.spectral_density(torch.eye(4), samples=huge),
+        lambda: posterior.bound(samples=huge),
+        lambda: linnet.solvers.hutchinson(matrix, samples=huge),
+        lambda: linnet.solvers.hutchpp(matrix, samples=huge),
+        lambda: linnet.solvers.logdet(matrix, samples=huge, steps=2),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match="from"):
+            call()
+
+
+@pytest.mark.parametrize("memory", ["9" * 400 + "GB", "lots", "", 0, -3, "-3GB", True, 2.5, 10**400])
+def test_texts_that_are_no_memory(small: Any, memory: Any) -> None:
+    net, (x, y) = small
+    lin = linnet.linearize(net)
+    posterior = linear_posterior(lin, (x, y), Categorical())
+    calls: list[Callable[[], Any]] = [
+        lambda: lin.kernel(x, memory=memory),
+        lambda: lin.jacobian(x, memory=memory),
+        lambda: linnet.fit(lin, (x, y), memory=memory),
+        lambda: linnet.adapt(net, (x, y), memory=memory),
+        lambda: linnet.preflight(net, x, memory=memory),
+        lambda: linnet.curvature(net, (x, y), Categorical(), passes=Passes(memory=memory)),
+        lambda: posterior.predictive(x, memory=memory),
+    ]
+    for call in calls:
+        with pytest.raises(LinnetError, match="memory"):
+            call()
+
+
+def test_a_full_matrix_is_refused_before_the_network_is_looked_at(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, data = small
+    monkeypatch.setattr("linnet.curvatures.engine.require_runs", lambda *_: pytest.fail("it has run"))
+    with pytest.raises(MemoryBudgetError, match="31 parameters"):
+        linnet.curvature(net, data, Categorical(), structure="full", passes=Passes(memory="1kB"))
+
+
+def test_checks_hold_no_gradient_of_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five layers of equal size, the gradients of one are alive at a time."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
+    alive: list[Any] = []
+    most = [0]
+
+    def watched(t: torch.Tensor) -> torch.Tensor:
+        alive.append(weakref.ref(t))
+        most[0] = max(most[0], sum(ref() is not None for ref in alive))
+        return sketch(t)
+
+    monkeypatch.setattr("linnet.tangent.plan.sketch", watched)
+    hollow_capture(Functional(net), torch.randn(3, 64), 64)
+    assert len(alive) == 10  # of the first and the last example
+    assert most[0] == 1
+
+
+def test_sketches_keep_norms_and_products_are_whole() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(300, 5000, dtype=torch.float64), torch.randn(300, 5000, dtype=torch.float64)
+    assert torch.allclose(sketch(a - b), sketch(a) - sketch(b))
+    one = torch.zeros(300, 5000, dtype=torch.float64)
+    one[7] = b[7]  # rank one: the least that a norm is averaged over
+    for t in (a, b, one):
+        assert 0.3 < float(sketch(t).norm() / t.norm()) < 2
+    assert torch.equal(sketch(a[0]), a[:1].mT)
+    assert float(largest_difference(a, b)) == float((a - b).abs().max())
+    assert abs(float(product(a, b)) - float((a * b).sum())) < 1e-9
+
+
+def test_gradients_are_handed_over_and_let_go() -> None:
+    net = nn.Linear(3, 2).double()
+    x, u = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    found: dict[str, torch.Tensor] = {}
+    leaves = dict(net.named_parameters())
+    value = net(x)
+    hand_over(value, leaves, u, lambda name, g: found.update({name: g.clone()}))
+    expected = torch.autograd.grad(value, list(leaves.values()), u)
+    assert all(torch.equal(found[name], g) for name, g in zip(leaves, expected, strict=True))
