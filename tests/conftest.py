@@ -24,6 +24,10 @@ hypothesis.settings.register_profile(
     "linnet", derandomize=True, database=None, deadline=None, max_examples=25, print_blob=True
 )
 hypothesis.settings.load_profile("linnet")
+# Tests run on all cores at once. A second thread, here or in a process that a test starts, waits busily for
+# a core that it does not get: the same tests then take up to eight times the processor time.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 torch.manual_seed(0)  # modules built while tests are collected
 gc.disable()  # until they are: a quarter of the time of collecting went into looking through what stays
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch.utils.backend_registration
 
+from tests.hangs import HANGS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -23,7 +25,12 @@ def test_every_part_has_its_rows_on_the_page(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "benchmarks/accelerator.py", "--device", "pretend", "--out", str(tmp_path)]
     done = subprocess.run(
-        [*command, "--parts", *parts], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+        [*command, "--parts", *parts],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANGS,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     found = json.loads((tmp_path / "accelerator.json").read_text())["parts"]

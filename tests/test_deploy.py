@@ -23,7 +23,7 @@ def run(*words: str, **variables: str) -> str:
         **os.environ, "PYTHONPATH": str(DEPLOY.parent / "src"), "OMP_NUM_THREADS": "1", **variables
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, *words], cwd=DEPLOY, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, *words], cwd=DEPLOY, env=environment, capture_output=True, text=True, timeout=HANGS
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -74,7 +74,7 @@ except MemoryBudgetError as error:
     print("refused", error)
 print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
 """
-FAST = [("preflight", "images"), ("kernel", "images"), ("kfac", "wide")]
+FAST = [("preflight", "images"), ("kernel", "wide"), ("kfac", "wide")]
 SLOW = [
     (what, network)
     for what in ("preflight", "kernel", "trace", "fit", "kfac", "diagonal", "laplace")

@@ -43,7 +43,11 @@ def test_version() -> None:
 
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "linnet", "--version"], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-m", "linnet", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANGS,
     )
     assert done.stdout == f"linnet {__version__}\n"
 

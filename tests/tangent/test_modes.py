@@ -126,8 +126,9 @@ def test_rows_that_see_nothing(style: str) -> None:
         lin = linnet.linearize(model)
         predictions.append(linnet.fit(lin, (x, y), loss="cross-entropy", ridge=1.0, solver="cg").predict(x))
         fit = linnet.fit(lin, (x, torch.eye(3, dtype=torch.float64)[y]), ridge=1.0)
-        variances.append(fit.export(x, variance=True)(x)[1])
         variances.append(fit.predictive(x).variance)
+        if style == "bool" and model is net:  # an export takes ten seconds
+            variances.append(fit.export(x, variance=True)(x)[1])
     for found in (products, gradients, predictions):
         torch.testing.assert_close(found[0], found[1])
     for found in variances[1:]:

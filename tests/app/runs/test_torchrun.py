@@ -51,11 +51,16 @@ def test_two_processes_make_the_run_of_one(tmp_path: Path, monkeypatch: pytest.M
     assert one["fit"]["ridge"] == pytest.approx(two["fit"]["ridge"], rel=1e-6)
     for a, b in zip(one["scores"], two["scores"], strict=True):
         assert a["nll"] == pytest.approx(b["nll"], rel=1e-4)
-    # a run goes on from what either has written: nothing is left to do for the same settings
+
+
+@pytest.mark.dist
+@pytest.mark.long
+def test_an_error_of_two_processes_is_told_once(tmp_path: Path) -> None:
+    write_nets(tmp_path)
     again = torchrun(tmp_path, *words("nothing.npz", "third"))
     assert again.returncode != 0
     assert again.stderr.count("error:     on rank 0: --data is nothing.npz, and there is no such file") == 1
-    assert not Path("third").exists()
+    assert not (tmp_path / "third").exists()
 
 
 @pytest.mark.dist
