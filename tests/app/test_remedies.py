@@ -25,6 +25,8 @@ SAID = {
     "for images --channels, --size and --mean make it",
     "pass a list of names to have them taken literally": "put a backslash before what is no pattern, as in "
     r"--params 0\.weight",
+    "where you trust whoever made the run, pass --trust (in Python: trust=True)": "where you trust whoever "
+    "made the run, pass --trust",
     "export without variance=, and keep the fit in linnet for it": "export without --variance, and take the "
     "spread of each prediction from linnet predict",
     "adapt with weight=0, whose variance takes the features alone": "adapt with --weight 0, whose variance "

@@ -9,6 +9,7 @@ _LITERALS = {"True": "true", "False": "false"}
 _CALL = re.compile(r"([\w.]+\((?:[^()]|\([^()]*\))*\))")
 # What can only be done in Python, and what does the same here.
 _PHRASES: tuple[tuple[str, str], ...] = (
+    (r" \(in Python: [^)]*\)", ""),
     (r"keep it on disk with \S+\(.*?\), or ", ""),
     (r"linnet\.linearize\(\w+, (params=[^)]*)\)", r"\1"),
     (

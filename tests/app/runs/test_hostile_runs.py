@@ -64,6 +64,21 @@ def test_records_that_lie(lie: str, run: Path) -> None:
     refused(FileFormatError, lambda: load_run(run), f"{run / 'run.json'} does not describe a run")
 
 
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("lie", [
+    put("origin", "heads", [10**9, 0]), put("origin", "head", 10**9), put("origin", "appended", 10**9),
+    put("transform", "size", 10**9), put("transform", "channels", 3), put("classes", ["a", "b"]),
+])  # fmt: skip
+def test_records_that_do_not_fit_their_files(
+    lie: Callable[[dict[str, Any]], None], trust: bool, run: Path
+) -> None:
+    record = read_json(run / "run.json", "run")
+    lie(record)
+    write_json(run / "run.json", record, "run")
+    named = None if trust else record["origin"]["spec"]
+    refused(FileFormatError, lambda: load_run(run, model=named, trust=trust), f"{run / 'run.json'} describes")
+
+
 def test_a_record_that_is_none(run: Path) -> None:
     write_json(run / "run.json", [1], "run")
     refused(FileFormatError, lambda: load_run(run), "does not describe a run")

@@ -46,6 +46,17 @@ class Browser:
         with contextlib.closing(connection), connection.getresponse() as answer:
             return answer.status, answer.headers, answer.read()
 
+    def raw(self, method: str, path: str, host: str, key: str, *twice: str) -> int:
+        """The status of a request, some headers of which are sent twice."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.server_port, timeout=HANGS)
+        connection.putrequest(method, path, skip_host=True)
+        for name, value in {"Host": host, "X-Linnet-Key": key, "Content-Length": "0"}.items():
+            for _ in range(1 + (name in twice)):
+                connection.putheader(name, value)
+        connection.endheaders()
+        with contextlib.closing(connection), connection.getresponse() as answer:
+            return answer.status
+
     def json(self, path: str, body: bytes = b"", name: str = "", status: int = 200) -> dict[str, Any]:
         found = self.ask("POST", path, body, X_Linnet_Key=self.server.key, X_Name=name)
         assert found[0] == status, found[2]
@@ -148,6 +159,7 @@ def test_files_that_are_no_images_and_ids_of_no_sample(images: Browser) -> None:
     assert all(".jpg" in one["expected"] for one in told.values())
     assert "no list" in images.json("/forget", b"{}", status=400)["error"]
     assert "no list" in images.json("/forget", b"[1]", status=400)["error"]
+    assert "no list" in images.json("/forget", b"[" * 100_000, status=400)["error"]
     assert "none of" in images.json("/forget", b'["train/999"]', status=400)["error"]
     everything = json.dumps([f"train/{i}" for i in range(images.json("/about")["train"])]).encode()
     assert "all" in images.json("/forget", everything, status=400)["error"]
@@ -171,6 +183,10 @@ def test_only_the_page_may_ask(images: Browser) -> None:
     assert images.ask("PUT", "/", **key)[0] == 501
     assert images.ask("POST", "/predict", **key, Content_Length=str(LARGEST + 1))[0] == 413
     assert images.ask("POST", "/predict", **key, Content_Length="-1")[0] == 411
+    assert images.ask("POST", "/predict", **key, Content_Length="9" * 5000)[0] == 413
+    for twice in (["Host"], ["Content-Length"]):
+        assert images.raw("POST", "/about", here, server.key, *twice) == 400
+    assert images.raw("POST", "/about", here, server.key) == 200
     assert server.server_address[0] == "127.0.0.1"
 
 

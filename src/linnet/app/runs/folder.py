@@ -358,12 +358,13 @@ def load_run(
     arrays, names = load_tensors(folder / "samples.safetensors", "samples")
     images = arrays["images"].numpy() if "images" in arrays else None
     samples = TrainingSamples(images, arrays["answers"].numpy(), tuple(names["ids"]))
-    _check_network(folder, fit, origin, record.get("computed"))  # which older folders do not have
     classes, test = _task_of(record)
     transforms = (
         _transform(record["transform"]),
         None if record["scale"] is None else Standardize(**record["scale"]),
     )
+    _check_inputs(folder, fit, transforms[0], classes)
+    _check_network(folder, fit, origin, record.get("computed"))  # which older folders do not have
     known = record["temperatures"]
     temperatures = None if known is None else (*known, 1.0)[:3]  # older folders have no scale of the variance
     if temperatures is not None and isinstance(fit, SquaredFit):
@@ -456,7 +457,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
             remedy="run linnet adapt again with the same --out; an interrupted run continues there",
         )
     record: dict[str, Any] = read_json(folder / RECORD, _KIND)
-    _check_record(folder / RECORD, record)
+    _check_record(folder, record)
     for name, checksum in record["files"].items():
         path = folder / f"{name}.safetensors"
         if not path.is_file():
@@ -472,7 +473,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def _check_record(path: Path, record: Any) -> None:
+def _check_record(folder: Path, record: Any) -> None:
     """Require that a record has all that is read from it, of the right kinds, and no number too large."""
     try:
         origin = Origin(**record["origin"])
@@ -500,15 +501,17 @@ def _check_record(path: Path, record: Any) -> None:
         if not all(isinstance(name, str) for name in names) or not set(record["files"]) <= _SAVED:
             raise ValueError("classes and files must be names")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise FileFormatError(
-            f"{path} does not describe a run ({type(error).__name__}: {textwrap.shorten(str(error), 200)})",
-            expected="the record exactly as linnet wrote it",
-            remedy="restore it from a copy, or run linnet adapt again",
-        ) from error
+        cause = f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
+        raise _altered(folder, f"does not describe a run ({cause})") from error
 
 
 def _build(folder: Path, origin: Origin) -> nn.Module:
     """The network at θ₀."""
+    state, _ = load_tensors(folder / "model.safetensors", "model")
+    widest = max((size for tensor in state.values() for size in tensor.shape), default=1)
+    for width in (origin.head, origin.appended, *(origin.heads or ())[:1]):
+        if width is not None and width > widest:
+            raise _altered(folder, f"describes a layer of {width:,} outputs; the largest has {widest:,}")
     model = load_model(origin.spec, None, origin.arguments, pretrained=False)
     if origin.appended is not None or origin.output is not None:
         model = Appended(model, origin.appended, origin.output)
@@ -517,7 +520,6 @@ def _build(folder: Path, origin: Origin) -> nn.Module:
     if origin.heads is not None:
         model = with_random_heads(model, *origin.heads)
     start = with_centered_head(model) if origin.centered else model
-    state, _ = load_tensors(folder / "model.safetensors", "model")
     apply_weights(start, state)
     if origin.metric is None:
         return start.eval()
@@ -548,6 +550,27 @@ def _check_network(folder: Path, fit: Fit, origin: Origin, known: list[float] | 
             expected="the same factory",
             remedy="restore the factory's file, or run linnet adapt again",
         )
+
+
+def _check_inputs(
+    folder: Path, fit: Fit, transform: ImageTransform | Standardize | None, classes: tuple[str, ...] | None
+) -> None:
+    """Require that images are scaled to what the fit was made of, and that its classes have a name each."""
+    fits = classes is None or len(classes) == fit.classes
+    if isinstance(transform, ImageTransform) and isinstance(fit.x, Tensor):
+        made = (transform.channels or fit.x.shape[1], *([transform.size or n for n in fit.x.shape[2:]]))
+        fits = fits and fit.x.ndim == 4 and made == tuple(fit.x.shape[1:])
+    if not fits:
+        raise _altered(folder, "describes other images or classes than those of its fit")
+
+
+def _altered(folder: Path, what: str) -> FileFormatError:
+    """The error of a record that is not what was written."""
+    return FileFormatError(
+        f"{folder / RECORD} {what}",
+        expected="the record exactly as linnet wrote it",
+        remedy="restore it from a copy, or run linnet adapt again",
+    )
 
 
 def _transform(record: dict[str, Any] | None) -> ImageTransform | Standardize | None:

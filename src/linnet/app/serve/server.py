@@ -23,6 +23,7 @@ from linnet.memory import format_bytes
 
 HOST = "127.0.0.1"
 LARGEST = 32 << 20  # bytes of a request: a photograph has a few million
+_DIGITS = 4300  # of a number that Python reads; more are refused by it
 PATIENCE = 30.0  # seconds that a connection may be silent
 
 
@@ -101,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
                 HTTPStatus.LENGTH_REQUIRED, "a request says how long it is: Content-Length is missing"
             )
             return
-        if int(length) > LARGEST:
+        if len(length) > _DIGITS or int(length) > LARGEST:
             self._refuse(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request has at most {format_bytes(LARGEST)}"
             )
@@ -130,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
             return None
         try:
             ids = json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             ids = None
         if not isinstance(ids, list) or not all(isinstance(name, str) for name in ids):
             raise InputError("the ids are no list of texts", expected='such as ["train/3"]')
@@ -138,6 +139,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _is_ours(self, key: str) -> bool:
         """Whether a request comes from the page, or from whoever was given its address; else refuse it."""
+        if any(len(self.headers.get_all(name, [])) > 1 for name in ("Host", "Content-Length")):
+            self._refuse(HTTPStatus.BAD_REQUEST, "a request has one Host and one Content-Length")
+            return False
         hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
         origin = self.headers.get("Origin")
         known = self.headers.get("Host") in hosts and (origin is None or urlsplit(origin).netloc in hosts)
