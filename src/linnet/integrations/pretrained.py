@@ -187,10 +187,19 @@ def _preprocessor(place: object) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def _random_features(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    """One hidden layer of random weights, as the estimators have, and a head to be replaced."""
+    layer = nn.Linear(arguments["inputs"], 256)
+    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    nn.init.normal_(layer.bias, std=0.1)
+    return nn.Sequential(layer, nn.ReLU(), nn.Linear(256, 256))
+
+
 BUILDERS: dict[str, Callable[[str, bool, dict[str, Any]], nn.Module]] = {
     "hf": _from_huggingface,
     "timm": _from_timm,
     "torchvision": _from_torchvision,
+    "random": _random_features,
 }
 """By prefix: from a name, whether pretrained weights are wanted, and keyword arguments, to a network."""
 

@@ -776,3 +776,20 @@ def test_an_encoder_keeps_the_part_that_is_taken(folder: Path, output: str | Non
     encoder, x = run.fit.module.model.get_submodule("body"), run.fit.x
     found = encoder(x)["last_hidden_state"].mean((2, 3)) if output is None else encoder(x)[output]
     assert torch.allclose(run.fit.module.phi(x), found.double(), atol=1e-6)
+
+
+def test_a_table_needs_no_network(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, run = ["--data", str(folder / "prices.csv")], str(folder / "run")
+    assert cli.main(["adapt", *data, "--out", run]) == 0
+    assert result(folder / "run")["verdict"]["answer"] == "use"
+    words = [
+        "--run",
+        str(folder / "run"),
+        "--data",
+        str(folder / "prices.csv"),
+        "--out",
+        str(folder / "p.csv"),
+    ]
+    assert cli.main(["predict", *words]) == 0
+    assert cli.main(["adapt", "--data", str(folder / "pictures.npz"), "--out", str(folder / "x")]) == 2
+    assert "--model must be given" in capsys.readouterr().err

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 def task_adaptation(
     *,
-    model: str,
     data: Path,
     out: Path,
+    model: str | None = None,
     weights: Path | None = None,
     model_args: dict[str, Any] | None = None,
     shots: int | None = None,
@@ -44,6 +44,7 @@ def task_adaptation(
 
     Args:
         model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
+            A table needs none: by default it is one hidden layer of 256 random units.
         data: The data: an image folder with one folder per class, an ``.npz`` archive or a ``.csv`` table.
         out: The run folder to write. After an interruption the same command continues there.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
@@ -103,13 +104,17 @@ def task_adaptation(
     """
     from functools import partial
 
-    from linnet.app.data import image_transform
+    from linnet.app.data import image_transform, load_data
+    from linnet.app.models import network_of_table
     from linnet.app.runs.adaptation import adapt as run_adaptation
     from linnet.app.runs.folder import keep_fit
     from linnet.app.runs.quick import first_answer
     from linnet.app.runs.settings import Network, Settings, Solving, Source
     from linnet.app.runs.summary import keep_adaptation, print_adaptation
 
+    title = data.stem if model is None else f"{data.stem} from {model.rpartition(':')[2]}"
+    if model is None:
+        model, model_args = network_of_table(load_data(data, seed=seed, target=target))
     transform = image_transform("none" if mean == "auto" and std is None else mean, std, size, channels)
     settings = Settings(
         Network(model, weights, model_args or {}, head, cross_fit, output),
@@ -119,7 +124,7 @@ def task_adaptation(
     )  # fmt: skip
     run = first_answer if quick else run_adaptation
     found = run(settings, out, partial(keep_fit, out, overwrite=overwrite))
-    result = keep_adaptation(found, out, f"{data.stem} from {model.rpartition(':')[2]}", replay=True)
+    result = keep_adaptation(found, out, title, replay=True)
     for line in print_adaptation(result):
         print(line)
     return result

@@ -77,15 +77,14 @@ class Gain:
     needed: int | None = None
 
 
-def paired(change: Array, unit: float = 1.0, least: float = 0.0) -> Difference:
-    """A mean difference, judged with one more sample for and one against it.
+def paired(change: Array, least: float = 0.0) -> Difference:
+    """A mean difference of shares, judged with one more sample for and one against it.
 
     With these two the z test of b gains and c losses, (b − c)² > 1.96² (b + c + 2), decides as the exact
     McNemar test does in all but a few cases at the edge, however few samples there are.
 
     Args:
         change: Differences, (N,), such as −1, 0 and 1.
-        unit: Size of the two.
         least: Difference for which samples are counted where the one at hand is smaller.
 
     Returns:
@@ -99,11 +98,35 @@ def paired(change: Array, unit: float = 1.0, least: float = 0.0) -> Difference:
         [False, True]
     """
     count, total = len(change), float(np.sum(change))
-    squares = float(np.square(change).sum()) + 2 * unit**2
+    squares = float(np.square(change).sum()) + 2
     error = math.sqrt(squares - total**2 / (count + 2)) / count
     size = max(abs(total / count), least)
     needed = math.ceil(_SEEN**2 * squares / (count * size**2)) if size else 0
     return Difference(total / count, error, abs(total) > _Z * math.sqrt(squares), needed)
+
+
+def paired_values(change: Array, least: float = 0.0) -> Difference:
+    """A mean difference of squared errors, judged by Student's t test.
+
+    Args:
+        change: Differences, (N,).
+        least: As for ``paired``.
+
+    Returns:
+        The mean and what is to be made of it.
+
+    Example:
+        >>> paired_values(np.array([1.0, 2.0, 1.5, 1.0])).clear, paired_values(np.array([1.0, -2.0])).clear
+        (True, False)
+    """
+    count, mean = len(change), float(change.mean())
+    spread = float(change.std(ddof=1)) if count > 1 else math.inf
+    free = max(count - 1, 1)
+    # the quantile of t, in powers of one over its degrees of freedom (Fisher and Cornish 1960)
+    edge = _Z + (_Z**3 + _Z) / (4 * free) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * free**2)
+    size, error = max(abs(mean), least), spread / math.sqrt(count)
+    needed = math.ceil((_SEEN * spread / size) ** 2) if size and count > 1 else 0
+    return Difference(mean, error, abs(mean) > edge * error, needed)
 
 
 @dataclass(frozen=True)
@@ -188,7 +211,7 @@ def gain(run: Run) -> Gain | None:
         error = None if None in errors else math.hypot(*(one or 0.0 for one in errors))
         return Gain(other, value, error, error is None or abs(value) > _Z * error)
     change = second - first
-    found = paired(change, 1.0 if shares else _rms(change), _LEAST * shares)
+    found = paired(change, _LEAST) if shares else paired_values(change)
     if not shares and own.rmse and other.rmse:  # d√m = dm / 2√m
         error = mean_and_error(second / (2 * other.rmse) - first / (2 * own.rmse))[1]
         return Gain(other, value, error, found.clear, found.needed)
@@ -216,11 +239,10 @@ def constant(run: Run, row: Comparison) -> Constant | None:
         counts = np.bincount(given, minlength=len(run.classes))
         most = counts == counts.max()
         other = 1.0 - most[answers] / most.sum()
-        return Constant(paired(other - own, least=_USEFUL * other.mean()), float(other.mean()))
+        return Constant(paired(other - own, _USEFUL * other.mean()), float(other.mean()))
     mean = np.asarray(given, dtype=float).reshape(len(given), -1).mean(0)
     other = ((np.asarray(answers, dtype=float).reshape(len(answers), -1) - mean) ** 2).mean(1)
-    change = other - own
-    return Constant(paired(change, _rms(change), _USEFUL * other.mean()), float(other.mean()))
+    return Constant(paired_values(other - own, _USEFUL * other.mean()), float(other.mean()))
 
 
 def losses(run: Run, row: Comparison) -> Array | None:
@@ -363,8 +385,3 @@ def _rounded(count: int | None) -> str:
 def _score(row: Comparison, shares: bool) -> float | None:
     """Accuracy or root mean squared error."""
     return row.accuracy if shares else row.rmse
-
-
-def _rms(values: Array) -> float:
-    """Root mean square."""
-    return math.sqrt(float(np.square(values).mean()))
