@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.app.data import TaskData
 from linnet.errors import FileFormatError, InputError, LinnetError, ModelError, WeightsError
 from linnet.files import read_safetensors
 from linnet.integrations.pretrained import BUILDERS
@@ -89,27 +88,6 @@ def load_model(
     if weights is not None:
         apply_weights(model, load_weights(weights))
     return model.eval()
-
-
-def network_of_table(task: TaskData) -> tuple[str, dict[str, Any]]:
-    """The network of random features that a table has where none is given, by name and arguments.
-
-    Args:
-        task: The data.
-
-    Returns:
-        What ``load_model`` takes.
-
-    Raises:
-        InputError: The data are no table.
-    """
-    if task.table is None:
-        raise InputError(
-            "--model must be given",
-            expected="a trained network, which only a table can do without",
-            remedy=f"name it: {_SPECS}",
-        )
-    return "random:features", {"inputs": len(task.table.labels)}
 
 
 def _parse_arguments(model_args: Mapping[str, Any] | str | None) -> dict[str, Any]:

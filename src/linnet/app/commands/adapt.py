@@ -105,9 +105,9 @@ def task_adaptation(
     from functools import partial
 
     from linnet.app.data import image_transform, load_data
-    from linnet.app.models import network_of_table
     from linnet.app.runs.adaptation import adapt as run_adaptation
     from linnet.app.runs.folder import keep_fit
+    from linnet.app.runs.planning import network_of_table
     from linnet.app.runs.quick import first_answer
     from linnet.app.runs.settings import Network, Settings, Solving, Source
     from linnet.app.runs.summary import keep_adaptation, print_adaptation

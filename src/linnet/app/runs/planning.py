@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from linnet.app.data import TaskData
 from linnet.app.runs.adaptation import ended, nests
 from linnet.app.runs.settings import Network, Settings, Solving, Source
-from linnet.errors import ModelError
+from linnet.errors import InputError, ModelError
 from linnet.fitting.head import with_head
 from linnet.fitting.last_layer import selected_inside
 from linnet.nested.adapt import HEADS
@@ -110,3 +111,24 @@ def seconds_each(work: Callable[[Tensor], object], x: Tensor) -> float:
         work(x)
         found.append(time.perf_counter() - start)
     return min(found) / len(x)
+
+
+def network_of_table(task: TaskData) -> tuple[str, dict[str, Any]]:
+    """The network of random features that a table has where none is given, by name and arguments.
+
+    Args:
+        task: The data.
+
+    Returns:
+        What ``load_model`` takes.
+
+    Raises:
+        InputError: The data are no table.
+    """
+    if task.table is None:
+        raise InputError(
+            "--model must be given",
+            expected="a trained network, which only a table can do without",
+            remedy="name one, such as --model timm:resnet18 or --model net.py:make_network",
+        )
+    return "random:features", {"inputs": len(task.table.labels)}
