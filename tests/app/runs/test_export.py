@@ -75,6 +75,36 @@ def test_a_run_of_pictures_as_a_file(
     torch.testing.assert_close(torch.from_numpy(found["probabilities"]), expected)
 
 
+def test_what_a_file_takes_is_told_before_it_is_written(workshop: Path, tmp_path: Path) -> None:
+    words = ["--model", f"{workshop / 'nets.py'}:conv", "--data", workshop / "pictures.npz"]
+    linnet("adapt", *words, "--weight", "0.5", "--out", tmp_path / "lower")
+    run = load_run(tmp_path / "lower")
+    held = sum(t.numel() * t.itemsize for t in run.fit.export().state_dict().values())
+    told, seconds = exporting.foretold(run, False)
+    size = float(told.split()[1]) * {"kB": 1e3, "MB": 1e6}[told.split()[2]]
+    assert size == pytest.approx(held, rel=0.1)
+    assert "12 directions" in told
+    assert 0 < seconds < 600
+
+
+def test_a_network_with_merged_weights_as_a_file(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", f"{workshop / 'nets.py'}:conv", "--data", workshop / "pictures.npz"]
+    linnet("adapt", *words, "--method", "linear", "--out", tmp_path / "linear")
+    linnet("adapt", *words, "--weight", "0.5", "--out", tmp_path / "lower")
+    out = ["--out", tmp_path / "model.pt2", "--merge"]
+    linnet("export", "--run", tmp_path / "linear", *out)
+    assert "the network with its new weights" in capsys.readouterr().out
+    run = load_run(tmp_path / "linear")
+    x, inputs = raw(run)
+    found, merged = answers(tmp_path / "model.pt2", x), run.fit.merge()
+    torch.testing.assert_close(torch.from_numpy(found["outputs"]), merged.network(inputs).detach())
+    for run_folder, more in (("lower", []), ("linear", ["--variance"])):
+        linnet("export", "--run", tmp_path / run_folder, *out, "--overwrite", *more, code=2)
+    assert "--weight 0" in capsys.readouterr().err
+
+
 def test_a_run_of_a_table_as_a_file(workshop: Path, tmp_path: Path) -> None:
     linnet("export", "--run", workshop / "prices", "--out", tmp_path / "model.pt2")
     run = load_run(workshop / "prices")
