@@ -193,8 +193,8 @@ def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
         if t.ndim == 0 or t.shape[0] != n:
             return t
         made = t[places[t.device]]
-        if not torch.compiler.is_compiling():
-            _CUT[made] = weakref.ref(t), rows
+        if not torch.compiler.is_compiling():  # a slice is a view, and holds the memory of the whole anyway
+            _CUT[made] = (lambda: t) if isinstance(rows, slice) else weakref.ref(t), rows
         return made
 
     return map_tensors(part, x)
