@@ -88,6 +88,13 @@ def test_the_example_and_the_layer_are_named(asked: str, net: nn.Module, lin: li
     assert "float64" not in str(told.value)  # which has the same derivative
 
 
+def test_preflight_is_not_ready(net: nn.Module) -> None:
+    for batch in (Q, torch.cat([Q[BAD:], Q[:BAD]])):
+        found = linnet.preflight(net, batch)
+        assert not found.ok
+        assert "'first.weight'" in found.findings[0]
+
+
 def test_what_was_said_of_one_example_does_not_stay(net: nn.Module) -> None:
     """The rules hold for the next batch, which has a derivative."""
     lin = linnet.linearize(net)

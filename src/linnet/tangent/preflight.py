@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnet.errors import DataError, ModelError
+from linnet.errors import DataError, ModelError, NumericalError
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.memory import Plan, format_bytes
 from linnet.shown import Record
@@ -22,6 +22,7 @@ from linnet.tangent.independence import dependence, is_random, unsteady
 from linnet.tangent.jacobian import jvp_path
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.nonfinite import refuse_derivative
 from linnet.tangent.output_scale import scale_remarks
 from linnet.tangent.selection import Selector
 from linnet.tangent.trace import Trace, trace
@@ -166,8 +167,10 @@ def preflight(
     if batch_size(batch) == 0:
         raise DataError("batch is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     value = function.check_runs(batch)
-    fatal = _randomness(function, batch) or _batch_dependence(function, batch)
-    path, why = jvp_path(function, batch)
+    fatal = (
+        _randomness(function, batch) or _batch_dependence(function, batch) or _derivatives(function, batch)
+    )
+    path, why = ("rows", "") if fatal else jvp_path(function, batch)
     notes = [*_mode_findings(model), *([why] if why else [])]
     left_out = sum(1 for _ in function.model.parameters()) - len(function.names)
     notes += [f"{left_out} {LEFT_OUT}"] if left_out else []
@@ -245,6 +248,15 @@ def _batch_dependence(function: Functional, batch: Inputs) -> list[str]:
         cause = (str(error.__cause__ or error.what).strip().splitlines() or [""])[0]
         about = "" if error.__cause__ is None else "the network cannot run on one example alone "
         return [f"{about}({cause})" if about else cause]
+    return []
+
+
+def _derivatives(function: Functional, batch: Inputs) -> list[str]:
+    """A sentence if the derivative of an example is not finite."""
+    try:
+        refuse_derivative(function, batch)
+    except NumericalError as error:
+        return [f"{error.what}; {error.remedy}"]
     return []
 
 
