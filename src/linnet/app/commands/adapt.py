@@ -73,8 +73,8 @@ def task_adaptation(
             nested, unless head, cross_fit, metric, loss, solver or a criterion is given that only linear has,
             or the old head is kept.
         weight: Share of the lower layers in the kernel of nested, from 0 (the linear probe) to 1, or auto.
-        tune: Train the lower layers as well, and solve the nested fit again at the trained weights, where
-            that has less error on held-out folds of the training samples. It takes five or six training runs.
+        tune: Train the lower layers as well, solve the nested fit again at the trained weights, and keep the
+            result only if cross-validation improves. It takes five or six training runs.
         params: The parameters to fit, by name or regular expression; all of them by default.
         output: The part of what the network returns that is taken, such as pooler_output; by default its
             logits, or the mean of last_hidden_state.
@@ -95,7 +95,7 @@ def task_adaptation(
         compare: What the fit is compared with on the test samples: probe (the linear probe, or the network as
             it is), or finetune, which adds plain fine-tuning and takes most of the time.
         finetune_steps: Steps of each run of plain fine-tuning.
-        memory: The budget, such as 2GB; half of what is free by default.
+        memory: Memory budget, such as 2GB (default: half of the free memory).
         device: The device to compute on, such as cpu or cuda; auto is the first of cuda, mps, cpu here.
         seed: Seed of the split, of the draws and of plain fine-tuning.
 

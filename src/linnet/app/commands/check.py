@@ -47,7 +47,7 @@ def check(
         target: The column of a table to predict; the last by default.
         damaged: What to do with image files that cannot be decoded: error, or skip, which names them.
         batch: Samples to try the network on.
-        memory: The budget, such as 4GB; half of what is free by default.
+        memory: Memory budget, such as 4GB (default: half of the free memory).
         device: The device to compute on, such as cpu or cuda; auto is the first of cuda, mps, cpu here.
         seed: Seed of the split into training and test data.
 

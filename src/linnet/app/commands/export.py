@@ -32,7 +32,7 @@ def export(
         merge: Whether the file holds the network with the fit's weights, in place of the linear model: it is
             of the network's size, and its outputs are nearly the same. Not where lower layers take part.
         model: The network's factory, where the run's own is not here or not to be run.
-        memory: The budget, such as 2GB; half of what is free by default.
+        memory: Memory budget, such as 2GB (default: half of the free memory).
         device: The device to compute on, such as cpu or cuda; auto is the first of cuda, mps, cpu here.
         overwrite: Whether to replace a file that exists.
         trust: Whether to run code that a run of another user names.

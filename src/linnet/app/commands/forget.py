@@ -28,7 +28,7 @@ def forget(
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
         verify: Also fit from scratch without the samples, kernel included, and compare.
         model: The network's factory, where the run's own is not here or not to be run.
-        memory: The budget, such as 2GB; half of what is free by default.
+        memory: Memory budget, such as 2GB (default: half of the free memory).
         device: The device to compute on, such as cpu or cuda; auto is the first of cuda, mps, cpu here.
         trust: Whether to run code that a run of another user names.
 

@@ -27,7 +27,7 @@ def predict(
         out: The file to write, ``.csv`` or ``.json``; predictions.csv in the run's folder by default.
         std: Whether to compute standard deviations, which takes longer than the predictions themselves.
         model: The network's factory, where the run's own is not here or not to be run.
-        memory: The budget, such as 2GB; half of what is free by default.
+        memory: Memory budget, such as 2GB (default: half of the free memory).
         device: The device to compute on, such as cpu or cuda; auto is the first of cuda, mps, cpu here.
         overwrite: Whether to replace a file that exists, where one is named by out.
         trust: Whether to run code that a run of another user names.

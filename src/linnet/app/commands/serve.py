@@ -26,7 +26,7 @@ def serve(
         port: The port on this machine; one that is free by default.
         browser: Whether to open the page in a browser.
         model: The network's factory, where the run's own is not here or not to be run.
-        memory: The budget, such as 2GB; half of what is free by default.
+        memory: Memory budget, such as 2GB (default: half of the free memory).
         device: The device to compute on, such as cpu or cuda; auto is the first of cuda, mps, cpu here.
         trust: Whether to run code that a run of another user names.
 

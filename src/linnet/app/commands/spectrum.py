@@ -70,7 +70,7 @@ def task_spectrum(
             taken; the kernel of other weights, data or settings is refused.
         part: Compute one part of the kernel into that file, and nothing else: 3/64 is the fourth of 64, such
             as a task of an array job. Afterwards the same command without --part, and with --out, goes on.
-        memory: The budget, such as 2GB; half of what is free by default.
+        memory: Memory budget, such as 2GB (default: half of the free memory).
         device: The device to compute on, such as cpu or cuda; auto is the first of cuda, mps, cpu here.
         seed: Seed of the split and of the draws.
         trust: Whether to run code that a run of another user names.

@@ -15,7 +15,7 @@ from linnet.app.report.measures import (
 )
 from linnet.app.report.records import Comparison, HeldOutSet
 from linnet.app.report.run import Run
-from linnet.app.report.verdict import constant, gain, losses, short_score, the, verdict
+from linnet.app.report.verdict import constant, gain, losses, short_score, tests_of, the, verdict
 from linnet.app.report.wording import doubt_found, duration, measured_share, number, percent
 from linnet.plots.measures import interval_coverage
 
@@ -144,9 +144,9 @@ def least_certain(test: HeldOutSet | None) -> tuple[float, float, int] | None:
 def _of_classes(run: Run, own: Comparison) -> list[KeyNumber]:
     """Accuracy, what is gained on the best of the others, and calibration."""
     tested, beside, found = run.tested(), constant(run, own), gain(run)
-    counted = f"{number(tested)} test samples" if tested else ""
+    counted = tests_of(run) if tested else ""
     if beside is not None:
-        counted += f"; {percent(1 - beside.loss)} for always the most frequent class"
+        counted += f"; always the most frequent class: {percent(1 - beside.loss)}"
     made = [KeyNumber(short_score(run, own), "test accuracy", counted)]
     if found is not None:
         points = measured_share(found.value, found.error, "points", signs=True)

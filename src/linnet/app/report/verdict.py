@@ -311,8 +311,15 @@ def told(run: Run, row: Comparison) -> str:
         Text.
     """
     if row.accuracy is not None:
-        return f"{short_score(run, row)} of {_tests(run)} are right"
-    return f"its root mean squared error on {_tests(run)} is {short_score(run, row)}"
+        return f"{short_score(run, row)} of {tests_of(run)} are right"
+    return f"its root mean squared error on {tests_of(run)} is {short_score(run, row)}"
+
+
+def tests_of(run: Run) -> str:
+    """The test samples, counted, in words."""
+    kind = "images" if run.test is not None and run.test.samples.images is not None else "samples"
+    tested = run.tested()
+    return f"{number(tested)} test {kind}" if tested else f"the test {kind}"
 
 
 def the(row: Comparison) -> str:
@@ -346,7 +353,7 @@ def _headline(
         return [f"{subject} is hardly better than {always}: {score}.", f"{cause}, or give it more samples."]
     if answer == "unclear":
         return [
-            f"{_tests(run)} are too few to tell whether {name} is better than {always}: {score}.",
+            f"{tests_of(run)} are too few to tell whether {name} is better than {always}: {score}.",
             f"About {_rounded(max(beside.change.needed, (run.tested() or 0) + 1))} would be enough.",
         ]
     return [f"Do not use {name}: {score}, not more than {always}." if run.classes is not None
@@ -361,19 +368,12 @@ def _told_apart(run: Run, own: Comparison, found: Gain) -> str:
     shown = measured_share(size, error, "points") if shares else measured(size, error)
     if not found.clear:
         more = f"; about {_rounded(found.needed)} would be needed" if found.needed else ""
-        return f"{_tests(run)} are too few to tell {first} from {second} (difference {shown}{more})."
+        return f"{tests_of(run)} are too few to tell {first} from {second} (difference {shown}{more})."
     if found.value < 0:
         first, second = second, first
     subject = first[:1].upper() + first[1:]
     ahead = f"is {shown} ahead of {second}" if shares else f"has an error {shown} lower than {second}"
     return f"{subject} {ahead}."
-
-
-def _tests(run: Run) -> str:
-    """The test samples, counted."""
-    kind = "images" if run.test is not None and run.test.samples.images is not None else "samples"
-    tested = run.tested()
-    return f"{number(tested)} test {kind}" if tested else f"the test {kind}"
 
 
 def _rounded(count: int | None) -> str:

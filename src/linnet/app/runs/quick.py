@@ -108,7 +108,7 @@ def _probed(
         trial = solved(fit.module, x, targets, solving.memory, Record("dual", "loo", {}, ()))
     some = taken(every, part, tests=False)
     reasons = {"body": "a quick run keeps the linear probe"}
-    verdict = str(trial.verdict)
+    verdict = str(trial.verdict).removeprefix("Kept the linear probe: ")
     reasons["verdict"] = f"Tried on {some}: {verdict[:1].lower()}{verdict[1:]}"
     fit.record = replace(fit.record, reasons={**fit.record.reasons, **reasons})
     keep(run)
