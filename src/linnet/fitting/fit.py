@@ -136,8 +136,10 @@ def fit(
         data: Training data: an (x, y) pair, a Dataset, a DataLoader, an IterableDataset of samples, a list of
             batches or any other object that yields them; a stream that would take more than a quarter of the
             budget is written to a temporary file once and mapped. Integer y are classes and become α-scaled
-            one-hot targets; float y (N, C) are used as they are. For the cross-entropy, y are integer
-            classes or probabilities (N, C); 0 and 1 for one output.
+            one-hot targets, text is numbered in alphabetical order (``class_names`` of the fit); float y
+            (N, C) are used as they are. For the cross-entropy, y are integer classes or probabilities (N, C);
+            0 and 1 for one output. x may be arrays, a data frame, images, mappings and lists of samples, here
+            and in ``predict``; ``record.reasons["data"]`` says what was converted.
         loss: ``"squared"``, or ``"cross-entropy"`` of softmax (logistic for one output), which takes a few
             Newton steps and returns a ``SoftmaxFit``.
         targets: Targets (N, C) to use instead of those made from y, probabilities for the cross-entropy; or

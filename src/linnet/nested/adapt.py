@@ -61,9 +61,10 @@ def adapt(
         model: A trained network that ends in a linear layer, which is replaced, or that returns features
             (N, D), as an encoder without a head does. The ``last_hidden_state`` of an encoder is averaged
             over the positions that ``attention_mask`` counts. It is not touched.
-        data: The new task: an (x, y) pair, a Dataset, a DataLoader or batches. Integer y are classes, float
-            y (N, C) are values; ``fit.record.reasons["targets"]`` says what was understood, and a warning
-            says where it is improbable. Classes without a sample have no probability.
+        data: The new task: an (x, y) pair, a Dataset, a DataLoader or batches, x in any form that
+            ``linnet.fit`` takes. Integer y and text are classes, float y (N, C) are values;
+            ``fit.record.reasons["targets"]`` says what was understood, and a warning says where it is
+            improbable. Classes without a sample have no probability.
         y: The targets, where ``data`` are inputs alone: ``adapt(net, X, y)``.
         weight: Share w of the lower layers in the kernel, 0 (the linear probe) to 1; by default chosen.
         ridge: ρ > 0, relative to the mean of the kernel's diagonal; by default, or with ``"loo"``, chosen.

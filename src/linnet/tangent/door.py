@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -302,23 +302,31 @@ def admit(network: Functional | nn.Module, x: Inputs, said: Said | None = None) 
     said = Said() if said is None else said
     model = network.model if isinstance(network, Functional) else getattr(network, "_orig_mod", network)
     if isinstance(x, Mapping):
-        x = _routed(model, x, said)
+        x = _routed(_known(network, "arguments", lambda: _arguments(model)), x, said)
     elif isinstance(x, list):
-        x = _listed(model, x)
+        x = _listed(_arguments(model), x)
     tensors = [t for t in tensors_in(x) if t.ndim]
-    change = _Change.of(model)
+    change = _known(network, "change", lambda: _Change.of(model))
     if torch.compiler.is_compiling() or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
         return x
     if change is None or not any(map(change.odd, tensors)) or not len(tensors[0]):
         return x
-    known: dict[Any, Any] = network.cache.setdefault("taken", {}) if isinstance(network, Functional) else {}
     kind = tuple((t.dtype, t.ndim, change.last(t)) for t in tensors)
-    if kind not in known:
-        known[kind] = _way(network, model, x, change)
-    for step in known[kind]:
+    few = take(x, slice(0, 1))
+    for step in _known(network, kind, lambda: _way(network, model, few, change)):
         said.notes += [note for t in tensors if (note := change.note(step, t))]
         x = map_tensors(getattr(change, step), x)
     return x
+
+
+def _known(network: Functional | nn.Module, what: Any, find: Callable[[], Any]) -> Any:
+    """What is found out once about a network that does not change."""
+    if not isinstance(network, Functional):
+        return find()
+    kept = network.cache.setdefault("taken", {})
+    if what not in kept:
+        kept[what] = find()
+    return kept[what]
 
 
 class _Change(NamedTuple):
@@ -376,9 +384,8 @@ class _Change(NamedTuple):
         return f"{t.dtype} was converted to {made}".replace("torch.", "")
 
 
-def _way(network: Functional | nn.Module, model: nn.Module, x: Inputs, change: _Change) -> tuple[str, ...]:
-    """The fewest steps after which a network runs on a batch; none if it never does."""
-    few = take(x, slice(0, 1))
+def _way(network: Functional | nn.Module, model: nn.Module, few: Inputs, change: _Change) -> tuple[str, ...]:
+    """The fewest steps after which a network runs on an example; none if it never does."""
 
     def after(*steps: str) -> Inputs:
         made = few
@@ -449,9 +456,8 @@ def outputs_of(network: Functional | nn.Module, x: Inputs) -> Tensor | None:
         return None
 
 
-def _listed(model: nn.Module, x: list[Any]) -> Inputs:
+def _listed(found: dict[str, bool] | None, x: list[Any]) -> Inputs:
     """A list of inputs, or of samples if there are more of them than the network has arguments."""
-    found = _arguments(model)
     alike = all(isinstance(t, Tensor) and t.shape == x[0].shape for t in x)
     if found is None or not alike or len(x) <= len(found):
         return tuple(x)
@@ -470,12 +476,11 @@ def _arguments(model: nn.Module) -> dict[str, bool] | None:
     return {p.name: p.default is p.empty for p in found}
 
 
-def _routed(model: nn.Module, x: Mapping[str, Any], said: Said) -> Inputs:
+def _routed(found: dict[str, bool] | None, x: Mapping[str, Any], said: Said) -> Inputs:
     """The entries of a mapping that the network takes; what it is given by position alone is a tensor."""
     if not x:
         return x
     texts = [key for key, value in x.items() if _is_text(value)]
-    found = _arguments(model)
     if found is None:
         if texts:
             said.notes.append(f"the network is not given {', '.join(map(repr, texts))}")
