@@ -259,6 +259,29 @@ def other_imports(source: Source, allowed: Iterable[str]) -> list[str]:
 # Checks on size and shape
 
 
+def bare_errors(tree: Tree) -> list[str]:
+    """Errors of ``linnet.errors`` that are made without what was expected, or without what to do."""
+    found = []
+    for source in tree.values():
+        names = {
+            alias.asname or alias.name
+            for node in source.nodes
+            if isinstance(node, ast.ImportFrom) and node.module == "linnet.errors"
+            for alias in node.names
+        }
+        for call in source.nodes:
+            if not isinstance(call, ast.Call) or _dotted(call.func) not in names:
+                continue
+            given = {keyword.arg for keyword in call.keywords}
+            spread = None in given or any(isinstance(one, ast.Starred) for one in call.args)
+            told = [
+                len(call.args) > place or name in given for place, name in ((1, "expected"), (2, "remedy"))
+            ]
+            if not spread and not all(told):
+                found.append(f"{source.name}:{call.lineno}: {_dotted(call.func)}")
+    return found
+
+
 def forbidden_names(tree: Tree, forbidden: Iterable[str]) -> list[str]:
     """Files and folders named for nothing in particular."""
     return [name for name in tree if set(name.split(".")) & set(forbidden)]

@@ -135,6 +135,12 @@ def test_the_page_draws_the_layers() -> None:
     assert not [f for f in files if not any((ROOT / d / f).exists() for d in ("", "src/linnet", "tests"))]
 
 
+def test_errors_say_what_was_expected_and_what_to_do(package: Tree) -> None:
+    """Those of the library; the application puts some together from parts."""
+    library = {name: source for name, source in package.items() if not name.startswith("linnet.app")}
+    assert not check.bare_errors(library)
+
+
 def test_every_folder_is_a_package() -> None:
     folders = {path.parent for path in (ROOT / "src" / "linnet").rglob("*.py")}
     assert not [str(folder) for folder in folders if not (folder / "__init__.py").exists()]
@@ -301,6 +307,13 @@ def test_finds_names_for_nothing() -> None:
     assert check.forbidden_names(make_tree(a__utils="", utils__a="", basement=""), ["utils"]) == [
         "linnet.a.utils", "linnet.utils", "linnet.utils.a",
     ]  # fmt: skip
+
+
+def test_finds_bare_errors() -> None:
+    head = "from linnet.errors import InputError\n"
+    bare = make_tree(a=head + "InputError('x')", b=head + "InputError('x', expected='y')")
+    assert len(check.bare_errors(bare)) == 2
+    assert not check.bare_errors(make_tree(a=head + "InputError('x', 'y', remedy='z')", b="InputError('x')"))
 
 
 def test_finds_wide_constructors() -> None:

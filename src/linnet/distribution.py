@@ -61,6 +61,7 @@ def require_application(*names: str) -> None:
         raise DependencyError(
             f"the command line needs {' and '.join(missing)}, which {verb} not installed",
             remedy=install_command(),
+            expected="the packages of the command line",
         )
 
 
@@ -106,7 +107,9 @@ def require_own_package() -> None:
     """
     if "linearize" not in getattr(sys.modules["linnet"], "__all__", ()):
         raise DependencyError(
-            "the package 'linnet' is another project's, installed over this one", remedy=_repair()
+            "the package 'linnet' is another project's, installed over this one",
+            remedy=_repair(),
+            expected="the package linnet-torch",
         )
 
 

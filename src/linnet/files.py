@@ -483,7 +483,11 @@ def read_json(path: str | os.PathLike[str], kind: str | None = None) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise FileFormatError(f"{path} is not text", expected="a JSON file in UTF-8") from error
+        raise FileFormatError(
+            f"{path} is not text",
+            expected="a JSON file in UTF-8",
+            remedy="save the object again, or pass the file that linnet wrote",
+        ) from error
     value = _parse(path, text)
     if kind is None:
         return value
@@ -519,6 +523,7 @@ def _as_json(value: object, strict: Callable[[Any], Any]) -> Any:
         raise InputError(
             f"a value cannot be written as JSON ({error})",
             expected="numbers, strings, lists, dictionaries with string keys, paths, arrays",
+            remedy="convert it, such as with float() or list()",
         ) from error
 
 
@@ -610,7 +615,11 @@ def _check_label(path: Path, label: Any, kind: str) -> None:
             remedy="upgrade linnet: the file was written by a newer one",
         )
     if label.get("kind") != kind:
-        raise FileFormatError(f"{path} holds a {label.get('kind')!r}", expected=f"a {kind!r}")
+        raise FileFormatError(
+            f"{path} holds a {label.get('kind')!r}",
+            expected=f"a {kind!r}",
+            remedy="pass the folder that this kind of object was saved to",
+        )
 
 
 def _refuse_altered(path: Path) -> NoReturn:

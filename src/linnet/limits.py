@@ -39,7 +39,7 @@ def require_file(path: str | os.PathLike[str], name: str | None = None) -> Path:
             f"{path} cannot be read: {error.strerror}", "an existing file", "check the path"
         ) from error
     if stat.S_ISDIR(mode):
-        raise InputError(f"{path} is a folder", expected="a file")
+        raise InputError(f"{path} is a folder", expected="a file", remedy="pass the file inside it")
     if not stat.S_ISREG(mode):
         raise InputError(
             f"{path} is {special_file(mode)}",

@@ -165,6 +165,7 @@ def _names(archive: zipfile.ZipFile) -> list[str]:
         raise FileFormatError(
             f"{archive.filename} is a zip archive, but of other things: {', '.join(members[:8])}",
             expected="an .npz file written by numpy.savez",
+            remedy="write the file with numpy.savez",
         )
     return [member.removesuffix(".npy") for member in members]
 

@@ -58,7 +58,7 @@ def outcome(door: Door, parameter: str, make: Any) -> str:
     try:
         result = called(**{**arguments, parameter: value})
     except LinnetError as error:
-        return "refused" if error.expected else f"no expectation: {error}"
+        return "refused" if error.expected and error.remedy else f"without what to do: {error}"
     except Exception as error:  # the point of the test
         return f"{type(error).__name__}: {error}"
     return NOT_FINITE if unusable(result) else "accepted"

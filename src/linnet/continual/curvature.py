@@ -117,7 +117,11 @@ class Recipe:
                 options["params"] = [OUTPUTS + name for name in network.function.names]
             found = watched(None, network, data, self.likelihood, self.structure, **options)
         if not isinstance(found, Curvature):
-            raise InputError(f"structure={self.structure!r}", expected="a structure that can be kept")
+            raise InputError(
+                f"structure={self.structure!r}",
+                expected="a structure that can be kept",
+                remedy='pass structure="kfac" or "diagonal"',
+            )
         return found
 
     def network(

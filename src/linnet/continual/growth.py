@@ -106,7 +106,11 @@ def grown(operator: StructuredOperator, old: Layer, new: Layer) -> StructuredOpe
         basis = operator.basis.new_zeros(new.size, operator.values.numel())
         basis[index] = operator.basis
         return LowRankMatrix(basis, operator.values, name=operator.name)
-    raise ModelError(f"layer {new.name} has grown, and {operator!r} cannot grow with it")
+    raise ModelError(
+        f"layer {new.name} has grown, and {operator!r} cannot grow with it",
+        expected="structures that grow: diagonal, block, kfac, ekfac or low-rank",
+        remedy="start again with another structure, or keep the size of the layer",
+    )
 
 
 def _sides(old: Layer, new: Layer) -> tuple[Tensor, Tensor, tuple[int, int]]:

@@ -166,13 +166,19 @@ class OnlineLaplace(ContinualMethod):
         known = [name for name, _ in inner.named_parameters() if name in names]
         if len(known) < len(names):
             raise ModelError(
-                f"the network lacks parameters that are remembered, such as {min(names - set(known))!r}"
+                f"the network lacks parameters that are remembered, such as {min(names - set(known))!r}",
+                expected="the network whose tasks are remembered",
+                remedy="pass that network, or one that it has grown into",
             )
         function = Functional(inner, known, adapter)
         anchor = {} if linear else {name: self._main.anchor[name] for name in known}
         for name, tensor in anchor.items():
             if tensor.shape != function.theta[name].shape:
-                raise ModelError(f"parameter {name!r} has grown since it was consolidated")
+                raise ModelError(
+                    f"parameter {name!r} has grown since it was consolidated",
+                    expected="parameters of the size that they were consolidated with",
+                    remedy="call consolidate() on a task of the larger network first",
+                )
         function = function.moved(anchor) if anchor else function
         made = Provenance(
             self._recipe.word,

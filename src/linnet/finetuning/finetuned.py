@@ -250,7 +250,11 @@ def load_finetuned(directory: str | Path, model: nn.Module, output: OutputAdapte
         with torch.no_grad():
             for name, value in lin.delta.items():
                 if f"delta/{name}" not in tensors:
-                    raise FileFormatError(f"{path} has no displacement of {name!r}", "a complete file")
+                    raise FileFormatError(
+                        f"{path} has no displacement of {name!r}",
+                        "a complete file",
+                        remedy="save the fine-tuned network again",
+                    )
                 value.copy_(tensors[f"delta/{name}"])
     found = Finetuned(
         module,

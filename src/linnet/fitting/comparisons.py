@@ -101,6 +101,7 @@ def fine_tune(
         raise InputError(
             f"steps={steps}, learning_rates={tuple(rates)} with {n} examples",
             expected="at least one step, one rate, two examples",
+            remedy="leave steps= and learning_rates= out, and pass two examples or more",
         )
     splits = held_out_splits(y, seed, folds)
     runs = len(rates) * len(splits) + 1

@@ -24,7 +24,9 @@ def _model_class() -> Any:
         from botorch.models.model import Model
     except ImportError as error:
         raise DependencyError(
-            "TangentModel needs botorch, which is not installed", remedy=install_command("gp")
+            "TangentModel needs botorch, which is not installed",
+            remedy=install_command("gp"),
+            expected="botorch",
         ) from error
 
     return type(

@@ -27,7 +27,9 @@ def _kernel_class() -> Any:
         from gpytorch.kernels import Kernel
     except ImportError as error:
         raise DependencyError(
-            "TangentKernel needs gpytorch, which is not installed", remedy=install_command("gp")
+            "TangentKernel needs gpytorch, which is not installed",
+            remedy=install_command("gp"),
+            expected="gpytorch",
         ) from error
 
     return type(

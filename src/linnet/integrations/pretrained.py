@@ -216,7 +216,9 @@ def _optional(package: str, model: str, remedy: str) -> Iterator[None]:
         raise
     except ImportError as error:
         raise DependencyError(
-            f"{package} could not import what model {model!r} needs ({error})", remedy=remedy
+            f"{package} could not import what model {model!r} needs ({error})",
+            remedy=remedy,
+            expected="the packages that the model is built with",
         ) from error
     except Exception as error:
         raise ModelError(
@@ -241,5 +243,5 @@ def require_module(model: object, maker: str) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         what = f"{maker} returned an object of type {type(model).__name__}"
-        raise ModelError(what, expected="a torch.nn.Module")
+        raise ModelError(what, expected="a torch.nn.Module", remedy="return the network itself")
     return model

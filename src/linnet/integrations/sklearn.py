@@ -439,6 +439,7 @@ def _class(name: str) -> Any:
         raise DependencyError(
             f"{name} needs scikit-learn 1.6 or later, which is not installed",
             remedy=install_command("sklearn"),
+            expected="scikit-learn 1.6 or later",
         ) from error
 
     own, mixin = {

@@ -289,6 +289,7 @@ class Custom(Likelihood):
                 raise InputError(
                     f"sample returned {got} for outputs {tuple(many.shape)}",
                     expected="one label for each row",
+                    remedy="return a tensor whose first axis is that of the outputs",
                 )
             return drawn.to(rows.device).reshape(n, *rows.shape[:-1], *drawn.shape[1:])
         if self._support is None:

@@ -242,7 +242,9 @@ class Bernoulli(IndependentComponents):
         self.ignore_index, self.axis = _require_index(ignore_index), require_axis(axis)
         if self.ignore_index in (0, 1):
             raise InputError(
-                f"ignore_index={ignore_index} is a label", expected="an integer other than 0 and 1"
+                f"ignore_index={ignore_index} is a label",
+                expected="an integer other than 0 and 1",
+                remedy="pass ignore_index=-100",
             )
 
     def _check_values(self, y: Tensor, missing: Tensor) -> None:

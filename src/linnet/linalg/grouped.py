@@ -166,7 +166,11 @@ class GroupedKroneckerEigen(EigenbasisOperator):
         _require_alike(left_vectors, right_vectors, f"eigenvectors of {name}")
         expected = (*left_vectors.shape[:2], right_vectors.shape[1])
         if values.shape != expected:
-            raise InputError(f"values of {name} has shape {tuple(values.shape)}", expected=f"{expected}")
+            raise InputError(
+                f"values of {name} has shape {tuple(values.shape)}",
+                expected=f"{expected}",
+                remedy="pass one value for each pair of eigenvectors",
+            )
         require_finite(values, f"eigenvalues of {name}")
         self.left_vectors, self.right_vectors = left_vectors, right_vectors
         self._hold(nonnegative_each(values.flatten(1), name).view(expected), space, name)
@@ -308,7 +312,11 @@ def _require_matrices(matrices: Tensor, name: str) -> None:
     """One finite square matrix a group."""
     require_square(matrices, name)
     if matrices.ndim != 3 or matrices.shape[0] == 0:
-        raise InputError(f"{name} has shape {tuple(matrices.shape)}", "a matrix for each group, (R, n, n)")
+        raise InputError(
+            f"{name} has shape {tuple(matrices.shape)}",
+            "a matrix for each group, (R, n, n)",
+            remedy="stack the matrices of the groups, torch.stack(matrices)",
+        )
     require_finite(matrices, name)
 
 
@@ -332,6 +340,14 @@ def _require_symmetric(matrices: Tensor, name: str) -> None:
 def _require_alike(left: Tensor, right: Tensor, name: str) -> None:
     """As many matrices on the left as on the right, of one type on one device."""
     if left.shape[0] != right.shape[0]:
-        raise InputError(f"the {name} are {left.shape[0]} and {right.shape[0]}", "one pair for each group")
+        raise InputError(
+            f"the {name} are {left.shape[0]} and {right.shape[0]}",
+            "one pair for each group",
+            remedy="pass as many left as right factors",
+        )
     if left.dtype != right.dtype or left.device != right.device:
-        raise InputError(f"the {name} are {left.dtype} and {right.dtype}", "one dtype and device")
+        raise InputError(
+            f"the {name} are {left.dtype} and {right.dtype}",
+            "one dtype and device",
+            remedy="convert one of the two with .to(dtype) or .to(device)",
+        )

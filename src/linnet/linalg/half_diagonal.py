@@ -63,7 +63,11 @@ class HalfDiagonal(EigenbasisOperator):
         size = vectors.shape[0]
         expected = f"(n, {size})" if side == "left" else f"({size}, m)"
         if vectors.ndim != 2 or values.ndim != 2 or values.shape[1 if side == "left" else 0] != size:
-            raise InputError(f"values of {name} has shape {tuple(values.shape)}", expected=expected)
+            raise InputError(
+                f"values of {name} has shape {tuple(values.shape)}",
+                expected=expected,
+                remedy="pass one value for each pair of eigenvectors",
+            )
         require_finite(vectors, f"eigenvectors of {name}")
         require_finite(values, f"eigenvalues of {name}")
         self.vectors = vectors
@@ -90,6 +94,7 @@ class HalfDiagonal(EigenbasisOperator):
             raise InputError(
                 f"the factors of {name} have shapes {tuple(left.shape)} and {tuple(right.shape)}",
                 expected="one vector and one matrix",
+                remedy="pass the diagonal of the one, and the other whole",
             )
         side = "left" if left.ndim == 1 else "right"
         alone, matrix = (left, right) if side == "left" else (right, left)

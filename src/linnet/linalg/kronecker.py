@@ -61,7 +61,9 @@ class Kronecker(StructuredOperator):
         require_symmetric(right, f"right factor of {name}")
         if left.dtype != right.dtype or left.device != right.device:
             raise InputError(
-                f"the factors of {name} are {left.dtype} and {right.dtype}", "one dtype and device"
+                f"the factors of {name} are {left.dtype} and {right.dtype}",
+                "one dtype and device",
+                remedy="convert one of the two with .to(dtype) or .to(device)",
             )
         self.left, self.right = left, right
         size = left.shape[0] * right.shape[0]
@@ -169,7 +171,11 @@ class KroneckerEigen(EigenbasisOperator):
     ) -> None:
         expected = (left_vectors.shape[0], right_vectors.shape[0])
         if values.shape != expected:
-            raise InputError(f"values of {name} has shape {tuple(values.shape)}", expected=f"{expected}")
+            raise InputError(
+                f"values of {name} has shape {tuple(values.shape)}",
+                expected=f"{expected}",
+                remedy="pass one value for each pair of eigenvectors",
+            )
         require_finite(values, f"eigenvalues of {name}")
         self.left_vectors, self.right_vectors = left_vectors, right_vectors
         self._hold(nonnegative(values, name), space, name)

@@ -55,10 +55,16 @@ class LowRankMatrix(StructuredOperator):
     ) -> None:
         if basis.ndim != 2 or values.shape != basis.shape[1:] or basis.shape[1] > basis.shape[0]:
             raise InputError(
-                f"basis is {tuple(basis.shape)}, values {tuple(values.shape)}", "(n, R) and (R,)"
+                f"basis is {tuple(basis.shape)}, values {tuple(values.shape)}",
+                "(n, R) and (R,)",
+                remedy="pass one value for each column of the basis",
             )
         if scale is not None and scale.shape != basis.shape[:1]:
-            raise InputError(f"scale has shape {tuple(scale.shape)}", expected=f"({basis.shape[0]},)")
+            raise InputError(
+                f"scale has shape {tuple(scale.shape)}",
+                expected=f"({basis.shape[0]},)",
+                remedy="pass one scale for each row of the basis",
+            )
         require_finite(basis, f"basis of {name}")
         require_finite(values, f"values of {name}")
         self.basis, self.values = basis, nonnegative(values, name)
@@ -93,7 +99,11 @@ class LowRankMatrix(StructuredOperator):
             NumericalError: Something is not finite, or the matrix has a negative eigenvalue.
         """
         if factor.ndim != 2 or (weights is not None and weights.shape != factor.shape[1:]):
-            raise InputError(f"factor has shape {tuple(factor.shape)}", "(n, R), and one weight a column")
+            raise InputError(
+                f"factor has shape {tuple(factor.shape)}",
+                "(n, R), and one weight a column",
+                remedy="pass factor as a matrix, and leave weights= out for ones",
+            )
         require_finite(factor, f"factor of {name}")
         if not isinstance(diagonal, Tensor) or diagonal.ndim == 0:
             rest = require_damping(float(diagonal))

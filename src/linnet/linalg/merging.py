@@ -46,7 +46,11 @@ def merge(
     """
     _require_terms(terms)
     if (counts is not None) != (method == "count"):
-        raise InputError(f"counts is {counts!r} with method {method!r}", "counts for method 'count' alone")
+        raise InputError(
+            f"counts is {counts!r} with method {method!r}",
+            "counts for method 'count' alone",
+            remedy="leave counts= out, or pass them with method='count'",
+        )
     if counts is not None:
         return merge_count(terms, counts)
     methods = {"exact": Sum, "svd": merge_svd, "kl": merge_kl}
@@ -147,7 +151,11 @@ def merge_count(terms: Sequence[Kronecker], counts: Sequence[float]) -> Kronecke
     """
     first = _require_terms(terms)
     if len(counts) != len(terms) or min(counts) <= 0:
-        raise InputError(f"counts is {list(counts)}", f"{len(terms)} positive numbers, one a term")
+        raise InputError(
+            f"counts is {list(counts)}",
+            f"{len(terms)} positive numbers, one a term",
+            remedy="pass the number of examples of each term",
+        )
     total = sum(counts)
     left = torch.stack([term.left for term in terms]).sum(0)
     right = torch.stack([n / total * term.right for n, term in zip(counts, terms, strict=True)]).sum(0)
@@ -157,7 +165,11 @@ def merge_count(terms: Sequence[Kronecker], counts: Sequence[float]) -> Kronecke
 def _require_terms(terms: Sequence[Kronecker]) -> Kronecker:
     """The first term, if there is one and all have its factor shapes."""
     if len({(term.left.shape, term.right.shape) for term in terms}) != 1:
-        raise InputError(f"terms is {list(terms)}", "at least one product, all with factors of one shape")
+        raise InputError(
+            f"terms is {list(terms)}",
+            "at least one product, all with factors of one shape",
+            remedy="merge the products of one layer",
+        )
     return terms[0]
 
 

@@ -237,7 +237,11 @@ class Diagonal(StructuredOperator):
 
     def __init__(self, values: Tensor, space: ParameterSpace | None = None, name: str = "diagonal") -> None:
         if values.ndim != 1 or not values.is_floating_point():
-            raise InputError(f"{name} has shape {tuple(values.shape)} and type {values.dtype}", "floats (n,)")
+            raise InputError(
+                f"{name} has shape {tuple(values.shape)} and type {values.dtype}",
+                "floats (n,)",
+                remedy="pass the diagonal alone, as a vector of floats",
+            )
         require_finite(values, name)
         if bool((values < 0).any()):
             raise InputError(
@@ -306,7 +310,11 @@ class BlockDiagonal(StructuredOperator):
 
     def __init__(self, blocks: Sequence[StructuredOperator], space: ParameterSpace | None = None) -> None:
         if len({(block.dtype, block.device) for block in blocks}) != 1:
-            raise InputError(f"blocks is {list(blocks)}", "at least one block, all of one dtype and device")
+            raise InputError(
+                f"blocks is {list(blocks)}",
+                "at least one block, all of one dtype and device",
+                remedy="convert the blocks with .to(dtype) or .to(device)",
+            )
         ends = list(accumulate((block.shape[0] for block in blocks), initial=0))
         self.blocks = tuple(blocks)
         self.slices = tuple(slice(*pair) for pair in pairwise(ends))
@@ -380,7 +388,11 @@ class Permuted(StructuredOperator):
     ) -> None:
         n = operator.shape[0]
         if order.shape != (n,) or not torch.equal(order.sort().values.cpu(), torch.arange(n)):
-            raise InputError(f"order has shape {tuple(order.shape)}", f"a permutation of 0 ... {n - 1}")
+            raise InputError(
+                f"order has shape {tuple(order.shape)}",
+                f"a permutation of 0 ... {n - 1}",
+                remedy="pass such as torch.randperm(n)",
+            )
         self.operator = operator
         self.order = order.to(operator.device)
         self._back = self.order.argsort()

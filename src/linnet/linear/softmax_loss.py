@@ -144,7 +144,11 @@ def _probabilities(y: Tensor, outputs: int) -> Tensor:
             remedy='convert classes with y.long(); for regression targets pass loss="squared"',
         )
     if values.shape[0] == 0:
-        raise DataError("y is empty: it holds 0 examples", expected="at least one example")
+        raise DataError(
+            "y is empty: it holds 0 examples",
+            expected="at least one example",
+            remedy="check the path and the split that the data come from",
+        )
     if not torch.isfinite(values).all():
         bad = int((~torch.isfinite(values).all(1)).nonzero()[0])
         raise DataError(

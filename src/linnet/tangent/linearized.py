@@ -362,7 +362,9 @@ def _one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     if kwargs:
         if args:
             raise InputError(
-                "positional and keyword inputs are mixed", expected="one batch x, or keywords alone"
+                "positional and keyword inputs are mixed",
+                expected="one batch x, or keywords alone",
+                remedy="pass all inputs by name, or one tuple of them",
             )
         return kwargs
     return args[0] if len(args) == 1 else args

@@ -311,7 +311,11 @@ def _vectors(n: int, columns: int, like: Tensor) -> Tensor:
 def _default_tolerance(dense: Tensor) -> float:
     """1e-10 in float64, 1e-4 in less."""
     if not dense.is_floating_point():
-        raise InputError(f"dense is of type {dense.dtype}", expected="a floating point matrix")
+        raise InputError(
+            f"dense is of type {dense.dtype}",
+            expected="a floating point matrix",
+            remedy="pass dense.double()",
+        )
     return 1e-10 if dense.dtype == torch.float64 else 1e-4
 
 
