@@ -45,7 +45,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "file /": lambda: linnet.spectrum.gram(small.lin(), small.x(), file="/"),
     "file .": lambda: linnet.spectrum.gram(small.lin(), small.x(), file="."),
     "file ..": lambda: linnet.spectrum.gram(small.lin(), small.x(), file=".."),
-    "entries of another network": lambda: linnet.spectrum.condition_number(small.lin(), {"a": small.x()}),
+    "entries of another network": lambda: linnet.spectrum.condition_number(
+        small.lin(), {"a": small.x(), "b": small.x()}
+    ),
     "entries of another network beside its own": lambda: linnet.spectrum.gram_part(
         small.lin(), small.x(), file="kernel.npy", part=(0, 1), x2={"a": small.x()}
     ),

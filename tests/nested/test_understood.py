@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import linnet
 from linnet.errors import DataError, InputError
@@ -122,3 +123,32 @@ def test_unsigned_numbers_beyond_int64_are_no_labels() -> None:
     y = (THREE - 1).to(torch.uint64)  # −1 is 2⁶⁴ − 1
     with pytest.raises(InputError, match="63"):
         linnet.adapt(network(5), (X, y))
+
+
+WORDS = [["b", "a", "c"][k] for k in THREE.tolist()]
+NUMBERS = torch.tensor([1, 0, 2])[THREE]
+
+
+def test_names_of_classes_are_taken_wherever_the_fit_knows_them(tmp_path: Path) -> None:
+    fit = linnet.adapt(network(5), (X, WORDS), weight=0.0)
+    assert fit.class_names == ("a", "b", "c")
+    pairs = [(X[k : k + 1], WORDS[k : k + 1]) for k in range(24)]
+    expected = linnet.evaluate(fit, (X, NUMBERS))
+    for data in ((X, WORDS), pairs, DataLoader(list(zip(X, WORDS, strict=True)), batch_size=7)):
+        assert linnet.evaluate(fit, data).nll == pytest.approx(expected.nll)
+    torch.testing.assert_close(
+        linnet.audit.influence(fit, X, labels=WORDS).loss, linnet.audit.influence(fit, X, labels=NUMBERS).loss
+    )
+    head, same = (linnet.with_head(network(5), 3, data=(X, y)) for y in (WORDS, NUMBERS))
+    torch.testing.assert_close(head(X), same(X))
+    assert "b" in fit.report(test=(X, WORDS)).html
+
+
+def test_names_of_other_classes_than_the_outputs_are_refused() -> None:
+    for call in (
+        lambda: linnet.fit(linnet.linearize(network(5)), (X, WORDS)),
+        lambda: linnet.with_head(network(5), 5, data=(X, WORDS)),
+        lambda: linnet.adapt(network(5), (X, [*WORDS[:-1], None])),
+    ):
+        with pytest.raises(DataError, match=r"text|names"):
+            call()

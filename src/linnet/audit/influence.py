@@ -43,6 +43,7 @@ from linnet.params import integer
 from linnet.shown import Record
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
+from linnet.tangent.door import known_answers
 from linnet.tangent.modes import in_exact_mode
 
 if TYPE_CHECKING:
@@ -492,7 +493,8 @@ def label_targets(fit: Fitted, x: Inputs, labels: Any) -> Tensor:
         InputError: If there are more or fewer of them than examples, or they are arranged otherwise.
     """
     n, c, dtype = batch_size(x), fit.targets.shape[1], fit.targets.dtype
-    y = named_tensor(labels, "labels").to(fit.targets.device)
+    names = fit.record.classes
+    y = (known_answers(labels, names) if names else named_tensor(labels, "labels")).to(fit.targets.device)
     if y.ndim == 0:
         raise InputError(
             f"labels is one value for {n} examples", "one label for each example of x", "pass labels (n,)"

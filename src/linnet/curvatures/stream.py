@@ -40,11 +40,11 @@ from linnet.tangent.batch import (
     tensors_in,
     without_targets,
 )
-from linnet.tangent.door import answers, as_batch, taken, tensorize
+from linnet.tangent.door import as_batch, known_answers, taken, tensorize
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import copied, gather_data
 from linnet.tangent.hashing import hash_tensors
-from linnet.tangent.order import in_order, random_kept
+from linnet.tangent.order import Said, in_order, random_kept
 from linnet.tangent.pairs import as_sample, in_batches, require_targets, side_by_side
 from linnet.tangent.sharded import Sharded, sharded
 
@@ -124,6 +124,7 @@ class Batches:
             that gives every process a part is not divided again, and examples with which its sampler fills
             the parts up are left out.
         memory: Budget, of which a quarter is taken to gather an iterator.
+        names: Names of the classes, where targets may be text.
 
     Attributes:
         examples: Examples of the last complete pass, those of all processes together.
@@ -146,7 +147,9 @@ class Batches:
         block: int | None = None,
         share: Share | None = None,
         memory: str | int | None = None,
+        names: Sequence[str] = (),
     ) -> None:
+        self._names = names
         if block is not None:
             block = integer("block", block)
         self._part = sharded(data) if share is not None and share.world > 1 else None
@@ -165,7 +168,7 @@ class Batches:
         self.few: Inputs = None
         self._batched = isinstance(data, DataLoader) or in_batches(data)
         self._streamed = self._batched or (is_data_set(data) and not isinstance(data, TensorDataset))
-        self._data = data if self._streamed else _whole_pair(data, self._network)
+        self._data = data if self._streamed else _whole_pair(data, self._network, self._names)
         self._reading: Iterator[Any] | None = None
         self._seen: _Sums | None = None
         self._now, self._whole_sums = _Sums(), _Sums()
@@ -345,15 +348,16 @@ class Batches:
         """Batches as the data come."""
         if self._batched:
             for item in self._again():
-                yield _pair(item)
+                yield _pair(item, self._names)
         elif isinstance(self._data, IterableDataset):
             samples = self._again()
             while read := list(islice(samples, SAMPLES_A_READ)):
-                yield _as_one(read)
+                yield _as_one(read, self._names)
         elif self._streamed:
             n = len(self._data)
             for start in range(0, n, SAMPLES_A_READ):
-                yield _as_one([self._data[i] for i in range(start, min(start + SAMPLES_A_READ, n))])
+                read = [self._data[i] for i in range(start, min(start + SAMPLES_A_READ, n))]
+                yield _as_one(read, self._names)
         else:
             yield self._data
 
@@ -456,7 +460,9 @@ def held(data: Any, memory: str | int | None = None, keep: bool = False) -> Any:
     return copied(x, memory) if y is None else (copied(x, memory), y.clone())
 
 
-def _whole_pair(data: Any, network: Functional | None = None) -> tuple[Inputs, Tensor | None]:
+def _whole_pair(
+    data: Any, network: Functional | None = None, names: Sequence[str] = ()
+) -> tuple[Inputs, Tensor | None]:
     """(x, y) or x alone, of data that come in one piece."""
     if isinstance(data, TensorDataset) and len(data.tensors) == 1:
         return data.tensors[0], None
@@ -464,15 +470,16 @@ def _whole_pair(data: Any, network: Functional | None = None) -> tuple[Inputs, T
     if alone is not None:
         return alone, None
     several = isinstance(data, tuple) and isinstance(data[0], list)  # inputs, or samples, as the network says
-    return gather_data(data, network if several else None, missing=True, keep=False)
+    said = Said(classes=tuple(names), text=bool(names))
+    return gather_data(data, network if several else None, missing=True, keep=False, said=said)
 
 
-def _pair(item: Any) -> tuple[Inputs, Tensor | None]:
+def _pair(item: Any, names: Sequence[str]) -> tuple[Inputs, Tensor | None]:
     """(x, y) or x alone, of a batch."""
     if (alone := _alone(item)) is not None:
         return alone, None
     x, y = as_pair(item)
-    x, y = tensorize(x), answers(y)
+    x, y = tensorize(x), known_answers(y, names)
     require_targets(x, y, "a batch of data")
     return x, y
 
@@ -486,14 +493,16 @@ def _alone(item: Any) -> Inputs | None:
     return item[0] if isinstance(item, list | tuple) and len(item) == 1 else None
 
 
-def _as_one(samples: Sequence[Any]) -> tuple[Inputs, Tensor | None]:
+def _as_one(samples: Sequence[Any], names: Sequence[str]) -> tuple[Inputs, Tensor | None]:
     """Some samples as one batch."""
     first = samples[0]
     if isinstance(first, Tensor):
         return torch.stack(list(samples)), None
     if isinstance(first, Mapping) and without_targets(first)[1] is None:
         return concatenate([as_batch(sample) for sample in samples]), None
-    return side_by_side([as_sample(sample, "a sample of the data") for sample in samples])
+    said = Said(classes=tuple(names), text=bool(names))
+    x, y = side_by_side([as_sample(sample, "a sample of the data", said) for sample in samples])
+    return x, said.numbered(y)
 
 
 def usable(t: Tensor, device: torch.device | None) -> Tensor:

@@ -43,6 +43,7 @@ from linnet.linear.targets import (
     OneHot,
     Targets,
     check_arrangement,
+    check_names,
     make_targets,
     position_targets,
 )
@@ -203,6 +204,8 @@ def _shared_fit(
     given = given.detach().clone() if isinstance(given, Tensor) else given
     said = Said()
     x, y = gather_data(data, lin.function, memory=memory, said=said)
+    if axis is None and said.classes:
+        check_names(said.classes, lin.function.output_shape(x).numel())
     arguments = {"lin": lin, "x": x, "y": y, "loss": loss, "targets": targets, "ridge": ridge}
     require_alike({**arguments, "solver": solver, "axis": axis, "memory": memory})
     if axis is not None:

@@ -24,7 +24,7 @@ from linnet.fitting.last_layer import (
 )
 from linnet.linalg.random import Seed, make_generator
 from linnet.linear.dual import Spectrum, ridge_grid_of
-from linnet.linear.targets import ALPHA, Targets, make_targets
+from linnet.linear.targets import ALPHA, Targets, check_names, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, integer, number
 from linnet.tangent.batch import Inputs, on_device, split, tensors_in
@@ -32,6 +32,7 @@ from linnet.tangent.functional import OutputAdapter, check_output, copied
 from linnet.tangent.gather import gather_data
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.order import Said
 from linnet.tangent.selection import require_module
 
 
@@ -119,7 +120,9 @@ def with_head(
     probe = init if isinstance(init, Probe) else Probe()
     kind = "probe" if isinstance(init, Probe) else init
     seed = make_generator(seed)
-    given = None if data is None else gather_data(data, model, keep=False)
+    said = Said()
+    given = None if data is None else gather_data(data, model, keep=False, said=said)
+    check_names(said.classes, classes)
     check_output(output)
     clone = copied(model)
     if head is not None:

@@ -202,6 +202,27 @@ def task_targets(y: Tensor, dtype: torch.dtype) -> Targets:
     return make_targets(y, max(classes, 2), ALPHA, dtype=dtype)
 
 
+def check_names(names: tuple[str, ...], outputs: int) -> None:
+    """Raise if classes that have names are not the outputs of a network.
+
+    Args:
+        names: The names, none where labels are numbers.
+        outputs: C; one output stands for two classes.
+
+    Raises:
+        DataError: If there are more or fewer of them.
+
+    Example:
+        >>> check_names(("cat", "dog"), 2)
+    """
+    if names and len(names) != max(outputs, 2):
+        raise DataError(
+            f"y names {len(names)} classes, {', '.join(map(repr, names[:3]))}{', ...' * (len(names) > 3)}",
+            expected=f"{max(outputs, 2)} names, one for each of the network's outputs in alphabetical order",
+            remedy="number them as the network's outputs are, or pass a network with a head for them",
+        )
+
+
 def understood(targets: Targets) -> str:
     """What y was taken for.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -65,12 +65,13 @@ def evaluate(
     """
     choice("noise", noise, ("add", "included"))
     integer("bins", bins)
+    names = getattr(predict, "class_names", None) or ()
     predict = asked(predict)
     judged: list[Judged] = []
     values: list[tuple[Tensor, Tensor, Tensor]] = []
     classes, start = 0, 0
     with torch.no_grad():
-        for batch in track(batches_of(predict, data, batch_size, device), "evaluating"):
+        for batch in track(batches_of(predict, data, batch_size, device, names), "evaluating"):
             if batch.y is None:
                 raise InputError("data have no targets", expected="(x, y) pairs", remedy="pass data=(x, y)")
             answer = ask(predict, batch.x)
@@ -131,7 +132,11 @@ def asked(predict: Any) -> Predict:
 
 
 def batches_of(
-    predict: Predict, data: Any, batch_size: int | None, device: torch.device | str | None
+    predict: Predict,
+    data: Any,
+    batch_size: int | None,
+    device: torch.device | str | None,
+    names: Sequence[str] = (),
 ) -> Batches:
     """The batches to be asked about, after a look at the arguments.
 
@@ -140,6 +145,7 @@ def batches_of(
         data: An (x, y) pair, inputs alone, a ``Dataset``, a ``DataLoader`` or batches.
         batch_size: Largest number of examples in a batch, or ``None``.
         device: Where inputs are put, or ``None``.
+        names: Names of the classes, where targets may be text.
 
     Returns:
         The batches.
@@ -156,7 +162,9 @@ def batches_of(
     if batch_size is not None:
         integer("batch_size", batch_size)
     place = None if device is None else checked_device("device", device)
-    return Batches(data, cast("torch.device", place), batch_size)  # None leaves batches where they are
+    return Batches(
+        data, cast("torch.device", place), batch_size, names=names
+    )  # None leaves batches where they are
 
 
 def same_classes(before: int, p: Tensor) -> int:

@@ -112,6 +112,7 @@ def answers(y: Any, said: Said | None = None) -> Tensor:
         The targets; of text the numbers that :meth:`Said.numbered` sorts when all have come.
 
     Raises:
+        DataError: If text and something else are mixed.
         InputError: If they are neither.
 
     Example:
@@ -124,8 +125,15 @@ def answers(y: Any, said: Said | None = None) -> Tensor:
     if isinstance(words, str):
         words = [words]
         return answers(words, said)[0]
-    if not isinstance(words, list | tuple) or not words or not all(isinstance(word, str) for word in words):
+    words = words.tolist() if isinstance(words, np.ndarray) and words.dtype == object else words
+    if not isinstance(words, list | tuple) or not any(isinstance(word, str) for word in words):
         return named_tensor(y, "y")
+    if other := next((place for place, word in enumerate(words) if not isinstance(word, str)), None):
+        raise DataError(
+            f"y is text, and at index {other} it is {words[other]!r}",
+            expected="text alone, or numbers alone",
+            remedy="drop or repair these examples",
+        )
     if said is None or not said.text:
         raise InputError(
             f"y is text, such as {words[0]!r}",
@@ -133,6 +141,28 @@ def answers(y: Any, said: Said | None = None) -> Tensor:
             remedy="number them: names, y = numpy.unique(y, return_inverse=True)",
         )
     return said.number(words)
+
+
+def known_answers(y: Any, classes: Sequence[str]) -> Tensor:
+    """Targets as a tensor, where classes have names already.
+
+    Args:
+        y: Numbers in any form, or names of classes.
+        classes: The names; none where text is refused.
+
+    Returns:
+        The targets.
+
+    Raises:
+        DataError: If a name is none of the classes.
+        InputError: If they are neither.
+
+    Example:
+        >>> known_answers(["dog", "dog"], ("cat", "dog"))
+        tensor([1, 1])
+    """
+    said = Said(classes=tuple(classes), text=bool(classes))
+    return said.numbered(answers(y, said))
 
 
 def as_batch(x: Any) -> Inputs:

@@ -53,7 +53,7 @@ class Said:
 
     def number(self, words: Sequence[str]) -> Tensor:
         """Numbers of words, in the order in which they come for the first time."""
-        return torch.tensor([self._numbers.setdefault(word, len(self._numbers)) for word in words])
+        return torch.tensor([self._numbers.setdefault(str(word), len(self._numbers)) for word in words])
 
     def numbered(self, y: Tensor) -> Tensor:
         """Classes for what :meth:`number` gave, in alphabetical order or that of the classes known."""

@@ -47,6 +47,7 @@ from linnet.nested.nested_fit import NestedFit
 from linnet.params import instance
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.gather import gather_data
+from linnet.tangent.order import Said
 
 Array = np.ndarray[Any, Any]
 _SMALLEST = 4  # pixels a side of what is taken for a picture
@@ -161,6 +162,8 @@ def _run(fit: Fit, classes: tuple[str, ...] | None) -> SavedRun:
 def _names(fit: Fit, classes: Sequence[str] | None) -> tuple[str, ...] | None:
     """A name for each class; None for a regression."""
     count = fit.classes
+    if classes is None and fit.class_names is not None:
+        return fit.class_names
     if classes is None:
         return None if count is None else tuple(str(c) for c in range(count))
     given = tuple(classes) if isinstance(classes, Sequence) and not isinstance(classes, str) else None
@@ -175,7 +178,8 @@ def _names(fit: Fit, classes: Sequence[str] | None) -> tuple[str, ...] | None:
 
 def _part(test: Any, run: SavedRun) -> Part:
     """The test samples."""
-    x, y = gather_data(test)
+    names = run.fit.record.classes
+    x, y = gather_data(test, said=Said(classes=names, text=bool(names)))
     if not isinstance(x, Tensor):
         raise InputError(
             f"the inputs of test are {type(x).__name__}",
