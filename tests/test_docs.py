@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
+from enum import EnumType
 from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -178,7 +179,8 @@ def undocumented(thing: object) -> list[str]:
     faults = [] if text else ["no docstring"]
     is_error = isinstance(thing, type) and issubclass(thing, BaseException)
     if not is_error:
-        parameters = inspect.signature(thing).parameters  # type: ignore[arg-type]
+        given = isinstance(thing, EnumType)  # its members are all there are
+        parameters = {} if given else inspect.signature(thing).parameters  # type: ignore[arg-type]
         faults += [f"parameter {name} is not explained" for name in parameters if name not in described]
         members = vars(thing).values() if isinstance(thing, type) else ()
         texts = [text, *(member.__doc__ or "" for member in members if isinstance(member, FunctionType))]

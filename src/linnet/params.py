@@ -80,6 +80,7 @@ def warn(message: str) -> None:
 
     Example:
         >>> with warnings.catch_warnings(record=True) as seen:
+        ...     warnings.simplefilter("always")
         ...     warn("the labels are odd")
         >>> seen[0].category.__name__
         'UserWarning'

@@ -30,6 +30,11 @@ class Tridiagonal:
         basis: The orthonormal vectors V (m, n, K).
         diagonal: The diagonal of T (m, K).
         offdiagonal: The off-diagonal of T and the norm of the remainder r (m, K).
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> Tridiagonal(one[None], 2 * one, 0 * one).matrices()
+        tensor([[[2.]]])
     """
 
     basis: Tensor
@@ -107,6 +112,10 @@ class Eigenpairs:
     Args:
         values: (k,), the wanted end of the spectrum first.
         vectors: (n, k), orthonormal.
+
+    Example:
+        >>> Eigenpairs(torch.ones(2), torch.eye(3, 2)).vectors.shape
+        torch.Size([3, 2])
     """
 
     values: Tensor
