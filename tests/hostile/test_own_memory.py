@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,12 @@ OPTIONAL: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 LEFT_OUT = (types.ModuleType, type, str, bytes, int, float, torch.dtype, torch.device, torch.Generator)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some calls write files where they are made."""
+    monkeypatch.chdir(tmp_path)
 
 
 def inside(found: Any, seen: dict[int, Any]) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,12 @@ Y = torch.arange(N) % 3
 NAMES = np.array(["owl", "ant", "bee"])[Y.numpy()]
 TABLE = np.random.default_rng(1).normal(size=(N, 4)).astype(np.float32)
 FRAME = pd.DataFrame(TABLE, columns=list("abcd"), index=range(50, 50 + N))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some calls write files where they are made."""
+    monkeypatch.chdir(tmp_path)
 
 
 def of_images() -> nn.Module:
