@@ -280,6 +280,19 @@ def test_the_head_below_an_output_is_replaced(tmp_path: Path) -> None:
     assert torch.allclose(merged.double(), probe.predict(tokens(1)), atol=1e-6)
 
 
+def test_remedies_for_features_can_be_followed() -> None:
+    x, y = torch.randn(N, 5, 8, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 3
+    states = nn.Sequential(nn.Linear(8, 8), nn.Tanh())  # one vector per position
+    with pytest.raises(ModelError, match="output="):
+        linnet.adapt(states, (x, y))
+    fit = linnet.adapt(states, (x, y), weight=0.5, output=lambda result: result.mean(1))
+    assert torch.allclose(fit.module.phi(x), states(x).mean(1).double(), atol=1e-6)
+    with pytest.raises(ModelError, match="output="):
+        linnet.adapt(states, (x[:, 0], y))
+    fit = linnet.adapt(states, (x[:, 0], y), weight=0.5, output=lambda result: result)
+    assert torch.allclose(fit.module.phi(x[:, 0]), states(x[:, 0]).double(), atol=1e-6)
+
+
 def test_parameters_of_an_encoder_go_by_its_own_names() -> None:
     encoder, y = Encoder().double(), torch.arange(N) % 3
     every = linnet.adapt(encoder, (images(), y), weight=0.5, ridge=0.1)

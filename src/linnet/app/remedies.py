@@ -17,6 +17,10 @@ _PHRASES: tuple[tuple[str, str], ...] = (
         "give the network samples of its own shape; for images channels=, size= and mean= make it",
     ),
     (r"pass output=, for example output=lambda[^;]*", "pass output= with the name of a part"),
+    (
+        r"pass output=lambda r: r where[^;]*",
+        "put a layer of your own behind an encoder that ends in an activation",
+    ),
     (r"name the layer with linnet\.with_head\(.*?\), such as one of [^;]*; ", ""),
     (
         "pass a list of names to have them taken literally",

@@ -148,7 +148,8 @@ def ending_linear(model: nn.Module, x: Inputs, output: OutputAdapter = None) -> 
         return model if output is None else Appended(model, None, output)
     elsewhere = _giving(function, few, outputs)
     # what follows the last layer is no more a feature than its result, unless the user says so
-    follows = output is None and call and call[1].shape == outputs.shape and _depends(function, few, outputs)
+    follows = output is None and outputs.ndim == 2 and call and call[1].shape == outputs.shape
+    follows = follows and _depends(function, few, outputs)
     if elsewhere is not None or follows or _probabilities(outputs):
         _refuse(model, elsewhere)
     if outputs.ndim != 2 or outputs.shape[1] < 2:
@@ -269,8 +270,8 @@ def _refuse(model: nn.Module, elsewhere: str | None) -> NoReturn:
         f"model ({type(model).__name__}) does not return {what}",
         expected="a network that ends in a linear layer, takes one of its results, or returns features",
         remedy=f"name the layer with linnet.with_head(..., head=), such as one of {_last_names(model)}; "
-        "leave out what follows it, such as a softmax; or put a layer of your own behind an encoder that "
-        "ends in an activation, nn.Sequential(model, nn.Linear(D, classes))",
+        "leave out what follows it, such as a softmax; or pass output=lambda r: r where what it returns are "
+        "features, as of an encoder that ends in an activation",
     )
 
 

@@ -680,8 +680,8 @@ def adapt_outputs(result: Any, output: OutputAdapter) -> Tensor:
         raise ModelError(
             f"model returns {type(result).__name__}, not a tensor",
             expected="a tensor (N, C), or an object with .logits",
-            remedy="pass output=, for example output=lambda r: r[0]; or wrap the network in a module that "
-            "returns one vector an example, such as r.last_hidden_state.mean(1)",
+            remedy="pass output=, for example output=lambda r: r[0]; linnet.with_head puts a head behind the "
+            "last_hidden_state of an encoder",
         )
     if result.ndim == 0:
         raise ModelError(
