@@ -12,6 +12,10 @@ than halfway from chance to all, η is 0 unless a likelihood-ratio test says tha
 label is doubted where it is likelier wrong than right, and where another class is the likeliest of those that
 reach the probability that they have on average among the examples labeled so (the confident joint of
 confident learning).
+
+How many right labels are doubted, and how many wrong ones are found, is counted in sets of labels drawn from
+the fitted model, with T and η fitted to each set again (parametric bootstrap): under the T and η that were
+fitted to them, the labels look more likely than they are.
 """
 
 from __future__ import annotations
@@ -27,13 +31,16 @@ from linnet.errors import InputError
 from linnet.frames import frame
 from linnet.linalg.host import searched
 from linnet.params import refuse, tensor
-from linnet.predictive.temperature import golden_section, probabilities
+from linnet.predictive.temperature import probabilities
 from linnet.shown import Record
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-STEPS = 60  # of expectation maximization for η at each temperature
+HALVINGS = 20  # of the range of η, which is then known to 10⁻⁶
+GOLDEN = 14  # sections of the range of log T, which is then known to 10⁻³
+DRAWN = 4_000  # labels that are drawn, in 2 to 20 sets: the more labels a set has, the less sets differ
+FLIPS = 0.05  # of labels that are wrong where it is asked how many would be found, if not more are
 TOLD = 6  # labels that are named where the result is shown
 EVEN = 0.5  # probability of being wrong from which a label is doubted; and η is at most that
 # Gain in log likelihood that wrong labels must bring near chance: half the 90 % point of χ² with one degree
@@ -49,7 +56,9 @@ class LabelErrors(Record):
         indices: Positions of the labels that look wrong, likeliest first, (K,).
         suggested: The likeliest class by the others that reaches its threshold, -1 where none does, (N,).
         wrong: Probability that each label is wrong, (N,).
-        expected: How many labels would look wrong if all were right.
+        expected: How many right labels look wrong by chance.
+        recall: Share of wrong labels that would be found, if 5 % were wrong, or η of them where that is more.
+        contradicted: How many labels are not the likeliest class of the outputs.
         rate: η, the share of wrong labels of highest likelihood; 0 near chance if not significantly above it.
         temperature: T of the same.
 
@@ -67,6 +76,20 @@ class LabelErrors(Record):
     expected: float
     rate: float
     temperature: float
+    recall: float
+    contradicted: int
+
+    @property
+    def limits(self) -> str:
+        """What cannot be seen, as a clause; empty where most wrong labels would be found."""
+        if self.recall >= EVEN:
+            return ""
+        accuracy = 100 * (1 - self.contradicted / len(self.wrong))
+        share = "hardly any" if self.recall < FLIPS else f"about {100 * self.recall:.0f} % of"
+        return (
+            f"at {accuracy:.0f} % leave-one-out accuracy {share} wrong labels can be told from hard samples: "
+            f"the {self.contradicted} that leave-one-out contradicts are worth a look"
+        )
 
     def to_frame(self) -> DataFrame:
         """A pandas table, one row a label.
@@ -87,7 +110,8 @@ class LabelErrors(Record):
         return {
             "labels": len(self.wrong),
             "look wrong": len(self.indices),
-            "expected if all were right": self.expected,
+            "right ones among them by chance": self.expected,
+            "share of wrong labels that would be found": self.recall,
             "share of wrong labels": self.rate,
             "likeliest wrong": {
                 f"example {i}": f"{float(self.wrong[i]):.3f}, rather class {int(self.suggested[i])}"
@@ -133,60 +157,111 @@ def label_errors(outputs: Tensor, labels: Tensor) -> LabelErrors:
     count = max(2, outputs.shape[1])
     if not bool(((given == labels) & (labels >= 0) & (labels < count)).all()):
         refuse("labels", given, f"whole numbers from 0 to {count - 1}", "pass fit.labels")
-    t, rate = _most_likely(outputs, labels)
-    q = probabilities(outputs, None, t)
-    c = q.shape[1]
-    known = torch.nn.functional.one_hot(labels, c).to(q)
-    thresholds = (q * known).sum(0) / known.sum(0)
-    thresholds[known.sum(0) == 0] = math.inf
-    # what every label that the example could have would look like, (N, C)
-    wrong = _wrong(q, rate)
-    typical = q >= thresholds
-    best = torch.where(typical, q, -1.0).max(1)
-    suggested = torch.where(best.values >= 0, best.indices, -1)
-    another = (suggested[:, None] >= 0) & (suggested[:, None] != torch.arange(c, device=q.device))
-    doubted = another & (wrong > EVEN)
-    mine, own = doubted.gather(1, labels[:, None])[:, 0], wrong.gather(1, labels[:, None])[:, 0]
-    order = own.argsort(descending=True, stable=True)
-    return LabelErrors(order[mine[order]], suggested, own, float((q * doubted).sum()), rate, t)
-
-
-def _wrong(q: Tensor, rate: float) -> Tensor:
-    """The probability that a label is wrong for each that an example could have, (N, C)."""
-    flipped = rate * (1 - q) / max(q.shape[1] - 1, 1)
-    return flipped / ((1 - rate) * q + flipped).clamp_min(1e-300)
-
-
-def _most_likely(outputs: Tensor, labels: Tensor) -> tuple[float, float]:
-    """T and η of highest likelihood, with one more example that is of no class, as for other temperatures."""
     outputs, labels = searched(outputs, labels)
-    wrong, q = _best(outputs, labels, STEPS), probabilities(outputs, None, 1.0)
-    agreed = float((q.argmax(1) == labels).double().mean())
-    if agreed >= (1 + 1 / q.shape[1]) / 2:
-        return wrong[1:]
-    right = _best(outputs, labels, 0)
-    return wrong[1:] if right[0] - wrong[0] > GAIN else right[1:]
+    found = _Fitted.of(outputs, labels[None])
+    suggested, wrong, doubted = (one[0] for one in found.doubts(labels[None]))
+    order = wrong.argsort(descending=True, stable=True)
+    t, rate = float(found.temperature[0]), float(found.rate[0])
+    expected, recall = _simulated(outputs, t, rate)
+    rest = _simulated(outputs, t, FLIPS) if rate < FLIPS else (expected, recall)
+    predicted = probabilities(outputs, None, 1.0).argmax(1)
+    indices, contradicted = order[doubted[order]].to(given.device), int((predicted != labels).sum())
+    told = suggested.to(given.device), wrong.to(given.device), expected, rate, t, rest[1], contradicted
+    return LabelErrors(indices, *told)
 
 
-def _best(outputs: Tensor, labels: Tensor, steps: int) -> tuple[float, float, float]:
-    """The smallest negative log likelihood, its T and its η; with no steps for η it is 0."""
-    scale = float(outputs.std(correction=0)) + 1e-12
+@dataclass(frozen=True, eq=False)
+class _Fitted:
+    """T and η of highest likelihood for each of several sets of labels of the same outputs.
 
-    def solved(log_t: float) -> tuple[float, float]:
-        q = probabilities(outputs, None, math.exp(log_t))
-        own = q.gather(1, labels[:, None])[:, 0]
-        away = (1 - own) / max(q.shape[1] - 1, 1)
-        rate = 0.05 if steps else 0.0
-        for _ in range(steps):
-            found = float((rate * away / ((1 - rate) * own + rate * away).clamp_min(1e-300)).mean())
-            rate = min(found, EVEN)
-        likelihood = ((1 - rate) * own + rate * away).clamp_min(1e-300).log().sum()
-        return -float(likelihood + q.clamp_min(1e-300).log().mean()), rate
+    Args:
+        loss: Negative log likelihood, (B,).
+        temperature: T, (B,).
+        rate: η, (B,).
+        q: Softmax of the outputs at T, (B, N, C).
+    """
 
-    grid = [math.log(scale) + step for step in torch.linspace(-6, 4, 21).tolist()]
-    losses = [solved(log_t)[0] for log_t in grid]
-    best = min(range(len(grid)), key=losses.__getitem__)
-    low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
-    log_t = golden_section(lambda at: solved(at)[0], low, high)
-    loss, rate = solved(log_t)
-    return loss, math.exp(log_t), rate
+    loss: Tensor
+    temperature: Tensor
+    rate: Tensor
+    q: Tensor
+
+    @classmethod
+    def of(cls, outputs: Tensor, labels: Tensor) -> _Fitted:
+        """With wrong labels, but near chance only where they are significant; labels (B, N)."""
+        wrong, right = _best(outputs, labels, True), _best(outputs, labels, False)
+        predicted = probabilities(outputs, None, 1.0)
+        agreed = (predicted.argmax(1) == labels).double().mean(1)
+        sure = (agreed >= (1 + 1 / predicted.shape[1]) / 2) | (right.loss - wrong.loss > GAIN)
+        pairs = ((vars(wrong)[name], vars(right)[name]) for name in vars(wrong))
+        return cls(*(torch.where(sure.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs))
+
+    def doubts(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The class that each label rather is, the probability that it is wrong, whether it is doubted."""
+        known = torch.nn.functional.one_hot(labels, self.q.shape[2]).to(self.q)
+        thresholds = (self.q * known).sum(1) / known.sum(1)
+        thresholds[known.sum(1) == 0] = math.inf
+        best = torch.where(self.q >= thresholds[:, None], self.q, -1.0).max(2)
+        suggested = torch.where(best.values >= 0, best.indices, -1)
+        own, away = _own_and_away(self.q, labels)
+        wrong = self.rate[:, None] * away / _mixed(own, away, self.rate).clamp_min(1e-300)
+        return suggested, wrong, (suggested >= 0) & (suggested != labels) & (wrong > EVEN)
+
+
+def _simulated(outputs: Tensor, t: float, rate: float) -> tuple[float, float]:
+    """How many right labels are doubted, and the share of wrong ones, in sets drawn from the model."""
+    q = probabilities(outputs, None, t)
+    n, c = q.shape
+    count, generator = max(2, min(20, DRAWN // n)), torch.Generator().manual_seed(0)
+    right = torch.multinomial(q.cpu(), count, replacement=True, generator=generator).T
+    flipped = torch.rand(count, n, generator=generator) < rate
+    shift = torch.randint(1, c, (count, n), generator=generator)
+    labels = torch.where(flipped, (right + shift) % c, right).to(q.device)
+    doubted = torch.cat([_Fitted.of(outputs, part).doubts(part)[2].cpu() for part in labels.split(20)])
+    found = int((doubted & flipped).sum()) / max(int(flipped.sum()), 1)
+    return int((doubted & ~flipped).sum()) / count, found
+
+
+def _own_and_away(q: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The probability of each label, and of one that is another by mistake, (B, N)."""
+    own = q.gather(2, labels[:, :, None])[:, :, 0]
+    return own, (1 - own) / max(q.shape[2] - 1, 1)
+
+
+def _mixed(own: Tensor, away: Tensor, rate: Tensor) -> Tensor:
+    """The probability of labels of which a share η is wrong, (B, N)."""
+    return own + rate[:, None] * (away - own)
+
+
+def _best(outputs: Tensor, labels: Tensor, free: bool) -> _Fitted:
+    """T and η of highest likelihood, with one more example that is of no class; or η = 0."""
+
+    def solved(log_t: Tensor) -> _Fitted:
+        scaled = (outputs / log_t.exp()[:, None, None]).flatten(0, 1)
+        q = probabilities(scaled, None, 1.0).view(len(log_t), len(outputs), -1)
+        own, away = _own_and_away(q, labels)
+        low, high = torch.zeros_like(log_t), torch.full_like(log_t, EVEN)
+        for _ in range(HALVINGS if free else 0):  # the likelihood is concave in η
+            middle = (low + high) / 2
+            rises = ((away - own) / _mixed(own, away, middle).clamp_min(1e-300)).sum(1) > 0
+            low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
+        log_p = _mixed(own, away, low).clamp_min(1e-300).log().sum(1)
+        loss = -(log_p + q.clamp_min(1e-300).log().mean((1, 2)))
+        return _Fitted(loss, log_t.exp(), low, q)
+
+    scale = math.log(float(outputs.std(correction=0)) + 1e-12)
+    grid = torch.linspace(-6, 4, 21, dtype=torch.float64, device=outputs.device) + scale
+    losses = torch.stack([solved(at.expand(len(labels))).loss for at in grid])
+    best = losses.argmin(0)
+    low, high = grid[(best - 1).clamp_min(0)], grid[(best + 1).clamp_max(len(grid) - 1)]
+    ratio = (math.sqrt(5) - 1) / 2
+    a, b = high - ratio * (high - low), low + ratio * (high - low)
+    of_a, of_b = solved(a).loss, solved(b).loss
+    for _ in range(GOLDEN):
+        left = of_a < of_b
+        low, high = torch.where(left, low, a), torch.where(left, b, high)
+        fresh = torch.where(left, high - ratio * (high - low), low + ratio * (high - low))
+        loss = solved(fresh).loss
+        a, b = torch.where(left, fresh, b), torch.where(left, a, fresh)
+        of_a, of_b = torch.where(left, loss, of_b), torch.where(left, of_a, loss)
+    return solved((low + high) / 2)

@@ -120,16 +120,18 @@ class LabelRanking(Record):
         """The number of labels that look wrong, in words."""
         if self.errors is None:
             return f"{len(self)} training targets, ranked by {self.score}"
-        return labels_in_words(len(self.errors.indices), len(self), self.errors.expected)
+        found = self.errors
+        return labels_in_words(len(found.indices), len(self), found.expected, found.limits)
 
 
-def labels_in_words(doubted: int, count: int, expected: float) -> str:
+def labels_in_words(doubted: int, count: int, expected: float, limits: str = "") -> str:
     """Summary of the labels that look wrong.
 
     Args:
         doubted: Their number.
         count: Number of labels.
-        expected: How many would look wrong if all were right.
+        expected: How many right ones look wrong by chance.
+        limits: What cannot be seen, as a clause.
 
     Returns:
         A clause without a full stop.
@@ -140,7 +142,8 @@ def labels_in_words(doubted: int, count: int, expected: float) -> str:
     """
     verb = "looks" if doubted == 1 else "look"
     chance = "none" if expected < 0.5 else f"{expected:.0f}"
-    return f"{doubted} of {count} training labels {verb} wrong ({chance} expected by chance)"
+    text = f"{doubted} of {count} training labels {verb} wrong ({chance} expected by chance)"
+    return f"{text}; {limits}" if limits else text
 
 
 def _refuse_regression() -> NoReturn:

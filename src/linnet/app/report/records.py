@@ -324,7 +324,8 @@ class TrainingSet:
         suspects: Probable label errors, the most probable first.
         flipped: Number of labels that are known to be wrong, when the truth is known.
         forgetting: What forgetting some of the samples changed.
-        by_chance: How many labels would look wrong if all were right.
+        by_chance: How many right labels look wrong by chance.
+        limits: Which wrong labels cannot be seen, as a clause; empty where most can.
     """
 
     samples: Samples
@@ -333,6 +334,7 @@ class TrainingSet:
     flipped: int | None = None
     forgetting: Forgetting | None = None
     by_chance: float | None = None
+    limits: str = ""
 
     def __post_init__(self) -> None:
         count = len(self.samples)

@@ -170,6 +170,7 @@ def _train_dict(part: TrainingSet) -> dict[str, Any]:
         "suspects": [_named(s, part.samples) for s in part.suspects],
         "flipped": part.flipped,
         "by_chance": part.by_chance,
+        "limits": part.limits,
         "forgetting": None if forgotten is None else {
             **vars(forgotten), "removed": [part.samples.name(i) for i in forgotten.removed]
         },

@@ -185,7 +185,7 @@ def _look_at_labels(run: Run) -> Step | None:
     chosen = doubted[:_LABELS]
     text = f"{_counted(len(doubted), 'training label')} look{'' if len(doubted) > 1 else 's'} wrong"
     if train.by_chance is not None:
-        text += f", where {number(train.by_chance, 2)} would if all were right"
+        text += f", of which {number(train.by_chance, 2)} would be right by chance"
         if len(doubted) < train.by_chance + 2 * max(train.by_chance, 1.0) ** 0.5:
             text += ": most may just be hard"
     made = _of(run, "forget", train.samples, chosen, out=beside(run.folder, "cleaned"))

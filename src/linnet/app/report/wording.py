@@ -261,8 +261,9 @@ def doubt_found(train: TrainingSet) -> str:
     text += f"look{'' if count != 1 else 's'} wrong"
     if train.by_chance is not None:
         text += f" ({train.by_chance:.0f} expected by chance)"
+    limits = f"; {train.limits}" if train.limits else ""
     found = [suspect.flipped for suspect in train.suspects if suspect.flipped is not None]
     if not found:
-        return text
+        return text + limits
     known = f"{sum(found)} of the {train.flipped}" if train.flipped is not None else f"{sum(found)}"
-    return f"{text}, among them {known} that are known to be wrong"
+    return f"{text}, among them {known} that are known to be wrong{limits}"

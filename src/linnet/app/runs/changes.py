@@ -221,8 +221,9 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     forgotten = _forgetting(change, scores) if change.removed else None
     train = training_set(after)
     if change.removed:
-        doubted, by_chance = suspects(before.fit) if in_closed_form(before.fit) else ((), None)
-        train = TrainingSet(seen(before.samples), None, doubted, None, forgotten, by_chance)
+        told = suspects(before.fit) if in_closed_form(before.fit) else ((), None, "")
+        doubted, by_chance, limits = told
+        train = TrainingSet(seen(before.samples), None, doubted, None, forgotten, by_chance, limits)
     rows = tuple(row for row, _ in scores)
     test = None
     if task is not None and shown is not None:

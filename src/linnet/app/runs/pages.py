@@ -189,8 +189,8 @@ def training_set(run: SavedRun) -> TrainingSet:
     if not in_closed_form(run.fit):
         return TrainingSet(samples)
     informative = run.fit.informativeness().double().cpu().numpy()
-    doubted, by_chance = suspects(run.fit)
-    return TrainingSet(samples, informative, doubted, by_chance=by_chance)
+    doubted, by_chance, limits = suspects(run.fit)
+    return TrainingSet(samples, informative, doubted, by_chance=by_chance, limits=limits)
 
 
 def doubts(fit: Fit) -> Array:
@@ -205,22 +205,23 @@ def doubts(fit: Fit) -> Array:
     return np.asarray(contradiction(fit).cpu().numpy())
 
 
-def suspects(fit: Fit) -> tuple[tuple[DoubtedLabel, ...], float | None]:
+def suspects(fit: Fit) -> tuple[tuple[DoubtedLabel, ...], float | None, str]:
     """Training samples whose label looks wrong to the fit of all the others.
 
     Args:
         fit: A dual fit.
 
     Returns:
-        The likeliest wrong first, and how many would look wrong if all were right; ``None`` for regression.
+        The likeliest wrong first, how many right ones look so by chance, and what cannot be seen; ``None``
+        and empty for regression.
     """
     if fit.labels is None:
-        return (), None
+        return (), None, ""
     errors = label_errors(fit.loo(), fit.labels)
     given, suggested, wrong = fit.labels.cpu(), errors.suggested.cpu(), errors.wrong.cpu()
     order = errors.indices.tolist()
     found = tuple(DoubtedLabel(i, int(given[i]), int(suggested[i]), float(wrong[i])) for i in order)
-    return found, errors.expected
+    return found, errors.expected, errors.limits
 
 
 def held_out(
