@@ -188,19 +188,19 @@ def _outputs_to_keep(
 def _device(model: nn.Module) -> torch.device:
     """Where the network lives."""
     require_module(model)
-    masked = [name for name, mask in selected(model, "all").items() if mask is not None]
-    if masked and not isinstance(model, Linearized):
-        raise ModelError(
-            f"parameter {masked[0]!r} has a hook that zeroes entries of its gradient",
-            expected="a network without hooks, or its linearization, which obeys them",
-            remedy="pass linnet.linearize(model)",
-        )
     first = next(model.parameters(), None)
     if first is None:
         raise ModelError(
             f"model ({type(model).__name__}) has no parameter",
             expected="a network with weights to train",
             remedy="pass the network that holds the weights",
+        )
+    masked = [name for name, mask in selected(model, "all").items() if mask is not None]
+    if masked and not isinstance(model, Linearized):
+        raise ModelError(
+            f"parameter {masked[0]!r} has a hook that zeroes entries of its gradient",
+            expected="a network without hooks, or its linearization, which obeys them",
+            remedy="pass linnet.linearize(model)",
         )
     return first.device
 

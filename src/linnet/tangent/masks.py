@@ -122,9 +122,10 @@ def set_masks(model: nn.Module, masks: Mapping[str, Tensor | None]) -> None:
         model: The network.
         masks: By the names of parameters; ``None`` takes one away.
     """
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name, mask in masks.items():
         owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
+        module = modules[owner]
         if mask is not None:
             module.register_buffer(PREFIX + leaf, mask, persistent=False)
         elif PREFIX + leaf in module._buffers:
@@ -141,10 +142,10 @@ def masks_of(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     Returns:
         By name, those that have one.
     """
-    found = {}
+    found, modules = {}, dict(model.named_modules(remove_duplicate=False))
     for name in names:
         owner, _, leaf = name.rpartition(".")
-        mask = model.get_submodule(owner)._buffers.get(PREFIX + leaf)
+        mask = modules[owner]._buffers.get(PREFIX + leaf)
         if mask is not None:
             found[name] = mask
     return found
