@@ -205,10 +205,10 @@ def test_check_plans_for_the_head_that_adapt_puts_on(
     labels = np.array([0, 1] * 3)
     np.savez(tmp_path / "task.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
     words = ["check", "--model", f"{tmp_path / 'nets.py'}:old", "--data", str(tmp_path / "task.npz")]
-    assert cli.main([*words, "--memory", "1MB"]) == 0
+    assert cli.main([*words, "--memory", "1MB", "--verbose"]) == 0
     printed = " ".join(capsys.readouterr().out.split())  # of lines that are folded
     assert "4 outputs" in printed
-    assert "4 random heads for its head of 1000 outputs" in printed
+    assert "its head of 1000 outputs is replaced" in printed
 
 
 # --- the plan ---------------------------------------------------------------------------------------
