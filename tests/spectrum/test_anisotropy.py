@@ -223,8 +223,8 @@ def test_inference_mode_and_training_mode_do_not_matter() -> None:
         (torch.zeros(0, 6), {}, InputError, ["at is empty"]),
         (torch.full((6,), float("nan")), {}, DataError, ["at holds NaN"]),
         (torch.zeros(5), {}, ModelError, ["cannot run"]),
-        (torch.zeros(6), {"k": 7}, InputError, ["k is 7", "1 to 6"]),
-        (torch.zeros(6), {"k": 0}, InputError, ["k is 0"]),
+        (torch.zeros(6), {"k": 7}, InputError, ["k=7", "1 to 6"]),
+        (torch.zeros(6), {"k": 0}, InputError, ["k=0"]),
         (torch.zeros(6), {"form": "diagonal"}, InputError, ["form='diagonal'"]),
     ],
 )

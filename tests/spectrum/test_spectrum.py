@@ -68,7 +68,6 @@ def test_inputs_that_cannot_be() -> None:
     refused(InputError, lambda: linnet.spectrum.gram(P.lin, P.x[:0]), "x1 is empty")
     refused(DataError, lambda: linnet.spectrum.gram(P.lin, bad), "x1", "index 2")
     refused(DataError, lambda: linnet.spectrum.gram(P.lin, P.x, bad), "x2", "index 2")
-    refused(ModelError, lambda: linnet.spectrum.gram(P.lin, P.x.long()), "x", "int64")
     refused(ModelError, lambda: linnet.spectrum.gram(P.lin, P.x, real(2, 4)), "x", "(2, 4)")
     with pytest.raises(InputError, match="model is str"):
         linnet.spectrum.gram("resnet", P.x)  # type: ignore[arg-type]
