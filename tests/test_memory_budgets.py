@@ -131,6 +131,7 @@ def test_sketches_keep_norms_and_products_are_whole() -> None:
     for t in (a, b, one):
         assert 0.3 < float(sketch(t).norm() / t.norm()) < 2
     assert torch.equal(sketch(a[0]), a[:1].mT)
+    assert torch.equal(sketch(a[:3]), a[:3])
     assert float(largest_difference(a, b)) == float((a - b).abs().max())
     assert abs(float(product(a, b)) - float((a * b).sum())) < 1e-9
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 20  # numbers of a gradient that are read at once where reading copies them
+SMALL = 1 << 16  # numbers of a gradient that is kept as it is
 COLUMNS = 16  # of a sketch: its norm is a tenth of what it stands for in one of 10¹¹ matrices of rank one
 
 
@@ -99,11 +100,11 @@ def sketch(g: Tensor) -> Tensor:
         g: Any shape; the first axis that is not of length one is that of rows.
 
     Returns:
-        (rows, 16), in float32 at least; or the gradient itself where its rows are no longer.
+        (rows, 16), in float32 at least; or the gradient itself where it is small or has no longer rows.
     """
     g = g.detach().squeeze()
     g = g.to(torch.promote_types(g.dtype, torch.float32)).reshape(len(g) if g.ndim else 1, -1)
-    if g.shape[1] <= COLUMNS:
+    if g.shape[1] <= COLUMNS or g.numel() <= SMALL:
         return g.clone()
     # the numbers of its entries, hashed where the gradient is: numbers from -1 to 1, of variance 1/3
     mixed = torch.arange(g.shape[1] * COLUMNS, device=g.device) * 2654435761 % 2**32
