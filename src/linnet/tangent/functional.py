@@ -488,7 +488,7 @@ def copied(model: nn.Module) -> nn.Module:
         The copy.
 
     Example:
-        >>> copied(torch.compile(nn.Linear(2, 1)))
+        >>> copied(torch.compile(nn.Linear(2, 1), backend="eager"))
         Linear(in_features=2, out_features=1, bias=True)
     """
     model = without_wrapper(model)
