@@ -195,6 +195,15 @@ def test_path(fit: linnet.NestedFit) -> None:
     assert fit.ridge in fit.path().ridges
 
 
+def test_the_spectrum_is_without_the_intercept(fit: linnet.NestedFit) -> None:
+    pytest.importorskip("matplotlib")
+    center = torch.eye(N, dtype=torch.float64) - 1 / N
+    values = torch.linalg.eigvalsh(center @ (KERNEL[:N, :N] - BIAS) @ center)[1:]
+    shown = torch.from_numpy(fit.plot.spectrum().eigenvalues)
+    assert float(shown.max()) < 0.01 * BIAS
+    assert near(shown, values)
+
+
 def test_without_the_body_it_is_the_linear_probe() -> None:
     fit = linnet.adapt(NET, (X[:N], Y[:N]), weight=0.0, ridge=RIDGE)
     assert near(fit.predict(X), solution(reference(NET, X, N, 0.0), GOAL, RIDGE, torch.arange(N)))

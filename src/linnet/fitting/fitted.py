@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from linnet.errors import DataError
 from linnet.fitting.export import checked_module
 from linnet.fitting.merged import Merged
-from linnet.fitting.plots import FitPlots
+from linnet.fitting.plots import FitPlots, eigenvalues_of
 from linnet.fitting.record import Record
 from linnet.fitting.softmax_path import SoftmaxPath
 from linnet.frames import frame, outputs
@@ -127,6 +127,10 @@ class Fitted(PredictiveModel):
     @abstractmethod
     def influence(self, x: Inputs) -> Tensor:
         """Influence of each training example on each prediction, (N, T, C)."""
+
+    def _eigenvalues(self) -> Tensor:
+        """Eigenvalues of the kernel of the training examples, or an error where nothing was factorized."""
+        return eigenvalues_of(self._solved)  # type: ignore[arg-type]
 
     @property
     def plot(self) -> FitPlots:

@@ -46,6 +46,9 @@ class Fit(Predicting, Protocol):
     def _examples(self, x: Inputs) -> Inputs:
         """Examples as the network takes them, or an error."""
 
+    def _eigenvalues(self) -> Tensor:
+        """Eigenvalues of the kernel of the training examples."""
+
     def path(self) -> RidgePath | SoftmaxPath:
         """Every criterion along a path of ridges."""
 
@@ -123,7 +126,7 @@ class FitPlots(ModelPlots):
             InputError: If the fit was solved by iterations and its kernel exceeds the budget.
         """
         axes, ridge = axes_of(ax), self._fit.ridge
-        values = _eigenvalues(self._fit._solved)
+        values = self._fit._eigenvalues()
         squared = not isinstance(self._fit._solved, SoftmaxDual | SoftmaxPrimal)
         freedom = float((values / (values + ridge)).sum()) if squared else None
         return SpectrumDisplay(values.cpu().numpy(), ridge, freedom).plot(axes)
@@ -168,7 +171,7 @@ class FitPlots(ModelPlots):
         return InfluenceDisplay(order.cpu().numpy(), moved[order].cpu().numpy(), output, classes).plot(axes)
 
 
-def _eigenvalues(system: System | DualSystem | SoftmaxDual | SoftmaxPrimal) -> Tensor:
+def eigenvalues_of(system: System | DualSystem | SoftmaxDual | SoftmaxPrimal) -> Tensor:
     """Eigenvalues of the kernel, or an error where nothing was factorized."""
     if isinstance(system, DualSystem):
         return system.spectrum.values

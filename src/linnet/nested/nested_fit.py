@@ -37,7 +37,7 @@ from linnet.nested.features import Features
 from linnet.nested.nested_files import write_nested
 from linnet.nested.prior import Prior
 from linnet.nested.rungs import Rung
-from linnet.nested.search import Mixture, choose
+from linnet.nested.search import BIAS, Mixture, choose
 from linnet.nested.weights import Weights
 from linnet.params import no_targets
 from linnet.tangent.batch import Inputs, batch_size, concatenate
@@ -178,6 +178,13 @@ class NestedFit(KernelFit):
             made._noise, made.rungs = self._noise, self.rungs
             made._moderation, made._point_temperature = self._moderation, self._point_temperature
         return made
+
+    def _eigenvalues(self) -> Tensor:
+        """Eigenvalues of H K H, the kernel without the intercept, which would hide all others; N − 1."""
+        kernel = self.system.kernel - BIAS
+        kernel = kernel - kernel.mean(0) - kernel.mean(1, keepdim=True) + kernel.mean()
+        values: Tensor = torch.linalg.eigvalsh(kernel)
+        return values[1:].clamp_min(0)
 
     def ridges(self) -> Tensor:
         """Seven decades of ridges around the mean of the kernel's diagonal, and the fit's own, (R,)."""

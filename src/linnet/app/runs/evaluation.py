@@ -236,12 +236,15 @@ def spectrum_of(fit: Fit) -> Tensor | None:
         fit: The fit.
 
     Returns:
-        Those of the kernel, or of JᵀJ, which are the same but for zeros; None for a fit by conjugate
-        gradients.
+        Those of the kernel, without its intercept if it has one, or of JᵀJ, which are the same but for zeros;
+        None for a fit by conjugate gradients.
     """
     system = equations_of(fit)
     if system is None:
         return None
+    if isinstance(fit, NestedFit):
+        with decomposing(fit.n):
+            return fit._eigenvalues()
     dual = system.dual if isinstance(system, KernelSystem) else system
     size = len(dual.normal if isinstance(dual, NormalSystem) else dual.kernel)
     with decomposing(size):
