@@ -33,8 +33,8 @@ from linnet.tangent.sizes import MOST, FreeSize, Prototype, dimensions, free_siz
 RECORD = "linnet.json"  # the name of the description in a .pt2 file
 _NEEDED = {".onnx": ("onnx", "onnxscript"), ".pt2": ()}
 _LUMA = (0.299, 0.587, 0.114)  # gray from RGB, ITU-R BT.601
-# Seconds of an export in those of tracing the network once, with no direction and for each one: of residual
-# networks of 8 and 20 layers with 8 to 48 directions it was 0.4 to 0.7 for building, and as long for writing.
+# Seconds of an export in those of tracing the network once, with no direction and for each one: of a residual
+# network of 8 layers it was 0.4 to 0.65 for building, and as long for writing.
 _ONCE, _EACH = 3.0, 1.2
 _LARGEST = 2**31 - 2**24  # bytes of weights that one ONNX file holds
 
