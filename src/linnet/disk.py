@@ -31,27 +31,8 @@ _ZEROS = 1 << 20  # bytes written at once where a file is reserved by writing it
 
 
 def reserve(path: Path, size: int) -> None:
-    """Take the blocks of a file, so that writing through a map of it cannot fail; bytes stay as they are.
-
-    File systems that copy on write (btrfs, ZFS) may still need space for an overwritten block.
-
-    Args:
-        path: The file; its length becomes ``size`` where it was shorter.
-        size: Its bytes in the end.
-
-    Raises:
-        DiskSpaceError: There is no room.
-        InputError: The file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     file = Path(folder) / "kernel.npy"
-        ...     _ = file.write_bytes(b"head")
-        ...     reserve(file, 4096)
-        ...     file.stat().st_size
-        4096
-    """
+    """Take the blocks of a file, so that writing through a map of it cannot fail; bytes stay as they are."""
+    # File systems that copy on write (btrfs, ZFS) may still need space for an overwritten block.
     try:
         descriptor = os.open(path, os.O_RDWR)
         try:
@@ -81,17 +62,7 @@ def _allocate(descriptor: int, size: int) -> None:
 
 
 def refuse_write(path: Path, error: BaseException, size: int | None = None) -> NoReturn:
-    """Say that a file could not be written.
-
-    Args:
-        path: The file.
-        error: What was raised: an ``OSError``, or the error of a library that quotes one by its number.
-        size: Bytes of the whole file, where they are known.
-
-    Raises:
-        DiskSpaceError: There was no room.
-        InputError: There was another reason.
-    """
+    """Say that a file could not be written."""
     number = _number(error)
     why = os.strerror(number) if number else str(error) or type(error).__name__
     if number not in _FULL:
@@ -109,18 +80,7 @@ def refuse_write(path: Path, error: BaseException, size: int | None = None) -> N
 
 
 def is_of_the_system(error: BaseException) -> bool:
-    """Whether an error is the system's, and not one of the program.
-
-    Args:
-        error: An exception.
-
-    Returns:
-        True for an ``OSError``, and for errors of libraries that quote one by its number.
-
-    Example:
-        >>> is_of_the_system(RuntimeError("No space left on device (os error 28)"))
-        True
-    """
+    """Whether an error is the system's, and not one of the program."""
     return isinstance(error, OSError) or _number(error) is not None
 
 
@@ -141,15 +101,7 @@ def _free(folder: Path) -> str:
 
 
 def try_lock(file: int, shared: bool = False) -> bool:
-    """Lock an open file at once or not at all; the system gives the lock back when the process ends.
-
-    Args:
-        file: Its descriptor.
-        shared: Whether others may lock it in this way too.
-
-    Returns:
-        Whether it is locked; True as well where the file system has no locks.
-    """
+    """Lock an open file at once or not at all; the system gives the lock back when the process ends."""
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -170,23 +122,7 @@ def try_lock(file: int, shared: bool = False) -> bool:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Be the only process in the block, among those that name the same lock; the others wait.
-
-    Args:
-        path: The file of the lock, which is there meanwhile.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        InputError: Another process has held the lock for ten minutes, or the file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder, locked(Path(folder) / "k.lock"):
-        ...     [file.name for file in Path(folder).iterdir()]
-        ['k.lock']
-    """
+    """Be the only process in the block, among those that name the same lock; the others wait."""
     end = time.monotonic() + _PATIENCE
     while (file := _opened_lock(path)) is None:
         if time.monotonic() > end:
@@ -222,27 +158,12 @@ def _opened_lock(path: Path) -> int | None:
 
 
 def process_mark() -> str:
-    """A short name of this process, for files that nobody else may touch while it lives.
-
-    Returns:
-        Four hexadecimal digits of the machine, and the number of the process.
-
-    Example:
-        >>> is_over(process_mark())
-        False
-    """
+    """A short name of this process, for files that nobody else may touch while it lives."""
     return f"{_machine()}-{os.getpid():x}"
 
 
 def is_over(mark: str) -> bool:
-    """Whether a process is known to have ended.
-
-    Args:
-        mark: What :func:`process_mark` said in it.
-
-    Returns:
-        False too where that cannot be found out: it ran on another machine.
-    """
+    """Whether a process is known to have ended."""
     machine, _, number = mark.partition("-")
     if os.name != "posix" or machine != _machine():
         return False

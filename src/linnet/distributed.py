@@ -46,15 +46,7 @@ _TOLD = "_linnet_told"  # marks an error that all processes have
 
 
 def world() -> tuple[int, int]:
-    """This process among those of ``torch.distributed``.
-
-    Returns:
-        Its rank and their number; ``(0, 1)`` where no process group was started, and inside :func:`apart`.
-
-    Example:
-        >>> world()
-        (0, 1)
-    """
+    """This process among those of ``torch.distributed``."""
     if _apart.get() or not _started():
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -62,37 +54,17 @@ def world() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a process among the others.
+    """The part of a process among the others."""
 
-    Args:
-        rank: This process.
-        world: Number of processes whose sums are added up; 1 for a process that computes alone.
-        cut: Whether all have the same data, of which each takes every ``world``-th batch. Otherwise each has
-            data of its own.
-    """
-
-    rank: int = 0
-    world: int = 1
+    rank: int = 0  # this process
+    world: int = 1  # number of processes whose sums are added up; 1 for a process that computes alone
+    # whether all have the same data, of which each takes every `world`-th batch. Otherwise each has data of
+    # its own
     cut: bool = True
 
     @classmethod
     def of(cls, shard: bool | None) -> Share:
-        """The share that ``shard=`` of :func:`linnet.curvature` asks for.
-
-        Args:
-            shard: ``True`` to cut the data, ``False`` where each process has its own, ``None`` to compute
-                alone.
-
-        Returns:
-            The share.
-
-        Raises:
-            InputError: It is none of the three.
-
-        Example:
-            >>> Share.of(True)
-            Share(rank=0, world=1, cut=True)
-        """
+        """The share that ``shard=`` of ``linnet.curvature`` asks for."""
         if shard is not None and not isinstance(shard, bool):
             raise InputError(
                 f"shard={shard!r}",
@@ -102,35 +74,12 @@ class Share:
         return cls() if shard is None else cls(*world(), cut=shard)
 
     def part(self, n: int) -> slice:
-        """The examples of this process among those that all have: one range of them.
-
-        Args:
-            n: Their number.
-
-        Returns:
-            Their places; an empty range where there are fewer than processes.
-
-        Example:
-            >>> [Share(rank, 3).part(5) for rank in range(3)]
-            [slice(0, 1, None), slice(1, 3, None), slice(3, 5, None)]
-        """
+        """The examples of this process among those that all have: one range of them."""
         return slice(self.rank * n // self.world, (self.rank + 1) * n // self.world)
 
 
 def owners(costs: Sequence[float], parts: int) -> list[int]:
-    """Who does what: the costliest first, each to whoever has least to do.
-
-    Args:
-        costs: Of every task.
-        parts: Number of processes, or of parts.
-
-    Returns:
-        The process of every task.
-
-    Example:
-        >>> owners([1.0, 3.0, 1.0, 1.0], 2)
-        [1, 0, 1, 1]
-    """
+    """Who does what: the costliest first, each to whoever has least to do."""
     loads, found = [0.0] * parts, [0] * len(costs)
     for task in sorted(range(len(costs)), key=lambda task: -costs[task]):
         found[task] = loads.index(min(loads))
@@ -143,33 +92,13 @@ _apart: ContextVar[bool] = ContextVar("linnet_apart", default=False)
 
 
 def current() -> Share:
-    """The share of this process in the work at hand.
-
-    Returns:
-        All of it outside :func:`sharing`.
-
-    Example:
-        >>> current()
-        Share(rank=0, world=1, cut=True)
-    """
+    """The share of this process in the work at hand."""
     return _share.get() or Share()
 
 
 @contextlib.contextmanager
 def taking(share: Share) -> Iterator[None]:
-    """Work of which this process has a given share, without telling the others.
-
-    Args:
-        share: The share.
-
-    Yields:
-        Nothing.
-
-    Example:
-        >>> with taking(Share(1, 2)):
-        ...     current().part(10)
-        slice(5, 10, None)
-    """
+    """Work of which this process has a given share, without telling the others."""
     token = _share.set(share)
     try:
         yield
@@ -237,23 +166,7 @@ def apart() -> Iterator[None]:
 
 @contextlib.contextmanager
 def together(what: str, shared: bool = True) -> Iterator[None]:
-    """Work in which all processes take part: if it fails on one, all raise the same error.
-
-    Args:
-        what: What is done, in words.
-        shared: Whether it is shared at all.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        LinnetError: Another process has failed; the error names it.
-
-    Example:
-        >>> with together("a sum"):
-        ...     counts = torch.ones(2)
-        ...     all_sum([counts])
-    """
+    """Work in which all processes take part: if it fails on one, all raise the same error."""
     if not shared or world()[1] == 1:
         yield
         return
@@ -277,21 +190,7 @@ def together(what: str, shared: bool = True) -> Iterator[None]:
 
 
 def all_sum(tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its sum over all processes, which must all call this with equal shapes.
-
-    Args:
-        tensors: What to add up, in place.
-
-    Raises:
-        LinnetError: Another process has failed, or is elsewhere.
-        ProcessGroupError: A process has gone.
-
-    Example:
-        >>> counts = torch.ones(2)
-        >>> all_sum([counts])
-        >>> counts
-        tensor([1., 1.])
-    """
+    """Replace each tensor by its sum over all processes, which must all call this with equal shapes."""
     if world()[1] == 1:
         return
     _meet(f"a sum of {[(str(t.dtype), tuple(t.shape)) for t in tensors]}")
@@ -301,51 +200,20 @@ def all_sum(tensors: Sequence[Tensor]) -> None:
 
 
 def share_sum(tensors: Sequence[Tensor]) -> None:
-    """The same for sums over the shares of :func:`sharing`; a process that computes alone has them already.
-
-    Args:
-        tensors: What to add up, in place.
-
-    Raises:
-        LinnetError: Another process has failed, or is elsewhere.
-
-    Example:
-        >>> share_sum([torch.ones(2)])
-    """
+    """The same for sums over the shares of ``sharing``; a process that computes alone has them already."""
     if current().world > 1:
         all_sum(tensors)
 
 
 def all_same(tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by that of the first process, for what rounds differently on another machine.
-
-    Args:
-        tensors: Tensors that agree up to rounding, in place.
-
-    Raises:
-        LinnetError: Another process has failed, or is elsewhere.
-
-    Example:
-        >>> all_same([torch.ones(2)])
-    """
+    """Replace each tensor by that of the first process, for what rounds differently on another machine."""
     if world()[1] == 1:
         return
     all_filled([tensors])
 
 
 def all_filled(parts: Sequence[Sequence[Tensor]]) -> None:
-    """Copy to all processes what each has filled.
-
-    Args:
-        parts: The tensors that each process has filled, by rank, of equal shapes on all processes; the lists
-            of later ranks may be missing.
-
-    Raises:
-        LinnetError: Another process has failed, or is elsewhere.
-
-    Example:
-        >>> all_filled([[torch.ones(2)]])
-    """
+    """Copy to all processes what each has filled."""
     if world()[1] == 1:
         return
     _meet(f"a copy of {[[(str(t.dtype), tuple(t.shape)) for t in tensors] for tensors in parts]}")
@@ -357,22 +225,7 @@ def all_filled(parts: Sequence[Sequence[Tensor]]) -> None:
 
 
 def all_rows(own: Tensor, n: int) -> Tensor:
-    """The rows of all processes, each of which has those of its :meth:`Share.part`.
-
-    Args:
-        own: The rows of this process, (n_own, ...).
-        n: Rows of all.
-
-    Returns:
-        (n, ...); ``own`` itself for a process that computes alone.
-
-    Raises:
-        LinnetError: Another process has failed, or is elsewhere.
-
-    Example:
-        >>> all_rows(torch.ones(2), 2)
-        tensor([1., 1.])
-    """
+    """The rows of all processes, each of which has those of its ``Share.part``, (n, ...)."""
     share = current()
     if share.world == 1:
         return own
@@ -384,19 +237,7 @@ def all_rows(own: Tensor, n: int) -> Tensor:
 
 
 def of_first(value: _Result | None, device: torch.device) -> _Result:
-    """The result of the first process, on all of them.
-
-    Args:
-        value: Tensors and plain values, in dataclasses, dicts, lists and tuples; ignored elsewhere.
-        device: Where the tensors are put.
-
-    Returns:
-        The result.
-
-    Example:
-        >>> of_first((torch.ones(1), "a"), torch.device("cpu"))
-        (tensor([1.]), 'a')
-    """
+    """The result of the first process, on all of them."""
     rank, size = world()
     if size == 1:
         assert value is not None
@@ -450,18 +291,7 @@ def _filled(bare: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def sum_numbers(numbers: Sequence[float]) -> list[float]:
-    """Sums of numbers over all processes, in double precision.
-
-    Args:
-        numbers: As many on every process.
-
-    Returns:
-        The sums.
-
-    Example:
-        >>> sum_numbers([1, 2.5])
-        [1.0, 2.5]
-    """
+    """Sums of numbers over all processes, in double precision."""
     if world()[1] == 1:
         return [float(number) for number in numbers]
     total = torch.tensor(numbers, dtype=torch.float64, device=_device())
@@ -470,34 +300,12 @@ def sum_numbers(numbers: Sequence[float]) -> list[float]:
 
 
 def least(number: int) -> int:
-    """The smallest of a number over all processes.
-
-    Args:
-        number: Such as the memory that a process has.
-
-    Returns:
-        The smallest.
-
-    Example:
-        >>> least(3)
-        3
-    """
+    """The smallest of a number over all processes."""
     return min(gathered(number))
 
 
 def gathered(value: _Result) -> list[_Result]:
-    """Small values of all processes, by rank.
-
-    Args:
-        value: Anything that can be pickled.
-
-    Returns:
-        One a process.
-
-    Example:
-        >>> gathered("a")
-        ['a']
-    """
+    """Small values of all processes, by rank."""
     if world()[1] == 1:
         return [value]
     _meet("values of all processes")
@@ -505,19 +313,7 @@ def gathered(value: _Result) -> list[_Result]:
 
 
 def agree(kind: type[LinnetError], settings: Mapping[str, Any], remedy: str) -> None:
-    """Raise on all processes unless all came with equal settings.
-
-    Args:
-        kind: The class of the error.
-        settings: What must be equal, by the name that an error calls it; compared as text.
-        remedy: What to do otherwise.
-
-    Raises:
-        LinnetError: Of the class, naming what differs and its values.
-
-    Example:
-        >>> agree(InputError, {"structure": "kfac"}, "pass the same on all")
-    """
+    """Raise on all processes unless all came with equal settings."""
     size = world()[1]
     if size == 1:
         return
@@ -626,18 +422,7 @@ def _described(failure: BaseException) -> tuple[str, str, str | None, str | None
 
 
 def is_told(error: BaseException) -> bool:
-    """Whether all processes have an error.
-
-    Args:
-        error: An error that was caught.
-
-    Returns:
-        False for one of this process alone.
-
-    Example:
-        >>> is_told(ValueError("of this process"))
-        False
-    """
+    """Whether all processes have an error."""
     return bool(getattr(error, _TOLD, False))
 
 
@@ -692,13 +477,11 @@ def _each(tensor: Tensor) -> list[Tensor]:
 
 
 def _exchanged(exchange: Callable[..., Any], *args: Any) -> None:
-    """Carry out a collective of torch, and wait until the backend has let go of its tensors.
-
-    A thread of gloo lets go of them a moment after the collective has returned, for which it needs the lock
-    of the interpreter. If the interpreter has begun to end by then, the process aborts (torch 2.13,
-    "terminate called without an active exception": one exit in ten right after a sum, and one in fifty an
-    exchange later on a machine with more processes than cores).
-    """
+    """Carry out a collective of torch, and wait until the backend has let go of its tensors."""
+    # A thread of gloo lets go of them a moment after the collective has returned, for which it needs the lock
+    # of the interpreter. If the interpreter has begun to end by then, the process aborts (torch 2.13,
+    # "terminate called without an active exception": one exit in ten right after a sum, and one in fifty an
+    # exchange later on a machine with more processes than cores).
     tensors = [part for arg in args for part in (arg if isinstance(arg, list) else [arg])]
     on_cpu = [part for part in tensors if isinstance(part, Tensor) and part.device.type == "cpu"]
     before = _holders(on_cpu)

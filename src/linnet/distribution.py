@@ -28,33 +28,12 @@ _NAMESAKE = "linnet"  # the unrelated project
 
 
 def install_command(extra: str = "") -> str:
-    """The command that installs linnet.
-
-    Args:
-        extra: The extra to install with it, such as ``"text"``.
-
-    Returns:
-        A line for a shell.
-
-    Example:
-        >>> install_command("text")
-        "pip install 'linnet-torch[text]'"
-    """
+    """The command that installs linnet."""
     return f"pip install '{NAME}[{extra}]'" if extra else f"pip install {NAME}"
 
 
 def require_application(*names: str) -> None:
-    """Check that the packages of the command line are there; none is imported.
-
-    Args:
-        names: Import names; by default all in ``APPLICATION``.
-
-    Raises:
-        DependencyError: Some are not installed.
-
-    Example:
-        >>> require_application("jsonargparse")
-    """
+    """Check that the packages of the command line are there; none is imported."""
     missing = [APPLICATION[name] for name in names or APPLICATION if importlib.util.find_spec(name) is None]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
@@ -67,24 +46,7 @@ def require_application(*names: str) -> None:
 
 @contextmanager
 def importing(package: str, what: str, expected: str, remedy: str) -> Iterator[None]:
-    """Explain why an optional package cannot be imported, which the block does; the cause is chained.
-
-    Args:
-        package: The package.
-        what: What needs it.
-        expected: What should be there.
-        remedy: What to do.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        DependencyError: The block cannot import it.
-
-    Example:
-        >>> with importing("numpy", "an example", "numpy 1.26 or later", "pip install numpy"):
-        ...     import numpy
-    """
+    """Explain why an optional package cannot be imported, which the block does; the cause is chained."""
     try:
         yield
     # RuntimeError: a torchvision for another torch; AttributeError: a version without what is taken from it
@@ -97,14 +59,7 @@ def importing(package: str, what: str, expected: str, remedy: str) -> Iterator[N
 
 
 def require_own_package() -> None:
-    """Check that ``linnet`` is this package, and not a namesake that was installed over it.
-
-    Raises:
-        DependencyError: The package's own file was replaced.
-
-    Example:
-        >>> require_own_package()
-    """
+    """Check that ``linnet`` is this package, and not a namesake that was installed over it."""
     if "linearize" not in getattr(sys.modules["linnet"], "__all__", ()):
         raise DependencyError(
             "the package 'linnet' is another project's, installed over this one",
@@ -114,15 +69,7 @@ def require_own_package() -> None:
 
 
 def namesake() -> str | None:
-    """Advice about an unrelated distribution called linnet, which writes into the same folder.
-
-    Returns:
-        The commands that put it right, or None where there is no such distribution.
-
-    Example:
-        >>> namesake() is None
-        True
-    """
+    """Advice about an unrelated distribution called linnet, which writes into the same folder."""
     try:
         found = metadata.distribution(_NAMESAKE)
     except metadata.PackageNotFoundError:

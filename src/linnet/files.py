@@ -49,22 +49,7 @@ _apart: ContextVar[dict[str, Any] | None] = ContextVar("apart", default=None)
 
 
 def as_path(value: Any, name: str = "directory") -> Path:
-    """A path that a user gave.
-
-    Args:
-        value: A string or a ``Path``.
-        name: What the argument is called.
-
-    Returns:
-        ``value`` as a Path.
-
-    Raises:
-        InputError: It is neither, empty, too long, or holds a NUL character.
-
-    Example:
-        >>> as_path("runs/first").name
-        'first'
-    """
+    """A path that a user gave."""
     path = params.path(name, value)
     try:
         path.lstat()
@@ -77,28 +62,8 @@ def as_path(value: Any, name: str = "directory") -> Path:
 def write_atomic(
     path: str | os.PathLike[str], writer: Callable[[Path], object], size: int | None = None
 ) -> Path:
-    """Write a file completely or not at all.
-
-    Temporary folders that killed processes left of this file are removed first.
-
-    Args:
-        path: The file to write; missing folders above it are made.
-        writer: Called with a path of the same name in a temporary folder, which it must write.
-        size: Bytes that it will write, where they are known, for the error on a full disk.
-
-    Returns:
-        The path written.
-
-    Raises:
-        InputError: ``path`` is a folder, or cannot be written.
-        DiskSpaceError: The disk has no space for it; an old file of this name stays as it was.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_atomic(Path(folder) / "note.txt", lambda p: p.write_text("whole")).read_text()
-        'whole'
-    """
+    """Write a file completely or not at all."""
+    # Temporary folders that killed processes left of this file are removed first.
     path = params.path("path", path)
     try:
         if path.is_dir():
@@ -122,16 +87,8 @@ def write_atomic(
 
 @contextmanager
 def folder_aside(path: Path) -> Iterator[Path]:
-    """A temporary folder beside a file, to write it in; gone after the block, with what is still in it.
-
-    Those that killed processes left of this file go first.
-
-    Args:
-        path: The file that is to come of it; missing folders above it are made.
-
-    Yields:
-        The folder, empty.
-    """
+    """A temporary folder beside a file, to write it in; gone after the block, with what is still in it."""
+    # Those that killed processes left of this file go first.
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_partial(path)
     mark = f"{process_mark()}-{secrets.token_hex(4)}"
@@ -144,13 +101,8 @@ def folder_aside(path: Path) -> Iterator[Path]:
 
 
 def remove_partial(path: Path) -> None:
-    """Remove the temporary folders of a file that processes left which are killed.
-
-    Those of a living process, or of another machine that shares the folder, stay.
-
-    Args:
-        path: The file that was to come of them.
-    """
+    """Remove the temporary folders of a file that processes left which are killed."""
+    # Those of a living process, or of another machine that shares the folder, stay.
     start, end = f".{path.stem}.", f"{_PARTIAL}{path.suffix}"
     with os.scandir(path.parent) as entries:
         names = [entry.name for entry in entries if entry.name.startswith(start)]
@@ -161,31 +113,13 @@ def remove_partial(path: Path) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
-    """Write text in UTF-8, completely or not at all.
-
-    Args:
-        path: The file to write; missing folders above it are made.
-        text: Its content. What UTF-8 cannot hold (parts of undecodable file names) becomes an escape.
-
-    Returns:
-        The path written.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_text(Path(folder) / "note.txt", "whole").read_bytes()
-        b'whole'
-    """
+    """Write text in UTF-8, completely or not at all."""
     content = text.encode("utf-8", "backslashreplace")
     return write_atomic(path, lambda temporary: temporary.write_bytes(content), len(content))
 
 
 def force_to_disk(path: Path) -> None:
-    """Return once a file or folder is on the disk.
-
-    Args:
-        path: The file or folder.
-    """
+    """Return once a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -195,21 +129,7 @@ def force_to_disk(path: Path) -> None:
 
 @contextmanager
 def labels_apart() -> Iterator[dict[str, Any]]:
-    """Collect the labels of what :func:`save_tensors` writes in the block, and leave them out of the files.
-
-    Yields:
-        The labels by file name, for ``write_json(folder / LABELS, {"files": labels}, LABELS_KIND)``; without
-        that file beside them, :func:`load_tensors` refuses the tensors.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> with labels_apart() as labels:
-        ...     path = save_tensors(folder, "fit", {"delta": torch.ones(2)}, {"ridge": 0.1})
-        >>> _ = write_json(folder / LABELS, {"files": labels}, LABELS_KIND)
-        >>> load_tensors(path, "fit")
-        ({'delta': tensor([1., 1.])}, {'ridge': 0.1})
-    """
+    """Collect the labels of what ``save_tensors`` writes in the block, and leave them out of the files."""
     labels: dict[str, Any] = {}
     token = _apart.set(labels)
     try:
@@ -225,29 +145,7 @@ def save_tensors(
     metadata: Mapping[str, Any],
     kind: str | None = None,
 ) -> Path:
-    """Write named tensors and their metadata to one checksummed safetensors file.
-
-    Args:
-        directory: The folder; made if it is missing.
-        name: The file's name without its suffix.
-        tensors: Tensors of any shapes and devices; they may share memory.
-        metadata: Anything JSON can hold; tuples come back as lists.
-        kind: What the file holds, checked by :func:`load_tensors`; ``name`` by default.
-
-    Returns:
-        The file's path, ``directory/name.safetensors``.
-
-    Raises:
-        InputError: The metadata hold something that JSON cannot, or the folder cannot be written.
-        DiskSpaceError: The disk has no space for it.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = save_tensors(folder, "fit", {"delta": torch.ones(2)}, {"ridge": 0.1})
-        ...     load_tensors(path, "fit")
-        ({'delta': tensor([1., 1.])}, {'ridge': 0.1})
-    """
+    """Write named tensors and their metadata to one checksummed safetensors file."""
     from safetensors.torch import save_file
 
     content = _own_memory(tensors)
@@ -270,19 +168,7 @@ def save_tensors(
 
 
 def load_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what :func:`save_tensors` wrote, exactly or not at all.
-
-    Args:
-        path: The file.
-        kind: What it must hold.
-
-    Returns:
-        The tensors, on the CPU and in the order in which they were saved, and the metadata.
-
-    Raises:
-        InputError: There is no such file.
-        FileFormatError: The file is truncated, altered, not linnet's, of another kind or of a newer version.
-    """
+    """Read what ``save_tensors`` wrote, exactly or not at all."""
     path = require_file(path)
     header, tensors = _read_safetensors(path)
     digest, _, text = header.get(_FORMAT, "").partition(" ")
@@ -322,19 +208,7 @@ def _label_beside(path: Path, kind: str) -> tuple[str, dict[str, Any]]:
 
 
 def read_labels(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the labels of a folder, which :func:`labels_apart` has collected.
-
-    Args:
-        path: The JSON file.
-
-    Returns:
-        Its content; ``"files"`` has the label of each file by its plain name.
-
-    Raises:
-        InputError: There is no such file.
-        FileFormatError: It is truncated, altered, not JSON, not linnet's, of another kind or newer, or names
-            files elsewhere.
-    """
+    """Read the labels of a folder, which ``labels_apart`` has collected."""
     content = read_json(path, LABELS_KIND)
     files = content.get("files") if isinstance(content, dict) else None
     for name, label in files.items() if isinstance(files, dict) else [("", None)]:
@@ -394,14 +268,8 @@ def _read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def has_label(path: Path) -> bool:
-    """Whether a safetensors file has its label in itself, so that it can be read without a ``linnet.json``.
-
-    Args:
-        path: The file.
-
-    Returns:
-        False also where it is none.
-    """
+    """Whether a safetensors file has its label in itself."""
+    # So that it can be read without a `linnet.json`.
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -412,44 +280,12 @@ def has_label(path: Path) -> bool:
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read the tensors of any safetensors file, whoever wrote it.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The tensors by name, on the CPU.
-
-    Raises:
-        InputError: There is no such file.
-        FileFormatError: The file is truncated, damaged in its header, or of another format.
-    """
+    """Read the tensors of any safetensors file, whoever wrote it."""
     return _read_safetensors(require_file(path))[1]
 
 
 def write_json(path: str | os.PathLike[str], value: object, kind: str | None = None) -> Path:
-    """Write JSON atomically.
-
-    Args:
-        path: The file.
-        value: Anything JSON can hold; paths become strings, arrays and tensors lists.
-        kind: With a kind, the value is wrapped in a label with a version and a checksum, for files that
-            linnet reads back, NaN and infinities, which JSON lacks, among it. Without one the file is plain
-            JSON for other programs, where they become null.
-
-    Returns:
-        The path written.
-
-    Raises:
-        InputError: The value holds something that JSON cannot, or the folder cannot be written.
-        DiskSpaceError: The disk has no space for it.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     read_json(write_json(Path(folder) / "run.json", {"seed": 0}, kind="run"), kind="run")
-        {'seed': 0}
-    """
+    """Write JSON atomically."""
     if kind is None:
         text = _dump(_as_json(value, finite), indent=2)
     else:
@@ -460,19 +296,7 @@ def write_json(path: str | os.PathLike[str], value: object, kind: str | None = N
 
 
 def read_json(path: str | os.PathLike[str], kind: str | None = None) -> Any:
-    """Read what :func:`write_json` wrote.
-
-    Args:
-        path: The file.
-        kind: The kind it was written with; None for plain JSON.
-
-    Returns:
-        The value.
-
-    Raises:
-        InputError: There is no such file.
-        FileFormatError: The file is truncated, altered, not JSON, not linnet's, of another kind or newer.
-    """
+    """Read what ``write_json`` wrote."""
     path = require_file(path)
     if path.stat().st_size > _LARGEST_JSON:
         raise FileFormatError(
@@ -537,18 +361,7 @@ def _plain(value: Any) -> object:
 
 
 def finite(value: Any) -> Any:
-    """A value in the types of JSON, with null for NaN and infinities.
-
-    Args:
-        value: Numbers, texts, lists and dictionaries.
-
-    Returns:
-        The same in strict JSON.
-
-    Example:
-        >>> finite({"loss": float("nan"), "steps": [1, 2.5]})
-        {'loss': None, 'steps': [1, 2.5]}
-    """
+    """A value in the types of JSON, with null for NaN and infinities."""
     return _replaced(value, lambda number: None)
 
 

@@ -14,18 +14,8 @@ if TYPE_CHECKING:
 
 
 def frame(columns: Mapping[str, Tensor | None], index: str = "example") -> DataFrame:
-    """A table of columns of one length.
-
-    Args:
-        columns: Tensors (N,) by name, on any device; ``None`` for one that is not there.
-        index: Name of the column that names the rows; where there is none, rows are counted from 0 under it.
-
-    Returns:
-        The table.
-
-    Raises:
-        DependencyError: pandas is missing.
-    """
+    """A table of columns of one length."""
+    # columns (N,)
     try:
         from pandas import DataFrame
     except ImportError as error:
@@ -40,20 +30,8 @@ def frame(columns: Mapping[str, Tensor | None], index: str = "example") -> DataF
 
 
 def outputs(name: str, values: Tensor) -> dict[str, Tensor]:
-    """Columns of outputs.
-
-    Args:
-        name: What they are.
-        values: (N, C).
-
-    Returns:
-        One column for each output, numbered where there are several.
-
-    Example:
-        >>> import torch
-        >>> list(outputs("mean", torch.zeros(4, 2))), list(outputs("mean", torch.zeros(4, 1)))
-        (['mean 0', 'mean 1'], ['mean'])
-    """
+    """Columns of outputs."""
+    # values (N, C)
     if values.shape[1] == 1:
         return {name: values[:, 0]}
     return {f"{name} {k}": values[:, k] for k in range(values.shape[1])}

@@ -16,18 +16,7 @@ _SMALL = 1 << 20  # bytes that are always available; free memory is not queried 
 
 
 def require_file(path: str | os.PathLike[str], name: str | None = None) -> Path:
-    """The path, if a regular file lies there: pipes and devices have no end, or wait for a writer.
-
-    Args:
-        path: The file to be read.
-        name: The argument that it was given as, for the error.
-
-    Returns:
-        ``path`` as a Path.
-
-    Raises:
-        InputError: Nothing is there, or a folder, a pipe or a device.
-    """
+    """The path, if a regular file lies there: pipes and devices have no end, or wait for a writer."""
     path = params.path("path", path)
     try:
         mode = path.stat().st_mode
@@ -50,21 +39,7 @@ def require_file(path: str | os.PathLike[str], name: str | None = None) -> Path:
 
 
 def suggestion(path: Path) -> str:
-    """Remedy for a path that does not exist.
-
-    Args:
-        path: The path.
-
-    Returns:
-        The nearest name in its folder, else some that are there. Hidden files are left out.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> (folder / "photos").mkdir()
-        >>> suggestion(folder / "photo").replace(str(folder), "folder")
-        'did you mean folder/photos?'
-    """
+    """Remedy for a path that does not exist."""
     try:
         names = sorted(entry.name for entry in path.parent.iterdir() if not entry.name.startswith("."))
     except OSError:
@@ -77,35 +52,14 @@ def suggestion(path: Path) -> str:
 
 
 def special_file(mode: int) -> str:
-    """The kind of a file that is neither regular nor a folder.
-
-    Args:
-        mode: ``st_mode`` of its status.
-
-    Returns:
-        A few words.
-
-    Example:
-        >>> special_file(stat.S_IFIFO)
-        'a named pipe'
-    """
+    """The kind of a file that is neither regular nor a folder."""
     kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def require_room(path: Path, size: int, what: str = "its content") -> None:
-    """Stop before more is read from a file than there is memory.
-
-    Unlike a computation, which is planned for half of what is free, a file is read whole: the limit is all.
-
-    Args:
-        path: The file.
-        size: Bytes in memory that its content takes, or claims to take.
-        what: What takes them.
-
-    Raises:
-        MemoryBudgetError: That is more than is free.
-    """
+    """Stop before more is read from a file than there is memory."""
+    # Unlike a computation, which is planned for half of what is free, a file is read whole: the limit is all.
     if size > _SMALL and size > (free := available_bytes()):
         raise MemoryBudgetError(
             f"{path} would take {format_bytes(size)} of memory for {what}",

@@ -14,40 +14,12 @@ Log = Callable[[dict[str, float], int], object]
 
 
 def check_log(log: Any) -> Log | None:
-    """Raise unless numbers can be told to an argument.
-
-    Args:
-        log: A function of a dict of numbers and a step, or ``None``.
-
-    Returns:
-        The same.
-
-    Raises:
-        InputError: It is neither.
-
-    Example:
-        >>> check_log(print) is print
-        True
-    """
+    """Raise unless numbers can be told to an argument."""
     return None if log is None else function("log", log, "a function of a dict of numbers and a step")
 
 
 def tell(log: Log, values: dict[str, float], step: int, after: str) -> None:
-    """Call a user's log; an error that it raises stays the user's own, such as one that stops a run.
-
-    Args:
-        log: The function.
-        values: Numbers by name.
-        step: The step.
-        after: What is done already, for a note at its errors.
-
-    Raises:
-        Exception: The log's own, with a note that says where it came from and what stands.
-
-    Example:
-        >>> tell(print, {"loss": 0.5}, 3, "the step is complete")
-        {'loss': 0.5} 3
-    """
+    """Call a user's log; an error that it raises stays the user's own, such as one that stops a run."""
     try:
         log(values, step)
     except Exception as error:
@@ -59,21 +31,9 @@ def tell(log: Log, values: dict[str, float], step: int, after: str) -> None:
 
 
 def numbers(told: Any) -> dict[str, float]:
-    """The numbers in a report, a fit, a summary or a result, as a flat dict.
-
-    Names inside others are joined by ``"/"``. True is 1. In a list, what has a name is found under it. Texts,
-    other lists, large tensors and what is missing are left out.
-
-    Args:
-        told: What has numbers.
-
-    Returns:
-        Numbers by name.
-
-    Example:
-        >>> numbers({"ridge": 1, "why": "so", "time": {"fit": 2}, "scores": [{"name": "probe", "nll": 1.5}]})
-        {'ridge': 1.0, 'time/fit': 2.0, 'scores/probe/nll': 1.5}
-    """
+    """The numbers in a report, a fit, a summary or a result, as a flat dict."""
+    # Names inside others are joined by `"/"`. True is 1. In a list, what has a name is found under it. Texts,
+    # other lists, large tensors and what is missing are left out.
     found: dict[str, float] = {}
     _collect(found, "", told)
     return found

@@ -43,24 +43,7 @@ _SIZE = 1024  # rows of the square matrices in the speed test
 
 
 def survey(seconds: float = 0.5) -> dict[str, Any]:
-    """Find out what works on this machine, and why the rest does not.
-
-    Args:
-        seconds: Time spent on measuring the speed of matrix products, on each device, in seconds.
-
-    Returns:
-        Plain values by name: ``packages`` (version, or None where missing), ``threads``, ``devices`` (name,
-        free memory in bytes, speed in GFLOP/s), ``optional`` packages, ``derivatives`` (how J v is formed, by
-        kind of layer), ``namesake`` (what to do about another project's ``linnet``, or None) and ``ok``,
-        whether all that linnet needs is there.
-
-    Raises:
-        InputError: ``seconds`` is not positive.
-
-    Example:
-        >>> survey(seconds=0.01)["derivatives"]["linear"]["path"]
-        'forward'
-    """
+    """Find out what works on this machine, and why the rest does not."""
     if not seconds > 0:
         raise InputError(f"seconds is {seconds}", expected="a positive number", remedy="leave it out")
     packages = {name: _version(name) for name in _REQUIRED}
@@ -80,21 +63,7 @@ def survey(seconds: float = 0.5) -> dict[str, Any]:
 
 
 def find_device(name: str) -> torch.device:
-    """A device by name, tried out.
-
-    Args:
-        name: ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
-
-    Returns:
-        The device.
-
-    Raises:
-        InputError: There is no such device here.
-
-    Example:
-        >>> find_device("cpu")
-        device(type='cpu')
-    """
+    """A device by name, tried out."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
@@ -108,15 +77,7 @@ def find_device(name: str) -> torch.device:
 
 
 def fastest_device() -> torch.device:
-    """The kind of device that computes fastest here: the first of cuda, mps and cpu that there is.
-
-    Returns:
-        The device.
-
-    Example:
-        >>> fastest_device().type in ("cuda", "mps", "cpu")
-        True
-    """
+    """The kind of device that computes fastest here: the first of cuda, mps and cpu that there is."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

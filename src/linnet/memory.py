@@ -32,25 +32,10 @@ _LARGEST_KEPT = (32 << 20) - (64 << 10)  # just below glibc's DEFAULT_MMAP_THRES
 
 
 def available_bytes(device: torch.device | str = "cpu") -> int:
-    """The memory that can still be allocated on a device.
-
-    On the CPU this is the least of what the operating system reports, what the control group of the
-    process (a container, a batch job) still allows, and what the limits of the process itself on its
-    address space and data (``ulimit -v``, ``ulimit -d``) leave it.
-
-    Args:
-        device: A torch device, or its name.
-
-    Returns:
-        Bytes.
-
-    Raises:
-        InputError: The device's free memory cannot be queried.
-
-    Example:
-        >>> available_bytes("cpu") > 0
-        True
-    """
+    """The memory that can still be allocated on a device."""
+    # On the CPU this is the least of what the operating system reports, what the control group of the process
+    # (a container, a batch job) still allows, and what the limits of the process itself on its address space
+    # and data (`ulimit -v`, `ulimit -d`) leave it.
     device = torch.device(device)
     if device.type in ("cpu", "mps"):  # mps shares the main memory
         return min([_system_available(), *_cgroup_available(), *_limits_available()])
@@ -68,16 +53,11 @@ def available_bytes(device: torch.device | str = "cpu") -> int:
 
 @cache
 def reuse_freed_memory() -> None:
-    """Let the C library keep the memory of one batch for the next, once in a process.
-
-    glibc returns the end of the heap to the system when more of it is free than twice the largest block
-    that was ever mapped by itself and freed (mallopt(3), M_TRIM_THRESHOLD), and the next batch then
-    faults every page in anew. Taking and freeing one block, of which no page is touched, raises that
-    threshold to its greatest value, 64 MB. Other C libraries do nothing with it.
-
-    Example:
-        >>> reuse_freed_memory()
-    """
+    """Let the C library keep the memory of one batch for the next, once in a process."""
+    # glibc returns the end of the heap to the system when more of it is free than twice the largest block
+    # that was ever mapped by itself and freed (mallopt(3), M_TRIM_THRESHOLD), and the next batch then faults
+    # every page in anew. Taking and freeing one block, of which no page is touched, raises that threshold to
+    # its greatest value, 64 MB. Other C libraries do nothing with it.
     torch.empty(_LARGEST_KEPT, dtype=torch.uint8)
 
 
@@ -166,19 +146,7 @@ _assumed: ContextVar[int | None] = ContextVar("linnet_assumed_memory", default=N
 
 @contextmanager
 def assumed(amount: int) -> Iterator[None]:
-    """A budget to take where none is given, such as that of the process of several that has the least.
-
-    Args:
-        amount: Bytes.
-
-    Yields:
-        Nothing.
-
-    Example:
-        >>> with assumed(1000):
-        ...     parse_bytes(None), parse_bytes("2kB")
-        (1000, 2000)
-    """
+    """A budget to take where none is given, such as that of the process of several that has the least."""
     token = _assumed.set(amount)
     try:
         yield
@@ -187,23 +155,7 @@ def assumed(amount: int) -> Iterator[None]:
 
 
 def parse_bytes(amount: str | int | None, device: torch.device | str = "cpu") -> int:
-    """A memory budget in bytes.
-
-    Args:
-        amount: A number of bytes, text such as ``"2GB"`` (10⁹ bytes each) or ``"2GiB"`` (2³⁰), or None for
-            half of what is available on the device.
-        device: The device asked when ``amount`` is None.
-
-    Returns:
-        Bytes, at least 1.
-
-    Raises:
-        InputError: The amount cannot be read, or is not positive.
-
-    Example:
-        >>> parse_bytes("1.5GB"), parse_bytes("512MiB"), parse_bytes(4096)
-        (1500000000, 536870912, 4096)
-    """
+    """A memory budget in bytes."""
     if amount is None and (given := _assumed.get()) is not None:
         return given
     if amount is None:
@@ -230,18 +182,7 @@ def _text_to_bytes(text: str) -> int | None:
 
 
 def format_bytes(n: int) -> str:
-    """A number of bytes for people, in powers of 1000.
-
-    Args:
-        n: Bytes.
-
-    Returns:
-        Three significant digits and a unit.
-
-    Example:
-        >>> format_bytes(999), format_bytes(12_345), format_bytes(7_100_000_000_000)
-        ('999 B', '12.3 kB', '7.10 TB')
-    """
+    """A number of bytes for people, in powers of 1000."""
     if n < 1000:
         return f"{n} B"
     value, unit = n / 1e3, "kB"
@@ -254,23 +195,11 @@ def format_bytes(n: int) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory that an operation will hold at its peak, item by item.
+    """The memory that an operation will hold at its peak, item by item."""
 
-    Args:
-        operation: What is planned, in words.
-        budget: The bytes that may be used.
-        items: Name and bytes of everything that lives at the same time.
-
-    Example:
-        >>> print(Plan("kernel of 100 x 100 examples", 10**6, (("tile", 80_000), ("rows", 400_000))))
-        kernel of 100 x 100 examples: peak 480 kB of a budget of 1.00 MB
-          tile  80.0 kB
-          rows   400 kB
-    """
-
-    operation: str
-    budget: int
-    items: tuple[tuple[str, int], ...]
+    operation: str  # what is planned, in words
+    budget: int  # the bytes that may be used
+    items: tuple[tuple[str, int], ...]  # name and bytes of everything that lives at the same time
 
     @property
     def peak(self) -> int:
@@ -285,20 +214,7 @@ class Plan:
 
 
 def require(plan: Plan, alternatives: Sequence[str] | Mapping[str, Sequence[str]]) -> None:
-    """Stop before allocating when a plan does not fit its budget.
-
-    Args:
-        plan: The plan to check.
-        alternatives: What the user could do instead, best first; the first two are named. Where that
-            depends on what is too large: a mapping from names of items; that of the largest item in it
-            is taken.
-
-    Raises:
-        MemoryBudgetError: The plan's peak is over its budget.
-
-    Example:
-        >>> require(Plan("a small matrix", 1000, (("matrix", 800),)), ["use a smaller one"])
-    """
+    """Stop before allocating when a plan does not fit its budget."""
     if plan.peak <= plan.budget:
         return
     largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in _largest(plan, 3))

@@ -44,57 +44,20 @@ _TAIL = 22 + 0xFFFF  # bytes that a zip archive's last record can take, its comm
 
 @dataclass(frozen=True)
 class ArrayHeader:
-    """Type and shape of an array, without its content.
+    """Type and shape of an array, without its content."""
 
-    Args:
-        shape: Its shape.
-        dtype: Its element type.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    shape: tuple[int, ...]  # its shape
+    dtype: np.dtype[Any]  # its element type
 
 
 def npz_headers(path: str | os.PathLike[str]) -> dict[str, ArrayHeader]:
-    """Read the shapes and types of an archive's arrays, without unpacking them.
-
-    Args:
-        path: The ``.npz`` file.
-
-    Returns:
-        The header of each array by name, in the order of the archive.
-
-    Raises:
-        InputError: There is no such file.
-        FileFormatError: The file is truncated, altered or of another kind, or holds Python objects.
-    """
+    """Read the shapes and types of an archive's arrays, without unpacking them."""
     with _open_archive(require_file(path)) as archive:
         return {name: _read_header(archive, name) for name in _names(archive)}
 
 
 def read_npz(path: str | os.PathLike[str], names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """Read arrays of an archive; members that are not requested are not unpacked.
-
-    Args:
-        path: The ``.npz`` file.
-        names: The arrays to read; all by default.
-
-    Returns:
-        The arrays by name.
-
-    Raises:
-        InputError: There is no such file.
-        FileFormatError: The file is truncated, altered or of another kind, lacks a name or holds objects.
-        MemoryBudgetError: An array would take more memory than is free.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder) / "data.npz"
-        ...     np.savez(path, x=np.zeros((4, 2)), y=np.arange(4))
-        ...     npz_headers(path)["x"].shape, read_npz(path, ["y"])["y"]
-        ((4, 2), array([0, 1, 2, 3]))
-    """
+    """Read arrays of an archive; members that are not requested are not unpacked."""
     path = require_file(path)
     with _open_archive(path) as archive:
         present = _names(archive)
@@ -103,16 +66,7 @@ def read_npz(path: str | os.PathLike[str], names: Sequence[str] | None = None) -
 
 
 def require_arrays(path: Path, names: Sequence[str], present: Collection[str]) -> None:
-    """Check that an archive holds the arrays that are needed.
-
-    Args:
-        path: The archive.
-        names: The arrays needed.
-        present: The arrays it has.
-
-    Raises:
-        FileFormatError: Some are missing; the error lists them and what is there.
-    """
+    """Check that an archive holds the arrays that are needed."""
     missing = [name for name in names if name not in present]
     if missing:
         raise FileFormatError(

@@ -33,55 +33,24 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Precision:
-    """Types of numbers; ``None`` where linnet chooses.
+    """Types of numbers; ``None`` where linnet chooses."""
 
-    Args:
-        capture: Of inputs a, output gradients g and gradients that kernels are made of.
-        sums: Of sums.
-        decompositions: Of eigenvalues and eigenvectors.
-
-    Example:
-        >>> Precision(capture="bfloat16").kept(torch.float32)
-        torch.bfloat16
-    """
-
-    capture: str | None = None
-    sums: str | None = None
-    decompositions: str | None = None
+    capture: str | None = None  # of inputs a, output gradients g and gradients that kernels are made of
+    sums: str | None = None  # of sums
+    decompositions: str | None = None  # of eigenvalues and eigenvectors
 
     def kept(self, dtype: torch.dtype) -> torch.dtype:
-        """The type in which gradients are kept.
-
-        Args:
-            dtype: Type of the network.
-
-        Returns:
-            Its own type, at least float32, unless another is asked for.
-        """
+        """The type in which gradients are kept."""
         return torch.promote_types(dtype, torch.float32) if self.capture is None else _TYPES[self.capture]
 
     def added(self, dtype: torch.dtype) -> torch.dtype:
-        """The type in which an entry of a kernel is summed over parameters.
-
-        Args:
-            dtype: Type of the network.
-
-        Returns:
-            Its own type, at least float32; float64 where that is asked for.
-        """
+        """The type in which an entry of a kernel is summed over parameters."""
         wide = torch.promote_types(dtype, torch.float32)
         wide = torch.promote_types(wide, self.kept(dtype))
         return torch.float64 if self.sums == "float64" else wide
 
     def coarser(self, dtype: torch.dtype) -> bool:
-        """Whether kernels or normal equations are less exact than the network is.
-
-        Args:
-            dtype: Type of the network.
-
-        Returns:
-            Whether numbers of fewer digits are kept, multiplied or summed.
-        """
+        """Whether kernels or normal equations are less exact than the network is."""
         return self._keeps_less(dtype) or self.sums == "float32"
 
     def _keeps_less(self, dtype: torch.dtype) -> bool:
@@ -89,27 +58,12 @@ class Precision:
         return self.capture == "tf32" or torch.finfo(self.kept(dtype)).eps > torch.finfo(dtype).eps
 
     def exact(self, dtype: torch.dtype) -> Precision:
-        """The same for equations whose rounding nobody checks.
-
-        Args:
-            dtype: Type of the network.
-
-        Returns:
-            Types that leave kernels and normal equations as exact as the network is.
-        """
+        """The same for equations whose rounding nobody checks."""
         capture = None if self._keeps_less(dtype) else self.capture
         return replace(self, capture=capture, sums=None if self.sums == "float32" else self.sums)
 
     def eps(self, dtype: torch.dtype, device: torch.device) -> float:
-        """The spacing at 1 of the coarsest numbers that an entry of a kernel is made of.
-
-        Args:
-            dtype: Type of the network.
-            device: Where it is.
-
-        Returns:
-            That of the network's type, or of the one that gradients are kept in.
-        """
+        """The spacing at 1 of the coarsest numbers that an entry of a kernel is made of."""
         own = max(torch.finfo(dtype).eps, torch.finfo(self.kept(dtype)).eps)
         tf32 = self.capture == "tf32" or (
             self.capture != "float32" and dtype == torch.float32 and _in_force()
@@ -130,15 +84,7 @@ _chosen: ContextVar[Precision] = ContextVar("linnet_precision", default=_OWN)
 
 
 def current() -> Precision:
-    """The types in force.
-
-    Returns:
-        Those of the ``with`` statements around, innermost first.
-
-    Example:
-        >>> current()
-        Precision(capture=None, sums=None, decompositions=None)
-    """
+    """The types in force."""
     return _chosen.get()
 
 
@@ -207,18 +153,9 @@ _before: list[tuple[Any, ...]] = []  # what torch was set to before the first of
 
 @contextlib.contextmanager
 def products_in(types: Precision, device: torch.device) -> Iterator[None]:
-    """Torch's TF32 switches as ``capture`` asks for, while gradients are formed and multiplied.
-
-    The switches are of the whole process. Scopes may overlap in several threads: the last one that was
-    opened decides, and when all are closed torch is as it was.
-
-    Args:
-        types: The types.
-        device: Where products are made; nothing is switched but for NVIDIA's.
-
-    Yields:
-        Nothing.
-    """
+    """Torch's TF32 switches as ``capture`` asks for, while gradients are formed and multiplied."""
+    # The switches are of the whole process. Scopes may overlap in several threads: the last one that was
+    # opened decides, and when all are closed torch is as it was.
     if types.capture in (None, "float64") or device.type != "cuda":
         yield
         return

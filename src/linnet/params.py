@@ -42,18 +42,7 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: short, and safe for values whose ``repr`` fails or is long.
-
-    Args:
-        value: Anything.
-
-    Returns:
-        At most about sixty characters.
-
-    Example:
-        >>> shown(torch.zeros(2, 3)), shown("a" * 100)[-4:], shown(10**50)
-        ('a float32 tensor of shape (2, 3)', "...'", 'an integer of 51 digits')
-    """
+    """A value as an error shows it: short, and safe for values whose ``repr`` fails or is long."""
     if isinstance(value, Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         where = "" if value.device.type == "cpu" else f" on {value.device}"
@@ -73,18 +62,7 @@ def shown(value: Any) -> str:
 
 
 def warn(message: str) -> None:
-    """Warn of something where the user's code calls linnet.
-
-    Args:
-        message: What.
-
-    Example:
-        >>> with warnings.catch_warnings(record=True) as seen:
-        ...     warnings.simplefilter("always")
-        ...     warn("the labels are odd")
-        >>> seen[0].category.__name__
-        'UserWarning'
-    """
+    """Warn of something where the user's code calls linnet."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
         frame, level = frame.f_back, level + 1
@@ -92,17 +70,7 @@ def warn(message: str) -> None:
 
 
 def refuse(name: str, value: Any, expected: str, remedy: str | None = None) -> NoReturn:
-    """Raise the error of a parameter.
-
-    Args:
-        name: The parameter's name.
-        value: Its value.
-        expected: What is accepted.
-        remedy: What to do; by default to leave the parameter out.
-
-    Raises:
-        InputError: Always.
-    """
+    """Raise the error of a parameter."""
     text = shown(value)
     written = name.replace(".", "").isidentifier() and isinstance(value, _WRITTEN) and text == repr(value)
     raise InputError(
@@ -113,24 +81,7 @@ def refuse(name: str, value: Any, expected: str, remedy: str | None = None) -> N
 
 
 def choice(name: str, value: Any, allowed: Collection[str], remedy: str | None = None) -> str:
-    """One of several words.
-
-    Args:
-        name: The parameter's name.
-        value: Its value.
-        allowed: The words.
-        remedy: What to do; by default the word that is spelled most like the value, if there is one.
-
-    Returns:
-        The value.
-
-    Raises:
-        InputError: It is none of them.
-
-    Example:
-        >>> choice("solver", "dual", ("dual", "cg"))
-        'dual'
-    """
+    """One of several words."""
     if isinstance(value, str) and value in allowed:
         return value
     words = ", ".join(f'"{one}"' for one in allowed)
@@ -141,21 +92,7 @@ def choice(name: str, value: Any, allowed: Collection[str], remedy: str | None =
 
 
 def part_of(part: Any) -> tuple[int, int]:
-    """Which part of a job, and of how many.
-
-    Args:
-        part: (i, n).
-
-    Returns:
-        i, from 0, and n.
-
-    Raises:
-        InputError: It is no such pair.
-
-    Example:
-        >>> part_of([3, 64])
-        (3, 64)
-    """
+    """Which part of a job, and of how many."""
     if not (isinstance(part, list | tuple) and len(part) == 2):
         raise InputError(
             f"part={part!r}",
@@ -167,66 +104,20 @@ def part_of(part: Any) -> tuple[int, int]:
 
 
 def flag(name: str, value: Any, remedy: str | None = None) -> bool:
-    """True or False.
-
-    Args:
-        name: The parameter's name.
-        value: Its value.
-        remedy: What to do.
-
-    Returns:
-        The value.
-
-    Raises:
-        InputError: It is neither.
-
-    Example:
-        >>> flag("shard", True)
-        True
-    """
+    """True or False."""
     if isinstance(value, bool):
         return value
     refuse(name, value, "True or False", remedy)
 
 
 def no_targets(name: str, value: Any) -> None:
-    """Refuse targets in the place of a setting: data are one argument, and two were given.
-
-    Args:
-        name: The parameter that it was given as.
-        value: Its value.
-
-    Raises:
-        InputError: It is a tensor or an array with at least one axis.
-
-    Example:
-        >>> no_targets("add", False)
-    """
+    """Refuse targets in the place of a setting: data are one argument, and two were given."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim:
         refuse(name, value, "inputs and targets as one argument", "pass data=(x, y)")
 
 
 def integer(name: str, value: Any, least: int = 1, most: int | None = None, remedy: str | None = None) -> int:
-    """A whole number within bounds.
-
-    Args:
-        name: The parameter's name.
-        value: Its value; numpy's and torch's integers of no axis count, True and False do not.
-        least: Smallest that is accepted.
-        most: Largest that is accepted; ``None`` for a million draws, samples, bins or steps, ten thousand
-            members, and of everything else the largest number that torch can hold.
-        remedy: What to do.
-
-    Returns:
-        The value as an ``int``.
-
-    Raises:
-        InputError: It is no integer, or out of bounds.
-
-    Example:
-        >>> integer("steps", 10)
-        10
-    """
+    """A whole number within bounds."""
     limit = _REPEATED.get(name, _LARGEST) if most is None else most
     found: int | None = None
     if not isinstance(value, bool | float) and not (isinstance(value, Tensor) and not _integral(value)):
@@ -245,23 +136,7 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None, reme
 
 
 def seed(name: str, value: Any, remedy: str | None = None) -> int:
-    """A seed of random numbers.
-
-    Args:
-        name: The parameter's name.
-        value: Its value.
-        remedy: What to do.
-
-    Returns:
-        The value as an ``int``.
-
-    Raises:
-        InputError: It is no integer from 0 to 2⁶⁴ − 1, which is what torch's generators take.
-
-    Example:
-        >>> seed("seed", 3)
-        3
-    """
+    """A seed of random numbers."""
     try:
         return integer(name, value, 0, _SEED, remedy)
     except InputError:
@@ -283,27 +158,7 @@ def number(
     most: float | None = None,
     remedy: str | None = None,
 ) -> float:
-    """A finite real number within bounds.
-
-    Args:
-        name: The parameter's name.
-        value: Its value; numbers of numpy and torch of no axis count, True, False and text do not.
-        above: It must be greater than this.
-        least: It must be this or greater.
-        below: It must be smaller than this.
-        most: It must be this or smaller.
-        remedy: What to do.
-
-    Returns:
-        The value as a ``float``.
-
-    Raises:
-        InputError: It is no such number.
-
-    Example:
-        >>> number("ridge", 0.5, above=0)
-        0.5
-    """
+    """A finite real number within bounds."""
     found = _real(value)
     inside = (
         math.isfinite(found)
@@ -341,25 +196,7 @@ def _real(value: Any) -> float:
 def instance(
     name: str, value: Any, kind: type[_Kind] | tuple[type[Any], ...], expected: str, remedy: str | None = None
 ) -> _Kind:
-    """An object of a class.
-
-    Args:
-        name: The parameter's name.
-        value: Its value.
-        kind: The class, or several.
-        expected: What is accepted, in words.
-        remedy: What to do.
-
-    Returns:
-        The value.
-
-    Raises:
-        InputError: It is none.
-
-    Example:
-        >>> instance("model", torch.nn.Linear(1, 1), torch.nn.Module, "an nn.Module").in_features
-        1
-    """
+    """An object of a class."""
     if isinstance(value, kind):
         return value
     if remedy is None and isinstance(value, type) and issubclass(value, kind):
@@ -368,24 +205,7 @@ def instance(
 
 
 def function(name: str, value: Any, expected: str, remedy: str | None = None) -> Callable[..., Any]:
-    """Something that can be called.
-
-    Args:
-        name: The parameter's name.
-        value: Its value.
-        expected: What is accepted, in words.
-        remedy: What to do.
-
-    Returns:
-        The value.
-
-    Raises:
-        InputError: It cannot be called, or is a class.
-
-    Example:
-        >>> function("predict", torch.sigmoid, "a function from x to probabilities")(torch.tensor(0.0))
-        tensor(0.5000)
-    """
+    """Something that can be called."""
     if callable(value) and not isinstance(value, type):
         called: Callable[..., Any] = value
         return called
@@ -393,25 +213,7 @@ def function(name: str, value: Any, expected: str, remedy: str | None = None) ->
 
 
 def call(name: str, value: Callable[..., Any], *given: Any, expected: str, remedy: str | None = None) -> Any:
-    """Call a function of the user's own, naming it in the error if it fails.
-
-    Args:
-        name: What the function is called.
-        value: The function.
-        *given: Its arguments.
-        expected: What it has to be, in words.
-        remedy: What to do.
-
-    Returns:
-        What it returns.
-
-    Raises:
-        InputError: If it raises an error that is not linnet's own, which is then the cause.
-
-    Example:
-        >>> call("make", list, (1, 2), expected="a function")
-        [1, 2]
-    """
+    """Call a function of the user's own, naming it in the error if it fails."""
     try:
         return value(*given)
     except Exception as error:  # whatever the user's code raises
@@ -426,22 +228,7 @@ def call(name: str, value: Callable[..., Any], *given: Any, expected: str, remed
 
 
 def wrapped(value: Any) -> Tensor:
-    """A tensor of what holds numbers, in the same memory where that can be; nothing is ever written there.
-
-    Args:
-        value: A tensor, or an array or rectangular list of numbers; read-only arrays and maps of files, of
-            which torch warns that they must not be written to, are as good as others.
-
-    Returns:
-        The tensor; wide unsigned integers, which torch hardly computes with, are int64.
-
-    Raises:
-        ValueError: If an integer is beyond int64.
-
-    Example:
-        >>> wrapped([1, 2])
-        tensor([1, 2])
-    """
+    """A tensor of what holds numbers, in the same memory where that can be; nothing is ever written there."""
     if hasattr(value, "to_numpy"):  # the columns of data frames
         value = value.to_numpy()
     if isinstance(value, np.ndarray):
@@ -471,25 +258,7 @@ def _plain_array(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def tensor(name: str, value: Any, expected: str, remedy: str | None = None, convert: bool = True) -> Tensor:
-    """A dense tensor of real numbers that can be read.
-
-    Args:
-        name: The parameter's name.
-        value: A tensor, or an array or rectangular list of numbers.
-        expected: What is accepted, in words.
-        remedy: What to do.
-        convert: Whether arrays and lists are turned into tensors; otherwise they are refused.
-
-    Returns:
-        A tensor; NaN is not looked for.
-
-    Raises:
-        InputError: It is none, is complex, sparse or nested, or has no values (device "meta").
-
-    Example:
-        >>> tensor("labels", [1, 2], "class numbers (N,)")
-        tensor([1, 2])
-    """
+    """A dense tensor of real numbers that can be read."""
     if not convert and not isinstance(value, Tensor):
         refuse(name, value, expected, remedy or f"pass torch.as_tensor({name})")
     try:
@@ -505,23 +274,7 @@ def tensor(name: str, value: Any, expected: str, remedy: str | None = None, conv
 
 
 def device(name: str, value: Any, remedy: str | None = None) -> torch.device:
-    """A device that tensors can be moved to.
-
-    Args:
-        name: The parameter's name.
-        value: A device or its name.
-        remedy: What to do.
-
-    Returns:
-        The device.
-
-    Raises:
-        InputError: There is none of that name here, or it keeps no values ("meta").
-
-    Example:
-        >>> device("device", "cpu")
-        device(type='cpu')
-    """
+    """A device that tensors can be moved to."""
     found: torch.device | None = None
     if isinstance(value, str | torch.device):
         try:
@@ -534,46 +287,14 @@ def device(name: str, value: Any, remedy: str | None = None) -> torch.device:
 
 
 def real_type(name: str, value: Any, remedy: str | None = None) -> torch.dtype:
-    """A type of real floating-point numbers.
-
-    Args:
-        name: The parameter's name.
-        value: Its value.
-        remedy: What to do.
-
-    Returns:
-        The value.
-
-    Raises:
-        InputError: It is none.
-
-    Example:
-        >>> real_type("dtype", torch.float64)
-        torch.float64
-    """
+    """A type of real floating-point numbers."""
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return value
     refuse(name, value, "a floating-point type, such as torch.float32", remedy)
 
 
 def path(name: str, value: Any, remedy: str | None = None) -> Path:
-    r"""The place of a file or folder.
-
-    Args:
-        name: The parameter's name.
-        value: A string or path object.
-        remedy: What to do.
-
-    Returns:
-        The path.
-
-    Raises:
-        InputError: It is neither, empty, too long, or holds a NUL character.
-
-    Example:
-        >>> path("file", "runs/kernel.npy").name
-        'kernel.npy'
-    """
+    r"""The place of a file or folder."""
     expected = "a path, as a string or a pathlib.Path"
     remedy = remedy or f'pass {name}=pathlib.Path("runs/first"), or another path'
     if not isinstance(value, str | os.PathLike):
@@ -593,19 +314,7 @@ def _encoded(text: str) -> bytes:
 
 
 def known(caller: str, options: Collection[str], allowed: Collection[str]) -> None:
-    """Refuse keywords that a function does not have.
-
-    Args:
-        caller: The function, as the user calls it.
-        options: Keywords given.
-        allowed: Keywords there are.
-
-    Raises:
-        InputError: One is unknown; the nearest spelling is named.
-
-    Example:
-        >>> known("linnet.fit", ["ridge"], ("ridge", "solver"))
-    """
+    """Refuse keywords that a function does not have."""
     for name in options:
         if name in allowed:
             continue

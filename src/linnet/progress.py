@@ -37,24 +37,9 @@ class _Meter(Protocol):
 def track(
     iterable: Iterable[T], description: str, total: int | None = None, enabled: bool | None = None
 ) -> Iterator[T]:
-    """Iterate, showing progress on standard error once two seconds have passed.
-
-    On a terminal it is a bar with the time left; elsewhere (a log file, a batch job) a plain line every
-    ten seconds.
-
-    Args:
-        iterable: What to iterate over.
-        description: What is being done, in a few words.
-        total: Number of items; taken from ``len(iterable)`` when that exists.
-        enabled: False silences it; None follows the environment variable ``LINNET_PROGRESS``.
-
-    Yields:
-        The items of ``iterable``, unchanged.
-
-    Example:
-        >>> sum(track(range(4), "adding"))
-        6
-    """
+    """Iterate, showing progress on standard error once two seconds have passed."""
+    # On a terminal it is a bar with the time left; elsewhere (a log file, a batch job) a plain line every ten
+    # seconds.
     if not _is_enabled(enabled):
         yield from iterable
         return
@@ -77,24 +62,9 @@ def track(
 
 @contextmanager
 def waiting(description: str, seconds: float | None = None, enabled: bool | None = None) -> Iterator[None]:
-    """Say that one long step without countable parts is under way, once two seconds have passed.
-
-    A line at first and then every ten seconds, on standard error, with the time left where it can be guessed
-    and is not up.
-
-    Args:
-        description: What is being done, in a few words.
-        seconds: How long it will take, if anybody knows.
-        enabled: False silences it; None follows the environment variable ``LINNET_PROGRESS``.
-
-    Yields:
-        Nothing; the step belongs inside.
-
-    Example:
-        >>> with waiting("adding"):
-        ...     1 + 1
-        2
-    """
+    """Say that one long step without countable parts is under way, once two seconds have passed."""
+    # A line at first and then every ten seconds, on standard error, with the time left where it can be
+    # guessed and is not up.
     if not _is_enabled(enabled):
         yield
         return
@@ -204,18 +174,7 @@ class _Lines:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people.
-
-    Args:
-        seconds: The duration in seconds.
-
-    Returns:
-        Seconds, minutes and seconds, or hours and minutes.
-
-    Example:
-        >>> format_seconds(7.2), format_seconds(83), format_seconds(7300)
-        ('7 s', '1 min 23 s', '2 h 01 min')
-    """
+    """A duration for people."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes == 0:
         return f"{rest} s"

@@ -20,17 +20,7 @@ _ROWS = 12  # parts of a list or a dict in a cell
 
 
 class Shown(ABC):
-    """An object that tells what it is.
-
-    Example:
-        >>> class Line(Shown):
-        ...     def _shown(self):
-        ...         return {"slope": 2 / 3, "points": torch.arange(9.0), "why": ["two", "reasons"]}
-        >>> Line()
-        Line(slope=0.6667, points=(9,) from 0 to 8)
-        >>> ">0.6667</td>" in Line()._repr_html_()
-        True
-    """
+    """An object that tells what it is."""
 
     @abstractmethod
     def _shown(self) -> Mapping[str, Any]:
@@ -48,17 +38,7 @@ class Shown(ABC):
 
 
 class Record(Shown, ABC):
-    """A dataclass that tells its fields.
-
-    Example:
-        >>> from dataclasses import dataclass
-        >>> @dataclass(frozen=True, repr=False)
-        ... class Found(Record):
-        ...     at: Tensor
-        ...     error: float
-        >>> Found(torch.tensor([4, 2]), 1e-9)
-        Found(at=[4, 2], error=1e-09)
-    """
+    """A dataclass that tells its fields."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -67,18 +47,7 @@ class Record(Shown, ABC):
 
 
 def in_line(value: Any) -> str:
-    """A value in few characters.
-
-    Args:
-        value: A number, text, tensor, record or other object.
-
-    Returns:
-        Floats with four digits, tensors of more than a few entries by shape and range, objects by their kind.
-
-    Example:
-        >>> in_line(1 / 3), in_line(torch.ones(2, 5)), in_line(torch.nn.Tanh())
-        ('0.3333', '(2, 5) from 1 to 1', 'Tanh')
-    """
+    """A value in few characters."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Tensor):

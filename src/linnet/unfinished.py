@@ -40,17 +40,7 @@ Block = tuple[slice, Tensor]
 
 
 class Checkpoint:
-    """Sums on disk, with the place in the data that they stand for.
-
-    Args:
-        file: The file, ending in ``.safetensors``.
-        identity: What the sums belong to: network, settings, data. A file of anything else is refused.
-        interval: Seconds between writes.
-        stays: Whether the file stays when the sum is complete, until other work is that needs it.
-
-    Raises:
-        InputError: If the file's name does not end in ``.safetensors``.
-    """
+    """Sums on disk, with the place in the data that they stand for."""
 
     def __init__(
         self, file: str | Path, identity: Mapping[str, Any], interval: float = INTERVAL, stays: bool = False
@@ -64,15 +54,7 @@ class Checkpoint:
         self._written, self._took = time.monotonic(), 0.0
 
     def read(self) -> tuple[int, int, dict[str, Tensor]] | None:
-        """The pass, the place in it and the tensors; ``None`` if there is no file.
-
-        Returns:
-            What was last written.
-
-        Raises:
-            FileFormatError: If the file is damaged.
-            InputError: If it belongs to something else.
-        """
+        """The pass, the place in it and the tensors; ``None`` if there is no file."""
         if not self.path.exists():
             return None
         tensors, metadata = load_tensors(self.path, KIND)
@@ -84,14 +66,7 @@ class Checkpoint:
         return int(metadata["pass"]), int(metadata["place"]), {key: t.clone() for key, t in tensors.items()}
 
     def refuse(self, different: Sequence[str]) -> NoReturn:
-        """Raise because the file belongs to something else.
-
-        Args:
-            different: In what it differs.
-
-        Raises:
-            InputError: Always.
-        """
+        """Raise because the file belongs to something else."""
         raise InputError(
             f"file={str(self.path)!r} holds sums with another {', '.join(different)}",
             expected="the file of this very computation",
@@ -99,24 +74,12 @@ class Checkpoint:
         )
 
     def note(self, turn: int, place: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write, if the last write is long enough ago, and writing takes little of the time.
-
-        Args:
-            turn: Which pass over the data.
-            place: How far it has come.
-            tensors: The sums.
-        """
+        """Write, if the last write is long enough ago, and writing takes little of the time."""
         if time.monotonic() - self._written >= max(self.interval, self._took / SHARE):
             self.write(turn, place, tensors)
 
     def write(self, turn: int, place: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write now.
-
-        Args:
-            turn: Which pass over the data.
-            place: How far it has come.
-            tensors: The sums.
-        """
+        """Write now."""
         begin = time.monotonic()
         metadata = {"identity": self.identity, "pass": turn, "place": place}
         save_tensors(self.path.parent, self.path.stem, tensors, metadata, KIND)
@@ -124,12 +87,7 @@ class Checkpoint:
         self._took = self._written - begin if self.interval else 0.0
 
     def end_pass(self, turn: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the sums of a whole pass; of several that stay, those that took long.
-
-        Args:
-            turn: The pass that comes next.
-            tensors: The sums.
-        """
+        """Write the sums of a whole pass; of several that stay, those that took long."""
         (self.note if self.stays else self.write)(turn, 0, tensors)
 
     def remove(self) -> None:
@@ -150,12 +108,7 @@ def _change(key: str, before: Any, now: Any) -> str:
 
 
 class Keeper:
-    """The files of the work inside one :func:`resumable`.
-
-    Args:
-        folder: Where they are.
-        interval: Seconds between writes.
-    """
+    """The files of the work inside one ``resumable``."""
 
     def __init__(self, folder: Path, interval: float) -> None:
         self.folder, self.interval = folder, interval
@@ -193,16 +146,7 @@ class Keeper:
             ) from error
 
     def place(self, what: str, share: Share, suffix: str) -> Path:
-        """The file of the next work.
-
-        Args:
-            what: What it is, in a word; a kernel is one file of all processes that share it.
-            share: This process among those that do it.
-            suffix: Of the name.
-
-        Returns:
-            The file.
-        """
+        """The file of the next work."""
         shared = share.world == self.world
         kind = "together" if shared else "alone"
         count, self._begun[kind] = self._begun[kind], self._begun[kind] + 1
@@ -263,33 +207,12 @@ def resumable(folder: str | Path, interval: float = INTERVAL) -> Iterator[None]:
 
 
 def keeper() -> Keeper | None:
-    """What keeps unfinished work, inside :func:`resumable`.
-
-    Returns:
-        ``None`` outside.
-
-    Example:
-        >>> keeper() is None
-        True
-    """
+    """What keeps unfinished work, inside ``resumable``."""
     return _keeper.get()
 
 
 def checkpoint(what: str, share: Share, identity: Callable[[], Mapping[str, Any]]) -> Checkpoint | None:
-    """A file for the next sum over data.
-
-    Args:
-        what: What it is, in a word.
-        share: This process among those that add up.
-        identity: Finds what the sum belongs to.
-
-    Returns:
-        ``None`` outside :func:`resumable`.
-
-    Example:
-        >>> checkpoint("sums", Share(), dict) is None
-        True
-    """
+    """A file for the next sum over data."""
     own = _keeper.get()
     if own is None:
         return None
@@ -299,20 +222,8 @@ def checkpoint(what: str, share: Share, identity: Callable[[], Mapping[str, Any]
 def summing(
     tensors: Mapping[str, Tensor], kept: Checkpoint | None, blocks: Callable[[Begun | None], Iterator[Block]]
 ) -> Iterator[Block]:
-    """The blocks of data that are still to be added to some tensors, which then hold the sums of all before.
-
-    Args:
-        tensors: What the caller adds each block to, in place; zero, or the sums before.
-        kept: Their file; ``None`` for all blocks.
-        blocks: The blocks from an example on, and of the size of those before.
-
-    Yields:
-        The place of a block among the examples, and the block.
-
-    Example:
-        >>> [place for place, _ in summing({}, None, lambda begun: iter([(slice(0, 2), torch.ones(2))]))]
-        [slice(0, 2, None)]
-    """
+    """The blocks of data that are still to be added to some tensors."""
+    # Which then hold the sums of all before.
     found = None if kept is None else kept.read()
     begun: Begun | None = None
     if found is not None:

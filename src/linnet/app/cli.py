@@ -78,23 +78,7 @@ _SHOWN = 200  # characters of a value in an error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: The words after `linnet`; those of this process when None.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        LinnetError: The command failed and `--traceback` was given.
-        OSError: Likewise, where the system refused something.
-
-    Example:
-        >>> main(["--version"])
-        linnet 0.1.0
-        0
-    """
+    """Run the command line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     accept_any_character()
     try:
@@ -280,11 +264,7 @@ def _rank() -> int:
 
 @contextlib.contextmanager
 def _started(command: Command, values: Mapping[str, Any]) -> Iterator[bool]:
-    """The processes of torchrun: all of them where a command shares its work, the first alone elsewhere.
-
-    Yields:
-        Whether this process takes part.
-    """
+    """The processes of torchrun: all of them where a command shares its work, the first alone elsewhere."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
         yield True
     elif command.name not in _SHARED:
@@ -405,10 +385,9 @@ def _unknown_command(name: str) -> InputError:
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of one call: by parameter name, as the YAML that `--config` reads, and what was typed.
+    """The options of one call: by parameter name, as the YAML that `--config` reads, and what was typed."""
 
-    `typed` holds the words beside a `--config`, such as `--shots=3`; None where there is no `--config`.
-    """
+    # `typed` holds the words beside a `--config`, such as `--shots=3`; None where there is no `--config`.
 
     values: dict[str, Any]
     yaml: str
@@ -424,18 +403,7 @@ class Command:
 
     @classmethod
     def load(cls, name: str) -> Command:
-        """Import a command.
-
-        Args:
-            name: One of `COMMANDS`.
-
-        Returns:
-            The command.
-
-        Example:
-            >>> Command.load("doctor").name
-            'doctor'
-        """
+        """Import a command."""
         module = importlib.import_module(f"linnet.app.commands.{name}")
         return cls(name, getattr(module, _FUNCTIONS.get(name, name)))
 
@@ -461,11 +429,7 @@ class Command:
         return {flag: text for flag, text in _FLAGS.items() if flag != "--trust" or names}
 
     def help(self) -> str:
-        """The page that `linnet NAME --help` prints.
-
-        Returns:
-            Usage, what the command does, and every option with its type and default.
-        """
+        """The page that `linnet NAME --help` prints."""
         parser = self._parser()
         for flag, text in self.flags.items():
             parser.add_argument(flag, action="store_true", help=text)
@@ -473,15 +437,7 @@ class Command:
         return page(parser, self.types)
 
     def completions(self) -> dict[str, tuple[str, ...]]:
-        """The options with the words that may follow.
-
-        Returns:
-            By option: its choices, or nothing where the value is a path or free, or there is none.
-
-        Example:
-            >>> Command.load("adapt").completions()["--solver"]
-            ('auto', 'dual', 'shared', 'primal', 'sketch', 'cg')
-        """
+        """The options with the words that may follow."""
         kinds = self.types
         options = {
             _option(name): ("true", "false") if kinds[name] is bool else choices(kinds[name])
@@ -491,21 +447,7 @@ class Command:
         return {**options, **dict.fromkeys(["--config", "--help", _LOG, *self.flags], ())}
 
     def parse(self, words: Sequence[str]) -> Settings:
-        """Read the options.
-
-        Args:
-            words: The words after the command's name.
-
-        Returns:
-            The settings, checked against the types of the function's parameters.
-
-        Raises:
-            InputError: An option is unknown, missing, or of the wrong type.
-
-        Example:
-            >>> Command.load("doctor").parse(["--seconds", "0.5"]).values
-            {'seconds': 0.5}
-        """
+        """Read the options."""
         parser, given = self._parser(), self._normalize(words)
         _check_configs(self.name, given)
         files = [word for word in given if word.startswith("--config")]

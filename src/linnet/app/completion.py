@@ -41,22 +41,7 @@ _TO_USE = {
 
 
 def completion(shell: str, commands: Mapping[str, Options]) -> str:
-    """The script that completes the command line in a shell.
-
-    Args:
-        shell: ``"bash"``, ``"zsh"`` or ``"fish"``.
-        commands: Options of each command, with the words that may follow an option.
-
-    Returns:
-        The script, with how to use it in its first line.
-
-    Raises:
-        InputError: The shell is another one.
-
-    Example:
-        >>> completion("fish", {"demo": {"--seed": ()}}).splitlines()[-1]
-        "complete -c linnet -n '__fish_seen_subcommand_from demo' -l seed"
-    """
+    """The script that completes the command line in a shell."""
     if shell not in _TO_USE:
         close = difflib.get_close_matches(shell, _TO_USE, n=1)
         raise InputError(

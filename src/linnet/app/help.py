@@ -34,35 +34,13 @@ def _members(annotation: object) -> list[object]:
 
 
 def choices(annotation: object) -> tuple[str, ...]:
-    """The words that an option accepts.
-
-    Args:
-        annotation: The type of the parameter.
-
-    Returns:
-        The words, in order; empty where any text will do.
-
-    Example:
-        >>> choices(float | Literal["auto", "loo"])
-        ('auto', 'loo')
-    """
+    """The words that an option accepts."""
     parts = _members(annotation)
     return tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
 
 
 def kind(annotation: object) -> str:
-    """A type in words.
-
-    Args:
-        annotation: The type of the parameter.
-
-    Returns:
-        What is accepted, such as ``"a whole number"``.
-
-    Example:
-        >>> kind(float | Literal["auto", "loo"])
-        'a number, auto or loo'
-    """
+    """A type in words."""
     words = list(choices(annotation))
     others = [part for part in _members(annotation) if get_origin(part) is not Literal]
     words = [_KINDS.get(get_origin(part) or part, ("", str(part)))[1] for part in others] + words
@@ -70,18 +48,7 @@ def kind(annotation: object) -> str:
 
 
 def value_name(annotation: object) -> str | None:
-    """Placeholder of the value in usage and help.
-
-    Args:
-        annotation: The type of the parameter.
-
-    Returns:
-        The choices in braces, or a word such as PATH; None for the name of the option itself.
-
-    Example:
-        >>> value_name(float | Literal["auto", "loo"]), value_name(int | None), value_name(str)
-        ('{auto,loo,NUMBER}', 'N', None)
-    """
+    """Placeholder of the value in usage and help."""
     words = list(choices(annotation))
     others = [part for part in _members(annotation) if get_origin(part) is not Literal]
     names = [_KINDS.get(get_origin(part) or part, ("", ""))[0] for part in others]
@@ -91,15 +58,7 @@ def value_name(annotation: object) -> str | None:
 
 
 def page(parser: jsonargparse.ArgumentParser, hints: Mapping[str, Any]) -> str:
-    """The help of a command.
-
-    Args:
-        parser: The parser of its options.
-        hints: The types of its parameters, by name.
-
-    Returns:
-        Usage and options, with dashes in names, the choices of each option and its default.
-    """
+    """The help of a command."""
     import jsonargparse
 
     class Formatter(jsonargparse.DefaultHelpFormatter):

@@ -45,35 +45,7 @@ def load_model(
     model_args: Mapping[str, Any] | str | None = None,
     pretrained: bool | None = None,
 ) -> nn.Module:
-    r"""Build a network from its name and put weights into it.
-
-    Args:
-        spec: ``path/to/file.py:factory`` for a function or class that makes the network; ``hf:NAME`` for a
-            classifier of images or of text from transformers (a local folder or a name on the hub);
-            ``timm:NAME``; ``torchvision:NAME``. Without ``weights`` the last three come pretrained.
-        weights: A file for :func:`load_weights`, which must fit the network exactly.
-        model_args: Keyword arguments for the factory, as a mapping or as a JSON object.
-        pretrained: Whether the last three come with their published weights; by default, without ``weights``.
-
-    Returns:
-        The network in eval mode, on the CPU.
-
-    Raises:
-        InputError: ``model_args`` cannot be understood, or there is no such weights' file.
-        ModelError: The factory's file or the factory is missing, it raised, or it returned something else;
-            the cause is chained.
-        WeightsError: The weights do not fit.
-        FileFormatError: The weights' file cannot be read.
-        DependencyError: An optional package is missing or does not work; the cause is chained.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     file = Path(folder) / "nets.py"
-        ...     _ = file.write_text("from torch import nn\ndef mlp(width=8): return nn.Linear(2, width)")
-        ...     load_model(f"{file}:mlp", model_args='{"width": 3}')
-        Linear(in_features=2, out_features=3, bias=True)
-    """
+    r"""Build a network from its name and put weights into it."""
     arguments = _parse_arguments(model_args)
     source, colon, name = spec.partition(":")
     if not colon or not name:
@@ -162,14 +134,7 @@ class _FromText(SourceFileLoader):
     """Runs the text of a file: bytecode beside it may be of another text, which nobody has looked at."""
 
     def get_code(self, fullname: str) -> CodeType:
-        """The text of the file, compiled.
-
-        Args:
-            fullname: Name of the module.
-
-        Returns:
-            The code.
-        """
+        """The text of the file, compiled."""
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
 
@@ -205,24 +170,9 @@ def _definitions(path: Path) -> str:
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read a network's weights from a file, without running code from it.
-
-    Damage is found by the archive's checksums in ``.npz`` and in torch's zip format; safetensors and torch's
-    format before 1.6 have none, and there only truncation and NaN show.
-
-    Args:
-        path: A ``.safetensors``, ``.npz``, or torch file (``.pt``, ``.pth``, ``.th``, ``.tar``, ``.bin``,
-            ``.ckpt``). In torch files a dictionary under ``state_dict``, ``model_state_dict`` or ``model`` is
-            found. A prefix ``module.`` or ``_orig_mod.`` of every name is removed.
-
-    Returns:
-        The tensors by name, on the CPU.
-
-    Raises:
-        InputError: There is no such file, or its suffix is unknown.
-        FileFormatError: The file is truncated, altered or of another kind, or does not hold weights.
-        MemoryBudgetError: They would take more memory than is free.
-    """
+    """Read a network's weights from a file, without running code from it."""
+    # Damage is found by the archive's checksums in `.npz` and in torch's zip format; safetensors and torch's
+    # format before 1.6 have none, and there only truncation and NaN show.
     path = require_file(path, "weights")
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
@@ -334,25 +284,9 @@ def _without_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def apply_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Put weights into a network, all of them or none.
-
-    A name may be missing only where it cannot matter: a tensor tied to one that is given, and the batch
-    counters that old files lack.
-
-    Args:
-        model: The network; changed in place.
-        weights: Tensors by the names of ``model.state_dict()``.
-
-    Raises:
-        WeightsError: Names are missing or unexpected, shapes or kinds of numbers differ, or a weight is NaN
-            or infinite; every one is counted and the first eight of each are listed.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> apply_weights(layer, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
-        >>> layer(torch.ones(1, 2)).item()
-        2.0
-    """
+    """Put weights into a network, all of them or none."""
+    # A name may be missing only where it cannot matter: a tensor tied to one that is given, and the batch
+    # counters that old files lack.
     own = model.state_dict(keep_vars=True)
     findings = {
         "missing": _missing(own, weights),

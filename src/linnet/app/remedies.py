@@ -35,20 +35,7 @@ _PHRASES: tuple[tuple[str, str], ...] = (
 
 
 def in_options(text: str, own: Collection[str], others: Collection[str] = ()) -> str:
-    """An error that speaks of Python's arguments, in the words of the command line.
-
-    Args:
-        text: What was wrong, what was expected or what to do.
-        own: Parameters of the command that ran: its options.
-        others: Those of ``linnet adapt``, which a fit was made with.
-
-    Returns:
-        The text, with ``--option value`` for ``option=value``.
-
-    Example:
-        >>> in_options('pass solver="dual" or "cg", or variance=True', ["variance"], ["solver"])
-        'pass --solver dual or cg of linnet adapt, or --variance true'
-    """
+    """An error that speaks of Python's arguments, in the words of the command line."""
     for pattern, words in _PHRASES:
         text = re.sub(pattern, words, text)
     pieces = _CALL.split(text)  # calls at odd places: what is in their brackets is theirs
@@ -56,18 +43,7 @@ def in_options(text: str, own: Collection[str], others: Collection[str] = ()) ->
 
 
 def option(name: str) -> str:
-    """The option of a parameter.
-
-    Args:
-        name: Of the parameter.
-
-    Returns:
-        The word on the command line.
-
-    Example:
-        >>> option("model_args")
-        '--model-args'
-    """
+    """The option of a parameter."""
     return "--" + name.replace("_", "-")
 
 

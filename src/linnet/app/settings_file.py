@@ -22,24 +22,8 @@ _DIGITS = 400  # of a number; those beyond 1e308 are none
 
 
 def check_settings(command: str, file: str | os.PathLike[str]) -> None:
-    """Refuse a file of settings that is no settings but an attack, or a mistake.
-
-    What is no YAML passes: its reader says so best.
-
-    Args:
-        command: The command that is to be run with them.
-        file: The file.
-
-    Raises:
-        InputError: It is no regular file or no text, or is too large, too deep, or grows when it is read, or
-            another command wrote it.
-
-    Example:
-        >>> import tempfile
-        >>> file = Path(tempfile.mkdtemp()) / "run.yaml"
-        >>> _ = file.write_text("seed: 1")
-        >>> check_settings("adapt", file)
-    """
+    """Refuse a file of settings that is no settings but an attack, or a mistake."""
+    # What is no YAML passes: its reader says so best.
     path = require_file(file)
     if path.stat().st_size > _LARGEST:
         _refuse(path, f"has {path.stat().st_size:,} bytes", f"at most {_LARGEST:,} bytes of settings")

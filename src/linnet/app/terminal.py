@@ -22,37 +22,12 @@ _PLAIN = str.maketrans({"−": "-", "×": "x", "±": "+-", "–": "-", "…": ".
 
 
 def kept(text: object) -> str:
-    """A path or other text that must stay on one line, whatever spaces are in it.
-
-    Args:
-        text: It.
-
-    Returns:
-        The text with spaces at which no line is broken; :func:`folding` writes plain ones.
-
-    Example:
-        >>> len(kept("my runs/report.html").split(" "))
-        1
-    """
+    """A path or other text that must stay on one line, whatever spaces are in it."""
     return str(text).replace(" ", _KEPT)
 
 
 def folded(line: str, deeper: int = _DEEPER) -> str:
-    """A line in as many as the width of the terminal asks for; 80 columns where the output is none.
-
-    Args:
-        line: The line, perhaps indented.
-        deeper: Columns by which what follows is indented more than the line.
-
-    Returns:
-        Lines, broken at spaces alone: a long word stays whole, so that it can be copied. A row of a table,
-        which has several gaps, stays as it is.
-
-    Example:
-        >>> print(folded("note: " + "words " * 14))
-        note: words words words words words words words words words words words words
-          words words
-    """
+    """A line in as many as the width of the terminal asks for; 80 columns where the output is none."""
     indent = line[: len(line) - len(line.lstrip(" "))]
     width = max(shutil.get_terminal_size().columns, _LEAST)
     lines = [line]
@@ -86,11 +61,7 @@ class _Folded:
 
 @contextlib.contextmanager
 def folding() -> Iterator[None]:
-    """Fold what is printed to the width of the terminal.
-
-    Yields:
-        None.
-    """
+    """Fold what is printed to the width of the terminal."""
     stream = _Folded(sys.stdout)
     with contextlib.redirect_stdout(cast("TextIO", stream)):
         yield
@@ -98,10 +69,8 @@ def folding() -> Iterator[None]:
 
 
 def accept_any_character() -> None:
-    """Print what the terminal's encoding lacks in plain characters, instead of failing.
-
-    Such as ``-`` for a minus sign where a pipe on Windows takes cp1252; standard error writes escapes anyway.
-    """
+    """Print what the terminal's encoding lacks in plain characters, instead of failing."""
+    # Such as `-` for a minus sign where a pipe on Windows takes cp1252; standard error writes escapes anyway.
     codecs.register_error(_ERRORS, _plain)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors=_ERRORS)

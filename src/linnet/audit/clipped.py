@@ -22,16 +22,8 @@ HALVINGS = 50
 
 
 def jacobian_scales(blocks: Tensor, limit: float, eps: float) -> Tensor:
-    """s_i = min(1, κ/‖J_i‖), with ‖J_i‖² the largest eigenvalue of K_ii.
-
-    Args:
-        blocks: K_ii, (N, C, C).
-        limit: κ.
-        eps: Rounding of the kernel, by which norms are taken larger than they seem.
-
-    Returns:
-        (N,).
-    """
+    """s_i = min(1, κ/‖J_i‖), with ‖J_i‖² the largest eigenvalue of K_ii."""
+    # blocks (N, C, C)
     norms = torch.linalg.eigvalsh(blocks.double())[:, -1].clamp_min(0).sqrt() * (1 + 100 * eps)
     scales: Tensor = (limit / norms.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1.0)
     return scales
@@ -64,20 +56,8 @@ def _roots(e: Tensor, limit: float) -> Tensor:
 
 
 def clipped_optimum(kernel: Tensor, residual: Tensor, ridge: float, limit: float) -> Tensor:
-    """β of the optimum, by Newton's method on a strongly convex objective.
-
-    Args:
-        kernel: S K S, (N·C, N·C), float64.
-        residual: S r, (N, C), plus what a linear term adds to it.
-        ridge: ρ.
-        limit: τ.
-
-    Returns:
-        β, (N, C).
-
-    Raises:
-        NumericalError: If it does not converge.
-    """
+    """β of the optimum, by Newton's method on a strongly convex objective, (N, C)."""
+    # kernel (N·C, N·C), residual (N, C)
     n, c = residual.shape
     beta = torch.zeros_like(residual)
     product = torch.zeros_like(residual)  # Kβ

@@ -17,23 +17,9 @@ STEPS = 200  # of a bisection: until the interval has no number left inside
 
 
 def privacy_delta(noise: float, sensitivity: float, epsilon: float) -> float:
-    """The least δ for which Gaussian noise on a vector of some sensitivity is (ε, δ)-private: exactly.
-
-    Args:
-        noise: Standard deviation σ of each coordinate.
-        sensitivity: Largest distance Δ between the vectors of neighboring data.
-        epsilon: ε.
-
-    Returns:
-        Φ(Δ/2σ − εσ/Δ) − e^ε Φ(−Δ/2σ − εσ/Δ).
-
-    Source:
-        Balle and Wang, "Improving the Gaussian mechanism for differential privacy", ICML 2018, theorem 8.
-
-    Example:
-        >>> round(privacy_delta(1.0, 1.0, 1.0), 6)
-        0.126937
-    """
+    """The least δ for which Gaussian noise on a vector of some sensitivity is (ε, δ)-private: exactly."""
+    # Source: Balle and Wang, "Improving the Gaussian mechanism for differential privacy", ICML 2018, theorem
+    # 8.
     ratio, half = epsilon * noise / sensitivity, sensitivity / (2 * noise)
     first = float(torch.special.ndtr(_number(half - ratio)))
     # in logarithms: e^ε overflows before the product does
@@ -42,23 +28,8 @@ def privacy_delta(noise: float, sensitivity: float, epsilon: float) -> float:
 
 
 def gaussian_noise(sensitivity: float, epsilon: float, delta: float) -> float:
-    """The least σ for which Gaussian noise on a vector of some sensitivity is (ε, δ)-private.
-
-    Args:
-        sensitivity: Δ.
-        epsilon: ε > 0.
-        delta: δ, between 0 and 1.
-
-    Returns:
-        σ, rounded up.
-
-    Source:
-        Balle and Wang, ICML 2018, algorithm 1.
-
-    Example:
-        >>> round(gaussian_noise(1.0, 1.0, 1e-5), 4)
-        3.7306
-    """
+    """The least σ for which Gaussian noise on a vector of some sensitivity is (ε, δ)-private."""
+    # Source: Balle and Wang, ICML 2018, algorithm 1.
     low, high = 0.0, sensitivity
     while privacy_delta(high, sensitivity, epsilon) > delta:
         low, high = high, 2 * high
@@ -74,26 +45,14 @@ def gaussian_noise(sensitivity: float, epsilon: float, delta: float) -> float:
 
 
 def objective_noise(gradient: float, directions: int, epsilon: float, delta: float) -> float:
-    """The σ of a random linear term bᵀδ that makes the optimum of an objective (ε, δ)-private.
-
-    The optimum a determines b = −∇F(a; D). For neighbors, b moves by at most L in a subspace of k
-    directions that their examples alone determine, so the logarithm of the ratio of the densities of b is
-    at most (2 L‖Πb‖ + L²)/2σ², and ‖Πb‖ ≤ σ q but with probability δ, q² the quantile of χ²_k. Hence
-    ½u² + q u ≤ ε for u = L/σ. (What the change of variables adds is to be taken off ε before.)
-
-    Args:
-        gradient: L, the most by which neighbors differ in the gradient.
-        directions: k.
-        epsilon: ε that is left for the noise.
-        delta: δ.
-
-    Returns:
-        σ.
-
-    Source:
-        Kifer, Smith, Thakurta, "Private convex empirical risk minimization", COLT 2012, whose theorem is
-        the case k = 1; the constants here are those of the argument above.
-    """
+    """The σ of a random linear term bᵀδ that makes the optimum of an objective (ε, δ)-private."""
+    # The optimum a determines b = −∇F(a; D). For neighbors, b moves by at most L in a subspace of k
+    # directions that their examples alone determine, so the logarithm of the ratio of the densities of b is
+    # at most (2 L‖Πb‖ + L²)/2σ², and ‖Πb‖ ≤ σ q but with probability δ, q² the quantile of χ²_k. Hence ½u² +
+    # q u ≤ ε for u = L/σ. (What the change of variables adds is to be taken off ε before.)
+    #
+    # Source: Kifer, Smith, Thakurta, "Private convex empirical risk minimization", COLT 2012, whose theorem
+    # is the case k = 1; the constants here are those of the argument above.
     from scipy.special import gammainccinv
 
     q = math.sqrt(2 * float(gammainccinv(directions / 2, delta)))
@@ -103,37 +62,14 @@ def objective_noise(gradient: float, directions: int, epsilon: float, delta: flo
 
 
 def determinant_cost(jacobian: float, ridge: float, outputs: int) -> float:
-    """Privacy cost of the change of variables in objective perturbation: C log(1 + κ²/ρ).
-
-    An example adds to the Hessian at most C eigenvalues of at most κ², so the determinants of neighbors
-    differ by a factor of at most (1 + κ²/ρ)^C.
-
-    Args:
-        jacobian: κ.
-        ridge: ρ.
-        outputs: C.
-
-    Returns:
-        Its share of ε.
-    """
+    """Privacy cost of the change of variables in objective perturbation: C log(1 + κ²/ρ)."""
+    # An example adds to the Hessian at most C eigenvalues of at most κ², so the determinants of neighbors
+    # differ by a factor of at most (1 + κ²/ρ)^C.
     return outputs * math.log1p(jacobian**2 / ridge)
 
 
 def left_for_noise(jacobian: float, ridge: float, outputs: int, epsilon: float) -> float:
-    """ε less what the determinants cost, if anything is left.
-
-    Args:
-        jacobian: κ.
-        ridge: ρ.
-        outputs: C.
-        epsilon: ε.
-
-    Returns:
-        What is left.
-
-    Raises:
-        InputError: If the ridge is too small for ε.
-    """
+    """ε less what the determinants cost, if anything is left."""
     left = epsilon - determinant_cost(jacobian, ridge, outputs)
     if left <= 0:
         least = jacobian**2 / math.expm1(epsilon / outputs)

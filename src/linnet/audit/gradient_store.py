@@ -381,11 +381,9 @@ class _Shard:
 
 
 class _Inverse:
-    """(Ĝ + λI)⁻¹ by a Cholesky factor, or a diagonal.
+    """(Ĝ + λI)⁻¹ by a Cholesky factor, or a diagonal."""
 
-    Args:
-        of: The factor (D, D) or the diagonal (D,), in float64.
-    """
+    # of (D, D)
 
     def __init__(self, of: Tensor) -> None:
         self.of = of

@@ -253,15 +253,7 @@ def _directions(fit: LinearFit, index: Tensor, memory: str | int | None) -> Tens
 
 
 def left_out_columns(dual: DualSystem, index: Tensor) -> Tensor:
-    """M_·i eᵢ: δ − δ₋ᵢ is Jᵀ times it.
-
-    Args:
-        dual: The solved equations.
-        index: Positions of n training examples.
-
-    Returns:
-        (N·C, n).
-    """
+    """M_·i eᵢ: δ − δ₋ᵢ is Jᵀ times it, (N·C, n)."""
     n, c = dual.n, dual.c
     e, inverse = dual.loo_residuals()[index], dual.inverse.view(n, c, n * c)
     # M is symmetric: its rows, which lie together, stand for its columns
@@ -293,30 +285,14 @@ def _exact(fit: LinearFit, x: Inputs, memory: str | int | None) -> Tensor:
 
 
 def changes_fit(fit: LinearFit, memory: str | int | None) -> bool:
-    """Whether δ − δ₋ᵢ of all examples fit the budget.
-
-    Args:
-        fit: The fit.
-        memory: The budget.
-
-    Returns:
-        Whether they do, with space for products.
-    """
+    """Whether δ − δ₋ᵢ of all examples fit the budget."""
     function = fit.module.function
     size = fit.n * function.space.dim * function.dtype.itemsize
     return 3 * size <= parse_bytes(memory, function.device)
 
 
 def every_change(fit: LinearFit, memory: str | int | None) -> Tensor:
-    """δ − δ₋ᵢ of all examples.
-
-    Args:
-        fit: The fit.
-        memory: Budget.
-
-    Returns:
-        (N, P).
-    """
+    """δ − δ₋ᵢ of all examples, (N, P)."""
     return _directions(fit, torch.arange(fit.n, device=fit.module.function.device), memory)
 
 
@@ -330,18 +306,7 @@ def _along(fit: LinearFit, x: Inputs, directions: Tensor, memory: str | int | No
 
 
 def checked_directions(fit: LinearFit, directions: Any) -> Tensor:
-    """Weight changes, if they have the size of the fit's weights.
-
-    Args:
-        fit: The fit.
-        directions: δ − δ₋ᵢ, (n, P).
-
-    Returns:
-        The same, of the network's type.
-
-    Raises:
-        InputError: If they are of another size.
-    """
+    """Weight changes, if they have the size of the fit's weights."""
     p = fit.module.space.dim
     if not isinstance(directions, Tensor) or directions.ndim != 2 or directions.shape[1] != p:
         shape = tuple(directions.shape) if isinstance(directions, Tensor) else type(directions).__name__
@@ -478,20 +443,7 @@ def _losses(fit: Fitted, x: Inputs, labels: Any, outputs: Tensor) -> Tensor:
 
 
 def label_targets(fit: Fitted, x: Inputs, labels: Any) -> Tensor:
-    """Targets of a fit for the labels of test examples.
-
-    Args:
-        fit: The fit.
-        x: n test examples.
-        labels: Classes (n,) or targets (n, C).
-
-    Returns:
-        Targets (n, C).
-
-    Raises:
-        DataError: If labels are out of range.
-        InputError: If there are more or fewer of them than examples, or they are arranged otherwise.
-    """
+    """Targets of a fit for the labels of test examples, (n, C)."""
     n, c, dtype = batch_size(x), fit.targets.shape[1], fit.targets.dtype
     names = fit.record.classes
     y = (known_answers(labels, names) if names else named_tensor(labels, "labels")).to(fit.targets.device)
@@ -538,15 +490,7 @@ def _method(fit: LinearFit, method: Any, directions: Tensor | None) -> str:
 
 
 def unconstrained(fit: LinearFit, what: str) -> None:
-    """Raise for a fit with constraints, whose weights are no combination of the training rows alone.
-
-    Args:
-        fit: The fit.
-        what: What was asked of it.
-
-    Raises:
-        InputError: If it has constraints.
-    """
+    """Raise for a fit with constraints, whose weights are no combination of the training rows alone."""
     if fit.constraints is not None:
         raise InputError(
             f"{what} of a fit with constraints",

@@ -172,19 +172,12 @@ def label_errors(outputs: Tensor, labels: Tensor) -> LabelErrors:
 
 @dataclass(frozen=True, eq=False)
 class _Fitted:
-    """T and η of highest likelihood for each of several sets of labels of the same outputs.
+    """T and η of highest likelihood for each of several sets of labels of the same outputs."""
 
-    Args:
-        loss: Negative log likelihood, (B,).
-        temperature: T, (B,).
-        rate: η, (B,).
-        q: Softmax of the outputs at T, (B, N, C).
-    """
-
-    loss: Tensor
-    temperature: Tensor
-    rate: Tensor
-    q: Tensor
+    loss: Tensor  # negative log likelihood, (B,)
+    temperature: Tensor  # T, (B,)
+    rate: Tensor  # η, (B,)
+    q: Tensor  # softmax of the outputs at T, (B, N, C)
 
     @classmethod
     def of(cls, outputs: Tensor, labels: Tensor) -> _Fitted:

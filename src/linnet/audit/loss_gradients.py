@@ -43,19 +43,7 @@ SHARE = 0.5  # of the budget that one captured batch may take
 
 
 def stream(data: Any) -> Iterator[Pair]:
-    """The batches of any kind of data, one after the other; nothing is gathered.
-
-    Args:
-        data: An (x, y) pair, or a dict with ``"labels"``; a ``Dataset`` of samples; a ``DataLoader``, a list
-            or another iterable of such batches, which may differ in the length of their sequences.
-
-    Yields:
-        Inputs (n, ...) and targets (n, ...).
-
-    Raises:
-        DataError: If a batch is empty or not finite, or its targets are not as many as its inputs.
-        InputError: If ``data`` is none of these.
-    """
+    """The batches of any kind of data, one after the other; nothing is gathered."""
     said = Said()
     for i, (inputs, targets) in enumerate(pairs(data, said)):
         while said.warnings:
@@ -70,13 +58,7 @@ def stream(data: Any) -> Iterator[Pair]:
 
 
 class LossGradients:
-    """The gradient of the loss of every example, in the parameters of a network.
-
-    Args:
-        function: The network; that of a sketched network has D parameters.
-        likelihood: What the outputs mean: the loss of an example is −log p(y | f(x)) over all its positions.
-        memory: Budget; by default half of what is available.
-    """
+    """The gradient of the loss of every example, in the parameters of a network."""
 
     def __init__(self, function: Functional, likelihood: Likelihood, memory: str | int | None = None) -> None:
         self.function, self.likelihood = function, likelihood
@@ -84,19 +66,7 @@ class LossGradients:
         self._sizes: dict[object, int] = {}  # examples at once, by their shapes
 
     def rows(self, x: Inputs, y: Tensor) -> Tensor:
-        """The gradients of a batch.
-
-        Args:
-            x: Inputs of n examples.
-            y: Their targets.
-
-        Returns:
-            (n, P).
-
-        Raises:
-            DataError: If the targets are none of the likelihood's.
-            ModelError: If the network cannot run on x, or its examples influence each other.
-        """
+        """The gradients of a batch, (n, P)."""
         device = self.function.device
         x, y = map_tensors(lambda t: usable(t, device), x), usable(y, device)
         size = self._size(x)

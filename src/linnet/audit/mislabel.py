@@ -125,21 +125,7 @@ class LabelRanking(Record):
 
 
 def labels_in_words(doubted: int, count: int, expected: float, limits: str = "") -> str:
-    """Summary of the labels that look wrong.
-
-    Args:
-        doubted: Their number.
-        count: Number of labels.
-        expected: How many right ones look wrong by chance.
-        limits: What cannot be seen, as a clause.
-
-    Returns:
-        A clause without a full stop.
-
-    Example:
-        >>> labels_in_words(4, 100, 1.2)
-        '4 of 100 training labels look wrong (1 expected by chance)'
-    """
+    """Summary of the labels that look wrong."""
     verb = "looks" if doubted == 1 else "look"
     chance = "none" if expected < 0.5 else f"{expected:.0f}"
     text = f"{doubted} of {count} training labels {verb} wrong ({chance} expected by chance)"

@@ -18,18 +18,7 @@ BATCH = 128  # examples predicted at once
 
 
 def check_fit(fit: Any, name: str = "fit") -> LinearFit:
-    """Raise unless an argument is a linear fit of the squared loss.
-
-    Args:
-        fit: The argument.
-        name: Its name.
-
-    Returns:
-        The fit.
-
-    Raises:
-        InputError: If it is anything else.
-    """
+    """Raise unless an argument is a linear fit of the squared loss."""
     if not isinstance(fit, LinearFit):
         expected = "a LinearFit: this is about weights δ that solve one system of equations"
         how = 'linnet.fit(lin, data), whose loss is "squared" and whose outputs share their weights'
@@ -38,18 +27,7 @@ def check_fit(fit: Any, name: str = "fit") -> LinearFit:
 
 
 def check_fitted(fit: Any, name: str = "fit") -> Fitted:
-    """Raise unless an argument is a fit, of ``linnet.fit`` or ``linnet.adapt``.
-
-    Args:
-        fit: The argument.
-        name: Its name.
-
-    Returns:
-        The fit.
-
-    Raises:
-        InputError: If it is anything else.
-    """
+    """Raise unless an argument is a fit, of ``linnet.fit`` or ``linnet.adapt``."""
     if not isinstance(fit, Fitted):
         _refuse(fit, name, "a fit", "linnet.adapt(model, data) or linnet.fit(lin, data)")
     return fit
@@ -62,19 +40,7 @@ def _refuse(fit: Any, name: str, expected: str, maker: str) -> NoReturn:
 
 @torch.no_grad()
 def outputs_of(predictor: Any, x: Inputs, name: str) -> Tensor:
-    """Outputs of a predictor for some inputs, (N, C).
-
-    Args:
-        predictor: A fit, a network, any callable, or its outputs (N, C).
-        x: N examples.
-        name: The argument's name.
-
-    Returns:
-        Outputs (N, C).
-
-    Raises:
-        InputError: If it is none of these, or gives another number of outputs, or NaN.
-    """
+    """Outputs of a predictor for some inputs, (N, C)."""
     if isinstance(predictor, Tensor):
         out = predictor
     elif hasattr(predictor, "predict"):
@@ -120,19 +86,7 @@ def _varies(module: nn.Module) -> bool:
 
 
 def class_labels(y: Any, n: int, classes: int) -> Tensor:
-    """Integer classes (N,).
-
-    Args:
-        y: Labels, in anything that ``torch.as_tensor`` takes.
-        n: N.
-        classes: Number of classes.
-
-    Returns:
-        Labels, int64.
-
-    Raises:
-        InputError: If they have another shape or type, or are out of range.
-    """
+    """Integer classes (N,)."""
     labels = tensor("y", y, f"integer classes ({n},), one for each example of x", "pass y.long()").detach()
     kind = labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex()
     if labels.shape != (n,) or kind:

@@ -33,44 +33,20 @@ DTYPES = {str(t).removeprefix("torch."): t
 
 
 class StoreFolder:
-    """A folder with the gradients of a stream of examples.
-
-    Args:
-        path: The folder.
-        record: What the store was begun with.
-    """
+    """A folder with the gradients of a stream of examples."""
 
     def __init__(self, path: Path, record: Mapping[str, Any]) -> None:
         self.path, self.record = path, dict(record)
 
     @classmethod
     def opened(cls, path: Path) -> StoreFolder | None:
-        """The store in a folder.
-
-        Args:
-            path: The folder.
-
-        Returns:
-            The store; ``None`` where none was begun.
-
-        Raises:
-            FileFormatError: If its record was altered.
-        """
+        """The store in a folder."""
         file = path / "store.json"
         return cls(path, read_json(file, RECORD)) if file.is_file() else None
 
     @classmethod
     def begun(cls, path: Path, record: Mapping[str, Any], basis: Mapping[str, Tensor] | None) -> StoreFolder:
-        """A store in a folder that has none, unless another process is first: then that one's.
-
-        Args:
-            path: The folder; made if it is missing.
-            record: What the store is of.
-            basis: The tensors of its directions, if it has some.
-
-        Returns:
-            The store.
-        """
+        """A store in a folder that has none, unless another process is first: then that one's."""
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -91,14 +67,8 @@ class StoreFolder:
     def witness(
         self, made: Callable[[], tuple[Mapping[str, Tensor], Any]] | None = None
     ) -> tuple[Mapping[str, Tensor], Any]:
-        """What the network computes on made-up inputs, and their structure; written by the first that has it.
-
-        Args:
-            made: Makes both; ``None`` to read them.
-
-        Returns:
-            Both; no tensors where nothing was written.
-        """
+        """What the network computes on made-up inputs, and their structure."""
+        # Written by the first that has it.
         file = self.path / f"{WITNESS}.safetensors"
         if made is not None:
             with locked(self.path / "store.lock"):
@@ -142,13 +112,8 @@ class StoreFolder:
         return self.file(shard).is_file()
 
     def write(self, shard: int, rows: Tensor, digest: str) -> None:
-        """Write a shard, completely or not at all.
-
-        Args:
-            shard: Its number.
-            rows: Gradients (n, D).
-            digest: Of the examples that they are of.
-        """
+        """Write a shard, completely or not at all."""
+        # rows (n, D)
         # of length one, so that no type overflows or comes to nothing
         lengths = rows.double().norm(dim=1)
         unit = rows / lengths.clamp_min(torch.finfo(torch.float64).tiny)[:, None].to(rows.dtype)
@@ -157,17 +122,7 @@ class StoreFolder:
         save_tensors(self.path, _name(shard), tensors, facts, SHARD)
 
     def read(self, shard: int) -> tuple[Tensor, Tensor, str]:
-        """A shard.
-
-        Args:
-            shard: Its number.
-
-        Returns:
-            Rows of length one as they are stored (n, D), their lengths (n,), and the digest of the examples.
-
-        Raises:
-            FileFormatError: If the file was altered, or is that of another store or shard.
-        """
+        """A shard."""
         tensors, facts = load_tensors(self.file(shard), SHARD)
         if (facts["store"], facts["shard"]) != (self.record["id"], shard):
             raise FileFormatError(
@@ -178,30 +133,12 @@ class StoreFolder:
         return tensors["rows"], tensors["lengths"], str(facts["examples"])
 
     def compare(self, shard: int, digest: str) -> None:
-        """Raise if a shard that is there is of other examples.
-
-        Args:
-            shard: Its number.
-            digest: Of the examples that the stream has now.
-
-        Raises:
-            DataError: If so.
-        """
+        """Raise if a shard that is there is of other examples."""
         if self.read(shard)[2] != digest:
             raise DataError(f"shard {shard} in {self.path} was made of other examples", *_OTHER_STREAM)
 
     def finish(self, examples: int, digest: str, part: int, parts: int) -> None:
-        """Remember where a part came to the end of the stream.
-
-        Args:
-            examples: N.
-            digest: Of all examples.
-            part: Which part, from 0.
-            parts: Their number; what another number of parts has left unfinished is forgotten.
-
-        Raises:
-            DataError: If another part, or an earlier job, came to another end.
-        """
+        """Remember where a part came to the end of the stream."""
         file, unfinished, own = self.path / "end.json", self.path / "ends.json", [examples, digest]
         with locked(self.path / "store.lock"):
             if file.is_file():
@@ -244,18 +181,7 @@ class StoreFolder:
         return f"its parts had other data, of {' and '.join(map(str, lengths))} examples"
 
     def blocks(self, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-        """All rows, one shard at a time.
-
-        Args:
-            dtype: The type to compute in.
-            device: Where.
-
-        Yields:
-            The place of a shard's examples in the stream, and their gradients (n, D).
-
-        Raises:
-            InputError: If shards are missing.
-        """
+        """All rows, one shard at a time."""
         missing, start = self.missing(), 0
         if missing is None or missing:
             raise InputError(

@@ -43,22 +43,9 @@ Hook = Callable[[nn.Module, Any, Tensor], Tensor]
 
 
 class FactorizedGaussian(Baseline):
-    """A factorized Gaussian over weights; :func:`factorized_gaussian` makes it.
+    """A factorized Gaussian over weights; ``factorized_gaussian`` makes it."""
 
-    Args:
-        function: The network.
-        likelihood: What its outputs mean.
-        mean: μ, (P,).
-        deviation: s, (P,).
-        bounds: Estimates of the bound, epoch by epoch.
-        samples: S, draws of the weights for predictions.
-        seed: Of these draws.
-
-    Attributes:
-        mean: μ, (P,), in the order of ``named_parameters()``.
-        deviation: s, (P,).
-        bounds: The bound on the log evidence, epoch by epoch.
-    """
+    # mean (P,), deviation (P,)
 
     def __init__(
         self,
@@ -168,13 +155,7 @@ def factorized_gaussian(
 
 
 class _Drawing:
-    """Outputs of the network under fresh draws, by its linear layers' outputs where that is exact.
-
-    Args:
-        function: The network.
-        probe: Some examples, which tell the layers that qualify.
-        source: Source of randomness.
-    """
+    """Outputs of the network under fresh draws, by its linear layers' outputs where that is exact."""
 
     def __init__(self, function: Functional, probe: Inputs, source: Seed) -> None:
         self.function, self.source = function, make_generator(source)

@@ -32,23 +32,7 @@ REFINEMENTS = 6
 
 
 class LastLayerRegression(PredictiveModel):
-    """Bayesian linear regression on a network's features; :func:`last_layer` makes it.
-
-    Args:
-        model: The network, frozen.
-        weights: E[w], (D + 1, C), the constant's last.
-        covariance: Cov[w] of each output, (D + 1, D + 1).
-        noise: σ².
-        ridge: ρ.
-        log_evidence: log p(y | Φ, ρ, σ²).
-
-    Attributes:
-        weights: The same.
-        covariance: The same.
-        noise: σ².
-        ridge: ρ.
-        log_evidence: log p(y | Φ, ρ, σ²), in nats.
-    """
+    """Bayesian linear regression on a network's features; ``last_layer`` makes it."""
 
     def __init__(
         self,
@@ -64,17 +48,7 @@ class LastLayerRegression(PredictiveModel):
 
     @in_exact_mode
     def predictive(self, x: Inputs) -> GaussianPredictive:
-        """The distribution of the outputs.
-
-        Args:
-            x: N examples.
-
-        Returns:
-            ``.mean``, ``.variance``, ``.covariance``, ``.with_noise()``, ``.sample(n)``.
-
-        Raises:
-            DataError: If x is empty or not finite.
-        """
+        """The distribution of the outputs."""
         x = examples(self._model, x)
         phi = _with_constant(features(self._model, x))
         # φᵀ Cov[w] φ, the same for every output
@@ -84,11 +58,7 @@ class LastLayerRegression(PredictiveModel):
         return GaussianPredictive(mean, spread, Noise(self.noise))
 
     def summary(self) -> dict[str, Any]:
-        """Sizes, noise, ridge and evidence, as plain numbers.
-
-        Returns:
-            A dict that ``json`` can write.
-        """
+        """Sizes, noise, ridge and evidence, as plain numbers."""
         features_, outputs = len(self.weights) - 1, self.weights.shape[1]
         sizes = {"features": features_, "outputs": outputs}
         return {**sizes, "noise": self.noise, "ridge": self.ridge, "log_evidence": self.log_evidence}

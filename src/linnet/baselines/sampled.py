@@ -39,18 +39,7 @@ from linnet.tangent.gather import gather_data
 
 
 class Baseline(PredictiveModel):
-    """Networks whose predictions are averaged.
-
-    Args:
-        likelihood: What their outputs mean.
-        members: The networks, or the one whose weights or masks are drawn.
-
-    Attributes:
-        members: The same.
-
-    Raises:
-        InputError: If the likelihood is none.
-    """
+    """Networks whose predictions are averaged."""
 
     def __init__(self, likelihood: Likelihood, members: Sequence[Functional]) -> None:
         check_likelihood(likelihood)
@@ -61,18 +50,7 @@ class Baseline(PredictiveModel):
         """The outputs of every network, (S, N, ...)."""
 
     def outputs(self, x: Inputs) -> Tensor:
-        """The outputs of every network.
-
-        Args:
-            x: N examples.
-
-        Returns:
-            (S, N, ...), with a graph where x requires gradients.
-
-        Raises:
-            DataError: If x is empty or not finite.
-            ModelError: If the networks cannot run on x, or not with outputs of one shape.
-        """
+        """The outputs of every network, (S, N, ...)."""
         return self._outputs(examples(self.members[0], x))
 
     def _outputs(self, x: Inputs) -> Tensor:
@@ -84,18 +62,7 @@ class Baseline(PredictiveModel):
             raise
 
     def predictive(self, x: Inputs) -> SampledPredictive:
-        """The distribution of the outputs, and of labels.
-
-        Args:
-            x: N examples.
-
-        Returns:
-            ``.mean``, ``.variance``, ``.probs``, ``.sampled_probs``, ``.with_noise()``, ``.log_density(y)``.
-
-        Raises:
-            DataError: If x is empty or not finite.
-            ModelError: If the networks cannot run on x, or not with outputs of one shape.
-        """
+        """The distribution of the outputs, and of labels."""
         x = examples(self.members[0], x)
         with torch.set_grad_enabled(requires_gradient(x)):
             f = self._outputs(x)
@@ -114,11 +81,7 @@ class Baseline(PredictiveModel):
             )
 
     def summary(self) -> dict[str, Any]:
-        """The likelihood and the networks, as plain numbers and text.
-
-        Returns:
-            A dict that ``json`` can write.
-        """
+        """The likelihood and the networks, as plain numbers and text."""
         return {"likelihood": self.likelihood.describe(), "networks": len(self.members)}
 
     def __call__(self, x: Inputs) -> Tensor | SampledPredictive:
@@ -137,14 +100,7 @@ class Baseline(PredictiveModel):
 
 
 class MCDropout(Baseline):
-    """A network with dropout left on; :func:`mc_dropout` makes it.
-
-    Args:
-        function: The network, in evaluation mode but for its dropout.
-        likelihood: What its outputs mean.
-        samples: S.
-        seed: Of the masks.
-    """
+    """A network with dropout left on; ``mc_dropout`` makes it."""
 
     def __init__(self, function: Functional, likelihood: Likelihood, samples: int, seed: int) -> None:
         super().__init__(likelihood, [function])
@@ -226,12 +182,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class DeepEnsemble(Baseline):
-    """Networks trained from several initializations; :func:`deep_ensemble` makes it.
-
-    Args:
-        members: The networks.
-        likelihood: What their outputs mean.
-    """
+    """Networks trained from several initializations; ``deep_ensemble`` makes it."""
 
     def __init__(self, members: list[Functional], likelihood: Likelihood) -> None:
         super().__init__(likelihood, members)

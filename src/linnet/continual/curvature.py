@@ -38,32 +38,20 @@ OUTPUTS = "shifted."  # where a shifted network keeps the network itself
 
 @dataclass(frozen=True, eq=False)
 class TaskCurvature:
-    """The curvature of a task, to be added to that of others.
+    """The curvature of a task, to be added to that of others."""
 
-    Args:
-        blocks: λ times the curvature, layer by layer.
-        device: Where it is.
-        dtype: Its type.
-    """
-
-    blocks: tuple[Block, ...]
-    device: torch.device
-    dtype: torch.dtype
+    blocks: tuple[Block, ...]  # λ times the curvature, layer by layer
+    device: torch.device  # where it is
+    dtype: torch.dtype  # its type
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Settings of the curvature of a task.
+    """Settings of the curvature of a task."""
 
-    Args:
-        likelihood: What the outputs mean.
-        structure: The structure of the curvature.
-        options: Keywords of :func:`linnet.curvature`, and ``params`` and ``output``.
-    """
-
-    likelihood: Likelihood
-    structure: Structure
-    options: CurvatureOptions
+    likelihood: Likelihood  # what the outputs mean
+    structure: Structure  # the structure of the curvature
+    options: CurvatureOptions  # keywords of :func:`linnet.curvature`, and ``params`` and ``output``
 
     @property
     def word(self) -> str:
@@ -92,21 +80,7 @@ class Recipe:
     def measure(
         self, model: nn.Module, data: Any, output: OutputAdapter = None, prepare: Prepare | None = None
     ) -> Curvature:
-        """The curvature of a task at the current parameters, summed over its examples.
-
-        Args:
-            model: The network, wrapped or not.
-            data: The task.
-            output: The task's own output adapter.
-            prepare: Makes a copy of the network serve the task.
-
-        Returns:
-            The curvature.
-
-        Raises:
-            InputError: If an argument does not fit.
-            DataError: If the data cannot be used.
-        """
+        """The curvature of a task at the current parameters, summed over its examples."""
         network, adapter = self.network(model, output, prepare)
         options = self.options.copy()
         if adapter is not None:
@@ -127,19 +101,7 @@ class Recipe:
     def network(
         self, model: nn.Module, output: OutputAdapter = None, prepare: Prepare | None = None
     ) -> tuple[nn.Module, OutputAdapter]:
-        """The network that serves a task, and how its outputs are taken.
-
-        Args:
-            model: The network, wrapped or not.
-            output: The task's own output adapter.
-            prepare: Makes a copy of the network serve the task.
-
-        Returns:
-            The network, or a copy that was prepared, and the adapter.
-
-        Raises:
-            InputError: If the arguments do not go with a linearization.
-        """
+        """The network that serves a task, and how its outputs are taken."""
         network = unwrapped(model)
         if isinstance(network, Linearized) and (prepare is not None or output is not None):
             raise InputError(
@@ -154,15 +116,7 @@ class Recipe:
         return network, self.options.get("output") if output is None else output
 
     def function(self, network: nn.Module, adapter: OutputAdapter) -> Callable[[Inputs], Tensor]:
-        """The outputs as a function of inputs, in evaluation mode, on a copy of the network.
-
-        Args:
-            network: From :meth:`network`.
-            adapter: How its outputs are taken.
-
-        Returns:
-            A function from inputs to outputs (N, ...).
-        """
+        """The outputs as a function of inputs, in evaluation mode, on a copy of the network, (N, ...)."""
         if isinstance(network, Linearized):
             return network
         return Functional(network, self.options.get("params"), adapter).check_runs
@@ -175,18 +129,7 @@ class Recipe:
         prepare: Prepare | None = None,
         strength: float = 1.0,
     ) -> TaskCurvature:
-        """The curvature of a task in the form in which it is kept.
-
-        Args:
-            model: The network, wrapped or not.
-            data: The task.
-            output: The task's own output adapter.
-            prepare: Makes a copy of the network serve the task.
-            strength: λ, what the curvature is multiplied with.
-
-        Returns:
-            Its blocks.
-        """
+        """The curvature of a task in the form in which it is kept."""
         measured = self.measure(model, data, output, prepare)
         kind = computing_type(measured.dtype)
         blocks = [Block.of(part, strength, measured.made.examples, kind) for part in measured.parts]
@@ -194,20 +137,7 @@ class Recipe:
 
 
 def make_recipe(caller: type, likelihood: Any, structure: Any, options: CurvatureOptions) -> Recipe:
-    """A recipe, if its parts can be used for remembering.
-
-    Args:
-        caller: The method's class.
-        likelihood: What the outputs mean.
-        structure: The structure.
-        options: Keywords of :func:`linnet.curvature`, and ``params`` and ``output``.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        InputError: If an argument does not fit.
-    """
+    """A recipe, if its parts can be used for remembering."""
     check_likelihood(likelihood)
     check_options(caller, structure, options)
     if word_of(structure) == "matrix-free":
@@ -260,13 +190,8 @@ class _Shifted(nn.Module):
 
 
 def _at_delta(network: Linearized, data: Any) -> tuple[_Shifted, tuple[Inputs, Tensor | None]]:
-    """The linear model's outputs, with the network's Jacobian, as a network and data for it.
-
-    The curvature of f₀ + J δ has the Jacobian of θ₀ and Λ at the outputs at δ.
-
-    Returns:
-        The network, and inputs with one more for the shift.
-    """
+    """The linear model's outputs, with the network's Jacobian, as a network and data for it."""
+    # The curvature of f₀ + J δ has the Jacobian of θ₀ and Λ at the outputs at δ.
     function = network.function.copy()
     xs, ys = [], []
     for batch in Batches(data, function):

@@ -31,30 +31,10 @@ def log_evidence(
     output: OutputAdapter = None,
     prepare: Prepare | None = None,
 ) -> float:
-    """The log probability of a task given those before, by Laplace's method at the current parameters.
-
-        log p(D_{t+1} | D_{1:t}) ≈ log p(D_{t+1} | θ) − ½ δᵀ Λ_t δ + ½ log det Λ_t − ½ log det (G_{t+1} + Λ_t)
-
-    Args:
-        recipe: How curvature is measured.
-        model: The network, trained on the task.
-        quadratics: The penalty's terms.
-        precision: Λ_t.
-        merge: How sums of Kronecker products are kept.
-        data: The task, not consolidated yet.
-        output: The task's own output adapter.
-        prepare: Makes a copy of the network serve the task.
-
-    Returns:
-        The log evidence, in nats.
-
-    Raises:
-        DataError: If the data have no targets.
-        ModelError: If the prior is improper.
-
-    Source:
-        Botev 2020, eq. 5.18 and section 5.1; MacKay 1992.
-    """
+    """The log probability of a task given those before, by Laplace's method at the current parameters."""
+    # log p(D_{t+1} | D_{1:t}) ≈ log p(D_{t+1} | θ) − ½ δᵀ Λ_t δ + ½ log det Λ_t − ½ log det (G_{t+1} + Λ_t)
+    #
+    # Source: Botev 2020, eq. 5.18 and section 5.1; MacKay 1992.
     if precision.prior <= 0:
         raise ModelError(
             "the evidence of a model with prior_precision=0",

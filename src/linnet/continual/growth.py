@@ -22,19 +22,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def united(first: Shapes, second: Shapes) -> dict[str, tuple[int, ...]]:
-    """The parameters of both, each as large as the larger.
-
-    Args:
-        first: Shapes by name.
-        second: Shapes by name.
-
-    Returns:
-        Shapes by name, those of ``first`` first.
-
-    Example:
-        >>> united({"w": (2, 3)}, {"w": (4, 3), "b": (4,)})
-        {'w': (4, 3), 'b': (4,)}
-    """
+    """The parameters of both, each as large as the larger."""
     shapes = dict(first)
     for name, shape in second.items():
         old = shapes.get(name, shape)
@@ -43,19 +31,8 @@ def united(first: Shapes, second: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def places(small: Shapes, large: Shapes) -> Tensor:
-    """Where the entries of small parameters are among those of large ones, all flattened one after another.
-
-    Args:
-        small: Shapes by name.
-        large: Shapes by name, at least as large.
-
-    Returns:
-        Indices, int64.
-
-    Example:
-        >>> places({"b": (2,)}, {"w": (3,), "b": (4,)})
-        tensor([3, 4])
-    """
+    """Where the entries of small parameters are among those of large ones."""
+    # All flattened one after another.
     starts, total = {}, 0
     for name, shape in large.items():
         starts[name] = total
@@ -71,24 +48,7 @@ def _corner(small: tuple[int, ...], large: tuple[int, ...]) -> Tensor:
 
 
 def grown(operator: StructuredOperator, old: Layer, new: Layer) -> StructuredOperator:
-    """A block in the coordinates of a larger layer.
-
-    Args:
-        operator: The block of ``old``.
-        old: The layer as it was.
-        new: The layer as it is; it has all parameters of ``old``, none of them smaller.
-
-    Returns:
-        The block with zeros for what is new.
-
-    Raises:
-        ModelError: If a grouped layer has other groups now.
-
-    Example:
-        >>> old, new = Layer("0", {"0.bias": (1,)}), Layer("0", {"0.bias": (2,)})
-        >>> grown(Diagonal(torch.ones(1)), old, new).diagonal()
-        tensor([1., 0.])
-    """
+    """A block in the coordinates of a larger layer."""
     if dict(old.shapes_by_name) == dict(new.shapes_by_name):
         return operator
     if isinstance(

@@ -295,17 +295,11 @@ class OnlineLaplace(ContinualMethod):
 
 @dataclass(frozen=True, eq=False)
 class PastTask:
-    """A task whose data are still at hand.
+    """A task whose data are still at hand."""
 
-    Args:
-        data: The data.
-        output: Its output adapter.
-        prepare: What makes the network serve it.
-    """
-
-    data: Any
-    output: OutputAdapter = None
-    prepare: Prepare | None = None
+    data: Any  # the data
+    output: OutputAdapter = None  # its output adapter
+    prepare: Prepare | None = None  # what makes the network serve it
 
 
 class NonOnlineLaplace(ContinualMethod):

@@ -25,19 +25,7 @@ MERGES = ("svd", "kl", "count", "exact")
 
 
 def scaled(operator: StructuredOperator, factor: float) -> StructuredOperator:
-    """A multiple of a block; of a Kronecker product the left factor alone, so that counts stay counts.
-
-    Args:
-        operator: The block.
-        factor: Not negative.
-
-    Returns:
-        The multiple, with the same structure.
-
-    Example:
-        >>> scaled(Kronecker(torch.eye(2), torch.eye(2)), 3.0).left.trace()
-        tensor(6.)
-    """
+    """A multiple of a block; of a Kronecker product the left factor alone, so that counts stay counts."""
     if factor == 1.0:
         return operator
     if isinstance(operator, Kronecker):
@@ -54,23 +42,7 @@ def summed(
     counts: tuple[float, float],
     transposed: bool = False,
 ) -> StructuredOperator | None:
-    """One block for the sum of two.
-
-    Args:
-        first: What is known of the tasks before.
-        second: The new task's block.
-        method: "svd", "kl", "count" or "exact".
-        counts: Examples behind each.
-        transposed: Whether the gradient factor is the right one, as of weights stored (d_in, d_out).
-
-    Returns:
-        The sum; ``None`` if it has to be kept as a list of the two.
-
-    Example:
-        >>> M = Kronecker(torch.eye(2), torch.eye(3))
-        >>> summed(M, M, "svd", (1, 1)).trace().round(), summed(M, M, "exact", (1, 1)) is None
-        (tensor(12.), True)
-    """
+    """One block for the sum of two."""
     if isinstance(first, Dense) and isinstance(second, Dense):
         return Dense(first.matrix + second.matrix, name=second.name)
     if isinstance(first, Diagonal) and isinstance(second, Diagonal):
@@ -151,14 +123,9 @@ Corrected = KroneckerEigen | GroupedKroneckerEigen
 
 
 def _corrected(first: Corrected, second: Corrected) -> StructuredOperator:
-    """Eigenvalue-corrected products: a common eigenbasis, and the eigenvalues nearest in Frobenius norm.
-
-    The basis is that of the sum's partial traces, Σₖ Q_Lk diag(λₖ 1) Q_Lkᵀ on the left; the eigenvalues are
-    the diagonal of the sum in this basis, Σₖ (Q_Lᵀ Q_Lk)² λₖ ((Q_Rᵀ Q_Rk)²)ᵀ.
-
-    Returns:
-        The corrected product.
-    """
+    """Eigenvalue-corrected products: a common eigenbasis, and the eigenvalues nearest in Frobenius norm."""
+    # The basis is that of the sum's partial traces, Σₖ Q_Lk diag(λₖ 1) Q_Lkᵀ on the left; the eigenvalues are
+    # the diagonal of the sum in this basis, Σₖ (Q_Lᵀ Q_Lk)² λₖ ((Q_Rᵀ Q_Rk)²)ᵀ.
     pair = (first, second)
     make: Callable[[Tensor, Tensor, Tensor], StructuredOperator]
     make = GroupedKroneckerEigen if isinstance(first, GroupedKroneckerEigen) else KroneckerEigen
@@ -210,17 +177,7 @@ def _low_rank(first: LowRankMatrix, second: LowRankMatrix) -> LowRankMatrix | No
 
 
 def check_merge(merge_: str) -> None:
-    """Raise unless a way of merging is one of those known.
-
-    Args:
-        merge_: Its name.
-
-    Raises:
-        InputError: If it is not; adding factors is refused by name.
-
-    Example:
-        >>> check_merge("svd")
-    """
+    """Raise unless a way of merging is one of those known."""
     if merge_ not in MERGES:
         added = merge_ in ("add", "sum", "additive")
         raise InputError(

@@ -231,18 +231,7 @@ class ContinualMethod(ABC):
 
 
 def check_network(model: nn.Module) -> nn.Module:
-    """Raise unless a model is a network with floating-point parameters.
-
-    Args:
-        model: What was given.
-
-    Returns:
-        The same.
-
-    Raises:
-        InputError: If it is no module.
-        ModelError: If it has no parameters.
-    """
+    """Raise unless a model is a network with floating-point parameters."""
     if not Live.of(model).tensors:
         raise ModelError(
             f"model ({type(unwrapped(model)).__name__}) has no floating-point parameter",

@@ -24,22 +24,7 @@ from linnet.tangent.selection import require_module
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The network inside the wrappers of ``torch.compile`` and data parallelism.
-
-    Args:
-        model: A network, wrapped or not.
-
-    Returns:
-        The network itself.
-
-    Raises:
-        InputError: If ``model`` is no module.
-
-    Example:
-        >>> net = nn.Linear(2, 1)
-        >>> unwrapped(DataParallel(net)) is net
-        True
-    """
+    """The network inside the wrappers of ``torch.compile`` and data parallelism."""
     require_module(model)
     while True:
         inner = model.module if isinstance(model, DataParallel | DistributedDataParallel) else None
@@ -51,26 +36,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, eq=False)
 class Live:
-    """The parameters as they are now.
+    """The parameters as they are now."""
 
-    Args:
-        tensors: The parameters themselves, by name; what an optimizer moves.
-        origins: What is added to get θ, by name: θ₀ of a ``Linearized``; empty otherwise.
-    """
-
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]  # the parameters themselves, by name; what an optimizer moves
+    # what is added to get θ, by name: θ₀ of a `Linearized`; empty otherwise
     origins: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module) -> Live:
-        """The parameters of a network.
-
-        Args:
-            model: The network, wrapped or not.
-
-        Returns:
-            Its floating-point parameters.
-        """
+        """The parameters of a network."""
         network = unwrapped(model)
         if isinstance(network, Linearized):
             return cls(network.delta, network.theta0)
@@ -93,19 +67,8 @@ class Live:
         }
 
     def difference(self, anchor: Mapping[str, Tensor]) -> Params:
-        """θ − μ for the parameters that are there and have an anchor.
-
-        Of a parameter that has grown since, the leading rows and columns that the anchor knows count.
-
-        Args:
-            anchor: μ by name.
-
-        Returns:
-            The differences, in the anchor's shapes.
-
-        Raises:
-            ModelError: If a parameter is smaller than its anchor.
-        """
+        """θ − μ for the parameters that are there and have an anchor."""
+        # Of a parameter that has grown since, the leading rows and columns that the anchor knows count.
         return {
             name: corner(self.theta(name), mu.shape, name).to(mu.dtype) - mu
             for name, mu in anchor.items()
@@ -119,23 +82,7 @@ def computing_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def corner(tensor: Tensor, shape: torch.Size | tuple[int, ...], name: str) -> Tensor:
-    """The leading part of a tensor, a view.
-
-    Args:
-        tensor: Any tensor.
-        shape: How much of each axis.
-        name: What it is called in errors.
-
-    Returns:
-        A tensor of this shape.
-
-    Raises:
-        ModelError: If the tensor is smaller.
-
-    Example:
-        >>> corner(torch.arange(6).view(3, 2), (2, 1), "weight").tolist()
-        [[0], [2]]
-    """
+    """The leading part of a tensor, a view."""
     if tensor.shape == torch.Size(shape):
         return tensor
     if tensor.ndim != len(shape) or any(a < b for a, b in zip(tensor.shape, shape, strict=True)):
@@ -150,14 +97,7 @@ def corner(tensor: Tensor, shape: torch.Size | tuple[int, ...], name: str) -> Te
 
 @contextlib.contextmanager
 def same_random_state(data: Any) -> Iterator[None]:
-    """Random generators as they were, once the block is left: reading a loader draws from them.
-
-    Args:
-        data: What is read; the generators of a ``DataLoader`` are put back too.
-
-    Yields:
-        Nothing.
-    """
+    """Random generators as they were, once the block is left: reading a loader draws from them."""
     generators: list[torch.Generator] = []
     if isinstance(data, DataLoader):
         own = (data.generator, getattr(data.sampler, "generator", None))

@@ -25,33 +25,17 @@ WHOLE = ("full", "low-rank")  # one block for all parameters, whichever they are
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A layer's part of Λ.
+    """A layer's part of Λ."""
 
-    Args:
-        layer: The layer.
-        structure: What its blocks are, in the engine's words.
-        terms: What they add up to; one, unless a list of Kronecker products is kept.
-        examples: Number of inputs behind the means of Kronecker products, examples where there are none.
-    """
-
-    layer: Layer
-    structure: str
+    layer: Layer  # the layer
+    structure: str  # what its blocks are, in the engine's words
+    # what they add up to; one, unless a list of Kronecker products is kept
     terms: tuple[StructuredOperator, ...]
-    examples: float
+    examples: float  # number of inputs behind the means of Kronecker products, examples where there are none
 
     @classmethod
     def of(cls, part: Part, strength: float, examples: float, like: torch.dtype) -> Block:
-        """The block of one task.
-
-        Args:
-            part: The engine's block.
-            strength: λ.
-            examples: Number of examples.
-            like: Type to keep it in.
-
-        Returns:
-            λ times the block.
-        """
+        """The block of one task."""
         operator = moved(part.operator, part.operator.device, like)
         # positions without a label are in no mean
         count = examples if part.terms is None else part.terms
@@ -71,15 +55,7 @@ class Block:
         return self.layer.names == other.layer.names and self.layer.transposed == other.layer.transposed
 
     def plus(self, other: Block, merge: str) -> Block:
-        """The sum with another task's block.
-
-        Args:
-            other: A block that this one accepts.
-            merge: "svd", "kl", "count" or "exact".
-
-        Returns:
-            The sum, in the coordinates of the larger of both layers.
-        """
+        """The sum with another task's block."""
         shapes = united(self.layer.shapes_by_name, other.layer.shapes_by_name)
         layer = replace(other.layer, shapes_by_name=shapes)
         terms = [grown(term, self.layer, layer) for term in self.terms]
@@ -96,14 +72,7 @@ class Block:
         return replace(self, terms=tuple(scaled(term, factor) for term in self.terms))
 
     def product(self, delta: Mapping[str, Tensor]) -> Params:
-        """Λ δ for the layer's parameters; those that are absent count as δ = 0.
-
-        Args:
-            delta: δ by name.
-
-        Returns:
-            The products of those that are there, in the layer's shapes.
-        """
+        """Λ δ for the layer's parameters; those that are absent count as δ = 0."""
         shapes = self.layer.shapes_by_name
         present = [name for name in shapes if name in delta]
         if not present:
@@ -143,15 +112,7 @@ class Block:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], device: torch.device) -> Block:
-        """Undo :meth:`state`.
-
-        Args:
-            state: What it returned.
-            device: Where the block is wanted.
-
-        Returns:
-            The block.
-        """
+        """Undo ``state``."""
         shapes = {name: tuple(shape) for name, shape in state["shapes"].items()}
         layer = Layer(state["name"], shapes, Form(**state["form"]), state["why"])
         terms = tuple(
@@ -200,16 +161,7 @@ def _of_weight_and_bias(terms: Sequence[Kronecker], pieces: Sequence[Tensor]) ->
 
 
 def moved(operator: StructuredOperator, device: torch.device, dtype: torch.dtype) -> StructuredOperator:
-    """A block on another device or in another type.
-
-    Args:
-        operator: The block.
-        device: Where.
-        dtype: Which type.
-
-    Returns:
-        The block; the very same if nothing changes.
-    """
+    """A block on another device or in another type."""
     if operator.dtype == dtype and operator.device == device:
         return operator
     spec, tensors = to_tensors(operator)
@@ -218,29 +170,15 @@ def moved(operator: StructuredOperator, device: torch.device, dtype: torch.dtype
 
 @dataclass(frozen=True, eq=False)
 class Precision:
-    """Λ = p I + Σ of blocks; p I for the parameters that a task has reached, nothing for others.
+    """Λ = p I + Σ of blocks; p I for the parameters that a task has reached, nothing for others."""
 
-    Args:
-        blocks: The curvature, layer by layer.
-        prior: p, the precision of the prior.
-        reached: Shapes of the parameters that have had curvature, which p applies to.
-    """
-
-    blocks: tuple[Block, ...] = ()
-    prior: float = 0.0
+    blocks: tuple[Block, ...] = ()  # the curvature, layer by layer
+    prior: float = 0.0  # p, the precision of the prior
+    # shapes of the parameters that have had curvature, which p applies to
     reached: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def plus(self, blocks: Iterable[Block], merge: str, decay: float = 1.0) -> Precision:
-        """Λ after one more task.
-
-        Args:
-            blocks: The task's curvature; blocks that are zero are left out.
-            merge: How sums of Kronecker products are kept.
-            decay: What Λ so far is multiplied with.
-
-        Returns:
-            The sum.
-        """
+        """Λ after one more task."""
         known = [block.times(decay) for block in self.blocks]
         reached = dict(self.reached)
         for block in blocks:
@@ -261,14 +199,7 @@ class Precision:
         return list(dict.fromkeys([*self.reached, *(n for b in self.blocks for n in b.layer.names)]))
 
     def product(self, delta: Mapping[str, Tensor]) -> Params:
-        """Λ δ.
-
-        Args:
-            delta: δ by name, in any shapes at least as large as those reached.
-
-        Returns:
-            The product by name, in the shapes of ``delta``; parameters without curvature are left out.
-        """
+        """Λ δ."""
         out: Params = {}
         for block in self.blocks:
             for name, product in block.product(delta).items():
@@ -303,14 +234,7 @@ class Precision:
         return torch.cat(found) if found else torch.zeros(0)
 
     def parts(self) -> tuple[Part, ...]:
-        """Λ with its prior, as one structured block a layer.
-
-        Returns:
-            The blocks, damped by the prior where it applies.
-
-        Raises:
-            ModelError: If a block is a list of several terms.
-        """
+        """Λ with its prior, as one structured block a layer."""
         several = next((block.layer.name for block in self.blocks if len(block.terms) > 1), None)
         if several is not None:
             raise ModelError(
@@ -327,15 +251,7 @@ class Precision:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], device: torch.device) -> Precision:
-        """Undo :meth:`state`.
-
-        Args:
-            state: What it returned.
-            device: Where the precision is wanted.
-
-        Returns:
-            The precision.
-        """
+        """Undo ``state``."""
         reached = {name: tuple(shape) for name, shape in state["reached"].items()}
         blocks = tuple(Block.restored(one, device) for one in state["blocks"])
         return cls(blocks, state["prior"], reached)

@@ -20,17 +20,11 @@ Observe = Callable[[Tensor, Params], None]  # a factor, and gradients by paramet
 
 @dataclass(frozen=True, eq=False)
 class Quadratic:
-    """w/2 (θ − μ)ᵀ Λ (θ − μ).
+    """w/2 (θ − μ)ᵀ Λ (θ − μ)."""
 
-    Args:
-        anchor: μ by parameter name.
-        precision: Λ.
-        weight: w.
-    """
-
-    anchor: Params
-    precision: Precision
-    weight: float = 1.0
+    anchor: Params  # μ by parameter name
+    precision: Precision  # Λ
+    weight: float = 1.0  # w
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Quadratic:
         """The same on another device or in another type."""
@@ -43,29 +37,13 @@ class Quadratic:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], device: torch.device) -> Quadratic:
-        """Undo :meth:`state`.
-
-        Args:
-            state: What it returned.
-            device: Where the term is wanted.
-
-        Returns:
-            The term.
-        """
+        """Undo ``state``."""
         anchor = {name: mu.detach().to(device, copy=True) for name, mu in state["anchor"].items()}
         return cls(anchor, Precision.restored(state["precision"], device), state["weight"])
 
 
 def value_and_gradient(quadratics: Sequence[Quadratic], live: Live) -> tuple[Tensor, Params]:
-    """The penalty and its gradient in θ, in differentiable operations.
-
-    Args:
-        quadratics: The terms.
-        live: The parameters.
-
-    Returns:
-        The value (), and gradients by name in the parameters' own shapes and types.
-    """
+    """The penalty and its gradient in θ, in differentiable operations."""
     total = torch.zeros(())
     gradients: Params = {}
     for term in quadratics:
@@ -125,22 +103,7 @@ class _Penalty(torch.autograd.Function):
 
 
 def penalty(quadratics: Sequence[Quadratic], live: Live, observe: Observe | None = None) -> Tensor:
-    """The penalty as a scalar that can be added to a loss.
-
-    Args:
-        quadratics: The terms.
-        live: The parameters.
-        observe: Is told the factor of the penalty in the loss, and the penalty's gradients by parameter,
-            when the loss is differentiated.
-
-    Returns:
-        A scalar; a constant 0 without history where there is nothing to penalize.
-
-    Example:
-        >>> net = torch.nn.Linear(2, 1)
-        >>> float(penalty([], Live.of(net)))
-        0.0
-    """
+    """The penalty as a scalar that can be added to a loss."""
     wanted = set().union(*(term.precision.names for term in quadratics)) if quadratics else set()
     names = [n for n, t in live.tensors.items() if n in wanted and t.requires_grad]
     if names:
@@ -156,32 +119,14 @@ def penalty(quadratics: Sequence[Quadratic], live: Live, observe: Observe | None
 
 
 def moved_anchor(anchor: Mapping[str, Tensor], live: Live, precision: Precision) -> Params:
-    """μ after a task: the parameters as they are, and of those that are absent the last known ones.
-
-    Args:
-        anchor: μ before.
-        live: The parameters.
-        precision: Λ, which says what is remembered.
-
-    Returns:
-        μ by name.
-    """
+    """μ after a task: the parameters as they are, and of those that are absent the last known ones."""
     values = live.values()
     kept = {name: mu for name, mu in anchor.items() if name not in values}
     return {**kept, **{name: values[name] for name in precision.names if name in values}}
 
 
 def moved_term(term: Quadratic, device: torch.device | str, dtype: torch.dtype | None) -> Quadratic:
-    """A term on another device, in its own type unless another is given.
-
-    Args:
-        term: The term.
-        device: Where.
-        dtype: Which type.
-
-    Returns:
-        The term.
-    """
+    """A term on another device, in its own type unless another is given."""
     place = checked_device("device", device, 'pass "cpu" or "cuda"')
     if dtype is not None:
         real_type("dtype", dtype)

@@ -43,32 +43,14 @@ Watch = Callable[[Tensor, Tensor | None], None]  # is shown outputs (N, ...) and
 
 @dataclass(frozen=True)
 class Chunks:
-    """Numbers of examples and columns captured at once.
+    """Numbers of examples and columns captured at once."""
 
-    Args:
-        examples: Examples of a batch.
-        columns: Columns of the outputs' curvature.
-    """
-
-    examples: int
-    columns: int
+    examples: int  # examples of a batch
+    columns: int  # columns of the outputs' curvature
 
 
 class Accumulator:
-    """Statistics of several structures, fed batch by batch.
-
-    Args:
-        function: The network.
-        expectation: Which columns stand for the outputs' curvature.
-        sums: The statistics.
-        columns: Columns at once; all by default.
-        few: Examples at once where a closed form was expected and does not hold; all by default.
-        watch: Is shown the outputs and labels of every batch.
-
-    Attributes:
-        sums: The statistics.
-        examples: Number of examples added, faded like the statistics, a tensor ().
-    """
+    """Statistics of several structures, fed batch by batch."""
 
     def __init__(
         self,
@@ -89,16 +71,7 @@ class Accumulator:
 
     @torch.no_grad()
     def add(self, batch: Batch, seen: ChainPass | None = None) -> None:
-        """Add a batch to all statistics.
-
-        Args:
-            batch: The examples.
-            seen: Their forward pass, where it is at hand.
-
-        Raises:
-            DataError: If targets are needed and missing, or do not fit the likelihood.
-            ModelError: If the network's outputs or activations are not finite; the layer is named.
-        """
+        """Add a batch to all statistics."""
         kept = contextlib.nullcontext() if self._totals is None else self._totals.batch()
         with kept, products_in(self.types, self.function.device):
             if seen is not None:
@@ -174,13 +147,8 @@ class Accumulator:
                 statistic.add(gradients)
 
     def fade(self, decay: float) -> None:
-        """Let what was added so far count ``decay`` times as much: an exponential average.
-
-        Sums and counts fade alike, so that means have no bias towards the zero they started from.
-
-        Args:
-            decay: Between 0 and 1.
-        """
+        """Let what was added so far count ``decay`` times as much: an exponential average."""
+        # Sums and counts fade alike, so that means have no bias towards the zero they started from.
         for statistic in self.sums:
             statistic.fade(decay)
         if self._totals is not None:
@@ -200,11 +168,7 @@ class Accumulator:
             self._totals.round()
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Take over saved tensors.
-
-        Args:
-            state: From :meth:`state` of an accumulator of the same statistics.
-        """
+        """Take over saved tensors."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
         self._round()
@@ -227,18 +191,7 @@ def _flat(part: Callable[[], Tensor]) -> Tensor:
 
 
 def require_runs(function: Functional, x: Inputs) -> Trace:
-    """Raise if the network cannot run on x, or not with finite activations.
-
-    Args:
-        function: The network.
-        x: A few examples.
-
-    Returns:
-        The traced pass.
-
-    Raises:
-        ModelError: If so; it says why, and at which layer.
-    """
+    """Raise if the network cannot run on x, or not with finite activations."""
     run = _traced(function, x)
     if run is None:
         function.check_runs(x)  # says why
@@ -256,14 +209,7 @@ def _traced(function: Functional, x: Inputs) -> Trace | None:
 
 
 def require_finite_pass(captured: Captured | Trace) -> None:
-    """Raise if an activation or the outputs are not finite, naming the first layer that read one.
-
-    Args:
-        captured: A captured batch, or a traced pass.
-
-    Raises:
-        ModelError: If so.
-    """
+    """Raise if an activation or the outputs are not finite, naming the first layer that read one."""
     read = [(use, use.a) for use in captured.uses if use.a is not None and use.a.is_floating_point()]
     distinct = {(a.data_ptr(), a.shape, a.stride()): a for _, a in read}
     # A sum is finite only if all terms are, and reads them once; should it overflow, the terms are looked at.
@@ -295,20 +241,7 @@ def plan_chunks(
     *,
     fields: int = 0,
 ) -> Chunks:
-    """Plan the number of examples and columns to capture at once.
-
-    Args:
-        function: The network.
-        batch: A batch; a few of its examples are run if none of their shape has been.
-        columns: K, all columns of an example.
-        row_bytes: Bytes of the per-example gradients that are formed, for one example and column.
-        budget: Bytes that may be used.
-        most: Examples that a batch of these data can have.
-        fields: How often receptive fields are held, of all convolutions, while columns are taken in turn.
-
-    Returns:
-        The sizes.
-    """
+    """Plan the number of examples and columns to capture at once."""
     most_held = MOST_FIELDS if fields else MOST
     target, most_bytes = (max(1, min(size, budget // 4)) for size in (TARGET, most_held))
     plan = expected_plan(function, batch.x)
@@ -327,18 +260,7 @@ def plan_chunks(
 
 
 def require_columns(function: Functional, batch: Batch, columns: int, outputs: int, budget: int) -> None:
-    """Raise if one example does not fit: its columns, and its derivatives in one of them.
-
-    Args:
-        function: The network.
-        batch: A batch; a few of its examples are run if none of their shape has been.
-        columns: Columns of an example that are formed together.
-        outputs: C.
-        budget: Bytes that may be used.
-
-    Raises:
-        MemoryBudgetError: If so.
-    """
+    """Raise if one example does not fit: its columns, and its derivatives in one of them."""
     items = (
         ("columns of one example", columns * outputs * function.dtype.itemsize),
         ("derivatives of one example", capture_bytes(function, batch.x, 1)),
@@ -354,19 +276,7 @@ def require_columns(function: Functional, batch: Batch, columns: int, outputs: i
 
 
 def capped(chunks: Chunks, columns: int, outputs: int, item: int, budget: int, parts: bool) -> Chunks:
-    """The sizes with as many examples as can have their columns (K, N, C) at once.
-
-    Args:
-        chunks: The sizes.
-        columns: K, all columns of an example.
-        outputs: C.
-        item: Bytes of a number.
-        budget: Bytes that may be used.
-        parts: Whether columns can be formed in parts, of which each has its memory; else all are formed.
-
-    Returns:
-        The sizes, of at least one example and one column.
-    """
+    """The sizes with as many examples as can have their columns (K, N, C) at once."""
     room, each = budget // 4, max(1, outputs * item)
     if parts:
         columns = min(chunks.columns, max(1, min(TARGET, room) // each))
@@ -380,17 +290,7 @@ def _examples(target: int, most: int, each: int) -> int:
 
 
 class Summation:
-    """Passes over the data, one accumulator each, with progress and, where asked, a file to resume from.
-
-    Args:
-        function: The network.
-        batches: The data.
-        expectation: Which columns stand for the outputs' curvature.
-        columns: Columns at once.
-        checkpoint: Where unfinished sums are kept.
-        few: Examples at once where a closed form was expected and does not hold.
-        watch: Is shown the outputs and labels of every batch of the first pass.
-    """
+    """Passes over the data, one accumulator each, with progress and, where asked, a file to resume from."""
 
     def __init__(
         self,
@@ -413,15 +313,7 @@ class Summation:
         self._turn = 0
 
     def run(self, sums: Sequence[Sums], what: str) -> Accumulator:
-        """One pass.
-
-        Args:
-            sums: Empty statistics.
-            what: What the progress is called.
-
-        Returns:
-            The accumulator with the statistics of all the data.
-        """
+        """One pass."""
         turn, self._turn = self._turn, self._turn + 1
         watch = self.watch if turn == 0 else None
         accumulator = Accumulator(self.function, self.expectation, sums, self.columns, self.few, watch)

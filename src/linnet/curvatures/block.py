@@ -13,13 +13,7 @@ from linnet.linalg.structured import Dense
 
 
 class BlockSums(Sums):
-    """Σ of outer products of the per-example gradients of a layer.
-
-    Args:
-        layer: The layer; all parameters together for the full matrix.
-        dtype: Type of the network.
-        device: Where the sums are.
-    """
+    """Σ of outer products of the per-example gradients of a layer."""
 
     def __init__(self, layer: Layer, dtype: torch.dtype, device: torch.device) -> None:
         self.layer = layer

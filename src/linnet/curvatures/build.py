@@ -128,21 +128,7 @@ def watched(
     structure: Any,
     **options: Unpack[CurvatureOptions],
 ) -> Any:
-    """Compute a curvature and call ``watch(outputs, labels)`` for each batch.
-
-    Args:
-        watch: Is shown outputs (N, ...) and checked labels (``None`` where the data have none) of every batch
-            that this process sums. Nothing is shown by structures that pass over the data in another way:
-            "kfra", "low-rank", "matrix-free" and Hessian matrices.
-        model: As for :func:`curvature`, like all that follows.
-        data: The data.
-        likelihood: The likelihood.
-        structure: The structure.
-        **options: All others, and ``params`` and ``output`` for a network that is not linearized.
-
-    Returns:
-        The curvature.
-    """
+    """Compute a curvature and call ``watch(outputs, labels)`` for each batch."""
     passes = passes_of(options.get("passes"))
     share = Share.of(passes.shard)
     with together("linnet.curvature", share.world > 1):
@@ -276,20 +262,7 @@ def _resolve(wanted: Sequence[Any], expectation: str) -> tuple[list[Any], str]:
 
 
 def check_options(caller: type, structure: Any, options: Mapping[str, Any]) -> None:
-    """Raise on keywords of :func:`curvature` that cannot work, before there are data to try them on.
-
-    Args:
-        caller: The class that was called, which takes them as ``**options``.
-        structure: The structure.
-        options: Other keywords, those of them that are given.
-
-    Raises:
-        InputError: If a keyword is unknown, or a value is not one of those listed, or of another kind.
-
-    Example:
-        >>> from linnet import Laplace
-        >>> check_options(Laplace, "kfac", {"passes": Passes(memory="1GB")})
-    """
+    """Raise on keywords of ``curvature`` that cannot work, before there are data to try them on."""
     own = set(inspect.signature(caller).parameters) - {"model", "likelihood", "options"}
     known(f"linnet.{caller.__name__}", options, [*own, *CurvatureOptions.__annotations__])
     check_structure(structure)

@@ -30,15 +30,9 @@ from linnet.tangent.rules import Operand, Result, Use
 
 
 class ChainPass:
-    """One forward pass of a chain: outputs, inputs of the layers, slopes of the activations.
+    """One forward pass of a chain: outputs, inputs of the layers, slopes of the activations."""
 
-    Args:
-        function: The network; its weights at the time are kept.
-        layers: Its layers, first to last.
-        outputs: f(x), in the network's own shape.
-        inputs: a of every layer, (N, d).
-        slopes: φ'(h) of every layer, (N, c).
-    """
+    # inputs (N, d), slopes (h)
 
     def __init__(
         self,
@@ -54,17 +48,7 @@ class ChainPass:
     @staticmethod
     @in_exact_mode
     def of(function: Functional, layers: Sequence[Layer], x: Inputs) -> ChainPass | None:
-        """Run the network on a batch.
-
-        Args:
-            function: A network that is a chain.
-            layers: Its layers, first to last.
-            x: A batch.
-
-        Returns:
-            The pass; ``None`` if a layer's product is not a call of ``torch.nn.functional.linear``, or the
-            batch does not go through the layers as (N, d).
-        """
+        """Run the network on a batch, (N, d)."""
         theta = function.theta
         cut = _Cut([[theta[name] for name in layer.names] for layer in layers])
         with torch.enable_grad(), cut:
@@ -88,14 +72,8 @@ class ChainPass:
         )
 
     def gradient(self, u: Tensor) -> Params:
-        """Σ_n of the gradients, for cotangents of the outputs.
-
-        Args:
-            u: (N, ...), like the outputs.
-
-        Returns:
-            By parameter name.
-        """
+        """Σ_n of the gradients, for cotangents of the outputs."""
+        # u (N, ...)
         found = {}
         for i, g in self._backwards(u.reshape(len(u), -1)):
             names = self.layers[i].names
@@ -116,15 +94,8 @@ class ChainPass:
     def captures(
         self, cotangents: Callable[[Tensor], Tensor | list[Callable[[], Tensor]]], columns: int | None
     ) -> Iterator[Captured]:
-        """The result of ``capture_parts`` for the batch, without another forward pass.
-
-        Args:
-            cotangents: From the outputs (N, C) to (K, N, C), or to functions that make parts of them.
-            columns: Cotangents at once; all by default.
-
-        Yields:
-            A captured batch for each part of the cotangents, in order.
-        """
+        """The result of ``capture_parts`` for the batch, without another forward pass."""
+        # cotangents (N, C)
         u = cotangents(self.outputs.reshape(len(self.outputs), -1))
         for part in u if isinstance(u, list) else u.split(columns or max(len(u), 1)):
             yield self._captured(part if isinstance(part, Tensor) else part())
@@ -144,14 +115,7 @@ class ChainPass:
         return Captured(len(flat), flat, uses[::-1], self.theta, {}, len(u))
 
     def tangent(self, v: Params) -> Tensor:
-        """J v.
-
-        Args:
-            v: A direction, by parameter name.
-
-        Returns:
-            Like the outputs.
-        """
+        """J v."""
         moved: Tensor | None = None
         for i, layer in enumerate(self.layers):
             names = layer.names

@@ -31,26 +31,16 @@ LEFT_OVER = 0.1  # share of the right-hand side up to which a solution is one
 
 @dataclass(frozen=True)
 class Provenance:
-    """Provenance of a curvature.
+    """Provenance of a curvature."""
 
-    Args:
-        structure: What was requested.
-        matrix: "gauss-newton", "fisher" or "hessian".
-        expectation: How Λ was taken.
-        sharing: "expand" or "reduce".
-        likelihood: The likelihood, described.
-        examples: N, the number of examples summed over.
-        samples: Random columns for each example, where there are any.
-        reason: Why Λ was taken so, where the choice was left to ``expectation="auto"`` and fell on samples.
-    """
-
-    structure: str
-    matrix: str
-    expectation: str
-    sharing: str
-    likelihood: Mapping[str, Any]
-    examples: float
-    samples: int = 1
+    structure: str  # what was requested
+    matrix: str  # "gauss-newton", "fisher" or "hessian"
+    expectation: str  # how Λ was taken
+    sharing: str  # "expand" or "reduce"
+    likelihood: Mapping[str, Any]  # the likelihood, described
+    examples: float  # N, the number of examples summed over
+    samples: int = 1  # random columns for each example, where there are any
+    # why Λ was taken so, where the choice was left to `expectation="auto"` and fell on samples
     reason: str = ""
 
     @property

@@ -11,18 +11,7 @@ DAMPING = 0.1  # share of the mean eigenvalue
 
 
 def default_damping(curvature: Curvature, scale: float) -> float:
-    """A tenth of the mean eigenvalue of s G.
-
-    Args:
-        curvature: G.
-        scale: s.
-
-    Returns:
-        τ.
-
-    Raises:
-        NumericalError: If G is zero or not finite.
-    """
+    """A tenth of the mean eigenvalue of s G."""
     mean = scale * float(curvature.trace()) / curvature.shape[0]
     if not (math.isfinite(mean) and mean > 0):
         raise NumericalError(

@@ -17,13 +17,7 @@ from linnet.tangent.rules import Factors, factors, outer_rows
 
 
 class DiagonalSums(Sums):
-    """Σ (per-example gradient)² of any layer, parameter after parameter.
-
-    Args:
-        layer: The layer.
-        dtype: Type of the network.
-        device: Where the sums are.
-    """
+    """Σ (per-example gradient)² of any layer, parameter after parameter."""
 
     def __init__(self, layer: Layer, dtype: torch.dtype, device: torch.device) -> None:
         self.layer = layer
@@ -59,15 +53,7 @@ class DiagonalSums(Sums):
 
 
 def product_squares(parts: list[Factors], shape: tuple[int, ...]) -> Tensor:
-    """Σ_n Σ_k (Σ_s g_nks a_nsᵀ)² in the parameter's shape.
-
-    Args:
-        parts: Factors of every use.
-        shape: Shape of the parameter.
-
-    Returns:
-        The sum over examples and columns.
-    """
+    """Σ_n Σ_k (Σ_s g_nks a_nsᵀ)² in the parameter's shape."""
     first = parts[0]
     if len(parts) == 1 and first.a.shape[2] == 1:
         # (Σ_k g²)ᵀ a²
@@ -96,15 +82,7 @@ def _embedding_squares(parts: list[Factors], shape: tuple[int, ...]) -> Tensor:
 
 
 def looked_up(parts: list[Factors], rows: int) -> tuple[Tensor, Tensor]:
-    """The gradients of an embedding table, example by example, in the rows that each has looked up.
-
-    Args:
-        parts: Factors of every use.
-        rows: V, rows of the table.
-
-    Returns:
-        n V + v of each example n and row v that it looks up (U,), and Σ_{s: id_ns = v} g_nks (K, U, c).
-    """
+    """The gradients of an embedding table, example by example, in the rows that each has looked up."""
     ids = torch.cat([f.a[:, 0] for f in parts], 1)  # (N, S)
     g = torch.cat([f.g[:, :, 0] for f in parts], 2)  # (K, N, S, c)
     places = ids + rows * torch.arange(ids.shape[0], device=ids.device)[:, None]

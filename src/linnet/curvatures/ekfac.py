@@ -30,17 +30,7 @@ Basis = KroneckerEigen | GroupedKroneckerEigen | HalfDiagonal
 
 
 class EigenvalueSums(Sums):
-    """Σ (Q_Bᵀ G Q_A)² of a layer with factors.
-
-    Args:
-        kronecker: The layer's finished Kronecker factors.
-        basis: Their eigenvectors.
-
-    Attributes:
-        basis: Q_B ⊗ Q_A.
-        input_basis: Q_A, (R, d, d); ``None`` for the identity, of a side that has a diagonal factor.
-        gradient_basis: Q_B, (R, c, c), or ``None``.
-    """
+    """Σ (Q_Bᵀ G Q_A)² of a layer with factors."""
 
     def __init__(self, kronecker: KroneckerSums, basis: Basis) -> None:
         self.layer = kronecker.layer
@@ -124,12 +114,7 @@ class EigenvalueSums(Sums):
 
 
 class RowEigenvalueSums(Sums):
-    """The same for a layer that has per-example gradients only.
-
-    Args:
-        moments: The layer's finished Kronecker factors.
-        basis: Their eigenvectors.
-    """
+    """The same for a layer that has per-example gradients only."""
 
     def __init__(self, moments: RowMomentSums, basis: Basis) -> None:
         self.layer = moments.layer
@@ -155,15 +140,7 @@ def _without_rounding(values: Tensor) -> Tensor:
 def shared_eigenvalue_sums(
     firsts: Sequence[KroneckerSums | RowMomentSums], share: Share
 ) -> list[EigenvalueSums | RowEigenvalueSums]:
-    """The second pass that belongs to a first one, with bases that all processes have in common.
-
-    Args:
-        firsts: Finished Kronecker factors, those of all data on every process.
-        share: This process among the others, each of which decomposes some of the factors.
-
-    Returns:
-        Sums of eigenvalues layer by layer, to be filled by one more pass.
-    """
+    """The second pass that belongs to a first one, with bases that all processes have in common."""
     blocks = [first.block() for first in firsts]
     products = [block for block in blocks if not isinstance(block, HalfDiagonal)]
     made: Iterator[Basis] = iter(eigenbases(products, share))

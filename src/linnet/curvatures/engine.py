@@ -54,25 +54,16 @@ NARROW = 1024  # rows of a Kronecker factor that memory never makes a diagonal o
 
 @dataclass(frozen=True)
 class Request:
-    """A request for curvatures, structures apart.
+    """A request for curvatures, structures apart."""
 
-    Args:
-        expectation: Which columns stand for the outputs' curvature.
-        sharing: "expand" or "reduce".
-        memory: Budget.
-        file: Where unfinished sums are kept, or ``None``.
-        watch: Is shown outputs and checked labels, batch by batch, where the structures share passes.
-        widest: Rows that a Kronecker factor may have; of a wider side the diagonal is kept.
-        reason: Why the columns are sampled, where that was chosen by their cost.
-    """
-
-    expectation: Expectation
-    sharing: str = "expand"
-    memory: str | int | None = None
-    file: Path | None = None
+    expectation: Expectation  # which columns stand for the outputs' curvature
+    sharing: str = "expand"  # "expand" or "reduce"
+    memory: str | int | None = None  # budget
+    file: Path | None = None  # where unfinished sums are kept, or ``None``
+    # is shown outputs and checked labels, batch by batch, where the structures share passes
     watch: Watch | None = None
-    widest: int = WIDEST
-    reason: str = ""
+    widest: int = WIDEST  # rows that a Kronecker factor may have; of a wider side the diagonal is kept
+    reason: str = ""  # why the columns are sampled, where that was chosen by their cost
 
     def provenance(self, structure: str, examples: float) -> Provenance:
         """Where a matrix comes from."""
@@ -85,33 +76,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The representation of one layer in one of the structures.
+    """The representation of one layer in one of the structures."""
 
-    Args:
-        layer: The layer.
-        how: Its treatment.
-        note: What is worth saying about it.
-    """
-
-    layer: Layer
-    how: str
-    note: str
+    layer: Layer  # the layer
+    how: str  # its treatment
+    note: str  # what is worth saying about it
 
 
 def by_structure(
     function: Functional, batches: Batches, request: Request, wanted: Sequence[tuple[str, Structure]]
 ) -> list[Curvature]:
-    """Several structures from the same passes over the data.
-
-    Args:
-        function: The network.
-        batches: The data.
-        request: Everything but the structures.
-        wanted: Name and structure of each.
-
-    Returns:
-        The curvatures, in order.
-    """
+    """Several structures from the same passes over the data."""
     if any(structure == "full" for _, structure in wanted):  # is refused before the network is looked at
         whole, meta = [[Assignment(everything(function), "full", "")]], torch.device("meta")
         _require_memory(_memory(function, whole, _first_sums(whole, request, function, meta), request))
@@ -227,16 +202,7 @@ def _counted(
 
 
 def layers_of(function: Functional, batch: Batch, run: Trace | None = None) -> tuple[Layer, ...]:
-    """The layers of a network, found on a few examples.
-
-    Args:
-        function: The network.
-        batch: A batch.
-        run: A traced pass of its first ``PROBES`` examples, if there is one.
-
-    Returns:
-        The layers.
-    """
+    """The layers of a network, found on a few examples."""
     few = take(batch.x, slice(0, min(PROBES, batch.size)))
     captured = planned(function, few, run or trace(function, few))
     plans = function.cache.get("plans", {}).values()

@@ -26,33 +26,17 @@ MATRICES = ("gauss-newton", "fisher", "hessian")
 
 @dataclass(frozen=True)
 class Expectation:
-    """Which columns stand for Λ.
+    """Which columns stand for Λ."""
 
-    Args:
-        likelihood: What the outputs mean.
-        kind: ``"exact"``, ``"mc"``, ``"random-projection"`` or ``"empirical"``.
-        matrix: ``"gauss-newton"`` or ``"fisher"``.
-        samples: K of the random ones.
-        seed: Seed; with the batch's place it fixes the samples of a batch.
-    """
-
-    likelihood: Likelihood
-    kind: str = "exact"
-    matrix: str = "gauss-newton"
-    samples: int = 1
-    seed: int = 0
+    likelihood: Likelihood  # what the outputs mean
+    kind: str = "exact"  # ``"exact"``, ``"mc"``, ``"random-projection"`` or ``"empirical"``
+    matrix: str = "gauss-newton"  # ``"gauss-newton"`` or ``"fisher"``
+    samples: int = 1  # K of the random ones
+    seed: int = 0  # seed; with the batch's place it fixes the samples of a batch
 
     def columns(self, f: Tensor, y: Tensor | None, index: int) -> Tensor:
-        """The columns of a batch.
-
-        Args:
-            f: Outputs in the network's own shape, (N, ...).
-            y: Checked targets, where they are needed.
-            index: Place of the batch in its pass.
-
-        Returns:
-            u, (K, *f.shape).
-        """
+        """The columns of a batch, (K, *f.shape)."""
+        # f (N, ...)
         likelihood = self.likelihood
         if self.kind == "exact":
             return likelihood.fisher_root(f, y) if self.matrix == "fisher" else likelihood.root(f, y)
@@ -65,17 +49,8 @@ class Expectation:
         return likelihood.project(f, self.samples, generator, y)
 
     def parts(self, f: Tensor, y: Tensor | None, size: int) -> list[Callable[[], Tensor]] | None:
-        """Exact columns of a batch in parts, each formed when it is called for.
-
-        Args:
-            f: Outputs in the network's own shape, (N, ...).
-            y: Checked targets, where they are needed.
-            size: Columns of a part.
-
-        Returns:
-            Functions that make u (k, *f.shape), in the order of :meth:`columns`; ``None`` where columns are
-            formed together.
-        """
+        """Exact columns of a batch in parts, each formed when it is called for."""
+        # f (N, ...)
         total = self.size(f)
         if total is None:
             return None
@@ -90,15 +65,8 @@ class Expectation:
         return self.likelihood._root_size(f) if known else None
 
     def count(self, f: Tensor, y: Tensor | None) -> int:
-        """The number of columns of an example; of very many outputs the most that they can have.
-
-        Args:
-            f: Outputs of one example in the network's own shape, (1, ...).
-            y: Its checked target, where it is needed.
-
-        Returns:
-            K.
-        """
+        """The number of columns of an example; of very many outputs the most that they can have."""
+        # f (1, ...)
         if self.kind == "empirical":
             return 1
         if self.kind != "exact":
@@ -116,18 +84,7 @@ class Expectation:
         return not self.likelihood.canonical and self.matrix == "gauss-newton"
 
     def targets(self, f: Tensor, y: Tensor | None) -> Tensor | None:
-        """Targets, checked.
-
-        Args:
-            f: Outputs in the network's own shape.
-            y: Targets, or ``None``.
-
-        Returns:
-            The targets, or ``None`` if there are none and none are needed.
-
-        Raises:
-            DataError: If they are needed and missing.
-        """
+        """Targets, checked."""
         if y is not None:
             return self.likelihood.check(f, y)
         if self.needs_labels:
@@ -145,21 +102,7 @@ def batch_generator(seed: int, index: int, device: torch.device) -> torch.Genera
 
 
 def choose_matrix(likelihood: Likelihood, kind: str, matrix: str) -> str:
-    """Which matrix is meant, and whether the expectation can give it.
-
-    Args:
-        likelihood: What the outputs mean.
-        kind: The expectation.
-        matrix: ``"auto"``, ``"gauss-newton"``, ``"fisher"`` or ``"hessian"``.
-
-    Returns:
-        One of the last three. For a canonical likelihood Gauss-Newton and Fisher are equal and the name is
-        "gauss-newton", except for the empirical Fisher.
-
-    Raises:
-        InputError: If sampled or observed labels are asked to give a Gauss-Newton matrix that differs from
-            the Fisher matrix.
-    """
+    """Which matrix is meant, and whether the expectation can give it."""
     if matrix not in ("auto", *MATRICES):
         raise InputError(
             f"matrix={matrix!r}",

@@ -26,21 +26,7 @@ SAMPLES = 8
 
 
 def exact_passes(layers: Sequence[Layer], columns: int) -> float:
-    """The cost of exact columns in passes of training over the same data.
-
-    Args:
-        layers: The layers that vary; others are not counted.
-        columns: K.
-
-    Returns:
-        The number of passes.
-
-    Example:
-        >>> from linnet.curvatures.layers import Form
-        >>> layer = Layer("0", {"0.weight": (10, 10)}, Form("product"))
-        >>> exact_passes([layer], 9)
-        6.333333333333333
-    """
+    """The cost of exact columns in passes of training over the same data."""
     forward = moments = 0.0
     for layer in layers:
         if not layer.factored:
@@ -62,20 +48,7 @@ def _sizes(layer: Layer) -> tuple[int, int]:
 
 
 def by_cost(exact: Expectation, passes: float) -> tuple[Expectation, str]:
-    """Exact columns, or samples where they would take too long.
-
-    Args:
-        exact: The expectation with exact columns.
-        passes: Their cost, in passes of training.
-
-    Returns:
-        The expectation, and why it samples; empty if it does not.
-
-    Example:
-        >>> from linnet.likelihoods import Categorical
-        >>> by_cost(Expectation(Categorical()), 1000.0)[0].kind
-        'mc'
-    """
+    """Exact columns, or samples where they would take too long."""
     if passes <= LIMIT:
         return exact, ""
     # labels drawn from the model give the Fisher matrix, which is Λ's own for canonical likelihoods alone

@@ -21,34 +21,12 @@ PROBED = 8  # examples from which the length of a difference is found
 
 
 class FisherOperator(ColumnOperator):
-    """The Fisher matrix F = Σ_n E[s sᵀ] of the scores s = Jᵀ ∇_f log p(y | f), summed over examples.
+    """The Fisher matrix F = Σ_n E[s sᵀ] of the scores s = Jᵀ ∇_f log p(y | f), summed over examples."""
 
-    "exact" takes the expectation over the model's own labels in closed form, "mc" over labels drawn from
-    it, once for all products, and "empirical" takes the observed labels instead. The empirical Fisher is
-    another matrix: Kunstner, Balles, Hennig, "Limitations of the empirical Fisher approximation for
-    natural gradient descent", 2019.
-
-    Args:
-        function: The network.
-        data: The data; targets are needed for "empirical".
-        likelihood: What the outputs mean.
-        expectation: ``"exact"``, ``"mc"`` or ``"empirical"``.
-        samples: Number of labels drawn for an example.
-        seed: Seed of the labels; with the place of a batch it fixes the labels of its examples.
-        on_pass: Called after every pass over the data.
-
-    Raises:
-        InputError: If the expectation is none of the three.
-
-    Example:
-        >>> from linnet.likelihoods import Categorical
-        >>> net = torch.nn.Linear(1, 2, bias=False)
-        >>> _ = torch.nn.init.zeros_(net.weight)
-        >>> data = Batches(torch.ones(4, 1), torch.device("cpu"))
-        >>> FisherOperator(Functional(net), data, Categorical()).dense()
-        tensor([[ 1., -1.],
-                [-1.,  1.]])
-    """
+    # "exact" takes the expectation over the model's own labels in closed form, "mc" over labels drawn from
+    # it, once for all products, and "empirical" takes the observed labels instead. The empirical Fisher is
+    # another matrix: Kunstner, Balles, Hennig, "Limitations of the empirical Fisher approximation for natural
+    # gradient descent", 2019.
 
     description = "product with the Fisher matrix"
     matrix = "fisher"
@@ -64,37 +42,16 @@ class FisherOperator(ColumnOperator):
 
 
 class FiniteDifferenceFisher(SummedOperator):
-    """The Fisher matrix by the directional derivative of the gradient of KL(p_θ ‖ p_θ'), by differences.
+    """The Fisher matrix by the directional derivative of the gradient of KL(p_θ ‖ p_θ'), by differences."""
 
-    Maddox, Tang, Moreno, Wilson, Damianou, "Fast adaptation with linearized neural networks", 2021,
-    section 3.2 and appendix C.2. The divergence has its minimum, zero, at θ' = θ, and its Hessian there
-    is F, so that
-
-        F v ≈ [∇_θ' KL(p_θ ‖ p_{θ+εu}) − ∇_θ' KL(p_θ ‖ p_{θ−εu})] ‖v‖ / (2 ε),   u = v / ‖v‖.
-
-    It needs first derivatives alone: two gradients a product. Its relative error is about 1e-8 in
-    float64 and 3e-4 in float32, or 2e-3 for a network with kinks. :class:`FisherOperator` is exact.
-
-    Args:
-        function: The network.
-        data: The data; targets only say which positions count.
-        likelihood: What the outputs mean; its KL is used.
-        step: How far ε moves the outputs, for their size; by default √u / 3 for the roundoff u of the
-            parameters' type. ε follows from it, ‖θ‖ and v, for each vector and batch.
-        on_pass: Called after every pass over the data.
-
-    Raises:
-        InputError: If the step is not positive.
-        ModelError: If an embedding with a padding row shares its table with another layer.
-
-    Example:
-        >>> from linnet.likelihoods import Gaussian
-        >>> net = torch.nn.Linear(1, 1, bias=False)
-        >>> data = Batches(torch.tensor([[1.0], [2.0]]), torch.device("cpu"))
-        >>> product = FiniteDifferenceFisher(Functional(net), data, Gaussian()) @ torch.ones(1)
-        >>> abs(product.item() - 5) < 1e-2
-        True
-    """
+    # Maddox, Tang, Moreno, Wilson, Damianou, "Fast adaptation with linearized neural networks", 2021, section
+    # 3.2 and appendix C.2. The divergence has its minimum, zero, at θ' = θ, and its Hessian there is F, so
+    # that
+    #
+    #     F v ≈ [∇_θ' KL(p_θ ‖ p_{θ+εu}) − ∇_θ' KL(p_θ ‖ p_{θ−εu})] ‖v‖ / (2 ε),   u = v / ‖v‖.
+    #
+    # It needs first derivatives alone: two gradients a product. Its relative error is about 1e-8 in float64
+    # and 3e-4 in float32, or 2e-3 for a network with kinks. `FisherOperator` is exact.
 
     description = "product with the Fisher matrix by finite differences"
 

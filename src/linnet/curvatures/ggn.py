@@ -21,17 +21,10 @@ from linnet.tangent.functional import Functional
 
 
 class SummedOperator(LinearOperator, ABC):
-    """A symmetric P x P matrix that is a sum over the examples of a data set.
+    """A symmetric P x P matrix that is a sum over the examples of a data set."""
 
-    A product, with however many vectors, is one pass over the data; under ``torch.distributed`` each
-    process passes over its share, and the product is the same on all of them.
-
-    Attributes:
-        function: The network.
-        data: The data.
-        passes: Number of passes so far.
-        on_pass: Called after every pass.
-    """
+    # A product, with however many vectors, is one pass over the data; under `torch.distributed` each process
+    # passes over its share, and the product is the same on all of them.
 
     description: str
 
@@ -45,15 +38,8 @@ class SummedOperator(LinearOperator, ABC):
 
     @abstractmethod
     def product(self, batch: Batch, v: Tensor) -> Tensor:
-        """A batch's part of the product.
-
-        Args:
-            batch: Some examples.
-            v: (P, K) with K > 0.
-
-        Returns:
-            (P, K).
-        """
+        """A batch's part of the product, (P, K)."""
+        # v (P, K)
 
     def mm(self, v: Tensor) -> Tensor:
         """A v: (P, K) to (P, K), in one pass over the data."""
@@ -80,20 +66,7 @@ class SummedOperator(LinearOperator, ABC):
 
 
 class ColumnOperator(SummedOperator):
-    """Σ_n J_nᵀ Λ_n J_n with Λ, or random columns that stand for it, from the likelihood.
-
-    Args:
-        function: The network.
-        data: The data.
-        likelihood: What the outputs mean.
-        expectation: How Λ is taken, one of ``taken``.
-        samples: Number of random columns per example.
-        seed: Seed of the random columns.
-        on_pass: Called after every pass over the data.
-
-    Raises:
-        InputError: If the expectation is another.
-    """
+    """Σ_n J_nᵀ Λ_n J_n with Λ, or random columns that stand for it, from the likelihood."""
 
     matrix: ClassVar[str]  # "gauss-newton" or "fisher"
     taken: ClassVar[tuple[str, ...]]
@@ -126,30 +99,9 @@ class ColumnOperator(SummedOperator):
 
 
 class GaussNewtonOperator(ColumnOperator):
-    """The Gauss-Newton matrix G = Σ_n J_nᵀ Λ_n J_n of a negative log-likelihood, summed over examples.
+    """The Gauss-Newton matrix G = Σ_n J_nᵀ Λ_n J_n of a negative log-likelihood, summed over examples."""
 
-    Schraudolph, "Fast curvature matrix-vector products for second-order gradient descent", 2002.
-
-    Args:
-        function: The network.
-        data: The data; targets are needed where Λ depends on them.
-        likelihood: What the outputs mean; it owns Λ.
-        expectation: ``"exact"``, or ``"random-projection"``: Λ^½ v vᵀ Λ^½ for random signs v in place of Λ
-            (Botev 2020, section 4.3.4), unbiased, the same v for a batch at every product.
-        samples: Number of random columns per example.
-        seed: Seed of the random columns.
-        on_pass: Called after every pass over the data.
-
-    Raises:
-        InputError: If the expectation is not one of the two.
-
-    Example:
-        >>> from linnet.likelihoods import Gaussian
-        >>> net = torch.nn.Linear(1, 1, bias=False)
-        >>> data = Batches((torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1)), torch.device("cpu"))
-        >>> GaussNewtonOperator(Functional(net), data, Gaussian()) @ torch.ones(1)
-        tensor([5.])
-    """
+    # Schraudolph, "Fast curvature matrix-vector products for second-order gradient descent", 2002.
 
     description = "product with the Gauss-Newton matrix"
 
@@ -169,18 +121,8 @@ def exact_product(
     expectation: Expectation,
     weigh: Callable[[Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
-    """Σ Jᵀ Λ J v over a batch, Λ given by what it does.
-
-    Args:
-        function: The network.
-        batch: The examples.
-        v: (P, K).
-        expectation: Checks the targets.
-        weigh: Λ t from f (N, ...), t (K, N, ...) and the targets of the same examples.
-
-    Returns:
-        (P, K).
-    """
+    """Σ Jᵀ Λ J v over a batch, Λ given by what it does, (P, K)."""
+    # v (P, K), weigh (N, ...)
 
     def checked(f: Tensor, t: Tensor, place: slice) -> Tensor:
         require_finite(f, batch.index, place.start)
@@ -191,17 +133,8 @@ def exact_product(
 
 
 def sampled_product(function: Functional, batch: Batch, v: Tensor, expectation: Expectation) -> Tensor:
-    """Σ_s (Jᵀ s)(Jᵀ s)ᵀ v over a batch, for the columns s of an expectation.
-
-    Args:
-        function: The network.
-        batch: The examples.
-        v: (P, K).
-        expectation: Random or empirical columns.
-
-    Returns:
-        (P, K).
-    """
+    """Σ_s (Jᵀ s)(Jᵀ s)ᵀ v over a batch, for the columns s of an expectation."""
+    # v (P, K)
 
     def columns(f: Tensor) -> Tensor:
         require_finite(f, batch.index)

@@ -21,24 +21,12 @@ PROBED = "second derivative"  # in the cache of a function: it was looked at
 
 
 class HessianOperator(SummedOperator):
-    """H = ∇²_θ Σ_n −log p(y_n | f(θ, x_n)): the Gauss-Newton matrix and the curvature of the network itself.
+    """H = ∇²_θ Σ_n −log p(y_n | f(θ, x_n))."""
 
-    It may be indefinite. A product differentiates the gradient along v: Pearlmutter, "Fast exact
-    multiplication by the Hessian", 1994; the gradient with its graph is shared by all vectors.
-
-    Args:
-        function: The network.
-        data: (x, y) pairs.
-        likelihood: What the outputs mean.
-        on_pass: Called after every pass over the data.
-
-    Example:
-        >>> from linnet.likelihoods import Gaussian
-        >>> net = torch.nn.Linear(1, 1, bias=False)
-        >>> data = Batches((torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1)), torch.device("cpu"))
-        >>> HessianOperator(Functional(net), data, Gaussian()) @ torch.ones(1)
-        tensor([5.])
-    """
+    # The Gauss-Newton matrix and the curvature of the network itself.
+    #
+    # It may be indefinite. A product differentiates the gradient along v: Pearlmutter, "Fast exact
+    # multiplication by the Hessian", 1994; the gradient with its graph is shared by all vectors.
 
     description = "product with the Hessian"
 
@@ -75,13 +63,8 @@ class HessianOperator(SummedOperator):
 
 
 def _probe(function: Functional, batch: Batch, likelihood: Likelihood) -> None:
-    """Raise where torch's second derivative is not symmetric, hence wrong; tried once, on two examples.
-
-    That of ``torch.nn.utils.parametrizations.weight_norm`` is such a one in torch 2.13.
-
-    Raises:
-        RuntimeError: If so; the caller says which network it is.
-    """
+    """Raise where torch's second derivative is not symmetric, hence wrong; tried once, on two examples."""
+    # That of `torch.nn.utils.parametrizations.weight_norm` is such a one in torch 2.13.
     if PROBED in function.cache:
         return
     assert batch.y is not None
@@ -135,11 +118,7 @@ def _along(
 
 
 def _require_second(gradient: list[tuple[Tensor, str]]) -> None:
-    """Raise if an operation of the gradient refuses to be differentiated: torch leaves it out silently.
-
-    Raises:
-        RuntimeError: If so; the caller says which network it is.
-    """
+    """Raise if an operation of the gradient refuses to be differentiated: torch leaves it out silently."""
     waiting = [g.grad_fn for g, _ in gradient]
     seen = set()
     while waiting:

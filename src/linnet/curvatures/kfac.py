@@ -45,15 +45,7 @@ from linnet.tangent.rules import Factors
 
 
 class KroneckerSums(Sums):
-    """Σ â âᵀ and Σ g gᵀ of a layer with factors.
-
-    Args:
-        layer: A layer with factors.
-        sharing: ``"expand"`` or ``"reduce"``.
-        dtype: Type of the network.
-        device: Where the sums are.
-        wide: Sides of which the diagonal is kept: ``"inputs"`` or ``"gradients"``, of a layer of one group.
-    """
+    """Σ â âᵀ and Σ g gᵀ of a layer with factors."""
 
     def __init__(
         self,
@@ -139,17 +131,10 @@ class KroneckerSums(Sums):
 
 
 class RowMomentSums(Sums):
-    """Kronecker factors from per-example gradients, where there are no inputs and output gradients.
+    """Kronecker factors from per-example gradients, where there are no inputs and output gradients."""
 
-    For gradients G (rows x columns) of a weight, L = Σ G Gᵀ and R = Σ Gᵀ G / tr L. The product L ⊗ R has
-    the trace of Σ vec(G) vec(G)ᵀ, and equals it for a single gradient of rank one.
-
-    Args:
-        layer: A layer of one parameter with at least two axes.
-        dtype: Type of the network.
-        device: Where the sums are.
-        wide: The side of which the diagonal is kept, ``"left"`` or ``"right"``, if any.
-    """
+    # For gradients G (rows x columns) of a weight, L = Σ G Gᵀ and R = Σ Gᵀ G / tr L. The product L ⊗ R has
+    # the trace of Σ vec(G) vec(G)ᵀ, and equals it for a single gradient of rank one.
 
     def __init__(
         self, layer: Layer, dtype: torch.dtype, device: torch.device, wide: Collection[str] = ()

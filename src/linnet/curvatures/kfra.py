@@ -38,21 +38,7 @@ PROBES = 4  # random cotangents from which φ' is found, and on which it is prov
 
 
 class RecursionSums:
-    """Sums of the recursion for every layer: Σ â âᵀ and Σ φ' φ'ᵀ, and Σ Λ at the end.
-
-    Args:
-        function: The network.
-        expectation: The likelihood and the seed of the probes.
-        batch: A batch to find the chain on.
-        probes: Random cotangents of a batch. One is enough to find φ'; more prove it.
-
-    Attributes:
-        layers: The layers, first to last.
-        tensors: What adds up.
-
-    Raises:
-        ModelError: If the network is not a feed-forward chain of linear layers.
-    """
+    """Sums of the recursion for every layer: Σ â âᵀ and Σ φ' φ'ᵀ, and Σ Λ at the end."""
 
     def __init__(
         self, function: Functional, expectation: Expectation, batch: Batch, probes: int = PROBES
@@ -69,13 +55,7 @@ class RecursionSums:
         self._last = len(self.layers) - 1
 
     def add(self, batch: Batch, f: Tensor | None, y: Tensor | None) -> None:
-        """Add a batch.
-
-        Args:
-            batch: The examples.
-            f: Their outputs, in the network's own shape; ``None`` if they are not at hand.
-            y: Checked targets, where they are needed; not checked yet without outputs.
-        """
+        """Add a batch."""
         size, index = batch.size, batch.index
         c = self.function.output_shape(batch.x).numel()
         own = self.function.theta[self.layers[-1].names[0]]
@@ -102,12 +82,7 @@ class RecursionSums:
         self.tensors["count"] += batch.size
 
     def add_pass(self, chain: ChainPass, y: Tensor | None) -> None:
-        """Add a batch whose forward pass is at hand.
-
-        Args:
-            chain: The pass.
-            y: Checked targets, where they are needed.
-        """
+        """Add a batch whose forward pass is at hand."""
         self._require_one_position(chain.outputs)
         for i, (layer, a, slopes) in enumerate(zip(self.layers, chain.inputs, chain.slopes, strict=True)):
             own = self.tensors[f"slopes {i}"]

@@ -24,39 +24,26 @@ PRODUCTS = ("linear", "conv", "conv-transposed")
 
 @dataclass(frozen=True)
 class Form:
-    """The use of a layer's weight.
+    """The use of a layer's weight."""
 
-    Args:
-        kind: "product" (linear maps and convolutions: the gradients are outer products), "embedding" (rows
-            that are looked up) or "rows" (nothing is known but per-example gradients).
-        groups: R, independent parts of a grouped convolution; 1 otherwise.
-        transposed: Whether the weight is stored (d_in, d_out).
-        positions: S, positions of one example that share the weight, all uses together.
-        uses: How often a pass uses the weight.
-    """
-
+    # "product" (linear maps and convolutions: the gradients are outer products), "embedding" (rows that are
+    # looked up) or "rows" (nothing is known but per-example gradients)
     kind: str = "rows"
-    groups: int = 1
-    transposed: bool = False
-    positions: int = 1
-    uses: int = 1
+    groups: int = 1  # R, independent parts of a grouped convolution; 1 otherwise
+    transposed: bool = False  # whether the weight is stored (d_in, d_out)
+    positions: int = 1  # S, positions of one example that share the weight, all uses together
+    uses: int = 1  # how often a pass uses the weight
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Parameters that are used together.
+    """Parameters that are used together."""
 
-    Args:
-        name: The common part of their names.
-        shapes_by_name: The parameters with their shapes; of products the weight first, then its bias.
-        form: How the weight is used.
-        why: What the parameters are used for, or why they have no rule.
-    """
-
-    name: str
+    name: str  # the common part of their names
+    # the parameters with their shapes; of products the weight first, then its bias
     shapes_by_name: Mapping[str, tuple[int, ...]]
-    form: Form = Form()
-    why: str = ""
+    form: Form = Form()  # how the weight is used
+    why: str = ""  # what the parameters are used for, or why they have no rule
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,25 +93,12 @@ class Layer:
         return (rows + self.biased, columns) if self.transposed else (rows, columns + self.biased)
 
     def homogeneous(self, a: Tensor) -> Tensor:
-        """Inputs with a one for the bias, if the layer has one.
-
-        Args:
-            a: (..., d).
-
-        Returns:
-            â (..., d + 1), or a itself.
-        """
+        """Inputs with a one for the bias, if the layer has one, (..., d + 1)."""
+        # a (..., d)
         return F.pad(a, (0, 1), value=1.0) if self.biased else a
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Weight and bias as one matrix a group.
-
-        Args:
-            parts: Tensors (*batch, *shape) of every parameter of the layer, with equal batch axes.
-
-        Returns:
-            (*batch, R, rows, columns).
-        """
+        """Weight and bias as one matrix a group."""
         batch = parts[0].shape[: parts[0].ndim - len(self.shapes[0])]
         rows = self.shapes[0][0] // self.groups
         weight = parts[0].reshape(*batch, self.groups, rows, torch.Size(self.shapes[0][1:]).numel())
@@ -135,14 +109,7 @@ class Layer:
         return torch.cat([weight, bias], -2 if self.transposed else -1)
 
     def part(self, matrix: Tensor) -> list[Tensor]:
-        """Undo :meth:`join`.
-
-        Args:
-            matrix: (*batch, R, rows, columns).
-
-        Returns:
-            (*batch, *shape) for every parameter.
-        """
+        """Undo ``join``."""
         batch = matrix.shape[:-3]
         if not self.biased:
             return [matrix.reshape(*batch, *self.shapes[0])]
@@ -153,16 +120,7 @@ class Layer:
 
 
 def find_layers(captured: Captured, names: Sequence[str], reasons: Mapping[str, str]) -> tuple[Layer, ...]:
-    """Sort the tracked parameters into layers, from one captured batch.
-
-    Args:
-        captured: A batch.
-        names: The tracked parameters, in order.
-        reasons: Why parameters are differentiated example by example, where they are.
-
-    Returns:
-        The layers, in the order of their first parameter.
-    """
+    """Sort the tracked parameters into layers, from one captured batch."""
     uses = captured.by_parameter()
     left = dict.fromkeys(names)
     layers = []
@@ -268,15 +226,7 @@ def _common(names: tuple[str, ...]) -> str:
 
 
 def as_found(captured: Captured, layer: Layer) -> bool:
-    """Whether a layer is used in a batch as it was where it was found.
-
-    Args:
-        captured: A captured batch.
-        layer: The layer.
-
-    Returns:
-        Whether what was said of its form holds; of layers without a form always.
-    """
+    """Whether a layer is used in a batch as it was where it was found."""
     if layer.form.kind == "rows":
         return True
     if any(name in captured.exact for name in layer.names):
@@ -293,15 +243,7 @@ def as_found(captured: Captured, layer: Layer) -> bool:
 
 
 def require_as_found(captured: Captured, layer: Layer) -> None:
-    """Raise if a layer's factors, found on the first batch, are not those of this one.
-
-    Args:
-        captured: A captured batch.
-        layer: The layer.
-
-    Raises:
-        ModelError: If so.
-    """
+    """Raise if a layer's factors, found on the first batch, are not those of this one."""
     if not as_found(captured, layer):
         raise ModelError(
             f"{layer.name} is used differently in later batches than in the first",
@@ -311,14 +253,5 @@ def require_as_found(captured: Captured, layer: Layer) -> None:
 
 
 def layer_factors(captured: Captured, layer: Layer, keep: bool = False) -> list[Factors]:
-    """The outer-product form of every use of a layer's weight.
-
-    Args:
-        captured: A captured batch.
-        layer: A layer with factors.
-        keep: Whether receptive fields are kept for the batch's other columns.
-
-    Returns:
-        a (N, R, S, d) and g (K, N, R, S, c) for each use.
-    """
+    """The outer-product form of every use of a layer's weight, (N, R, S, d)."""
     return [factors(use, captured.n, keep) for use in captured.by_parameter().get(layer.names[0], [])]

@@ -34,13 +34,9 @@ from linnet.tangent.rules import Use, factors, padded
 
 @dataclass(frozen=True, eq=False)
 class LayerBasis(ABC):
-    """Orthonormal vectors in the parameters of one layer.
+    """Orthonormal vectors in the parameters of one layer."""
 
-    Args:
-        layer: The layer.
-    """
-
-    layer: Layer
+    layer: Layer  # the layer
 
     @property
     @abstractmethod
@@ -67,17 +63,11 @@ class LayerBasis(ABC):
 
 @dataclass(frozen=True, eq=False)
 class ProductBasis(LayerBasis):
-    """Products of columns of Q_L and Q_R, in the matrix [W b] of each group.
+    """Products of columns of Q_L and Q_R, in the matrix [W b] of each group."""
 
-    Args:
-        left: Columns of Q_L, (R, rows, r).
-        right: Columns of Q_R, (R, columns, s).
-        index: The pairs that are kept, positions in (R, r, s).
-    """
-
-    left: Tensor
-    right: Tensor
-    index: Tensor
+    left: Tensor  # columns of Q_L, (R, rows, r)
+    right: Tensor  # columns of Q_R, (R, columns, s)
+    index: Tensor  # the pairs that are kept, positions in (R, r, s)
 
     @property
     def size(self) -> int:
@@ -153,13 +143,9 @@ class ProductBasis(LayerBasis):
 
 @dataclass(frozen=True, eq=False)
 class DenseBasis(LayerBasis):
-    """Vectors in all parameters of the layer, one after the other.
+    """Vectors in all parameters of the layer, one after the other."""
 
-    Args:
-        vectors: (P_l, size).
-    """
-
-    vectors: Tensor
+    vectors: Tensor  # (P_l, size)
 
     @property
     def size(self) -> int:
@@ -182,13 +168,9 @@ class DenseBasis(LayerBasis):
 
 @dataclass(frozen=True, eq=False)
 class EntryBasis(LayerBasis):
-    """Single parameters of the layer.
+    """Single parameters of the layer."""
 
-    Args:
-        index: Their positions among all of the layer, increasing.
-    """
-
-    index: Tensor
+    index: Tensor  # their positions among all of the layer, increasing
 
     @property
     def size(self) -> int:
@@ -234,16 +216,7 @@ KINDS = {kind.__name__: kind for kind in (ProductBasis, DenseBasis, EntryBasis)}
 
 
 def restored_basis(kind: str, layer: Layer, tensors: Mapping[str, Tensor]) -> LayerBasis:
-    """A basis from what it was made of.
-
-    Args:
-        kind: Name of its class.
-        layer: The layer.
-        tensors: Its tensors by name.
-
-    Returns:
-        The basis.
-    """
+    """A basis from what it was made of."""
     made: LayerBasis = KINDS[kind](layer, **tensors)
     return made
 
@@ -260,18 +233,7 @@ def _parted(flat: Tensor, layer: Layer) -> list[Tensor]:
 
 
 def leading_basis(curvature: Curvature, dim: int) -> tuple[list[LayerBasis], Tensor]:
-    """The D eigenvectors of a curvature with the largest eigenvalues, layer by layer.
-
-    Args:
-        curvature: G, made of products, diagonals and dense blocks.
-        dim: D, at most; eigenvalues that are zero are left out.
-
-    Returns:
-        The vectors of each layer that has any, and their eigenvalues (D,) in the same order.
-
-    Raises:
-        InputError: If a block has no eigenvectors that can be listed, or all of them are zero.
-    """
+    """The D eigenvectors of a curvature with the largest eigenvalues, layer by layer."""
     spectra = [_spectrum(part) for part in in_eigenbases(curvature.parts)]
     values = torch.cat([values.flatten() for _, values in spectra])
     # the largest of each piece first: topk takes four times the memory of what it looks at
@@ -343,23 +305,9 @@ def _columns(vectors: Tensor | None, like: Tensor | None, index: Tensor, n: int)
 
 
 def random_basis(curvature: Curvature, dim: int, seed: int) -> list[LayerBasis]:
-    """Random directions (P, D) with independent entries, E[H Hᵀ] = I: kernels of them are unbiased.
-
-    A layer's share of the D directions is about its share of the trace, which makes the sum of the layers'
-    variances the least (Neyman allocation). With factors they are products of two random matrices.
-
-    Args:
-        curvature: Tells the trace of every layer.
-        dim: D, at most the number of weights.
-        seed: Of the random numbers.
-
-    Returns:
-        The directions of each layer.
-
-    Raises:
-        InputError: If there are fewer directions than layers, or the curvature is zero.
-        MemoryBudgetError: If those of a layer without factors, such as a large embedding, do not fit.
-    """
+    """Random directions (P, D) with independent entries, E[H Hᵀ] = I: kernels of them are unbiased."""
+    # A layer's share of the D directions is about its share of the trace, which makes the sum of the layers'
+    # variances the least (Neyman allocation). With factors they are products of two random matrices.
     generator = torch.Generator().manual_seed(seed)
     traces = torch.stack([part.operator.trace().double() for part in curvature.parts]).cpu()
     bases: list[LayerBasis] = []

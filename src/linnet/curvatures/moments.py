@@ -22,17 +22,11 @@ WRITING = 40.0  # multiplications that take as long as writing a product and add
 
 @dataclass(frozen=True, eq=False)
 class InputMoment:
-    """The moment of a layer's inputs that its Kronecker factor A is made of.
+    """The moment of a layer's inputs that its Kronecker factor A is made of."""
 
-    Args:
-        second: Σ a aᵀ, (R, d, d), or its diagonal (R, d).
-        first: Σ a, (R, d).
-        count: Number of terms.
-    """
-
-    second: Tensor
-    first: Tensor
-    count: float
+    second: Tensor  # Σ a aᵀ, (R, d, d), or its diagonal (R, d)
+    first: Tensor  # Σ a, (R, d)
+    count: float  # number of terms
 
     def hatted(self) -> Tensor:
         """Σ â âᵀ for â = [a; 1], (R, d + 1, d + 1), or its diagonal (R, d + 1)."""
@@ -49,18 +43,10 @@ def active(f: Factors) -> Tensor:
 
 
 def counting(reached: Sequence[Tensor], counts: Tensor | None) -> list[Tensor]:
-    """Which positions of every use count, where some output positions do not.
-
-    All positions of examples without masked outputs count and none of examples that are masked whole. Of the
-    others those count that any column reaches: what reaches masked outputs alone is left out like them.
-
-    Args:
-        reached: Positions that any column reaches, (N, 1, S) for each use.
-        counts: Output positions that count, (N, T); ``None`` if all do.
-
-    Returns:
-        (N, 1, S) for each use.
-    """
+    """Which positions of every use count, where some output positions do not, (N, 1, S)."""
+    # reached (N, 1, S), counts (N, T)
+    # All positions of examples without masked outputs count and none of examples that are masked whole. Of
+    # the others those count that any column reaches: what reaches masked outputs alone is left out like them.
     if counts is None:
         return [torch.ones_like(one) for one in reached]
     whole, some = counts.all(1)[:, None, None], counts.any(1)[:, None, None]
@@ -68,17 +54,8 @@ def counting(reached: Sequence[Tensor], counts: Tensor | None) -> list[Tensor]:
 
 
 def without_padding(weights: Sequence[Tensor], reached: Sequence[Tensor], tokens: Tensor) -> list[Tensor]:
-    """Which positions of every use count, where inputs are padded.
-
-    Args:
-        weights: Which count apart from that, (N, 1, S) for each use.
-        reached: Positions that any column reaches, (N, 1, S) for each use.
-        tokens: Positions that are no padding, (N, T). A use of T positions has those; of a use of others,
-            what reaches no output of a padded example is left out, and one position is no sequence.
-
-    Returns:
-        (N, 1, S) for each use.
-    """
+    """Which positions of every use count, where inputs are padded, (N, 1, S)."""
+    # weights (N, 1, S), reached (N, 1, S), tokens (N, T)
     whole = tokens.all(1)[:, None, None]
     own = {1: torch.ones_like(whole), tokens.shape[1]: tokens[:, None]}
     return [w & own.get(w.shape[2], r | whole) for w, r in zip(weights, reached, strict=True)]
@@ -90,16 +67,8 @@ def _moment(x: Tensor, diagonal: bool) -> Tensor:
 
 
 def weighted_input_moment(f: Factors, weight: Tensor, diagonal: bool = False) -> InputMoment:
-    """Moments of the inputs over the positions that count.
-
-    Args:
-        f: Factors of one use.
-        weight: Which positions count, (N, 1, S).
-        diagonal: Whether the diagonal is wanted alone.
-
-    Returns:
-        The moments.
-    """
+    """Moments of the inputs over the positions that count."""
+    # weight (N, 1, S)
     a = f.a.to(wide(f.a.dtype))
     flat = (a * weight[..., None]).transpose(0, 1).flatten(1, 2)  # (R, N·S, d)
     return InputMoment(_moment(flat.mT, diagonal), flat.sum(1), float(weight[:, 0].sum()))
@@ -112,15 +81,7 @@ def output_moment(f: Factors, diagonal: bool = False) -> Tensor:
 
 
 def input_moment(use: Use, diagonal: bool = False) -> InputMoment:
-    """Moments of a use's inputs over all examples and positions.
-
-    Args:
-        use: A use.
-        diagonal: Whether the diagonal is wanted alone.
-
-    Returns:
-        The moments.
-    """
+    """Moments of a use's inputs over all examples and positions."""
     assert use.a is not None
     a = use.a.to(wide(use.a.dtype))
     if use.kind == "conv":
@@ -135,16 +96,7 @@ def input_moment(use: Use, diagonal: bool = False) -> InputMoment:
 
 
 def shared_input_moment(use: Use, known: dict[Any, InputMoment], diagonal: bool = False) -> InputMoment:
-    """The same, once for uses that read the same input: queries, keys and values.
-
-    Args:
-        use: A use.
-        known: Moments of the batch so far; this one is added.
-        diagonal: Whether the diagonal is wanted alone.
-
-    Returns:
-        The moments.
-    """
+    """The same, once for uses that read the same input: queries, keys and values."""
     a = use.a
     assert a is not None
     options = tuple(sorted((name, str(value)) for name, value in use.options.items()))
@@ -169,18 +121,10 @@ def gradient_moment(use: Use, diagonal: bool = False) -> Tensor:
 
 
 def pixel_moment(x: Tensor, diagonal: bool = False) -> Tensor:
-    """Σ x xᵀ over examples and positions.
-
-    Many positions of few channels are multiplied example by example, as they lie in memory; otherwise
-    the positions are copied together first.
-
-    Args:
-        x: (B, R, c, S).
-        diagonal: Whether the diagonal is wanted alone.
-
-    Returns:
-        (R, c, c), or (R, c).
-    """
+    """Σ x xᵀ over examples and positions, (R, c, c)."""
+    # x (B, R, c, S)
+    # Many positions of few channels are multiplied example by example, as they lie in memory; otherwise the
+    # positions are copied together first.
     if diagonal:
         return x.square().sum((0, 3))
     b, r, c, s = x.shape
@@ -224,21 +168,12 @@ def _rows_pay(x: Tensor, kernel: Size, options: dict[str, Any], positions: int) 
 
 
 def _moment_by_rows(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
-    """Σ a aᵀ of receptive fields a without forming them, (d, d).
-
-    Receptive fields overlap, so that the same products of pixels appear in many entries. With M the second
-    moment of whole rows of pixels, each pair of near rows multiplied once,
-
-        A[(c, i, j), (c', i', j')] = Σ_s M[s₁ + i, s₂ + j, c; s₁ + i', s₂ + j', c']
-
-    Args:
-        x: Padded input (B, c, height, width).
-        kernel: Shape of the kernel.
-        options: Stride and dilation.
-
-    Returns:
-        The moment, features in the order of the weight.
-    """
+    """Σ a aᵀ of receptive fields a without forming them, (d, d)."""
+    # x (B, c, height, width)
+    # Receptive fields overlap, so that the same products of pixels appear in many entries. With M the second
+    # moment of whole rows of pixels, each pair of near rows multiplied once,
+    #
+    #     A[(c, i, j), (c', i', j')] = Σ_s M[s₁ + i, s₂ + j, c; s₁ + i', s₂ + j', c']
     channels, height, width = x.shape[1:]
     (k1, k2), (t1, t2), (d1, d2) = kernel, options["stride"], options["dilation"]
     rows = x.permute(2, 3, 1, 0).reshape(height, width * channels, -1)  # (height, width · c, B)
@@ -263,15 +198,8 @@ def _moment_by_rows(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
 
 
 def mean_input(parts: list[Factors], weights: Sequence[Tensor]) -> Tensor:
-    """The mean input of an example over all its positions.
-
-    Args:
-        parts: Factors of every use of a weight.
-        weights: Which positions count, (N, 1, S) for each use.
-
-    Returns:
-        (N, R, 1, d).
-    """
+    """The mean input of an example over all its positions, (N, R, 1, d)."""
+    # weights (N, 1, S)
     count = torch.stack([w.sum(-1) for w in weights]).sum(0)  # (N, 1)
     total = torch.stack([(f.a * w[..., None]).sum(2) for f, w in zip(parts, weights, strict=True)]).sum(0)
     mean: Tensor = total / count.clamp(min=1)[..., None]

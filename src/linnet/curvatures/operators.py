@@ -32,20 +32,7 @@ LANCZOS_TOLERANCE = 1e-4
 def matrix_free(
     function: Functional, batches: Batches, expectation: Expectation, derivative: str
 ) -> SummedOperator:
-    """Products with the whole matrix, one pass over the data each.
-
-    Args:
-        function: The network.
-        batches: The data.
-        expectation: Which matrix, and which columns stand for the outputs' curvature.
-        derivative: "exact" or "finite-difference".
-
-    Returns:
-        The operator.
-
-    Raises:
-        InputError: If the expectation and the matrix do not go together.
-    """
+    """Products with the whole matrix, one pass over the data each."""
     likelihood, kind = expectation.likelihood, expectation.kind
     if derivative == "finite-difference":
         equal = likelihood.canonical and expectation.matrix == "gauss-newton"
@@ -77,23 +64,7 @@ def whole(
     structure: str,
     low: settings.LowRank,
 ) -> Curvature:
-    """A matrix with closed forms from products with the whole one.
-
-    Args:
-        product: Products with the matrix.
-        batches: The data.
-        request: What was requested.
-        structure: "low-rank"; for a Hessian "full" or "block".
-        low: How "low-rank" is found.
-
-    Returns:
-        The curvature.
-
-    Raises:
-        InputError: If a Hessian is requested with another structure.
-        MemoryBudgetError: If the matrix does not fit.
-        ModelError: If the network is of half precision.
-    """
+    """A matrix with closed forms from products with the whole one."""
     function, kept = product.function, request.expectation.matrix
     if function.dtype.itemsize < 4:
         raise ModelError(

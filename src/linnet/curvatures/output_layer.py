@@ -39,21 +39,13 @@ FORMED = 1 << 22  # numbers in the matrices of several examples that are formed 
 
 @dataclass(frozen=True, eq=False)
 class OutputLayer:
-    """A batch at the layer.
+    """A batch at the layer."""
 
-    Args:
-        a: Inputs (N, ..., d).
-        f: Outputs (N, ..., C), the class axis last.
-        y: Checked labels, where there are any.
-        likelihood: What the outputs mean.
-        biased: Whether the bias varies as well.
-    """
-
-    a: Tensor
-    f: Tensor
-    y: Tensor | None
-    likelihood: Likelihood
-    biased: bool
+    a: Tensor  # inputs (N, ..., d)
+    f: Tensor  # outputs (N, ..., C), the class axis last
+    y: Tensor | None  # checked labels, where there are any
+    likelihood: Likelihood  # what the outputs mean
+    biased: bool  # whether the bias varies as well
 
     @cached_property
     def inputs(self) -> Tensor:
@@ -69,14 +61,7 @@ class OutputLayer:
         return a if mask is None else a[mask.flatten()]
 
     def parts(self, numbers: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """A few examples after the other: their positions, outputs and labels.
-
-        Args:
-            numbers: What is formed for each position.
-
-        Yields:
-            A slice of the M positions, outputs (n, ..., C) and labels.
-        """
+        """A few examples after the other: their positions, outputs and labels."""
         positions = self.f[0].numel() // max(1, self.f.shape[-1])
         size = max(1, FORMED // max(1, numbers * positions))
         for start in range(0, len(self.f), size):
@@ -86,16 +71,7 @@ class OutputLayer:
 
 
 def has_closed_form(function: Functional, expectation: Expectation, sums: Sequence[Sums]) -> bool:
-    """Whether the statistics are all of one layer, and sums over Λ instead of its columns.
-
-    Args:
-        function: The network, which may have shown that the layer is not the output's.
-        expectation: Which columns stand for Λ.
-        sums: The statistics.
-
-    Returns:
-        Whether they are, should that layer be the output's.
-    """
+    """Whether the statistics are all of one layer, and sums over Λ instead of its columns."""
     likelihood = expectation.likelihood
     known = likelihood.canonical and not isinstance(likelihood, Custom)
     if expectation.kind != "exact" or expectation.matrix == "hessian" or not known:
@@ -121,16 +97,7 @@ def _is_known(statistic: Sums) -> bool:
 
 
 def output_inputs(run: Trace, names: Sequence[str]) -> Tensor | None:
-    """The inputs a of the linear layer whose result the outputs are.
-
-    Args:
-        run: A traced pass.
-        names: The layer's weight, and its bias if that varies.
-
-    Returns:
-        a as the layer read it, (N, ..., d); ``None`` if the outputs are not the layer's result, or the
-        parameters are used elsewhere as well.
-    """
+    """The inputs a of the linear layer whose result the outputs are."""
     own = [use for use in run.uses if set(names) & set(use.sources)]
     expected = [("linear", tuple(names[:1])), ("shift", tuple(names[1:]))][: len(names)]
     if [(use.kind, use.sources) for use in own] != expected or set(names) & set(run.unhandled):
@@ -145,16 +112,7 @@ def output_inputs(run: Trace, names: Sequence[str]) -> Tensor | None:
 
 
 def remembered_inputs(function: Functional, run: Trace, names: Sequence[str]) -> Tensor | None:
-    """The same; a layer that is not the output's is not requested again.
-
-    Args:
-        function: The network.
-        run: A traced pass.
-        names: The layer's weight, and its bias if that varies.
-
-    Returns:
-        As :func:`output_inputs`.
-    """
+    """The same; a layer that is not the output's is not requested again."""
     a = output_inputs(run, names)
     if a is None:
         _inner(function).add(tuple(names))
@@ -162,12 +120,7 @@ def remembered_inputs(function: Functional, run: Trace, names: Sequence[str]) ->
 
 
 def add_output_layer(sums: Sequence[Sums], own: OutputLayer) -> None:
-    """Add a batch to the statistics of the layer.
-
-    Args:
-        sums: Statistics that :func:`has_closed_form` has let through.
-        own: The batch.
-    """
+    """Add a batch to the statistics of the layer."""
     for statistic in sums:
         if isinstance(statistic, KroneckerSums):
             _add_factors(statistic, own)

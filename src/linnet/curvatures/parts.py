@@ -20,20 +20,13 @@ from linnet.linalg.structured import StructuredOperator
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One layer's block.
+    """One layer's block."""
 
-    Args:
-        layer: The layer.
-        operator: Its block.
-        structure: What the block is: "kfac", "ekfac", "kfra", "block", "diagonal", "full" or "low-rank".
-        note: Why it is not what was requested, or what is approximated beyond that; empty otherwise.
-        terms: Number of inputs that the factor of the inputs is the mean of, where there is such a factor.
-    """
-
-    layer: Layer
-    operator: StructuredOperator
-    structure: str
-    note: str = ""
+    layer: Layer  # the layer
+    operator: StructuredOperator  # its block
+    structure: str  # what the block is: "kfac", "ekfac", "kfra", "block", "diagonal", "full" or "low-rank"
+    note: str = ""  # why it is not what was requested, or what is approximated beyond that; empty otherwise
+    # number of inputs that the factor of the inputs is the mean of, where there is such a factor
     terms: float | None = None
 
     @property
@@ -75,16 +68,8 @@ class Part:
 
 
 def in_eigenbases(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The same blocks with Kronecker products by their eigenvectors.
-
-    Inside :func:`linnet.distributed.sharing` each factor is decomposed by one process for all.
-
-    Args:
-        parts: Blocks.
-
-    Returns:
-        Blocks.
-    """
+    """The same blocks with Kronecker products by their eigenvectors."""
+    # Inside `linnet.distributed.sharing` each factor is decomposed by one process for all.
     products = [part.operator for part in parts if isinstance(part.operator, Kronecker | GroupedKronecker)]
     made = iter(eigenbases(products, current()))
     return tuple(

@@ -45,16 +45,8 @@ PROBES = 2  # examples that show what one keeps
 
 
 def require_finite(f: Tensor, index: int, start: int = 0) -> None:
-    """Raise if outputs are not finite, naming the first example.
-
-    Args:
-        f: Outputs (N, ...).
-        index: Place of the batch in its pass.
-        start: Place of the first of these examples in the batch.
-
-    Raises:
-        ModelError: If so.
-    """
+    """Raise if outputs are not finite, naming the first example."""
+    # f (N, ...)
     good = torch.isfinite(f).reshape(f.shape[0], -1).all(1)
     if not bool(good.all()):
         first = start + int((~good).nonzero()[0])
@@ -68,17 +60,8 @@ def require_finite(f: Tensor, index: int, start: int = 0) -> None:
 @in_exact_mode
 @torch.no_grad()
 def weighted(function: Functional, x: Inputs, v: Tensor, weigh: Weigh) -> Tensor:
-    """Σ_n J_nᵀ Λ_n J_n V.
-
-    Args:
-        function: The network.
-        x: N examples.
-        v: V, (P, K).
-        weigh: Λ t from the outputs f (n, ...) and t (K, n, ...) of some of the examples, and their place.
-
-    Returns:
-        (P, K).
-    """
+    """Σ_n J_nᵀ Λ_n J_n V, (P, K)."""
+    # v (P, K)
     shape = function.output_shape(x)
     outputs = math.prod(shape)
     total, start = torch.zeros_like(v), 0
@@ -102,18 +85,8 @@ def weighted(function: Functional, x: Inputs, v: Tensor, weigh: Weigh) -> Tensor
 @in_exact_mode
 @torch.no_grad()
 def factored(function: Functional, x: Inputs, v: Tensor, columns: Columns, count: int) -> Tensor:
-    """Σ_n Σ_s (J_nᵀ s)(J_nᵀ s)ᵀ V for some columns s in the space of the outputs.
-
-    Args:
-        function: The network.
-        x: N examples.
-        v: V, (P, K).
-        columns: From the outputs f (N, ...) of the whole batch to s (S, N, ...); called once.
-        count: S.
-
-    Returns:
-        (P, K).
-    """
+    """Σ_n Σ_s (J_nᵀ s)(J_nᵀ s)ᵀ V for some columns s in the space of the outputs."""
+    # v (P, K)
     shape = function.output_shape(x)
     if not _rows_pay(function, x, count, v.shape[1]):
         return _by_tangents(function, x, v, _OuterProducts(columns))
@@ -263,16 +236,10 @@ def _captured(
 
 
 class RowProducts:
-    """The per-example gradients of a captured batch as a matrix (N·S, P), never whole.
+    """The per-example gradients of a captured batch as a matrix (N·S, P), never whole."""
 
-    A weight's gradient Σ_s g_s a_sᵀ is formed where that costs less and there is room; otherwise V is
-    contracted with a and g, position by position.
-
-    Args:
-        captured: The batch, with S cotangents.
-        space: The parameters.
-        vectors: K, the number of vectors it will be multiplied with.
-    """
+    # A weight's gradient Σ_s g_s a_sᵀ is formed where that costs less and there is room; otherwise V is
+    # contracted with a and g, position by position.
 
     def __init__(self, captured: Captured, space: ParameterSpace, vectors: int) -> None:
         self.captured, self.space = captured, space
@@ -288,14 +255,8 @@ class RowProducts:
                 room -= self.rows[name].nbytes
 
     def times(self, v: Tensor) -> Tensor:
-        """⟨gradient of example n along cotangent s, v_k⟩.
-
-        Args:
-            v: V, (P, K).
-
-        Returns:
-            (N, S, K).
-        """
+        """⟨gradient of example n along cotangent s, v_k⟩, (N, S, K)."""
+        # v (P, K)
         n, s, k = self.captured.n, self.captured.k, v.shape[1]
         total = v.new_zeros(n * s, k)
         for name, rows in self.rows.items():
@@ -306,14 +267,8 @@ class RowProducts:
         return total.view(n, s, k)
 
     def transposed(self, u: Tensor) -> Tensor:
-        """Σ_ns of the gradients, weighted.
-
-        Args:
-            u: (N, S, K).
-
-        Returns:
-            (P, K).
-        """
+        """Σ_ns of the gradients, weighted, (P, K)."""
+        # u (N, S, K)
         flat = u.reshape(-1, u.shape[2])
         total = u.new_zeros(self.space.dim, u.shape[2])
         for name, rows in self.rows.items():

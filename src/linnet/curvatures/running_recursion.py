@@ -37,26 +37,7 @@ KEPT = ("plans", "plans by shape", "output shapes")  # what is known of the arch
 
 
 class RunningRecursion:
-    """The :class:`~linnet.curvatures.running.RunningCurvature` of KFRA.
-
-    Args:
-        function: The network; it is copied, :meth:`refresh` follows it.
-        likelihood: What the outputs mean.
-        decay: How much older batches count when one is added.
-        seed: Seed of the probes.
-
-    Attributes:
-        function: The frozen copy of the network.
-        examples: Number of examples that the sums stand for, each faded like its batch.
-        batches: Number of batches added.
-
-    Example:
-        >>> from linnet.likelihoods import Categorical
-        >>> running = RunningRecursion(Functional(nn.Linear(3, 2)), Categorical(), decay=0.9)
-        >>> running.add(torch.ones(4, 3))
-        >>> running.curvature(examples=1.0).made.structure
-        'kfra'
-    """
+    """The ``linnet.curvatures.running.RunningCurvature`` of KFRA."""
 
     def __init__(
         self, function: Functional, likelihood: Likelihood, decay: float = 0.95, seed: int = 0
@@ -75,15 +56,7 @@ class RunningRecursion:
     @in_exact_mode
     @torch.no_grad()
     def look(self, x: Inputs) -> ChainPass | None:
-        """A forward pass at the weights of the last :meth:`refresh`, for :meth:`add` and for other uses.
-
-        Args:
-            x: N examples.
-
-        Returns:
-            The pass; ``None`` before the first batch, and for chains that are not written with
-            ``torch.nn.functional.linear``.
-        """
+        """A forward pass at the weights of the last ``refresh``, for ``add`` and for other uses."""
         return None if self._sums is None else ChainPass.of(self.function, self._sums.layers, x)
 
     @in_exact_mode
@@ -91,18 +64,7 @@ class RunningRecursion:
     def add(
         self, x: Inputs, y: Tensor | None = None, shared: bool = False, seen: ChainPass | None = None
     ) -> None:
-        """Fade what was added before, and add a batch.
-
-        Args:
-            x: N examples.
-            y: Targets, where the likelihood needs them.
-            seen: What :meth:`look` gave for x, where it was called.
-            shared: Whether every process of ``torch.distributed`` adds a batch of its own now, and all get
-                the sum.
-
-        Raises:
-            ModelError: If the network is not a feed-forward chain of linear layers; it says where and why.
-        """
+        """Fade what was added before, and add a batch."""
         with together("RunningRecursion.add", shared):
             self._add_all(x, y, shared, seen)
 
@@ -160,17 +122,7 @@ class RunningRecursion:
 
     @in_exact_mode
     def curvature(self, examples: float | None = None) -> Curvature:
-        """The average as an operator with closed forms; a copy.
-
-        Args:
-            examples: Number of examples to scale the sum to.
-
-        Returns:
-            The curvature.
-
-        Raises:
-            DataError: If no batch has been added, or none with a target that counts.
-        """
+        """The average as an operator with closed forms; a copy."""
         if self._sums is None:
             raise DataError(
                 "no batch has been added", expected="at least one", remedy="call add(x, y) before curvature()"
@@ -187,36 +139,20 @@ class RunningRecursion:
         return Curvature(parts, self.function, made)
 
     def refresh(self, model: nn.Module | Mapping[str, Tensor]) -> None:
-        """Take over the weights and buffers of a network that has been trained on.
-
-        Args:
-            model: The network, of the same architecture, or tensors by name.
-        """
+        """Take over the weights and buffers of a network that has been trained on."""
         kept = {key: self.function.cache[key] for key in KEPT if key in self.function.cache}
         self.function.moved(tensors_by_name(model) if isinstance(model, nn.Module) else model, in_place=True)
         self.function.cache.update(kept)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All averages; copies.
-
-        Returns:
-            Tensors by name.
-        """
+        """All averages; copies."""
         tensors = {} if self._sums is None else self._sums.tensors
         return {"batches": torch.tensor(self.batches), **{name: t.clone() for name, t in tensors.items()}}
 
     @in_exact_mode
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor], x: Inputs) -> None:
-        """Go on from saved averages, of the same network.
-
-        Args:
-            state: From :meth:`state_dict`.
-            x: A few examples, to find the layers on.
-
-        Raises:
-            InputError: If the averages belong to another network.
-        """
+        """Go on from saved averages, of the same network."""
         self._sums, self.batches = None, int(state.get("batches", 0))
         if self.batches == 0:
             return

@@ -175,60 +175,27 @@ Drawn = MonteCarlo | RandomProjection
 
 
 class CurvatureOptions(TypedDict, total=False):
-    """Keywords that are handed on to :func:`linnet.curvature`.
+    """Keywords that are handed on to ``linnet.curvature``."""
 
-    Attributes:
-        expectation: "auto", "exact", "mc", "random-projection", "empirical" or "recursion", or a
-            ``MonteCarlo`` or ``RandomProjection``.
-        sharing: "expand" or "reduce".
-        matrix: "gauss-newton", "fisher", "hessian" or "auto".
-        passes: A ``Passes``: memory, and how the data are shared out.
-        params: Which parameters vary; by default all that require a gradient.
-        output: How to turn the network's result into a tensor.
-    """
-
+    # "auto", "exact", "mc", "random-projection", "empirical" or "recursion", or a `MonteCarlo` or
+    # `RandomProjection`
     expectation: str | Drawn
-    sharing: str
-    matrix: str
-    passes: Passes | None
-    params: Selector
-    output: OutputAdapter
+    sharing: str  # "expand" or "reduce"
+    matrix: str  # "gauss-newton", "fisher", "hessian" or "auto"
+    passes: Passes | None  # A ``Passes``: memory, and how the data are shared out
+    params: Selector  # which parameters vary; by default all that require a gradient
+    output: OutputAdapter  # how to turn the network's result into a tensor
 
 
 def word_of(structure: Any) -> Any:
-    """A structure's word, if it is given by its settings; other values as they are.
-
-    Args:
-        structure: A structure.
-
-    Returns:
-        The word.
-
-    Example:
-        >>> word_of(LowRank(5)), word_of("kfac")
-        ('low-rank', 'kfac')
-    """
+    """A structure's word, if it is given by its settings; other values as they are."""
     if isinstance(structure, LowRank):
         return "low-rank"
     return "matrix-free" if isinstance(structure, MatrixFree) else structure
 
 
 def drawn(expectation: Any) -> tuple[str, int, int]:
-    """An expectation's word, samples and seed.
-
-    Args:
-        expectation: A word, a :class:`MonteCarlo` or a :class:`RandomProjection`.
-
-    Returns:
-        All three.
-
-    Raises:
-        InputError: If it is none of them.
-
-    Example:
-        >>> drawn("exact"), drawn(MonteCarlo(3, 7))
-        (('exact', 1, 0), ('mc', 3, 7))
-    """
+    """An expectation's word, samples and seed."""
     if isinstance(expectation, MonteCarlo | RandomProjection):
         word = "mc" if isinstance(expectation, MonteCarlo) else "random-projection"
         return word, expectation.samples, expectation.seed
@@ -236,57 +203,21 @@ def drawn(expectation: Any) -> tuple[str, int, int]:
 
 
 def expectation_of(word: str, samples: int = 1, seed: int = 0) -> str | Drawn:
-    """An expectation by its word, samples and seed.
-
-    Args:
-        word: The word.
-        samples: Columns for each example, if they are drawn.
-        seed: Their seed.
-
-    Returns:
-        The expectation.
-
-    Example:
-        >>> expectation_of("mc", 3), expectation_of("exact", 3)
-        (MonteCarlo(samples=3, seed=0), 'exact')
-    """
+    """An expectation by its word, samples and seed."""
     if word == "mc":
         return MonteCarlo(samples, seed)
     return RandomProjection(samples, seed) if word == "random-projection" else word
 
 
 def passes_of(passes: Any) -> Passes:
-    """Passes, checked.
-
-    Args:
-        passes: A :class:`Passes`, or ``None``.
-
-    Returns:
-        The passes.
-
-    Raises:
-        InputError: If it is something else.
-    """
+    """Passes, checked."""
     if passes is None:
         return Passes()
     return instance("passes", passes, Passes, "a linnet.curvatures.Passes", 'pass Passes(memory="4GB")')
 
 
 def reseeded(structure: Any, expectation: Any, by: int) -> tuple[Any, Any]:
-    """Structure and expectation with other random numbers.
-
-    Args:
-        structure: The structure.
-        expectation: The expectation.
-        by: What is added to their seeds.
-
-    Returns:
-        Both.
-
-    Example:
-        >>> reseeded("kfac", "mc", 5)
-        ('kfac', MonteCarlo(samples=1, seed=5))
-    """
+    """Structure and expectation with other random numbers."""
     low = LowRank() if structure == "low-rank" else structure
     if isinstance(low, LowRank):
         structure = replace(low, seed=low.seed + by)
@@ -295,13 +226,6 @@ def reseeded(structure: Any, expectation: Any, by: int) -> tuple[Any, Any]:
 
 
 def check_structure(structure: Any) -> None:
-    """Raise unless it is one structure.
-
-    Args:
-        structure: The structure.
-
-    Raises:
-        InputError: If not.
-    """
+    """Raise unless it is one structure."""
     if not isinstance(structure, str | Mapping | LowRank | MatrixFree) or not structure:
         refuse("structure", structure, "a structure, or a mapping of them", 'pass structure="kfac"')

@@ -55,17 +55,11 @@ DEFAULT_BLOCK = 128  # examples of a batch, where neither the caller nor a loade
 
 @dataclass(frozen=True)
 class Batch:
-    """A few examples.
+    """A few examples."""
 
-    Args:
-        index: Place of the batch in its pass.
-        x: Inputs of N examples.
-        y: Targets (N, ...), or ``None`` where the data have none.
-    """
-
-    index: int
-    x: Inputs
-    y: Tensor | None
+    index: int  # place of the batch in its pass
+    x: Inputs  # inputs of N examples
+    y: Tensor | None  # targets (N, ...), or ``None`` where the data have none
 
     @property
     def size(self) -> int:
@@ -73,15 +67,7 @@ class Batch:
         return batch_size(self.x)
 
     def part(self, rows: slice, index: int | None = None) -> Batch:
-        """Some of the examples.
-
-        Args:
-            rows: Which.
-            index: Place of the part in the pass; by default that of the batch.
-
-        Returns:
-            A batch.
-        """
+        """Some of the examples."""
         y = None if self.y is None else self.y[rows]
         return Batch(self.index if index is None else index, take(self.x, rows), y)
 
@@ -109,36 +95,7 @@ class _Sums:
 
 
 class Batches:
-    """Data that can be passed over again and again.
-
-    Args:
-        data: An (x, y) pair, inputs alone, a ``Dataset``, an ``IterableDataset``, a ``DataLoader``, or a list
-            or another iterable of batches, as for :func:`linnet.tangent.gather.gather_data`; samples may
-            lack targets, which dicts hold as ``"labels"`` or ``"label"``. They are read at every pass and
-            not kept; an iterator, which can be read only once, is gathered.
-        place: The network that takes the batches, or the device where they are put; ``None`` for where they
-            are.
-        block: Largest number of examples in a batch; ``None`` for the batches that come, and 128 where they
-            are made here.
-        share: What other processes do; by default :func:`linnet.distributed.current`, at each pass. A loader
-            that gives every process a part is not divided again, and examples with which its sampler fills
-            the parts up are left out.
-        memory: Budget, of which a quarter is taken to gather an iterator.
-        names: Names of the classes, where targets may be text.
-
-    Attributes:
-        examples: Examples of the last complete pass, those of all processes together.
-        few: A few inputs, once a batch was read.
-
-    Raises:
-        DataError: If a loader gives this process the part of another one.
-        InputError: If ``data`` is none of these kinds.
-
-    Example:
-        >>> data = Batches((torch.randn(5, 2), torch.zeros(5)), torch.device("cpu"), block=2)
-        >>> [batch.size for batch in data]
-        [2, 2, 1]
-    """
+    """Data that can be passed over again and again."""
 
     def __init__(
         self,
@@ -275,14 +232,7 @@ class Batches:
         )
 
     def most(self, first: Batch) -> int:
-        """Default number of examples of a batch.
-
-        Args:
-            first: The first batch of a pass.
-
-        Returns:
-            The size of batches that come as such, else the number of examples that there are.
-        """
+        """Default number of examples of a batch."""
         if self._batched or isinstance(self._data, IterableDataset):
             return first.size
         return len(self._data) if self._streamed else batch_size(self._data[0])
@@ -304,14 +254,7 @@ class Batches:
         return len(range(self.share.rank, batches, self.share.world)) if self.share.cut else batches
 
     def identity(self) -> list[float]:
-        """Numbers that change when the data or their order do.
-
-        Returns:
-            Sizes and sums of the first batch.
-
-        Raises:
-            InputError: If a loader draws samples, so that its batches cannot be found again.
-        """
+        """Numbers that change when the data or their order do."""
         if not self._again_alike:
             raise InputError(
                 "sums that can be taken up again, over a DataLoader that draws other samples at each pass",
@@ -326,22 +269,11 @@ class Batches:
         return torch.tensor([self._now.examples, self._now.first, self._now.second], dtype=torch.float64)
 
     def has_passed(self, sums: Tensor) -> bool:
-        """Whether the pass so far holds the same examples as another one did.
-
-        Args:
-            sums: From :meth:`passed`.
-
-        Returns:
-            Whether number and sums agree.
-        """
+        """Whether the pass so far holds the same examples as another one did."""
         return self._now.agrees(_Sums(int(sums[0]), float(sums[1]), float(sums[2])))
 
     def expect(self, sums: Tensor) -> None:
-        """Compare the passes to come with one that was made before.
-
-        Args:
-            sums: From :meth:`passed` at its end.
-        """
+        """Compare the passes to come with one that was made before."""
         self._seen = _Sums(int(sums[0]), float(sums[1]), float(sums[2]))
 
     def _whole(self) -> Iterator[tuple[Inputs, Tensor | None]]:
@@ -436,20 +368,7 @@ def _empty() -> DataError:
 
 
 def held(data: Any, memory: str | int | None = None, keep: bool = False) -> Any:
-    """Data that can be passed over more than once.
-
-    Args:
-        data: Data of any kind.
-        memory: Budget, of which a quarter is taken in memory.
-        keep: Whether they outlive the call, so that arrays have to lie in memory of their own.
-
-    Returns:
-        What an iterator yields as one pair, and anything else as it is or copied.
-
-    Example:
-        >>> held(iter([(torch.ones(1, 2), torch.zeros(1)), (torch.ones(2, 2), torch.ones(2))]))[1]
-        tensor([0., 1., 1.])
-    """
+    """Data that can be passed over more than once."""
     if isinstance(data, Iterator):
         return gather_data(data, missing=True, memory=memory)
     if not keep or not isinstance(data, Tensor | tuple | list | Mapping):
@@ -506,15 +425,7 @@ def _as_one(samples: Sequence[Any], names: Sequence[str]) -> tuple[Inputs, Tenso
 
 
 def usable(t: Tensor, device: torch.device | None) -> Tensor:
-    """A tensor on the device; a clone where it was made in inference mode, which autograd cannot keep.
-
-    Args:
-        t: A tensor.
-        device: The device, or ``None`` for where it is.
-
-    Returns:
-        The tensor.
-    """
+    """A tensor on the device; a clone where it was made in inference mode, which autograd cannot keep."""
     moved = t if device is None else t.to(device)
     return moved.clone() if moved.is_inference() else moved
 

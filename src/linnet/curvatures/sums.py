@@ -26,38 +26,25 @@ ROWS_AT_ONCE = 1 << 22  # numbers in the per-example gradients of a layer that a
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """A captured batch with the cotangents of one expectation.
+    """A captured batch with the cotangents of one expectation."""
 
-    Args:
-        captured: Inputs a and gradients g of every use; the K cotangents satisfy Σ_k u uᵀ = Λ.
-        fresh: Whether these are the first columns of the batch: what depends on the inputs alone is
-            added then, and only then.
-        last: Whether these are the last columns of the batch.
-        counts: Which output positions count, (N, T); ``None`` if all do.
-        tokens: Which positions of the inputs are no padding, (N, T); ``None`` if all are.
-        columns: Columns of the batch in all, of which these are some.
-        shared: What several layers compute alike from the same inputs, by what it depends on.
-    """
-
-    captured: Captured
+    captured: Captured  # inputs a and gradients g of every use; the K cotangents satisfy Σ_k u uᵀ = Λ
+    # whether these are the first columns of the batch: what depends on the inputs alone is added then, and
+    # only then
     fresh: bool = True
-    last: bool = True
-    counts: Tensor | None = None
-    tokens: Tensor | None = None
-    columns: int = 1
+    last: bool = True  # whether these are the last columns of the batch
+    counts: Tensor | None = None  # which output positions count, (N, T); ``None`` if all do
+    tokens: Tensor | None = None  # which positions of the inputs are no padding, (N, T); ``None`` if all are
+    columns: int = 1  # columns of the batch in all, of which these are some
+    # what several layers compute alike from the same inputs, by what it depends on
     shared: dict[Any, Any] = field(default_factory=dict)
 
 
 class Sums(ABC):
-    """The additive statistics of one structure for one layer.
+    """The additive statistics of one structure for one layer."""
 
-    Attributes:
-        layer: The layer.
-        tensors: What adds up, by name.
-    """
-
-    layer: Layer
-    tensors: dict[str, Tensor]
+    layer: Layer  # the layer
+    tensors: dict[str, Tensor]  # what adds up, by name
 
     @abstractmethod
     def add(self, gradients: Gradients) -> None:
@@ -79,19 +66,8 @@ class Sums(ABC):
 
 
 def second_moment(x: Tensor) -> Tensor:
-    """X Xᵀ, computing one half of it.
-
-    Args:
-        x: (..., d, M); any strides.
-
-    Returns:
-        (..., d, d), symmetric to the bit.
-
-    Example:
-        >>> second_moment(torch.ones(2, 3))
-        tensor([[3., 3.],
-                [3., 3.]])
-    """
+    """X Xᵀ, computing one half of it, (..., d, d)."""
+    # x (..., d, M)
     if x.ndim > 2 and x.shape[:-2].numel() == 1:  # a batch of one is multiplied more slowly than a matrix
         return second_moment(x.reshape(x.shape[-2:])).view(*x.shape[:-1], x.shape[-2])
     d, terms = x.shape[-2:]
@@ -112,15 +88,7 @@ def second_moment(x: Tensor) -> Tensor:
 
 
 def layer_rows(captured: Captured, layer: Layer) -> Tensor:
-    """Per-example gradients of a layer, parameter after parameter.
-
-    Args:
-        captured: A captured batch.
-        layer: The layer.
-
-    Returns:
-        (N, K, size).
-    """
+    """Per-example gradients of a layer, parameter after parameter, (N, K, size)."""
     parts = [captured.rows(name).reshape(captured.n, captured.k, -1) for name in layer.names]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 

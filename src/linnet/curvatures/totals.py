@@ -10,17 +10,10 @@ from torch import Tensor
 
 
 class Totals:
-    """Totals of statistics in float64; after every batch the statistics are the totals, rounded once.
+    """Totals of statistics in float64; after every batch the statistics are the totals, rounded once."""
 
-    A batch adds to empty statistics, so that each of its numbers is rounded as a sum of one batch is, and not
-    as a sum of all batches before it.
-
-    Args:
-        statistics: What adds up, by name; what is not float32 is its own total.
-
-    Attributes:
-        state: The totals by name, in the order of the statistics.
-    """
+    # A batch adds to empty statistics, so that each of its numbers is rounded as a sum of one batch is, and
+    # not as a sum of all batches before it.
 
     def __init__(self, statistics: Mapping[str, Tensor]) -> None:
         self.statistics = dict(statistics)
@@ -35,11 +28,7 @@ class Totals:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """A batch is added to the statistics; one that fails changes no total.
-
-        Yields:
-            Nothing.
-        """
+        """A batch is added to the statistics; one that fails changes no total."""
         for own, _ in self._pairs():
             own.zero_()
         try:
@@ -55,22 +44,11 @@ class Totals:
             own.copy_(total)
 
     def fade(self, decay: float) -> None:
-        """Multiply the totals by a number.
-
-        Args:
-            decay: Between 0 and 1.
-        """
+        """Multiply the totals by a number."""
         for own, total in self._pairs():
             own.copy_(total.mul_(decay))
 
 
 def total_bytes(statistics: Mapping[str, Tensor]) -> int:
-    """Bytes of the totals beside statistics.
-
-    Args:
-        statistics: What adds up, by name.
-
-    Returns:
-        Those of float64 numbers for float32 ones.
-    """
+    """Bytes of the totals beside statistics."""
     return sum(2 * t.nbytes for t in statistics.values() if t.dtype == torch.float32)

@@ -28,24 +28,7 @@ Structure = str | Mapping[str, str]
 
 
 def resolve(structure: str, expectation: str, default: str = "exact") -> tuple[str, str]:
-    """A structure, checked, and the expectation that it takes.
-
-    Args:
-        structure: One of ``STRUCTURES``.
-        expectation: An expectation. "kfra" has one of its own, and takes it where the default is given, or
-            "auto".
-        default: What the caller takes if nothing is said.
-
-    Returns:
-        Structure and expectation.
-
-    Raises:
-        InputError: If the structure is unknown, or takes another expectation.
-
-    Example:
-        >>> resolve("kfac", "mc"), resolve("kfra", "exact")
-        (('kfac', 'mc'), ('kfra', 'recursion'))
-    """
+    """A structure, checked, and the expectation that it takes."""
     choice("structure", structure, STRUCTURES, 'pass structure="kfac" if unsure')
     if structure != "kfra":
         return structure, expectation
@@ -59,19 +42,7 @@ def resolve(structure: str, expectation: str, default: str = "exact") -> tuple[s
 
 
 def sides(layer: Layer) -> dict[str, int]:
-    """Rows of the Kronecker factors that a layer can have.
-
-    Args:
-        layer: The layer.
-
-    Returns:
-        "inputs" and "gradients", or "left" and "right" of a layer that has per-example gradients only.
-
-    Example:
-        >>> from linnet.curvatures.layers import Form
-        >>> sides(Layer("0", {"0.weight": (4, 3), "0.bias": (4,)}, Form("product")))
-        {'inputs': 4, 'gradients': 4}
-    """
+    """Rows of the Kronecker factors that a layer can have."""
     if layer.factored:
         rows, columns = layer.matrix
         d, c = (rows, columns) if layer.transposed else (columns, rows)
@@ -81,38 +52,12 @@ def sides(layer: Layer) -> dict[str, int]:
 
 
 def wide_sides(layer: Layer, widest: int = WIDEST) -> tuple[str, ...]:
-    """Sides of a layer whose Kronecker factor is a diagonal.
-
-    Args:
-        layer: The layer.
-        widest: Rows that a factor may have.
-
-    Returns:
-        Their names; those of grouped convolutions are narrow and have matrices always.
-
-    Example:
-        >>> from linnet.curvatures.layers import Form
-        >>> wide_sides(Layer("0", {"0.weight": (50_000, 3)}, Form("product")))
-        ('gradients',)
-    """
+    """Sides of a layer whose Kronecker factor is a diagonal."""
     return tuple(side for side, size in sides(layer).items() if size > widest and layer.groups == 1)
 
 
 def treatment(layer: Layer, structure: str, widest: int = WIDEST) -> tuple[str, str]:
-    """The representation of one layer.
-
-    Args:
-        layer: The layer.
-        structure: "block", "diagonal", "kfac" or "ekfac".
-        widest: Rows that a Kronecker factor may have.
-
-    Returns:
-        "block", "diagonal", "kfac" or "ekfac", and what is worth saying about it.
-
-    Example:
-        >>> treatment(Layer("norm", {"norm.weight": (4,), "norm.bias": (4,)}, why="scale"), "kfac")
-        ('block', 'scale: exact block')
-    """
+    """The representation of one layer."""
     if structure in ("block", "diagonal"):
         return structure, ""
     wide = wide_sides(layer, widest)
@@ -146,19 +91,7 @@ def _approximations(layer: Layer) -> str:
 
 
 def by_layer(structure: Structure, layers: Sequence[Layer]) -> dict[str, str]:
-    """The structure of each layer, for one structure or a mixture of them.
-
-    Args:
-        structure: One of ``BY_LAYER``, or a mapping from regular expressions, searched in the names of
-            parameters, to structures; the first that is found decides.
-        layers: The layers.
-
-    Returns:
-        Layer name to structure.
-
-    Raises:
-        InputError: If an entry of a mixture is unknown, no expression, or a layer is left out.
-    """
+    """The structure of each layer, for one structure or a mixture of them."""
     if isinstance(structure, str):
         return {layer.name: structure for layer in layers}
     patterns = []
@@ -195,19 +128,7 @@ def by_layer(structure: Structure, layers: Sequence[Layer]) -> dict[str, str]:
 def make_sums(
     layer: Layer, how: str, sharing: str, dtype: torch.dtype, device: torch.device, widest: int = WIDEST
 ) -> Sums:
-    """Empty statistics of a layer for the first pass.
-
-    Args:
-        layer: The layer.
-        how: A treatment.
-        sharing: "expand" or "reduce".
-        dtype: Type of the network.
-        device: Where the sums are.
-        widest: Rows that a Kronecker factor may have.
-
-    Returns:
-        The statistics; "ekfac" starts with those of "kfac".
-    """
+    """Empty statistics of a layer for the first pass."""
     if how == "diagonal":
         return DiagonalSums(layer, dtype, device)
     if how in ("block", "full"):

@@ -42,21 +42,7 @@ TARGET = 128 << 20  # bytes of one captured batch
 def output_covariance(
     function: Functional, parts: Sequence[Part], x: Inputs, memory: str | int | None = None
 ) -> Tensor:
-    """J(x) M J(x)ᵀ for each example.
-
-    Args:
-        function: The network.
-        parts: M, layer by layer.
-        x: N examples.
-        memory: Budget; by default half of what is available.
-
-    Returns:
-        (N, C, C).
-
-    Raises:
-        DataError: If there is no example, or one is not finite.
-        MemoryBudgetError: If not even one example fits.
-    """
+    """J(x) M J(x)ᵀ for each example."""
     x = map_tensors(lambda t: usable(t, None), examples(function, x))
     c = function.check_runs(take(x, slice(0, 1))).numel()
     budget = parse_bytes(memory, function.device)
@@ -77,21 +63,7 @@ def output_covariance(
 def output_variance(
     function: Functional, parts: Sequence[Part], x: Inputs, memory: str | int | None = None
 ) -> Tensor:
-    """The diagonal of J(x) M J(x)ᵀ for each example; nothing of size C x C is formed.
-
-    Args:
-        function: The network.
-        parts: M, layer by layer.
-        x: N examples.
-        memory: Budget; by default half of what is available.
-
-    Returns:
-        (N, C).
-
-    Raises:
-        DataError: If there is no example, or one is not finite.
-        MemoryBudgetError: If not even one output of one example fits.
-    """
+    """The diagonal of J(x) M J(x)ᵀ for each example; nothing of size C x C is formed."""
     x = map_tensors(lambda t: usable(t, None), examples(function, x))
     return torch.cat([variance for _, variance in variance_blocks(function, parts, x, memory)])
 
@@ -99,20 +71,7 @@ def output_variance(
 def variance_blocks(
     function: Functional, parts: Sequence[Part], x: Inputs, memory: str | int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Outputs and their variances, a few examples after the other, and of those a few outputs.
-
-    Args:
-        function: The network.
-        parts: M, layer by layer.
-        x: N examples, on the network's device.
-        memory: Budget; by default half of what is available.
-
-    Yields:
-        (n, C) and (n, C).
-
-    Raises:
-        MemoryBudgetError: If not even one output of one example fits.
-    """
+    """Outputs and their variances, a few examples after the other, and of those a few outputs."""
     n, c = batch_size(x), function.check_runs(take(x, slice(0, 1))).numel()
     budget, item = parse_bytes(memory, function.device), function.dtype.itemsize
     shared = [p.layer.size for p in parts if _is_closed(p) and p.layer.form.positions > 1]
@@ -136,29 +95,13 @@ def variance_blocks(
 
 
 def row_bytes(parts: Sequence[Part], c: int) -> int:
-    """Bytes of the gradients of one example that are formed for blocks without closed forms.
-
-    Args:
-        parts: M, layer by layer.
-        c: Number of outputs.
-
-    Returns:
-        The bytes.
-    """
+    """Bytes of the gradients of one example that are formed for blocks without closed forms."""
     formed = [part.layer.size for part in parts if not _looked_up(part) and not _is_closed(part)]
     return sum(formed) * c * parts[0].operator.dtype.itemsize
 
 
 def batch_covariance(parts: Sequence[Part], captured: Captured) -> Tensor:
-    """J(x) M J(x)ᵀ for each example of a batch that has been differentiated already.
-
-    Args:
-        parts: M, layer by layer.
-        captured: The batch.
-
-    Returns:
-        (N, C, C).
-    """
+    """J(x) M J(x)ᵀ for each example of a batch that has been differentiated already."""
     k, kind = captured.k, parts[0].operator.dtype
     total = torch.zeros(captured.n, k, k, dtype=kind, device=captured.outputs.device)
     for part in parts:
@@ -167,15 +110,7 @@ def batch_covariance(parts: Sequence[Part], captured: Captured) -> Tensor:
 
 
 def batch_variance(parts: Sequence[Part], captured: Captured) -> Tensor:
-    """The diagonal of J(x) M J(x)ᵀ for each example of a batch, and for the outputs it was captured for.
-
-    Args:
-        parts: M, layer by layer.
-        captured: The batch.
-
-    Returns:
-        (N, K).
-    """
+    """The diagonal of J(x) M J(x)ᵀ for each example of a batch, and for the outputs it was captured for."""
     total = torch.zeros(captured.n, captured.k, dtype=parts[0].operator.dtype, device=captured.outputs.device)
     for part in parts:
         total += _part_variance(part, captured).to(total.dtype)
@@ -183,18 +118,9 @@ def batch_variance(parts: Sequence[Part], captured: Captured) -> Tensor:
 
 
 def root_rows(parts: Sequence[Part], captured: Captured) -> Tensor:
-    """Rows J S for some S with S Sᵀ = M, so that products of two batches of them are J₁ M J₂ᵀ.
-
-    A block in an eigenbasis turns the factors before they are multiplied, and its S is Q Λ^½: both are
-    cheaper than the symmetric root of the block, applied to rows.
-
-    Args:
-        parts: M, layer by layer; not negative.
-        captured: A batch.
-
-    Returns:
-        (N, K, P), layer after layer.
-    """
+    """Rows J S for some S with S Sᵀ = M, so that products of two batches of them are J₁ M J₂ᵀ, (N, K, P)."""
+    # A block in an eigenbasis turns the factors before they are multiplied, and its S is Q Λ^½: both are
+    # cheaper than the symmetric root of the block, applied to rows.
     return torch.cat([_part_rows(part, captured) for part in parts], 2)
 
 
@@ -299,10 +225,9 @@ def _has_form(part: Part) -> bool:
 
 
 class _Form:
-    """M of one layer as what it does to inputs, to output gradients, and to their products.
+    """M of one layer as what it does to inputs, to output gradients, and to their products."""
 
-    With products L ⊗ R: ⟨U, L U' R⟩; in an eigenbasis: ⟨Ũ, λ ∘ Ũ'⟩ for Ũ = Q_Lᵀ U Q_R.
-    """
+    # With products L ⊗ R: ⟨U, L U' R⟩; in an eigenbasis: ⟨Ũ, λ ∘ Ũ'⟩ for Ũ = Q_Lᵀ U Q_R.
 
     def __init__(self, inputs: Tensor | None, gradients: Tensor | None, values: Tensor | None) -> None:
         self.inputs, self.gradients, self.values = inputs, gradients, values

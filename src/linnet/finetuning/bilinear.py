@@ -123,23 +123,9 @@ class SquareRootPooling(nn.Module):
 
 
 def newton_schulz_root(matrix: Tensor, iterations: int = 15) -> Tensor:
-    """√Σ by the coupled Newton-Schulz iteration; differentiable as it stands.
-
-    Args:
-        matrix: Σ, positive definite, (..., C, C).
-        iterations: Steps.
-
-    Returns:
-        √Σ up to the iteration's error, (..., C, C).
-
-    Source:
-        Higham 2008, eq. (6.35), scaled by the trace as in Li et al., CVPR 2018.
-
-    Example:
-        >>> newton_schulz_root(torch.diag(torch.tensor([4.0, 9.0]))).round(decimals=3)
-        tensor([[2., 0.],
-                [0., 3.]])
-    """
+    """√Σ by the coupled Newton-Schulz iteration; differentiable as it stands, (..., C, C)."""
+    # matrix (..., C, C)
+    # Source: Higham 2008, eq. (6.35), scaled by the trace as in Li et al., CVPR 2018.
     trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     y = matrix / trace  # eigenvalues in (0, 1]: the iteration converges
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
@@ -153,22 +139,9 @@ def newton_schulz_root(matrix: Tensor, iterations: int = 15) -> Tensor:
 
 
 def eigen_root(matrix: Tensor) -> Tensor:
-    """√Σ by eigendecomposition, with its exact first derivative whatever the multiplicities.
-
-    Args:
-        matrix: Σ, positive definite, (..., C, C).
-
-    Returns:
-        √Σ, (..., C, C). Its second derivative is not that of the root.
-
-    Source:
-        Higham 2008, section 6.1 (the derivative as a Sylvester equation).
-
-    Example:
-        >>> eigen_root(torch.diag(torch.tensor([4.0, 9.0])))
-        tensor([[2., 0.],
-                [0., 3.]])
-    """
+    """√Σ by eigendecomposition, with its exact first derivative whatever the multiplicities."""
+    # matrix (..., C, C)
+    # Source: Higham 2008, section 6.1 (the derivative as a Sylvester equation).
     with torch.no_grad():
         values, vectors = torch.linalg.eigh(matrix.detach())
         tiny = torch.finfo(matrix.dtype).tiny ** 0.5
@@ -183,18 +156,8 @@ def eigen_root(matrix: Tensor) -> Tensor:
 
 
 def upper_triangle(matrix: Tensor) -> Tensor:
-    """A symmetric matrix as a vector of the same norm.
-
-    Args:
-        matrix: (N, C, C).
-
-    Returns:
-        (N, C (C + 1) / 2): the diagonal, and the entries above it times √2.
-
-    Example:
-        >>> upper_triangle(torch.tensor([[[1.0, 2.0], [2.0, 3.0]]])).round(decimals=2)
-        tensor([[1.0000, 2.8300, 3.0000]])
-    """
+    """A symmetric matrix as a vector of the same norm."""
+    # matrix (N, C, C)
     c = matrix.shape[-1]
     row, column = torch.triu_indices(c, c, device=matrix.device)
     weight = torch.where(row == column, 1.0, 2.0**0.5).to(matrix.dtype)
@@ -202,23 +165,7 @@ def upper_triangle(matrix: Tensor) -> Tensor:
 
 
 class BilinearNetwork(nn.Module):
-    """A network whose last global average pooling is replaced; :func:`with_bilinear_head` makes it.
-
-    Args:
-        body: The network, without its last linear layer.
-        pool: The pooling.
-        reduce: Channels are brought down by this layer first.
-        head: The last layer.
-        layer: Name of the module in ``body`` whose output is pooled; ``None`` for the input of the last
-            global average pooling.
-
-    Attributes:
-        body: The same.
-        pool: The same.
-        reduce: The same.
-        head: The same.
-        layer: The same.
-    """
+    """A network whose last global average pooling is replaced; ``with_bilinear_head`` makes it."""
 
     def __init__(
         self, body: nn.Module, pool: SquareRootPooling, reduce: nn.Module, head: nn.Module, layer: str | None
@@ -377,17 +324,7 @@ def assemble(
     pooling: Bilinear,
     channels: tuple[int, int] | None = None,
 ) -> nn.Module:
-    """The architecture that :func:`with_bilinear_head` makes, its new layers without values.
-
-    Args:
-        model: The network; it is not touched.
-        head: Shape of the head's weight, (C, D).
-        pooling: Settings of the pooling.
-        channels: Channels before and after the reduction, where there is one.
-
-    Returns:
-        The network.
-    """
+    """The architecture that ``with_bilinear_head`` makes, its new layers without values."""
     network = _tapped(model, SquareRootPooling(pooling.root, pooling.iterations), pooling.layer)
     like = torch.empty((), dtype=torch.get_default_dtype())
     if channels is not None:

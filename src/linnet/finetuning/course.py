@@ -20,25 +20,17 @@ OPTIMIZERS = ("sgd", "adam")
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective: the mean over examples of a loss, plus ½ λ‖δ‖².
+    """The objective: the mean over examples of a loss, plus ½ λ‖δ‖²."""
 
-    ``"squared"`` is ½ ‖t − f‖² summed over outputs, with α-scaled one-hot t for classes. Its Hessian is
-    JᵀJ/N + λI, so the optimum is that of ``linnet.fit`` at ridge ρ = N λ.
+    # `"squared"` is ½ ‖t − f‖² summed over outputs, with α-scaled one-hot t for classes. Its Hessian is JᵀJ/N
+    # + λI, so the optimum is that of `linnet.fit` at ridge ρ = N λ.
+    #
+    # Source: Achille et al., CVPR 2021, eq. (3), halved and averaged as in section A.3.
 
-    Args:
-        loss: ``"squared"`` or ``"cross-entropy"``.
-        outputs: C.
-        scale: α.
-        weight_decay: λ, on the displacement δ of a linear model and on the weights of a plain network.
-
-    Source:
-        Achille et al., CVPR 2021, eq. (3), halved and averaged as in section A.3.
-    """
-
-    loss: str
-    outputs: int
-    scale: float
-    weight_decay: float
+    loss: str  # ``"squared"`` or ``"cross-entropy"``
+    outputs: int  # C
+    scale: float  # α
+    weight_decay: float  # λ, on the displacement δ of a linear model and on the weights of a plain network
 
     def __call__(self, outputs: Tensor, y: Tensor) -> Tensor:
         """The mean loss of a batch, without the weight decay."""
@@ -52,23 +44,13 @@ class Objective:
 
 @dataclass(frozen=True)
 class Optimization:
-    """Settings of the optimizer.
+    """Settings of the optimizer."""
 
-    Args:
-        optimizer: ``"sgd"`` or ``"adam"``.
-        learning_rate: η.
-        momentum: Of SGD, or β₁ of Adam.
-        schedule: ``"constant"``, or ``"cosine"`` down to zero.
-        clip: Largest norm of the whole gradient, after preconditioning; ``None`` for no limit.
-
-    Raises:
-        InputError: If an argument has a value that does not work.
-    """
-
-    optimizer: str = "sgd"
-    learning_rate: float = 0.01
-    momentum: float = 0.9
-    schedule: str = "constant"
+    optimizer: str = "sgd"  # ``"sgd"`` or ``"adam"``
+    learning_rate: float = 0.01  # η
+    momentum: float = 0.9  # of SGD, or β₁ of Adam
+    schedule: str = "constant"  # ``"constant"``, or ``"cosine"`` down to zero
+    # largest norm of the whole gradient, after preconditioning; `None` for no limit
     clip: float | None = None
 
     def __post_init__(self) -> None:
@@ -99,26 +81,14 @@ def _require_number(name: str, value: Any, low: float, high: float) -> None:
 
 @dataclass(frozen=True)
 class Course:
-    """Length, validation and checkpoints of a run.
+    """Length, validation and checkpoints of a run."""
 
-    Args:
-        steps: Number of steps.
-        batch_size: Examples a step; all of them if there are fewer.
-        seed: Seed of everything random.
-        evaluate_every: Steps between two validations.
-        keep: ``"last"``, or ``"best"`` for the weights of the best validation.
-        training_mode: Whether BatchNorm uses the batch and dropout is on.
-
-    Raises:
-        InputError: If an argument has a value that does not work.
-    """
-
-    steps: int
-    batch_size: int = 28
-    seed: int = 0
-    evaluate_every: int = 100
-    keep: str = "last"
-    training_mode: bool = False
+    steps: int  # number of steps
+    batch_size: int = 28  # examples a step; all of them if there are fewer
+    seed: int = 0  # seed of everything random
+    evaluate_every: int = 100  # steps between two validations
+    keep: str = "last"  # ``"last"``, or ``"best"`` for the weights of the best validation
+    training_mode: bool = False  # whether BatchNorm uses the batch and dropout is on
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "evaluate_every"):

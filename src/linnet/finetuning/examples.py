@@ -29,23 +29,7 @@ EVALUATED = 256  # examples predicted at once
 
 
 class Examples:
-    """Data that are read by position: a pair in memory, or a Dataset that is read as it is needed.
-
-    Args:
-        data: An (x, y) pair, a map-style ``Dataset``, or a ``DataLoader`` over one, whose order, batch size
-            and workers are not used.
-        device: Where batches are put.
-        network: The network that is to take the inputs.
-
-    Raises:
-        DataError: If the data are empty or not finite.
-        InputError: If the data cannot be read by position.
-
-    Example:
-        >>> examples = Examples((torch.arange(6.0)[:, None], torch.arange(6)), torch.device("cpu"))
-        >>> examples.n, examples.batch(torch.tensor([4]))[1]
-        (6, tensor([4]))
-    """
+    """Data that are read by position: a pair in memory, or a Dataset that is read as it is needed."""
 
     def __init__(self, data: Any, device: torch.device, network: nn.Module | None = None) -> None:
         self.device, self._network = device, network

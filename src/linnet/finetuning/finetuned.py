@@ -37,23 +37,15 @@ _OTHER = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a result, as plain values.
+    """Settings of a result, as plain values."""
 
-    Args:
-        recipe: The recipe's name.
-        parts: Its parts: loss, activation, preconditioner, optimizer, head and so on.
-        values: The learning rate and the like that were taken, and whether the run diverged with them.
-        augmentation: What was done to training images.
-        outputs: C.
-        classes: Whether the targets are classes.
-    """
-
-    recipe: str
-    parts: dict[str, Any]
+    recipe: str  # the recipe's name
+    parts: dict[str, Any]  # its parts: loss, activation, preconditioner, optimizer, head and so on
+    # the learning rate and the like that were taken, and whether the run diverged with them
     values: dict[str, Any]
-    augmentation: Augmentation
-    outputs: int
-    classes: bool
+    augmentation: Augmentation  # what was done to training images
+    outputs: int  # C
+    classes: bool  # whether the targets are classes
 
 
 @dataclass(frozen=True, eq=False, repr=False)

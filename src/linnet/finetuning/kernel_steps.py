@@ -33,56 +33,31 @@ ROOT_OPERATIONS = 1000  # of a Kronecker factored root, for each parameter of ea
 
 
 class KernelModel(nn.Module):
-    """The linear model in the kernel's coordinates: outputs f₀ + R z of examples given as (f₀, R).
-
-    Args:
-        size: Number of coordinates.
-        like: A tensor of the wanted type and device.
-
-    Example:
-        >>> KernelModel(3, torch.zeros(()))(torch.ones(2, 4), torch.zeros(2, 4, 3)).shape
-        torch.Size([2, 4])
-    """
+    """The linear model in the kernel's coordinates: outputs f₀ + R z of examples given as (f₀, R)."""
 
     def __init__(self, size: int, like: Tensor) -> None:
         super().__init__()
         self.z = nn.Parameter(like.new_zeros(size))
 
     def forward(self, base: Tensor, rows: Tensor) -> Tensor:
-        """Outputs.
-
-        Args:
-            base: f₀, (N, C).
-            rows: R, (N, C, size).
-
-        Returns:
-            (N, C).
-        """
+        """Outputs, (N, C)."""
+        # base (N, C), rows (N, C, size)
         outputs: Tensor = base + rows @ self.z
         return outputs
 
 
 @dataclass(frozen=True, eq=False)
 class KernelProblem:
-    """A linear model on its training examples, in the kernel's coordinates. :func:`kernel_problem` makes it.
+    """A linear model on its training examples, in the kernel's coordinates. ``kernel_problem`` makes it."""
 
-    Args:
-        lin: The linearized network.
-        before: The preconditioner, if there is one; its gain is not part of ``values``.
-        basis: U, (N·C, size).
-        values: S, (size,), of J A Jᵀ with A of gain 1.
-        base: f₀ of the training examples and of the held-out ones.
-        cross: J_held A Jᵀ, (H·C, N·C); with no rows if nothing is held out.
-        notes: What is worth knowing, one sentence each.
-    """
-
-    lin: Linearized
+    lin: Linearized  # the linearized network
+    # the preconditioner, if there is one; its gain is not part of `values`
     before: KroneckerPreconditioner | None
-    basis: Tensor
-    values: Tensor
-    base: tuple[Tensor, Tensor]
-    cross: Tensor
-    notes: list[str] = field(default_factory=list)
+    basis: Tensor  # U, (N·C, size)
+    values: Tensor  # S, (size,), of J A Jᵀ with A of gain 1
+    base: tuple[Tensor, Tensor]  # f₀ of the training examples and of the held-out ones
+    cross: Tensor  # J_held A Jᵀ, (H·C, N·C); with no rows if nothing is held out
+    notes: list[str] = field(default_factory=list)  # what is worth knowing, one sentence each
 
     @property
     def gain(self) -> float:
@@ -94,15 +69,8 @@ class KernelProblem:
         return KernelModel(len(self.values), self.values)
 
     def top(self, n: int, steps: int = 12) -> float:
-        """Largest eigenvalue of J A Jᵀ / n on the first n examples, by the iteration that steps would take.
-
-        Args:
-            n: Number of examples.
-            steps: Iterations.
-
-        Returns:
-            What :func:`linnet.finetuning.prepared.largest_eigenvalue` finds on them.
-        """
+        """Largest eigenvalue of J A Jᵀ / n on the first n examples."""
+        # By the iteration that steps would take.
         c = self.base[0].shape[1]
         rows = self.basis[: n * c]
         u = torch.randn((n, c), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -115,39 +83,19 @@ class KernelProblem:
         return value / n
 
     def features(self, source: Examples) -> Examples:
-        """The training examples as (f₀, R) with their targets.
-
-        Args:
-            source: The examples themselves.
-
-        Returns:
-            Examples for :class:`KernelModel`.
-        """
+        """The training examples as (f₀, R) with their targets."""
         rows = self.basis * (self.gain * self.values).sqrt()  # R = U S^½
         return _examples(self.base[0], rows, source)
 
     def held(self, source: Examples) -> Examples:
-        """The held-out examples as (f₀, R) with their targets.
-
-        Args:
-            source: The examples themselves.
-
-        Returns:
-            Examples for :class:`KernelModel`.
-        """
+        """The held-out examples as (f₀, R) with their targets."""
         # R = J_held A Jᵀ U S^(−½)
         rows = (self.gain / self.values).sqrt() * (self.cross @ self.basis)
         return _examples(self.base[1], rows, source)
 
     @torch.no_grad()
     def carry(self, trained: nn.Module, whole: Linearized, x: Any) -> None:
-        """Put the displacement that trained coordinates stand for into the network's.
-
-        Args:
-            trained: The trained :class:`KernelModel`.
-            whole: The linearized network that takes it.
-            x: The training inputs.
-        """
+        """Put the displacement that trained coordinates stand for into the network's."""
         assert isinstance(trained, KernelModel)
         # δ = A Jᵀ U S^(−½) z
         beta = self.basis @ (trained.z / (self.gain * self.values).sqrt())
@@ -160,18 +108,7 @@ class KernelProblem:
 
 
 def pays(lin: Linearized, x: Any, sizes: tuple[int, int, int], passes: int, memory: str | int | None) -> bool:
-    """Whether the kernel costs less than the steps that it saves, and fits.
-
-    Args:
-        lin: The linearized network.
-        x: One example.
-        sizes: Training examples, held-out examples, outputs.
-        passes: Examples that the steps of all runs would pass through the network.
-        memory: Budget.
-
-    Returns:
-        The verdict, by counted operations and bytes.
-    """
+    """Whether the kernel costs less than the steps that it saves, and fits."""
     n, held, c = sizes
     equations, dim, itemsize = n * c, lin.space.dim, lin.function.dtype.itemsize
     rows = (n + held) * c
@@ -192,20 +129,7 @@ def kernel_problem(
     data: tuple[Examples, Examples | None],
     view: Augmentation,
 ) -> KernelProblem:
-    """Form the kernel of the training examples and its eigenvectors.
-
-    Args:
-        lin: The linearized network.
-        before: The preconditioner, if there is one.
-        data: Training examples, and held-out examples to score on.
-        view: What is done to inputs that are predicted.
-
-    Returns:
-        The problem.
-
-    Raises:
-        MemoryBudgetError: If one block of derivatives does not fit.
-    """
+    """Form the kernel of the training examples and its eigenvectors."""
     examples, held = data
     c = lin.base(view(examples.batch(torch.arange(1))[0])).shape[1]
     phi = torch.empty(examples.n * c, lin.space.dim, dtype=lin.function.dtype, device=lin.function.device)

@@ -16,47 +16,21 @@ SURE = 3.0  # standard errors, by which it exceeds it besides: batches differ
 
 @dataclass
 class LossCurve:
-    """Means of the loss over windows of steps.
+    """Means of the loss over windows of steps."""
 
-    Args:
-        window: Steps in a window, at least two.
-        means: Of the whole windows so far.
-        variances: Squares of their standard errors.
-        losses: Of the window that is not whole yet.
-
-    Example:
-        >>> curve = LossCurve(window=2)
-        >>> for loss in (4.0, 4.0, 1.0, 1.0, 3.0, 3.0):
-        ...     curve.add(loss)
-        >>> curve.means, curve.rises
-        ([4.0, 1.0, 3.0], True)
-    """
-
-    window: int
-    means: list[float] = field(default_factory=list)
-    variances: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    window: int  # steps in a window, at least two
+    means: list[float] = field(default_factory=list)  # of the whole windows so far
+    variances: list[float] = field(default_factory=list)  # squares of their standard errors
+    losses: list[float] = field(default_factory=list)  # of the window that is not whole yet
 
     @classmethod
     def of(cls, examples: int, batch_size: int) -> LossCurve:
-        """An empty curve whose windows are whole epochs.
-
-        Args:
-            examples: N.
-            batch_size: b.
-
-        Returns:
-            The curve.
-        """
+        """An empty curve whose windows are whole epochs."""
         epochs = math.ceil(FEWEST * batch_size / examples)
         return cls(math.ceil(epochs * examples / batch_size))
 
     def add(self, loss: float) -> None:
-        """Take one step's loss.
-
-        Args:
-            loss: The mean loss of its examples.
-        """
+        """Take one step's loss."""
         self.losses.append(loss)
         if len(self.losses) == self.window:
             mean, variance = _mean(self.losses)
@@ -78,20 +52,12 @@ class LossCurve:
         return last - low > max(RISE * abs(self.means[0]), SURE * error)
 
     def state(self) -> dict[str, Any]:
-        """Plain numbers for a checkpoint.
-
-        Returns:
-            The fields by name.
-        """
+        """Plain numbers for a checkpoint."""
         return asdict(self)
 
 
 def warn_of_large_steps(learning_rate: float) -> None:
-    """Tell the user, at the line that called this library, that the loss went up again.
-
-    Args:
-        learning_rate: η of the run.
-    """
+    """Tell the user, at the line that called this library, that the loss went up again."""
     warnings.warn(
         f"the training loss went up again with learning_rate={learning_rate:g}: the steps are too large for "
         "this problem, and the result is not to be trusted; pass a smaller learning_rate=, or leave it out",

@@ -21,19 +21,12 @@ from linnet.params import tensor
 
 @dataclass(frozen=True)
 class Problem:
-    """The task: number of outputs, and whether they are classes.
+    """The task: number of outputs, and whether they are classes."""
 
-    Args:
-        outputs: C.
-        classes: Whether y are classes.
-        labels: y of all training examples.
-        notes: What is worth knowing of them.
-    """
-
-    outputs: int
-    classes: bool
-    labels: Tensor
-    notes: tuple[str, ...]
+    outputs: int  # C
+    classes: bool  # whether y are classes
+    labels: Tensor  # y of all training examples
+    notes: tuple[str, ...]  # what is worth knowing of them
 
     @classmethod
     def of(cls, examples: Examples, kept: int | None, recipe: Recipe) -> Problem:
@@ -60,15 +53,7 @@ class Problem:
         return cls(outputs, True, y, notes)
 
     def check(self, held: Examples) -> None:
-        """Raise unless validation data are of the same kind: before the training, not after it.
-
-        Args:
-            held: Validation examples.
-
-        Raises:
-            DataError: If a class is out of range.
-            InputError: If they are values and the training data classes, or the other way round.
-        """
+        """Raise unless validation data are of the same kind: before the training, not after it."""
         y = held.labels()
         if y.is_floating_point() == self.classes:
             raise InputError(

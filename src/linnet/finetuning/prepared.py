@@ -43,36 +43,22 @@ EXACT_COLUMNS = 32  # outputs up to which a curvature takes all columns
 
 @dataclass(frozen=True)
 class Shaping:
-    """Settings of surgery, head and preconditioner.
+    """Settings of surgery, head and preconditioner."""
 
-    Args:
-        params: Which parameters vary.
-        output: How to turn the network's result into a tensor.
-        seed: Seed of a random head and of sampled curvature.
-    """
-
-    params: Selector
-    output: OutputAdapter
-    seed: int
+    params: Selector  # which parameters vary
+    output: OutputAdapter  # how to turn the network's result into a tensor
+    seed: int  # seed of a random head and of sampled curvature
 
 
 @dataclass(eq=False)
 class Prepared:
-    """A network ready to be trained.
+    """A network ready to be trained."""
 
-    Args:
-        module: A ``Linearized``, or the network itself.
-        outputs: C.
-        last: Name of the last linear layer, if the last layer alone is trained.
-        notes: What was done, one sentence each.
-        new_head: Whether the head was replaced.
-    """
-
-    module: nn.Module
-    outputs: int
-    last: str | None
-    notes: list[str]
-    new_head: bool
+    module: nn.Module  # A ``Linearized``, or the network itself
+    outputs: int  # C
+    last: str | None  # name of the last linear layer, if the last layer alone is trained
+    notes: list[str]  # what was done, one sentence each
+    new_head: bool  # whether the head was replaced
 
     @property
     def network(self) -> nn.Module:
@@ -89,22 +75,7 @@ class Prepared:
 def prepare(
     model: nn.Module, recipe: Recipe, shaping: Shaping, examples: Examples, view: Augmentation, outputs: int
 ) -> Prepared:
-    """Make a network ready.
-
-    Args:
-        model: The pretrained network; it is not touched.
-        recipe: The recipe.
-        shaping: How.
-        examples: Training examples, for the head.
-        view: What is done to images that are predicted.
-        outputs: C of the new task.
-
-    Returns:
-        The network ready.
-
-    Raises:
-        ModelError: If an activation or the head is out of reach.
-    """
+    """Make a network ready."""
     notes: list[str] = []
     network: nn.Module = getattr(model, "_orig_mod", model)
     if recipe.leaky:
@@ -195,15 +166,7 @@ def _with_head(
 
 
 def gathered(examples: Examples, view: Augmentation) -> tuple[Inputs, Tensor]:
-    """All examples in memory, as they are predicted.
-
-    Args:
-        examples: The examples.
-        view: What is done to images that are predicted.
-
-    Returns:
-        (x, y).
-    """
+    """All examples in memory, as they are predicted, (x, y)."""
     parts = [(view(x), y) for x, y in examples.batches()]
     return concatenate([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
@@ -230,19 +193,7 @@ def frozen_curvature(
     seed: int,
     memory: str | int | None,
 ) -> Curvature:
-    """The Gauss-Newton matrix of the frozen problem, which stays as it is all through training.
-
-    Args:
-        lin: The linearized network.
-        recipe: The recipe; squared loss has Λ = I, cross-entropy that of the softmax at θ₀.
-        examples: Training examples.
-        view: What is done to images that are predicted.
-        seed: Seed of sampled columns, where there are more than 32 outputs.
-        memory: Budget.
-
-    Returns:
-        The curvature, summed over the examples.
-    """
+    """The Gauss-Newton matrix of the frozen problem, which stays as it is all through training."""
     own = lin.function.output_shape(view(examples.batch(torch.arange(1))[0]))
     expectation = "exact" if own.numel() <= EXACT_COLUMNS else MonteCarlo(seed=seed)
     likelihood = Gaussian() if recipe.loss == "squared" else Categorical()
@@ -261,22 +212,7 @@ def frozen_curvature(
 def largest_eigenvalue(
     lin: Linearized, x: Inputs, before: KroneckerPreconditioner | None = None, steps: int = 12
 ) -> float:
-    """Of A JᵀJ/N, by power iteration; A is the preconditioner, if there is one.
-
-    Args:
-        lin: The linearized network.
-        x: N examples.
-        before: A.
-        steps: Iterations.
-
-    Returns:
-        A lower estimate, within a few per cent where the spectrum has a gap.
-
-    Example:
-        >>> lin = linearize(nn.Sequential(nn.Linear(1, 1, bias=False)))
-        >>> round(largest_eigenvalue(lin, torch.tensor([[1.0], [3.0]])), 3)
-        5.0
-    """
+    """Of A JᵀJ/N, by power iteration; A is the preconditioner, if there is one."""
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(lin.base(x).shape, generator=generator, dtype=torch.float64).to(lin.function.dtype)
     u, value = u.to(lin.function.device), 0.0
@@ -292,31 +228,18 @@ def largest_eigenvalue(
 
 @dataclass(frozen=True, eq=False)
 class HeadProblem:
-    """The last layer on features that are computed once: the same linear model at a fraction of the price.
+    """The last layer on features that are computed once: the same linear model at a fraction of the price."""
 
-    Args:
-        lin: The linearized last layer alone.
-        layer: Its name in the network.
-        features: Of examples, with their targets.
-    """
-
-    lin: Linearized
-    layer: str
-    features: Callable[[Examples], Examples]
+    lin: Linearized  # the linearized last layer alone
+    layer: str  # its name in the network
+    features: Callable[[Examples], Examples]  # of examples, with their targets
 
     def module(self) -> Linearized:
         """The model to train, at δ = 0."""
         return Linearized(self.lin.function)
 
     def held(self, source: Examples) -> Examples:
-        """Held-out examples as features with their targets.
-
-        Args:
-            source: The examples themselves.
-
-        Returns:
-            Examples for the last layer alone.
-        """
+        """Held-out examples as features with their targets."""
         return self.features(source)
 
     @torch.no_grad()
@@ -328,16 +251,7 @@ class HeadProblem:
 
 
 def head_problem(prepared: Prepared, examples: Examples, augmentation: Augmentation) -> HeadProblem | None:
-    """The last layer's own problem, where features do not change from step to step.
-
-    Args:
-        prepared: The network.
-        examples: Training examples.
-        augmentation: What is done to training images.
-
-    Returns:
-        The problem, or ``None`` where features are not to be kept.
-    """
+    """The last layer's own problem, where features do not change from step to step."""
     if prepared.last is None or augmentation.is_random or not isinstance(prepared.module, Linearized):
         return None
     layer = prepared.network.get_submodule(prepared.last)

@@ -61,20 +61,7 @@ def searched(
     data: tuple[Examples, Examples | None],
     candidates: list[Candidate],
 ) -> Finetuned:
-    """Try every candidate, and keep the best.
-
-    Args:
-        plan: What stays the same.
-        model: The pretrained network.
-        data: Training examples, and examples to choose by.
-        candidates: The values to try.
-
-    Returns:
-        The best; trained on everything if the examples to choose by were held out of the training examples.
-
-    Raises:
-        NumericalError: If no candidate trains.
-    """
+    """Try every candidate, and keep the best."""
     examples, held = data
     if len(candidates) == 1:
         (only,) = candidates
@@ -135,15 +122,7 @@ def _key(module: nn.Module, crop: Augmentation) -> _Key:
 
 
 class _Run:
-    """Runs of one recipe on one set of examples; what they share is computed once.
-
-    Args:
-        plan: What stays the same.
-        model: The pretrained network.
-        examples: Training examples.
-        held: Examples to score on.
-        runs: How many runs share it.
-    """
+    """Runs of one recipe on one set of examples; what they share is computed once."""
 
     def __init__(
         self,
@@ -427,18 +406,7 @@ def exact(
     candidate: Candidate,
     closed: ClosedForm,
 ) -> Finetuned:
-    """The optimum of the same objective in closed form.
-
-    Args:
-        plan: What stays the same.
-        model: The pretrained network.
-        data: Training examples, and examples to score on.
-        candidate: The values.
-        closed: The ridge, or what chooses it.
-
-    Returns:
-        The result, with the fit.
-    """
+    """The optimum of the same objective in closed form."""
     examples, held = data
     run = _Run(plan, model, examples, held)
     ready, view = run.ready(candidate), candidate.augmentation.evaluation

@@ -30,21 +30,13 @@ TUNED = ("learning_rate", "weight_decay", "batch_size", "augmentation")
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of a recipe.
+    """The parts of a recipe."""
 
-    Args:
-        linear: Whether the network is linearized.
-        last_layer: Whether only the last layer is trained.
-        activation: ``"leaky-relu"`` or ``"relu"``.
-        loss: ``"squared"`` or ``"cross-entropy"``.
-        preconditioner: The curvature's structure, or ``"none"``.
-    """
-
-    linear: bool
-    last_layer: bool
-    activation: str
-    loss: str
-    preconditioner: str
+    linear: bool  # whether the network is linearized
+    last_layer: bool  # whether only the last layer is trained
+    activation: str  # ``"leaky-relu"`` or ``"relu"``
+    loss: str  # ``"squared"`` or ``"cross-entropy"``
+    preconditioner: str  # the curvature's structure, or ``"none"``
 
 
 _PARTS: dict[str, _Parts] = {
@@ -242,22 +234,12 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Values that are tried together.
+    """Values that are tried together."""
 
-    Args:
-        learning_rate: η; ``None`` for the recipe's own.
-        weight_decay: λ.
-        batch_size: b.
-        augmentation: What is done to training images.
-
-    Raises:
-        InputError: If a value does not work.
-    """
-
-    learning_rate: float | None
-    weight_decay: float
-    batch_size: int
-    augmentation: Augmentation
+    learning_rate: float | None  # η; ``None`` for the recipe's own
+    weight_decay: float  # λ
+    batch_size: int  # b
+    augmentation: Augmentation  # what is done to training images
 
     def __post_init__(self) -> None:
         integer("batch_size", self.batch_size, remedy="leave it out for 28")
@@ -269,27 +251,13 @@ class Candidate:
 def candidates_for(
     search: str | Mapping[str, Sequence[Any]] | None, recipe: Recipe, first: Candidate
 ) -> list[Candidate]:
-    """All values to try.
-
-    ``"paper"`` is the grid of Achille et al. (2021), A.2: for SGD η ∈ {0.01, 0.001}, λ ∈ {1e-4, 1e-5}; Adam
-    η ∈ {0.001, 0.0004, 0.0001}, λ ∈ {1e-5, 1e-6}; with center and with random crops of images; resized crops
-    at η = 0.001, λ = 1e-5 only. ``"wide"`` is that of its study of learning rates: η ∈ {0.05, 0.01, 0.005,
-    0.001, 0.0001}, b ∈ {16, 32, 64}, λ ∈ {1e-5, 1e-4, 5e-4}.
-
-    Args:
-        search: A grid by name, or values by name; ``None`` for ``first`` alone.
-        recipe: The recipe.
-        first: The values where the search has none.
-
-    Returns:
-        The candidates.
-
-    Raises:
-        InputError: If a grid or a name is unknown, or a list is empty.
-
-    Source:
-        Achille et al., CVPR 2021, section A.2.
-    """
+    """All values to try."""
+    # `"paper"` is the grid of Achille et al. (2021), A.2: for SGD η ∈ {0.01, 0.001}, λ ∈ {1e-4, 1e-5}; Adam η
+    # ∈ {0.001, 0.0004, 0.0001}, λ ∈ {1e-5, 1e-6}; with center and with random crops of images; resized crops
+    # at η = 0.001, λ = 1e-5 only. `"wide"` is that of its study of learning rates: η ∈ {0.05, 0.01, 0.005,
+    # 0.001, 0.0001}, b ∈ {16, 32, 64}, λ ∈ {1e-5, 1e-4, 5e-4}.
+    #
+    # Source: Achille et al., CVPR 2021, section A.2.
     if search is None:
         return [first]
     if isinstance(search, str):
@@ -358,21 +326,6 @@ def _wide(first: Candidate) -> list[Candidate]:
 
 
 def effective_rate(learning_rate: float, momentum: float, batch_size: int) -> float:
-    """η / ((1 − m) b), what decides the outcome of SGD with momentum.
-
-    Args:
-        learning_rate: η.
-        momentum: m.
-        batch_size: b.
-
-    Returns:
-        The effective learning rate.
-
-    Source:
-        Achille et al., CVPR 2021, section 4.7.
-
-    Example:
-        >>> round(effective_rate(0.01, 0.9, 28), 5)
-        0.00357
-    """
+    """η / ((1 − m) b), what decides the outcome of SGD with momentum."""
+    # Source: Achille et al., CVPR 2021, section 4.7.
     return learning_rate / ((1 - momentum) * batch_size)

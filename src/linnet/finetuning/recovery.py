@@ -132,25 +132,15 @@ def _check(model: Any, teacher: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Training:
-    """A training whose rate is still open.
+    """A training whose rate is still open."""
 
-    Args:
-        network: The network to start from, which stays as it is.
-        examples: What it learns from.
-        settings: Of the steps.
-        target: The loss, and the number of outputs.
-        mode: The seed, and whether the network is in training mode.
-        watched: How it is watched and kept.
-        output: How to turn the network's result into a tensor.
-    """
-
-    network: nn.Module
-    examples: Examples
-    settings: Training
-    target: tuple[str, int]
-    mode: tuple[int, bool]
-    watched: Run
-    output: OutputAdapter
+    network: nn.Module  # the network to start from, which stays as it is
+    examples: Examples  # what it learns from
+    settings: Training  # of the steps
+    target: tuple[str, int]  # the loss, and the number of outputs
+    mode: tuple[int, bool]  # the seed, and whether the network is in training mode
+    watched: Run  # how it is watched and kept
+    output: OutputAdapter  # how to turn the network's result into a tensor
 
     def own_rate(self) -> float:
         """A rate that gradient descent would not grow with, as far as can be told at the start."""

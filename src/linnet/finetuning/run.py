@@ -61,23 +61,7 @@ class Run:
 
 
 def watched(run: Run | None, caller: str, unused: Collection[str] = ()) -> Run:
-    """The settings, or the defaults.
-
-    Args:
-        run: What the user passed.
-        caller: The function, as the user calls it.
-        unused: Settings that it does not use.
-
-    Returns:
-        The settings.
-
-    Raises:
-        InputError: If they are none, or one is given that the function does not use.
-
-    Example:
-        >>> watched(None, "recover", ["memory"]).log_every
-        10
-    """
+    """The settings, or the defaults."""
     own = Run() if run is None else run
     instance("run", own, Run, "a linnet.Run", 'pass run=linnet.Run(checkpoint="runs/first")')
     defaults = {field.name: field.default for field in fields(own)}

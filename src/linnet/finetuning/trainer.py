@@ -38,52 +38,17 @@ KIND = "training"
 
 @dataclass
 class State:
-    """Where a run is.
+    """Where a run is."""
 
-    Args:
-        step: Steps done.
-        history: What was logged.
-        best: Best validation score.
-        best_tensors: Weights and buffers that had it.
-        curve: The training loss from epoch to epoch.
-    """
-
-    step: int = 0
-    history: list[dict[str, float]] = field(default_factory=list)
-    best: float = -math.inf
-    best_tensors: dict[str, Tensor] = field(default_factory=dict)
-    curve: LossCurve = field(default_factory=lambda: LossCurve(1))
+    step: int = 0  # steps done
+    history: list[dict[str, float]] = field(default_factory=list)  # what was logged
+    best: float = -math.inf  # best validation score
+    best_tensors: dict[str, Tensor] = field(default_factory=dict)  # weights and buffers that had it
+    curve: LossCurve = field(default_factory=lambda: LossCurve(1))  # the training loss from epoch to epoch
 
 
 class Trainer:
-    """Trains the parameters of one module.
-
-    Args:
-        module: Any module; a ``Linearized`` trains its δ.
-        data: Training examples.
-        objective: What is minimized.
-        optimization: How.
-        course: How long.
-        watched: How it is watched and kept.
-
-    Attributes:
-        module: The same.
-        state: Where the run is.
-        augmentation: What is done to training images; set it before the run.
-        preconditioner: Multiplies gradients before each step; set it before the run.
-        validation: Examples that are scored on the way; set them before the run.
-        output: How to turn the module's result into a tensor; set it before the run.
-        description: What the progress says.
-
-    Example:
-        >>> net = nn.Linear(1, 1, bias=False)
-        >>> x = torch.linspace(-1, 1, 8)[:, None]
-        >>> examples, objective = Examples((x, 3 * x), x.device), Objective("squared", 1, 15.0, 0.0)
-        >>> plain = Optimization(learning_rate=0.5, momentum=0.0)
-        >>> trainer = Trainer(net, examples, objective, plain, Course(steps=60, batch_size=8))
-        >>> trainer.run().step, round(net.weight.item(), 3)
-        (60, 3.0)
-    """
+    """Trains the parameters of one module."""
 
     def __init__(
         self,
@@ -107,15 +72,7 @@ class Trainer:
         self._identity = ""
 
     def run(self) -> State:
-        """Train to the end, from the last state kept if there is one.
-
-        Returns:
-            The final state; the module holds the weights.
-
-        Raises:
-            InputError: If the folder holds another run, or BatchNorm is to train on single examples.
-            NumericalError: If the loss is not finite.
-        """
+        """Train to the end, from the last state kept if there is one."""
         self._check_batch()
         self._identity = self._fingerprint() if self.watched.checkpoint is not None else ""
         self._resume()
@@ -138,14 +95,7 @@ class Trainer:
         return self.state
 
     def score(self, examples: Examples) -> dict[str, float]:
-        """Mean loss on examples, and accuracy for classes; from center crops if images are cropped.
-
-        Args:
-            examples: The examples.
-
-        Returns:
-            ``{"loss": …}`` and, for classes, ``"accuracy"``.
-        """
+        """Mean loss on examples, and accuracy for classes; from center crops if images are cropped."""
         was_training = self.module.training
         self.module.eval()
         loss, right, classes = 0.0, 0, True

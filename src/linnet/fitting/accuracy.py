@@ -85,18 +85,8 @@ class Accuracy(Record):
 def squared_accuracy(
     system: System, rounding: Rounding, index: Tensor, gap: Tensor | None = None
 ) -> Accuracy:
-    """The estimate for a fit of the squared loss.
-
-    Args:
-        system: The solution, by a factorization.
-        rounding: Errors of the network.
-        index: Examples that are left out, (k,).
-        gap: Outputs of the training examples by the weights, less those by the kernel, (N, C), where
-            conjugate gradients found the weights.
-
-    Returns:
-        The estimate.
-    """
+    """The estimate for a fit of the squared loss."""
+    # index (k,), gap (N, C)
     c, beta = system.c, system.beta.double()
     columns = system.columns(index)
     blocks = torch.stack([columns[k, :, i * c : (i + 1) * c] for k, i in enumerate(index.tolist())])
@@ -109,16 +99,8 @@ def squared_accuracy(
 
 
 def shared_accuracy(system: DualSystem, rounding: Rounding, index: Tensor) -> Accuracy:
-    """The estimate for a kernel that all outputs share: that of the output with the largest error.
-
-    Args:
-        system: The solution.
-        rounding: Errors of the network.
-        index: Examples that are left out, (k,).
-
-    Returns:
-        The estimate.
-    """
+    """The estimate for a kernel that all outputs share: that of the output with the largest error."""
+    # index (k,)
     beta, diagonal = system.beta, system.kernel.diagonal().clamp_min(0)
     unit = torch.zeros(system.n, len(index), dtype=beta.dtype, device=beta.device)
     unit[index, torch.arange(len(index), device=beta.device)] = 1
@@ -135,20 +117,11 @@ def shared_accuracy(system: DualSystem, rounding: Rounding, index: Tensor) -> Ac
 
 
 def normal_accuracy(system: NormalSystem, rounding: Rounding, index: Tensor) -> Accuracy:
-    """The estimate for a fit in weights, whose rows φ have errors of s |φ| in every entry.
-
-    With H = ΦᵀΦ + ρI, dδ = H⁻¹(ρ dΦᵀβ − Φᵀ dΦ δ), so that the variance of φᵀδ is s² times
-
-        ρ² Σ_d (H⁻¹φ)_d² Σ_a β_a² φ_ad²  +  Σ_a (φᵀH⁻¹φ_a)² Σ_d φ_ad² δ_d²  +  Σ_d φ_d² δ_d²
-
-    Args:
-        system: The solution.
-        rounding: Errors of the network.
-        index: Examples that are left out, (k,).
-
-    Returns:
-        The estimate.
-    """
+    """The estimate for a fit in weights, whose rows φ have errors of s |φ| in every entry."""
+    # index (k,)
+    # With H = ΦᵀΦ + ρI, dδ = H⁻¹(ρ dΦᵀβ − Φᵀ dΦ δ), so that the variance of φᵀδ is s² times
+    #
+    #     ρ² Σ_d (H⁻¹φ)_d² Σ_a β_a² φ_ad²  +  Σ_a (φᵀH⁻¹φ_a)² Σ_d φ_ad² δ_d²  +  Σ_d φ_d² δ_d²
     c, beta, delta = system.c, system.beta.double(), system.solution
     example = 32 * c * (len(delta) + ROWS)  # bytes of its rows, of what is solved and multiplied
     index = index[: max(1, parse_bytes(system.memory, beta.device) // (2 * example))]
@@ -195,18 +168,8 @@ def _of_sums(system: NormalSystem, solved: Tensor, unit: float) -> Tensor:
 def softmax_accuracy(
     dual: SoftmaxDual, rounding: Rounding, index: Tensor, gap: Tensor | None = None
 ) -> Accuracy:
-    """The estimate for a fit of the cross-entropy.
-
-    Args:
-        dual: The solution.
-        rounding: Errors of the network.
-        index: Examples that are left out, (k,).
-        gap: Outputs of the training examples by the weights, less those by the kernel, (N, C), where
-            conjugate gradients found the weights.
-
-    Returns:
-        The estimate.
-    """
+    """The estimate for a fit of the cross-entropy."""
+    # index (k,), gap (N, C)
     c, size = dual.c, len(dual.kernel)
     rows = (index[:, None] * c + torch.arange(c, device=index.device)).flatten()
     unit = torch.zeros(size, len(rows), dtype=dual.kernel.dtype, device=dual.kernel.device)
@@ -261,17 +224,8 @@ def _accuracy(
 
 @torch.no_grad()
 def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = True) -> Accuracy | None:
-    """The estimate for any fit whose kernel there is, or is small enough to form.
-
-    Args:
-        fit: A ``LinearFit``, ``SharedFit`` or ``SoftmaxFit``.
-        rounding: Errors of the network.
-        index: Examples that are left out, (k,).
-        iterations: Whether a given tolerance of conjugate gradients counts as an error.
-
-    Returns:
-        The estimate; ``None`` for a fit whose kernel does not fit the memory budget.
-    """
+    """The estimate for any fit whose kernel there is, or is small enough to form."""
+    # index (k,)
     system = fit.system
     iterated = _iterated(system)
     counted = iterations or not (iterated and system.tolerance > ITERATED)
@@ -317,15 +271,7 @@ def _iterated(system: Any) -> bool:
 
 
 def observed(fit: Any, count: int | None = None) -> Tensor:
-    """The examples that an estimate leaves out: those of the largest β and others evenly between.
-
-    Args:
-        fit: The fit.
-        count: How many; by default as many as ``COLUMNS`` allow.
-
-    Returns:
-        Positions, (k,).
-    """
+    """The examples that an estimate leaves out: those of the largest β and others evenly between, (k,)."""
     beta: Tensor = fit.system.beta
     columns = min(COLUMNS, max(COLUMNS // 2, beta.numel() // 8))
     count = min(len(beta), max(PROBED, columns // beta.shape[1]) if count is None else count)
@@ -336,15 +282,8 @@ def observed(fit: Any, count: int | None = None) -> Tensor:
 
 
 def checked(fit: Any) -> Accuracy | None:
-    """An estimate at small cost: with assumed roundings, and with measured ones where those are too coarse.
-
-    Args:
-        fit: The fit.
-
-    Returns:
-        The estimate; ``None`` for stochastic gradients, and where only conjugate gradients on many equations
-        could tell.
-    """
+    """An estimate at small cost."""
+    # With assumed roundings, and with measured ones where those are too coarse.
     large = len(fit.system.beta) * fit.system.c > SMALL
     if fit.solver == "sgd" or (large and _iterated(fit.system)):
         return None
@@ -360,24 +299,7 @@ Fit = TypeVar("Fit")
 
 
 def sound_fit(lin: Linearized, make: Callable[[Linearized], Fit], factorized: bool) -> Fit:
-    """A fit that rounding leaves right: as it is made, or made again in float64.
-
-    Args:
-        lin: The linearized network.
-        make: Makes the fit on a linearization of it.
-        factorized: Whether a kernel may be factorized, which fails where rounding is larger than the ridge.
-
-    Returns:
-        The fit.
-
-    Raises:
-        NumericalError: If float64 does not make it right either.
-        MemoryBudgetError: If the kernel cannot be factorized, nor formed in float64.
-        ModelError: If the kernel cannot be factorized, and the network does not run in float64.
-        ProcessGroupError: If another process has gone, or makes another call.
-        RuntimeError: The same as ModelError, where the network fails in another way.
-        TypeError: Likewise.
-    """
+    """A fit that rounding leaves right: as it is made, or made again in float64."""
     types = lin.function.precision
     coarse = types.coarser(lin.function.dtype)
     double = lin.function.dtype == torch.float64 and not coarse
@@ -437,17 +359,7 @@ def _judged(fit: Fit, found: Accuracy, cause: Exception | None = None) -> Fit:
 
 
 def sound_change(fit: Fit) -> Fit:
-    """A fit that was changed, if rounding leaves it right.
-
-    Args:
-        fit: The fit.
-
-    Returns:
-        The same, with a remark if it is less than right to a thousandth.
-
-    Raises:
-        NumericalError: If it is not right to a hundredth.
-    """
+    """A fit that was changed, if rounding leaves it right."""
     changed: Any = fit
     found = checked(changed)
     if found is None or found.sound:
@@ -471,18 +383,8 @@ def _remarked(fit: Fit, found: Accuracy) -> Fit:
 
 
 def answerable(fit: Any, ridges: Tensor) -> Tensor:
-    """Ridges of a path, if rounding leaves the solution at the smallest right to a hundredth.
-
-    Args:
-        fit: A dual fit.
-        ridges: ρ, (R,).
-
-    Returns:
-        The same.
-
-    Raises:
-        NumericalError: If it does not.
-    """
+    """Ridges of a path, if rounding leaves the solution at the smallest right to a hundredth."""
+    # ridges (R,)
     least = float(ridges.min())
     if least < fit.ridge:
         base, function = largest_base(fit), fit.module.function
@@ -564,14 +466,7 @@ def _factorized(system: Any) -> System | DualSystem | SoftmaxDual | None:
 
 
 def largest_base(fit: Any) -> float:
-    """The largest output f₀ on the training examples, about where equations on outputs are held.
-
-    Args:
-        fit: The fit.
-
-    Returns:
-        Its absolute value.
-    """
+    """The largest output f₀ on the training examples, about where equations on outputs are held."""
     system = fit.system
     squared = isinstance(system, System | DualSystem)
     base = fit.targets.to(system.residual) - system.residual if squared else system.base

@@ -14,17 +14,7 @@ CRITERIA = ("loo", "gcv", "evidence")
 
 
 def check_ridge(ridge: Any) -> None:
-    """Raise unless a ridge is a finite positive number or the name of a criterion.
-
-    Args:
-        ridge: ρ, ``"loo"``, ``"gcv"`` or ``"evidence"``.
-
-    Raises:
-        InputError: If it is not.
-
-    Example:
-        >>> check_ridge("loo")
-    """
+    """Raise unless a ridge is a finite positive number or the name of a criterion."""
     if isinstance(ridge, str) and ridge not in CRITERIA:
         known = ", ".join(f'"{one}"' for one in CRITERIA)
         refuse("ridge", ridge, f"a positive number or one of {known}", 'pass ridge="loo" to choose it')
@@ -33,21 +23,7 @@ def check_ridge(ridge: Any) -> None:
 
 
 def ridge_grid(ridges: Any) -> Tensor:
-    """Ridges given by the user.
-
-    Args:
-        ridges: Positive numbers, in anything that ``torch.as_tensor`` takes.
-
-    Returns:
-        ρ, (R,), float64.
-
-    Raises:
-        InputError: If there is none, or one is not a finite positive number.
-
-    Example:
-        >>> ridge_grid([1, 10])
-        tensor([ 1., 10.], dtype=torch.float64)
-    """
+    """Ridges given by the user, (R,)."""
     remedy = "leave ridges= out for a grid around the scale of the kernel"
     grid = tensor("ridges", ridges, "positive numbers", remedy).to(torch.float64).flatten()
     booleans = isinstance(ridges, bool) or (isinstance(ridges, Tensor) and ridges.dtype == torch.bool)
@@ -57,23 +33,7 @@ def ridge_grid(ridges: Any) -> Tensor:
 
 
 def positions(indices: Any, n: int, leave: int = 1) -> Tensor:
-    """Distinct positions in a training set, of which at least one example is left.
-
-    Args:
-        indices: Integers, in anything that ``torch.as_tensor`` takes.
-        n: Number of training examples.
-        leave: How many must be left, 1 or 0.
-
-    Returns:
-        The positions (k,), int64.
-
-    Raises:
-        InputError: If they are no integers, out of range, given twice, or all.
-
-    Example:
-        >>> positions([2, 0], n=3)
-        tensor([2, 0])
-    """
+    """Distinct positions in a training set, of which at least one example is left, (k,)."""
     index = tensor(
         "indices", indices, "integer positions in the training data", "pass a list or tensor of integers"
     ).flatten()

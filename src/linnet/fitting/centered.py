@@ -20,13 +20,9 @@ from linnet.tangent.functional import copied
 
 
 class CenteredLinear(nn.Module):
-    """A linear layer less its own value at the start, so that it begins at zero.
+    """A linear layer less its own value at the start, so that it begins at zero."""
 
-    W φ + b − (W₀ φ + b₀), where no derivative passes through the second term.
-
-    Args:
-        layer: The layer to center, with its W₀ and b₀.
-    """
+    # W φ + b − (W₀ φ + b₀), where no derivative passes through the second term.
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -36,33 +32,14 @@ class CenteredLinear(nn.Module):
         self.register_buffer("bias_origin", layer.bias.detach().clone())
 
     def forward(self, phi: Tensor) -> Tensor:
-        """The layer's change since the start.
-
-        Args:
-            phi: Features (..., D).
-
-        Returns:
-            (..., C); zero as long as the weights are W₀ and b₀.
-        """
+        """The layer's change since the start, (..., C)."""
+        # phi (..., D)
         origin = F.linear(phi.detach(), self.weight_origin, self.bias_origin)  # type: ignore[arg-type]
         return F.linear(phi, self.weight, self.bias) - origin
 
 
 def with_centered_head(model: nn.Module) -> nn.Module:
-    """A copy of a network whose outputs are zero, with the derivatives that it has.
-
-    Args:
-        model: A network that ends in a linear layer with a bias, as ``with_head`` makes it.
-
-    Returns:
-        The copy.
-
-    Example:
-        >>> import torch
-        >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> with_centered_head(net)(torch.ones(1, 3))
-        tensor([[0., 0.]], grad_fn=<SubBackward0>)
-    """
+    """A copy of a network whose outputs are zero, with the derivatives that it has."""
     clone = copied(model)
     name, layer = last_linear(clone)
     replace_module(clone, name, CenteredLinear(layer))

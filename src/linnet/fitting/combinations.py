@@ -21,16 +21,8 @@ SHOWN = 64  # examples whose own blocks of the kernel are compared with the shar
 
 
 def drawn_combinations(outputs: int, count: int, seed: int) -> Tensor:
-    """Random orthonormal combinations of outputs, uniformly distributed; all outputs where there are as many.
-
-    Args:
-        outputs: C.
-        count: M.
-        seed: Of the draw.
-
-    Returns:
-        V, (C, M), float64; the identity for M ≥ C.
-    """
+    """Random orthonormal combinations of outputs, uniformly distributed."""
+    # All outputs where there are as many.
     if count >= outputs:
         return torch.eye(outputs, dtype=torch.float64)
     draws = torch.randn(outputs, count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -50,32 +42,16 @@ class _Combined:
 
 
 def combined(function: Functional, weights: Tensor) -> Functional:
-    """A network whose outputs are combinations of another's; it shares the weights.
-
-    Args:
-        function: The network.
-        weights: V, (C, M).
-
-    Returns:
-        M outputs, the network itself for M = C.
-    """
+    """A network whose outputs are combinations of another's; it shares the weights."""
+    # weights (C, M)
     if weights.shape[0] == weights.shape[1]:
         return function
     return function.arranged(_Combined(function.output, weights.to(function.device, function.dtype)))
 
 
 def explain_outputs(function: Functional, x: Inputs, weights: Tensor, memory: str | int | None) -> str:
-    """How far the blocks of the kernel are from the shared one, in one sentence.
-
-    Args:
-        function: The network.
-        x: Training inputs.
-        weights: V, (C, M).
-        memory: Budget.
-
-    Returns:
-        The relative Frobenius error of k̄(x, x) I for K(x, x), over the examples that are looked at.
-    """
+    """How far the blocks of the kernel are from the shared one, in one sentence."""
+    # weights (C, M)
     c, m = weights.shape
     of = f"from all {c}" if m == c else f"from {m} random combination{'s' if m > 1 else ''}"
     said = f"one kernel for {c} output{'s' if c > 1 else ''}, {of}"

@@ -25,31 +25,17 @@ RATES = {"sgd": (0.003, 0.01, 0.03, 0.1), "adam": (1e-4, 3e-4, 1e-3, 3e-3)}
 
 @dataclass(frozen=True, eq=False)
 class FineTuned:
-    """A network fine-tuned by stochastic gradient descent.
+    """A network fine-tuned by stochastic gradient descent."""
 
-    Args:
-        model: The trained network.
-        learning_rate: The learning rate taken.
-        held_out: Held-out score of each rate tried: accuracy, or the negative mean squared error.
-        steps: Steps of each run.
-    """
-
-    model: nn.Module
-    learning_rate: float
+    model: nn.Module  # the trained network
+    learning_rate: float  # the learning rate taken
+    # held-out score of each rate tried: accuracy, or the negative mean squared error
     held_out: dict[float, float] = field(default_factory=dict)
-    steps: int = 0
+    steps: int = 0  # steps of each run
 
     @torch.no_grad()
     def predict(self, x: Inputs, batch: int = 256) -> Tensor:
-        """Outputs of the network.
-
-        Args:
-            x: T examples.
-            batch: Examples at once.
-
-        Returns:
-            (T, C).
-        """
+        """Outputs of the network, (T, C)."""
         function = Functional(self.model)
         return torch.cat([function.flat(function.theta, part) for part in split(x, batch)])
 
@@ -64,35 +50,11 @@ def fine_tune(
     optimizer: str = "sgd",
     folds: int = 1,
 ) -> FineTuned:
-    """Plain fine-tuning of every weight, its learning rate chosen on held-out training data.
-
-    Minibatch descent with clipped gradients and a cosine schedule, on the cross-entropy (integer y) or the
-    mean squared error (float y); BatchNorm keeps its running statistics and dropout is off. Each rate is
-    tried on four fifths of the data and scored on the rest, once or in every fold of a cross-validation;
-    the best is then run on all of it.
-
-    Args:
-        model: The network, with the head that it should start from; it is not touched.
-        data: Training data: an (x, y) pair, a Dataset, a DataLoader or batches.
-        steps: Steps of each run.
-        batch_size: Examples a step.
-        learning_rates: Learning rates to try; by default four of the optimizer's.
-        seed: Seed of the held-out draw and of the batches.
-        optimizer: ``"sgd"`` with momentum 0.9, or ``"adam"`` with a warm-up.
-        folds: Folds of the cross-validation, or 1 for a single fifth that is held out.
-
-    Returns:
-        The trained network, with the rate and the held-out scores.
-
-    Raises:
-        InputError: If there is no step, no rate, or only one example.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
-        >>> x = torch.linspace(-1, 1, 20)[:, None] * torch.ones(1, 2)
-        >>> fine_tune(net, (x, (x[:, 0] > 0).long()), steps=5, learning_rates=(0.1,)).learning_rate
-        0.1
-    """
+    """Plain fine-tuning of every weight, its learning rate chosen on held-out training data."""
+    # Minibatch descent with clipped gradients and a cosine schedule, on the cross-entropy (integer y) or the
+    # mean squared error (float y); BatchNorm keeps its running statistics and dropout is off. Each rate is
+    # tried on four fifths of the data and scored on the rest, once or in every fold of a cross-validation;
+    # the best is then run on all of it.
     x, y = gather_data(data, model, keep=False)
     n = len(y)
     check.choice("optimizer", optimizer, OPTIMIZERS, "leave it out for SGD")
@@ -150,23 +112,7 @@ def held_out_split(y: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def held_out_probe(model: nn.Module, data: Any, classes: int, folds: int = 5, seed: int = 0) -> Tensor:
-    """Outputs of the linear probe on examples that it was not fitted on, fold by fold.
-
-    Args:
-        model: The network; its last linear layer is left out.
-        data: Training data with integer classes.
-        classes: C.
-        folds: Number of folds.
-        seed: Seed of the folds.
-
-    Returns:
-        (N, C); their softmax temperature makes the probe's probabilities comparable with a fit's.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
-        >>> held_out_probe(net, (torch.ones(10, 3).cumsum(0), torch.arange(10) % 2), classes=2).shape
-        torch.Size([10, 2])
-    """
+    """Outputs of the linear probe on examples that it was not fitted on, fold by fold."""
     x, y = gather_data(data, model, keep=False)
     phi = features(model, x)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed)).to(y.device)
@@ -182,22 +128,7 @@ def held_out_probe(model: nn.Module, data: Any, classes: int, folds: int = 5, se
 
 
 def nearest_class_mean(model: nn.Module, data: Any, x: Inputs) -> Tensor:
-    """Classify by the nearest class mean of the frozen features.
-
-    Args:
-        model: The network; its last linear layer is left out.
-        data: Training data with integer classes.
-        x: T examples.
-
-    Returns:
-        Negative squared distances to the mean of each class, (T, C).
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
-        >>> train = torch.ones(10, 3).cumsum(0)
-        >>> nearest_class_mean(net, (train, torch.arange(10) // 5), train[:2]).shape
-        torch.Size([2, 2])
-    """
+    """Classify by the nearest class mean of the frozen features, (T, C)."""
     inputs, y = gather_data(data, model, keep=False)
     phi, query = features(model, inputs), features(model, x)
     means = torch.stack([phi[y == label].mean(0) for label in range(int(y.max()) + 1)])

@@ -37,24 +37,15 @@ from linnet.tangent.linearized import Linearized
 
 @dataclass(frozen=True, eq=False)
 class CrossFit:
-    """A network with cross-fitted heads and the training data of a fit.
+    """A network with cross-fitted heads and the training data of a fit."""
 
-    Args:
-        function: The network with the head fitted on everything.
-        folds: Its other heads.
-        x: N training examples.
-        fold: The fold of each, (N,).
-        targets: t, or label probabilities, (N, C).
-        memory: Budget of the kernels.
-        combinations: V, (C, M), of the outputs whose kernel all share; ``None`` for that of each output.
-    """
-
-    function: Functional
-    folds: Folds
-    x: Inputs
-    fold: Tensor
-    targets: Tensor
-    memory: str | int | None = None
+    function: Functional  # the network with the head fitted on everything
+    folds: Folds  # its other heads
+    x: Inputs  # N training examples
+    fold: Tensor  # the fold of each, (N,)
+    targets: Tensor  # t, or label probabilities, (N, C)
+    memory: str | int | None = None  # budget of the kernels
+    # V, (C, M), of the outputs whose kernel all share; `None` for that of each output
     combinations: Tensor | None = None
 
     @property
@@ -68,14 +59,8 @@ class CrossFit:
         )
 
     def squared(self, ridges: Tensor) -> Tensor:
-        """Held-out outputs of squared-loss fits.
-
-        Args:
-            ridges: ρ, (R,).
-
-        Returns:
-            (R, N, C), in float64.
-        """
+        """Held-out outputs of squared-loss fits, (R, N, C)."""
+        # ridges (R,)
         found = self._empty(len(ridges))
         for function, rest, held in self._each():
             kernel, cross, base = self._kernels(function, rest, held)
@@ -89,14 +74,8 @@ class CrossFit:
         return found
 
     def classified(self, ridges: Tensor) -> Tensor:
-        """Held-out outputs of cross-entropy fits.
-
-        Args:
-            ridges: ρ, descending, (R,).
-
-        Returns:
-            (R, N, C), in float64; not a number where the precision ends.
-        """
+        """Held-out outputs of cross-entropy fits."""
+        # ridges (R,)
         found = self._empty(len(ridges)).fill_(torch.nan)
         for function, rest, held in self._each():
             kernel, cross, base = self._kernels(function, rest, held)
@@ -108,16 +87,7 @@ class CrossFit:
         return found
 
     def iterated(self, ridge: float, settings: CGSettings, squared: bool) -> Tensor:
-        """Held-out outputs of fits by conjugate gradients.
-
-        Args:
-            ridge: ρ.
-            settings: How to iterate.
-            squared: Whether the loss is squared.
-
-        Returns:
-            (N, C), in float64.
-        """
+        """Held-out outputs of fits by conjugate gradients, (N, C)."""
         found = self._empty(1)[0]
         for function, rest, held in self._each():
             base = base_outputs(Linearized(function), self.x).double()
@@ -162,18 +132,8 @@ class CrossFit:
 def find_cross_fit(
     lin: Linearized, x: Inputs, y: Tensor, targets: Tensor, memory: str | int | None
 ) -> CrossFit | None:
-    """The cross-fitted heads of a network, if it has any and still has the head that goes with them.
-
-    Args:
-        lin: The network.
-        x: N training examples.
-        y: Their labels.
-        targets: What is fitted, (N, C).
-        memory: Budget of the kernels.
-
-    Returns:
-        The heads with the data, or ``None``.
-    """
+    """The cross-fitted heads of a network, if it has any and still has the head that goes with them."""
+    # targets (N, C)
     folds = getattr(lin.model, RECORD, {}).get("folds")
     if folds is None or not folds.fits(lin.function):
         return None

@@ -22,26 +22,15 @@ OPTIMIZERS = ("sgd", "adam")
 
 @dataclass(frozen=True)
 class Descent:
-    """One run of minibatch descent with a cosine schedule and clipped gradients.
+    """One run of minibatch descent with a cosine schedule and clipped gradients."""
 
-    BatchNorm keeps its running statistics and dropout is off.
+    # BatchNorm keeps its running statistics and dropout is off.
 
-    Args:
-        rate: Learning rate.
-        steps: Steps.
-        batch: Examples a step.
-        seed: Seed of the batches.
-        optimizer: ``"sgd"`` with momentum 0.9, or ``"adam"`` with a warm-up.
-
-    Raises:
-        InputError: If the optimizer is neither.
-    """
-
-    rate: float
-    steps: int = 150
-    batch: int = 32
-    seed: int = 0
-    optimizer: str = "sgd"
+    rate: float  # learning rate
+    steps: int = 150  # steps
+    batch: int = 32  # examples a step
+    seed: int = 0  # seed of the batches
+    optimizer: str = "sgd"  # ``"sgd"`` with momentum 0.9, or ``"adam"`` with a warm-up
 
     def __post_init__(self) -> None:
         check.choice("optimizer", self.optimizer, OPTIMIZERS, "leave it out for SGD")
@@ -55,19 +44,8 @@ class Descent:
         names: Collection[str] | None = None,
         log: Log | None = None,
     ) -> nn.Module:
-        """Train a copy of a network.
-
-        Args:
-            model: The network; it is not touched.
-            x: N examples.
-            y: Classes (N,), for the cross-entropy, or values (N, C), for the mean squared error.
-            ticks: Advanced once a step.
-            names: Parameters to train; all by default.
-            log: Told the mean loss of every epoch, and the learning rate at its end, after so many steps.
-
-        Returns:
-            The trained copy, in evaluation mode.
-        """
+        """Train a copy of a network."""
+        # y (N,)
         network = copied(model).eval().requires_grad_(False)
         weights = [
             p.requires_grad_()
@@ -111,16 +89,7 @@ class Descent:
 
 
 def outputs_of(module: nn.Module, x: Inputs, output: OutputAdapter = None) -> Tensor:
-    """Outputs (N, C) of a module for one batch of any structure, with gradients.
-
-    Args:
-        module: The module.
-        x: The batch.
-        output: How to turn its result into a tensor.
-
-    Returns:
-        The outputs, flattened.
-    """
+    """Outputs (N, C) of a module for one batch of any structure, with gradients."""
     arguments, keywords = call_arguments(on_device(x, next(module.parameters()).device))
     value = adapt_outputs(module(*arguments, **keywords), output)
     return value.reshape(value.shape[0], -1)

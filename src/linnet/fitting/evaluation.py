@@ -14,20 +14,7 @@ BATCH = 128  # examples predicted at once
 
 
 def checked_inputs(module: Linearized, x: Inputs, name: str = "x") -> Inputs:
-    """Examples that the network runs on, or an error.
-
-    Args:
-        module: The network.
-        x: Examples.
-        name: What the argument is called.
-
-    Returns:
-        The examples.
-
-    Raises:
-        DataError: If there is none, or one is not finite.
-        ModelError: If the network cannot run on them.
-    """
+    """Examples that the network runs on, or an error."""
     x = examples(module.function, x, name)
     module.function.check_runs(take(x, slice(0, 1)))
     return x
@@ -35,33 +22,14 @@ def checked_inputs(module: Linearized, x: Inputs, name: str = "x") -> Inputs:
 
 @torch.no_grad()
 def base_outputs(module: Linearized, x: Inputs) -> Tensor:
-    """f₀(x), batch by batch; each process of several has its share of them.
-
-    Args:
-        module: The network.
-        x: N examples.
-
-    Returns:
-        (N, C).
-    """
+    """f₀(x), batch by batch; each process of several has its share of them."""
     parts = [module.base(part) for _, part in own_parts(x, BATCH)]
     return all_rows(torch.cat(parts or [module.base(take(x, slice(0, 1)))[:0]]), batch_size(x))
 
 
 @torch.no_grad()
 def linear_outputs(module: Linearized, x: Inputs) -> Tensor:
-    """f₀(x) + J(x)δ, batch by batch.
-
-    Args:
-        module: The network.
-        x: T examples.
-
-    Returns:
-        (T, C).
-
-    Raises:
-        DataError: If x is empty or not finite.
-    """
+    """f₀(x) + J(x)δ, batch by batch."""
     parts = [module(part) for part in split(checked_inputs(module, x), BATCH)]
     return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
 

@@ -43,14 +43,7 @@ from linnet.tangent.sizes import Axis, Prototype, Traced, resized
 
 
 def own_network(module: Linearized) -> tuple[Functional, Params]:
-    """The network itself and the δ of its weights, also where the fit has other coordinates.
-
-    Args:
-        module: The trained ``Linearized``.
-
-    Returns:
-        The network at θ₀, and δ by parameter name.
-    """
+    """The network itself and the δ of its weights, also where the fit has other coordinates."""
     delta = {name: t.detach() for name, t in module.delta.items()}
     network, moved = _in_own_weights(module.function, [delta])
     return network, moved[0]
@@ -79,27 +72,19 @@ class _Mean(nn.Module):
 
 
 class Moved(nn.Module):
-    """What moves each output: r_hᵀ of the tangents along its own H directions, summed.
+    """What moves each output: r_hᵀ of the tangents along its own H directions, summed."""
 
-    Args:
-        heads: r_h, (H, D).
-    """
+    # heads (H, D)
 
-    heads: Tensor
+    heads: Tensor  # r_h, (H, D)
 
     def __init__(self, heads: Tensor) -> None:
         super().__init__()
         self.register_buffer("heads", heads)
 
     def forward(self, tangents: Sequence[Tensor]) -> Tensor:
-        """The change of every output.
-
-        Args:
-            tangents: (N, D) each, for each output one h after another.
-
-        Returns:
-            (N, C).
-        """
+        """The change of every output, (N, C)."""
+        # tangents (N, D)
         each = torch.stack(list(tangents), 1).unflatten(1, (-1, self.heads.shape[0]))  # (N, C, H, D)
         total: Tensor = (each * self.heads).sum((2, 3))
         return total
@@ -118,19 +103,14 @@ class _Directions(nn.Module):
 
 
 class HeadOutputs(nn.Module):
-    """A linear layer on features, with the variance of its outputs where roots are given.
+    """A linear layer on features, with the variance of its outputs where roots are given."""
 
-    Args:
-        weight: (C, D).
-        bias: (C,).
-        roots: σR, (1, E, E) for all outputs or (C, E, E).
-        shape: From φ to ψ, (N, D) to (N, E).
-    """
+    # weight (C, D), bias (C,), roots (1, E, E)
 
-    weight: Tensor
-    bias: Tensor
-    roots: Tensor | None
-    shape: nn.Module | None
+    weight: Tensor  # (C, D)
+    bias: Tensor  # (C,)
+    roots: Tensor | None  # σR, (1, E, E) for all outputs or (C, E, E)
+    shape: nn.Module | None  # from φ to ψ, (N, D) to (N, E)
 
     def __init__(
         self, weight: Tensor, bias: Tensor, roots: Tensor | None = None, shape: nn.Module | None = None
@@ -142,14 +122,8 @@ class HeadOutputs(nn.Module):
         self.shape = shape
 
     def forward(self, phi: Tensor, _: Sequence[Tensor]) -> Any:
-        """Outputs (N, C), and their variances.
-
-        Args:
-            phi: (N, D).
-
-        Returns:
-            One tensor or two.
-        """
+        """Outputs (N, C), and their variances."""
+        # phi (N, D)
         mean = nn.functional.linear(phi, self.weight, self.bias)
         if self.roots is None or self.shape is None:
             return mean
@@ -159,15 +133,11 @@ class HeadOutputs(nn.Module):
 
 
 class Affine(nn.Module):
-    """ψ from φ: scaled features less their mean, and a constant.
+    """ψ from φ: scaled features less their mean, and a constant."""
 
-    Args:
-        center: Of the features, (D,).
-        scale: Of the features; 0 where they take no part.
-        constant: In the last place; 0 where there is none.
-    """
+    # center (D,)
 
-    center: Tensor
+    center: Tensor  # of the features, (D,)
 
     def __init__(self, center: Tensor, scale: float, constant: float) -> None:
         super().__init__()
@@ -185,21 +155,7 @@ class Affine(nn.Module):
 def exported_fit(
     module: Linearized, like: Prototype, posterior: Posterior | None, kind: torch.dtype | None
 ) -> Traced:
-    """The linear model as a plain module.
-
-    Args:
-        module: The trained ``Linearized``.
-        like: Examples like those to come.
-        posterior: Where variances are wanted.
-        kind: Type in which they are computed, if not the network's.
-
-    Returns:
-        The module.
-
-    Raises:
-        MemoryBudgetError: If the matrices of the variance do not fit.
-        ModelError: If the network cannot be traced.
-    """
+    """The linear model as a plain module."""
     function, delta = own_network(module)
     if posterior is None:
         return plain_module(function.model, [delta], _Mean(), like, function.output)
@@ -231,22 +187,8 @@ def exported_fit(
 def exported_directions(
     function: Functional, needed: Plan, directions: Callable[[], list[Params]], heads: Tensor, like: Prototype
 ) -> Traced:
-    """A network whose outputs move along directions of their own, as a plain module.
-
-    Args:
-        function: The network.
-        needed: The memory of the directions.
-        directions: Makes them, for each output one head after another.
-        heads: r_h, (H, C), the combinations of outputs whose tangents are summed.
-        like: Examples like those to come.
-
-    Returns:
-        The module.
-
-    Raises:
-        MemoryBudgetError: If the directions do not fit the budget.
-        ModelError: If the network cannot be traced.
-    """
+    """A network whose outputs move along directions of their own, as a plain module."""
+    # heads (H, C)
     require(needed, ["fit with another solver, which has one direction for all outputs", "raise memory="])
     network, moved = _in_own_weights(function, directions())
     return plain_module(network.model, moved, _Directions(heads), like, network.output)
@@ -280,18 +222,8 @@ def _with_rows(
 
 
 def covariance_roots(psi: Tensor, posterior: Posterior) -> Tensor:
-    """R with R Rᵀ the posterior covariance of the weights of each output, and no others'.
-
-    Args:
-        psi: ψ of the training examples, (N, E), float64.
-        posterior: ρ, σ² and Λ.
-
-    Returns:
-        (1, E, E) where all outputs have the same, (C, E, E) otherwise.
-
-    Raises:
-        MemoryBudgetError: If the matrix of all weights does not fit.
-    """
+    """R with R Rᵀ the posterior covariance of the weights of each output, and no others'."""
+    # psi (N, E)
     e = psi.shape[1]
     if posterior.roots is None:
         shared = root_of_inverse(psi.T @ psi, posterior.ridge)
@@ -318,22 +250,9 @@ Make = Callable[[Prototype, torch.dtype | None], Traced]  # exports, variances i
 
 @torch.no_grad()
 def checked_module(make: Make, x: Inputs, answer: Answer) -> fx.GraphModule:
-    """An exported module that answers as the fit does, or an error.
-
-    A batch of one is tried, and the sizes that the trace leaves free. Where the module fails at another size
-    at which the fit answers, or answers otherwise, it is made again with that size fixed.
-
-    Args:
-        make: Exports.
-        x: Examples.
-        answer: What the fit says.
-
-    Returns:
-        The module.
-
-    Raises:
-        ModelError: If the outputs are others.
-    """
+    """An exported module that answers as the fit does, or an error."""
+    # A batch of one is tried, and the sizes that the trace leaves free. Where the module fails at another
+    # size at which the fit answers, or answers otherwise, it is made again with that size fixed.
     like, kind = Prototype(x), None
     try:
         made = make(like, kind)

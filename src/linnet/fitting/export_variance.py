@@ -32,37 +32,23 @@ from linnet.tangent.jacobian import jacobian
 
 @dataclass(frozen=True, eq=False)
 class Posterior:
-    """What variances are made of, beside the network.
+    """What variances are made of, beside the network."""
 
-    Args:
-        x: Training inputs, N examples.
-        ridge: ρ.
-        noise: σ².
-        roots: S with Λ = S Sᵀ, (N, C, C); ``None`` for the identity.
-        memory: Budget.
-        held: Equations that the outputs obey.
-    """
-
-    x: Inputs
-    ridge: float
-    noise: float
-    roots: Tensor | None = None
-    memory: str | int | None = None
-    held: Constraints | None = None
+    x: Inputs  # training inputs, N examples
+    ridge: float  # ρ
+    noise: float  # σ²
+    roots: Tensor | None = None  # S with Λ = S Sᵀ, (N, C, C); ``None`` for the identity
+    memory: str | int | None = None  # budget
+    held: Constraints | None = None  # equations that the outputs obey
 
 
 class RowsOutputs(nn.Module):
-    """f₀ + Jδ and its variance, from f₀ and the rows of J.
+    """f₀ + Jδ and its variance, from f₀ and the rows of J."""
 
-    Args:
-        delta: δ, (P,), in the order of the rows.
-        factor: σR (P, P), or σ/√ρ V (P, N·C), and σ W T^(−½) (P, q) beside it.
-        prior: σ²/ρ where the factor is V, 0 where it is R.
-        along: From the rows by weight to (N·C, P), where the fit has other coordinates.
-    """
+    # delta (P,), factor (P, P)
 
-    delta: Tensor
-    factor: Tensor
+    delta: Tensor  # δ, (P,), in the order of the rows
+    factor: Tensor  # σR (P, P), or σ/√ρ V (P, N·C), and σ W T^(−½) (P, q) beside it
 
     def __init__(self, delta: Tensor, factor: Tensor, prior: float, along: Along | None = None) -> None:
         super().__init__()
@@ -71,15 +57,8 @@ class RowsOutputs(nn.Module):
         self.prior, self.along = prior, along
 
     def forward(self, value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Outputs and their variances.
-
-        Args:
-            value: f₀, (N, C).
-            rows: J by weight, (N, C, *shape).
-
-        Returns:
-            Both (N, C).
-        """
+        """Outputs and their variances, (N, C)."""
+        # value (N, C), rows (N, C, *shape)
         if self.along is None:
             j = torch.cat([row.reshape(value.numel(), -1) for row in rows], 1)
         else:
@@ -93,12 +72,7 @@ class RowsOutputs(nn.Module):
 
 
 class AlongDirections(nn.Module):
-    """J H from the rows of J, layer by layer.
-
-    Args:
-        small: The sketched network, of whose directions it is made.
-        names: What the rows are of, in their order.
-    """
+    """J H from the rows of J, layer by layer."""
 
     def __init__(self, small: SketchedNetwork, names: Sequence[str]) -> None:
         super().__init__()
@@ -111,15 +85,8 @@ class AlongDirections(nn.Module):
         )
 
     def forward(self, value: Tensor, rows: Sequence[Tensor]) -> Tensor:
-        """J H, (N·C, D).
-
-        Args:
-            value: f₀, (N, C).
-            rows: J by weight, (N, C, *shape).
-
-        Returns:
-            The products.
-        """
+        """J H, (N·C, D)."""
+        # value (N, C), rows (N, C, *shape)
         columns = {name: row.flatten(0, 1).movedim(0, -1) for name, row in zip(self.names, rows, strict=True)}
         parts = []
         for i, (kind, layer) in enumerate(self.kinds):
@@ -133,26 +100,15 @@ class AlongDirections(nn.Module):
 
 
 class AlongMetric(nn.Module):
-    """J H from the rows of J, H the root of a metric.
-
-    Args:
-        network: The network in the coordinates of the metric, in the order of whose weights the rows are.
-    """
+    """J H from the rows of J, H the root of a metric."""
 
     def __init__(self, network: MetricNetwork) -> None:
         super().__init__()
         self.turned = network.turned
 
     def forward(self, value: Tensor, rows: Sequence[Tensor]) -> Tensor:
-        """J H, (N·C, P).
-
-        Args:
-            value: f₀, (N, C).
-            rows: J by weight, (N, C, *shape).
-
-        Returns:
-            The products.
-        """
+        """J H, (N·C, P)."""
+        # value (N, C), rows (N, C, *shape)
         turned: Tensor = self.turned(torch.cat([row.reshape(value.numel(), -1) for row in rows], 1))
         return turned
 
@@ -167,21 +123,8 @@ def rows_outputs(
     kind: torch.dtype,
     along: Along | None = None,
 ) -> RowsOutputs:
-    """The outputs of a fit and their variance, from the rows of J.
-
-    Args:
-        function: The network in the fit's coordinates.
-        delta: δ, (P,).
-        posterior: ρ, σ² and the training examples.
-        kind: Type in which variances are computed.
-        along: From rows by weight to those coordinates.
-
-    Returns:
-        The module.
-
-    Raises:
-        MemoryBudgetError: If the factor does not fit the budget.
-    """
+    """The outputs of a fit and their variance, from the rows of J."""
+    # delta (P,)
     n, p = batch_size(posterior.x), function.space.dim
     c = function.check_runs(take(posterior.x, slice(0, 1))).numel()
     what = f"variance of {c} outputs: a factor of {p} weights × {min(p, n * c)}"
@@ -211,43 +154,20 @@ def rows_outputs(
 
 
 def held_by_factor(p: int, count: int, each: int) -> tuple[tuple[str, int], ...]:
-    """Bytes that a factor of the posterior takes while it is made.
-
-    Args:
-        p: P.
-        count: N·C.
-        each: Rows of one example.
-
-    Returns:
-        Items of a plan.
-    """
+    """Bytes that a factor of the posterior takes while it is made."""
     rank = min(p, count)
     return ("factor and its copy", 16 * p * rank), ("matrices", 24 * rank**2), ("rows", 16 * p * BATCH * each)
 
 
 def in_weights(matrix: Tensor, posterior: Posterior) -> tuple[Tensor, float]:
-    """The posterior where the weights are fewer than the training outputs.
-
-    Args:
-        matrix: J̃ᵀJ̃, (P, P).
-        posterior: ρ and σ².
-
-    Returns:
-        σR (P, P), and 0.
-    """
+    """The posterior where the weights are fewer than the training outputs, (P, P)."""
+    # matrix (P, P)
     return root_of_inverse(matrix, posterior.ridge) * posterior.noise**0.5, 0.0
 
 
 def in_examples(rows: Tensor, posterior: Posterior) -> tuple[Tensor, float]:
-    """The posterior where the training outputs are fewer than the weights.
-
-    Args:
-        rows: J̃, (N·C, P).
-        posterior: ρ and σ².
-
-    Returns:
-        σ/√ρ V (P, N·C), and σ²/ρ.
-    """
+    """The posterior where the training outputs are fewer than the weights, (P, N·C)."""
+    # rows (N·C, P)
     prior = posterior.noise / posterior.ridge
     return rows.T @ root_of_inverse(rows @ rows.T, posterior.ridge) * prior**0.5, prior
 
@@ -272,19 +192,8 @@ def _given(
 
 
 def root_of_inverse(matrix: Tensor, ridge: float) -> Tensor:
-    """L⁻ᵀ with L Lᵀ a matrix and its ridge.
-
-    Args:
-        matrix: (P, P), symmetric.
-        ridge: ρ.
-
-    Returns:
-        (P, P).
-
-    Example:
-        >>> root_of_inverse(3 * torch.eye(1), 1.0)
-        tensor([[0.5000]])
-    """
+    """L⁻ᵀ with L Lᵀ a matrix and its ridge, (P, P)."""
+    # matrix (P, P)
     damped = matrix.clone()
     damped.diagonal().add_(ridge)
     factor = cholesky(damped, "features + ridge")

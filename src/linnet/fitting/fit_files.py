@@ -24,19 +24,8 @@ def write_fit(
     told: dict[str, Any],
     held_out: Tensor | None = None,
 ) -> Path:
-    """Write a fit: its solution and the training data, so that nothing is lost by the round trip.
-
-    Args:
-        directory: The folder; made if missing.
-        function: The network.
-        data: Training inputs and targets.
-        solved: Tensors and JSON of the solved equations.
-        told: What else the fit knows, as JSON.
-        held_out: Held-out outputs of a cross-fitted head, (N, C).
-
-    Returns:
-        The file written.
-    """
+    """Write a fit: its solution and the training data, so that nothing is lost by the round trip."""
+    # held_out (N, C)
     x, targets = data
     tensors = solved[0] | {"targets": targets.values}
     if held_out is not None:

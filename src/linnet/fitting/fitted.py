@@ -325,12 +325,7 @@ class SolvedSquares(Solved, Protocol):
 
 
 class SquaredFit(Fitted):
-    """A fit of the squared loss, whose probabilities are calibrated on leave-one-out outputs.
-
-    Args:
-        targets: Training targets.
-        record: What was chosen and why.
-    """
+    """A fit of the squared loss, whose probabilities are calibrated on leave-one-out outputs."""
 
     def __init__(self, targets: Targets, record: Record) -> None:
         super().__init__(targets, record)
@@ -439,21 +434,7 @@ class SquaredFit(Fitted):
 def more_data(
     fit: SquaredFit, function: Functional, data: Any, what: str = "the new data"
 ) -> tuple[Inputs, Targets]:
-    """New data for a fit, on its device and with targets like those that it was fitted to.
-
-    Args:
-        fit: The fit.
-        function: The network.
-        data: An (x, y) pair, a Dataset, a DataLoader or batches.
-        what: The name of the data in errors.
-
-    Returns:
-        Inputs and targets.
-
-    Raises:
-        DataError: If the data are empty, not finite, of another kind than before or out of range.
-        InputError: If the targets are arranged otherwise than the outputs.
-    """
+    """New data for a fit, on its device and with targets like those that it was fitted to."""
     said = Said(classes=fit.record.classes)
     x, y = gather_data(data, function, memory=fit.memory, said=said)
     function.check_runs(take(x, slice(0, 1)))

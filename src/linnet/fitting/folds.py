@@ -15,19 +15,12 @@ from linnet.tangent.functional import Functional, tensors_by_name
 
 @dataclass(frozen=True, eq=False)
 class Folds:
-    """K heads, the head fitted on everything, and the fold of every example.
+    """K heads, the head fitted on everything, and the fold of every example."""
 
-    Args:
-        layer: Name of the head.
-        whole: Weight (C, D) and bias (C,) fitted on all examples.
-        heads: The same without each fold.
-        members: Fold of an example, by its fingerprint.
-    """
-
-    layer: str
-    whole: tuple[Tensor, Tensor]
-    heads: tuple[tuple[Tensor, Tensor], ...]
-    members: Mapping[str, int]
+    layer: str  # name of the head
+    whole: tuple[Tensor, Tensor]  # weight (C, D) and bias (C,) fitted on all examples
+    heads: tuple[tuple[Tensor, Tensor], ...]  # the same without each fold
+    members: Mapping[str, int]  # fold of an example, by its fingerprint
 
     @property
     def count(self) -> int:
@@ -35,14 +28,7 @@ class Folds:
         return len(self.heads)
 
     def fits(self, function: Functional) -> bool:
-        """Whether a network still has the head that was fitted on everything.
-
-        Args:
-            function: The network.
-
-        Returns:
-            Whether its last layer is that head.
-        """
+        """Whether a network still has the head that was fitted on everything."""
         tensors = tensors_by_name(function.model)
         found = [tensors.get(f"{self.layer}.{name}") for name in ("weight", "bias")]
         return all(
@@ -51,15 +37,7 @@ class Folds:
         )
 
     def without(self, function: Functional, fold: int) -> Functional:
-        """The network with the head that has not seen a fold.
-
-        Args:
-            function: The network with the whole head.
-            fold: The fold.
-
-        Returns:
-            The network linearized there.
-        """
+        """The network with the head that has not seen a fold."""
         named = zip(("weight", "bias"), self.heads[fold], strict=True)
         mine = tensors_by_name(function.model)
         values = {}
@@ -70,14 +48,7 @@ class Folds:
         return function.moved(values)
 
     def of(self, examples: Sequence[str]) -> Tensor:
-        """The fold of each example; those that no head has seen are dealt out in turn.
-
-        Args:
-            examples: Fingerprints.
-
-        Returns:
-            (N,), int64.
-        """
+        """The fold of each example; those that no head has seen are dealt out in turn, (N,)."""
         unseen: dict[str, int] = {}
         found = []
         for example in examples:
@@ -88,24 +59,8 @@ class Folds:
 
 
 def deal(examples: Sequence[str], y: Tensor, count: Any, generator: torch.Generator | None = None) -> Tensor:
-    """Deal examples to folds at random, each class evenly; equal examples go to one fold.
-
-    Args:
-        examples: Fingerprints.
-        y: Integer classes (N,), or float targets, which are dealt as one class.
-        count: K.
-        generator: Source of randomness; seed 0 by default.
-
-    Returns:
-        The fold of each example, (N,).
-
-    Raises:
-        InputError: K is not a number of folds of so many examples.
-
-    Example:
-        >>> deal(["a", "b", "c", "d"], torch.tensor([0, 1, 0, 1]), 2).bincount()
-        tensor([2, 2])
-    """
+    """Deal examples to folds at random, each class evenly; equal examples go to one fold, (N,)."""
+    # y (N,)
     distinct = list(dict.fromkeys(examples))
     good = isinstance(count, int) and not isinstance(count, bool) and 2 <= count <= len(distinct)
     if not good:

@@ -208,19 +208,8 @@ def _check(model: nn.Module, classes: int, init: Any, data: Any) -> None:
 
 
 def linear_probe(phi: Tensor, targets: Targets, ridge: str | float = "loo") -> tuple[Tensor, Tensor]:
-    """Ridge regression of the targets on features, intercept not penalized.
-
-    Args:
-        phi: Features (N, D).
-        targets: Targets (N, C).
-        ridge: ρ, or the criterion that chooses it.
-
-    Returns:
-        Weight (C, D) and bias (C,), in the type of the features.
-
-    Raises:
-        InputError: If the ridge is neither a positive number nor the name of a criterion.
-    """
+    """Ridge regression of the targets on features, intercept not penalized, (C, D)."""
+    # phi (N, D)
     check_ridge(ridge)
     f, t = phi.double(), targets.values.double().to(phi.device)
     center, mean = f.mean(0), t.mean(0)
@@ -232,12 +221,9 @@ def linear_probe(phi: Tensor, targets: Targets, ridge: str | float = "loo") -> t
 
 
 class _Equations:
-    """(ΦΦᵀ + ρI) β = T at every ρ, from the eigenvalues of ΦΦᵀ or of ΦᵀΦ, whichever is the smaller matrix.
+    """(ΦΦᵀ + ρI) β = T at every ρ, from the eigenvalues of ΦΦᵀ or of ΦᵀΦ, whichever is the smaller matrix."""
 
-    Args:
-        f: Centered features Φ, (N, D), float64.
-        t: Centered targets T, (N, C), float64.
-    """
+    # f (N, D), t (N, C)
 
     def __init__(self, f: Tensor, t: Tensor) -> None:
         self.f, self.t, self.tall = f, t, len(f) > f.shape[1]

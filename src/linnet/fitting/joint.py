@@ -11,19 +11,7 @@ from linnet.tangent.batch import Inputs, batch_size
 
 
 def joint_covariance(fit: LinearFit, x1: Inputs, x2: Inputs | None = None) -> Tensor:
-    """Cov[f(x1), f(x2)] · ρ/σ²: with noise ρ on a new target, everything else is scale-free.
-
-    Args:
-        fit: The fit.
-        x1: N examples.
-        x2: M examples; by default x1.
-
-    Returns:
-        (N·C, M·C), float64.
-
-    Raises:
-        MemoryBudgetError: If it does not fit the fit's budget.
-    """
+    """Cov[f(x1), f(x2)] · ρ/σ²: with noise ρ on a new target, everything else is scale-free, (N·C, M·C)."""
     n, m, c = batch_size(x1), batch_size(x1 if x2 is None else x2), fit.system.c
     size = 8 * n * m * c * c
     items = [("covariance", size), ("kernel", size)]

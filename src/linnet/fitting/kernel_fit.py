@@ -38,18 +38,7 @@ SHARE = 0.25  # of the memory budget that directions kept for predictions may ta
 
 
 class KernelFit(SquaredFit):
-    """Base class of fits by one kernel for all outputs.
-
-    Args:
-        x: Training inputs, N examples.
-        targets: Training targets.
-        system: The solved equations, of an (N, N) kernel.
-        record: What was chosen and why.
-
-    Attributes:
-        x: Training inputs.
-        system: The solved equations.
-    """
+    """Base class of fits by one kernel for all outputs."""
 
     def __init__(self, x: Inputs, targets: Targets, system: DualSystem, record: Record) -> None:
         super().__init__(targets, record)

@@ -8,40 +8,21 @@ from torch import Tensor
 
 
 class Rows:
-    """K(x, X) of the last samples that were requested, by their fingerprints.
-
-    Example:
-        >>> import torch
-        >>> rows = Rows()
-        >>> rows.keep(["a", "b", "c"], torch.eye(3))
-        >>> rows.known(["b"])
-        tensor([[0., 1., 0.]])
-    """
+    """K(x, X) of the last samples that were requested, by their fingerprints."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
         self._kernel: Tensor | None = None
 
     def known(self, names: Sequence[str]) -> Tensor | None:
-        """The rows of samples, (T, N), if all are there.
-
-        Args:
-            names: The fingerprints of T samples.
-
-        Returns:
-            Their rows; None where one is not known.
-        """
+        """The rows of samples, (T, N), if all are there."""
         places = [self._places.get(name) for name in names]
         if self._kernel is None or None in places:
             return None
         return self._kernel[places]
 
     def keep(self, names: Sequence[str], kernel: Tensor) -> None:
-        """Keep rows in the place of those before.
-
-        Args:
-            names: The fingerprints of T samples.
-            kernel: Their rows, (T, N).
-        """
+        """Keep rows in the place of those before."""
+        # kernel (T, N)
         self._places = {name: row for row, name in enumerate(names)}
         self._kernel = kernel

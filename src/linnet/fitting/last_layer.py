@@ -32,19 +32,10 @@ FEW = 4  # examples on which the last layer is checked to be the last
 
 
 class Appended(nn.Module):
-    """A network whose result is turned into a tensor, with a linear layer behind it where it has none.
+    """A network whose result is turned into a tensor, with a linear layer behind it where it has none."""
 
-    Hidden states (N, T, D), which encoders call ``last_hidden_state``, are averaged over the positions that
-    the attention mask counts, as sentence encoders do.
-
-    Args:
-        body: The network; not copied.
-        width: D, the features of an example; ``None`` for a network that ends in a linear layer.
-        output: How to turn its result into a tensor, if not as ``Functional`` does.
-
-    Attributes:
-        averaged: Whether its features are averaged hidden states, and nobody has asked for that.
-    """
+    # Hidden states (N, T, D), which encoders call `last_hidden_state`, are averaged over the positions that
+    # the attention mask counts, as sentence encoders do.
 
     def __init__(self, body: nn.Module, width: int | None = None, output: OutputAdapter = None) -> None:
         super().__init__()
@@ -65,24 +56,8 @@ class Appended(nn.Module):
 
 
 def taken(result: Any, output: OutputAdapter, mask: Tensor | None = None) -> Tensor:
-    """What a network returns as a tensor, hidden states averaged over positions.
-
-    Args:
-        result: What it returns.
-        output: How to take a tensor from it.
-        mask: Attention mask (N, T), 1 at positions that count; all count by default.
-
-    Returns:
-        The outputs, (N, ...).
-
-    Raises:
-        ModelError: If it is no tensor, or the mask is not of its positions.
-
-    Example:
-        >>> hidden = torch.tensor([[[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]])
-        >>> taken({"last_hidden_state": hidden}, None, torch.tensor([[1, 1, 0]]))
-        tensor([[2., 3.]])
-    """
+    """What a network returns as a tensor, hidden states averaged over positions, (N, ...)."""
+    # mask (N, T)
     hidden = _hidden(result, output)
     if hidden is None:
         return adapt_outputs(result, output)
@@ -111,27 +86,9 @@ def _hidden(result: Any, output: OutputAdapter) -> Tensor | None:
 
 @torch.no_grad()
 def ending_linear(model: nn.Module, x: Inputs, output: OutputAdapter = None) -> nn.Module:
-    """A network that ends in a linear layer: the one given, or a linear layer behind what it returns.
-
-    Encoders without a head return features, one vector an example; a head is put behind them. Outputs that
-    its last linear layer gives before something else (a softmax, an activation) are no features.
-
-    Args:
-        model: The network; neither touched nor copied.
-        x: Examples.
-        output: How to turn its result into a tensor: a function, the name of a part, or ``None``.
-
-    Returns:
-        The network, or ``Appended``.
-
-    Raises:
-        ModelError: If the network cannot run on x, or returns neither features nor what a linear layer gives.
-
-    Example:
-        >>> encoder = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        >>> ending_linear(encoder, torch.zeros(2, 3, 8, 8))(torch.zeros(2, 3, 8, 8)).shape
-        torch.Size([2, 1])
-    """
+    """A network that ends in a linear layer: the one given, or a linear layer behind what it returns."""
+    # Encoders without a head return features, one vector an example; a head is put behind them. Outputs that
+    # its last linear layer gives before something else (a softmax, an activation) are no features.
     check_output(output)
     model = without_wrapper(model)
     averaged: list[bool] = []
@@ -167,22 +124,9 @@ def ending_linear(model: nn.Module, x: Inputs, output: OutputAdapter = None) -> 
 
 @torch.no_grad()
 def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
-    """Inputs of the last linear layer.
-
-    They are what the network returns with the identity in its place: a classifier of texts that takes the
-    outputs at the last token, or their mean, gives its features there.
-
-    Args:
-        model: The network; evaluated on a frozen copy.
-        x: N examples.
-        batch: Examples at once.
-
-    Returns:
-        φ(x), (N, D).
-
-    Raises:
-        ModelError: If the network cannot run on x, or does not end in that layer.
-    """
+    """Inputs of the last linear layer, (x)."""
+    # They are what the network returns with the identity in its place: a classifier of texts that takes the
+    # outputs at the last token, or their mean, gives its features there.
     function = Functional(model)
     function.check_runs(take(x, slice(0, 1)))
     few = take(x, slice(0, FEW))
@@ -276,19 +220,7 @@ def _refuse(model: nn.Module, elsewhere: str | None) -> NoReturn:
 
 
 def bared(model: nn.Module) -> nn.Module:
-    """The network with the identity in the place of its last linear layer.
-
-    Args:
-        model: The network; it is not touched.
-
-    Returns:
-        A copy whose outputs are the layer's inputs, its features.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
-        >>> bared(net)(torch.ones(5, 2)).shape
-        torch.Size([5, 3])
-    """
+    """The network with the identity in the place of its last linear layer."""
     clone = copied(model)
     name, old = last_linear(clone)
     like = next(old.parameters())  # a weight that is made of others would be made anew
@@ -336,19 +268,7 @@ def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
 
 
 def selected_inside(model: nn.Module, params: Selector = None) -> dict[str, Tensor | None]:
-    """Selected parameters by the names that they have in a network that a head may have been put behind.
-
-    Args:
-        model: The network.
-        params: Which, by the names before that.
-
-    Returns:
-        The names, with the entries that vary where not all do.
-
-    Example:
-        >>> selected_inside(Appended(nn.Linear(2, 3), 3), ["weight"])
-        {'body.weight': None}
-    """
+    """Selected parameters by the names that they have in a network that a head may have been put behind."""
     if not isinstance(model, Appended):
         return selected(model, params)
     return {f"body.{name}": mask for name, mask in selected(model.body, params).items()}
@@ -360,18 +280,7 @@ def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def named_linear(model: nn.Module, head: str) -> str:
-    """The one linear layer that a user names.
-
-    Args:
-        model: The network.
-        head: Its name, or a regular expression that matches its whole name alone.
-
-    Returns:
-        Its name.
-
-    Raises:
-        InputError: If it names no linear layer inside the network, or several.
-    """
+    """The one linear layer that a user names."""
     instance("head", head, str, "the name of a linear layer, or a regular expression for it")
     linear = dict(_linear_layers(model))
     try:
@@ -402,25 +311,9 @@ def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
 
 
 def zero_layer(kind: type[L], *sizes: int, like: Tensor, **options: Any) -> L:
-    """A layer with all parameters zero, made without random numbers.
-
-    The constructors of torch's layers draw their first values from the global random stream, which would
-    move it for a layer whose values are set anyway.
-
-    Args:
-        kind: The class.
-        *sizes: Its positional arguments.
-        like: A tensor with the device and type to use.
-        **options: Its other arguments.
-
-    Returns:
-        The layer.
-
-    Example:
-        >>> zero_layer(nn.Linear, 2, 1, like=torch.ones(1)).weight
-        Parameter containing:
-        tensor([[0., 0.]], requires_grad=True)
-    """
+    """A layer with all parameters zero, made without random numbers."""
+    # The constructors of torch's layers draw their first values from the global random stream, which would
+    # move it for a layer whose values are set anyway.
     layer: L = skip_init(kind, *sizes, device=like.device, dtype=like.dtype, **options)
     with torch.no_grad():
         for p in layer.parameters():

@@ -52,16 +52,7 @@ class Merged(Record):
 @in_exact_mode
 @torch.no_grad()
 def merged_network(module: Linearized, x: Inputs, classes: int | None) -> Merged:
-    """The network at θ₀ + δ.
-
-    Args:
-        module: The trained ``Linearized``.
-        x: Examples on which it is compared with the linear model.
-        classes: Number of classes, ``None`` for regression.
-
-    Returns:
-        The network, and the comparison.
-    """
+    """The network at θ₀ + δ."""
     function, delta = own_network(module)
     network = copy.deepcopy(function.model)
     own = dict(network.named_parameters())
@@ -85,17 +76,8 @@ def compared(
     x: Inputs,
     classes: int | None,
 ) -> Merged:
-    """A network beside the linear model.
-
-    Args:
-        network: The network.
-        outputs: Of a batch f_lin, f₀ and f(θ₀ + δ), each (N, C).
-        x: Examples.
-        classes: Number of classes, ``None`` for regression.
-
-    Returns:
-        The comparison.
-    """
+    """A network beside the linear model."""
+    # outputs (N, C)
     missed, predicted, same = 0.0, 0.0, 0
     for part in split(x, BATCH):
         linear, base, reached = outputs(part)

@@ -64,14 +64,8 @@ class MetricNetwork(Coordinates):
         self.register_buffer("metric", identity)
 
     def _moved(self, epsilon: Tensor) -> dict[str, Tensor]:
-        """H ε, computed in the type of the curvature.
-
-        Args:
-            epsilon: ε, (P,).
-
-        Returns:
-            The displacement of every parameter.
-        """
+        """H ε, computed in the type of the curvature."""
+        # epsilon (P,)
         delta = self._covariance._root(epsilon.to(self._covariance.dtype)[:, None])[:, 0].to(epsilon.dtype)
         pieces = delta.split([shape.numel() for shape in self._shapes.values()])
         return {
@@ -171,18 +165,7 @@ def _identity(curvature: Curvature, tau: float) -> bytes:
 
 
 def network_of(model: nn.Module, curvature: Curvature) -> nn.Module:
-    """The network that a curvature is of.
-
-    Args:
-        model: The network, perhaps compiled.
-        curvature: G.
-
-    Returns:
-        The network.
-
-    Raises:
-        InputError: If it is no network, or the curvature is none or of another network.
-    """
+    """The network that a curvature is of."""
     if not isinstance(model, nn.Module) or isinstance(model, Linearized):
         raise InputError(
             f"model is {type(model).__name__}",

@@ -23,23 +23,14 @@ DIMS = (2048, 1024, 512, 256)  # directions of a sketch that nobody asked for: t
 
 @dataclass(frozen=True)
 class Size:
-    """Size of the problem of a fit.
+    """Size of the problem of a fit."""
 
-    Args:
-        function: The network.
-        x: N examples.
-        c: C.
-        loss: "squared" or "cross-entropy".
-        searched: Whether a criterion chooses the ridge.
-        memory: Budget.
-    """
-
-    function: Functional
-    x: Inputs
-    c: int
-    loss: str
-    searched: bool
-    memory: Memory
+    function: Functional  # the network
+    x: Inputs  # N examples
+    c: int  # C
+    loss: str  # "squared" or "cross-entropy"
+    searched: bool  # whether a criterion chooses the ridge
+    memory: Memory  # budget
 
     @property
     def budget(self) -> int:
@@ -131,20 +122,7 @@ def sketch_bytes(function: Functional) -> int:
 
 
 def choose_solver(size: Size, solver: str, settings: CGSettings, dim: int | None = None) -> tuple[str, str]:
-    """The solver, and one sentence that says why.
-
-    Args:
-        size: What is to be solved.
-        solver: What was requested, or "auto".
-        settings: Of conjugate gradients.
-        dim: Directions of a sketch.
-
-    Returns:
-        "dual", "shared", "primal", "sketch", "cg" or "sgd", and the reason.
-
-    Raises:
-        MemoryBudgetError: If it, or every one, does not fit the budget.
-    """
+    """The solver, and one sentence that says why."""
     if solver == "dual":
         require(size.dual_memory(), ['solve matrix-free with solver="cg"', "raise memory="])
     elif solver == "primal":
@@ -190,17 +168,7 @@ def _least(plans: dict[str, Plan]) -> str:
 
 
 def affordable(function: Functional, x: Inputs, settings: CGSettings, memory: Memory) -> CGSettings:
-    """The settings, with no preconditioner where one may be chosen but does not fit.
-
-    Args:
-        function: The network.
-        x: Training inputs.
-        settings: What was requested.
-        memory: Budget.
-
-    Returns:
-        The settings to use.
-    """
+    """The settings, with no preconditioner where one may be chosen but does not fit."""
     budget = parse_bytes(memory, function.device)
     if settings.preconditioner == "auto":
         needed = preconditioner_bytes(function, x, "auto", settings.rank)

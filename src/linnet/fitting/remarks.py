@@ -27,29 +27,12 @@ GONE = f"{HEAD} examples that this fit no longer has, and keeps what it learned 
 
 
 def rounded(error: float, scale: float) -> str:
-    """A remark on rounding errors.
-
-    Args:
-        error: Of an output.
-        scale: What the fit changes outputs by.
-
-    Returns:
-        A sentence.
-    """
+    """A remark on rounding errors."""
     return f"{ROUNDED} of about {error:.1g}, where the fit changes outputs by {scale:.2g}"
 
 
 def head_remarks(model: nn.Module, x: Inputs, y: Tensor) -> tuple[str, ...]:
-    """Whether the head has seen the labels that leave-one-out leaves out.
-
-    Args:
-        model: The network.
-        x: N training examples.
-        y: Their labels.
-
-    Returns:
-        A sentence, if it has.
-    """
+    """Whether the head has seen the labels that leave-one-out leaves out."""
     seen = getattr(model, RECORD, {}).get("examples", frozenset())
     again = sum(example in seen for example in example_hashes(x, y)) if seen else 0
     if not again:
@@ -62,27 +45,13 @@ def head_remarks(model: nn.Module, x: Inputs, y: Tensor) -> tuple[str, ...]:
 
 
 def unused_remarks(function: Functional) -> tuple[str, ...]:
-    """Whether selected parameters move no output.
-
-    Args:
-        function: The network, of which derivatives have been taken.
-
-    Returns:
-        A sentence, if so.
-    """
+    """Whether selected parameters move no output."""
     said = unused_remark(function)
     return (said,) if said else ()
 
 
 def held_remarks(function: Functional) -> tuple[str, ...]:
-    """Whether one layer alone varies because the weights of the others require no gradient.
-
-    Args:
-        function: The network and the weights that vary.
-
-    Returns:
-        A sentence, if it does.
-    """
+    """Whether one layer alone varies because the weights of the others require no gradient."""
     layers = {name.rpartition(".")[0] for name in function.names}
     if not function.held or len(layers) > 1:
         return ()
@@ -93,14 +62,7 @@ def held_remarks(function: Functional) -> tuple[str, ...]:
 
 
 def single_remarks(targets: Targets) -> tuple[str, ...]:
-    """Classes that leaving one example out leaves without any.
-
-    Args:
-        targets: Training targets.
-
-    Returns:
-        A sentence, if there are such classes.
-    """
+    """Classes that leaving one example out leaves without any."""
     labels = targets.labels
     if labels is None or not (single := int((labels.bincount() == 1).sum())):
         return ()
@@ -111,14 +73,7 @@ def single_remarks(targets: Targets) -> tuple[str, ...]:
 
 
 def empty_remarks(targets: Targets) -> tuple[str, ...]:
-    """Classes without an example, whose logits the cross-entropy pushes down.
-
-    Args:
-        targets: Label probabilities.
-
-    Returns:
-        A sentence, if there are such classes.
-    """
+    """Classes without an example, whose logits the cross-entropy pushes down."""
     counts = targets.values.double().sum(0)
     if targets.values.shape[1] == 1:
         counts = torch.cat([len(targets.values) - counts, counts])
@@ -132,19 +87,7 @@ def empty_remarks(targets: Targets) -> tuple[str, ...]:
 def after_change(
     warnings: tuple[str, ...], model: nn.Module, x: Inputs, targets: Targets, *, likely: bool
 ) -> tuple[str, ...]:
-    """The remarks of a fit whose examples or labels are no longer those that the remarks were made on.
-
-    Args:
-        warnings: The remarks of the fit before.
-        model: The network.
-        x: N training examples.
-        targets: Their targets.
-        likely: Whether the loss is the cross-entropy.
-
-    Returns:
-        The remarks of the fit as it is. A network that does not know how its head was made, as after loading
-        its weights, keeps what was said of the head.
-    """
+    """The remarks of a fit whose examples or labels are no longer those that the remarks were made on."""
     crossed = any(CROSS in line for line in warnings)
     before = [line for line in warnings if HEAD in line] or ([SEEN] if crossed else [])
     found = list(empty_remarks(targets) if likely else ())

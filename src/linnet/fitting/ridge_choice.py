@@ -22,30 +22,12 @@ class Chosen(NamedTuple):
 
 
 def given_ridge(ridge: float, folds: CrossFit | None) -> Chosen:
-    """A ridge that was given.
-
-    Args:
-        ridge: ρ.
-        folds: Cross-fitted heads, if there are any.
-
-    Returns:
-        The ridge, why, and held-out outputs.
-    """
+    """A ridge that was given."""
     return Chosen(ridge, "given", None if folds is None else folds.squared(torch.tensor([ridge]))[0])
 
 
 def chosen_ridge(path: RidgePath, criterion: str, targets: Targets, folds: CrossFit | None = None) -> Chosen:
-    """The ridge that a criterion prefers.
-
-    Args:
-        path: Every criterion along a path of ridges.
-        criterion: ``"loo"``, ``"gcv"`` or ``"evidence"``.
-        targets: What is fitted.
-        folds: Cross-fitted heads, if there are any: leave-one-out is then by folds.
-
-    Returns:
-        The ridge, why, and held-out outputs.
-    """
+    """The ridge that a criterion prefers."""
     held: Tensor | None
     if folds is not None and criterion == "loo":
         every = folds.squared(path.ridges)

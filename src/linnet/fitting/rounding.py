@@ -20,31 +20,16 @@ PROBED = 4  # examples that are computed in float64 as well
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding errors of a network.
+    """Rounding errors of a network."""
 
-    Args:
-        kernel: Relative error of an entry of the kernel, root mean square.
-        outputs: Error of an output f₀, root mean square.
-        dtype: Type in which it is computed.
-        base: Largest output f₀.
-    """
-
-    kernel: float
-    outputs: float
-    dtype: torch.dtype
-    base: float
+    kernel: float  # relative error of an entry of the kernel, root mean square
+    outputs: float  # error of an output f₀, root mean square
+    dtype: torch.dtype  # type in which it is computed
+    base: float  # largest output f₀
 
 
 def assumed_rounding(function: Functional, base: float) -> Rounding:
-    """Rounding errors larger than those of most networks.
-
-    Args:
-        function: The network.
-        base: Largest output f₀.
-
-    Returns:
-        The errors.
-    """
+    """Rounding errors larger than those of most networks."""
     outputs = Precision().eps(function.dtype, function.device)
     kernel = function.precision.eps(function.dtype, function.device)
     return Rounding(ASSUMED * kernel, ASSUMED * outputs * base, function.dtype, base)
@@ -54,24 +39,8 @@ def assumed_rounding(function: Functional, base: float) -> Rounding:
 def measured_rounding(
     function: Functional, x: Inputs, base: float, memory: str | int | None = None, count: int = PROBED
 ) -> Rounding:
-    """Rounding errors of a network on a few examples, by computing them in float64 as well.
-
-    Kernels are those of the types of ``linnet.precision`` that the network has.
-
-    Args:
-        function: The network; one in float64 is judged by the network that it was made from.
-        x: Examples.
-        base: Largest output f₀.
-        memory: Budget.
-        count: How many of them are computed.
-
-    Returns:
-        The errors; those assumed where the network is in float64 by itself, does not run in it, or takes more
-        memory than there is.
-
-    Raises:
-        ProcessGroupError: If another process has gone, or makes another call.
-    """
+    """Rounding errors of a network on a few examples, by computing them in float64 as well."""
+    # Kernels are those of the types of `linnet.precision` that the network has.
     low, types = function.source if function.source is not None else function, function.precision
     if low.dtype == torch.float64 and not types.coarser(low.dtype):
         return assumed_rounding(function, base)

@@ -46,17 +46,11 @@ from linnet.tangent.sizes import Prototype, Traced
 
 @dataclass(frozen=True, eq=False)
 class SharedKernel:
-    """K̄ of a network between any samples.
+    """K̄ of a network between any samples."""
 
-    Args:
-        module: The linearized network, at δ = 0.
-        weights: V, (C, M), float64.
-        memory: Budget of kernels formed later.
-    """
-
-    module: Linearized
-    weights: Tensor
-    memory: str | int | None = None
+    module: Linearized  # the linearized network, at δ = 0
+    weights: Tensor  # V, (C, M), float64
+    memory: str | int | None = None  # budget of kernels formed later
 
     @cached_property
     def function(self) -> Functional:
@@ -83,27 +77,11 @@ class SharedKernel:
         return blocks.diagonal(dim1=1, dim2=2).double().sum(1) / self.heads
 
     def plan(self, outputs: int, copies: Sequence[str] = ()) -> Plan:
-        """The memory of the fit in weights.
-
-        Args:
-            outputs: C.
-            copies: What copies of the displacements are for.
-
-        Returns:
-            Bytes, item by item.
-        """
+        """The memory of the fit in weights."""
         return Directions.plan(self.function, self.heads, outputs, self.memory, copies)
 
     def directions(self, train: Inputs, system: DualSystem) -> Directions:
-        """The displacements of every output.
-
-        Args:
-            train: Training inputs.
-            system: The solved equations.
-
-        Returns:
-            δ, (M, P, C).
-        """
+        """The displacements of every output, (M, P, C)."""
         beta = system.beta.double()
         return Directions(self.function, self.heads, train, beta, 1 / self.heads, self.memory)
 
@@ -323,18 +301,7 @@ def restored_shared(
     function: Functional, x: Inputs, targets: Targets, state: tuple[dict[str, Tensor], dict[str, Any]],
     record: Record,
 ) -> SharedFit:  # fmt: skip
-    """The fit that ``SharedFit.save`` wrote.
-
-    Args:
-        function: The network.
-        x: Training inputs.
-        targets: Training targets.
-        state: Tensors and JSON of the solved equations.
-        record: What was chosen and why.
-
-    Returns:
-        The fit.
-    """
+    """The fit that ``SharedFit.save`` wrote."""
     tensors, how = state
     system = DualSystem(tensors["kernel"], tensors["residual"], how["ridge"], beta=tensors["beta"])
     return SharedFit(SharedKernel(Linearized(function), tensors["combinations"]), x, targets, system, record)

@@ -185,14 +185,8 @@ class SketchedNetwork(Coordinates):
         return {name.removeprefix(prefix): t for name, t in own.items() if name.startswith(prefix)}
 
     def _moved(self, epsilon: Tensor) -> dict[str, Tensor]:
-        """H ε.
-
-        Args:
-            epsilon: ε, (D,).
-
-        Returns:
-            The displacement of every parameter, zero for those that have no direction.
-        """
+        """H ε."""
+        # epsilon (D,)
         moved = {name: epsilon.new_zeros(shape) for name, shape in self._shapes.items()}
         scaled = epsilon if self.scales is None else epsilon * self.scales
         bases = self.bases
@@ -390,21 +384,7 @@ def _made(
 
 
 def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None) -> tuple[Linearized, str]:
-    """A linearized network in a sketch of its own, made of some of the training inputs.
-
-    Args:
-        lin: The linearized network.
-        x: Training inputs, N examples.
-        settings: Of the sketch.
-        memory: Budget.
-
-    Returns:
-        The sketched network, linearized, and a sentence about what it keeps.
-
-    Raises:
-        InputError: If the network has other coordinates already.
-        MemoryBudgetError: If its curvature does not fit what the network along directions leaves.
-    """
+    """A linearized network in a sketch of its own, made of some of the training inputs."""
     function, n = lin.function, batch_size(x)
     if isinstance(function.model, Coordinates):
         raise InputError(
@@ -449,14 +429,7 @@ def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None
 
 
 def sketch_state(small: SketchedNetwork) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A sketch as tensors and JSON, the network apart.
-
-    Args:
-        small: The sketched network.
-
-    Returns:
-        Both.
-    """
+    """A sketch as tensors and JSON, the network apart."""
     tensors = {name: t for name, t in small.named_buffers(recurse=False) if t is not None}
     layers = [
         {"kind": kind, "layer": layer.name, "shapes": layer.shapes_by_name, "form": asdict(layer.form)}
@@ -468,16 +441,7 @@ def sketch_state(small: SketchedNetwork) -> tuple[dict[str, Tensor], dict[str, A
 def restored_sketch(
     network: nn.Module, tensors: Mapping[str, Tensor], told: Mapping[str, Any]
 ) -> SketchedNetwork:
-    """The sketched network that ``sketch_state`` wrote.
-
-    Args:
-        network: The network.
-        tensors: Its tensors, among others.
-        told: Its JSON.
-
-    Returns:
-        The sketched network.
-    """
+    """The sketched network that ``sketch_state`` wrote."""
     bases = []
     for i, entry in enumerate(told["layers"]):
         shapes = {name: tuple(shape) for name, shape in entry["shapes"].items()}
@@ -489,14 +453,11 @@ def restored_sketch(
 
 
 class DeflatedInverse(LinearOperator):
-    """H (ΦᵀΦ + ρI)⁻¹ Hᵀ + (I − H Hᵀ)/(μ + ρ): the inverse of JᵀJ + ρI along H, and a multiple of I elsewhere.
+    """H (ΦᵀΦ + ρI)⁻¹ Hᵀ + (I − H Hᵀ)/(μ + ρ)."""
 
-    μ is the least ‖J v‖² of the directions v: those that were left out have about that much and less.
-
-    Args:
-        system: The solved equations of a sketch with orthonormal directions.
-        space: The network's weights.
-    """
+    # The inverse of JᵀJ + ρI along H, and a multiple of I elsewhere.
+    #
+    # μ is the least ‖J v‖² of the directions v: those that were left out have about that much and less.
 
     def __init__(self, system: NormalSystem, space: ParameterSpace) -> None:
         self.system, self.space = system, space
@@ -523,21 +484,11 @@ class DeflatedInverse(LinearOperator):
 def deflated(
     lin: Linearized, problem: Problem, settings: Sketch, ridge: float, memory: Memory = None
 ) -> Shared:
-    """A sketch as the preconditioner of conjugate gradients in all weights, and its solution as their start.
-
-    Args:
-        lin: The linearized network.
-        problem: The data.
-        settings: Of the sketch.
-        ridge: ρ.
-        memory: Budget.
-
-    Returns:
-        What conjugate gradients begin with.
-
-    Source:
-        The preconditioner of Rudi, Carratino and Rosasco 2017 (FALKON), with directions in place of samples.
-    """
+    """A sketch as the preconditioner of conjugate gradients in all weights."""
+    # And its solution as their start.
+    #
+    # Source: The preconditioner of Rudi, Carratino and Rosasco 2017 (FALKON), with directions in place of
+    # samples.
     small, _ = sketched(lin, problem.x, settings, memory)
     system = NormalSystem.solved(replace(problem, function=small.function, known=None), ridge, memory)
     network = small.model

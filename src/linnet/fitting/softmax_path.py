@@ -106,17 +106,7 @@ class LeftOut(Record):
 
 
 def check_criterion(criterion: object) -> None:
-    """Raise if a criterion says nothing of a cross-entropy fit.
-
-    Args:
-        criterion: ``"loo"``, ``"evidence"``, or anything that is not ``"gcv"``.
-
-    Raises:
-        InputError: It is ``"gcv"``.
-
-    Example:
-        >>> check_criterion("loo")
-    """
+    """Raise if a criterion says nothing of a cross-entropy fit."""
     if isinstance(criterion, str) and criterion == "gcv":
         raise InputError(
             'ridge="gcv" with loss="cross-entropy"',
@@ -126,16 +116,8 @@ def check_criterion(criterion: object) -> None:
 
 
 def softmax_grid(kernel: Tensor, dtype: torch.dtype, per_decade: int = 2) -> Tensor:
-    """Ridges in steps of a decade's parts, relative to the mean of K's diagonal, above its rounding.
-
-    Args:
-        kernel: K, (N·C, N·C).
-        dtype: Type in which it was computed.
-        per_decade: Steps of a decade.
-
-    Returns:
-        ρ, descending, (R,), float64.
-    """
+    """Ridges in steps of a decade's parts, relative to the mean of K's diagonal, above its rounding."""
+    # kernel (N·C, N·C)
     scale = float(kernel.diagonal().mean()) or 1.0
     low, high = DECADES
     count = (high - low) * per_decade + 1
@@ -159,18 +141,7 @@ def _largest(kernel: Tensor, steps: int = 20) -> float:
 
 
 def solutions(system: SoftmaxDual, ridges: Tensor) -> Iterator[SoftmaxDual]:
-    """The solutions along a path, each from the one before; where the precision ends, so does the path.
-
-    Args:
-        system: Where to begin.
-        ridges: ρ, descending.
-
-    Yields:
-        A dual for each ridge.
-
-    Raises:
-        NumericalError: Newton's method converges at none of them.
-    """
+    """The solutions along a path, each from the one before; where the precision ends, so does the path."""
     first = True
     for ridge in track(ridges.tolist(), f"cross-entropy: {len(ridges)} ridges", len(ridges)):
         try:
@@ -184,16 +155,8 @@ def solutions(system: SoftmaxDual, ridges: Tensor) -> Iterator[SoftmaxDual]:
 
 
 def point(system: SoftmaxDual, labels: Tensor, exact: Tensor | None = None) -> tuple[float, ...]:
-    """All criteria at one ridge.
-
-    Args:
-        system: The solution there.
-        labels: Classes (N,).
-        exact: Held-out outputs (N, C) to use in place of one-step leave-one-out.
-
-    Returns:
-        ρ, loo error, evidence, degrees of freedom, loo accuracy, certificate, steps.
-    """
+    """All criteria at one ridge."""
+    # labels (N,), exact (N, C)
     outputs = system.loo_outputs() if exact is None else exact
     chosen = outputs.argmax(1) if outputs.shape[1] > 1 else (outputs[:, 0] > 0).long()
     return (
@@ -208,29 +171,15 @@ def point(system: SoftmaxDual, labels: Tensor, exact: Tensor | None = None) -> t
 
 
 def as_path(points: list[tuple[float, ...]]) -> SoftmaxPath:
-    """A table of the points of a path.
-
-    Args:
-        points: What ``point`` returns, one for each ridge.
-
-    Returns:
-        The table.
-    """
+    """A table of the points of a path."""
     columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*points, strict=True)]
     ridges, loo, evidence, degrees, accuracy, certificate, steps = columns
     return SoftmaxPath(ridges, loo, evidence, degrees, accuracy, certificate, steps.long())
 
 
 def left_out_refitted(system: SoftmaxDual, examples: Tensor) -> Tensor:
-    """The outputs of some examples by the optimum without each of them.
-
-    Args:
-        system: The solution.
-        examples: Their positions, (k,).
-
-    Returns:
-        (k, C).
-    """
+    """The outputs of some examples by the optimum without each of them, (k, C)."""
+    # examples (k,)
     blocks = system.kernel.view(system.n, system.c, system.n, system.c)
     exact = []
     for i in examples.tolist():
@@ -242,16 +191,8 @@ def left_out_refitted(system: SoftmaxDual, examples: Tensor) -> Tensor:
 
 
 def compare_left_out(system: SoftmaxDual | SoftmaxPrimal, examples: Tensor, refitted: Tensor) -> LeftOut:
-    """Leave some examples out by one Newton step, compared with refitting.
-
-    Args:
-        system: The solution.
-        examples: Their positions, (k,).
-        refitted: Their outputs by refitting, (k, C).
-
-    Returns:
-        Both, side by side.
-    """
+    """Leave some examples out by one Newton step, compared with refitting."""
+    # examples (k,), refitted (k, C)
     quick = system.loo_outputs()[examples]
     loss = system.loss.taken(examples)
     return LeftOut(examples, quick, refitted, torch.stack([loss.losses(quick), loss.losses(refitted)], 1))

@@ -26,25 +26,15 @@ from linnet.tangent.linearized import Linearized
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxTask:
-    """The problem to be solved.
+    """The problem to be solved."""
 
-    Args:
-        module: The linearized network, which the fit takes over.
-        x: N training examples.
-        targets: Label probabilities.
-        base: f₀, (N, C).
-        ridge: ρ, or ``"loo"`` or ``"evidence"``.
-        memory: Budget of kernels.
-        file: File of the kernel.
-    """
-
-    module: Linearized
-    x: Inputs
-    targets: Targets
-    base: Tensor
-    ridge: float | str
-    memory: str | int | None
-    file: str | None
+    module: Linearized  # the linearized network, which the fit takes over
+    x: Inputs  # N training examples
+    targets: Targets  # label probabilities
+    base: Tensor  # f₀, (N, C)
+    ridge: float | str  # ρ, or ``"loo"`` or ``"evidence"``
+    memory: str | int | None  # budget of kernels
+    file: str | None  # file of the kernel
 
     @property
     def loss(self) -> ClassLoss:
@@ -59,18 +49,7 @@ def solve_softmax(
     operator: LinearOperator | None,
     folds: CrossFit | None,
 ) -> SoftmaxFit:
-    """Solve for the cross-entropy optimum.
-
-    Args:
-        task: The problem to be solved.
-        record: What was chosen; the ridge and the times are added to it.
-        settings: How conjugate gradients iterate; its steps bound those of Newton's method in the dual.
-        operator: A preconditioner of one's own.
-        folds: Cross-fitted heads.
-
-    Returns:
-        The fit.
-    """
+    """Solve for the cross-entropy optimum."""
     started = time.perf_counter()
     seconds, reasons = record.seconds, record.reasons
     system: SoftmaxDual | SoftmaxPrimal

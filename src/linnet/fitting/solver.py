@@ -229,25 +229,16 @@ Solver = str | Dual | CG | SGD | Sketch | Shared
 
 @dataclass(frozen=True, eq=False)
 class Solving:
-    """A solver as a fit takes it.
+    """A solver as a fit takes it."""
 
-    Args:
-        name: "auto", "dual", "shared", "primal", "sketch", "cg" or "sgd".
-        settings: How conjugate or stochastic gradients iterate, or how many steps Newton's method takes.
-        operator: A preconditioner of the user's own.
-        file: File of the kernel.
-        sketch: Settings of a sketch.
-        deflating: Settings of a sketch that conjugate gradients are preconditioned by.
-        shared: Settings of one kernel for all outputs.
-    """
-
-    name: str
+    name: str  # "auto", "dual", "shared", "primal", "sketch", "cg" or "sgd"
+    # how conjugate or stochastic gradients iterate, or how many steps Newton's method takes
     settings: CGSettings
-    operator: LinearOperator | None = None
-    file: str | None = None
-    sketch: Sketch | None = None
-    deflating: Sketch | None = None
-    shared: Shared | None = None
+    operator: LinearOperator | None = None  # A preconditioner of the user's own
+    file: str | None = None  # file of the kernel
+    sketch: Sketch | None = None  # settings of a sketch
+    deflating: Sketch | None = None  # settings of a sketch that conjugate gradients are preconditioned by
+    shared: Shared | None = None  # settings of one kernel for all outputs
 
     def finer(self) -> Solving:
         """The same to a smaller tolerance, for a network in another type."""
@@ -255,17 +246,7 @@ class Solving:
 
     @classmethod
     def of(cls, solver: Any) -> Solving:
-        """From what a user passed.
-
-        Args:
-            solver: A name, ``Dual``, ``Shared``, ``Sketch``, ``CG`` or ``SGD``.
-
-        Returns:
-            The same in one form.
-
-        Raises:
-            InputError: If it is something else.
-        """
+        """From what a user passed."""
         if isinstance(solver, str):
             named: dict[str, Solver] = {
                 "dual": Dual(), "shared": Shared(), "cg": CG(), "sgd": SGD(), "sketch": Sketch()

@@ -37,24 +37,8 @@ def solve_stochastically(
     memory: Memory = None,
     shared: Shared | None = None,
 ) -> Iterative:
-    """The equations of the fit, solved by stochastic gradients; later solves are by conjugate gradients.
-
-    Args:
-        problem: The data.
-        ridge: ρ > 0.
-        settings: Tolerance, most steps, and the preconditioner's name.
-        memory: Budget of later solves.
-        shared: Any approximation of (JᵀJ + ρI)⁻¹; by default the one that the settings name.
-
-    Returns:
-        The solution, its residual computed again.
-
-    Raises:
-        NumericalError: If the steps do not reach the tolerance.
-
-    Source:
-        Achille et al., CVPR 2021, sections 3.3 and 4.
-    """
+    """The equations of the fit, solved by stochastic gradients; later solves are by conjugate gradients."""
+    # Source: Achille et al., CVPR 2021, sections 3.3 and 4.
     jacobian, operator = problem.jacobian, None if shared is None else shared.preconditioner
     if operator is None:
         name = settings.preconditioner
@@ -67,14 +51,9 @@ def solve_stochastically(
 
 
 class _Descent:
-    """Steps with momentum on ½‖Jδ − r‖² + ½ρ‖δ‖².
+    """Steps with momentum on ½‖Jδ − r‖² + ½ρ‖δ‖²."""
 
-    Args:
-        jacobian: J.
-        residual: r, (N, C).
-        ridge: ρ.
-        preconditioner: A, or ``None``.
-    """
+    # residual (N, C)
 
     def __init__(
         self,

@@ -71,23 +71,7 @@ class Training:
 
 
 def filled(training: Training | None, caller: str, **defaults: Any) -> Training:
-    """Settings with a function's own values for what is left out.
-
-    Args:
-        training: What the user passed.
-        caller: The function, as the user calls it.
-        **defaults: Its values by name; those that are not named it does not use.
-
-    Returns:
-        The settings.
-
-    Raises:
-        InputError: If they are none, or a setting is given that the function does not use.
-
-    Example:
-        >>> filled(Training(steps=3), "fit", steps=100, learning_rate=0.1).learning_rate
-        0.1
-    """
+    """Settings with a function's own values for what is left out."""
     own = Training() if training is None else training
     instance("training", own, Training, "a linnet.Training", "pass training=linnet.Training(steps=100)")
     for name, value in own.given.items():

@@ -21,21 +21,7 @@ _SEAL = re.compile(r"<!-- as linnet wrote it; once edited, it stays: sha256 ([0-
 
 
 def check_card(card: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The entries of a card's metadata that somebody gave.
-
-    Args:
-        card: Names and values, such as ``{"license": "mit"}``.
-
-    Returns:
-        A copy.
-
-    Raises:
-        InputError: It is no mapping of names to what JSON can hold.
-
-    Example:
-        >>> check_card({"license": "mit"})
-        {'license': 'mit'}
-    """
+    """The entries of a card's metadata that somebody gave."""
     remedy = 'pass card={"license": "mit"}, say'
     given = dict(params.instance("card", {} if card is None else card, Mapping, "a dict", remedy))
     for name, value in given.items():
@@ -51,18 +37,7 @@ def check_card(card: Mapping[str, Any] | None) -> dict[str, Any]:
 def card_of(
     content: Mapping[str, Any], about: str, address: str, sizes: Mapping[str, int], entries: Mapping[str, Any]
 ) -> str:
-    """The page of a folder.
-
-    Args:
-        content: What ``linnet.json`` says.
-        about: What the model is, in a sentence.
-        address: What ``linnet.load`` takes for this folder.
-        sizes: Bytes of each file.
-        entries: Entries of the metadata, over linnet's own.
-
-    Returns:
-        Markdown, with a block of metadata before it and a seal behind it.
-    """
+    """The page of a folder."""
     labels: Mapping[str, Any] = content["files"]
     metadata = {"library_name": "linnet", "tags": ["linnet", content["holds"]], **entries}
     block = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in metadata.items()]
@@ -89,18 +64,7 @@ def card_of(
 
 
 def is_own_card(path: Path) -> bool:
-    """Whether a page may be written anew: there is none, or it is as linnet wrote it.
-
-    Args:
-        path: The page.
-
-    Returns:
-        False for one that was edited, and for what is no page at all.
-
-    Example:
-        >>> is_own_card(Path("no such page"))
-        True
-    """
+    """Whether a page may be written anew: there is none, or it is as linnet wrote it."""
     if not path.exists():
         return True
     if not path.is_file() or path.stat().st_size > _LARGEST:

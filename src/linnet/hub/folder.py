@@ -48,23 +48,8 @@ def write_folder(
     card: Mapping[str, Any] | None = None,
     address: str = "path/of/this/folder",
 ) -> Path:
-    """Write a folder to share; what is in it stays as it was until everything is on the disk.
-
-    A page that somebody has edited stays.
-
-    Args:
-        directory: The folder; made if missing.
-        model: What is saved.
-        card: More entries of the metadata on the model card.
-        address: What the model card tells to load.
-
-    Returns:
-        The folder.
-
-    Raises:
-        InputError: The folder cannot be written, the model has no file format, or ``card`` is no metadata.
-        DiskSpaceError: The disk has no space for it.
-    """
+    """Write a folder to share; what is in it stays as it was until everything is on the disk."""
+    # A page that somebody has edited stays.
     place, entries = as_path(directory), check_card(card)
     with _aside(place) as aside:
         with labels_apart() as labels:
@@ -86,14 +71,7 @@ def write_folder(
 
 
 def named_files(labels: Path) -> list[str]:
-    """The files of tensors that a ``linnet.json`` names.
-
-    Args:
-        labels: The file.
-
-    Returns:
-        Their names; none where there is no such file, or none that can be read.
-    """
+    """The files of tensors that a ``linnet.json`` names."""
     try:
         return list(read_labels(labels)["files"])
     except (FileFormatError, InputError):
@@ -101,18 +79,7 @@ def named_files(labels: Path) -> list[str]:
 
 
 def described(directory: Path, known: tuple[str, ...]) -> Path | None:
-    """The main file of a folder to share.
-
-    Args:
-        directory: A folder.
-        known: The kinds of files that can be read.
-
-    Returns:
-        None where there is no ``linnet.json``.
-
-    Raises:
-        FileFormatError: ``linnet.json`` is damaged or of a newer version, or a file that it names is missing.
-    """
+    """The main file of a folder to share."""
     labels = directory / LABELS
     if not labels.is_file():
         return None

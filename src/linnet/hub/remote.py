@@ -29,21 +29,7 @@ _CALLER = {"library_name": "linnet", "library_version": __version__}
 
 
 def push(repo_id: str, write: Callable[[Path, str], object], private: bool, message: str) -> str:
-    """Write a folder, and put it into a repository in one commit; what only its old one named goes.
-
-    Args:
-        repo_id: The repository, ``"user/name"``; made if it is missing.
-        write: Writes the folder, which is then found at an address for ``linnet.load``.
-        private: Whether nobody else may see it: one that others see already is refused then.
-        message: What the commit says.
-
-    Returns:
-        The address of the commit.
-
-    Raises:
-        DependencyError: huggingface_hub is missing.
-        InputError: The name is none, the repository is public and should be private, or the Hub refuses.
-    """
+    """Write a folder, and put it into a repository in one commit; what only its old one named goes."""
     hub = _package("push_to_hub")
     _check_name("repo_id", repo_id)
     params.flag("private", private)
@@ -75,19 +61,7 @@ def push(repo_id: str, write: Callable[[Path, str], object], private: bool, mess
 
 
 def fetch(name: str, files: Sequence[str]) -> Path:
-    """A folder of the Hub, from the cache where it is there.
-
-    Args:
-        name: ``"user/name"``, or ``"user/name@revision"`` with a branch, tag or commit.
-        files: The names that may be downloaded beside ``linnet.json``.
-
-    Returns:
-        The folder on this machine.
-
-    Raises:
-        DependencyError: huggingface_hub is missing.
-        InputError: There is no such repository or revision, or the Hub cannot be reached.
-    """
+    """A folder of the Hub, from the cache where it is there."""
     hub = _package(f"{PREFIX}{name}")
     repo_id, at, revision = name.partition("@")
     _check_name("directory", repo_id)

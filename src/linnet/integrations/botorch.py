@@ -35,14 +35,7 @@ def _model_class() -> Any:
 
 
 class _TangentModel:
-    """A fitted ``TangentGP`` for acquisition functions: joint posteriors, differentiable in x.
-
-    Args:
-        gp: The process, fitted.
-
-    Attributes:
-        gp: The same.
-    """
+    """A fitted ``TangentGP`` for acquisition functions: joint posteriors, differentiable in x."""
 
     def __init__(self, gp: TangentGP) -> None:
         super().__init__()
@@ -68,17 +61,8 @@ class _TangentModel:
         observation_noise: bool | Tensor = False,
         posterior_transform: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """The joint posterior of q points, for each of a batch of such sets.
-
-        Args:
-            X: (..., q, d).
-            output_indices: Which outputs; all by default.
-            observation_noise: Whether the noise is in; or its variances (..., q, C).
-            posterior_transform: Applied to the result.
-
-        Returns:
-            A ``GPyTorchPosterior``.
-        """
+        """The joint posterior of q points, for each of a batch of such sets."""
+        # X (..., q, d), observation_noise (..., q, C)
         sets = X.reshape(-1, *X.shape[-2:])
         chosen = list(range(self._outputs)) if output_indices is None else list(output_indices)
         mean, covariance = self._moments(sets.to(self._dtype), observation_noise is True)
@@ -109,15 +93,8 @@ class _TangentModel:
         return torch.stack([p.mean for p in each]), torch.stack([p.joint_covariance for p in each])
 
     def condition_on_observations(self, X: Tensor, Y: Tensor, **_: Any) -> Any:
-        """The model with more data.
-
-        Args:
-            X: (m, d).
-            Y: (m, C).
-
-        Returns:
-            A new model.
-        """
+        """The model with more data."""
+        # X (m, d), Y (m, C)
         return _model_class()(self.gp.update(X.detach().to(self._dtype), Y.detach().to(self._dtype)))
 
 

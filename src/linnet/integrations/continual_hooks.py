@@ -20,113 +20,54 @@ DIVIDING = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")  # Lig
 
 
 class AvalancheHooks:
-    """The callbacks of an Avalanche strategy, without Avalanche.
-
-    Args:
-        method: A method of ``linnet.continual``, made with the strategy's model.
-        mean: Whether the strategy's loss is a mean over examples, as Avalanche's default is, or N.
-
-    Attributes:
-        method: The method.
-    """
+    """The callbacks of an Avalanche strategy, without Avalanche."""
 
     def __init__(self, method: ContinualMethod, mean: bool | float = True) -> None:
         self.method, self.mean = require_method(method), _mean(mean)
 
     def before_backward(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        """Add the penalty to the loss of a mini-batch.
-
-        Args:
-            strategy: The strategy; its ``loss`` is replaced.
-            *args: Not used.
-            **kwargs: Not used.
-        """
+        """Add the penalty to the loss of a mini-batch."""
         strategy.loss = strategy.loss + self.method.penalty(_examples(self.mean, strategy.experience.dataset))
 
     def after_update(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        """Take note of the optimizer's step.
-
-        Args:
-            strategy: Not used.
-            *args: Not used.
-            **kwargs: Not used.
-        """
+        """Take note of the optimizer's step."""
         self.method.after_step()
 
     def after_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        """Remember the experience that has been learned.
-
-        Args:
-            strategy: The strategy; its ``experience.dataset`` is read, and whether its ``model`` is one of
-                Avalanche's modules that take task labels.
-            *args: Not used.
-            **kwargs: Not used.
-        """
+        """Remember the experience that has been learned."""
         self.method.consolidate(Pairs(strategy.experience.dataset, labeled=_takes_labels(strategy)))
 
 
 class LightningHooks:
-    """The callbacks of a Lightning trainer, without Lightning.
+    """The callbacks of a Lightning trainer, without Lightning."""
 
-    One ``fit`` is one task: the penalty's gradient enters before every optimizer step, when gradients have
-    been unscaled and before they are clipped, and the training data are consolidated when ``fit`` ends.
-
-    Args:
-        method: A method of ``linnet.continual``, made with the trained network.
-        mean: Whether the loss is a mean over examples, or N.
-
-    Attributes:
-        method: The method.
-    """
+    # One `fit` is one task: the penalty's gradient enters before every optimizer step, when gradients have
+    # been unscaled and before they are clipped, and the training data are consolidated when `fit` ends.
 
     def __init__(self, method: ContinualMethod, mean: bool | float = True) -> None:
         self.method, self.mean = require_method(method), _mean(mean)
         self._stepped = False
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse a network in parts.
-
-        Args:
-            trainer: The trainer; its strategy is looked at.
-            pl_module: Not used.
-        """
+        """Refuse a network in parts."""
         strategy = type(trainer.strategy).__name__
         _require_whole(None if strategy not in DIVIDING else strategy)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Add the penalty's gradient.
-
-        Args:
-            trainer: The trainer; the size of its training data is read.
-            pl_module: Not used.
-            optimizer: Not used.
-        """
+        """Add the penalty's gradient."""
         self.method.add_grad_(_examples(self.mean, _one(trainer.train_dataloader).dataset))
         self._stepped = True
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take note of the step, if this batch ended with one.
-
-        Args:
-            trainer: Not used.
-            pl_module: Not used.
-            outputs: Not used.
-            batch: Not used.
-            batch_idx: Not used.
-        """
+        """Take note of the step, if this batch ended with one."""
         if self._stepped:
             self.method.after_step()
         self._stepped = False
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Remember the task that has been learned.
-
-        Args:
-            trainer: The trainer; its training data are read.
-            pl_module: Not used.
-        """
+        """Remember the task that has been learned."""
         self.method.consolidate(_one(trainer.train_dataloader))
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,90 +75,43 @@ class LightningHooks:
         return self.method.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint.
-
-        Args:
-            state_dict: From :meth:`state_dict`.
-        """
+        """Restore the state of a checkpoint."""
         self.method.load_state_dict(state_dict)
 
 
 class TrainerHooks:
-    """The callbacks of a Hugging Face trainer, without transformers.
+    """The callbacks of a Hugging Face trainer, without transformers."""
 
-    One ``train`` is one task: the penalty's gradient enters before every optimizer step, when gradients of
-    all accumulated batches are there, unscaled and clipped, and the training data are consolidated when
-    ``train`` ends. The loss that the trainer logs is that of the task alone.
-
-    Args:
-        method: A method of ``linnet.continual``, made with the trained network.
-        mean: Whether the loss is a mean over examples, or N.
-
-    Attributes:
-        method: The method.
-    """
+    # One `train` is one task: the penalty's gradient enters before every optimizer step, when gradients of
+    # all accumulated batches are there, unscaled and clipped, and the training data are consolidated when
+    # `train` ends. The loss that the trainer logs is that of the task alone.
 
     def __init__(self, method: ContinualMethod, mean: bool | float = True) -> None:
         self.method, self.mean = require_method(method), _mean(mean)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Refuse a network in parts.
-
-        Args:
-            args: The trainer's arguments.
-            state: Not used.
-            control: Not used.
-            **given: Not used.
-        """
+        """Refuse a network in parts."""
         _require_whole(next((how for how in ("fsdp", "deepspeed") if getattr(args, how, None)), None))
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **given: Any
     ) -> None:
-        """Add the penalty's gradient.
-
-        Args:
-            args: Not used.
-            state: Not used.
-            control: Not used.
-            train_dataloader: The trainer's; the size of its data is read.
-            **given: Not used.
-        """
+        """Add the penalty's gradient."""
         self.method.add_grad_(_examples(self.mean, _one(train_dataloader).dataset))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Take note of the optimizer's step.
-
-        Args:
-            args: Not used.
-            state: Not used.
-            control: Not used.
-            **given: Not used.
-        """
+        """Take note of the optimizer's step."""
         self.method.after_step()
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **given: Any
     ) -> None:
-        """Remember the task that has been learned.
-
-        Args:
-            args: Not used.
-            state: Not used.
-            control: Not used.
-            train_dataloader: The trainer's, which is read.
-            **given: Not used.
-        """
+        """Remember the task that has been learned."""
         self.method.consolidate(_one(train_dataloader))
 
 
 class Pairs(Dataset[Any]):
-    """A data set of (x, y, task label) samples as one of (x, y).
-
-    Args:
-        dataset: Samples with at least two entries, the task label last.
-        labeled: Whether the network takes the task label as well: samples are ((x, task label), y) then.
-    """
+    """A data set of (x, y, task label) samples as one of (x, y)."""
 
     def __init__(self, dataset: Any, labeled: bool = False) -> None:
         self.dataset, self.labeled = dataset, labeled
@@ -334,17 +228,7 @@ def _one(loader: Any) -> Any:
 
 
 def require_method(method: Any) -> ContinualMethod:
-    """Raise unless a method is one of ``linnet.continual``.
-
-    Args:
-        method: What was given.
-
-    Returns:
-        The same.
-
-    Raises:
-        InputError: If it is not.
-    """
+    """Raise unless a method is one of ``linnet.continual``."""
     if not isinstance(method, ContinualMethod):
         raise InputError(
             f"method is {type(method).__name__}",

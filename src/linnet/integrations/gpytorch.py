@@ -38,18 +38,11 @@ def _kernel_class() -> Any:
 
 
 class _TangentKernel:
-    """K(x, x') = J(x) J(x')ᵀ of a trained network, without a hyper-parameter of its own.
+    """K(x, x') = J(x) J(x')ᵀ of a trained network, without a hyper-parameter of its own."""
 
-    Scale it with ``gpytorch.kernels.ScaleKernel``, whose output scale is 1/λ, and use the network as
-    the mean. With C outputs rows are those of example 1's outputs first, then example 2's, the layout of
-    ``MultitaskMultivariateNormal``. Exact, tile by tile; not differentiable in x.
-
-    Args:
-        model: The trained network, or a ``Linearized``.
-        params: Which parameters vary; see :func:`linnet.linearize`.
-        output: How to turn the network's result into a tensor.
-        memory: Budget such as ``"4GB"``.
-    """
+    # Scale it with `gpytorch.kernels.ScaleKernel`, whose output scale is 1/λ, and use the network as the
+    # mean. With C outputs rows are those of example 1's outputs first, then example 2's, the layout of
+    # `MultitaskMultivariateNormal`. Exact, tile by tile; not differentiable in x.
 
     _function: Functional
     is_stationary = False

@@ -41,19 +41,7 @@ _HUB_CODE = (
 
 
 def code_arguments(arguments: object, inside: str = "") -> tuple[str, ...]:
-    """The arguments that make a library run code of others, at any depth.
-
-    Args:
-        arguments: Keyword arguments of a factory, or a part of them.
-        inside: The name of that part, with a dot at its end.
-
-    Returns:
-        Their names, with dots between those of parts.
-
-    Example:
-        >>> code_arguments({"num_labels": 3, "model_kwargs": {"trust_remote_code": True}})
-        ('model_kwargs.trust_remote_code',)
-    """
+    """The arguments that make a library run code of others, at any depth."""
     if isinstance(arguments, list | tuple):
         return tuple(name for value in arguments for name in code_arguments(value, inside))
     if not isinstance(arguments, Mapping):
@@ -126,18 +114,9 @@ def _from_torchvision(name: str, pretrained: bool, arguments: dict[str, Any]) ->
 
 
 def own_normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...], str] | None:
-    """The normalization of images in a network's training, as its own configuration says.
-
-    Looked at are timm's ``pretrained_cfg`` or ``default_cfg``, the configuration of a Hugging Face network,
-    and ``preprocessor_config.json`` in the folder or repository that the network came from.
-
-    Args:
-        model: The network.
-
-    Returns:
-        Mean and standard deviation of pixels in [0, 1], one for each channel or one for all, and where they
-        stand; None where nothing says so.
-    """
+    """The normalization of images in a network's training, as its own configuration says."""
+    # Looked at are timm's `pretrained_cfg` or `default_cfg`, the configuration of a Hugging Face network, and
+    # `preprocessor_config.json` in the folder or repository that the network came from.
     for name in ("pretrained_cfg", "default_cfg"):
         found = _mean_and_std(getattr(model, name, None), "mean", "std")
         if found:
@@ -229,18 +208,7 @@ def _optional(package: str, model: str, remedy: str) -> Iterator[None]:
 
 
 def require_module(model: object, maker: str) -> nn.Module:
-    """Check that a maker of networks made one.
-
-    Args:
-        model: What it made.
-        maker: What it is called, for the error.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        ModelError: It is no ``torch.nn.Module``.
-    """
+    """Check that a maker of networks made one."""
     if not isinstance(model, nn.Module):
         what = f"{maker} returned an object of type {type(model).__name__}"
         raise ModelError(what, expected="a torch.nn.Module", remedy="return the network itself")

@@ -36,11 +36,9 @@ FLOATS = (np.float64, np.float32)
 
 
 class _Standardize(nn.Module):
-    """(x − m)/s with the mean and the standard deviation of each feature.
+    """(x − m)/s with the mean and the standard deviation of each feature."""
 
-    Args:
-        x: Examples (N, D).
-    """
+    # x (N, D)
 
     mean: Tensor
     spread: Tensor
@@ -195,38 +193,11 @@ class _Estimator(ABC):
 
 
 class _Regressor(_Estimator):
-    """A regressor by closed-form fine-tuning of a network, which is linearized and never changed.
+    """A regressor by closed-form fine-tuning of a network, which is linearized and never changed."""
 
-    Without a network it is one hidden layer of 256 random units on standardized features: the exact optimum
-    of a linear model that no label has formed, so that leave-one-out is honest. It is for up to a few
-    thousand examples, of which the time grows with the cube.
-
-    Args:
-        network: A trained network, a function (n_features, n_outputs) that makes one, or ``None``.
-        method: ``"adapt"`` (:func:`linnet.adapt`: a new head, and the lower layers where leave-one-out says
-            that they help), or ``"fit"`` (:func:`linnet.fit`: the network with the head that it has).
-        ridge: ρ > 0, or ``"loo"`` to choose it by leave-one-out; for ``method="fit"`` also ``"gcv"`` and
-            ``"evidence"``.
-        solver: For ``method="fit"``, as there.
-        metric: For ``method="fit"``, the structure of the curvature that is the ridge's metric, such as
-            ``"kfac"``; see :func:`linnet.with_metric`.
-        tune: For ``method="adapt"``, whether to train the lower layers where held-out folds say that it
-            helps.
-        random_state: Seed of random networks, heads and folds of ``tune``.
-
-    Attributes:
-        fit_: The fit, with ``loo``, ``influence``, ``forget``, ``update`` and more; it takes ``inputs(X)``.
-        n_features_in_: Size of the first axis of an example.
-        feature_names_in_: Names of the features, where X has names that are all strings.
-
-    Example:
-        >>> from linnet.integrations.sklearn import LinnetRegressor
-        >>> X = np.linspace(-3, 3, 60)[:, None]
-        >>> model = LinnetRegressor(random_state=0).fit(X, np.sin(X[:, 0]))
-        >>> mean, std = model.predict(X, return_std=True)
-        >>> bool(abs(mean - np.sin(X[:, 0])).max() < 0.1), model.fit_.forget([0]).n
-        (True, 59)
-    """
+    # Without a network it is one hidden layer of 256 random units on standardized features: the exact optimum
+    # of a linear model that no label has formed, so that leave-one-out is honest. It is for up to a few
+    # thousand examples, of which the time grows with the cube.
 
     def __init__(
         self,
@@ -301,42 +272,13 @@ class _Regressor(_Estimator):
 
 
 class _Classifier(_Estimator):
-    """A classifier by closed-form fine-tuning of a network, which is linearized and never changed.
+    """A classifier by closed-form fine-tuning of a network, which is linearized and never changed."""
 
-    Without a network it is one hidden layer of 256 random units on standardized features: the exact optimum
-    of a linear model that no label has formed, so that leave-one-out is honest, and probabilities are
-    calibrated by it. It is for up to a few thousand examples, of which the time grows with the cube.
+    # Without a network it is one hidden layer of 256 random units on standardized features: the exact optimum
+    # of a linear model that no label has formed, so that leave-one-out is honest, and probabilities are
+    # calibrated by it. It is for up to a few thousand examples, of which the time grows with the cube.
 
-    Args:
-        network: A trained network, a function (n_features, n_outputs) that makes one, or ``None``.
-        method: ``"adapt"`` (:func:`linnet.adapt`: a new head, and the lower layers where leave-one-out says
-            that they help), or ``"fit"`` (:func:`linnet.fit`: the network with the head that it has, whose
-            outputs are the classes in the order of ``classes_``).
-        loss: ``"squared"``, or ``"cross-entropy"`` for ``method="fit"``.
-        ridge: ρ > 0, or ``"loo"`` to choose it by leave-one-out; for ``method="fit"`` also ``"gcv"`` and
-            ``"evidence"``.
-        solver: For ``method="fit"``, as there.
-        metric: For ``method="fit"``, the structure of the curvature that is the ridge's metric, such as
-            ``"kfac"``; see :func:`linnet.with_metric`.
-        tune: For ``method="adapt"``, whether to train the lower layers where held-out folds say that it
-            helps.
-        random_state: Seed of random networks, heads and folds of ``tune``.
-
-    Attributes:
-        classes_: The labels, sorted.
-        fit_: The fit, with ``loo``, ``influence``, ``forget``, ``update`` and more; it takes ``inputs(X)``.
-        n_features_in_: Size of the first axis of an example.
-        feature_names_in_: Names of the features, where X has names that are all strings.
-
-    Example:
-        >>> from linnet.integrations.sklearn import LinnetClassifier
-        >>> X = np.linspace(-3, 3, 60)[:, None]
-        >>> model = LinnetClassifier(random_state=0).fit(X, np.where(abs(X[:, 0]) < 1, "in", "out"))
-        >>> model.predict([[0.0], [2.5]]), model.predict_proba([[0.0]]).shape
-        (array(['in', 'out'], dtype='<U3'), (1, 2))
-    """
-
-    classes_: Any
+    classes_: Any  # the labels, sorted
 
     def __init__(
         self,

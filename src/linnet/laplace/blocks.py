@@ -33,27 +33,17 @@ Rebuild = Callable[[Tensor], StructuredOperator]
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """Hyper-parameters as one block sees them, float64.
+    """Hyper-parameters as one block sees them, float64."""
 
-    Args:
-        prior: δ, () or (p,).
-        scale: s, ().
-        noise: m, ().
-    """
-
-    prior: Tensor
-    scale: Tensor
-    noise: Tensor
+    prior: Tensor  # δ, () or (p,)
+    scale: Tensor  # s, ()
+    noise: Tensor  # m, ()
 
 
 class Block(ABC):
-    """The precision of one block for any hyper-parameters.
+    """The precision of one block for any hyper-parameters."""
 
-    Attributes:
-        name: What to call the block in errors.
-    """
-
-    name: str
+    name: str  # what to call the block in errors
 
     @abstractmethod
     def logdet(self, at: Point) -> Tensor:
@@ -65,12 +55,7 @@ class Block(ABC):
 
     @abstractmethod
     def slope(self, at: Point, towards: Point) -> StructuredOperator:
-        """H⁻¹ Ḣ H⁻¹, minus the derivative of H⁻¹, for a Ḣ that is positive semi-definite.
-
-        Args:
-            at: Where.
-            towards: How fast each hyper-parameter changes.
-        """
+        """H⁻¹ Ḣ H⁻¹, minus the derivative of H⁻¹, for a Ḣ that is positive semi-definite."""
 
     def _positive(self, values: Tensor) -> Tensor:
         """Eigenvalues of H, or an error."""
@@ -85,13 +70,7 @@ class Block(ABC):
 
 
 class EigenBlock(Block):
-    """H = Q (s/m λ + δ) Qᵀ, in whichever form Q is kept; for Q = I also with one δ a parameter.
-
-    Args:
-        name: What to call the block.
-        values: λ of the curvature.
-        rebuild: A matrix with other eigenvalues in the same basis.
-    """
+    """H = Q (s/m λ + δ) Qᵀ, in whichever form Q is kept; for Q = I also with one δ a parameter."""
 
     def __init__(self, name: str, values: Tensor, rebuild: Rebuild) -> None:
         self.name, self.values, self._rebuild = name, values, rebuild
@@ -115,15 +94,9 @@ class EigenBlock(Block):
 
 
 class ProductBlock(Block):
-    """H = (a α + a′ I) ⊗ (b β + b′ I): a Kronecker product damped in its factors.
+    """H = (a α + a′ I) ⊗ (b β + b′ I): a Kronecker product damped in its factors."""
 
-    Args:
-        name: What to call the block.
-        sums: α, eigenvalues of the factor that is a sum over examples (of output gradients), (R, n).
-        means: β, eigenvalues of the factor that is a mean (of inputs), (R, m).
-        rebuild: A matrix with other eigenvalues (R, n, m) in the same basis.
-        examples: N₀, summed over; None for the balanced damping instead of eq. 5.14.
-    """
+    # sums (R, n), means (R, m)
 
     def __init__(
         self, name: str, sums: Tensor, means: Tensor, rebuild: Rebuild, examples: float | None
@@ -167,13 +140,9 @@ class ProductBlock(Block):
 
 
 class DenseBlock(Block):
-    """A matrix without structure: eigenvalues for one δ, a Cholesky factorization for one δ a parameter.
+    """A matrix without structure: eigenvalues for one δ, a Cholesky factorization for one δ a parameter."""
 
-    Args:
-        name: What to call the block.
-        matrix: G (p, p).
-        definite: Whether G is positive semi-definite, up to rounding.
-    """
+    # matrix (p, p)
 
     def __init__(self, name: str, matrix: Tensor, definite: bool) -> None:
         self.name, self.matrix, self._definite = name, matrix, definite
@@ -224,11 +193,7 @@ class DenseBlock(Block):
 
 
 class LowRankBlock(Block):
-    """R directions with their own curvature and none in all others.
-
-    Args:
-        low: G = W diag(λ) Wᵀ.
-    """
+    """R directions with their own curvature and none in all others."""
 
     def __init__(self, low: LowRankMatrix, name: str) -> None:
         self.low, self.name = low, name
@@ -281,17 +246,7 @@ def _derivative(function: Callable[[Point], Tensor], at: Point, towards: Point) 
 
 
 def make_block(part: Part, damping: str, examples: float, definite: bool) -> Block:
-    """Decompose one block of the curvature.
-
-    Args:
-        part: The block.
-        damping: "exact", "matrix-normal" or "factored"; the last two matter to Kronecker products alone.
-        examples: Number of examples that the curvature is a sum over.
-        definite: Whether the curvature is positive semi-definite.
-
-    Returns:
-        The block.
-    """
+    """Decompose one block of the curvature."""
     operator, name = part.operator, part.layer.name
     if isinstance(operator, Kronecker | GroupedKronecker):
         return _product_block(part, operator, damping, examples)

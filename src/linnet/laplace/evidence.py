@@ -27,43 +27,21 @@ LOWEST, HIGHEST = math.log(1e-10), math.log(1e14)  # of every hyper-parameter: s
 
 @dataclass(frozen=True)
 class Tuned:
-    """Result of tuning.
+    """Result of tuning."""
 
-    Args:
-        hyper: The hyper-parameters.
-        value: The criterion there.
-        steps: Evaluations of the criterion.
-        converged: Whether the search ended before its limit of steps.
-        edges: Hyper-parameters that ended at the smallest or largest value of their grid, so that the best
-            may lie beyond, or where the data want no posterior at all.
-    """
-
-    hyper: Hyper
-    value: float
-    steps: int
-    converged: bool
+    hyper: Hyper  # the hyper-parameters
+    value: float  # the criterion there
+    steps: int  # evaluations of the criterion
+    converged: bool  # whether the search ended before its limit of steps
+    # hyper-parameters that ended at the smallest or largest value of their grid, so that the best may lie
+    # beyond, or where the data want no posterior at all
     edges: tuple[str, ...] = ()
 
 
 def maximize_evidence(
     posterior: Posterior, groups: Groups, start: Hyper, noise: bool, search: str, steps: int
 ) -> Tuned:
-    """Tune the prior, and the noise of a Gaussian likelihood, by the evidence.
-
-    Args:
-        posterior: The posterior.
-        groups: Groups of the prior.
-        start: Where to start.
-        noise: Whether the noise variance is tuned too.
-        search: "gradient" or "fixed-point".
-        steps: Most evaluations.
-
-    Returns:
-        What was found.
-
-    Raises:
-        InputError: If the noise cannot be tuned, or there is no such search.
-    """
+    """Tune the prior, and the noise of a Gaussian likelihood, by the evidence."""
     fitted = posterior.fitted
     fitted.at(start.noise)  # there must be targets
     if noise:

@@ -29,19 +29,7 @@ def write_posterior(
     likelihood: Likelihood,
     shape: tuple[int, ...],
 ) -> Path:
-    """Write a posterior.
-
-    Args:
-        directory: The folder; made if missing.
-        posterior: Curvature and sums.
-        groups: Groups of the prior.
-        hyper: Hyper-parameters.
-        likelihood: The likelihood that the curvature was computed with.
-        shape: Shape of the outputs of one example.
-
-    Returns:
-        The file beside the curvature's.
-    """
+    """Write a posterior."""
     curvature = posterior.curvature.save(directory)
     tensors = {
         "prior": hyper.prior,
@@ -62,17 +50,7 @@ def write_posterior(
 
 
 def read_posterior(directory: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what ``write_posterior`` wrote, the curvature apart.
-
-    Args:
-        directory: The folder.
-
-    Returns:
-        Tensors and metadata.
-
-    Raises:
-        FileFormatError: If the two files do not belong together.
-    """
+    """Read what ``write_posterior`` wrote, the curvature apart."""
     path = as_path(directory)
     tensors, metadata = load_tensors(path / f"{KIND}.safetensors", KIND)
     other = path / "curvature.safetensors"
@@ -86,50 +64,18 @@ def read_posterior(directory: str | Path) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def restored(curvature: Curvature, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Posterior:
-    """The posterior of a saved curvature.
-
-    Args:
-        curvature: The curvature.
-        tensors: Tensors of the posterior's file.
-        metadata: Its metadata.
-
-    Returns:
-        The posterior.
-    """
+    """The posterior of a saved curvature."""
     mean = tensors["mean"].to(curvature.function.device)
     return Posterior(curvature, DataFit(**metadata["fitted"]), mean, metadata["damping"])
 
 
 def restored_hyper(tensors: dict[str, Tensor], device: torch.device) -> Hyper:
-    """The hyper-parameters of a saved posterior.
-
-    Args:
-        tensors: Tensors of its file.
-        device: Where they are wanted.
-
-    Returns:
-        The hyper-parameters.
-    """
+    """The hyper-parameters of a saved posterior."""
     return Hyper(*(tensors[name].to(device) for name in ("prior", "scale", "noise")))
 
 
 def restored_likelihood(described: dict[str, Any], given: Likelihood | None) -> Likelihood:
-    """The likelihood of a saved posterior.
-
-    Args:
-        described: What the file says.
-        given: What the caller gives; needed for likelihoods that are functions.
-
-    Returns:
-        The likelihood.
-
-    Raises:
-        InputError: If it is needed and missing, or another.
-
-    Example:
-        >>> restored_likelihood({"kind": "Gaussian", "variance": 2.0, "masked": False, "axis": 1}, None)
-        Gaussian(variance=2.0, masked=False, axis=1)
-    """
+    """The likelihood of a saved posterior."""
     if given is not None:
         check_likelihood(given)
         if given.describe() != described:

@@ -32,16 +32,7 @@ FORMED = 1 << 21  # numbers in the covariances that are formed at once
 
 
 def is_head(covariance: Curvature, x: Inputs, positions: bool = False) -> bool:
-    """Whether all weights that vary are those of a linear layer whose result is the output.
-
-    Args:
-        covariance: M.
-        x: Examples, on the network's device.
-        positions: Whether the layer may have several positions, which the formula for variances allows.
-
-    Returns:
-        Whether they are, and M has a form with the formulas above.
-    """
+    """Whether all weights that vary are those of a linear layer whose result is the output."""
     if len(covariance.parts) != 1:
         return False
     part, function = covariance.parts[0], covariance.function
@@ -62,15 +53,7 @@ def is_head(covariance: Curvature, x: Inputs, positions: bool = False) -> bool:
 
 
 def head_variances(covariance: Curvature, x: Inputs) -> tuple[Tensor, Tensor] | None:
-    """Means and variances of the outputs.
-
-    Args:
-        covariance: M, of a head.
-        x: N examples, on the network's device.
-
-    Returns:
-        (N, C) each; None if the outputs of some are not the layer's result.
-    """
+    """Means and variances of the outputs."""
     means, variances = [], []
     for block in split(x, BLOCK):
         own = _outputs(covariance, block)
@@ -82,15 +65,7 @@ def head_variances(covariance: Curvature, x: Inputs) -> tuple[Tensor, Tensor] | 
 
 
 def head_spreads(covariance: Curvature, block: Inputs) -> Iterator[tuple[Tensor, Tensor]] | None:
-    """Means and covariances of the outputs, a few examples after the other.
-
-    Args:
-        covariance: M, of a head.
-        block: Examples that run at once, on the network's device.
-
-    Returns:
-        (n, C) and (n, C, C); None if the outputs are not the layer's result.
-    """
+    """Means and covariances of the outputs, a few examples after the other."""
     own = _outputs(covariance, block)
     if own is None:
         return None

@@ -30,18 +30,7 @@ KEPT_OF_HEAD = 1 << 20  # the same for a last layer, whose variances need no cov
 def linearized(
     covariance: Curvature, x: Inputs, labels: Labels, joint: bool, memory: str | int | None
 ) -> GaussianPredictive:
-    """Outputs N(f(x), J M Jᵀ) of the network linearized at θ*.
-
-    Args:
-        covariance: M.
-        x: N examples; where they require gradients, the moments are differentiable in them.
-        labels: How targets are distributed, given the outputs.
-        joint: Whether covariances between examples are wanted.
-        memory: Budget.
-
-    Returns:
-        The prediction.
-    """
+    """Outputs N(f(x), J M Jᵀ) of the network linearized at θ*."""
     flag("joint", joint)
     if requires_gradient(x):
         mean, spread = differentiable_moments(covariance, x, joint, memory)

@@ -51,21 +51,7 @@ Moments = tuple[Tensor, Tensor]
 def captured_blocks(
     function: Functional, parts: Sequence[Part], x: Inputs, memory: str | int | None = None, kept: int = 0
 ) -> Iterator[Captured]:
-    """The network differentiated on a few examples after the other.
-
-    Args:
-        function: The network.
-        parts: The blocks that the derivatives are for.
-        x: N examples.
-        memory: Budget; by default half of what is available.
-        kept: Numbers that the caller keeps of all examples.
-
-    Yields:
-        Captured batches.
-
-    Raises:
-        MemoryBudgetError: If not even one example fits.
-    """
+    """The network differentiated on a few examples after the other."""
     check_finite(x, "x")
     x = without_graph(x)
     c = function.check_runs(take(x, slice(0, 1))).numel()
@@ -87,17 +73,7 @@ def captured_blocks(
 def moments(
     covariance: Curvature, x: Inputs, memory: str | int | None = None, diagonal: bool = False
 ) -> Moments:
-    """Mean and covariance of the outputs of each example.
-
-    Args:
-        covariance: M.
-        x: N examples.
-        memory: Budget.
-        diagonal: Whether only the variances are kept.
-
-    Returns:
-        (N, C), and (N, C, C), or (N, C) for variances.
-    """
+    """Mean and covariance of the outputs of each example, (N, C)."""
     check_finite(map_tensors(lambda t: t.detach(), x), "x")
     x, function, n = without_graph(x), covariance.function, batch_size(x)
     if diagonal:
@@ -125,20 +101,7 @@ def _variances(covariance: Curvature, x: Inputs, memory: str | int | None) -> Mo
 def spread_blocks(
     covariance: Curvature, x: Inputs, memory: str | int | None = None, kept: int = 0
 ) -> Iterator[Moments]:
-    """Mean and covariance of the outputs of a few examples after the other.
-
-    Args:
-        covariance: M.
-        x: N examples.
-        memory: Budget.
-        kept: Numbers that the caller keeps of all examples.
-
-    Yields:
-        (n, C) and (n, C, C).
-
-    Raises:
-        MemoryBudgetError: If not even one example fits.
-    """
+    """Mean and covariance of the outputs of a few examples after the other."""
     x, function, parts = without_graph(x), covariance.function, covariance.parts
     if not is_head(covariance, x):
         for captured in captured_blocks(function, parts, x, memory, kept):
@@ -158,21 +121,8 @@ def spread_blocks(
 
 
 def joint_covariance(covariance: Curvature, x: Inputs, memory: str | int | None = None) -> Tensor:
-    """J M Jᵀ between all examples.
-
-    Tiles of examples: the half rows J S, with M = S Sᵀ, of one layer and two tiles at a time.
-
-    Args:
-        covariance: M.
-        x: N examples.
-        memory: Budget.
-
-    Returns:
-        (N, C, N, C).
-
-    Raises:
-        MemoryBudgetError: If the result and two tiles do not fit.
-    """
+    """J M Jᵀ between all examples, (N, C, N, C)."""
+    # Tiles of examples: the half rows J S, with M = S Sᵀ, of one layer and two tiles at a time.
     function, parts, n = covariance.function, covariance.parts, batch_size(x)
     x = without_graph(x)
     check_finite(x, "x")
@@ -222,17 +172,7 @@ def _half_rows(part: Part, covariance: Curvature, captured: Captured) -> Tensor:
 def differentiable_moments(
     covariance: Curvature, x: Inputs, joint: bool, memory: str | int | None
 ) -> Moments:
-    """Mean and covariance with gradients in x, exact, of first order.
-
-    Args:
-        covariance: M.
-        x: N examples, of which some tensors require gradients.
-        joint: Whether the covariance is that between all examples.
-        memory: Budget.
-
-    Returns:
-        (N, C), and (N, C, C) or (N, C, N, C).
-    """
+    """Mean and covariance with gradients in x, exact, of first order, (N, C)."""
     function = covariance.function
     mean = _exact(function, function.theta, x)
     apply: Callable[..., Tensor] = _Spread.apply
@@ -241,27 +181,12 @@ def differentiable_moments(
 
 
 def plain_outputs(function: Functional, x: Inputs) -> Tensor:
-    """f(θ*, x) without gradients.
-
-    Args:
-        function: The network.
-        x: N examples.
-
-    Returns:
-        (N, C), outputs flattened.
-    """
+    """f(θ*, x) without gradients, (N, C)."""
     return torch.cat([function.check_runs(part).flatten(1) for part in split(without_graph(x), MOST)])
 
 
 def without_graph(x: Inputs) -> Inputs:
-    """Examples without a graph.
-
-    Args:
-        x: Examples.
-
-    Returns:
-        The same numbers.
-    """
+    """Examples without a graph."""
     return map_tensors(lambda t: t.detach(), x)
 
 
@@ -340,37 +265,16 @@ def _contracted(function: Functional, x: Inputs, v: dict[str, Tensor]) -> Tensor
 def sampled_outputs(
     covariance: Curvature, x: Inputs, samples: int, generator: torch.Generator | int | None, block: int = 256
 ) -> Tensor:
-    """Outputs of networks whose weights are drawn from N(θ*, M).
-
-    Args:
-        covariance: M.
-        x: N examples.
-        samples: S, number of networks.
-        generator: Source of randomness.
-        block: Examples that run at once.
-
-    Returns:
-        (S, N, C), with a graph where x requires gradients.
-
-    Raises:
-        MemoryBudgetError: If the result does not fit.
-    """
+    """Outputs of networks whose weights are drawn from N(θ*, M), (S, N, C)."""
     drawn = _drawn(covariance, samples, make_generator(generator))
     return outputs_under(covariance.function, drawn, samples, x, block)
 
 
 class Draws:
-    """Displacements of the weights from N(0, M), the same whenever they are passed over.
+    """Displacements of the weights from N(0, M), the same whenever they are passed over."""
 
-    They are drawn once and kept, or, where S P numbers are too many for the memory, drawn again from the same
-    seed at every pass.
-
-    Args:
-        covariance: M.
-        samples: S, number of networks.
-        seed: Seed.
-        memory: Budget, of which the draws may take a quarter.
-    """
+    # They are drawn once and kept, or, where S P numbers are too many for the memory, drawn again from the
+    # same seed at every pass.
 
     def __init__(
         self, covariance: Curvature, samples: int, seed: int, memory: str | int | None = None
@@ -394,21 +298,7 @@ class Draws:
 def outputs_under(
     function: Functional, draws: Iterable[Tensor], samples: int, x: Inputs, block: int = 256
 ) -> Tensor:
-    """Outputs of networks with given weights.
-
-    Args:
-        function: The network.
-        draws: Displacements of the weights, a few at once (S', P).
-        samples: S, how many they are together.
-        x: N examples.
-        block: Examples that run at once.
-
-    Returns:
-        (S, N, C), with a graph where x requires gradients.
-
-    Raises:
-        MemoryBudgetError: If the result does not fit.
-    """
+    """Outputs of networks with given weights, (S, N, C)."""
     check_finite(map_tensors(lambda t: t.detach(), x), "x")
     c = function.check_runs(map_tensors(lambda t: t.detach(), take(x, slice(0, 1)))).numel()
     size = samples * batch_size(x) * c * function.dtype.itemsize

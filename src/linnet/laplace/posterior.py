@@ -41,17 +41,11 @@ from linnet.tangent.linearized import Linearized
 
 @dataclass(frozen=True)
 class DataFit:
-    """Sums of the network's loss on the data.
+    """Sums of the network's loss on the data."""
 
-    Args:
-        nll: −log p(D | θ*), or None where the data have no targets.
-        squares: Σ (y − f)² / σ² for a Gaussian likelihood.
-        targets: Number of observed target values, for a Gaussian likelihood.
-    """
-
-    nll: float | None
-    squares: float = 0.0
-    targets: float = 0.0
+    nll: float | None  # −log p(D | θ*), or None where the data have no targets
+    squares: float = 0.0  # Σ (y − f)² / σ² for a Gaussian likelihood
+    targets: float = 0.0  # number of observed target values, for a Gaussian likelihood
 
     def __add__(self, other: DataFit) -> DataFit:
         nll = None if self.nll is None or other.nll is None else self.nll + other.nll
@@ -71,29 +65,15 @@ class DataFit:
 
 @dataclass(frozen=True, eq=False)
 class Hyper:
-    """Hyper-parameters, float64.
+    """Hyper-parameters, float64."""
 
-    Args:
-        prior: δ of each group, (G,).
-        scale: s, ().
-        noise: m, the noise variance over that of the likelihood that was fitted with, ().
-    """
-
-    prior: Tensor
-    scale: Tensor
-    noise: Tensor
+    prior: Tensor  # δ of each group, (G,)
+    scale: Tensor  # s, ()
+    noise: Tensor  # m, the noise variance over that of the likelihood that was fitted with, ()
 
 
 def require_memory(curvature: Curvature, memory: str | int | None) -> None:
-    """Raise if the posterior of a curvature would not fit.
-
-    Args:
-        curvature: G.
-        memory: Budget, that of the curvature.
-
-    Raises:
-        MemoryBudgetError: If so.
-    """
+    """Raise if the posterior of a curvature would not fit."""
     operators = [part.operator for part in curvature.parts]
     held = [value for one in operators for value in vars(one).values()]
     products = [one for one in operators if isinstance(one, Kronecker | GroupedKronecker)]
@@ -112,23 +92,7 @@ def require_memory(curvature: Curvature, memory: str | int | None) -> None:
 
 
 class Posterior:
-    """The Gaussian N(θ*, H⁻¹) for any hyper-parameters.
-
-    Args:
-        curvature: G, summed over the data.
-        fitted: How well the data are fitted.
-        mean: μ of the prior, (P,), float64.
-        damping: "exact", "matrix-normal" or "factored".
-
-    Attributes:
-        curvature: G.
-        fitted: How well the data are fitted.
-        mean: μ.
-        damping: How the prior enters Kronecker products.
-
-    Raises:
-        InputError: If the damping does not go with the structure.
-    """
+    """The Gaussian N(θ*, H⁻¹) for any hyper-parameters."""
 
     def __init__(self, curvature: Curvature, fitted: DataFit, mean: Tensor, damping: str) -> None:
         self.curvature, self.fitted, self.mean, self.damping = curvature, fitted, mean, damping
@@ -190,17 +154,7 @@ class Posterior:
         )
 
     def slopes(self, groups: Groups, at: Hyper, towards: Hyper, which: int | None) -> Sequence[Part]:
-        """H⁻¹ Ḣ H⁻¹ of the blocks that change when the hyper-parameters do.
-
-        Args:
-            groups: The groups.
-            at: Where.
-            towards: How fast each changes.
-            which: The group whose blocks are wanted alone, or None for all.
-
-        Returns:
-            The blocks.
-        """
+        """H⁻¹ Ḣ H⁻¹ of the blocks that change when the hyper-parameters do."""
         found = []
         for i, (part, block) in enumerate(zip(self.curvature.parts, self.blocks, strict=True)):
             place = groups.places[i]
@@ -218,20 +172,8 @@ class Posterior:
 
 
 def measure(likelihood: Likelihood, f: Tensor, y: Tensor | None) -> DataFit:
-    """Score of outputs against their targets.
-
-    Args:
-        likelihood: What the outputs mean.
-        f: Outputs (N, ...).
-        y: Targets, or None.
-
-    Returns:
-        The sums.
-
-    Example:
-        >>> measure(Gaussian(variance=4.0), torch.zeros(2, 1), torch.full((2, 1), 2.0)).squares
-        2.0
-    """
+    """Score of outputs against their targets."""
+    # f (N, ...)
     if y is None:
         return DataFit(None)
     nll = float(likelihood.nll(f, y).double().sum())
@@ -245,15 +187,7 @@ def measure(likelihood: Likelihood, f: Tensor, y: Tensor | None) -> DataFit:
 
 
 class Watcher:
-    """Score of the network on data, from the outputs of another pass.
-
-    Args:
-        likelihood: What the outputs mean.
-
-    Attributes:
-        examples: Number of examples seen.
-        shape: Shape of the outputs of one example.
-    """
+    """Score of the network on data, from the outputs of another pass."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self.likelihood = likelihood
@@ -262,12 +196,8 @@ class Watcher:
         self._found: list[DataFit] = []
 
     def see(self, f: Tensor, y: Tensor | None) -> None:
-        """Take in a batch.
-
-        Args:
-            f: Outputs (N, ...).
-            y: Targets, or None.
-        """
+        """Take in a batch."""
+        # f (N, ...)
         self._found.append(measure(self.likelihood, f, y))
         self.examples, self.shape = self.examples + len(f), tuple(f.shape[1:])
 
@@ -287,18 +217,7 @@ class Watcher:
 def measure_all(
     function: Functional, likelihood: Likelihood, data: Any, block: int | None, share: Share
 ) -> Watcher:
-    """Sums of the network's loss on data, by a separate pass.
-
-    Args:
-        function: The network.
-        likelihood: What its outputs mean.
-        data: The data.
-        block: Most examples at once, or None.
-        share: What other processes do; what they see is added.
-
-    Returns:
-        What was seen.
-    """
+    """Sums of the network's loss on data, by a separate pass."""
     found = Watcher(likelihood)
     for batch in Batches(data, function, block, share):
         found.see(function.check_runs(batch.x), batch.y)
@@ -308,22 +227,7 @@ def measure_all(
 
 
 def relative_noise(likelihood: Likelihood, variances: Any) -> Tensor | None:
-    """Noise variances over that of a likelihood, with the graph of tensors.
-
-    Args:
-        likelihood: The likelihood of the fit.
-        variances: σ², one or several, or None.
-
-    Returns:
-        m, float64, flat; None for None.
-
-    Raises:
-        InputError: If the likelihood is no Gaussian of one variance, or a variance is not positive.
-
-    Example:
-        >>> relative_noise(Gaussian(variance=2.0), 1.0)
-        tensor([0.5000], dtype=torch.float64)
-    """
+    """Noise variances over that of a likelihood, with the graph of tensors."""
     if variances is None:
         return None
     if not isinstance(likelihood, Gaussian) or likelihood.noise.numel() > 1:
@@ -339,36 +243,14 @@ def relative_noise(likelihood: Likelihood, variances: Any) -> Tensor | None:
 
 
 def with_noise(likelihood: Likelihood, factor: float) -> Likelihood:
-    """The likelihood with its noise variance multiplied; only a Gaussian has one.
-
-    Args:
-        likelihood: Any likelihood.
-        factor: m.
-
-    Returns:
-        The likelihood.
-
-    Example:
-        >>> with_noise(Gaussian(variance=2.0), 3.0)
-        Gaussian(variance=6.0, masked=False, axis=1)
-    """
+    """The likelihood with its noise variance multiplied; only a Gaussian has one."""
     if not isinstance(likelihood, Gaussian) or factor == 1.0:
         return likelihood
     return Gaussian(likelihood.noise * factor, likelihood.axis, likelihood.masked)
 
 
 def require_origin(model: nn.Module) -> None:
-    """Raise if a linearization has moved: curvature and outputs would be those at δ = 0.
-
-    Args:
-        model: A network, or a ``Linearized``.
-
-    Raises:
-        InputError: If it is one with δ ≠ 0.
-
-    Example:
-        >>> require_origin(nn.Linear(2, 1))
-    """
+    """Raise if a linearization has moved: curvature and outputs would be those at δ = 0."""
     if isinstance(model, Linearized) and any(bool((t != 0).any()) for t in model.delta.values()):
         raise InputError(
             "model is a Linearized that has been trained: its displacement δ is not zero",
@@ -379,17 +261,7 @@ def require_origin(model: nn.Module) -> None:
 
 
 def check_damping(damping: str) -> None:
-    """Raise unless a damping is one of those known.
-
-    Args:
-        damping: Its name.
-
-    Raises:
-        InputError: If it is not.
-
-    Example:
-        >>> check_damping("exact")
-    """
+    """Raise unless a damping is one of those known."""
     if damping not in DAMPINGS:
         raise InputError(
             f"damping={damping!r}",

@@ -25,18 +25,12 @@ VECTOR_STRUCTURES = ("full", "block", "diagonal", "low-rank")  # exact with a pr
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Which parameters share a prior precision.
+    """Which parameters share a prior precision."""
 
-    Args:
-        form: "isotropic", "layer" or "parameter".
-        names: Names of the groups; empty for "parameter".
-        members: The group of every parameter, (P,).
-        places: For every block of the posterior its group, or that of each of its rows (p,).
-    """
-
-    form: str
-    names: tuple[str, ...]
-    members: Tensor
+    form: str  # "isotropic", "layer" or "parameter"
+    names: tuple[str, ...]  # names of the groups; empty for "parameter"
+    members: Tensor  # the group of every parameter, (P,)
+    # for every block of the posterior its group, or that of each of its rows (p,)
     places: tuple[int | Tensor, ...]
 
     @property
@@ -45,52 +39,20 @@ class Groups:
         return len(self.names) if self.form != "parameter" else len(self.members)
 
     def on(self, block: int, values: Tensor) -> Tensor:
-        """The precisions that a block sees.
-
-        Args:
-            block: Number of the block.
-            values: One precision a group, (G,).
-
-        Returns:
-            () or (p,), in the block's own order.
-        """
+        """The precisions that a block sees, ()."""
+        # values (G,)
         return values[self.places[block]]
 
     def sums(self, each: Tensor) -> Tensor:
-        """Numbers of the parameters, added up in each group.
-
-        Args:
-            each: (P,).
-
-        Returns:
-            (G,).
-        """
+        """Numbers of the parameters, added up in each group, (G,)."""
+        # each (P,)
         return each.new_zeros(self.count).index_add(0, self.members, each)
 
 
 def make_groups(form: str, parts: Sequence[Part], space: ParameterSpace, device: torch.device) -> Groups:
-    """The groups of a form.
-
-    A layer is the module that owns a parameter; modules whose parameters share one Kronecker product, as a
-    weight and a bias that another module adds, are one layer.
-
-    Args:
-        form: "isotropic", "layer" or "parameter".
-        parts: The blocks of the posterior.
-        space: All parameters.
-        device: Where the indices live.
-
-    Returns:
-        The groups.
-
-    Raises:
-        InputError: If a block cannot have as many precisions as the form gives it.
-
-    Example:
-        >>> space = ParameterSpace({"a.weight": (2,), "a.bias": (1,), "b.weight": (2,)})
-        >>> make_groups("layer", (), space, torch.device("cpu")).names
-        ('a', 'b')
-    """
+    """The groups of a form."""
+    # A layer is the module that owns a parameter; modules whose parameters share one Kronecker product, as a
+    # weight and a bias that another module adds, are one layer.
     if form not in FORMS:
         raise InputError(
             f"prior={form!r}", expected=", ".join(f'"{one}"' for one in FORMS), remedy="leave prior= out"
@@ -138,21 +100,7 @@ def _place(part: Part, members: Tensor, space: ParameterSpace, form: str) -> int
 def prior_values(
     given: Any, parts: Sequence[Part], space: ParameterSpace, device: torch.device
 ) -> tuple[Groups, Tensor]:
-    """Prior precisions as the user gave them.
-
-    Args:
-        given: A number; a number for each layer, by name or (L,); or one for each parameter, flat (P,) or
-            by name in the parameters' own shapes.
-        parts: The blocks of the posterior.
-        space: All parameters.
-        device: Where they live.
-
-    Returns:
-        The groups and their precisions (G,), float64.
-
-    Raises:
-        InputError: If names or shapes do not fit, or a precision is not a positive number.
-    """
+    """Prior precisions as the user gave them, (G,)."""
     if isinstance(given, Mapping):
         return _by_name(given, parts, space, device)
     values = torch.as_tensor(given, dtype=torch.float64, device=device).flatten()
@@ -202,17 +150,7 @@ def _shaped(value: Any, shape: torch.Size, name: str, device: torch.device) -> T
 
 
 def check_prior(given: Any) -> None:
-    """Raise unless prior precisions are positive finite numbers, whatever they come in.
-
-    Args:
-        given: A number, a tensor, or a mapping of them.
-
-    Raises:
-        InputError: If they are not.
-
-    Example:
-        >>> check_prior({"0": 1.0, "2": 0.5})
-    """
+    """Raise unless prior precisions are positive finite numbers, whatever they come in."""
     if isinstance(given, Mapping) and not given:
         refuse("prior_precision", given, "positive numbers", "name a layer or a parameter")
     for name, value in given.items() if isinstance(given, Mapping) else [("", given)]:
@@ -231,17 +169,7 @@ def check_prior(given: Any) -> None:
 
 
 def check_mean(given: Any) -> None:
-    """Raise unless prior means are finite numbers, whatever they come in; shapes are looked at later.
-
-    Args:
-        given: A number, a tensor, or a mapping of them.
-
-    Raises:
-        InputError: If they are not.
-
-    Example:
-        >>> check_mean(0.5)
-    """
+    """Raise unless prior means are finite numbers, whatever they come in; shapes are looked at later."""
     for name, value in given.items() if isinstance(given, Mapping) else [("", given)]:
         where = f"prior_mean[{name!r}]" if name else "prior_mean"
         found = tensor(where, value, "finite numbers")
@@ -250,23 +178,7 @@ def check_mean(given: Any) -> None:
 
 
 def make_mean(given: Any, space: ParameterSpace, device: torch.device) -> Tensor:
-    """The prior mean of every parameter.
-
-    Args:
-        given: A number, (P,), or tensors by parameter name.
-        space: All parameters.
-        device: Where they live.
-
-    Returns:
-        μ, (P,), float64.
-
-    Raises:
-        InputError: If shapes do not fit, or it is not finite.
-
-    Example:
-        >>> make_mean(0.5, ParameterSpace({"w": (2,)}), torch.device("cpu"))
-        tensor([0.5000, 0.5000], dtype=torch.float64)
-    """
+    """The prior mean of every parameter, (P,)."""
     try:
         if isinstance(given, Mapping):
             flat = space.to_flat({n: torch.as_tensor(v, dtype=torch.float64) for n, v in given.items()})

@@ -39,35 +39,18 @@ MOST_GROUPS = 256  # hyper-parameters that the gradient of a validation likeliho
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """A posterior, data, and what is asked of the one about the other.
+    """A posterior, data, and what is asked of the one about the other."""
 
-    Args:
-        posterior: The posterior.
-        groups: Groups of the prior.
-        likelihood: The likelihood that the curvature was computed with.
-        data: Held-out data; for leave-one-out those of the fit.
-        labels: How targets are distributed, given the outputs.
-        left_out: Whether each example is taken out of the posterior first.
-        memory: Budget.
-    """
-
-    posterior: Posterior
-    groups: Groups
-    likelihood: Likelihood
-    data: Any
-    labels: Labels
-    left_out: bool = False
-    memory: str | int | None = None
+    posterior: Posterior  # the posterior
+    groups: Groups  # groups of the prior
+    likelihood: Likelihood  # the likelihood that the curvature was computed with
+    data: Any  # held-out data; for leave-one-out those of the fit
+    labels: Labels  # how targets are distributed, given the outputs
+    left_out: bool = False  # whether each example is taken out of the posterior first
+    memory: str | int | None = None  # budget
 
     def values(self, points: Sequence[Hyper]) -> Tensor:
-        """The summed log predictive density at several hyper-parameters.
-
-        Args:
-            points: The hyper-parameters.
-
-        Returns:
-            One number a point, float64.
-        """
+        """The summed log predictive density at several hyper-parameters."""
         spreads = [self.posterior.covariance(self.groups, at).parts for at in points]
         total = torch.zeros(len(points), dtype=torch.float64)
         for captured, y in self._captured():
@@ -78,18 +61,8 @@ class Scorer:
         return total
 
     def sampled_values(self, points: Sequence[Hyper], samples: int, seed: int) -> Tensor:
-        """The same with sampled weights: one set of networks a point, run on all data.
-
-        Random numbers are common to all points, so that differences between points are not those of draws.
-
-        Args:
-            points: The hyper-parameters.
-            samples: Networks.
-            seed: Seed.
-
-        Returns:
-            One number a point, float64.
-        """
+        """The same with sampled weights: one set of networks a point, run on all data."""
+        # Random numbers are common to all points, so that differences between points are not those of draws.
         total = torch.zeros(len(points), dtype=torch.float64)
         for i, at in enumerate(points):
             covariance = self.posterior.covariance(self.groups, at)
@@ -103,16 +76,7 @@ class Scorer:
         return total
 
     def gradient(self, at: Hyper, scale: bool, noise: bool) -> tuple[float, Tensor]:
-        """The summed log predictive density, and its gradient in the logarithms of the hyper-parameters.
-
-        Args:
-            at: Where.
-            scale: Whether in log s, too.
-            noise: Whether in log m, too.
-
-        Returns:
-            The value, and (G [+ 1] [+ 1],).
-        """
+        """The summed log predictive density, and its gradient in the logarithms of the hyper-parameters."""
         parts = self.posterior.covariance(self.groups, at).parts
         slopes = self._slopes(at, scale, noise)
         eta = torch.zeros(len(slopes), dtype=torch.float64, requires_grad=True)
@@ -195,26 +159,8 @@ def left_out(
     *,
     fisher: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of the outputs of each example from a posterior that has not seen it.
-
-    Args:
-        likelihood: What the outputs mean.
-        mean: f, (N, K), outputs flattened.
-        spread: V, (N, K, K).
-        y: Labels.
-        shape: Shape of the outputs of one example.
-        scale: How much every example counts.
-        fisher: Whether Λ is the Fisher information.
-
-    Returns:
-        f₋ and V₋.
-
-    Example:
-        >>> y = torch.tensor([[3.0]])
-        >>> half = torch.full((1, 1, 1), 0.5)  # one observation and a prior of the same precision
-        >>> left_out(Gaussian(), torch.full((1, 1), 1.5), half, y, (1,))
-        (tensor([[0.]]), tensor([[[1.]]]))
-    """
+    """Mean and covariance of the outputs of each example from a posterior that has not seen it."""
+    # mean (N, K), spread (N, K, K)
     n, f = len(mean), mean.detach().reshape(-1, *shape)
     columns = likelihood.fisher_root(f, y) if fisher else likelihood.root(f, y)
     weight = torch.as_tensor(scale).to(spread)
@@ -230,23 +176,7 @@ def left_out(
 
 
 def grid_points(at: Hyper, priors: Tensor, scales: Tensor, noises: Tensor) -> list[Hyper]:
-    """All combinations of hyper-parameters.
-
-    Args:
-        at: Where ratios between groups are taken from.
-        priors: Prior precisions; of several groups the geometric mean.
-        scales: Scales of the data.
-        noises: Relative noise variances.
-
-    Returns:
-        One point for each combination.
-
-    Example:
-        >>> one = torch.ones((), dtype=torch.float64)
-        >>> at, values = Hyper(one[None], one, one), (2 * one[None], one[None], one[None])
-        >>> [float(point.prior) for point in grid_points(at, *values)]
-        [2.0]
-    """
+    """All combinations of hyper-parameters."""
     logs = at.prior.log()
     return [
         Hyper((logs - logs.mean() + prior.log()).exp(), scale, noise)

@@ -13,31 +13,16 @@ from linnet.predictive.labels import Labels
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """A fitted posterior.
+    """A fitted posterior."""
 
-    Args:
-        posterior: The posterior for any hyper-parameters.
-        groups: Groups of the prior.
-        hyper: The hyper-parameters.
-        labels: How targets are distributed, with the likelihood that the curvature was computed with.
-    """
-
-    posterior: Posterior
-    groups: Groups
-    hyper: Hyper
-    labels: Labels
+    posterior: Posterior  # the posterior for any hyper-parameters
+    groups: Groups  # groups of the prior
+    hyper: Hyper  # the hyper-parameters
+    labels: Labels  # how targets are distributed, with the likelihood that the curvature was computed with
 
 
 def expanded(state: State, form: str) -> tuple[Groups, Hyper]:
-    """The same prior in another form: as it is in a finer one, at its geometric mean in a coarser one.
-
-    Args:
-        state: A fitted posterior.
-        form: "isotropic", "layer" or "parameter".
-
-    Returns:
-        Groups and hyper-parameters.
-    """
+    """The same prior in another form: as it is in a finer one, at its geometric mean in a coarser one."""
     groups = state.posterior.groups(form)
     logs = state.hyper.prior.log()[state.groups.members]
     sizes = groups.sums(torch.ones_like(logs))

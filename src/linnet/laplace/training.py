@@ -61,21 +61,13 @@ class EvidenceSchedule:
 
 
 class LaplaceOptions(CurvatureOptions, total=False):
-    """Keywords that are handed on to :class:`linnet.Laplace`.
+    """Keywords that are handed on to ``linnet.Laplace``."""
 
-    Attributes:
-        structure: As of :func:`linnet.curvature`.
-        prior_precision: δ, one for all parameters, for each layer, or for each parameter.
-        prior_mean: μ.
-        data_scale: s, the weight of the data.
-        damping: "exact" or "factors".
-    """
-
-    structure: Any
-    prior_precision: Any
-    prior_mean: Any
-    data_scale: float
-    damping: str
+    structure: Any  # as of :func:`linnet.curvature`
+    prior_precision: Any  # δ, one for all parameters, for each layer, or for each parameter
+    prior_mean: Any  # μ
+    data_scale: float  # s, the weight of the data
+    damping: str  # "exact" or "factors"
 
 
 @torch.inference_mode(False)

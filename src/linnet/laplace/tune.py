@@ -71,43 +71,19 @@ class Grid:
 
 @dataclass(frozen=True)
 class Search:
-    """Settings of a search.
+    """Settings of a search."""
 
-    Args:
-        kind: "gradient", "fixed-point" or "grid".
-        steps: Most evaluations of the gradient or the fixed point.
-        scale: Whether the scale of the data is searched by gradient, too.
-        noise: Whether the noise variance is, too.
-        predict: "glm" or "mc": the predictions that a grid compares.
-        samples: Networks of "mc".
-        seed: Seed of "mc".
-    """
-
-    kind: str
-    steps: int
-    scale: bool
-    noise: bool
-    predict: str
-    samples: int
-    seed: int
+    kind: str  # "gradient", "fixed-point" or "grid"
+    steps: int  # most evaluations of the gradient or the fixed point
+    scale: bool  # whether the scale of the data is searched by gradient, too
+    noise: bool  # whether the noise variance is, too
+    predict: str  # "glm" or "mc": the predictions that a grid compares
+    samples: int  # networks of "mc"
+    seed: int  # seed of "mc"
 
 
 def tuned(method: str, scorer: Scorer, at: Hyper, search: Search, grids: dict[str, Any]) -> Tuned:
-    """Find hyper-parameters.
-
-    Args:
-        method: "evidence", "validation", "grid" or "loo".
-        scorer: The posterior, with the data of the criterion.
-        at: Where to start.
-        search: Settings of a search.
-        grids: "prior", "scale" and "noise": values to try, or None.
-
-    Returns:
-        What was found.
-
-    Raises:
-        InputError: If the arguments do not go together.
-    """
+    """Find hyper-parameters."""
     integer("steps", search.steps)
     if method == "evidence":
         if search.scale or any(values is not None for values in grids.values()):

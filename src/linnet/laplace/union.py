@@ -28,27 +28,7 @@ from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 
 
 def union(first: Curvature, second: Curvature) -> Curvature:
-    """The curvature of two data sets at the same weights.
-
-    Args:
-        first: Of one data set.
-        second: Of the other, with the same settings.
-
-    Returns:
-        Of both.
-
-    Raises:
-        InputError: If the weights differ, or the structure does not add up.
-
-    Example:
-        >>> import linnet
-        >>> net, x = torch.nn.Linear(2, 3), torch.randn(6, 2)
-        >>> whole, *halves = (
-        ...     linnet.curvature(net, part, linnet.likelihoods.Categorical()) for part in (x, x[:4], x[4:])
-        ... )
-        >>> torch.allclose(union(*halves).dense(), whole.dense(), atol=1e-5)
-        True
-    """
+    """The curvature of two data sets at the same weights."""
     if first.function.fingerprint() != second.function.fingerprint():
         raise InputError(
             "add=True, but the network's weights have changed since the first fit",

@@ -18,21 +18,7 @@ from linnet.linalg.random import signs
 def require_targets(
     y: Tensor, dtype: torch.dtype, masked: bool, kind: str, remedy: str = "fill them, or pass masked=True"
 ) -> Tensor:
-    """Targets of a type, or an error when some are nan and may not be.
-
-    Args:
-        y: Targets of any type.
-        dtype: The type of the outputs.
-        masked: Whether nan means missing.
-        kind: Name of the likelihood, for the error.
-        remedy: What to do about nan.
-
-    Returns:
-        y in that type.
-
-    Raises:
-        DataError: They are complex, or nan without being masked.
-    """
+    """Targets of a type, or an error when some are nan and may not be."""
     if y.is_complex():
         raise DataError(f"y has type {y.dtype}", expected=f"real targets for {kind}", remedy="pass y.real")
     y = y.to(dtype)
@@ -47,14 +33,7 @@ def require_targets(
 
 
 def require_finite_targets(y: Tensor) -> None:
-    """Check that no target is infinite.
-
-    Args:
-        y: Targets.
-
-    Raises:
-        DataError: One is.
-    """
+    """Check that no target is infinite."""
     infinite = y.isinf()
     if bool(infinite.any()):
         raise DataError(
@@ -65,10 +44,9 @@ def require_finite_targets(y: Tensor) -> None:
 
 
 class IndependentComponents(Likelihood, ABC):
-    """A canonical likelihood with one label for each output, independent given the outputs.
+    """A canonical likelihood with one label for each output, independent given the outputs."""
 
-    Labels have the shape of the outputs, and Λ is diagonal.
-    """
+    # Labels have the shape of the outputs, and Λ is diagonal.
 
     canonical = True
     masked: bool

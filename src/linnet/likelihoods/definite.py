@@ -23,16 +23,8 @@ def require_psd(psd: Any) -> Psd:
 
 
 def require_semidefinite(smallest: Tensor, largest: Tensor, name: str) -> None:
-    """Check that no eigenvalue is more negative than rounding explains.
-
-    Args:
-        smallest: Smallest eigenvalues (N, T) or (N, T, any).
-        largest: Largest absolute eigenvalues, as many.
-        name: What the matrices are the Hessians of.
-
-    Raises:
-        NumericalError: One is; the error names the smallest and its example.
-    """
+    """Check that no eigenvalue is more negative than rounding explains."""
+    # smallest (N, T)
     if smallest.numel() == 0:
         return
     eps = torch.finfo(smallest.dtype).eps
@@ -49,20 +41,8 @@ def require_semidefinite(smallest: Tensor, largest: Tensor, name: str) -> None:
 
 
 def positive_root(matrix: Tensor, psd: Psd, name: str) -> Tensor:
-    """R with R Rᵀ = M, or its positive part.
-
-    Args:
-        matrix: Symmetric (N, T, C, C).
-        psd: "raise" for an error where M is indefinite beyond rounding, "clip" for its positive part.
-        name: What the matrices are the Hessians of.
-
-    Returns:
-        (N, T, C, C).
-
-    Example:
-        >>> positive_root(torch.tensor([[[[4.0]], [[-1.0]]]]), "clip", "an example").flatten()
-        tensor([2., 0.])
-    """
+    """R with R Rᵀ = M, or its positive part, (N, T, C, C)."""
+    # matrix (N, T, C, C)
     values, vectors = eigh(matrix, f"the Hessian of {name}")
     if psd == "raise":
         require_semidefinite(values[..., 0], values.abs().amax(-1), name)

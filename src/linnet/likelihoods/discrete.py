@@ -366,20 +366,8 @@ def _require_index(ignore_index: Any) -> int:
 
 
 def draw_classes(p: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-    """Draw n classes from each row of probabilities.
-
-    Args:
-        p: (..., C), rows sum to one.
-        n: Number of draws.
-        generator: Source of randomness, None for the global one.
-
-    Returns:
-        (n, ...) integers.
-
-    Example:
-        >>> draw_classes(torch.tensor([[0.0, 1.0]]), 3, None).T
-        tensor([[1, 1, 1]])
-    """
+    """Draw n classes from each row of probabilities, (n, ...)."""
+    # p (..., C)
     # the first class whose cumulative probability exceeds a uniform number
     levels = p.cumsum(-1)
     u = uniform((n, *p.shape[:-1]), generator, p).movedim(0, -1) * levels[..., -1:]

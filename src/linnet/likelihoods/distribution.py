@@ -55,15 +55,7 @@ def require_tensor(y: Any) -> Tensor:
 
 
 def require_numbers(f: Tensor, name: str = "f") -> None:
-    """Raise if outputs hold NaN or +inf; −inf is the logit of what is impossible. One pass over them.
-
-    Args:
-        f: Outputs.
-        name: What the argument is called.
-
-    Raises:
-        DataError: They do.
-    """
+    """Raise if outputs hold NaN or +inf; −inf is the logit of what is impossible. One pass over them."""
     hidden = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(f)
     if hidden or f.numel() == 0 or float(f.detach().amax()) < math.inf:
         return
@@ -76,15 +68,7 @@ def require_numbers(f: Tensor, name: str = "f") -> None:
 
 
 def require_outputs(f: Any, name: str = "f") -> None:
-    """Raise unless outputs, or what has their type, are a tensor that can be computed with.
-
-    Args:
-        f: Outputs.
-        name: What the argument is called.
-
-    Raises:
-        InputError: They are none, or not of a floating-point type.
-    """
+    """Raise unless outputs, or what has their type, are a tensor that can be computed with."""
     if not tensor(name, f, OUTPUTS, convert=False).is_floating_point():
         refuse(name, f, OUTPUTS, f"pass {name}.float()")
 
@@ -95,16 +79,12 @@ def flatten_positions(y: Tensor) -> Tensor:
 
 
 class Distribution(ABC):
-    """Distribution of labels given the outputs f of a network.
+    """Distribution of labels given the outputs f of a network."""
 
-    Attributes:
-        axis: The axis of f that holds the C classes or components. One-dimensional outputs (N,) count
-            as (N, 1).
-        canonical: Whether the Hessian of the negative log-likelihood in f is independent of labels,
-            as for exponential families in their natural parameters; it is then the Fisher information.
-    """
-
+    # the axis of f that holds the C classes or components. One-dimensional outputs (N,) count as (N, 1)
     axis: int
+    # whether the Hessian of the negative log-likelihood in f is independent of labels, as for exponential
+    # families in their natural parameters; it is then the Fisher information
     canonical: bool
 
     def check(self, f: Tensor, y: Tensor) -> Tensor:

@@ -149,30 +149,16 @@ class Likelihood(Distribution, ABC):
         return self._spread(self.position_root(f, y), f)
 
     def _root_size(self, f: Tensor) -> int | None:
-        """The number K of columns of ``root``, where it is known without forming them.
-
-        Args:
-            f: Outputs (N, ...).
-
-        Returns:
-            K, or ``None``.
-        """
+        """The number K of columns of ``root``, where it is known without forming them."""
+        # f (N, ...)
         rows = self._arrange(f)
         each = self._rank(rows.shape[2])
         return None if each is None else rows.shape[1] * each
 
     def _root_part(self, f: Tensor, start: int, stop: int, y: Tensor | None = None) -> Tensor:
-        """Some columns of ``root``, of likelihoods whose ``_root_size`` is known; the others are not formed.
-
-        Args:
-            f: Outputs (N, ...).
-            start: The first column.
-            stop: The last one + 1.
-            y: Labels (N, ...), as for ``hessian``.
-
-        Returns:
-            (stop − start, *shape of f).
-        """
+        """Some columns of ``root``, of likelihoods whose ``_root_size`` is known."""
+        # f (N, ...), y (N, ...)
+        # The others are not formed.
         rows, labels, counts = self._prepare_second(f, y)
         (n, t, c), each = rows.shape, self._rank(rows.shape[2])
         assert each is not None, "_root_size() has been asked"
@@ -335,25 +321,8 @@ class Likelihood(Distribution, ABC):
 
 
 def training_nll(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    """The loss of a training step, whose outputs are not finite once the training diverges.
-
-    Args:
-        likelihood: The likelihood.
-        f: Outputs (N, ...).
-        y: Labels.
-
-    Returns:
-        −log p(y | f) of every example, (N,).
-
-    Raises:
-        DataError: If the labels do not fit.
-        NumericalError: If the outputs hold NaN or +inf.
-
-    Example:
-        >>> from linnet.likelihoods import Categorical
-        >>> training_nll(Categorical(), torch.zeros(1, 2), torch.tensor([1]))
-        tensor([0.6931])
-    """
+    """The loss of a training step, whose outputs are not finite once the training diverges, (N,)."""
+    # f (N, ...)
     try:
         return likelihood.nll(f, y)
     except DataError as error:
@@ -367,18 +336,7 @@ def training_nll(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 def check_likelihood(likelihood: object) -> None:
-    """Raise unless it is a likelihood.
-
-    Args:
-        likelihood: What was given.
-
-    Raises:
-        InputError: If it is something else.
-
-    Example:
-        >>> from linnet.likelihoods import Categorical
-        >>> check_likelihood(Categorical())
-    """
+    """Raise unless it is a likelihood."""
     if not isinstance(likelihood, Likelihood):
         refuse(
             "likelihood",
@@ -389,19 +347,7 @@ def check_likelihood(likelihood: object) -> None:
 
 
 def takes_missing(likelihood: Likelihood) -> bool:
-    """Whether targets that are nan count as missing.
-
-    Args:
-        likelihood: Any likelihood.
-
-    Returns:
-        Whether they do; otherwise they are errors.
-
-    Example:
-        >>> from linnet.likelihoods import Gaussian
-        >>> takes_missing(Gaussian(masked=True)), takes_missing(Gaussian())
-        (True, False)
-    """
+    """Whether targets that are nan count as missing."""
     return bool(getattr(likelihood, "masked", False))
 
 

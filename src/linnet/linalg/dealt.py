@@ -21,24 +21,8 @@ Pair = tuple[Tensor, Tensor]  # eigenvalues and eigenvectors
 
 
 def dealt_eigh(matrices: Sequence[Tensor], names: Sequence[str], share: Share) -> list[Pair]:
-    """Eigenvalues and eigenvectors of symmetric matrices, or batches of them, on all processes.
-
-    Args:
-        matrices: Each (..., n, n), the same on all processes up to rounding.
-        names: What to call them in errors.
-        share: This process among the others.
-
-    Returns:
-        λ (..., n) and Q (..., n, n) of each.
-
-    Raises:
-        NumericalError: A matrix holds NaN or Inf, or the iteration fails.
-
-    Example:
-        >>> [(values, vectors)] = dealt_eigh([2 * torch.eye(2)], ["matrix"], Share())
-        >>> values
-        tensor([2., 2.])
-    """
+    """Eigenvalues and eigenvectors of symmetric matrices, or batches of them, on all processes, (..., n)."""
+    # matrices (..., n, n)
     ranks = owners([float(matrix.numel() * matrix.shape[-1]) for matrix in matrices], share.world)
     found = [
         eigh(matrix, name)
@@ -55,23 +39,7 @@ def dealt_eigh(matrices: Sequence[Tensor], names: Sequence[str], share: Share) -
 def eigenbases(
     products: Sequence[Kronecker | GroupedKronecker], share: Share
 ) -> list[KroneckerEigen | GroupedKroneckerEigen]:
-    """The eigendecompositions of Kronecker products, their factors dealt out.
-
-    Args:
-        products: Each L ⊗ R, or one for each group.
-        share: This process among the others.
-
-    Returns:
-        The same matrices by eigenvectors of their factors.
-
-    Raises:
-        NumericalError: A factor holds NaN or Inf, or a negative eigenvalue, or the iteration fails.
-
-    Example:
-        >>> [made] = eigenbases([Kronecker(torch.eye(2), 3 * torch.eye(2))], Share())
-        >>> made.trace()
-        tensor(12.)
-    """
+    """The eigendecompositions of Kronecker products, their factors dealt out."""
     matrices = [factor for product in products for factor in (product.left, product.right)]
     names = [name for product in products for name in product.factor_names]
     pairs = dealt_eigh(matrices, names, share)

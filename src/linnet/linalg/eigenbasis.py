@@ -13,13 +13,9 @@ from linnet.linalg.structured import StructuredOperator, require_positive, requi
 
 
 class EigenbasisOperator(StructuredOperator):
-    """A matrix Q diag(λ) Qᵀ; how Q is kept is left to each class.
+    """A matrix Q diag(λ) Qᵀ; how Q is kept is left to each class."""
 
-    Attributes:
-        values: λ, of the shape that the basis has.
-    """
-
-    values: Tensor
+    values: Tensor  # λ, of the shape that the basis has
 
     def _hold(self, values: Tensor, space: ParameterSpace | None, name: str) -> None:
         """Take checked eigenvalues, and what follows from them."""
@@ -29,14 +25,7 @@ class EigenbasisOperator(StructuredOperator):
 
     @abstractmethod
     def with_values(self, values: Tensor) -> Self:
-        """Other eigenvalues in the same basis.
-
-        Args:
-            values: λ.
-
-        Returns:
-            The matrix.
-        """
+        """Other eigenvalues in the same basis."""
 
     @abstractmethod
     def _spectral(self, values: Tensor, v: Tensor) -> Tensor:

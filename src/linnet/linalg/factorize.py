@@ -30,19 +30,7 @@ _logger = logging.getLogger("linnet")
 
 
 def decomposing(size: int) -> AbstractContextManager[None]:
-    """Say how far an eigendecomposition is, and about how long it takes on this machine.
-
-    Args:
-        size: Rows of the matrix.
-
-    Returns:
-        What the decomposition belongs inside of.
-
-    Example:
-        >>> with decomposing(2):
-        ...     torch.linalg.eigvalsh(torch.eye(2))
-        tensor([1., 1.])
-    """
+    """Say how far an eigendecomposition is, and about how long it takes on this machine."""
     seconds = None
     if size >= _LARGE:  # smaller ones are done before anything is said
         matrix = torch.ones(_PROBE, _PROBE, dtype=torch.float64).tril()
@@ -53,15 +41,8 @@ def decomposing(size: int) -> AbstractContextManager[None]:
 
 
 def require_square(matrix: Tensor, name: str) -> None:
-    """Check that a matrix, or each of a batch, is square and of floating point type.
-
-    Args:
-        matrix: (..., n, n).
-        name: What to call it in the error.
-
-    Raises:
-        InputError: It is not.
-    """
+    """Check that a matrix, or each of a batch, is square and of floating point type."""
+    # matrix (..., n, n)
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
         raise InputError(
             f"{name} has shape {tuple(matrix.shape)}",
@@ -73,18 +54,7 @@ def require_square(matrix: Tensor, name: str) -> None:
 
 
 def require_finite(matrix: Tensor, name: str) -> None:
-    """Check that a tensor holds no NaN and no infinity.
-
-    Args:
-        matrix: Any shape.
-        name: What to call it in the error.
-
-    Raises:
-        NumericalError: It does; the error counts them.
-
-    Example:
-        >>> require_finite(torch.ones(2, 2), "factor A of layer fc1")
-    """
+    """Check that a tensor holds no NaN and no infinity."""
     if is_finite(matrix):
         return
     nan, inf = int(matrix.isnan().sum()), int(matrix.isinf().sum())
@@ -96,27 +66,10 @@ def require_finite(matrix: Tensor, name: str) -> None:
 
 
 def cholesky(matrix: Tensor, name: str = "matrix") -> Tensor:
-    """The lower Cholesky factor L of a positive definite matrix, M = L Lᵀ.
-
-    Tries the matrix's own precision, then float64, then adds 1e-12 to 1e-6 of the mean diagonal (which
-    is logged as a warning of the logger "linnet").
-
-    Args:
-        matrix: Symmetric (..., n, n); only the lower triangle is read.
-        name: What to call the matrix in errors, for example "factor A of layer fc1".
-
-    Returns:
-        L (..., n, n), in the matrix's own precision.
-
-    Raises:
-        InputError: The matrix is not square or not of floating point type.
-        NumericalError: It holds NaN or Inf, or is not positive definite.
-
-    Example:
-        >>> cholesky(torch.tensor([[4.0, 2.0], [2.0, 2.0]]))
-        tensor([[2., 0.],
-                [1., 1.]])
-    """
+    """The lower Cholesky factor L of a positive definite matrix, M = L Lᵀ, (..., n, n)."""
+    # matrix (..., n, n)
+    # Tries the matrix's own precision, then float64, then adds 1e-12 to 1e-6 of the mean diagonal (which is
+    # logged as a warning of the logger "linnet").
     require_square(matrix, name)
     require_finite(matrix, name)
     factor = _try_cholesky(matrix)
@@ -169,29 +122,12 @@ def _member(name: str, matrix: Tensor, index: int) -> str:
 
 
 def eigh(matrix: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:
-    """Eigenvalues (ascending) and eigenvectors of a symmetric matrix, M = Q diag(λ) Qᵀ, or of a batch.
-
-    Matrices of 1024 rows or more are decomposed in float64, as are those on which the first try fails. With
-    ``linnet.precision(decompositions="float32")`` they are decomposed in float32, and kept if random vectors
-    find M Q = Q diag(λ) and QᵀQ = I to hold to rounding. Eigenvalues are then right to about 10⁻⁶ of the
-    largest; smaller ones carry no digit, and negative ones of that size are set to zero.
-
-    Args:
-        matrix: Symmetric (..., n, n); only the lower triangle is read.
-        name: What to call the matrix in errors.
-
-    Returns:
-        λ (..., n) and Q (..., n, n), in the matrix's own precision.
-
-    Raises:
-        InputError: The matrix is not square or not of floating point type.
-        NumericalError: It holds NaN or Inf, or the iteration fails even in float64.
-
-    Example:
-        >>> values, vectors = eigh(torch.diag(torch.tensor([2.0, 1.0])))
-        >>> values
-        tensor([1., 2.])
-    """
+    """Eigenvalues (ascending) and eigenvectors of a symmetric matrix, M = Q diag(λ) Qᵀ, or of a batch."""
+    # matrix (..., n, n)
+    # Matrices of 1024 rows or more are decomposed in float64, as are those on which the first try fails. With
+    # `linnet.precision(decompositions="float32")` they are decomposed in float32, and kept if random vectors
+    # find M Q = Q diag(λ) and QᵀQ = I to hold to rounding. Eigenvalues are then right to about 10⁻⁶ of the
+    # largest; smaller ones carry no digit, and negative ones of that size are set to zero.
     require_square(matrix, name)
     require_finite(matrix, name)
     is_low = matrix.dtype in (torch.float16, torch.bfloat16)
@@ -211,19 +147,7 @@ def eigh(matrix: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:
 
 
 def eigh_bytes(n: int, item: int) -> int:
-    """Bytes that :func:`eigh` takes beside the matrix of n rows and what it finds.
-
-    Args:
-        n: Rows.
-        item: Bytes of a number.
-
-    Returns:
-        A copy that becomes the eigenvectors, LAPACK's workspace of two such, and float64 where it is large.
-
-    Example:
-        >>> eigh_bytes(10, 4), eigh_bytes(2000, 4) == 32 * 2000**2
-        (1200, True)
-    """
+    """Bytes that ``eigh`` takes beside the matrix of n rows and what it finds."""
     return n * n * (3 * item if n < _LARGE else 24 if item == 8 else 32)
 
 
@@ -264,18 +188,8 @@ def _coarse_eigh(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def eigenvalue_error(values: Tensor) -> float:
-    """How far eigenvalues may be off because :func:`eigh` was asked to find them in float32.
-
-    Args:
-        values: Eigenvalues of a matrix (n,), found just now.
-
-    Returns:
-        Zero where they were found in a type of their own.
-
-    Example:
-        >>> eigenvalue_error(torch.ones(3))
-        0.0
-    """
+    """How far eigenvalues may be off because ``eigh`` was asked to find them in float32."""
+    # values (n,)
     if not _in_float32(len(values)):
         return 0.0
     return _EIGENVALUE * torch.finfo(torch.float32).eps * float(values.abs().max())
@@ -287,22 +201,7 @@ def _double(matrix: Tensor) -> Tensor:
 
 
 def nonnegative(values: Tensor, name: str = "matrix") -> Tensor:
-    """Eigenvalues of a positive semi-definite matrix, with rounding errors below zero removed.
-
-    Args:
-        values: Eigenvalues, any shape.
-        name: What to call the matrix in errors.
-
-    Returns:
-        The values, those within rounding of zero raised to zero.
-
-    Raises:
-        NumericalError: A value is more negative than rounding explains.
-
-    Example:
-        >>> nonnegative(torch.tensor([-1e-9, 3.0]))
-        tensor([0., 3.])
-    """
+    """Eigenvalues of a positive semi-definite matrix, with rounding errors below zero removed."""
     if values.numel() == 0:
         return values
     smallest, largest = float(values.min()), float(values.abs().max())
@@ -317,23 +216,8 @@ def nonnegative(values: Tensor, name: str = "matrix") -> Tensor:
 
 
 def nonnegative_each(values: Tensor, name: str = "matrix") -> Tensor:
-    """Like :func:`nonnegative` for a batch of matrices, each judged by its own largest eigenvalue.
-
-    Args:
-        values: Eigenvalues (..., n), those of one matrix along the last axis.
-        name: What to call the matrices in errors.
-
-    Returns:
-        The values, those within rounding of zero raised to zero.
-
-    Raises:
-        NumericalError: A value is more negative than rounding explains; the error says in which matrix.
-
-    Example:
-        >>> nonnegative_each(torch.tensor([[-1e-9, 3.0], [0.0, 1.0]]))
-        tensor([[0., 3.],
-                [0., 1.]])
-    """
+    """Like ``nonnegative`` for a batch of matrices, each judged by its own largest eigenvalue."""
+    # values (..., n)
     if values.numel() == 0 or values.ndim == 1:
         return nonnegative(values, name)
     each = values.reshape(-1, values.shape[-1])
@@ -344,25 +228,9 @@ def nonnegative_each(values: Tensor, name: str = "matrix") -> Tensor:
 
 
 def root(matrix: Tensor, name: str = "matrix") -> Tensor:
-    """A square root S of a positive semi-definite matrix, M = S Sᵀ, or of each of a batch.
-
-    The Cholesky factor when there is one, else the symmetric root Q diag(√λ) Qᵀ.
-
-    Args:
-        matrix: Symmetric positive semi-definite (..., n, n).
-        name: What to call the matrix in errors.
-
-    Returns:
-        S (..., n, n).
-
-    Raises:
-        NumericalError: The matrix holds NaN or Inf, or has a negative eigenvalue.
-
-    Example:
-        >>> root(torch.diag(torch.tensor([4.0, 0.0])))
-        tensor([[2., 0.],
-                [0., 0.]])
-    """
+    """A square root S of a positive semi-definite matrix, M = S Sᵀ, or of each of a batch, (..., n, n)."""
+    # matrix (..., n, n)
+    # The Cholesky factor when there is one, else the symmetric root Q diag(√λ) Qᵀ.
     require_square(matrix, name)
     require_finite(matrix, name)
     factor = _try_cholesky(matrix)

@@ -27,27 +27,7 @@ from linnet.linalg.structured import StructuredOperator, require_space
 
 
 class GroupedKronecker(StructuredOperator):
-    """The block diagonal matrix of L_r ⊗ R_r for r = 1 ... R, symmetric positive semi-definite.
-
-    Args:
-        left: All L_r (R, n, n).
-        right: All R_r (R, m, m).
-        space: The parameter space of the R n m columns.
-        name: What to call the matrix in errors.
-
-    Attributes:
-        left: All L_r.
-        right: All R_r.
-
-    Raises:
-        InputError: A factor is not square or not symmetric, or their numbers or types differ.
-        NumericalError: A factor holds NaN or Inf.
-
-    Example:
-        >>> M = GroupedKronecker(torch.tensor([[[1.0]], [[2.0]]]), torch.eye(2).expand(2, 2, 2))
-        >>> M.diagonal()
-        tensor([1., 1., 2., 2.])
-    """
+    """The block diagonal matrix of L_r ⊗ R_r for r = 1 ... R, symmetric positive semi-definite."""
 
     def __init__(
         self,
@@ -125,33 +105,10 @@ class GroupedKronecker(StructuredOperator):
 
 
 class GroupedKroneckerEigen(EigenbasisOperator):
-    """The block diagonal matrix of (Q_Lr ⊗ Q_Rr) diag(λ_r) (Q_Lr ⊗ Q_Rr)ᵀ for r = 1 ... R.
+    """The block diagonal matrix of (Q_Lr ⊗ Q_Rr) diag(λ_r) (Q_Lr ⊗ Q_Rr)ᵀ for r = 1 ... R."""
 
-    What :class:`~linnet.linalg.KroneckerEigen` is for one Kronecker product: the exactly damped product, or
-    the eigenvalue-corrected approximation (EKFAC, George et al. 2018).
-
-    Args:
-        left_vectors: All Q_Lr (R, n, n), orthogonal.
-        right_vectors: All Q_Rr (R, m, m), orthogonal.
-        values: All λ_r (R, n, m), not negative.
-        space: The parameter space of the R n m columns.
-        name: What to call the matrix in errors.
-
-    Attributes:
-        left_vectors: All Q_Lr.
-        right_vectors: All Q_Rr.
-        values: All λ_r.
-
-    Raises:
-        InputError: The shapes do not fit.
-        NumericalError: Something is not finite, or a value is negative.
-
-    Example:
-        >>> eyes = torch.eye(2).expand(3, 2, 2)
-        >>> M = GroupedKroneckerEigen.of(GroupedKronecker(torch.ones(3, 1, 1), eyes)).damped(1.0)
-        >>> M.solve(torch.ones(6))
-        tensor([0.5000, 0.5000, 0.5000, 0.5000, 0.5000, 0.5000])
-    """
+    # What `linnet.linalg.KroneckerEigen` is for one Kronecker product: the exactly damped product, or the
+    # eigenvalue-corrected approximation (EKFAC, George et al. 2018).
 
     def __init__(
         self,
@@ -181,15 +138,7 @@ class GroupedKroneckerEigen(EigenbasisOperator):
         product: GroupedKronecker,
         known: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> GroupedKroneckerEigen:
-        """The eigendecomposition of a Kronecker product for each group.
-
-        Args:
-            product: All L_r ⊗ R_r.
-            known: Eigenvalues and eigenvectors of all L_r and of all R_r, if they were found before.
-
-        Returns:
-            The same matrix, λ_r = λ_Lr λ_Rrᵀ.
-        """
+        """The eigendecomposition of a Kronecker product for each group."""
         left_name, right_name = product.factor_names
         left, right = known or (eigh(product.left, left_name), eigh(product.right, right_name))
         (left_values, left_vectors), (right_values, right_vectors) = left, right
@@ -199,27 +148,14 @@ class GroupedKroneckerEigen(EigenbasisOperator):
         return cls(left_vectors, right_vectors, values, product.space, product.name)
 
     def rotate(self, matrices: Tensor) -> Tensor:
-        """Matrices in the eigenbasis, Q_Lrᵀ V_r Q_Rr.
-
-        Args:
-            matrices: V (..., R, n, m), for example per-example gradients of a grouped weight.
-
-        Returns:
-            (..., R, n, m).
-        """
+        """Matrices in the eigenbasis, Q_Lrᵀ V_r Q_Rr, (..., R, n, m)."""
+        # matrices (..., R, n, m)
         rotated = torch.einsum("rni,...rnm->...rim", self.left_vectors, matrices)
         return torch.einsum("...rim,rmj->...rij", rotated, self.right_vectors)
 
     def with_values(self, values: Tensor) -> GroupedKroneckerEigen:
-        """Other eigenvalues in the same basis.
-
-        Args:
-            values: λ (R, n, m), for example Σ (Q_Lrᵀ G_r Q_Rr)² over gradients G (George et al. 2018,
-                section 3).
-
-        Returns:
-            The corrected matrix.
-        """
+        """Other eigenvalues in the same basis."""
+        # values (R, n, m)
         return GroupedKroneckerEigen(self.left_vectors, self.right_vectors, values, self.space, self.name)
 
     def diagonal(self) -> Tensor:
@@ -233,43 +169,14 @@ class GroupedKroneckerEigen(EigenbasisOperator):
 
 
 def grouped_mm(left: Tensor, right: Tensor, v: Tensor) -> Tensor:
-    """The block diagonal matrix of L_r ⊗ R_r times several v, without forming the products.
-
-    Args:
-        left: All L_r (R, p, n).
-        right: All R_r (R, q, m).
-        v: (R n m, K).
-
-    Returns:
-        (R p q, K).
-
-    Example:
-        >>> grouped_mm(torch.ones(2, 1, 1), torch.tensor([[[1.0]], [[3.0]]]), torch.ones(2, 1)).T
-        tensor([[1., 3.]])
-    """
+    """The block diagonal matrix of L_r ⊗ R_r times several v, without forming the products, (R p q, K)."""
+    # left (R, p, n), right (R, q, m), v (R n m, K)
     return _on_both_sides(left.matmul, right.matmul, v, left.shape[2], right.shape[2])
 
 
 def grouped_factored_damping(product: GroupedKronecker, tau: float) -> GroupedKronecker:
-    """L_r ⊗ R_r + τ I for every group, approximated by Kronecker products again.
-
-    Each group is damped as by :func:`~linnet.linalg.factored_damping`, with an ω of its own.
-
-    Args:
-        product: All L_r ⊗ R_r.
-        tau: τ, not negative.
-
-    Returns:
-        The damped products.
-
-    Raises:
-        InputError: τ is negative.
-
-    Example:
-        >>> product = GroupedKronecker(torch.tensor([[[4.0]], [[0.0]]]), torch.ones(2, 1, 1))
-        >>> grouped_factored_damping(product, tau=1.0).diagonal()
-        tensor([9., 1.])
-    """
+    """L_r ⊗ R_r + τ I for every group, approximated by Kronecker products again."""
+    # Each group is damped as by `linnet.linalg.factored_damping`, with an ω of its own.
     tau = require_damping(tau)
     left_mean, right_mean = _diagonals(product.left).mean(1), _diagonals(product.right).mean(1)  # (R,)
     is_zero = (left_mean <= 0) | (right_mean <= 0)  # such a product is zero, and ω is undefined

@@ -21,34 +21,11 @@ SIDES = ("left", "right")
 
 
 class HalfDiagonal(EigenbasisOperator):
-    """(I ⊗ Q) diag(λ) (I ⊗ Q)ᵀ, or (Q ⊗ I) diag(λ) (Q ⊗ I)ᵀ: one factor is diagonal, the other has a basis.
+    """(I ⊗ Q) diag(λ) (I ⊗ Q)ᵀ, or (Q ⊗ I) diag(λ) (Q ⊗ I)ᵀ."""
 
-    Args:
-        vectors: Q of the other side, (m, m) or (n, n), orthogonal.
-        values: λ (n, m), not negative.
-        side: The diagonal side, ``"left"`` or ``"right"``.
-        space: The parameter space of the n m columns.
-        name: What to call the matrix in errors.
-
-    Attributes:
-        vectors: Q.
-        values: λ.
-        side: The diagonal side.
-        left_vectors: Q, or ``None`` for the identity.
-        right_vectors: Q, or ``None`` for the identity.
-
-    Raises:
-        InputError: The shapes do not fit, or the side is not one of the two.
-        NumericalError: Something is not finite, or a value is negative.
-
-    Source:
-        Gupta, Koren and Singer 2018 (Shampoo), whose implementations keep diagonals of wide sides.
-
-    Example:
-        >>> M = HalfDiagonal.of(torch.tensor([1.0, 2.0]), 3 * torch.eye(2))
-        >>> M.damped(1.0).diagonal()
-        tensor([4., 4., 7., 7.])
-    """
+    # One factor is diagonal, the other has a basis.
+    #
+    # Source: Gupta, Koren and Singer 2018 (Shampoo), whose implementations keep diagonals of wide sides.
 
     def __init__(
         self,
@@ -77,19 +54,8 @@ class HalfDiagonal(EigenbasisOperator):
 
     @classmethod
     def of(cls, left: Tensor, right: Tensor, name: str = "Kronecker product") -> HalfDiagonal:
-        """diag(l) ⊗ R or L ⊗ diag(r).
-
-        Args:
-            left: l (n,) or L (n, n), not negative.
-            right: R (m, m) or r (m,), not negative; one of the two is a vector.
-            name: What to call the product in errors.
-
-        Returns:
-            The product.
-
-        Raises:
-            InputError: Not exactly one of them is a vector.
-        """
+        """diag(l) ⊗ R or L ⊗ diag(r)."""
+        # left (n,), right (m, m)
         if (left.ndim == 1) == (right.ndim == 1):
             raise InputError(
                 f"the factors of {name} have shapes {tuple(left.shape)} and {tuple(right.shape)}",
@@ -106,27 +72,15 @@ class HalfDiagonal(EigenbasisOperator):
         return cls(vectors.contiguous(), products, side, name=name)  # as it would be read from a file
 
     def rotate(self, matrices: Tensor) -> Tensor:
-        """Matrices in the eigenbasis, V Q or Qᵀ V.
-
-        Args:
-            matrices: V (..., n, m), for example per-example gradients of a weight.
-
-        Returns:
-            (..., n, m).
-        """
+        """Matrices in the eigenbasis, V Q or Qᵀ V, (..., n, m)."""
+        # matrices (..., n, m)
         if self.side == "left":
             return matrices @ self.vectors
         return left_product(self.vectors.T, matrices)
 
     def with_values(self, values: Tensor) -> HalfDiagonal:
-        """Other eigenvalues in the same basis.
-
-        Args:
-            values: λ (n, m), for example Σ (G Q)² over gradients G of a weight.
-
-        Returns:
-            The corrected matrix.
-        """
+        """Other eigenvalues in the same basis."""
+        # values (n, m)
         return HalfDiagonal(self.vectors, values, self.side, self.space, self.name)
 
     def diagonal(self) -> Tensor:

@@ -12,18 +12,7 @@ SMALL = 1 << 18  # numbers that the processor works through in less time than a 
 
 
 def read(values: Sequence[Tensor]) -> list[float]:
-    """Several numbers in one copy from the device, which has to finish what it was given only once.
-
-    Args:
-        values: Tensors of one number each.
-
-    Returns:
-        The numbers.
-
-    Example:
-        >>> read([torch.tensor(1.0), torch.tensor(2)])
-        [1.0, 2.0]
-    """
+    """Several numbers in one copy from the device, which has to finish what it was given only once."""
     if not values:
         return []
     dtype = functools.reduce(torch.promote_types, (v.dtype for v in values))
@@ -32,17 +21,7 @@ def read(values: Sequence[Tensor]) -> list[float]:
 
 
 def searched(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors where a search that looks at every value it finds is quickest: small ones with the processor.
-
-    Args:
-        *tensors: What is searched over.
-
-    Returns:
-        The same, on the CPU if they are small together.
-
-    Example:
-        >>> searched(torch.ones(2))[0].device
-        device(type='cpu')
-    """
+    """Tensors where a search that looks at every value it finds is quickest."""
+    # Small ones with the processor.
     small = sum(t.numel() for t in tensors) <= SMALL
     return tuple(t.cpu() for t in tensors) if small else tensors

@@ -28,27 +28,7 @@ NARROW = 8  # columns up to which a matrix is cheaper to multiply side by side w
 
 
 class Kronecker(StructuredOperator):
-    """L ⊗ R for symmetric positive semi-definite L (n x n) and R (m x m).
-
-    Args:
-        left: L (n, n).
-        right: R (m, m).
-        space: The parameter space of the n m columns.
-        name: What to call the product in errors.
-
-    Attributes:
-        left: L.
-        right: R.
-
-    Raises:
-        InputError: A factor is not square or not symmetric, or their types differ.
-        NumericalError: A factor holds NaN or Inf.
-
-    Example:
-        >>> M = Kronecker(torch.diag(torch.tensor([1.0, 2.0])), 3 * torch.eye(2))
-        >>> M.diagonal()
-        tensor([3., 3., 6., 6.])
-    """
+    """L ⊗ R for symmetric positive semi-definite L (n x n) and R (m x m)."""
 
     def __init__(
         self,
@@ -134,32 +114,10 @@ class Kronecker(StructuredOperator):
 
 
 class KroneckerEigen(EigenbasisOperator):
-    """(Q_L ⊗ Q_R) diag(λ) (Q_L ⊗ Q_R)ᵀ: any eigenvalues in a Kronecker product's eigenbasis.
+    """(Q_L ⊗ Q_R) diag(λ) (Q_L ⊗ Q_R)ᵀ: any eigenvalues in a Kronecker product's eigenbasis."""
 
-    With λ = λ_L λ_Rᵀ + τ it is the exactly damped Kronecker product; with the second moments of gradients
-    in this basis it is the eigenvalue-corrected approximation (EKFAC, George et al. 2018).
-
-    Args:
-        left_vectors: Q_L (n, n), orthogonal.
-        right_vectors: Q_R (m, m), orthogonal.
-        values: λ (n, m), not negative.
-        space: The parameter space of the n m columns.
-        name: What to call the matrix in errors.
-
-    Attributes:
-        left_vectors: Q_L.
-        right_vectors: Q_R.
-        values: λ.
-
-    Raises:
-        InputError: The shapes do not fit.
-        NumericalError: Something is not finite, or a value is negative.
-
-    Example:
-        >>> M = KroneckerEigen.of(Kronecker(torch.eye(2), torch.eye(3))).damped(1.0)
-        >>> M.solve(torch.ones(6))
-        tensor([0.5000, 0.5000, 0.5000, 0.5000, 0.5000, 0.5000])
-    """
+    # With λ = λ_L λ_Rᵀ + τ it is the exactly damped Kronecker product; with the second moments of gradients
+    # in this basis it is the eigenvalue-corrected approximation (EKFAC, George et al. 2018).
 
     def __init__(
         self,
@@ -184,15 +142,7 @@ class KroneckerEigen(EigenbasisOperator):
     def of(
         cls, product: Kronecker, known: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     ) -> KroneckerEigen:
-        """The eigendecomposition of a Kronecker product.
-
-        Args:
-            product: L ⊗ R.
-            known: Eigenvalues and eigenvectors of L and of R, if they were found before.
-
-        Returns:
-            The same matrix, λ = λ_L λ_Rᵀ.
-        """
+        """The eigendecomposition of a Kronecker product."""
         left_name, right_name = product.factor_names
         left, right = known or (eigh(product.left, left_name), eigh(product.right, right_name))
         (left_values, left_vectors), (right_values, right_vectors) = left, right
@@ -200,26 +150,13 @@ class KroneckerEigen(EigenbasisOperator):
         return cls(left_vectors, right_vectors, values, product.space, product.name)
 
     def rotate(self, matrices: Tensor) -> Tensor:
-        """Matrices in the eigenbasis, Q_Lᵀ V Q_R.
-
-        Args:
-            matrices: V (..., n, m), for example per-example gradients of a weight.
-
-        Returns:
-            (..., n, m).
-        """
+        """Matrices in the eigenbasis, Q_Lᵀ V Q_R, (..., n, m)."""
+        # matrices (..., n, m)
         return left_product(self.left_vectors.T, matrices) @ self.right_vectors
 
     def with_values(self, values: Tensor) -> KroneckerEigen:
-        """Other eigenvalues in the same basis.
-
-        Args:
-            values: λ (n, m), for example Σ (Q_Lᵀ G Q_R)² over gradients G: the diagonal of Σ vec(G) vec(G)ᵀ
-                in this basis, the best choice in Frobenius norm (George et al. 2018, section 3).
-
-        Returns:
-            The corrected matrix.
-        """
+        """Other eigenvalues in the same basis."""
+        # values (n, m)
         return KroneckerEigen(self.left_vectors, self.right_vectors, values, self.space, self.name)
 
     def diagonal(self) -> Tensor:
@@ -234,34 +171,15 @@ class KroneckerEigen(EigenbasisOperator):
 
 
 def kron_mm(left: Tensor, right: Tensor, v: Tensor) -> Tensor:
-    """(L ⊗ R) v for several v, without forming the product.
-
-    Args:
-        left: L (p, n).
-        right: R (q, m).
-        v: (n m, K).
-
-    Returns:
-        (p q, K).
-
-    Example:
-        >>> kron_mm(torch.eye(2), 2 * torch.eye(2), torch.ones(4, 1)).T
-        tensor([[2., 2., 2., 2.]])
-    """
+    """(L ⊗ R) v for several v, without forming the product, (p q, K)."""
+    # left (p, n), right (q, m), v (n m, K)
     matrices = v.T.reshape(-1, left.shape[1], right.shape[1])  # (K, n, m)
     return (left_product(left, matrices) @ right.T).flatten(1).T
 
 
 def left_product(left: Tensor, matrices: Tensor) -> Tensor:
-    """L V for many V; narrow ones side by side, since each by itself would read all of L.
-
-    Args:
-        left: L (p, n).
-        matrices: V (..., n, m).
-
-    Returns:
-        (..., p, m).
-    """
+    """L V for many V; narrow ones side by side, since each by itself would read all of L, (..., p, m)."""
+    # left (p, n), matrices (..., n, m)
     m = matrices.shape[-1]
     if m > NARROW:
         return left @ matrices
@@ -270,26 +188,10 @@ def left_product(left: Tensor, matrices: Tensor) -> Tensor:
 
 
 def factored_damping(product: Kronecker, tau: float) -> Kronecker:
-    """L ⊗ R + τ I, approximated by a Kronecker product again.
-
-    (L + √τ/ω I) ⊗ (R + ω√τ I), where ω = √(‖I ⊗ R‖ / ‖L ⊗ I‖) = √((tr R / m) / (tr L / n)) in the trace
-    norm minimizes a bound on the error (Botev 2020, eq. 4.25 to 4.27, A = R, B = L; π of Martens and
-    Grosse 2015, section 6.3). Too large by √τ (ω L ⊗ I + I ⊗ R / ω), and exact when the product is zero.
-
-    Args:
-        product: L ⊗ R.
-        tau: τ, not negative.
-
-    Returns:
-        The damped product.
-
-    Raises:
-        InputError: τ is negative.
-
-    Example:
-        >>> factored_damping(Kronecker(4 * torch.eye(1), torch.eye(1)), tau=1.0).dense()
-        tensor([[9.]])
-    """
+    """L ⊗ R + τ I, approximated by a Kronecker product again."""
+    # (L + √τ/ω I) ⊗ (R + ω√τ I), where ω = √(‖I ⊗ R‖ / ‖L ⊗ I‖) = √((tr R / m) / (tr L / n)) in the trace
+    # norm minimizes a bound on the error (Botev 2020, eq. 4.25 to 4.27, A = R, B = L; π of Martens and Grosse
+    # 2015, section 6.3). Too large by √τ (ω L ⊗ I + I ⊗ R / ω), and exact when the product is zero.
     tau = require_damping(tau)
     left, right = product.left, product.right
     left_mean, right_mean = float(left.diagonal().mean()), float(right.diagonal().mean())

@@ -13,36 +13,11 @@ from linnet.linalg.structured import StructuredOperator, require_positive, requi
 
 
 class LowRankMatrix(StructuredOperator):
-    """M = D (W diag(λ) Wᵀ + c (I − W Wᵀ)) D with orthonormal columns W.
+    """M = D (W diag(λ) Wᵀ + c (I − W Wᵀ)) D with orthonormal columns W."""
 
-    In this form inverse, root and damping only change the numbers λ and c, and a vector's part outside the
-    span of W is found by projection, not by subtracting two nearly equal vectors as Woodbury's formula does.
-    See :meth:`from_factor` for the matrix U Uᵀ + diag(d).
-
-    Args:
-        basis: W (n, R), orthonormal columns.
-        values: λ (R,), not negative.
-        rest: c, the value of all directions outside the span of W.
-        scale: D as its diagonal (n,), positive; None for the identity.
-        space: The parameter space of the columns.
-        name: What to call the matrix in errors.
-
-    Attributes:
-        basis: W.
-        values: λ.
-        rest: c.
-        scale: The diagonal of D, or None.
-
-    Raises:
-        InputError: The shapes do not fit.
-        NumericalError: Something is not finite, or a value is negative.
-
-    Example:
-        >>> M = LowRankMatrix.from_factor(torch.tensor([[3.0], [4.0]]), diagonal=1.0)
-        >>> M.dense().round()
-        tensor([[10., 12.],
-                [12., 17.]])
-    """
+    # In this form inverse, root and damping only change the numbers λ and c, and a vector's part outside the
+    # span of W is found by projection, not by subtracting two nearly equal vectors as Woodbury's formula
+    # does. See `from_factor` for the matrix U Uᵀ + diag(d).
 
     def __init__(
         self,
@@ -82,22 +57,8 @@ class LowRankMatrix(StructuredOperator):
         space: ParameterSpace | None = None,
         name: str = "low-rank matrix",
     ) -> LowRankMatrix:
-        """The matrix U diag(w) Uᵀ + diag(d).
-
-        Args:
-            factor: U (n, R).
-            weights: w (R,); None for ones. Negative ones are allowed while the sum stays positive.
-            diagonal: d, a number not negative, or positive numbers (n,).
-            space: The parameter space of the columns.
-            name: What to call the matrix in errors.
-
-        Returns:
-            The same matrix in spectral form, at the cost of a QR decomposition of U.
-
-        Raises:
-            InputError: The shapes do not fit.
-            NumericalError: Something is not finite, or the matrix has a negative eigenvalue.
-        """
+        """The matrix U diag(w) Uᵀ + diag(d)."""
+        # factor (n, R), weights (R,), diagonal (n,)
         if factor.ndim != 2 or (weights is not None and weights.shape != factor.shape[1:]):
             raise InputError(
                 f"factor has shape {tuple(factor.shape)}",

@@ -25,25 +25,7 @@ _KL_STEPS = 500
 def merge(
     terms: Sequence[Kronecker], method: str = "svd", counts: Sequence[float] | None = None
 ) -> LinearOperator:
-    """A sum of Kronecker products, exactly or as one product.
-
-    Args:
-        terms: The products Lₖ ⊗ Rₖ, all of one shape.
-        method: "exact" for the sum itself, "svd" for :func:`merge_svd`, "kl" for :func:`merge_kl`, "count"
-            for :func:`merge_count`.
-        counts: Number of examples behind each term, for "count" only.
-
-    Returns:
-        A :class:`~linnet.linalg.Sum` for "exact", else a :class:`~linnet.linalg.Kronecker`.
-
-    Raises:
-        InputError: The method is unknown, or counts are missing or not wanted.
-
-    Example:
-        >>> term = Kronecker(torch.eye(2), torch.eye(3))
-        >>> merge([term, term], "count", counts=[10, 10]).trace().round()
-        tensor(12.)
-    """
+    """A sum of Kronecker products, exactly or as one product."""
     _require_terms(terms)
     if (counts is not None) != (method == "count"):
         raise InputError(
@@ -60,23 +42,10 @@ def merge(
 
 
 def merge_svd(terms: Sequence[Kronecker]) -> Kronecker:
-    """The Kronecker product nearest to the sum in Frobenius norm.
-
-    The sum, rearranged, is the matrix Σₖ vec(Lₖ) vec(Rₖ)ᵀ of rank at most T; its best rank-1
-    approximation gives the factors (Van Loan and Pitsianis 1993), which are symmetric positive
-    semi-definite when the terms are. Costs two thin QR decompositions and an SVD of T x T.
-
-    Args:
-        terms: The products Lₖ ⊗ Rₖ.
-
-    Returns:
-        The nearest product.
-
-    Example:
-        >>> term = Kronecker(torch.eye(2), torch.eye(3))
-        >>> merge_svd([term, term, term]).diagonal().round()
-        tensor([3., 3., 3., 3., 3., 3.])
-    """
+    """The Kronecker product nearest to the sum in Frobenius norm."""
+    # The sum, rearranged, is the matrix Σₖ vec(Lₖ) vec(Rₖ)ᵀ of rank at most T; its best rank-1 approximation
+    # gives the factors (Van Loan and Pitsianis 1993), which are symmetric positive semi-definite when the
+    # terms are. Costs two thin QR decompositions and an SVD of T x T.
     first = _require_terms(terms)
     lefts, left_triangle = _thin_qr([term.left for term in terms])  # (n², T), (T, T)
     rights, right_triangle = _thin_qr([term.right for term in terms])  # (m², T), (T, T)
@@ -88,27 +57,10 @@ def merge_svd(terms: Sequence[Kronecker]) -> Kronecker:
 
 
 def merge_kl(terms: Sequence[Kronecker], tolerance: float = 1e-8) -> Kronecker:
-    """The Kronecker product whose Gaussian is nearest to the sum's.
-
-    With precisions S = Σₖ Lₖ ⊗ Rₖ and P = L ⊗ R, minimizes KL(N(0, P⁻¹) ‖ N(0, S⁻¹)), whose stationary
-    point is the fixed point of L = 1/m Σₖ tr(Rₖ R⁻¹) Lₖ and R = 1/n Σₖ tr(Lₖ L⁻¹) Rₖ (the flip-flop
-    algorithm of Dutilleul 1999). Keeps the trace of P⁻¹ S; the sum must be positive definite.
-
-    Args:
-        terms: The products Lₖ ⊗ Rₖ.
-        tolerance: Relative change of the factors at which the iteration stops.
-
-    Returns:
-        The nearest product.
-
-    Raises:
-        NumericalError: A factor is singular, or the iteration does not converge.
-
-    Example:
-        >>> term = Kronecker(torch.eye(2), torch.eye(3))
-        >>> merge_kl([term, term, term]).diagonal().round()
-        tensor([3., 3., 3., 3., 3., 3.])
-    """
+    """The Kronecker product whose Gaussian is nearest to the sum's."""
+    # With precisions S = Σₖ Lₖ ⊗ Rₖ and P = L ⊗ R, minimizes KL(N(0, P⁻¹) ‖ N(0, S⁻¹)), whose stationary
+    # point is the fixed point of L = 1/m Σₖ tr(Rₖ R⁻¹) Lₖ and R = 1/n Σₖ tr(Lₖ L⁻¹) Rₖ (the flip-flop
+    # algorithm of Dutilleul 1999). Keeps the trace of P⁻¹ S; the sum must be positive definite.
     first = _require_terms(terms)
     lefts = torch.stack([term.left for term in terms]).double()  # (T, n, n)
     rights = torch.stack([term.right for term in terms]).double()  # (T, m, m)
@@ -128,27 +80,10 @@ def merge_kl(terms: Sequence[Kronecker], tolerance: float = 1e-8) -> Kronecker:
 
 
 def merge_count(terms: Sequence[Kronecker], counts: Sequence[float]) -> Kronecker:
-    """(Σₖ Lₖ) ⊗ (Σₖ Nₖ Rₖ / Σₖ Nₖ): factors averaged as if they were independent.
-
-    The left factors are sums over the Nₖ examples of their term, the right ones means. This is one more
-    use of the independence assumption behind each Kronecker factorization. The result again has its
-    examples in the left factor, so terms can be merged one after the other.
-
-    Args:
-        terms: The products Lₖ ⊗ Rₖ.
-        counts: Nₖ, positive.
-
-    Returns:
-        The merged product.
-
-    Raises:
-        InputError: The counts do not fit.
-
-    Example:
-        >>> term = Kronecker(torch.eye(2), torch.eye(3))
-        >>> merge_count([term, term], counts=[5, 5]).trace()
-        tensor(12.)
-    """
+    """(Σₖ Lₖ) ⊗ (Σₖ Nₖ Rₖ / Σₖ Nₖ): factors averaged as if they were independent."""
+    # The left factors are sums over the Nₖ examples of their term, the right ones means. This is one more use
+    # of the independence assumption behind each Kronecker factorization. The result again has its examples in
+    # the left factor, so terms can be merged one after the other.
     first = _require_terms(terms)
     if len(counts) != len(terms) or min(counts) <= 0:
         raise InputError(

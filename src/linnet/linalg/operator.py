@@ -21,27 +21,15 @@ from linnet.shown import Shown
 
 
 class LinearOperator(Shown):
-    """A linear map from n to m numbers.
+    """A linear map from n to m numbers."""
 
-    A subclass sets the attributes, and defines ``mm`` and ``T``.
+    # A subclass sets the attributes, and defines `mm` and `T`.
 
-    Attributes:
-        shape: (m, n).
-        dtype: Type of the vectors it takes and gives.
-        device: Where these vectors live.
-        space: The parameter space of its n columns, if that is what they are. A square operator has the
-            same space for its rows, so ``A @ params`` is Params; a rectangular one gives a tensor (m,).
-
-    Example:
-        >>> from linnet.linalg import Diagonal
-        >>> A = Diagonal(torch.tensor([1.0, 2.0]))
-        >>> (2.0 * A + A @ A) @ torch.ones(2)
-        tensor([3., 8.])
-    """
-
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    device: torch.device
+    shape: tuple[int, int]  # (m, n)
+    dtype: torch.dtype  # type of the vectors it takes and gives
+    device: torch.device  # where these vectors live
+    # the parameter space of its n columns, if that is what they are. A square operator has the same space for
+    # its rows, so `A @ params` is Params; a rectangular one gives a tensor (m,)
     space: ParameterSpace | None
 
     @abstractmethod
@@ -167,23 +155,7 @@ def _on_numpy(function: Callable[[Tensor], Tensor], operator: LinearOperator, ar
 
 
 def flatten(operator: LinearOperator, vector: Vector) -> Tensor:
-    """A vector for an operator as a flat tensor, after checking that it fits.
-
-    Args:
-        operator: The operator (m x n) that the vector is for.
-        vector: (n,), (n, K), or Params when the operator has a parameter space.
-
-    Returns:
-        (n,) or (n, K).
-
-    Raises:
-        InputError: Shape, type or device do not fit the operator.
-
-    Example:
-        >>> from linnet.linalg import Diagonal
-        >>> flatten(Diagonal(torch.ones(3)), torch.zeros(3, 2)).shape
-        torch.Size([3, 2])
-    """
+    """A vector for an operator as a flat tensor, after checking that it fits, (n,)."""
     if operator.space is not None:
         flat = operator.space.to_flat(vector)
     elif isinstance(vector, Tensor):
@@ -194,24 +166,8 @@ def flatten(operator: LinearOperator, vector: Vector) -> Tensor:
 
 
 def require_fit(operator: LinearOperator, flat: Tensor, axes: int | None = None) -> Tensor:
-    """A flat vector that an operator can multiply, or an error.
-
-    Args:
-        operator: The operator (m x n).
-        flat: (n,) or (n, K).
-        axes: How many axes it must have; ``None`` for one or two.
-
-    Returns:
-        The vector.
-
-    Raises:
-        InputError: Shape, type or device do not fit the operator.
-
-    Example:
-        >>> from linnet.linalg import Diagonal
-        >>> require_fit(Diagonal(torch.ones(3)), torch.zeros(3)).shape
-        torch.Size([3])
-    """
+    """A flat vector that an operator can multiply, or an error."""
+    # flat (n,)
     n = operator.shape[1]
     shapes = {1: f"({n},)", 2: f"({n}, K)", None: f"({n},) or ({n}, K)"}[axes]
     if not isinstance(flat, Tensor) or flat.layout != torch.strided:
@@ -234,22 +190,8 @@ def require_fit(operator: LinearOperator, flat: Tensor, axes: int | None = None)
 
 
 def unflatten(operator: LinearOperator, flat: Tensor, like: Vector) -> Vector:
-    """Undo :func:`flatten`: a flat vector (n,) or (n, K) in the kind of another vector.
-
-    Args:
-        operator: The operator (m x n).
-        flat: (n,) or (n, K).
-        like: The vector that was flattened.
-
-    Returns:
-        Params when ``like`` is Params, else ``flat``.
-
-    Example:
-        >>> from linnet.linalg import Diagonal, ParameterSpace
-        >>> A = Diagonal(torch.ones(2), ParameterSpace({"bias": (2,)}))
-        >>> unflatten(A, torch.zeros(2), like={"bias": torch.ones(2)})
-        {'bias': tensor([0., 0.])}
-    """
+    """Undo ``flatten``: a flat vector (n,) or (n, K) in the kind of another vector."""
+    # flat (n,)
     return flat if operator.space is None else operator.space.in_kind(flat, like)
 
 
@@ -258,14 +200,8 @@ class Bidirectional(LinearOperator):
 
     @abstractmethod
     def transposed_mm(self, w: Tensor) -> Tensor:
-        """Aᵀ w.
-
-        Args:
-            w: (m, K).
-
-        Returns:
-            (n, K).
-        """
+        """Aᵀ w, (n, K)."""
+        # w (m, K)
 
     @property
     def T(self) -> LinearOperator:
@@ -274,11 +210,7 @@ class Bidirectional(LinearOperator):
 
 
 class Transposed(LinearOperator):
-    """The transpose of an operator with a product in each direction.
-
-    Args:
-        forward: The operator.
-    """
+    """The transpose of an operator with a product in each direction."""
 
     def __init__(self, forward: Bidirectional) -> None:
         self.forward = forward
@@ -296,22 +228,9 @@ class Transposed(LinearOperator):
 
 
 class FunctionOperator(LinearOperator):
-    """An operator from a function that multiplies.
+    """An operator from a function that multiplies."""
 
-    Args:
-        function: From (n, K) to (m, K), linear in its columns.
-        shape: (m, n).
-        dtype: Type of the vectors.
-        device: Device of the vectors.
-        adjoint: The transposed function, from (m, K) to (n, K); needed for ``.T``.
-        symmetric: Says that the operator is its own transpose.
-        space: The parameter space of the columns.
-
-    Example:
-        >>> twice = FunctionOperator(lambda v: 2 * v, (3, 3), symmetric=True)
-        >>> twice @ torch.ones(3)
-        tensor([2., 2., 2.])
-    """
+    # function (n, K), adjoint (m, K)
 
     def __init__(
         self,
@@ -352,19 +271,7 @@ class FunctionOperator(LinearOperator):
 
 
 class Sum(LinearOperator):
-    """A₁ + A₂ + ...
-
-    Args:
-        terms: Operators of one shape; sums among them are opened.
-
-    Raises:
-        InputError: No terms, or their shapes, types or devices differ.
-
-    Example:
-        >>> from linnet.linalg import Diagonal
-        >>> Sum([Diagonal(torch.ones(2)), Diagonal(torch.ones(2))]) @ torch.ones(2)
-        tensor([2., 2.])
-    """
+    """A₁ + A₂ + ..."""
 
     def __init__(self, terms: Sequence[LinearOperator]) -> None:
         if not terms:
@@ -387,24 +294,7 @@ class Sum(LinearOperator):
 
 
 class Scaled(LinearOperator):
-    """A number times an operator, c A.
-
-    Args:
-        operator: A.
-        scalar: c.
-
-    Attributes:
-        operator: A.
-        scalar: c.
-
-    Raises:
-        InputError: c is not a number.
-
-    Example:
-        >>> from linnet.linalg import Diagonal
-        >>> Scaled(Diagonal(torch.ones(2)), -3.0) @ torch.ones(2)
-        tensor([-3., -3.])
-    """
+    """A number times an operator, c A."""
 
     def __init__(self, operator: LinearOperator, scalar: float) -> None:
         self.operator, self.scalar = operator, require_scalar(scalar)
@@ -422,20 +312,7 @@ class Scaled(LinearOperator):
 
 
 class Damped(LinearOperator):
-    """A + τ I.
-
-    Args:
-        operator: A, square.
-        tau: τ, not negative.
-
-    Raises:
-        InputError: τ is negative or A is not square.
-
-    Example:
-        >>> from linnet.linalg import Diagonal
-        >>> Damped(Diagonal(torch.ones(2)), 0.5) @ torch.ones(2)
-        tensor([1.5000, 1.5000])
-    """
+    """A + τ I."""
 
     def __init__(self, operator: LinearOperator, tau: float) -> None:
         if operator.shape[0] != operator.shape[1]:
@@ -455,21 +332,7 @@ class Damped(LinearOperator):
 
 
 class Composition(LinearOperator):
-    """A B: first B, then A.
-
-    Args:
-        left: A (m x k).
-        right: B (k x n).
-
-    Raises:
-        InputError: The inner sizes, types or devices differ.
-
-    Example:
-        >>> from linnet.linalg import Diagonal
-        >>> A = Diagonal(torch.tensor([1.0, 2.0]))
-        >>> Composition(A, A) @ torch.ones(2)
-        tensor([1., 4.])
-    """
+    """A B: first B, then A."""
 
     def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
         _require_alike(left, right, left.shape[1] == right.shape[0], "composed")
@@ -488,24 +351,7 @@ class Composition(LinearOperator):
 
 
 def require_square(operator: Any, name: str = "operator", factored: bool = False) -> LinearOperator:
-    """A square operator, or an error.
-
-    Args:
-        operator: The operator.
-        name: What the argument is called.
-        factored: Whether vectors of its type are to be factorized, which torch does in float32 and float64.
-
-    Returns:
-        The operator.
-
-    Raises:
-        InputError: It is none, not square, or of a type that is too short.
-
-    Example:
-        >>> from linnet.linalg import Diagonal
-        >>> require_square(Diagonal(torch.ones(3))).shape
-        (3, 3)
-    """
+    """A square operator, or an error."""
     remedy = "wrap a matrix, linnet.linalg.Dense(A), or a function, linnet.linalg.FunctionOperator(f, shape)"
     found = instance(name, operator, LinearOperator, "a linear operator", remedy)
     if found.shape[0] != found.shape[1]:
@@ -547,47 +393,15 @@ def _first_space(operators: Sequence[LinearOperator]) -> ParameterSpace | None:
 
 
 def require_scalar(scalar: float | Tensor, name: str = "the operator's multiplier") -> float:
-    """A finite real number, or an error.
-
-    Args:
-        scalar: A number, or a tensor with one element.
-        name: What messages call it.
-
-    Returns:
-        The number.
-
-    Raises:
-        InputError: It is not a finite number.
-    """
+    """A finite real number, or an error."""
     return number(name, scalar, remedy="pass a number such as 0.1")
 
 
 def require_damping(tau: float, name: str = "the damping") -> float:
-    """A damping that is a finite number and not negative, or an error.
-
-    Args:
-        tau: The damping.
-        name: What messages call it.
-
-    Returns:
-        The damping.
-
-    Raises:
-        InputError: It is negative, infinite or not a number.
-    """
+    """A damping that is a finite number and not negative, or an error."""
     return number(name, tau, least=0, remedy="pass a number such as 0.1")
 
 
 def require_factor(scalar: float) -> float:
-    """A multiplier that keeps a matrix positive semi-definite, or an error.
-
-    Args:
-        scalar: The multiplier.
-
-    Returns:
-        The multiplier.
-
-    Raises:
-        InputError: It is negative, infinite or not a number.
-    """
+    """A multiplier that keeps a matrix positive semi-definite, or an error."""
     return require_damping(scalar, "the operator's multiplier")

@@ -18,22 +18,7 @@ PLANNED = 1 << 24  # numbers from which a draw is compared with the memory that 
 
 
 def make_generator(seed: Seed, name: str = "seed") -> torch.Generator | None:
-    """A generator from whatever the caller gave.
-
-    Args:
-        seed: A generator (used as it is), an integer seed, or None for torch's global generator.
-        name: What the argument is called.
-
-    Returns:
-        The generator, or None for torch's global one.
-
-    Raises:
-        InputError: The seed is none of these.
-
-    Example:
-        >>> make_generator(3).initial_seed()
-        3
-    """
+    """A generator from whatever the caller gave."""
     if seed is None or isinstance(seed, torch.Generator):
         return seed
     if isinstance(seed, bool | Tensor) or not hasattr(type(seed), "__index__"):
@@ -42,20 +27,7 @@ def make_generator(seed: Seed, name: str = "seed") -> torch.Generator | None:
 
 
 def require_room(shape: Sequence[int], item: int, device: torch.device, what: str = "random numbers") -> None:
-    """Raise if random numbers, and what is made of them, would not fit the memory.
-
-    Args:
-        shape: Shape of the numbers.
-        item: Bytes that are held for each of them.
-        device: Where they are drawn.
-        what: What they are, in words.
-
-    Raises:
-        MemoryBudgetError: They take more than half of what is free.
-
-    Example:
-        >>> require_room((2, 3), 8, torch.device("cpu"))
-    """
+    """Raise if random numbers, and what is made of them, would not fit the memory."""
     count = prod(shape)
     if count >= PLANNED:
         size = " × ".join(map(str, shape))
@@ -64,24 +36,7 @@ def require_room(shape: Sequence[int], item: int, device: torch.device, what: st
 
 
 def normal(shape: Sequence[int], seed: Seed, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Standard normal numbers.
-
-    Args:
-        shape: Shape of the result.
-        seed: Generator, seed or None.
-        dtype: Type of the result.
-        device: Where the result is wanted; numbers are drawn where the generator lives.
-
-    Returns:
-        A tensor of the given shape.
-
-    Raises:
-        MemoryBudgetError: The numbers, and as many made of them, would take more than half of what is free.
-
-    Example:
-        >>> normal((2, 3), 0, torch.float64, torch.device("cpu")).shape
-        torch.Size([2, 3])
-    """
+    """Standard normal numbers."""
     generator = make_generator(seed)
     source = generator.device if generator else torch.device("cpu")
     require_room(shape, 2 * dtype.itemsize, source)
@@ -89,24 +44,7 @@ def normal(shape: Sequence[int], seed: Seed, dtype: torch.dtype, device: torch.d
 
 
 def signs(shape: Sequence[int], seed: Seed, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random signs, +1 or -1 with equal probability (Rademacher variables).
-
-    Args:
-        shape: Shape of the result.
-        seed: Generator, seed or None.
-        dtype: Type of the result.
-        device: Where the result is wanted; numbers are drawn where the generator lives.
-
-    Returns:
-        A tensor of the given shape.
-
-    Raises:
-        MemoryBudgetError: The numbers, and as many made of them, would take more than half of what is free.
-
-    Example:
-        >>> signs((4,), 0, torch.float32, torch.device("cpu")).abs()
-        tensor([1., 1., 1., 1.])
-    """
+    """Random signs, +1 or -1 with equal probability (Rademacher variables)."""
     generator = make_generator(seed)
     source = generator.device if generator else torch.device("cpu")
     require_room(shape, 16 + dtype.itemsize, source)  # drawn as integers of 8 bytes, and computed with

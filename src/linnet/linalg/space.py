@@ -23,27 +23,7 @@ Vector = Params | Tensor
 
 
 class ParameterSpace:
-    """The parameters of a network as one vector space of dimension P.
-
-    Args:
-        shapes: The shape of each parameter by name, in order.
-
-    Attributes:
-        names: Parameter names in order.
-        shapes: Shape of each parameter.
-        slices: Where each parameter lies in the flat vector.
-        dim: P, the number of scalar parameters.
-
-    Raises:
-        InputError: No parameter is given.
-
-    Example:
-        >>> space = ParameterSpace({"weight": (2, 3), "bias": (2,)})
-        >>> space.dim, space.slices["bias"]
-        (8, slice(6, 8, None))
-        >>> space.to_params(torch.arange(8.0))["bias"]
-        tensor([6., 7.])
-    """
+    """The parameters of a network as one vector space of dimension P."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
         if not shapes:
@@ -56,14 +36,7 @@ class ParameterSpace:
 
     @classmethod
     def of(cls, params: Mapping[str, Tensor]) -> ParameterSpace:
-        """The space that given parameters live in.
-
-        Args:
-            params: Tensors by name.
-
-        Returns:
-            The space with these names and shapes, in this order.
-        """
+        """The space that given parameters live in."""
         require_params(params, "params")
         return cls({name: tensor.shape for name, tensor in params.items()})
 
@@ -77,17 +50,7 @@ class ParameterSpace:
         return f"ParameterSpace({len(self.names)} parameters, P = {self.dim})"
 
     def select(self, names: Iterable[str]) -> ParameterSpace:
-        """The subspace of some parameters.
-
-        Args:
-            names: Parameter names; the result keeps the order of this space.
-
-        Returns:
-            The space of these parameters alone.
-
-        Raises:
-            InputError: A name is not in this space.
-        """
+        """The subspace of some parameters."""
         if isinstance(names, str | bytes | Tensor) or not isinstance(names, Iterable):
             refuse("names", names, "several parameter names", f"pass a list such as [{self.names[0]!r}]")
         listed = list(names)
@@ -103,17 +66,7 @@ class ParameterSpace:
         return ParameterSpace({name: shape for name, shape in self.shapes.items() if name in chosen})
 
     def to_flat(self, vector: Vector) -> Tensor:
-        """A vector as a flat tensor; a flat one is returned as it is.
-
-        Args:
-            vector: Params, or flat (P,) or (P, K).
-
-        Returns:
-            (P,) or (P, K).
-
-        Raises:
-            InputError: Names or shapes do not fit this space.
-        """
+        """A vector as a flat tensor; a flat one is returned as it is, (P,)."""
         if isinstance(vector, Tensor):
             return self._checked(vector)
         self._check_params(vector)
@@ -123,17 +76,7 @@ class ParameterSpace:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def to_params(self, vector: Vector) -> Params:
-        """A vector as tensors by name; those made from a flat tensor are views of it.
-
-        Args:
-            vector: Params, or flat (P,) or (P, K).
-
-        Returns:
-            Tensors of shape ``(*shape)`` or ``(*shape, K)``.
-
-        Raises:
-            InputError: Names or shapes do not fit this space.
-        """
+        """A vector as tensors by name; those made from a flat tensor are views of it."""
         if not isinstance(vector, Tensor):
             self._check_params(vector)
             return vector
@@ -141,15 +84,8 @@ class ParameterSpace:
         return {name: vector[rows].reshape(self.shapes[name] + columns) for name, rows in self.slices.items()}
 
     def in_kind(self, flat: Tensor, like: Vector) -> Vector:
-        """A flat vector in the same kind as another one.
-
-        Args:
-            flat: (P,) or (P, K).
-            like: The vector whose kind is wanted.
-
-        Returns:
-            ``flat`` itself, or Params when ``like`` is Params.
-        """
+        """A flat vector in the same kind as another one."""
+        # flat (P,)
         if not isinstance(like, Tensor):
             require_params(like, "like")
         return flat if isinstance(like, Tensor) else self.to_params(flat)
@@ -187,18 +123,7 @@ class ParameterSpace:
 
 
 def require_params(params: Any, name: str) -> None:
-    """Raise unless it is a mapping from names to tensors that have values.
-
-    Args:
-        params: What was given.
-        name: What the argument is called.
-
-    Raises:
-        InputError: It is none.
-
-    Example:
-        >>> require_params({"bias": torch.zeros(2)}, "v")
-    """
+    """Raise unless it is a mapping from names to tensors that have values."""
     instance(name, params, Mapping, "tensors by parameter name, or a flat tensor", "pass a dict of tensors")
     for key, value in params.items():
         if not isinstance(key, str):

@@ -43,25 +43,7 @@ _KINDS = ("block_diagonal", "half_diagonal", "low_rank", "permuted", "scaled", "
 
 
 def to_tensors(operator: LinearOperator) -> tuple[Spec, dict[str, Tensor]]:
-    """Take a structured matrix apart.
-
-    Args:
-        operator: A structured matrix, or a sum or multiple of such.
-
-    Returns:
-        A description for JSON, and the matrix's own tensors by name (not copies). Factorizations that were
-        computed on the way are not among them.
-
-    Raises:
-        InputError: The operator, or a part of it, is of no kind that can be stored.
-
-    Example:
-        >>> spec, tensors = to_tensors(Diagonal(torch.ones(2), name="G"))
-        >>> spec, tensors
-        ({'kind': 'diagonal', 'name': 'G'}, {'values': tensor([1., 1.])})
-        >>> from_tensors(spec, tensors)
-        Diagonal(2 x 2, torch.float32, cpu)
-    """
+    """Take a structured matrix apart."""
     tensors: dict[str, Tensor] = {}
     return _take_apart(operator, "", tensors), tensors
 
@@ -69,20 +51,7 @@ def to_tensors(operator: LinearOperator) -> tuple[Spec, dict[str, Tensor]]:
 def from_tensors(
     spec: Mapping[str, Any], tensors: Mapping[str, Tensor], space: ParameterSpace | None = None
 ) -> StructuredOperator:
-    """Put together what :func:`to_tensors` took apart.
-
-    Args:
-        spec: The description.
-        tensors: The tensors, all of them and no others.
-        space: The parameter space of the columns; None for the stored one, if there is one.
-
-    Returns:
-        The same matrix, bit by bit, on the tensors' device.
-
-    Raises:
-        InputError: ``space`` is not the stored one, or does not fit the matrix.
-        FileFormatError: The description is malformed, or does not fit the tensors.
-    """
+    """Put together what ``to_tensors`` took apart."""
     operator = operator_from_tensors(spec, tensors, space)
     if not isinstance(operator, StructuredOperator):
         raise FileFormatError(
@@ -96,25 +65,7 @@ def from_tensors(
 def operator_from_tensors(
     spec: Mapping[str, Any], tensors: Mapping[str, Tensor], space: ParameterSpace | None = None
 ) -> LinearOperator:
-    """Like :func:`from_tensors`, also for sums and multiples, which have no closed forms.
-
-    Args:
-        spec: The description.
-        tensors: The tensors, all of them and no others.
-        space: The parameter space of the columns; None for the stored one, if there is one.
-
-    Returns:
-        The same operator.
-
-    Raises:
-        InputError: ``space`` is not the stored one, or does not fit the matrix.
-        FileFormatError: The description is malformed, or does not fit the tensors.
-
-    Example:
-        >>> M = Diagonal(torch.ones(2))
-        >>> operator_from_tensors(*to_tensors(M + M)) @ torch.ones(2)
-        tensor([2., 2.])
-    """
+    """Like ``from_tensors``, also for sums and multiples, which have no closed forms."""
     unused = dict(tensors)
     try:
         operator = _put_together(spec, "", unused)

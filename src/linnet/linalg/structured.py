@@ -31,15 +31,11 @@ from linnet.params import integer, refuse, tensor
 
 
 class StructuredOperator(LinearOperator):
-    """A symmetric positive semi-definite matrix M with closed forms.
+    """A symmetric positive semi-definite matrix M with closed forms."""
 
-    A subclass defines the abstract methods; all others follow from them.
+    # A subclass defines the abstract methods; all others follow from them.
 
-    Attributes:
-        name: What to call the matrix in errors, for example "G of layer fc1".
-    """
-
-    name: str
+    name: str  # what to call the matrix in errors, for example "G of layer fc1"
 
     @abstractmethod
     def _solve(self, b: Tensor) -> Tensor:
@@ -139,25 +135,7 @@ class StructuredOperator(LinearOperator):
 
 
 class Dense(StructuredOperator):
-    """A matrix without structure, factorized when first needed.
-
-    Args:
-        matrix: Symmetric positive semi-definite (n, n).
-        space: The parameter space of its columns.
-        name: What to call it in errors.
-
-    Attributes:
-        matrix: M.
-
-    Raises:
-        InputError: The matrix is not square or not symmetric.
-        NumericalError: It holds NaN or Inf.
-
-    Example:
-        >>> M = Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
-        >>> M.quadratic(torch.tensor([1.0, -1.0])).round()
-        tensor(2.)
-    """
+    """A matrix without structure, factorized when first needed."""
 
     def __init__(self, matrix: Tensor, space: ParameterSpace | None = None, name: str = "matrix") -> None:
         require_symmetric(matrix, name)
@@ -216,24 +194,7 @@ class Dense(StructuredOperator):
 
 
 class Diagonal(StructuredOperator):
-    """A diagonal matrix.
-
-    Args:
-        values: The diagonal (n,), not negative.
-        space: The parameter space of its columns.
-        name: What to call it in errors.
-
-    Attributes:
-        values: The diagonal.
-
-    Raises:
-        InputError: The values are not a vector, or some are negative.
-        NumericalError: They hold NaN or Inf.
-
-    Example:
-        >>> Diagonal(torch.tensor([1.0, 4.0])).inverse().diagonal()
-        tensor([1.0000, 0.2500])
-    """
+    """A diagonal matrix."""
 
     def __init__(self, values: Tensor, space: ParameterSpace | None = None, name: str = "diagonal") -> None:
         if values.ndim != 1 or not values.is_floating_point():
@@ -289,24 +250,7 @@ class Diagonal(StructuredOperator):
 
 
 class BlockDiagonal(StructuredOperator):
-    """Blocks along the diagonal, each with its own structure.
-
-    Args:
-        blocks: The blocks in order.
-        space: The parameter space of all columns.
-
-    Attributes:
-        blocks: The blocks.
-        slices: The rows of each block.
-
-    Raises:
-        InputError: No blocks, or blocks of different types or devices.
-
-    Example:
-        >>> M = BlockDiagonal([Diagonal(torch.ones(2)), Dense(torch.eye(1))])
-        >>> M.trace()
-        tensor(3.)
-    """
+    """Blocks along the diagonal, each with its own structure."""
 
     def __init__(self, blocks: Sequence[StructuredOperator], space: ParameterSpace | None = None) -> None:
         if len({(block.dtype, block.device) for block in blocks}) != 1:
@@ -361,27 +305,10 @@ class BlockDiagonal(StructuredOperator):
 
 
 class Permuted(StructuredOperator):
-    """A matrix with its rows and columns in another order, Π M Πᵀ.
+    """A matrix with its rows and columns in another order, Π M Πᵀ."""
 
-    Kronecker blocks of a layer treat weight and bias as one matrix [W b]; this puts their rows back into
-    the order of the parameters.
-
-    Args:
-        operator: M (n x n).
-        order: Which row of M each row of the result is: result[i, j] = M[order[i], order[j]].
-        space: The parameter space of the result's columns.
-
-    Attributes:
-        operator: M.
-        order: The order, on the device of M.
-
-    Raises:
-        InputError: ``order`` is not a permutation of 0 ... n − 1.
-
-    Example:
-        >>> Permuted(Diagonal(torch.tensor([1.0, 2.0, 3.0])), torch.tensor([2, 0, 1])).diagonal()
-        tensor([3., 1., 2.])
-    """
+    # Kronecker blocks of a layer treat weight and bias as one matrix [W b]; this puts their rows back into
+    # the order of the parameters.
 
     def __init__(
         self, operator: StructuredOperator, order: Tensor, space: ParameterSpace | None = None
@@ -434,18 +361,7 @@ class Permuted(StructuredOperator):
 
 
 def require_space(space: ParameterSpace | None, n: int) -> ParameterSpace | None:
-    """A parameter space of dimension n, or None.
-
-    Args:
-        space: The space to check.
-        n: The number of columns it should describe.
-
-    Returns:
-        The space.
-
-    Raises:
-        InputError: Its dimension is not n.
-    """
+    """A parameter space of dimension n, or None."""
     if space is not None and space.dim != n:
         raise InputError(
             f"space has dimension {space.dim}",
@@ -456,16 +372,8 @@ def require_space(space: ParameterSpace | None, n: int) -> ParameterSpace | None
 
 
 def require_symmetric(matrix: Tensor, name: str) -> None:
-    """Check that a matrix is square, finite and symmetric up to rounding.
-
-    Args:
-        matrix: (n, n).
-        name: What to call it in the error.
-
-    Raises:
-        InputError: It is not square or not symmetric.
-        NumericalError: It holds NaN or Inf.
-    """
+    """Check that a matrix is square, finite and symmetric up to rounding."""
+    # matrix (n, n)
     require_square(matrix, name)
     require_finite(matrix, name)
     if matrix.ndim != 2:
@@ -483,18 +391,7 @@ def require_symmetric(matrix: Tensor, name: str) -> None:
 
 
 def require_positive(values: Tensor, name: str) -> Tensor:
-    """Eigenvalues that can be divided by.
-
-    Args:
-        values: Any shape.
-        name: What to call the matrix in the error.
-
-    Returns:
-        The values.
-
-    Raises:
-        NumericalError: One is zero or negative.
-    """
+    """Eigenvalues that can be divided by."""
     if values.numel() and bool((values <= 0).any()):
         raise NumericalError(
             f"{name} is singular: its smallest eigenvalue is {float(values.min()):.3g}",

@@ -17,13 +17,7 @@ from linnet.linear.system import System
 
 
 class ConstrainedSystem(System):
-    """A solution that obeys equations on outputs.
-
-    Args:
-        free: The solution without the equations.
-        constraints: The equations.
-        memory: Budget of the equations in the weights.
-    """
+    """A solution that obeys equations on outputs."""
 
     def __init__(self, free: System, constraints: Constraints, memory: Memory = None) -> None:
         self.problem, self.ridge, self.work = free.problem, free.ridge, free.work
@@ -110,15 +104,7 @@ class ConstrainedSystem(System):
 
 
 def conditioned(system: KernelSystem, constraints: Constraints) -> KernelSystem:
-    """A solution by its kernel under equations that it did not obey.
-
-    Args:
-        system: The solution without any equations.
-        constraints: The equations, without a design.
-
-    Returns:
-        The solution, its kernel less G(X) G(X)ᵀ and its residual less G(X) g.
-    """
+    """A solution by its kernel under equations that it did not obey."""
     design = constraints.whitened(system.function, system.x, system.memory).double()
     design = system.problem.weighed(design)
     held, dual = constraints.extended(design), system.dual

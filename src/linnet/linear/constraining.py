@@ -16,21 +16,7 @@ from linnet.tangent.linearized import Linearized
 def constrained(
     module: Linearized, system: System, asked: Wanted, weight: float | None, memory: Memory
 ) -> System:
-    """The solution that obeys equations, on top of those that it obeys already.
-
-    Args:
-        module: The network.
-        system: The solution so far.
-        asked: Equations that it is to obey.
-        weight: w of a penalty; ``None`` for equations that hold exactly.
-        memory: Budget.
-
-    Returns:
-        The solution, with all its equations.
-
-    Raises:
-        MemoryBudgetError: If they do not fit the budget.
-    """
+    """The solution that obeys equations, on top of those that it obeys already."""
     slack = 0.0 if weight is None else system.ridge / weight
     before = system.constraints
     every = asked.equations if before is None else before.equations.joined(asked.equations)

@@ -37,25 +37,15 @@ NAMED = 3  # equations that an error names
 
 @dataclass(frozen=True)
 class Constraints:
-    """Equations that a fit obeys, ready for use.
+    """Equations that a fit obeys, ready for use."""
 
-    Args:
-        equations: S.
-        values: v, what S f is to be, (q,).
-        gap: b = v − S f₀, (q,).
-        slack: τ of each equation, (q,); 0 where it holds exactly.
-        factor: L, (q, q).
-        design: G(X) of the training examples, (N·C, q); with no rows where the fit is primal.
-        redundant: Number of equations that followed from the others and were left out.
-    """
-
-    equations: Equations
-    values: Tensor
-    gap: Tensor
-    slack: Tensor
-    factor: Tensor
-    design: Tensor
-    redundant: int = 0
+    equations: Equations  # S
+    values: Tensor  # v, what S f is to be, (q,)
+    gap: Tensor  # b = v − S f₀, (q,)
+    slack: Tensor  # τ of each equation, (q,); 0 where it holds exactly
+    factor: Tensor  # L, (q, q)
+    design: Tensor  # G(X) of the training examples, (N·C, q); with no rows where the fit is primal
+    redundant: int = 0  # number of equations that followed from the others and were left out
 
     @property
     def level(self) -> Tensor:
@@ -103,15 +93,7 @@ class Constraints:
         return self.values - self.equations.combine(flat)
 
     def refined(self, module: Linearized, nu: Tensor) -> Tensor:
-        """Remove what rounding left of the equations' errors, in place.
-
-        Args:
-            module: The network with its δ = Jᵀβ + Aᵀν.
-            nu: ν.
-
-        Returns:
-            ν, to match.
-        """
+        """Remove what rounding left of the equations' errors, in place."""
         if not len(self.values):
             return nu
         eps = torch.finfo(module.function.dtype).eps
@@ -145,19 +127,7 @@ def conditioned_gram(
     memory: str | int | None = None,
     design: Tensor | None = None,
 ) -> Tensor:
-    """K̃(x1, x2) = K(x1, x2) − G(x1) G(x2)ᵀ.
-
-    Args:
-        function: The network.
-        constraints: The equations; ``None`` for K itself.
-        x1: N examples.
-        x2: M examples; by default x1.
-        memory: Budget.
-        design: G(x2) if it is known.
-
-    Returns:
-        (N, C, M, C); in float64 under constraints.
-    """
+    """K̃(x1, x2) = K(x1, x2) − G(x1) G(x2)ᵀ, (N, C, M, C)."""
     kernel = gram(function, x1, x2, form="full", memory=memory)
     if constraints is None:
         return kernel
@@ -190,22 +160,8 @@ def impose(
     before: Constraints | None,
     memory: str | int | None,
 ) -> Constraints:
-    """The equations that are new and consistent, after those that the fit obeys already.
-
-    Args:
-        module: The network.
-        asked: The equations.
-        slack: τ; 0 for equations that are to hold exactly.
-        kernel: A Aᵀ of the equations, old ones first, (q₀ + q, q₀ + q).
-        before: Equations that the fit obeys already.
-        memory: Budget.
-
-    Returns:
-        All equations, without a design.
-
-    Raises:
-        InputError: If they contradict each other, or no weight moves what they ask for.
-    """
+    """The equations that are new and consistent, after those that the fit obeys already."""
+    # kernel (q₀ + q, q₀ + q)
     function, equations = module.function, asked.equations
     with torch.no_grad():
         base = torch.cat([module.base(part).reshape(-1) for part in split(equations.x, BATCH)]).double()
@@ -313,17 +269,7 @@ def constraint_tensors(constraints: Constraints | None) -> dict[str, Any]:
 
 
 def constraints_from(tensors: dict[str, Tensor], x: Inputs, outputs: int, redundant: int = 0) -> Constraints:
-    """The equations that ``constraint_tensors`` wrote.
-
-    Args:
-        tensors: The tensors of the file.
-        x: The inputs of the equations.
-        outputs: C.
-        redundant: Number of equations that were left out.
-
-    Returns:
-        The equations.
-    """
+    """The equations that ``constraint_tensors`` wrote."""
     named = {name.removeprefix("constraints."): t for name, t in tensors.items()}
     equations = Equations(x, named["row"], named["place"], named["weight"], len(named["values"]), outputs)
     values, gap, slack, factor, design = (

@@ -12,15 +12,7 @@ NETWORK_PENALTY = 4.0  # a network's operations take about four times as long as
 
 
 def forward_operations(function: Functional, x: Inputs) -> float:
-    """Operations of one example's forward pass; at least two for each weight.
-
-    Args:
-        function: The network.
-        x: One example or more.
-
-    Returns:
-        A number of multiplications and additions.
-    """
+    """Operations of one example's forward pass; at least two for each weight."""
     if "operations" not in function.cache:
         counter, one = FlopCounterMode(display=False), take(x, slice(0, 1))
         try:

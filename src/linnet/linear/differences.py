@@ -26,26 +26,7 @@ COPIES = 6  # of the weights of a vector: direction, two moved, two gradients, d
 
 
 class BatchedDifferences(SummedOperator):
-    """The matrix of ``FiniteDifferenceFisher``, with the same steps ε, for several vectors at once.
-
-    Args:
-        function: The network.
-        data: The data; targets only say which positions count.
-        likelihood: What the outputs mean; its KL is used.
-
-    Attributes:
-        memory: Budget of a chunk of vectors; by default half of what is available.
-
-    Example:
-        >>> from linnet.curvatures.stream import Batches
-        >>> from linnet.likelihoods import Gaussian
-        >>> from linnet.tangent.functional import Functional
-        >>> net = torch.nn.Linear(2, 1, bias=False)
-        >>> data = Batches(torch.eye(2), torch.device("cpu"))
-        >>> product = BatchedDifferences(Functional(net), data, Gaussian()) @ torch.eye(2)
-        >>> torch.allclose(product, torch.eye(2), atol=1e-2)
-        True
-    """
+    """The matrix of ``FiniteDifferenceFisher``, with the same steps ε, for several vectors at once."""
 
     description = FiniteDifferenceFisher.description
 

@@ -22,19 +22,9 @@ from linnet.tangent.modes import in_exact_mode
 
 
 class Directions:
-    """The directions δ that the outputs of a shared kernel move along.
+    """The directions δ that the outputs of a shared kernel move along."""
 
-    Args:
-        function: The H outputs whose derivatives J_h make the kernel.
-        heads: H.
-        train: Training inputs, N examples.
-        beta: β, (N, C), float64.
-        scale: s, the factor of the kernel.
-        memory: Budget.
-
-    Attributes:
-        values: δ, (H, P, C), in the network's type.
-    """
+    # beta (N, C)
 
     @in_exact_mode
     def __init__(
@@ -56,18 +46,7 @@ class Directions:
     def plan(
         function: Functional, heads: int, outputs: int, memory: str | int | None, copies: Sequence[str] = ()
     ) -> Plan:
-        """The memory of the directions.
-
-        Args:
-            function: The network.
-            heads: H; 0 for none.
-            outputs: C.
-            memory: Budget.
-            copies: What copies of them are for.
-
-        Returns:
-            Bytes, item by item.
-        """
+        """The memory of the directions."""
         size = heads * outputs * function.space.dim * function.dtype.itemsize
         items = tuple((item, size) for item in ("directions", *copies))
         name = f"{heads * outputs} directions of {function.space.dim} weights"
@@ -75,23 +54,12 @@ class Directions:
 
     @in_exact_mode
     def moved(self, x: Inputs) -> Tensor:
-        """Σ_h J_h(x) δ_hc.
-
-        Args:
-            x: T examples.
-
-        Returns:
-            (T, C), float64.
-        """
+        """Σ_h J_h(x) δ_hc."""
         parts = [(rows.transpose(0, 1) @ self.values).double().sum(0) for _, rows in self._rows(x)]
         return torch.cat(parts)
 
     def by_output(self) -> list[Params]:
-        """The directions by parameter name, for each output c one h after another.
-
-        Returns:
-            C·H of them.
-        """
+        """The directions by parameter name, for each output c one h after another."""
         columns = self.values.permute(2, 0, 1).flatten(0, 1)
         space = self.function.space
         return [{name: t.clone() for name, t in space.to_params(column).items()} for column in columns]

@@ -134,23 +134,13 @@ class RidgePath(CriteriaByRidge):
 
 
 def log_target_noise(path: tuple[Tensor, Tensor], count: int, left_out: Tensor, spread: Tensor) -> Tensor:
-    """The logarithm of the σ² that each example asks for; its mean is that of ``RidgePath.target_noise``.
-
-    The ridges are averaged over by their evidence p_k. Left out, a target then differs from the output at
-    ridge b by Σ p_k [s_ik σ_k² n/(n − 2) + (f_ik − f_ib)²] in the mean square, where n/(n − 2) is that of a
-    noise which is not known (Student's t). With the noise σ² at ridge b alone it would be s_ib σ². Their
-    ratio is another for every example where b is far from the p_k: hence logarithms, as for intervals the
-    widest must not decide.
-
-    Args:
-        path: Evidence and noise at each ridge, (R,).
-        count: n, the number of targets.
-        left_out: Leave-one-out residuals, (R, N, C).
-        spread: s = 1 + Var[f]/σ² of outputs that are left out, the mean over outputs, (R, N).
-
-    Returns:
-        (R, N).
-    """
+    """The logarithm of the σ² that each example asks for; its mean is that of ``RidgePath.target_noise``."""
+    # path (R,), left_out (R, N, C), spread (R, N)
+    # The ridges are averaged over by their evidence p_k. Left out, a target then differs from the output at
+    # ridge b by Σ p_k [s_ik σ_k² n/(n − 2) + (f_ik − f_ib)²] in the mean square, where n/(n − 2) is that of a
+    # noise which is not known (Student's t). With the noise σ² at ridge b alone it would be s_ib σ². Their
+    # ratio is another for every example where b is far from the p_k: hence logarithms, as for intervals the
+    # widest must not decide.
     p, noise = path[0].softmax(0), path[1] * (count / max(count - 2, 1))
     c = left_out.shape[2]
     squares = left_out.square().sum(2)
@@ -161,32 +151,17 @@ def log_target_noise(path: tuple[Tensor, Tensor], count: int, left_out: Tensor, 
 
 @dataclass(frozen=True)
 class Along:
-    """Outputs J(x)δ along a path of ridges: R (c/(λ + ρ)).
+    """Outputs J(x)δ along a path of ridges: R (c/(λ + ρ))."""
 
-    Args:
-        rows: R, (T·C, n).
-        values: Eigenvalues λ, (n,).
-        coordinates: c, (n,).
-        masses: m with ‖δ‖² = Σ m (c/(λ + ρ))², (n,).
-        least: What ‖δ‖² is more than that.
-    """
-
-    rows: Tensor
-    values: Tensor
-    coordinates: Tensor
-    masses: Tensor
-    least: float = 0.0
+    rows: Tensor  # R, (T·C, n)
+    values: Tensor  # eigenvalues λ, (n,)
+    coordinates: Tensor  # c, (n,)
+    masses: Tensor  # m with ‖δ‖² = Σ m (c/(λ + ρ))², (n,)
+    least: float = 0.0  # what ‖δ‖² is more than that
 
 
 def joined(paths: Sequence[RidgePath]) -> RidgePath:
-    """Paths one after the other.
-
-    Args:
-        paths: Paths of the same kind of targets.
-
-    Returns:
-        One path.
-    """
+    """Paths one after the other."""
     columns: dict[str, Tensor | None] = {}
     for one in fields(RidgePath):
         parts = [value for path in paths if (value := getattr(path, one.name)) is not None]
@@ -195,16 +170,7 @@ def joined(paths: Sequence[RidgePath]) -> RidgePath:
 
 
 def ridge_grid_of(scale: float, rounding: float, device: torch.device) -> Tensor:
-    """Ridges of nine decades around the scale of a kernel.
-
-    Args:
-        scale: Mean of the kernel's diagonal.
-        rounding: Size of the errors of its eigenvalues; no ridge is below ten times that.
-        device: Where to.
-
-    Returns:
-        ρ, (R,), increasing.
-    """
+    """Ridges of nine decades around the scale of a kernel, (R,)."""
     steps = (HIGHEST - LOWEST) * PER_DECADE + 1
     every = scale * torch.logspace(LOWEST, HIGHEST, steps, dtype=torch.float64, device=device)
     sound = every[every >= 10 * rounding]
@@ -212,16 +178,9 @@ def ridge_grid_of(scale: float, rounding: float, device: torch.device) -> Tensor
 
 
 class DualSystem:
-    """K, r and ρ, with the factorizations made when they are first needed.
+    """K, r and ρ, with the factorizations made when they are first needed."""
 
-    Args:
-        kernel: K in float64, (N·C, N·C), or (N, N) for a kernel that all outputs share.
-        residual: r = t − f₀, (N, C).
-        ridge: ρ > 0.
-        beta: β if it is already known, (N, C).
-        factor: Cholesky factor of K + ρI if it is already known.
-        spectrum: Eigendecomposition of K if it is already known.
-    """
+    # kernel (N·C, N·C), residual (N, C), beta (N, C)
 
     def __init__(
         self,
@@ -326,14 +285,7 @@ class DualSystem:
         return float(at_best_noise(ridge, noise, n, logdets))
 
     def at(self, ridge: float) -> DualSystem:
-        """The same kernel at another ridge.
-
-        Args:
-            ridge: ρ > 0.
-
-        Returns:
-            The dual there.
-        """
+        """The same kernel at another ridge."""
         return DualSystem(self.kernel, self.residual, ridge, spectrum=self._spectrum)
 
     def _rows(self, examples: Tensor) -> Tensor:
@@ -343,14 +295,8 @@ class DualSystem:
         return (examples[:, None] * self.c + torch.arange(self.c, device=examples.device)).flatten()
 
     def removed(self, index: Tensor) -> DualSystem:
-        """The solution without some examples: β_R − M_RS (M_SS)⁻¹ β_S.
-
-        Args:
-            index: Examples S to remove, (k,), distinct.
-
-        Returns:
-            The dual of the remaining examples.
-        """
+        """The solution without some examples: β_R − M_RS (M_SS)⁻¹ β_S."""
+        # index (k,)
         keep = torch.ones(self.n, dtype=torch.bool, device=index.device)
         keep[index] = False
         s, r = self._rows(index), self._rows(keep.nonzero()[:, 0])
@@ -366,16 +312,8 @@ class DualSystem:
         return rest
 
     def extended(self, cross: Tensor, corner: Tensor, residual: Tensor) -> DualSystem:
-        """The solution with more examples, by a bordered Cholesky factor.
-
-        Args:
-            cross: K(X, new), (N, C, m, C), or (N, m) where the outputs share it.
-            corner: K(new, new), (m, C, m, C) or (m, m).
-            residual: r of the new examples, (m, C).
-
-        Returns:
-            The dual of all examples, old ones first.
-        """
+        """The solution with more examples, by a bordered Cholesky factor."""
+        # cross (N, C, m, C), corner (m, C, m, C), residual (m, C)
         m = residual.shape[0] * self.kernel.shape[0] // self.n
         k12 = cross.reshape(-1, m).to(self.kernel.dtype)
         k22 = corner.reshape(m, m).to(self.kernel.dtype)
@@ -392,15 +330,8 @@ class DualSystem:
 
 
 def counted(kernel: Tensor, residual: Tensor) -> int:
-    """The number of outputs that are fitted: an ignored one has neither derivatives nor a residual.
-
-    Args:
-        kernel: K, (N·C, N·C), or (N, N) for a kernel that all outputs share.
-        residual: r, (N, C).
-
-    Returns:
-        N·C less those.
-    """
+    """The number of outputs that are fitted: an ignored one has neither derivatives nor a residual."""
+    # kernel (N·C, N·C), residual (N, C)
     if kernel.shape[0] != residual.numel():
         return residual.numel()
     return int(((kernel.diagonal() != 0) | (residual.reshape(-1) != 0)).sum()) or residual.numel()
@@ -412,12 +343,9 @@ def _columns(values: Tensor, kernel: Tensor) -> Tensor:
 
 
 class Spectrum:
-    """One eigendecomposition of K, from which every ridge is free.
+    """One eigendecomposition of K, from which every ridge is free."""
 
-    Args:
-        kernel: K in float64, (N·C, N·C), or (N, N) for a kernel that all outputs share.
-        residual: r, (N, C).
-    """
+    # kernel (N·C, N·C), residual (N, C)
 
     def __init__(self, kernel: Tensor, residual: Tensor) -> None:
         self.residual = residual.to(kernel.dtype)
@@ -437,16 +365,8 @@ class Spectrum:
         return ridge_grid_of(scale, self.rounding, self.values.device)
 
     def path(self, ridges: Tensor, classes: bool, targets: Tensor) -> RidgePath:
-        """All criteria at each ridge.
-
-        Args:
-            ridges: ρ, (R,).
-            classes: Whether the targets are one-hot.
-            targets: t, (N, C).
-
-        Returns:
-            The path.
-        """
+        """All criteria at each ridge."""
+        # ridges (R,), targets (N, C)
         targets = targets.to(self.values.dtype)
         points = [self._point(ridge, classes, targets) for ridge in ridges.to(self.values)]
         columns = torch.stack([point[0] for point in points], 1)

@@ -27,59 +27,32 @@ TOGETHER = 64  # examples differentiated at once
 
 @dataclass(frozen=True)
 class Equations:
-    """q combinations of the C outputs of M inputs, as a sparse matrix S (q, M·C).
+    """q combinations of the C outputs of M inputs, as a sparse matrix S (q, M·C)."""
 
-    Args:
-        x: M examples.
-        row: Which equation each weight belongs to, (k,).
-        place: Which output, example · C + output, (k,).
-        weight: The weights, (k,), float64.
-        count: q.
-        outputs: C.
-    """
-
-    x: Inputs
-    row: Tensor
-    place: Tensor
-    weight: Tensor
-    count: int
-    outputs: int
+    x: Inputs  # M examples
+    row: Tensor  # which equation each weight belongs to, (k,)
+    place: Tensor  # which output, example · C + output, (k,)
+    weight: Tensor  # the weights, (k,), float64
+    count: int  # q
+    outputs: int  # C
 
     def combine(self, values: Tensor) -> Tensor:
-        """S v for values of all outputs.
-
-        Args:
-            values: (M·C,) or (M·C, n).
-
-        Returns:
-            (q,) or (q, n).
-        """
+        """S v for values of all outputs, (q,)."""
+        # values (M·C,)
         weight = self.weight.to(values.dtype).view(-1, *[1] * (values.ndim - 1))
         total = values.new_zeros(self.count, *values.shape[1:])
         return total.index_add_(0, self.row, weight * values[self.place])
 
     def spread(self, multipliers: Tensor) -> Tensor:
-        """Sᵀν.
-
-        Args:
-            multipliers: ν, (q,).
-
-        Returns:
-            (M, C).
-        """
+        """Sᵀν, (M, C)."""
+        # multipliers (q,)
         flat = multipliers.new_zeros(batch_size(self.x) * self.outputs)
         flat.index_add_(0, self.place, self.weight.to(flat) * multipliers[self.row])
         return flat.view(-1, self.outputs)
 
     def chosen(self, rows: Tensor) -> Equations:
-        """Some of the equations, in the order given.
-
-        Args:
-            rows: Which, (r,).
-
-        Returns:
-            The equations.
-        """
+        """Some of the equations, in the order given."""
+        # rows (r,)
         number = torch.full((self.count,), -1, dtype=torch.long, device=self.row.device)
         number[rows] = torch.arange(len(rows), device=rows.device)
         kept = number[self.row] >= 0
@@ -92,14 +65,7 @@ class Equations:
         )
 
     def joined(self, other: Equations) -> Equations:
-        """These equations and others.
-
-        Args:
-            other: More equations.
-
-        Returns:
-            All of them, these first.
-        """
+        """These equations and others."""
         shift = batch_size(self.x) * self.outputs
         return Equations(
             concatenate([self.x, other.x]),
@@ -119,16 +85,7 @@ class Equations:
             yield part, self.row[here], self.place[here] - low, self.weight[here]
 
     def kernel_to(self, function: Functional, x: Inputs, memory: str | int | None = None) -> Tensor:
-        """A J(x)ᵀ = S K(x_c, x), (q, T·C), in float64; no row of J is kept.
-
-        Args:
-            function: The network.
-            x: T examples.
-            memory: Budget of the kernel's tiles.
-
-        Returns:
-            The rows.
-        """
+        """A J(x)ᵀ = S K(x_c, x), (q, T·C), in float64; no row of J is kept."""
         columns = batch_size(x) * self.outputs
         budget = parse_bytes(memory, function.device)
         size = max(1, int(0.2 * budget) // (columns * self.outputs * (function.dtype.itemsize + 8)))
@@ -139,28 +96,12 @@ class Equations:
         return total
 
     def kernel(self, function: Functional, memory: str | int | None = None) -> Tensor:
-        """A Aᵀ, (q, q), in float64.
-
-        Args:
-            function: The network.
-            memory: Budget of the kernel's tiles.
-
-        Returns:
-            The kernel of the equations.
-        """
+        """A Aᵀ, (q, q), in float64."""
         square = self.combine(self.kernel_to(function, self.x, memory).T.contiguous())
         return (square + square.T) / 2
 
     def jacobian(self, function: Functional, memory: str | int | None = None) -> Tensor:
-        """Aᵀ, (P, q), in the network's type.
-
-        Args:
-            function: The network.
-            memory: Budget.
-
-        Returns:
-            The equations in the weights.
-        """
+        """Aᵀ, (P, q), in the network's type."""
         size = function.space.dim * self.count * function.dtype.itemsize
         plan = Plan(
             f"{self.count} equations in {function.space.dim} parameters",
@@ -180,15 +121,8 @@ class Equations:
         return total
 
     def pull(self, function: Functional, multipliers: Tensor) -> Tensor:
-        """Aᵀν, (P,).
-
-        Args:
-            function: The network.
-            multipliers: ν, (q,).
-
-        Returns:
-            A displacement of the weights.
-        """
+        """Aᵀν, (P,)."""
+        # multipliers (q,)
         cotangents = self.spread(multipliers).to(function.dtype)
         flat = torch.zeros(function.space.dim, dtype=function.dtype, device=function.device)
         for start in range(0, len(cotangents), TOGETHER):
@@ -197,50 +131,22 @@ class Equations:
         return flat
 
     def norms(self, function: Functional, memory: str | int | None = None) -> Tensor:
-        """Σ |S| √diag K: what the norm of a row of A could be without cancellation, (q,).
-
-        Args:
-            function: The network.
-            memory: Budget.
-
-        Returns:
-            The scales that rounding is relative to.
-        """
+        """Σ |S| √diag K: what the norm of a row of A could be without cancellation, (q,)."""
         own = own_kernels(function, self.x, memory).double().diagonal(dim1=1, dim2=2).reshape(-1)
         return replace(self, weight=self.weight.abs()).combine(own.clamp_min(0).sqrt())
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Equations and the values that they ask for.
+    """Equations and the values that they ask for."""
 
-    Args:
-        equations: S.
-        values: v, (q,), float64.
-        names: What each equation says, for errors.
-    """
-
-    equations: Equations
-    values: Tensor
-    names: tuple[str, ...]
+    equations: Equations  # S
+    values: Tensor  # v, (q,), float64
+    names: tuple[str, ...]  # what each equation says, for errors
 
 
 def wanted(x: Inputs, targets: Any, groups: Any, like: Targets, device: torch.device) -> Wanted:
-    """The equations that a user asks for.
-
-    Args:
-        x: M examples.
-        targets: (M, C) with NaN for free outputs, classes (M,), or ``None``.
-        groups: (M,) labels of groups whose mean outputs must agree, or ``None``.
-        like: Targets of the fit, for the number of outputs and the scale of classes.
-        device: Where to put them.
-
-    Returns:
-        The equations.
-
-    Raises:
-        InputError: If neither is given, or one does not fit the inputs.
-    """
+    """The equations that a user asks for."""
     if targets is None and groups is None:
         raise InputError(
             "targets and groups are both missing",
@@ -320,18 +226,7 @@ def _held_outputs(x: Inputs, values: Tensor, device: torch.device) -> Wanted:
 
 
 def group_numbers(groups: Any, m: int) -> Tensor:
-    """Labels of groups as numbers from 0, every group with two members at least, and two groups at least.
-
-    Args:
-        groups: (M,) integers or booleans, in anything that ``torch.as_tensor`` takes.
-        m: Number of examples.
-
-    Returns:
-        Labels (M,), as they were given but of type int64.
-
-    Raises:
-        InputError: If they are of another kind or shape, or of a single group, or a group has one member.
-    """
+    """Labels of groups as numbers from 0, every group with two members at least, and two groups at least."""
     labels = tensor("groups", groups, f"one integer for each example of x, ({m},)").detach()
     if labels.shape != (m,) or labels.is_floating_point() or labels.is_complex():
         got = f"shape {tuple(labels.shape)} and type {labels.dtype}"

@@ -32,25 +32,15 @@ GRID = 4  # values of ρ a factor of ten
 
 @dataclass(frozen=True)
 class Measure:
-    """The spectrum of K̃, and how r̃ lies in it.
+    """The spectrum of K̃, and how r̃ lies in it."""
 
-    Args:
-        nodes: θ of each sample, (S, m); one sample holds the eigenvalues themselves.
-        weights: Of the nodes in the trace, (S, m); ones for eigenvalues.
-        residual_nodes: θ, (k,).
-        masses: Share of ‖r̃‖² at these, (k,).
-        outside: Share of ‖r̃‖² where K̃ is zero.
-        count: n, the number of targets.
-        log_noise: Σ log σ_i².
-    """
-
-    nodes: Tensor
-    weights: Tensor
-    residual_nodes: Tensor
-    masses: Tensor
-    outside: float
-    count: int
-    log_noise: float
+    nodes: Tensor  # θ of each sample, (S, m); one sample holds the eigenvalues themselves
+    weights: Tensor  # of the nodes in the trace, (S, m); ones for eigenvalues
+    residual_nodes: Tensor  # θ, (k,)
+    masses: Tensor  # share of ‖r̃‖² at these, (k,)
+    outside: float  # share of ‖r̃‖² where K̃ is zero
+    count: int  # n, the number of targets
+    log_noise: float  # Σ log σ_i²
 
     @property
     def exact(self) -> bool:
@@ -66,15 +56,7 @@ class Measure:
         return (self.weights * torch.log1p(self.nodes / rho)).sum(1)
 
     def evidence(self, rho: float, scale: float) -> Estimate:
-        """The log marginal likelihood.
-
-        Args:
-            rho: ρ.
-            scale: s.
-
-        Returns:
-            In nats; the standard error is that of the random vectors, 0 for eigenvalues.
-        """
+        """The log marginal likelihood."""
         rest = self.quadratic(rho) / scale + self.count * math.log(2 * math.pi * scale) + self.log_noise
         values = -0.5 * (self.logdet(rho) + rest)
         return Estimate(float(values[0]), 0.0) if self.exact else Estimate.of(values)
@@ -84,18 +66,7 @@ class Measure:
         return max(self.quadratic(rho) / self.count, torch.finfo(torch.float64).tiny)
 
     def maximize(self, scale_at: Callable[[float], float], least: float = 0.0) -> float:
-        """The ρ of highest evidence, s being a function of it: by a grid, then golden sections.
-
-        Args:
-            scale_at: s for a ρ.
-            least: The smallest ρ.
-
-        Returns:
-            ρ.
-
-        Raises:
-            NumericalError: If the kernel is zero, so that no ρ can be told from another.
-        """
+        """The ρ of highest evidence, s being a function of it: by a grid, then golden sections."""
         top = float(self.nodes.max()) if self.nodes.numel() else 0.0
         if not top > 0:
             raise NumericalError(
@@ -119,53 +90,22 @@ class Measure:
 
 
 def at_best_noise(ridge: Tensor, noise: Tensor, count: int, logdet: Tensor) -> Tensor:
-    """The log marginal likelihood where the noise is the best one of its ridge, s = q(ρ)/n.
-
-    −½ [n (log 2πs/ρ + 1) + log det(K̃ + ρI)], in units of the noise.
-
-    Args:
-        ridge: ρ, any shape.
-        noise: s at each.
-        count: n.
-        logdet: log det(K̃ + ρI) at each, over the n targets.
-
-    Returns:
-        One value a ridge.
-    """
+    """The log marginal likelihood where the noise is the best one of its ridge, s = q(ρ)/n."""
+    # −½ [n (log 2πs/ρ + 1) + log det(K̃ + ρI)], in units of the noise.
     # residuals that vanish leave no noise
     level = 2 * math.pi * noise.clamp_min(1e-300) / ridge
     return -0.5 * (count * (level.log() + 1) + logdet)
 
 
 def from_eigenvalues(values: Tensor, masses: Tensor, squared: float, count: int, log_noise: float) -> Measure:
-    """The measure of a spectrum that is known.
-
-    Args:
-        values: Eigenvalues of K̃ other than zeros that may be left out.
-        masses: ‖r̃‖² along their vectors.
-        squared: ‖r̃‖².
-        count: n.
-        log_noise: Σ log σ_i².
-
-    Returns:
-        The measure.
-    """
+    """The measure of a spectrum that is known."""
     values = values.clamp_min(0)
     outside = max(0.0, squared - float(masses.sum()))
     return Measure(values[None], torch.ones_like(values)[None], values, masses, outside, count, log_noise)
 
 
 def by_primal(values: Tensor, coordinates: Tensor, squared: float) -> tuple[Tensor, Tensor]:
-    """Eigenvalues γ of J̃ᵀJ̃ and the coordinates of J̃ᵀr̃ turned into masses of r̃.
-
-    Args:
-        values: γ.
-        coordinates: c² with c = Vᵀ J̃ᵀ r̃.
-        squared: ‖r̃‖², which bounds the masses.
-
-    Returns:
-        The γ that are not zero to rounding, and c²/γ.
-    """
+    """Eigenvalues γ of J̃ᵀJ̃ and the coordinates of J̃ᵀr̃ turned into masses of r̃."""
     good = values > _CUT * values.max().clamp_min(torch.finfo(values.dtype).tiny)
     return values[good], (coordinates[good] / values[good]).clamp_max(squared)
 
@@ -173,17 +113,8 @@ def by_primal(values: Tensor, coordinates: Tensor, squared: float) -> tuple[Tens
 def by_matrix(
     operator: LinearOperator, start: Tensor, primal: bool, facts: tuple[float, int, float]
 ) -> Measure:
-    """The measure of a matrix small enough to be formed, from one product with the identity.
-
-    Args:
-        operator: K̃, or J̃ᵀJ̃.
-        start: r̃, or J̃ᵀr̃, (n,).
-        primal: Whether they are the latter.
-        facts: ‖r̃‖², n, Σ log σ_i².
-
-    Returns:
-        The measure.
-    """
+    """The measure of a matrix small enough to be formed, from one product with the identity."""
+    # start (n,)
     matrix = operator.dense().double()
     values, vectors = eigh((matrix + matrix.T) / 2, "tangent kernel")
     masses, values = (vectors.T @ start.double()) ** 2, values.clamp_min(0)
@@ -201,23 +132,11 @@ def by_quadrature(
     steps: int,
     seed: Seed = None,
 ) -> Measure:
-    """The measure by stochastic Lanczos quadrature, with ``steps`` products for all random vectors together.
-
-    Args:
-        operator: K̃, or J̃ᵀJ̃.
-        start: r̃, or J̃ᵀr̃, (n,).
-        primal: Whether they are the latter.
-        facts: ‖r̃‖², n, Σ log σ_i².
-        samples: Number of random vectors, at least two.
-        steps: Lanczos steps.
-        seed: Seed or generator.
-
-    Returns:
-        The measure.
-
-    Source:
-        Ubaru, Chen and Saad 2017; Dong et al. 2017 for Gaussian processes.
-    """
+    """The measure by stochastic Lanczos quadrature."""
+    # start (n,)
+    # With `steps` products for all random vectors together.
+    #
+    # Source: Ubaru, Chen and Saad 2017; Dong et al. 2017 for Gaussian processes.
     squared, count, log_noise = facts
     n = operator.shape[0]
     z = signs((n, samples), make_generator(seed), operator.dtype, operator.device)

@@ -31,14 +31,7 @@ State = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def system_state(system: System) -> State:
-    """Tensors and JSON of solved equations, apart from their problem.
-
-    Args:
-        system: The solved equations.
-
-    Returns:
-        Both.
-    """
+    """Tensors and JSON of solved equations, apart from their problem."""
     free = system.free if isinstance(system, ConstrainedSystem) else system
     tensors, how = _solved(free)
     how |= {"ridge": system.ridge, "work": dict(system.work), "constraints": None}
@@ -53,17 +46,7 @@ def system_state(system: System) -> State:
 def restored_system(
     problem: Problem, state: State, memory: Memory = None, iteration: Iteration | None = None
 ) -> System:
-    """The solved equations that ``system_state`` wrote.
-
-    Args:
-        problem: The data.
-        state: Tensors, among others, and JSON.
-        memory: Budget of what is computed later.
-        iteration: Settings of a Gaussian process by iterations.
-
-    Returns:
-        The system.
-    """
+    """The solved equations that ``system_state`` wrote."""
     tensors, how = state
     ridge, work, kind = how["ridge"], dict(how["work"]), how["kind"]
     held = _constraints(tensors, how, problem.c)
@@ -91,14 +74,7 @@ def restored_system(
 
 
 def softmax_state(system: SoftmaxDual | SoftmaxPrimal) -> State:
-    """Tensors and JSON of a solved cross-entropy fit.
-
-    Args:
-        system: The solved problem.
-
-    Returns:
-        Both.
-    """
+    """Tensors and JSON of a solved cross-entropy fit."""
     tensors, how = {"base": system.base, "beta": system.beta}, {"ridge": system.ridge, "settings": None}
     if isinstance(system, SoftmaxDual):
         return tensors | {"kernel": system.kernel}, how
@@ -108,17 +84,7 @@ def softmax_state(system: SoftmaxDual | SoftmaxPrimal) -> State:
 def restored_softmax(
     function: Functional, x: Inputs, loss: ClassLoss, state: State
 ) -> SoftmaxDual | SoftmaxPrimal:
-    """The solved problem that ``softmax_state`` wrote.
-
-    Args:
-        function: The network.
-        x: Training inputs.
-        loss: The loss of the training targets.
-        state: Tensors, among others, and JSON.
-
-    Returns:
-        The solved problem.
-    """
+    """The solved problem that ``softmax_state`` wrote."""
     tensors, how = state
     if how["settings"] is None:
         return SoftmaxDual(tensors["kernel"], tensors["base"], loss, how["ridge"], tensors["beta"])
@@ -164,19 +130,7 @@ def _constraints(tensors: dict[str, Tensor], how: dict[str, Any], outputs: int) 
 def write_solution(
     directory: str | Path, kind: str, function: Functional, x: Inputs, state: State, told: dict[str, Any]
 ) -> Path:
-    """Write a solution with its inputs to a folder, atomically.
-
-    Args:
-        directory: The folder; made if missing.
-        kind: Kind of the file, and its name.
-        function: The network.
-        x: Training inputs.
-        state: Tensors, and JSON of the solved equations.
-        told: What else is known, as JSON.
-
-    Returns:
-        The file written.
-    """
+    """Write a solution with its inputs to a folder, atomically."""
     tensors, layout = flatten_inputs(x)
     metadata = {
         **told,
@@ -192,15 +146,7 @@ def write_solution(
 
 
 def read_solution(directory: str | Path, kind: str) -> tuple[Path, dict[str, Tensor], Inputs, dict[str, Any]]:
-    """Read what ``write_solution`` wrote.
-
-    Args:
-        directory: The folder, or the file itself.
-        kind: Kind of the file.
-
-    Returns:
-        The file, its tensors, the training inputs and the metadata.
-    """
+    """Read what ``write_solution`` wrote."""
     path = as_path(directory)
     path = path / f"{kind}.safetensors" if path.is_dir() or not path.suffix else path
     tensors, metadata = load_tensors(path, kind)

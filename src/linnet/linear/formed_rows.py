@@ -43,65 +43,30 @@ def rows_bytes(rows: int, width: int, item: int, budget: int) -> int:
 
 
 class Rows(ABC):
-    """The rows of J of n examples, block by block.
+    """The rows of J of n examples, block by block."""
 
-    Attributes:
-        n: Number of examples.
-    """
-
-    n: int
+    n: int  # number of examples
 
     @abstractmethod
     def __iter__(self) -> Iterator[Block]:
         """Each block's place among the examples, and its rows (n·C, P)."""
 
     def after(self, start: int, size: int) -> Iterator[Block]:
-        """The blocks from an example on.
-
-        Args:
-            start: The example, at which a block begins.
-            size: Examples of a block in the pass that came there.
-
-        Returns:
-            The blocks.
-        """
+        """The blocks from an example on."""
         return ((place, block) for place, block in self if place.start >= start)
 
     def without(self, keep: Tensor) -> Rows:
-        """The rows of some of the examples, in their order.
-
-        Args:
-            keep: Which, (n,) of bools.
-
-        Returns:
-            The rows.
-        """
+        """The rows of some of the examples, in their order."""
+        # keep (n,)
         return _Selected(self, keep)
 
     def joined(self, more: Rows) -> Rows:
-        """These rows, then others.
-
-        Args:
-            more: Of the same network.
-
-        Returns:
-            The rows of both.
-        """
+        """These rows, then others."""
         return _Joined(self, more)
 
 
 class FormedRows(Rows):
-    """The rows of J(x) in blocks of examples.
-
-    Args:
-        function: The network.
-        x: N examples.
-        outputs: C.
-        memory: Budget; by default half of what is available.
-        keep: Whether blocks are kept where they fit.
-        spool: Whether blocks are kept where reading them is cheaper than forming them, those beyond the
-            memory in a temporary file.
-    """
+    """The rows of J(x) in blocks of examples."""
 
     def __init__(
         self,
@@ -188,12 +153,9 @@ class FormedRows(Rows):
 
 
 class _Selected(Rows):
-    """The rows of some of the examples.
+    """The rows of some of the examples."""
 
-    Args:
-        rows: Of all.
-        keep: Which, (n,) of bools.
-    """
+    # keep (n,)
 
     def __init__(self, rows: Rows, keep: Tensor) -> None:
         self.rows, self.keep, self.n = rows, keep.cpu(), int(keep.sum())
@@ -212,12 +174,7 @@ class _Selected(Rows):
 
 
 class _Joined(Rows):
-    """Rows one after the other.
-
-    Args:
-        first: The first.
-        second: The others.
-    """
+    """Rows one after the other."""
 
     def __init__(self, first: Rows, second: Rows) -> None:
         self.first, self.second, self.n = first, second, first.n + second.n
@@ -231,15 +188,7 @@ class _Joined(Rows):
 
 @torch.no_grad()
 def form_rows(function: Functional, x: Inputs) -> Tensor:
-    """J(x), (n·C, P), for examples that are differentiated at once.
-
-    Args:
-        function: The network.
-        x: n examples.
-
-    Returns:
-        Every output's gradient, example by example.
-    """
+    """J(x), (n·C, P), for examples that are differentiated at once."""
     captured = capture(function, x)
     n, c = captured.outputs.shape
     out = torch.empty(n * c, function.space.dim, dtype=function.dtype, device=function.device)
@@ -249,12 +198,7 @@ def form_rows(function: Functional, x: Inputs) -> Tensor:
 
 
 class FormedNormal(LinearOperator):
-    """JᵀJ, P x P, by formed rows.
-
-    Args:
-        jacobian: J.
-        memory: Budget.
-    """
+    """JᵀJ, P x P, by formed rows."""
 
     def __init__(self, jacobian: JacobianOperator, memory: str | int | None = None) -> None:
         self.jacobian, self.memory = jacobian, memory

@@ -21,21 +21,13 @@ STAGNATED = (
 
 @dataclass(frozen=True)
 class CGSettings:
-    """Settings of conjugate gradients.
+    """Settings of conjugate gradients."""
 
-    Args:
-        tolerance: Relative residual to reach.
-        max_steps: Largest number of steps.
-        rank: Rank of a Nyström or pivoted Cholesky preconditioner; 0 for the usual one.
-        columns: Right-hand sides solved at once in the per-example quantities, at the least.
-        preconditioner: Its name, or ``"given"`` for an operator.
-    """
-
-    tolerance: float = 1e-5
-    max_steps: int = 2000
-    rank: int = 0
-    columns: int = 32
-    preconditioner: str = "none"
+    tolerance: float = 1e-5  # relative residual to reach
+    max_steps: int = 2000  # largest number of steps
+    rank: int = 0  # rank of a Nyström or pivoted Cholesky preconditioner; 0 for the usual one
+    columns: int = 32  # right-hand sides solved at once in the per-example quantities, at the least
+    preconditioner: str = "none"  # its name, or ``"given"`` for an operator
 
     def __post_init__(self) -> None:
         """Raise on values of the wrong kind; conjugate gradients check their ranges."""
@@ -51,17 +43,8 @@ class CGSettings:
     def run(
         self, matrix: LinearOperator, b: Tensor, preconditioner: LinearOperator | None, start: Tensor | None
     ) -> Solution[Tensor]:
-        """Conjugate gradients; where they fail with a preconditioner, they go on without it.
-
-        Args:
-            matrix: Symmetric positive definite.
-            b: Right-hand side, (n,) or (n, K).
-            preconditioner: An approximation of the inverse, or ``None``.
-            start: Where to start.
-
-        Returns:
-            The solution, with the steps of both.
-        """
+        """Conjugate gradients; where they fail with a preconditioner, they go on without it."""
+        # b (n,)
         found = solve_columns(matrix, b, preconditioner, start, self.tolerance, self.max_steps)
         if preconditioner is None or found.status not in (Status.MAX_STEPS, Status.DIVERGED):
             return found
@@ -72,15 +55,10 @@ class CGSettings:
 
 @dataclass(frozen=True)
 class Effort:
-    """Steps and tolerance of block conjugate gradients that need not converge.
+    """Steps and tolerance of block conjugate gradients that need not converge."""
 
-    Args:
-        steps: Steps at the most.
-        tolerance: Relative residual that is enough; ``None`` for that of the settings.
-    """
-
-    steps: int
-    tolerance: float | None = None
+    steps: int  # steps at the most
+    tolerance: float | None = None  # relative residual that is enough; ``None`` for that of the settings
 
 
 def solve_columns(*arguments: Any) -> Solution[Tensor]:

@@ -42,44 +42,20 @@ MOST_COLUMNS = 512  # solved at once: products of more columns are no faster
 
 @dataclass
 class Shared:
-    """Parts of a solution that do not depend on ρ, or need not.
+    """Parts of a solution that do not depend on ρ, or need not."""
 
-    Args:
-        operator: K̃ or J̃ᵀJ̃.
-        preconditioner: An approximation of (J̃ᵀJ̃ + ρI)⁻¹ or (K̃ + ρI)⁻¹, for whatever ρ or task it was made.
-        name: What it is called; empty for the name in the settings.
-        start: Where to start, (P,) or (N·C,).
-        panel: The variance cache.
-        measure: The spectrum of the evidence.
-        solution: The solved equations of this very ρ, if they are known.
-    """
-
-    operator: LinearOperator | None = None
+    operator: LinearOperator | None = None  # K̃ or J̃ᵀJ̃
+    # an approximation of (J̃ᵀJ̃ + ρI)⁻¹ or (K̃ + ρI)⁻¹, for whatever ρ or task it was made
     preconditioner: LinearOperator | None = None
-    name: str = ""
-    start: Tensor | None = None
-    panel: Panel | None = None
-    measure: Measure | None = None
-    solution: Solution[Tensor] | None = None
+    name: str = ""  # what it is called; empty for the name in the settings
+    start: Tensor | None = None  # where to start, (P,) or (N·C,)
+    panel: Panel | None = None  # the variance cache
+    measure: Measure | None = None  # the spectrum of the evidence
+    solution: Solution[Tensor] | None = None  # the solved equations of this very ρ, if they are known
 
 
 class Iterative(System):
-    """The solved equations of one of the two spaces, by products.
-
-    Args:
-        problem: The data.
-        ridge: ρ > 0.
-        settings: How conjugate gradients iterate.
-        memory: Budget of blocks of right-hand sides, formed rows and caches.
-        shared: What is known already.
-        space: "parameter", "function", or "stored" (function space with K̃ in memory).
-        krylov: How Krylov spaces answer for variances and the evidence; ``None`` for further solves alone.
-
-    Attributes:
-        settings: How to iterate, with the preconditioner that was chosen if it was to be.
-        steps: Steps of conjugate gradients for the mean.
-        solution: The solved vector (n, 1), and how the iteration ended.
-    """
+    """The solved equations of one of the two spaces, by products."""
 
     def __init__(
         self,
@@ -214,17 +190,9 @@ class Iterative(System):
         return self.settings.run(self.matrix, right, self.preconditioner, start)
 
     def solve(self, b: Tensor) -> Tensor:
-        """(J̃ᵀJ̃ + ρI)⁻¹ b for columns (P, K).
-
-        In parameter space as many columns as there are outputs, or more, go together: block conjugate
-        gradients with the rows of J̃ formed. Where that ends early, each column goes on by itself.
-
-        Args:
-            b: Right-hand sides.
-
-        Returns:
-            The solutions.
-        """
+        """(J̃ᵀJ̃ + ρI)⁻¹ b for columns (P, K)."""
+        # In parameter space as many columns as there are outputs, or more, go together: block conjugate
+        # gradients with the rows of J̃ formed. Where that ends early, each column goes on by itself.
         what = "a solve by conjugate gradients"
         if self.space != "parameter":
             return (b - self.problem.pull(accepted(self._run(self.problem.push(b)), what))) / self.ridge
@@ -236,15 +204,8 @@ class Iterative(System):
         return accepted(self._run(b), what)
 
     def approach(self, b: Tensor, effort: Effort) -> Tensor:
-        """The same after some block steps, converged or not, in parameter space.
-
-        Args:
-            b: Right-hand sides (P, K).
-            effort: When to stop.
-
-        Returns:
-            Approximate solutions, whose leverages are never too large.
-        """
+        """The same after some block steps, converged or not, in parameter space."""
+        # b (P, K)
         tolerance = self.settings.tolerance if effort.tolerance is None else effort.tolerance
         return self._together(b, tolerance, effort.steps).value
 
@@ -260,14 +221,7 @@ class Iterative(System):
         return FormedNormal(self.jacobian, self.memory)
 
     def together(self, memory: Memory = None) -> int:
-        """The number of right-hand sides solved at once.
-
-        Args:
-            memory: Budget; by default that of the system.
-
-        Returns:
-            A number of columns.
-        """
+        """The number of right-hand sides solved at once."""
         vector = self.function.space.dim * self.function.dtype.itemsize
         budget = parse_bytes(self.memory if memory is None else memory, self.function.device)
         fitting = budget // (2 * VECTORS * vector)
@@ -276,17 +230,7 @@ class Iterative(System):
     def solved_rows(
         self, x: Inputs, what: str, memory: Memory = None, effort: Effort | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """J(x) and (J̃ᵀJ̃ + ρI)⁻¹ J(x)ᵀ block by block.
-
-        Args:
-            x: Examples.
-            what: Its name in the progress.
-            memory: Budget.
-            effort: When to stop; ``None`` to convergence.
-
-        Yields:
-            J of the block (n, C, P), and the solutions (P, n, C).
-        """
+        """J(x) and (J̃ᵀJ̃ + ρI)⁻¹ J(x)ᵀ block by block."""
         size = max(1, self.together(memory) // self.c)
         for part in track(list(split(x, size)), what):
             formed = FormedRows(self.function, part, self.c, memory or self.memory, keep=False)
@@ -304,11 +248,9 @@ class Iterative(System):
 
     @property
     def kernel_form(self) -> KernelSystem | None:
-        """The same problem by its kernel; ``None`` where Krylov spaces answer, or it exceeds the budget.
-
-        It takes fewer operations than N·C solves and has M_ii without I − J̃_i (J̃ᵀJ̃ + ρI)⁻¹ J̃_iᵀ, in which
-        all digits cancel where the ridge is small.
-        """
+        """The same problem by its kernel; ``None`` where Krylov spaces answer, or it exceeds the budget."""
+        # It takes fewer operations than N·C solves and has M_ii without I − J̃_i (J̃ᵀJ̃ + ρI)⁻¹ J̃_iᵀ, in
+        # which all digits cancel where the ridge is small.
         if self.krylov is not None:
             return None
         if self._kernel_form is None and kernel_fits(self.function, self.n * self.c, self.memory):
@@ -348,17 +290,9 @@ class Iterative(System):
     # -- other ridges and other data -------------------------------------------------------------
 
     def at(self, ridge: float) -> Iterative:
-        """The solution at another ridge, from the present one.
-
-        Operator, cache and spectrum are shared, a curvature as preconditioner is damped anew, and one of
-        Nyström's or pivoted Cholesky is made again.
-
-        Args:
-            ridge: ρ.
-
-        Returns:
-            The system.
-        """
+        """The solution at another ridge, from the present one."""
+        # Operator, cache and spectrum are shared, a curvature as preconditioner is damped anew, and one of
+        # Nyström's or pivoted Cholesky is made again.
         made = self.shared.preconditioner
         kept = made.at(ridge) if isinstance(made, CurvatureInverse) else None
         shared = replace(self.shared, preconditioner=kept, name="", start=self._value[:, 0], solution=None)

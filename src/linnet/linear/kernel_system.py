@@ -28,15 +28,7 @@ SHARE = 0.5  # of the budget that a block of K(x, X) and what is made of it may 
 
 
 class KernelSystem(System):
-    """A solution by its kernel.
-
-    Args:
-        problem: The data.
-        dual: The solved equations, conditioned on equations on outputs if there are any.
-        memory: Budget of kernels formed later.
-        constraints: Equations on outputs, by which the kernel is conditioned.
-        work: What it took.
-    """
+    """A solution by its kernel."""
 
     def __init__(
         self,
@@ -55,17 +47,7 @@ class KernelSystem(System):
     def solved(
         cls, problem: Problem, ridge: float, memory: Memory = None, before: System | None = None
     ) -> KernelSystem:
-        """Form the kernel, whiten it and solve.
-
-        Args:
-            problem: The data.
-            ridge: ρ.
-            memory: Budget.
-            before: A solved problem of the same network, whose kernel is used for examples that come again.
-
-        Returns:
-            The system.
-        """
+        """Form the kernel, whiten it and solve."""
         known = before if isinstance(before, KernelSystem) else None
         if known is not None and known.problem.same_inputs(problem):
             factor = known.dual.factor if ridge == known.ridge else None
@@ -212,27 +194,12 @@ class KernelSystem(System):
     # -- kernels of other inputs -----------------------------------------------------------------
 
     def kernel_between(self, a: Inputs, b: Inputs | None = None) -> Tensor:
-        """K(a, b), conditioned on the equations on outputs; not whitened.
-
-        Args:
-            a: T examples.
-            b: S examples; by default a.
-
-        Returns:
-            (T, C, S, C).
-        """
+        """K(a, b), conditioned on the equations on outputs; not whitened."""
         design = self.constraints.design if self.constraints is not None and b is self.x else None
         return conditioned_gram(self.function, self.constraints, a, b, self.memory, design)
 
     def kernel_to_train(self, x: Inputs) -> Iterator[Tensor]:
-        """K̃(x, X) in as many parts as the memory budget asks for; one part is kept.
-
-        Args:
-            x: T examples.
-
-        Yields:
-            (t, C, N, C) of t examples, whitened on the side of the training data.
-        """
+        """K̃(x, X) in as many parts as the memory budget asks for; one part is kept."""
         key = hash_tensors(tensors_in(x))
         if (known := self._kept.get(key)) is not None:
             yield known
@@ -312,30 +279,14 @@ class KernelSystem(System):
 
 
 def kernel_fits(function: Functional, size: int, memory: Memory) -> bool:
-    """Whether a kernel of so many rows can be formed and solved with.
-
-    Args:
-        function: The network.
-        size: N·C.
-        memory: Budget.
-
-    Returns:
-        Whether it takes at most half of the budget.
-    """
+    """Whether a kernel of so many rows can be formed and solved with."""
     # the kernel in its own type and in float64, K + ρI, its factor and its inverse
     return 5 * 8 * size**2 <= 0.5 * parse_bytes(memory, function.device)
 
 
 def whitened_kernel(kernel: Tensor, problem: Problem) -> Tensor:
-    """K̃ = diag(w) K diag(w) in float64.
-
-    Args:
-        kernel: K, (N, C, N, C).
-        problem: The data.
-
-    Returns:
-        (N·C, N·C).
-    """
+    """K̃ = diag(w) K diag(w) in float64."""
+    # kernel (N, C, N, C)
     size = problem.n * problem.c
     square = kernel.reshape(size, size).double()
     if problem.weights is None:

@@ -24,19 +24,9 @@ MOST = 4 << 30  # bytes that it may take
 
 
 class LabelProblem:
-    """A linear model, its training data and what its outputs mean.
+    """A linear model, its training data and what its outputs mean."""
 
-    Args:
-        function: The network.
-        x: N examples.
-        base: m, the outputs at δ = 0, (N, ...), float64.
-        likelihood: What outputs mean.
-        y: Labels, as the likelihood takes them.
-        keep: Whether J is kept where there is space for it.
-
-    Attributes:
-        jacobian: J, (N·C, P).
-    """
+    # base (N, ...)
 
     def __init__(
         self, function: Functional, x: Inputs, base: Tensor, likelihood: Likelihood, y: Tensor, keep: bool
@@ -79,12 +69,9 @@ class LabelProblem:
 
 
 class OutputHessian(LinearOperator):
-    """Σᵢ Jᵢᵀ Λᵢ Jᵢ over the data, P × P: the Hessian of the loss in δ.
+    """Σᵢ Jᵢᵀ Λᵢ Jᵢ over the data, P × P: the Hessian of the loss in δ."""
 
-    Args:
-        problem: The data.
-        outputs: Where Λ is taken, (N, ...).
-    """
+    # outputs (N, ...)
 
     def __init__(self, problem: LabelProblem, outputs: Tensor) -> None:
         function = problem.function

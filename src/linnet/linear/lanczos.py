@@ -39,54 +39,31 @@ ROWS = 1 << 16  # of a panel rotated at once
 
 @dataclass(frozen=True)
 class Iteration:
-    """Settings of conjugate gradients beside Krylov spaces.
+    """Settings of conjugate gradients beside Krylov spaces."""
 
-    Args:
-        variance: ``"lanczos"`` for the cache, ``"exact"`` for a solve for each example and output.
-        derivative: ``"exact"`` or ``"finite-difference"`` products in parameter space.
-        preconditioner: Its name.
-        rank: Directions of the variance cache and rank of the preconditioner; 0 for the usual ones.
-        tolerance: Relative residual of conjugate gradients.
-        max_steps: Largest number of their steps.
-        seed: Seed of everything random.
-    """
-
+    # `"lanczos"` for the cache, `"exact"` for a solve for each example and output
     variance: str = "lanczos"
-    derivative: str = "exact"
-    preconditioner: str = "auto"
-    rank: int = 0
-    tolerance: float = 1e-6
-    max_steps: int = 2000
-    seed: int = 0
+    derivative: str = "exact"  # ``"exact"`` or ``"finite-difference"`` products in parameter space
+    preconditioner: str = "auto"  # its name
+    rank: int = 0  # directions of the variance cache and rank of the preconditioner; 0 for the usual ones
+    tolerance: float = 1e-6  # relative residual of conjugate gradients
+    max_steps: int = 2000  # largest number of their steps
+    seed: int = 0  # seed of everything random
 
     def settings(self, unknowns: int) -> CGSettings:
-        """Those of conjugate gradients.
-
-        Args:
-            unknowns: Size of the equations, which no rank exceeds.
-
-        Returns:
-            The settings.
-        """
+        """Those of conjugate gradients."""
         rank = min(self.rank or RANK, unknowns)
         return CGSettings(self.tolerance, self.max_steps, rank, preconditioner=self.preconditioner)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The directions of the variance cache.
+    """The directions of the variance cache."""
 
-    Args:
-        columns: B (P, r), with M Mᵀ = B diag(weights) Bᵀ.
-        values: Ritz values h, or Nyström values s, (r,).
-        primal: Which of the two.
-        left_out: tr J̃ᵀJ̃ less what is in the cache; no eigenvalue that it lacks is larger.
-    """
-
-    columns: Tensor
-    values: Tensor
-    primal: bool
-    left_out: float
+    columns: Tensor  # B (P, r), with M Mᵀ = B diag(weights) Bᵀ
+    values: Tensor  # ritz values h, or Nyström values s, (r,)
+    primal: bool  # which of the two
+    left_out: float  # tr J̃ᵀJ̃ less what is in the cache; no eigenvalue that it lacks is larger
 
     def weights(self, ridge: float) -> Tensor:
         """1/(h + ρ), or s/(s + ρ)."""
@@ -98,18 +75,7 @@ class Panel:
         return v - self.columns @ (weights * (self.columns.T @ v))
 
     def covariance(self, problem: Problem, x: Inputs, ridge: float, joint: bool, memory: Memory) -> Tensor:
-        """K(x,x) less what the data explain.
-
-        Args:
-            problem: The network.
-            x: T examples.
-            ridge: ρ.
-            joint: Whether covariances between examples are wanted.
-            memory: Budget.
-
-        Returns:
-            (T, C, C), or (T, C, T, C).
-        """
+        """K(x,x) less what the data explain."""
         c, own, halves = problem.c, [], []
         for _, rows in FormedRows(problem.function, x, c, memory, keep=False):
             if not joint:
@@ -127,18 +93,7 @@ class Panel:
 def make_panel(
     operator: LinearOperator, problem: Problem, ridge: float, how: Iteration, memory: Memory
 ) -> tuple[Panel, int]:
-    """The variance cache: as many directions as requested, as fit, or as there is something to find.
-
-    Args:
-        operator: K̃ or J̃ᵀJ̃.
-        problem: The data.
-        ridge: ρ.
-        how: Rank and seed.
-        memory: Budget.
-
-    Returns:
-        The cache, and the products that it took.
-    """
+    """The variance cache: as many directions as requested, as fit, or as there is something to find."""
     m, p = problem.jacobian.shape
     primal = operator.space is not None  # J̃ᵀJ̃, which acts on parameters
     room = int(SHARE * parse_bytes(memory, problem.function.device))
@@ -163,18 +118,8 @@ def make_panel(
 def make_measure(
     operator: LinearOperator, problem: Problem, right: Tensor, how: Iteration, memory: Memory
 ) -> tuple[Measure, int]:
-    """The spectrum, in the smaller space, by stochastic Lanczos quadrature where it is large.
-
-    Args:
-        operator: K̃ or J̃ᵀJ̃.
-        problem: The data.
-        right: J̃ᵀr̃, (P,), for J̃ᵀJ̃.
-        how: Derivatives and seed.
-        memory: Budget.
-
-    Returns:
-        The spectrum, and the products that it took.
-    """
+    """The spectrum, in the smaller space, by stochastic Lanczos quadrature where it is large."""
+    # right (P,)
     size, primal = problem.n * problem.c, operator.space is not None
     if primal and how.derivative == "exact" and operator.shape[0] >= size:
         operator, primal = KernelOperator(problem), False

@@ -23,37 +23,22 @@ FORCING = 0.1  # the first systems are solved to a tenth, later ones to the root
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """A direction d of descent from the present point.
+    """A direction d of descent from the present point."""
 
-    Args:
-        step: d, in the coordinates of the solver.
-        change: What it changes in the outputs, of their shape.
-        slope: The derivative of the objective along it.
-        squares: ‖δ‖², δᵀd and ‖d‖².
-        rounding: What two values of the objective may be off.
-    """
-
-    step: Tensor
-    change: Tensor
-    slope: float
-    squares: tuple[float, float, float]
-    rounding: float
+    step: Tensor  # d, in the coordinates of the solver
+    change: Tensor  # what it changes in the outputs, of their shape
+    slope: float  # the derivative of the objective along it
+    squares: tuple[float, float, float]  # ‖δ‖², δᵀd and ‖d‖²
+    rounding: float  # what two values of the objective may be off
 
 
 class NewtonMethod(ABC):
-    """A point that is moved to the minimum.
+    """A point that is moved to the minimum."""
 
-    Attributes:
-        ridge: ρ.
-        outputs: f at the point.
-        steps: Newton steps taken.
-        objective: Its value after each step; it never rises, but for rounding.
-    """
-
-    ridge: float
-    outputs: Tensor
-    steps: int
-    objective: list[float]
+    ridge: float  # ρ
+    outputs: Tensor  # f at the point
+    steps: int  # newton steps taken
+    objective: list[float]  # its value after each step; it never rises, but for rounding
 
     @abstractmethod
     def _total_loss(self, outputs: Tensor) -> float:
@@ -76,15 +61,8 @@ class NewtonMethod(ABC):
         return self.steps >= STEPS
 
     def descend(self, tolerance: float, arrived: float = 0.0) -> tuple[float, bool]:
-        """Take steps until the gradient is small enough, the steps are spent, or the objective falls no more.
-
-        Args:
-            tolerance: The relative gradient to reach.
-            arrived: The decrement dᵀHd, relative to the objective, below which the last step needs no other.
-
-        Returns:
-            The relative gradient, and whether the steps ended before it, or the decrement, was small enough.
-        """
+        """Take steps until the gradient is small enough, the steps are spent."""
+        # Or the objective falls no more.
         while (reached := self._reached()) > tolerance:
             if self._spent():
                 return reached, True

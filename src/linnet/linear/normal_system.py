@@ -32,16 +32,9 @@ PANELS = 16  # in which a symmetric matrix is sent: ½ (1 + 1/16) of its numbers
 
 
 class NormalSystem(System):
-    """A solution by the matrix J̃ᵀJ̃ (P, P).
+    """A solution by the matrix J̃ᵀJ̃ (P, P)."""
 
-    Args:
-        problem: The data.
-        matrices: J̃ᵀJ̃ (P, P) and J̃ᵀr̃ (P,), float64.
-        ridge: ρ.
-        memory: Budget of later blocks.
-        work: What it took.
-        spectrum: Eigenvalues and eigenvectors of J̃ᵀJ̃, if they are known.
-    """
+    # matrices (P, P)
 
     def __init__(
         self,
@@ -62,18 +55,7 @@ class NormalSystem(System):
     def solved(
         cls, problem: Problem, ridge: float, memory: Memory = None, before: System | None = None
     ) -> NormalSystem:
-        """Sum J̃ᵀJ̃ over the data and solve.
-
-        Args:
-            problem: The data.
-            ridge: ρ.
-            memory: Budget.
-            before: A solved problem of the same network; with the same examples and noise, its matrix is
-                taken.
-
-        Returns:
-            The system.
-        """
+        """Sum J̃ᵀJ̃ over the data and solve."""
         work = {"examples differentiated": problem.n, "factorizations": 1}
         if isinstance(before, NormalSystem) and before.problem.same_inputs(problem):
             right = problem.pull(problem.residual.reshape(-1, 1))[:, 0].double()
@@ -226,14 +208,8 @@ class NormalSystem(System):
         return rest / self.ridge
 
     def reach(self, e: Tensor) -> Tensor:
-        """Σ ‖·‖² of ``effects`` over the training examples, by one pass over them.
-
-        Args:
-            e: Changes of targets, (N, C).
-
-        Returns:
-            gᵀJ̃ᵀJ̃g with g = H⁻¹ J̃_iᵀ e_i, (N,).
-        """
+        """Σ ‖·‖² of ``effects`` over the training examples, by one pass over them, (N,)."""
+        # e (N, C)
         parts = []
         for place, rows in self.own_rows():
             each = rows.view(-1, self.c, rows.shape[1])
@@ -300,15 +276,7 @@ class NormalSystem(System):
 
 
 def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:
-    """J̃ᵀJ̃ and J̃ᵀr̃, in float64; each process of several sums its share of the examples.
-
-    Args:
-        problem: The data.
-        memory: Budget of blocks of rows.
-
-    Returns:
-        (P, P) and (P,).
-    """
+    """J̃ᵀJ̃ and J̃ᵀr̃, in float64; each process of several sums its share of the examples, (P, P)."""
     p, device = problem.function.space.dim, problem.function.device
     normal = torch.zeros(p, p, dtype=torch.float64, device=device)
     right = normal.new_zeros(p)

@@ -18,14 +18,7 @@ from linnet.tangent.jacobian import NormalOperator
 
 
 class KernelOperator(LinearOperator):
-    """K̃ = J̃ J̃ᵀ over the data, (N·C) × (N·C): one VJP and one JVP a pass, K̃ is not formed.
-
-    Args:
-        problem: The data.
-
-    Attributes:
-        passes: Number of products so far.
-    """
+    """K̃ = J̃ J̃ᵀ over the data, (N·C) × (N·C): one VJP and one JVP a pass, K̃ is not formed."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -46,15 +39,7 @@ class KernelOperator(LinearOperator):
 
 
 def stored_kernel(problem: Problem, memory: Memory) -> Dense:
-    """K̃ as a matrix in the network's own precision.
-
-    Args:
-        problem: The data.
-        memory: Budget.
-
-    Returns:
-        The operator.
-    """
+    """K̃ as a matrix in the network's own precision."""
     size = problem.n * problem.c
     kernel = gram(problem.function, problem.x, form="full", memory=memory).reshape(size, size)
     kernel = kernel.to(problem.function.dtype)
@@ -64,17 +49,8 @@ def stored_kernel(problem: Problem, memory: Memory) -> Dense:
 def fisher(
     problem: Problem, derivative: str = "exact", memory: Memory = None
 ) -> SummedOperator | NormalOperator:
-    """The Fisher matrix J̃ᵀJ̃ = Σ_i J_iᵀ J_i / σ_i² of the observed outputs, one pass over the data a product.
-
-    Args:
-        problem: The data.
-        derivative: "exact", or "finite-difference" for the directional derivative of the gradient of
-            KL(p_θ ‖ p_θ') (Maddox et al. 2021, eq. 5).
-        memory: Budget of vectors whose differences run together.
-
-    Returns:
-        The operator (P x P).
-    """
+    """The Fisher matrix J̃ᵀJ̃ = Σ_i J_iᵀ J_i / σ_i² of the observed outputs."""
+    # One pass over the data a product.
     if problem.weights is None and derivative == "exact":
         return NormalOperator(problem.jacobian)
     function = problem.function

@@ -43,17 +43,7 @@ FEW = 2 * RANK  # unknowns up to which conjugate gradients end soon anyway
 
 
 def check_preconditioner(preconditioner: Any) -> None:
-    """Raise unless this is a preconditioner.
-
-    Args:
-        preconditioner: A name, an operator or ``None``.
-
-    Raises:
-        InputError: If it is something else.
-
-    Example:
-        >>> check_preconditioner("ekfac")
-    """
+    """Raise unless this is a preconditioner."""
     known = preconditioner in NAMES if isinstance(preconditioner, str) else True
     if not known or not isinstance(preconditioner, str | LinearOperator | None):
         raise InputError(
@@ -64,17 +54,7 @@ def check_preconditioner(preconditioner: Any) -> None:
 
 
 def preconditioner_bytes(function: Functional, x: Inputs, name: str, rank: int) -> int:
-    """Bytes of a preconditioner, those of its making included.
-
-    Args:
-        function: The network.
-        x: Training examples.
-        name: One of ``"auto"``, ``"none"``, ``"nystrom"``, ``"ekfac"``, ``"kfac"`` and ``"diagonal"``.
-        rank: Rank of Nyström; 0 for the usual one.
-
-    Returns:
-        The bytes.
-    """
+    """Bytes of a preconditioner, those of its making included."""
     p = function.space.dim
     if name == "none":
         return 0
@@ -91,23 +71,9 @@ def preconditioner_bytes(function: Functional, x: Inputs, name: str, rank: int) 
 def precondition(
     name: str, operator: LinearOperator, problem: Problem, ridge: float, rank: int = 0, seed: int = 0
 ) -> LinearOperator | None:
-    """An approximation of (A + ρI)⁻¹, up to a factor.
-
-    Args:
-        name: ``"none"``, ``"nystrom"``, ``"pivoted-cholesky"`` of K̃, or a curvature in place of J̃ᵀJ̃.
-        operator: A, K̃ or J̃ᵀJ̃.
-        problem: The data.
-        ridge: ρ.
-        rank: Of pivoted Cholesky and Nyström; 0 for the usual one.
-        seed: Of Nyström.
-
-    Returns:
-        The operator, ``None`` for none.
-
-    Source:
-        George et al. 2018 (EKFAC); Frangella, Tropp and Udell 2023 (Nyström); Gardner et al. 2018 (pivoted
-        Cholesky).
-    """
+    """An approximation of (A + ρI)⁻¹, up to a factor."""
+    # Source: George et al. 2018 (EKFAC); Frangella, Tropp and Udell 2023 (Nyström); Gardner et al. 2018
+    # (pivoted Cholesky).
     if name == "none":
         return None
     rank = rank or min(RANK, *problem.jacobian.shape)
@@ -120,14 +86,7 @@ def precondition(
 
 
 class CurvatureInverse(LinearOperator):
-    """(G̃ + τI)⁻¹ with τ = ρ + tr G̃ / P, for vectors of the network's type.
-
-    Args:
-        curvature: G̃.
-        ridge: ρ.
-        dtype: Type of the vectors.
-        lifted: Whether G̃ is damped by τ; ``False`` for ρ alone, the inverse that it stands for.
-    """
+    """(G̃ + τI)⁻¹ with τ = ρ + tr G̃ / P, for vectors of the network's type."""
 
     def __init__(self, curvature: Curvature, ridge: float, dtype: torch.dtype, lifted: bool = True) -> None:
         self.curvature, self.dtype, self.lifted = curvature, dtype, lifted
@@ -137,17 +96,7 @@ class CurvatureInverse(LinearOperator):
 
     @classmethod
     def of(cls, name: str, jacobian: JacobianOperator, ridge: float, lifted: bool = True) -> CurvatureInverse:
-        """Of the curvature of a network under a Gaussian likelihood of variance 1, which stands for JᵀJ.
-
-        Args:
-            name: ``"ekfac"``, ``"kfac"`` or ``"diagonal"``.
-            jacobian: J.
-            ridge: ρ.
-            lifted: Whether the curvature is damped by τ.
-
-        Returns:
-            The operator (P x P).
-        """
+        """Of the curvature of a network under a Gaussian likelihood of variance 1, which stands for JᵀJ."""
         function = jacobian.function
         return cls(frozen_curvature(name, function, jacobian.x), ridge, function.dtype, lifted)
 
@@ -172,18 +121,7 @@ def frozen_curvature(
     expectation: Expectation | None = None,
     memory: str | int | None = None,
 ) -> Curvature:
-    """G̃ ≈ JᵀJ of a network in one pass over some inputs: its curvature under a Gaussian likelihood.
-
-    Args:
-        name: Its structure.
-        function: The network.
-        x: Inputs, N examples.
-        expectation: Of a Gaussian likelihood of variance 1; all outputs by default.
-        memory: Budget.
-
-    Returns:
-        G̃ (P x P).
-    """
+    """G̃ ≈ JᵀJ of a network in one pass over some inputs: its curvature under a Gaussian likelihood."""
     own = function.check_runs(take(x, slice(0, 1))).shape[1:]
     y = torch.zeros(batch_size(x), *own, dtype=function.dtype, device=function.device)
     return curvature_of(name, function, (x, y), expectation or Expectation(Gaussian(variance=1.0)), memory)
@@ -196,18 +134,7 @@ def curvature_of(
     expectation: Expectation,
     memory: str | int | None = None,
 ) -> Curvature:
-    """The curvature of a network in one pass over some data.
-
-    Args:
-        name: Its structure.
-        function: The network.
-        data: Inputs and targets.
-        expectation: Of a likelihood.
-        memory: Budget.
-
-    Returns:
-        G̃ (P x P).
-    """
+    """The curvature of a network in one pass over some data, (P x P)."""
     batches, request = Batches(data, function), Request(expectation, memory=memory)
     (curvature,) = by_structure(function, batches, request, [(name, name)])
     return curvature

@@ -19,27 +19,9 @@ from linnet.solvers.nystrom import nystrom_preconditioner
 
 
 class PrimalNewton(NewtonMethod):
-    """The most probable δ of a linear model with any convex loss.
+    """The most probable δ of a linear model with any convex loss."""
 
-    Args:
-        problem: The data.
-        ridge: ρ > 0.
-        settings: Of conjugate gradients; the tolerance is that of the gradient relative to the one at δ = 0,
-            the steps those of all systems.
-        start: δ to start from, (P,).
-        preconditioner: An approximation of (JᵀΛJ + ρI)⁻¹; by default the one that the settings name.
-        limit: Largest number of Newton steps.
-
-    Attributes:
-        delta: δ, (P,).
-        outputs: f on the data, (N, ...), float64.
-        steps: Newton steps taken.
-        products: Conjugate gradient steps taken in all.
-        objective: Its value after each step.
-        scale: ‖∇‖ at δ = 0.
-        norm: ‖∇‖ at the solution.
-        stalled: Whether the steps ended before the tolerance was met.
-    """
+    # start (P,)
 
     def __init__(
         self,

@@ -32,25 +32,15 @@ Memory = str | int | None
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A linear model and its training data.
+    """A linear model and its training data."""
 
-    Args:
-        function: The network, whose Jacobian J is.
-        x: N examples.
-        residual: r̃, (N, C).
-        weights: w, (N, C), float64; 0 for a missing target. ``None`` for ones.
-        log_noise: Σ log σ_i² over the targets that are there.
-        y: Targets (N, C) as they were given, where a file is to keep them.
-        known: The rows of J, where a larger problem has them.
-    """
-
-    function: Functional
-    x: Inputs
-    residual: Tensor
-    weights: Tensor | None = None
-    log_noise: float = 0.0
-    y: Tensor | None = None
-    known: Rows | None = None
+    function: Functional  # the network, whose Jacobian J is
+    x: Inputs  # N examples
+    residual: Tensor  # r̃, (N, C)
+    weights: Tensor | None = None  # w, (N, C), float64; 0 for a missing target. ``None`` for ones
+    log_noise: float = 0.0  # Σ log σ_i² over the targets that are there
+    y: Tensor | None = None  # targets (N, C) as they were given, where a file is to keep them
+    known: Rows | None = None  # the rows of J, where a larger problem has them
 
     def __post_init__(self) -> None:
         """Take of the types of numbers in force those that need no check, unless ``linnet.fit`` set them."""
@@ -94,15 +84,8 @@ class Problem:
         return JacobianOperator(whitened(self.function), whitened_inputs(self), self.c)
 
     def weighed(self, values: Tensor, start: int = 0) -> Tensor:
-        """W ∘ v for columns v of outputs of consecutive examples.
-
-        Args:
-            values: v, (n·C, K).
-            start: The first example.
-
-        Returns:
-            (n·C, K).
-        """
+        """W ∘ v for columns v of outputs of consecutive examples, (n·C, K)."""
+        # values (n·C, K)
         if self.weights is None:
             return values
         n = len(values) // self.c
@@ -117,15 +100,7 @@ class Problem:
         return self.jacobian.T.mm(self.weighed(u).to(self.function.dtype))
 
     def rows(self, memory: Memory = None, begun: Begun | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """J̃, as many examples at a time as the memory budget allows.
-
-        Args:
-            memory: Budget.
-            begun: Examples that are left out at the start, and of how many the blocks are.
-
-        Yields:
-            The place of n examples, and their rows (n·C, P).
-        """
+        """J̃, as many examples at a time as the memory budget allows."""
         found = self._rows(memory)
         for place, rows in iter(found) if begun is None else found.after(*begun):
             yield place, self.weighed(rows, place.start)
@@ -139,15 +114,7 @@ class Problem:
         return found
 
     def own_rows(self, memory: Memory = None, begun: Begun | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """The same of the examples that this process has a share in; all of them where it computes alone.
-
-        Args:
-            memory: Budget.
-            begun: Where among all examples to begin, and of how many the blocks are.
-
-        Yields:
-            Their place among all examples, and their rows (n·C, P).
-        """
+        """The same of the examples that this process has a share in; all of them where it computes alone."""
         share = current()
         if share.world == 1:
             yield from self.rows(memory, begun)
@@ -166,17 +133,7 @@ class Problem:
     def summed_rows(
         self, what: str, tensors: Mapping[str, Tensor], memory: Memory = None, **settings: Tensor
     ) -> Iterator[tuple[slice, Tensor]]:
-        """The rows of this process for a sum, which inside ``resumable`` goes on where it was killed.
-
-        Args:
-            what: The sum, in a word.
-            tensors: What the caller adds each block to, in place; zero, or the sums of before.
-            memory: Budget.
-            **settings: What the sum depends on besides.
-
-        Returns:
-            Their place among all examples, and their rows (n·C, P).
-        """
+        """The rows of this process for a sum, which inside ``resumable`` goes on where it was killed."""
 
         def identity() -> dict[str, Any]:
             own = {name: hash_tensors([value]) for name, value in settings.items()}
@@ -198,42 +155,21 @@ class Problem:
         }
 
     def taken(self, index: Tensor) -> Problem:
-        """The problem of some of the examples.
-
-        Args:
-            index: Their positions.
-
-        Returns:
-            The smaller problem.
-        """
+        """The problem of some of the examples."""
         weights = None if self.weights is None else self.weights[index]
         y = None if self.y is None else self.y[index]
         residual = self.residual[index]
         return replace(self, x=take(self.x, index), residual=residual, weights=weights, y=y, known=None)
 
     def without(self, index: Tensor) -> Problem:
-        """The problem without some of the examples.
-
-        Args:
-            index: Their positions, distinct.
-
-        Returns:
-            The smaller problem.
-        """
+        """The problem without some of the examples."""
         keep = torch.ones(self.n, dtype=torch.bool, device=self.residual.device)
         keep[index.to(keep.device)] = False
         known = vars(self).get("kept rows")
         return replace(self.taken(keep.nonzero()[:, 0]), known=known and known.without(keep))
 
     def joined(self, more: Problem) -> Problem:
-        """These data and more.
-
-        Args:
-            more: The new data, of the same network.
-
-        Returns:
-            All data, these first.
-        """
+        """These data and more."""
         pairs = [(self.residual, more.residual), (self.weights, more.weights), (self.y, more.y)]
         residual, weights, y = (None if a is None or b is None else torch.cat([a, b.to(a)]) for a, b in pairs)
         assert residual is not None
@@ -264,21 +200,7 @@ class _Whitened(nn.Module):
 
 
 def whitened(function: Functional) -> Functional:
-    """The network f̃(x, w) = w ∘ f(x), whose Jacobian is J̃ = diag(w) J; made once.
-
-    Args:
-        function: f, of C outputs.
-
-    Returns:
-        A network of pairs (x, w), with the parameters in the same order.
-
-    Example:
-        >>> double = whitened(Functional(nn.Linear(1, 1)))
-        >>> x = torch.ones(2, 1)
-        >>> at = double.theta
-        >>> torch.equal(double(at, (x, 2 * torch.ones(2, 1))), 2 * double(at, (x, torch.ones(2, 1))))
-        True
-    """
+    """The network f̃(x, w) = w ∘ f(x), whose Jacobian is J̃ = diag(w) J; made once."""
     if "whitened" not in function.cache:
         names = [f"network.{name}" for name in function.names]
         function.cache["whitened"] = Functional(_Whitened(function.model, function.output), names)
@@ -287,13 +209,6 @@ def whitened(function: Functional) -> Functional:
 
 
 def whitened_inputs(problem: Problem) -> tuple[Inputs, Tensor]:
-    """The inputs (x, w) of the network that ``whitened`` makes.
-
-    Args:
-        problem: The data.
-
-    Returns:
-        Examples and their weights.
-    """
+    """The inputs (x, w) of the network that ``whitened`` makes."""
     weights = torch.ones_like(problem.residual) if problem.weights is None else problem.weights
     return problem.x, weights.to(problem.function.dtype)

@@ -37,39 +37,17 @@ COLUMNS = 1024  # columns of the kernel solved for at once
 
 
 def one_newton_step(own: Tensor, rest: Tensor, roots: Tensor, gradient: Tensor) -> Tensor:
-    """e_i = (I − Λ_i A_ii)⁻¹ g_i, by which one Newton step leaves an example out.
-
-    Args:
-        own: A_ii, (N, C, C).
-        rest: I − L_iᵀ A_ii L_i, (N, D, D).
-        roots: L_i, (N, C, D).
-        gradient: g_i, (N, C).
-
-    Returns:
-        (N, C).
-    """
+    """e_i = (I − Λ_i A_ii)⁻¹ g_i, by which one Newton step leaves an example out, (N, C)."""
+    # own (N, C, C), rest (N, D, D), roots (N, C, D), gradient (N, C)
     seen = roots.mT @ (own @ gradient[:, :, None])  # L_iᵀ A_ii g_i
     solved: Tensor = torch.linalg.solve(rest, seen)
     return gradient + (roots @ solved)[:, :, 0]
 
 
 class SoftmaxDual(NewtonMethod):
-    """K, f₀, y and ρ with the optimal β, and what follows from the Hessian there.
+    """K, f₀, y and ρ with the optimal β, and what follows from the Hessian there."""
 
-    Args:
-        kernel: K in float64, (N·C, N·C).
-        base: f₀, (N, C).
-        loss: The labels.
-        ridge: ρ > 0.
-        start: β to start from, (N, C); zero by default.
-        max_steps: Largest number of Newton steps.
-
-    Attributes:
-        beta: β, (N, C).
-        outputs: f on the training examples, (N, C).
-        steps: Newton steps taken.
-        objective: Its value after each step; it never rises, but for rounding.
-    """
+    # kernel (N·C, N·C), base (N, C), start (N, C)
 
     def __init__(
         self,
@@ -199,14 +177,8 @@ class SoftmaxDual(NewtonMethod):
         return self._curvature
 
     def weighted(self, columns: Tensor) -> Tensor:
-        """(I − L B⁻¹ Lᵀ K) v for columns v: with them J(x)H⁻¹Jᵀv = K(x, X) of it, over ρ.
-
-        Args:
-            columns: v, (N·C, k).
-
-        Returns:
-            (N·C, k).
-        """
+        """(I − L B⁻¹ Lᵀ K) v for columns v: with them J(x)H⁻¹Jᵀv = K(x, X) of it, over ρ."""
+        # columns (N·C, k)
         roots, factor = self.curvature
         seen = torch.einsum("ncd,nck->ndk", roots, (self.kernel @ columns).view(self.n, self.c, -1))
         solved = torch.cholesky_solve(seen.reshape(factor.shape[0], -1), factor)
@@ -219,14 +191,8 @@ class SoftmaxDual(NewtonMethod):
         return self._product(self.weighted(r)) / self.ridge
 
     def explained(self, kernel: Tensor) -> Tensor:
-        """K(x,X) L B⁻¹ Lᵀ K(X,x), the part of the prior covariance that the data take away.
-
-        Args:
-            kernel: K(x, X), (T, C, N, C).
-
-        Returns:
-            (T, C, C).
-        """
+        """K(x,X) L B⁻¹ Lᵀ K(X,x), the part of the prior covariance that the data take away."""
+        # kernel (T, C, N, C)
         roots, factor = self.curvature
         t = kernel.shape[0]
         rows = torch.einsum("tcne,ned->tcnd", kernel.to(roots).view(t, self.c, self.n, self.c), roots)
@@ -275,25 +241,12 @@ class SoftmaxDual(NewtonMethod):
     # -- changes ---------------------------------------------------------------------------------
 
     def at(self, ridge: float) -> SoftmaxDual:
-        """The solution at another ridge, from the present one.
-
-        Args:
-            ridge: ρ.
-
-        Returns:
-            The dual there.
-        """
+        """The solution at another ridge, from the present one."""
         return SoftmaxDual(self.kernel, self.base, self.loss, ridge, self.beta, self.max_steps)
 
     def removed(self, index: Tensor) -> SoftmaxDual:
-        """The solution without some examples, from the present one.
-
-        Args:
-            index: Examples to remove, (k,), distinct.
-
-        Returns:
-            The dual of the remaining examples.
-        """
+        """The solution without some examples, from the present one."""
+        # index (k,)
         keep = torch.ones(self.n, dtype=torch.bool, device=self.kernel.device)
         keep[index] = False
         rows = keep.repeat_interleave(self.c)
@@ -303,17 +256,8 @@ class SoftmaxDual(NewtonMethod):
         )
 
     def extended(self, cross: Tensor, corner: Tensor, base: Tensor, loss: ClassLoss) -> SoftmaxDual:
-        """The solution with more examples, from the present one.
-
-        Args:
-            cross: K(X, new), (N, C, m, C).
-            corner: K(new, new), (m, C, m, C).
-            base: f₀ of the new examples, (m, C).
-            loss: Their labels.
-
-        Returns:
-            The dual of all examples, old ones first.
-        """
+        """The solution with more examples, from the present one."""
+        # cross (N, C, m, C), corner (m, C, m, C), base (m, C)
         m = base.numel()
         k12, k22 = cross.reshape(-1, m).to(self.kernel), corner.reshape(m, m).to(self.kernel)
         kernel = torch.cat([torch.cat([self.kernel, k12], 1), torch.cat([k12.T, k22], 1)])

@@ -23,13 +23,9 @@ SUMS = 1e-4  # by how much the probabilities of an example may miss the sum of o
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """Cross-entropy against given labels.
+    """Cross-entropy against given labels."""
 
-    Args:
-        y: Label probabilities, (N, C), float64.
-    """
-
-    y: Tensor
+    y: Tensor  # label probabilities, (N, C), float64
 
     @property
     def likelihood(self) -> Categorical | Bernoulli:
@@ -42,84 +38,33 @@ class ClassLoss:
         return max(1, self.y.shape[1] - 1)
 
     def losses(self, f: Tensor) -> Tensor:
-        """ℓ_i, (N,), in float64.
-
-        Args:
-            f: Outputs (N, C).
-
-        Returns:
-            (N,).
-        """
+        """ℓ_i, (N,), in float64."""
+        # f (N, C)
         return self.likelihood.nll(f.to(self.y), self.y)
 
     def gradient(self, f: Tensor) -> Tensor:
-        """g_i = p_i − y_i.
-
-        Args:
-            f: Outputs (N, C).
-
-        Returns:
-            (N, C), in float64.
-        """
+        """g_i = p_i − y_i, (N, C)."""
+        # f (N, C)
         return self.likelihood.gradient(f.to(self.y), self.y)
 
     def roots(self, f: Tensor) -> Tensor:
-        """L_i with L_i L_iᵀ = Λ_i.
-
-        Args:
-            f: Outputs (N, C).
-
-        Returns:
-            (N, C, D), in float64.
-
-        Source:
-            Tanabe and Sagae 1992, the Cholesky factor of the multinomial covariance.
-        """
+        """L_i with L_i L_iᵀ = Λ_i, (N, C, D)."""
+        # f (N, C)
+        # Source: Tanabe and Sagae 1992, the Cholesky factor of the multinomial covariance.
         return self.likelihood.position_root(f.to(self.y))[:, 0]
 
     def taken(self, index: Tensor) -> ClassLoss:
-        """The loss of some examples.
-
-        Args:
-            index: Their positions, or a mask.
-
-        Returns:
-            Their loss.
-        """
+        """The loss of some examples."""
         return replace(self, y=self.y[index])
 
     def joined(self, other: ClassLoss) -> ClassLoss:
-        """The loss of these examples and then others.
-
-        Args:
-            other: The others.
-
-        Returns:
-            Their joint loss.
-        """
+        """The loss of these examples and then others."""
         return ClassLoss(torch.cat([self.y, other.y]))
 
 
 def class_targets(y: Tensor, outputs: int, dtype: torch.dtype) -> Targets:
-    """Label probabilities (N, C) for a network with C outputs.
-
-    Args:
-        y: Integer classes (N,), or probabilities (N, C); with one output 0 and 1, or probabilities of 1.
-        outputs: C.
-        dtype: Type of the result.
-
-    Returns:
-        The targets; one output stands for two classes.
-
-    Raises:
-        DataError: If y is empty, out of range or not finite, or holds probabilities that do not sum to one.
-        InputError: If y has a type or shape that fits neither.
-
-    Example:
-        >>> class_targets(torch.tensor([1, 0]), 2, torch.float32).values
-        tensor([[0., 1.],
-                [1., 0.]])
-    """
+    """Label probabilities (N, C) for a network with C outputs."""
+    # y (N,)
     if y.is_floating_point():
         return Targets(_probabilities(y, outputs).to(dtype), max(2, outputs), 1.0)
     if y.numel() and not y.is_complex() and y.dtype != torch.bool and bool((y < 0).any()):

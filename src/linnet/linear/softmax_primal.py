@@ -25,20 +25,9 @@ from linnet.tangent.jacobian import jvp_columns, vjp_columns
 
 
 class SoftmaxPrimal:
-    """The optimal δ found by Newton's method with conjugate gradients, and solves with its Hessian.
+    """The optimal δ found by Newton's method with conjugate gradients, and solves with its Hessian."""
 
-    Args:
-        function: The network.
-        x: N training examples.
-        base: f₀, (N, C).
-        loss: The labels.
-        ridge: ρ > 0.
-        settings: How to iterate; the tolerance is that of the gradient, the steps those of all systems.
-        start: δ to start from, and an approximation of (JᵀΛJ + ρI)⁻¹ as preconditioner; each may be ``None``.
-
-    Attributes:
-        beta: β = (y − p)/ρ, (N, C).
-    """
+    # base (N, C)
 
     def __init__(
         self,
@@ -118,17 +107,7 @@ class SoftmaxPrimal:
     # -- the Hessian at the optimum --------------------------------------------------------------
 
     def solve(self, b: Tensor) -> Tensor:
-        """(JᵀΛJ + ρI)⁻¹ b for columns (P, K).
-
-        Args:
-            b: Right-hand sides.
-
-        Returns:
-            (P, K).
-
-        Raises:
-            NumericalError: Conjugate gradients do not converge.
-        """
+        """(JᵀΛJ + ρI)⁻¹ b for columns (P, K)."""
         solution = self.settings.run(self._newton.hessian, b, self._newton.preconditioner, None)
         return accepted(solution, "a solve by conjugate gradients")
 
@@ -140,15 +119,7 @@ class SoftmaxPrimal:
             yield part, self.solve(vjp_columns(self.function, part, unit.view(n, self.c, n * self.c)))
 
     def covariances(self, x: Inputs, what: str = "predictive covariance") -> Tensor:
-        """A(x, x) = J(x) H⁻¹ J(x)ᵀ of each example.
-
-        Args:
-            x: T examples.
-            what: The name of this in the progress.
-
-        Returns:
-            (T, C, C).
-        """
+        """A(x, x) = J(x) H⁻¹ J(x)ᵀ of each example."""
         found: list[Tensor] = []
         for part, solved in self._solved_rows(x, what):
             n = batch_size(part)
@@ -158,14 +129,7 @@ class SoftmaxPrimal:
         return (stacked + stacked.mT) / 2
 
     def cross(self, x: Inputs) -> Tensor:
-        """A(x, X) = J(x) H⁻¹ Jᵀ.
-
-        Args:
-            x: T examples.
-
-        Returns:
-            (T, C, N, C).
-        """
+        """A(x, X) = J(x) H⁻¹ Jᵀ."""
         if self.dual is not None:
             rows = gram(self.function, x, self.x, form="full", memory=self.memory).double()
             whole = self.dual.weighted(torch.eye(self.n * self.c, dtype=rows.dtype, device=rows.device))
@@ -176,10 +140,10 @@ class SoftmaxPrimal:
 
     @property
     def dual(self) -> SoftmaxDual | None:
-        """The same problem by its kernel, from the present solution; ``None`` where that exceeds the budget.
-
-        It takes fewer operations than N·C solves, and I − ΛA keeps its digits where the ridge is small.
-        """
+        """The same problem by its kernel, from the present solution."""
+        # `None` where that exceeds the budget.
+        #
+        # It takes fewer operations than N·C solves, and I − ΛA keeps its digits where the ridge is small.
         size = self.n * self.c
         if self._dual is None and kernel_fits(self.function, size, self.memory):
             kernel = gram(self.function, self.x, form="full", memory=self.memory).reshape(size, size)
@@ -214,30 +178,16 @@ class SoftmaxPrimal:
     # -- changes ---------------------------------------------------------------------------------
 
     def removed(self, index: Tensor) -> SoftmaxPrimal:
-        """The solution without some examples, from the present one.
-
-        Args:
-            index: Examples to remove, (k,), distinct.
-
-        Returns:
-            The solution on the remaining examples.
-        """
+        """The solution without some examples, from the present one."""
+        # index (k,)
         keep = torch.ones(self.n, dtype=torch.bool, device=self.base.device)
         keep[index] = False
         rest = take(self.x, keep.nonzero()[:, 0])
         return self._changed(rest, self.base[keep], self.loss.taken(keep))
 
     def extended(self, x: Inputs, base: Tensor, loss: ClassLoss) -> SoftmaxPrimal:
-        """The solution with more examples, from the present one.
-
-        Args:
-            x: The new examples.
-            base: Their f₀, (m, C).
-            loss: Their labels.
-
-        Returns:
-            The solution on all examples, old ones first.
-        """
+        """The solution with more examples, from the present one."""
+        # base (m, C)
         joined = torch.cat([self.base, base.double()])
         return self._changed(concatenate([self.x, x]), joined, self.loss.joined(loss))
 

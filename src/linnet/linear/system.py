@@ -35,23 +35,14 @@ DIGITS = 100.0  # times its error that 1 − leverage must be at the least
 
 
 class System(ABC):
-    """The solved equations of a problem at one ρ.
+    """The solved equations of a problem at one ρ."""
 
-    Attributes:
-        problem: The data.
-        ridge: ρ = λ s.
-        memory: Budget of what is formed later.
-        work: What was done, counted: examples differentiated, factorizations, steps.
-        constraints: Equations on outputs that the solution obeys.
-        tolerance: Relative residual that a solve may leave; 0 for factorizations.
-    """
-
-    problem: Problem
-    ridge: float
-    memory: Memory
-    work: dict[str, int]
-    constraints: Constraints | None = None
-    tolerance: float = 0.0
+    problem: Problem  # the data
+    ridge: float  # ρ = λ s
+    memory: Memory  # budget of what is formed later
+    work: dict[str, int]  # what was done, counted: examples differentiated, factorizations, steps
+    constraints: Constraints | None = None  # equations on outputs that the solution obeys
+    tolerance: float = 0.0  # relative residual that a solve may leave; 0 for factorizations
 
     # -- the problem -----------------------------------------------------------------------------
 
@@ -106,36 +97,17 @@ class System(ABC):
 
     @abstractmethod
     def removed(self, index: Tensor) -> System:
-        """The solution without some examples.
-
-        Args:
-            index: Their positions, (k,), distinct.
-
-        Returns:
-            The system of the others.
-        """
+        """The solution without some examples."""
+        # index (k,)
 
     @abstractmethod
     def extended(self, more: Problem) -> System:
-        """The solution with more examples.
-
-        Args:
-            more: The new data.
-
-        Returns:
-            The system of all data, old ones first.
-        """
+        """The solution with more examples."""
 
     @abstractmethod
     def with_residual(self, residual: Tensor) -> System:
-        """The same equations for other targets.
-
-        Args:
-            residual: r̃, (N, C).
-
-        Returns:
-            The system.
-        """
+        """The same equations for other targets."""
+        # residual (N, C)
 
     @property
     def measure(self) -> Measure:
@@ -166,39 +138,18 @@ class System(ABC):
         return None if form is self else form
 
     def path(self, ridges: Tensor | None, targets: Targets) -> RidgePath:
-        """Every criterion along a path of ridges, penalties on outputs at the same weight all along.
-
-        Args:
-            ridges: ρ, (R,); ``None`` for a grid around the mean of the kernel's diagonal.
-            targets: The training targets.
-
-        Returns:
-            The path.
-
-        Raises:
-            InputError: If the equations were solved by iterations, and no kernel fits the memory.
-        """
+        """Every criterion along a path of ridges, penalties on outputs at the same weight all along."""
+        # ridges (R,)
         if (form := self._elsewhere) is None:
             raise self._refused("a path of ridges")
         return form.path(ridges, targets)
 
     def grid(self) -> Tensor:
-        """Ridges to try, (R,), increasing.
-
-        Raises:
-            InputError: If the equations were solved by iterations.
-        """
+        """Ridges to try, (R,), increasing."""
         raise self._refused("a grid of ridges")
 
     def along_path(self, x: Inputs) -> Along:
-        """The outputs at x as a function of the ridge.
-
-        Args:
-            x: T examples.
-
-        Raises:
-            InputError: If the equations were solved by iterations.
-        """
+        """The outputs at x as a function of the ridge."""
         raise self._refused("predictions along a path of ridges")
 
     def _refused(self, what: str) -> InputError:
@@ -221,31 +172,14 @@ class System(ABC):
     # -- predictions -----------------------------------------------------------------------------
 
     def solved_rows(self, x: Inputs, what: str, memory: Memory = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """J(x) and H⁻¹ J(x)ᵀ block by block.
-
-        Args:
-            x: Examples.
-            what: Its name in the progress.
-            memory: Budget; by default that of the system.
-
-        Yields:
-            J of the block (n, C, P), and the solutions (P, n, C).
-        """
+        """J(x) and H⁻¹ J(x)ᵀ block by block."""
         del what
         for _, rows in FormedRows(self.function, x, self.c, memory or self.memory, keep=False):
             n = len(rows) // self.c
             yield rows.view(n, self.c, -1), self.solve(rows.T).view(-1, n, self.c)
 
     def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
-        """The posterior covariance λ Cov[f(x)].
-
-        Args:
-            x: T examples.
-            joint: Whether covariances between examples are wanted.
-
-        Returns:
-            (T, C, C), or (T, C, T, C).
-        """
+        """The posterior covariance λ Cov[f(x)]."""
         if joint:
             return self.between(x, x)
         found = [
@@ -255,15 +189,7 @@ class System(ABC):
         return self.ridge * torch.cat(found)
 
     def between(self, x1: Inputs, x2: Inputs) -> Tensor:
-        """The posterior covariance λ Cov[f(x1), f(x2)].
-
-        Args:
-            x1: T examples.
-            x2: S examples.
-
-        Returns:
-            (T, C, S, C), float64.
-        """
+        """The posterior covariance λ Cov[f(x1), f(x2)], (T, C, S, C)."""
         parts = []
         for _, solved in self.solved_rows(x2, "joint covariance"):
             columns = solved.flatten(1)
@@ -273,14 +199,7 @@ class System(ABC):
         return whole.view(batch_size(x1), self.c, batch_size(x2), self.c)
 
     def cross(self, x: Inputs) -> Iterator[Tensor]:
-        """K̃(x,X) M = J(x) H⁻¹ J̃ᵀ: what the targets weigh in the outputs at x, some examples at a time.
-
-        Args:
-            x: T examples.
-
-        Yields:
-            (t, C, N, C) of t examples.
-        """
+        """K̃(x,X) M = J(x) H⁻¹ J̃ᵀ: what the targets weigh in the outputs at x, some examples at a time."""
         if (form := self._elsewhere) is not None:
             yield from form.cross(x)
             return
@@ -290,15 +209,9 @@ class System(ABC):
             yield product.T.reshape(t, self.c, self.n, self.c)
 
     def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
-        """Σ_d [K̃(x,X) M]_id e_id of every training example i: what a change e_i of its target does to f(x).
-
-        Args:
-            x: T examples.
-            e: Changes, (N, C).
-
-        Yields:
-            (N, t, C) of t examples.
-        """
+        """Σ_d [K̃(x,X) M]_id e_id of every training example i."""
+        # e (N, C)
+        # What a change e_i of its target does to f(x).
         if (form := self._elsewhere) is not None:
             yield from form.effects(x, e)
             return
@@ -342,14 +255,8 @@ class System(ABC):
         return rest / self.ridge
 
     def columns(self, index: Tensor) -> Tensor:
-        """M_i· of some examples.
-
-        Args:
-            index: Their positions, (k,).
-
-        Returns:
-            (k, C, N·C), float64.
-        """
+        """M_i· of some examples, (k, C, N·C)."""
+        # index (k,)
         c, k = self.c, len(index)
         if (form := self._elsewhere) is not None:
             return form.columns(index)
@@ -392,16 +299,8 @@ class System(ABC):
 
 
 def require_digits(rest: Tensor, error: float, ridge: float) -> None:
-    """Raise where I − J̃_i H⁻¹ J̃_iᵀ is no larger than its error.
-
-    Args:
-        rest: I − J̃_i H⁻¹ J̃_iᵀ of each example, (N, C, C).
-        error: Relative error of the solves.
-        ridge: ρ.
-
-    Raises:
-        NumericalError: If fewer than two digits are left of one of them.
-    """
+    """Raise where I − J̃_i H⁻¹ J̃_iᵀ is no larger than its error."""
+    # rest (N, C, C)
     least = float(torch.linalg.eigvalsh((rest + rest.mT).double() / 2).min())
     if least < DIGITS * error:
         # 1 − h grows as ρ where it is small

@@ -52,18 +52,12 @@ class OneHot:
 
 @dataclass(frozen=True)
 class Targets:
-    """Targets of a fit.
+    """Targets of a fit."""
 
-    Args:
-        values: t, (N, C).
-        classes: C if the targets are classes, otherwise ``None``.
-        scale: α of one-hot targets.
-        axis: The axis of the outputs that is the classes, where every position has a class of its own.
-    """
-
-    values: Tensor
-    classes: int | None
-    scale: float
+    values: Tensor  # t, (N, C)
+    classes: int | None  # C if the targets are classes, otherwise ``None``
+    scale: float  # α of one-hot targets
+    # the axis of the outputs that is the classes, where every position has a class of its own
     axis: int | None = None
 
     @property
@@ -88,31 +82,9 @@ class Targets:
 def make_targets(
     y: Tensor, outputs: int, scale: float = ALPHA, varied: bool = True, dtype: torch.dtype | None = None
 ) -> Targets:
-    """Targets for a network with C outputs.
-
-    Args:
-        y: Integer classes (N,), or float values (N, C), or (N,) when C = 1.
-        outputs: C.
-        scale: α, the value of the right class; the others are 0.
-        varied: Whether at least two classes must occur.
-        dtype: Type of one-hot targets; by default torch's own.
-
-    Returns:
-        The targets as (N, C).
-
-    Raises:
-        DataError: If y is empty, labels are out of range or of one class only, or values are not finite.
-        InputError: If y has a type or shape that fits neither.
-        MemoryBudgetError: If one column per class would not fit into memory.
-
-    Source:
-        Achille et al., CVPR 2021, section 3.1 (α = 15).
-
-    Example:
-        >>> make_targets(torch.tensor([1, 0]), outputs=2).values
-        tensor([[ 0., 15.],
-                [15.,  0.]])
-    """
+    """Targets for a network with C outputs, (N, C)."""
+    # y (N,)
+    # Source: Achille et al., CVPR 2021, section 3.1 (α = 15).
     if y.dtype == torch.bool or y.is_complex():
         raise InputError(
             f"y has type {y.dtype}",
@@ -170,22 +142,8 @@ def make_targets(
 
 
 def task_targets(y: Tensor, dtype: torch.dtype) -> Targets:
-    """Targets of a task with as many outputs as it needs.
-
-    Args:
-        y: Classes (N,) or values (N, C).
-        dtype: Type of one-hot targets.
-
-    Returns:
-        The targets; their scale is that of ``linnet.fit``.
-
-    Raises:
-        DataError: If there is a single example, or labels are far apart.
-
-    Example:
-        >>> task_targets(torch.tensor([2, 0]), torch.float32).classes
-        3
-    """
+    """Targets of a task with as many outputs as it needs."""
+    # y (N,)
     if len(y) < 2:
         raise DataError(
             "data hold a single example", expected="two examples or more", remedy="give more examples"
@@ -203,18 +161,7 @@ def task_targets(y: Tensor, dtype: torch.dtype) -> Targets:
 
 
 def check_names(names: tuple[str, ...], outputs: int) -> None:
-    """Raise if classes that have names are not the outputs of a network.
-
-    Args:
-        names: The names, none where labels are numbers.
-        outputs: C; one output stands for two classes.
-
-    Raises:
-        DataError: If there are more or fewer of them.
-
-    Example:
-        >>> check_names(("cat", "dog"), 2)
-    """
+    """Raise if classes that have names are not the outputs of a network."""
     if names and len(names) != max(outputs, 2):
         raise DataError(
             f"y names {len(names)} classes, {', '.join(map(repr, names[:3]))}{', ...' * (len(names) > 3)}",
@@ -224,18 +171,7 @@ def check_names(names: tuple[str, ...], outputs: int) -> None:
 
 
 def understood(targets: Targets) -> str:
-    """What y was taken for.
-
-    Args:
-        targets: Targets made from it.
-
-    Returns:
-        A few words.
-
-    Example:
-        >>> understood(task_targets(torch.tensor([3, 0]), torch.float32))
-        '4 classes, 2 of them without a sample'
-    """
+    """What y was taken for."""
     if targets.classes is None:
         return f"{targets.values.shape[1]} value(s)"
     seen = targets.seen
@@ -244,21 +180,7 @@ def understood(targets: Targets) -> str:
 
 
 def doubts(y: Tensor, targets: Targets, outputs: int | None) -> tuple[str, ...]:
-    """Why y is probably something else than what its type says.
-
-    Args:
-        y: Targets as they were given.
-        targets: What was made of them.
-        outputs: Outputs of the network before it got a head for the task; ``None`` for one without a head.
-
-    Returns:
-        A sentence each.
-
-    Example:
-        >>> y = torch.tensor([0.0, 1.0, 1.0, 0.0])
-        >>> doubts(y, task_targets(y, y.dtype), 1)[0].partition(": ")[2]
-        'taken as values; pass y.long() for classes'
-    """
+    """Why y is probably something else than what its type says."""
     if targets.classes is not None:
         return _doubted_classes(targets, outputs)
     flat, said = targets.values, "taken as values; pass y.long() for classes"
@@ -294,31 +216,8 @@ def _doubted_classes(targets: Targets, outputs: int | None) -> tuple[str, ...]:
 def position_targets(
     y: Tensor, own: Sequence[int], axis: int | None, scale: float = ALPHA, some: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """One-hot targets for a class at every position, such as a token or a pixel.
-
-    Args:
-        y: Integer classes, (N, ...) like the outputs without the axis of classes, −100 where a position does
-            not count; float targets stay.
-        own: The shape of the network's outputs for one example.
-        axis: Which axis of the outputs (N, ...) is the classes; without one, y stays as it is.
-        scale: α, the value of the right class; the others are 0.
-        some: Whether a position must count.
-
-    Returns:
-        Targets (N, ...) like the outputs, and which of them count: ``None`` for all. Elsewhere they are zero.
-
-    Raises:
-        DataError: If labels are out of range, or none counts.
-        InputError: If there is no such axis, or y has another shape.
-
-    Example:
-        >>> targets, counted = position_targets(torch.tensor([[1, 0, -100]]), (3, 2), -1)
-        >>> targets[0].T
-        tensor([[ 0., 15.,  0.],
-                [15.,  0.,  0.]])
-        >>> counted[0, :, 0]
-        tensor([ True,  True, False])
-    """
+    """One-hot targets for a class at every position, such as a token or a pixel."""
+    # y (N, ...)
     if axis is None:
         return y, None
     place = axis + len(own) + 1 if axis < 0 else axis
@@ -370,19 +269,7 @@ def _require_room(labels: Tensor, outputs: int, dtype: torch.dtype) -> None:
 
 
 def check_arrangement(y: Tensor, own: Sequence[int], name: str = "y") -> None:
-    """Raise if values in several axes are not in the order of the outputs that they are to be joined like.
-
-    Args:
-        y: Targets.
-        own: The shape of the network's outputs for one example.
-        name: What the argument is called.
-
-    Raises:
-        InputError: If an axis has another length, apart from axes of length one.
-
-    Example:
-        >>> check_arrangement(torch.zeros(5, 3, 4), (3, 4))
-    """
+    """Raise if values in several axes are not in the order of the outputs that they are to be joined like."""
     given = [size for size in y.shape[1:] if size > 1]
     if y.is_floating_point() and y.ndim > 2 and given != [size for size in own if size > 1]:
         raise InputError(

@@ -25,23 +25,11 @@ POINT = 1000  # bytes of a point of an attack at the least: its label, report an
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AttackPoint(Record):
-    """One point on the curve of an attack.
+    """One point on the curve of an attack."""
 
-    Args:
-        step: Step size η.
-        iterations: Number of steps taken.
-        report: The predictions there; scores that need labels are there if the data had any.
-
-    Example:
-        >>> predict = lambda x: torch.cat([-x, x], 1).softmax(1)
-        >>> attack = fgsm(predict, torch.ones(1, 1), step=0.25, iterations=2)
-        >>> [(point.step, point.iterations, round(point.report.entropy, 2)) for point in attack.points]
-        [(0.25, 1, 0.48), (0.25, 2, 0.58)]
-    """
-
-    step: float
-    iterations: int
-    report: Report
+    step: float  # step size η
+    iterations: int  # number of steps taken
+    report: Report  # the predictions there; scores that need labels are there if the data had any
 
 
 @dataclass(frozen=True, eq=False, repr=False)

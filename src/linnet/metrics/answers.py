@@ -20,43 +20,12 @@ SHAPES = "probabilities (N, C), or S samples of them (S, N, C)"
 
 
 def ask(predict: Callable[[Any], Any], x: Any) -> Any:
-    """Call the user's own callable, naming the inputs in the error if it fails.
-
-    Args:
-        predict: The callable.
-        x: The inputs of a batch; it gets a copy, which it may write to.
-
-    Returns:
-        The answer.
-
-    Raises:
-        InputError: If it raises an error that is not linnet's own, which is then the cause.
-
-    Example:
-        >>> ask(torch.exp, torch.zeros(2))
-        tensor([1., 1.])
-    """
+    """Call the user's own callable, naming the inputs in the error if it fails."""
     return call("predict", predict, map_tensors(torch.clone, x), expected="inputs that predict can take")
 
 
 def class_probabilities(answer: Any, n: int) -> Tensor:
-    """The class probabilities in what a predict callable returned.
-
-    Args:
-        answer: Probabilities (N, C) or samples of them (S, N, C): a tensor, an array, or an object with
-            ``.probs``.
-        n: N, the number of examples that were asked about.
-
-    Returns:
-        The probabilities, (N, C) or (S, N, C), in their own floating type, with their graph.
-
-    Raises:
-        InputError: If the shape is another, a value is not finite or negative, or rows do not sum to one.
-
-    Example:
-        >>> class_probabilities([[0.25, 0.75]], n=1)
-        tensor([[0.2500, 0.7500]])
-    """
+    """The class probabilities in what a predict callable returned."""
     p = _as_tensor(answer if isinstance(answer, Tensor) else getattr(answer, "probs", answer))
     if p.ndim not in (2, 3) or p.shape[-2] != n or 0 in p.shape:
         hint = "return p for all classes, not the class itself" if p.ndim < 2 else "put the classes last"
@@ -126,25 +95,7 @@ def _check_distribution(p: Tensor) -> None:
 
 
 def mean_and_variance(answer: Any, n: int, noise: str) -> tuple[Tensor, Tensor]:
-    """The mean and variance in what a predict callable returned for a regression.
-
-    Args:
-        answer: An object with ``.mean`` and ``.variance``, (N,) or (N, D).
-        n: N, the number of examples that were asked about.
-        noise: "add" takes ``answer.with_noise()`` where there is such a method; "included" does not.
-
-    Returns:
-        The mean and the variance of a target, (N, D) each, in float64 on the CPU.
-
-    Raises:
-        InputError: If there are no such attributes, shapes differ, values are not finite, or a variance is
-            not positive.
-
-    Example:
-        >>> mean, variance = mean_and_variance(torch.distributions.Normal(torch.zeros(2), 3.0), 2, "add")
-        >>> variance.T
-        tensor([[9., 9.]], dtype=torch.float64)
-    """
+    """The mean and variance in what a predict callable returned for a regression."""
     if noise == "add" and callable(getattr(answer, "with_noise", None)):
         answer = answer.with_noise()
     if isinstance(answer, Tensor) or not (hasattr(answer, "mean") and hasattr(answer, "variance")):

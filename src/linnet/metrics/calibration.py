@@ -13,24 +13,12 @@ from linnet.shown import Record
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CalibrationBins(Record):
-    """Predictions sorted into bins of confidence, as a reliability diagram shows them.
+    """Predictions sorted into bins of confidence, as a reliability diagram shows them."""
 
-    Args:
-        edges: Ends of the bins, (B + 1,), increasing.
-        count: Predictions in each bin, (B,).
-        confidence: Their mean confidence, (B,); NaN in an empty bin.
-        accuracy: Share of them that is correct, (B,); NaN in an empty bin.
-
-    Example:
-        >>> bins = equal_width(torch.tensor([0.95, 1.0]), torch.tensor([True, True]), bins=10)
-        >>> bins.count.tolist(), round(bins.error, 3)
-        ([0, 0, 0, 0, 0, 0, 0, 0, 0, 2], 0.025)
-    """
-
-    edges: Tensor
-    count: Tensor
-    confidence: Tensor
-    accuracy: Tensor
+    edges: Tensor  # ends of the bins, (B + 1,), increasing
+    count: Tensor  # predictions in each bin, (B,)
+    confidence: Tensor  # their mean confidence, (B,); NaN in an empty bin
+    accuracy: Tensor  # share of them that is correct, (B,); NaN in an empty bin
 
     @property
     def error(self) -> float:
@@ -45,23 +33,9 @@ class CalibrationBins(Record):
 
 
 def equal_width(confidence: Tensor, correct: Tensor, bins: int = 15) -> CalibrationBins:
-    """Bins of equal width: bin b holds confidences in ((b − 1)/B, b/B], the last one a confidence of 1.
-
-    Args:
-        confidence: (N,), in [0, 1].
-        correct: (N,), bool or share in [0, 1].
-        bins: B.
-
-    Returns:
-        All B bins, empty ones too.
-
-    Source:
-        C. Guo et al., On calibration of modern neural networks, ICML 2017, eqs. 1-3.
-
-    Example:
-        >>> equal_width(torch.tensor([0.5, 1.0]), torch.tensor([0, 1]), bins=2).error
-        0.25
-    """
+    """Bins of equal width: bin b holds confidences in ((b − 1)/B, b/B], the last one a confidence of 1."""
+    # confidence (N,), correct (N,)
+    # Source: C. Guo et al., On calibration of modern neural networks, ICML 2017, eqs. 1-3.
     confidence = confidence.double()
     edges = torch.linspace(0, 1, _checked(bins) + 1, dtype=torch.float64, device=confidence.device)
     # Interior edges alone, closed on the right: neither 0 nor 1 can fall outside the B bins.
@@ -70,27 +44,13 @@ def equal_width(confidence: Tensor, correct: Tensor, bins: int = 15) -> Calibrat
 
 
 def equal_mass(confidence: Tensor, correct: Tensor, bins: int = 15) -> CalibrationBins:
-    """Bins that hold equally many predictions, to one; no more bins than predictions.
-
-    Predictions of equal confidence may fall into different bins, so each counts as correct to the share
-    of all of them that are: the order of the examples does not matter.
-
-    Args:
-        confidence: (N,), in [0, 1].
-        correct: (N,), bool or share in [0, 1].
-        bins: B.
-
-    Returns:
-        The bins.
-
-    Source:
-        K. Nguyen and B. O'Connor, Posterior calibration and exploratory analysis for NLP models, EMNLP 2015,
-        section 3.2.
-
-    Example:
-        >>> equal_mass(torch.tensor([0.5, 0.6, 0.9, 1.0]), torch.tensor([0, 1, 1, 1]), bins=2).count
-        tensor([2, 2])
-    """
+    """Bins that hold equally many predictions, to one; no more bins than predictions."""
+    # confidence (N,), correct (N,)
+    # Predictions of equal confidence may fall into different bins, so each counts as correct to the share of
+    # all of them that are: the order of the examples does not matter.
+    #
+    # Source: K. Nguyen and B. O'Connor, Posterior calibration and exploratory analysis for NLP models, EMNLP
+    # 2015, section 3.2.
     n = confidence.shape[0]
     bins = min(_checked(bins), n)
     share = tied_mean(correct, confidence)
@@ -102,19 +62,8 @@ def equal_mass(confidence: Tensor, correct: Tensor, bins: int = 15) -> Calibrati
 
 
 def tied_mean(values: Tensor, key: Tensor) -> Tensor:
-    """Each value replaced by the mean over all examples of the same key.
-
-    Args:
-        values: (N,).
-        key: (N,).
-
-    Returns:
-        (N,) float64.
-
-    Example:
-        >>> tied_mean(torch.tensor([1, 0, 1]), torch.tensor([0.5, 0.5, 0.7]))
-        tensor([0.5000, 0.5000, 1.0000], dtype=torch.float64)
-    """
+    """Each value replaced by the mean over all examples of the same key, (N,)."""
+    # values (N,), key (N,)
     _, group, count = key.unique(return_inverse=True, return_counts=True)
     total = torch.zeros_like(count, dtype=torch.float64).index_add_(0, group, values.double())
     means: Tensor = total / count

@@ -113,18 +113,7 @@ def _compared(answer: Any, y: Tensor, noise: str, start: int) -> tuple[Tensor, T
 
 
 def asked(predict: Any) -> Predict:
-    """What is called for the predictions of a batch.
-
-    Args:
-        predict: A callable, or a model of linnet.
-
-    Returns:
-        The callable, or the ``predictive`` of a model that cannot be called itself.
-
-    Example:
-        >>> asked(torch.exp) is torch.exp
-        True
-    """
+    """What is called for the predictions of a batch."""
     if isinstance(predict, PredictiveModel) and not callable(predict):
         return predict.predictive
     found: Predict = predict
@@ -138,25 +127,7 @@ def batches_of(
     device: torch.device | str | None,
     names: Sequence[str] = (),
 ) -> Batches:
-    """The batches to be asked about, after a look at the arguments.
-
-    Args:
-        predict: What is going to be called.
-        data: An (x, y) pair, inputs alone, a ``Dataset``, a ``DataLoader`` or batches.
-        batch_size: Largest number of examples in a batch, or ``None``.
-        device: Where inputs are put, or ``None``.
-        names: Names of the classes, where targets may be text.
-
-    Returns:
-        The batches.
-
-    Raises:
-        InputError: If predict cannot be called, batch_size is not positive, or there is no such device.
-
-    Example:
-        >>> [batch.size for batch in batches_of(torch.softmax, torch.zeros(5, 2), 3, None)]
-        [3, 2]
-    """
+    """The batches to be asked about, after a look at the arguments."""
     takes = "a callable that takes the inputs of a batch"
     function("predict", predict, takes, "pass lambda x: model(x).softmax(-1)")
     if batch_size is not None:
@@ -168,22 +139,8 @@ def batches_of(
 
 
 def same_classes(before: int, p: Tensor) -> int:
-    """The number of classes C, which must not change from batch to batch.
-
-    Args:
-        before: C of the batches so far, 0 for none.
-        p: Probabilities (..., C).
-
-    Returns:
-        C.
-
-    Raises:
-        InputError: If it changed.
-
-    Example:
-        >>> same_classes(0, torch.zeros(3, 2))
-        2
-    """
+    """The number of classes C, which must not change from batch to batch."""
+    # p (..., C)
     if before and p.shape[-1] != before:
         raise InputError(
             f"predict returned {p.shape[-1]} classes after {before} before",

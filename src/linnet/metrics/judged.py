@@ -17,25 +17,16 @@ SCORES = ("entropy", "max-probability", "mutual-information")
 
 @dataclass(frozen=True, eq=False)
 class Judged:
-    """Numbers of N examples, in float64 on the CPU, logarithms natural.
+    """Numbers of N examples, in float64 on the CPU, logarithms natural."""
 
-    Args:
-        predicted: The most probable class, (N,).
-        confidence: Its probability, (N,).
-        entropy: H[E p] of the mean probabilities, (N,).
-        expected_entropy: E H[p] over samples of the probabilities, (N,), or ``None`` without samples.
-        label: True class, (N,), or ``None`` where it is not known.
-        log_loss: −log p of the true class, (N,), or ``None``.
-        brier: Σ_c (p_c − [c is the true class])², (N,), or ``None``.
-    """
-
-    predicted: Tensor
-    confidence: Tensor
-    entropy: Tensor
+    predicted: Tensor  # the most probable class, (N,)
+    confidence: Tensor  # its probability, (N,)
+    entropy: Tensor  # H[E p] of the mean probabilities, (N,)
+    # E H[p] over samples of the probabilities, (N,), or `None` without samples
     expected_entropy: Tensor | None
-    label: Tensor | None
-    log_loss: Tensor | None
-    brier: Tensor | None
+    label: Tensor | None  # true class, (N,), or ``None`` where it is not known
+    log_loss: Tensor | None  # −log p of the true class, (N,), or ``None``
+    brier: Tensor | None  # Σ_c (p_c − [c is the true class])², (N,), or ``None``
 
     @property
     def n(self) -> int:
@@ -48,17 +39,7 @@ class Judged:
         return self.predicted == self.known(self.label)
 
     def known(self, column: Tensor | None) -> Tensor:
-        """A column that needs true classes.
-
-        Args:
-            column: The column.
-
-        Returns:
-            The same.
-
-        Raises:
-            InputError: If the data had no labels.
-        """
+        """A column that needs true classes."""
         if column is None:
             raise InputError(
                 "the data had no labels",
@@ -68,18 +49,7 @@ class Judged:
         return column
 
     def uncertainty(self, score: str) -> Tensor:
-        """Uncertainty score of each prediction.
-
-        Args:
-            score: "entropy"; "max-probability", its negative; or "mutual-information", H[E p] − E H[p], what
-                the samples of the probabilities disagree about.
-
-        Returns:
-            (N,).
-
-        Raises:
-            InputError: If the score is unknown, or needs samples where there are none.
-        """
+        """Uncertainty score of each prediction, (N,)."""
         choice("score", score, SCORES)
         if score == "entropy":
             return self.entropy
@@ -95,14 +65,7 @@ class Judged:
         return (self.entropy - self.expected_entropy).clamp_min(0)
 
     def take(self, index: Tensor) -> Judged:
-        """Some of the examples.
-
-        Args:
-            index: Indices or a mask.
-
-        Returns:
-            Their numbers.
-        """
+        """Some of the examples."""
         return self._mapped(lambda column: column[index])
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> Judged:
@@ -112,27 +75,10 @@ class Judged:
 
 
 def judge(p: Tensor, y: Tensor | None, start: int = 0) -> Judged:
-    """Compare class probabilities with true classes.
-
-    A class of probability zero counts as the smallest number that the type of p can hold, so that one
-    underflow does not make the mean infinite: 103.3 nats in float32.
-
-    Args:
-        p: Probabilities (N, C), or samples of them (S, N, C).
-        y: True classes (N,), integers, or ``None``.
-        start: Number of examples that came before, for error messages.
-
-    Returns:
-        Numbers of N examples.
-
-    Raises:
-        DataError: If a label is out of range.
-        InputError: If labels have another type or shape.
-
-    Example:
-        >>> judge(torch.tensor([[0.5, 0.5]]), torch.tensor([1])).log_loss
-        tensor([0.6931], dtype=torch.float64)
-    """
+    """Compare class probabilities with true classes."""
+    # p (N, C), y (N,)
+    # A class of probability zero counts as the smallest number that the type of p can hold, so that one
+    # underflow does not make the mean infinite: 103.3 nats in float32.
     smallest = torch.finfo(p.dtype).tiny * torch.finfo(p.dtype).eps
     samples = p[None] if p.ndim == 2 else p
     mean = samples.mean(0, dtype=torch.float64).clamp_min(0)
@@ -162,17 +108,7 @@ def _stack_mean(parts: Sequence[Tensor]) -> Tensor:
 
 
 def join(parts: Sequence[Judged]) -> Judged:
-    """The numbers of several batches, one after the other.
-
-    Args:
-        parts: At least one batch.
-
-    Returns:
-        All of them.
-
-    Raises:
-        InputError: If only some batches have labels, or samples.
-    """
+    """The numbers of several batches, one after the other."""
     columns: list[Tensor | None] = []
     for field in fields(Judged):
         found = [getattr(part, field.name) for part in parts]
@@ -187,25 +123,8 @@ def join(parts: Sequence[Judged]) -> Judged:
 
 
 def check_labels(y: Tensor, n: int, classes: int, start: int = 0) -> Tensor:
-    """Labels as (N,) integers below C.
-
-    Args:
-        y: Classes (N,) or (N, 1).
-        n: N.
-        classes: C.
-        start: Number of examples that came before, for error messages.
-
-    Returns:
-        (N,) int64.
-
-    Raises:
-        DataError: If a label is out of range.
-        InputError: If they are no integers, or have another shape.
-
-    Example:
-        >>> check_labels(torch.tensor([[1], [0]]), 2, classes=2)
-        tensor([1, 0])
-    """
+    """Labels as (N,) integers below C."""
+    # y (N,)
     tensor("y", y, "integer classes (N,)", "pass y.long()")
     if y.dtype == torch.bool or y.is_floating_point() or y.is_complex():
         raise InputError(

@@ -18,28 +18,14 @@ MOST_POINTS = 1 << 20  # thresholds of a curve: more than any figure or table sh
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Detection(Record):
-    """Detection metrics: how well a score separates two sets.
+    """Detection metrics: how well a score separates two sets."""
 
-    The score should be larger outside. Outside is the positive class: a true positive is an outside
-    example that is found, a false positive an inside example that is flagged.
+    # The score should be larger outside. Outside is the positive class: a true positive is an outside example
+    # that is found, a false positive an inside example that is flagged.
 
-    Args:
-        score: Name of the score.
-        inside: Its values inside, (N,).
-        outside: Its values outside, (M,).
-
-    Raises:
-        DataError: If either set is empty, or a value is NaN.
-
-    Example:
-        >>> found = Detection("entropy", torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.25, 0.9]))
-        >>> round(found.auroc, 4), found.fpr95
-        (0.8333, 0.3333333333333333)
-    """
-
-    score: str
-    inside: Tensor
-    outside: Tensor
+    score: str  # name of the score
+    inside: Tensor  # its values inside, (N,)
+    outside: Tensor  # its values outside, (M,)
 
     def __post_init__(self) -> None:
         for name, values in (("inside", self.inside), ("outside", self.outside)):
@@ -94,17 +80,7 @@ class Detection(Record):
         return Detection(self.score, -self.outside, -self.inside).fpr95
 
     def false_positive_rate(self, recall: float) -> float:
-        """Share of inside examples that are flagged at the highest threshold that finds enough outside.
-
-        Args:
-            recall: Share of outside examples to be found, in (0, 1].
-
-        Returns:
-            The false positive rate.
-
-        Raises:
-            InputError: If the recall is not in (0, 1].
-        """
+        """Share of inside examples that are flagged at the highest threshold that finds enough outside."""
         if not 0 < recall <= 1:
             raise InputError(f"recall={recall}", expected="a share in (0, 1]", remedy="pass recall=0.95")
         true, false = _counts(self.inside, self.outside)
@@ -112,11 +88,7 @@ class Detection(Record):
         return int(false[enough][0]) / self.inside.numel()
 
     def roc(self) -> tuple[Tensor, Tensor]:
-        """The ROC curve.
-
-        Returns:
-            False and true positive rates at every distinct threshold, from (0, 0) to (1, 1).
-        """
+        """The ROC curve."""
         true, false = _counts(self.inside, self.outside)
         zero = torch.zeros(1, dtype=torch.float64, device=true.device)
         return (
@@ -125,11 +97,7 @@ class Detection(Record):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON.
-
-        Returns:
-            A dict.
-        """
+        """Plain values, for JSON."""
         names = ("auroc", "auroc_stderr", "aupr", "aupr_in", "fpr95", "fpr95_in")
         counts = {"score": self.score, "inside": self.inside.numel(), "outside": self.outside.numel()}
         return {**counts, **{name: plain(getattr(self, name)) for name in names}}
@@ -171,23 +139,12 @@ def _average_precision(true: Tensor, false: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RiskCoverage(Record):
-    """The error rate of a classifier that answers only when it is certain enough.
+    """The error rate of a classifier that answers only when it is certain enough."""
 
-    Args:
-        coverage: Share of examples that are answered, k/N for k = 1, ..., N, (N,).
-        risk: Mean loss of the k most certain, (N,).
+    # Source: Y. Geifman and R. El-Yaniv, Selective classification for deep neural networks, NeurIPS 2017.
 
-    Source:
-        Y. Geifman and R. El-Yaniv, Selective classification for deep neural networks, NeurIPS 2017.
-
-    Example:
-        >>> curve = risk_coverage(torch.tensor([0.1, 0.2, 0.9, 0.3]), torch.tensor([0, 0, 1, 0]))
-        >>> curve.area, curve.coverage_at(0.0)
-        (0.0625, 0.75)
-    """
-
-    coverage: Tensor
-    risk: Tensor
+    coverage: Tensor  # share of examples that are answered, k/N for k = 1, ..., N, (N,)
+    risk: Tensor  # mean loss of the k most certain, (N,)
 
     @property
     def area(self) -> float:
@@ -195,51 +152,22 @@ class RiskCoverage(Record):
         return float(self.risk.mean())
 
     def risk_at(self, coverage: float) -> float:
-        """The mean loss when at least a share of the examples is answered.
-
-        Args:
-            coverage: The share, in (0, 1].
-
-        Returns:
-            The risk.
-
-        Raises:
-            InputError: If the share is not in (0, 1].
-        """
+        """The mean loss when at least a share of the examples is answered."""
         if not 0 < coverage <= 1:
             raise InputError(f"coverage={coverage}", expected="a share in (0, 1]", remedy="pass coverage=0.8")
         n = self.risk.shape[0]
         return float(self.risk[math.ceil(coverage * n * (1 - 1e-12)) - 1])
 
     def coverage_at(self, risk: float) -> float:
-        """The largest share of examples that can be answered at a mean loss.
-
-        Args:
-            risk: The largest mean loss allowed.
-
-        Returns:
-            The coverage, 0 when no threshold is good enough.
-        """
+        """The largest share of examples that can be answered at a mean loss."""
         allowed = self.coverage[self.risk <= risk]
         return float(allowed[-1]) if allowed.numel() else 0.0
 
 
 def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
-    """The risk-coverage curve of an uncertainty score.
-
-    Examples of equal uncertainty come in random order; the curve is the mean over all such orders.
-
-    Args:
-        uncertainty: (N,), the most certain examples are answered first.
-        loss: What each answer costs, (N,), as 0 for a right and 1 for a wrong one.
-
-    Returns:
-        The curve.
-
-    Example:
-        >>> risk_coverage(torch.zeros(4), torch.tensor([1, 0, 0, 0])).risk
-        tensor([0.2500, 0.2500, 0.2500, 0.2500], dtype=torch.float64)
-    """
+    """The risk-coverage curve of an uncertainty score."""
+    # uncertainty (N,), loss (N,)
+    # Examples of equal uncertainty come in random order; the curve is the mean over all such orders.
     n = uncertainty.shape[0]
     ordered = tied_mean(loss, uncertainty)[uncertainty.argsort()]
     k = torch.arange(1, n + 1, dtype=torch.float64, device=ordered.device)
@@ -248,38 +176,15 @@ def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class InverseCumulative(Record):
-    """The share of examples whose value is above c: one minus the empirical distribution function.
+    """The share of examples whose value is above c: one minus the empirical distribution function."""
 
-    Args:
-        threshold: c, (T,).
-        share: Share of examples above it, (T,).
-
-    Example:
-        >>> inverse_cumulative(torch.tensor([0.1, 0.5]), torch.tensor([0.0, 0.1, 0.5])).share
-        tensor([1.0000, 0.5000, 0.0000], dtype=torch.float64)
-    """
-
-    threshold: Tensor
-    share: Tensor
+    threshold: Tensor  # c, (T,)
+    share: Tensor  # share of examples above it, (T,)
 
 
 def inverse_cumulative(values: Tensor, threshold: Tensor) -> InverseCumulative:
-    """The inverse empirical cumulative distribution, 1 − F(c), at given thresholds.
-
-    Args:
-        values: (N,).
-        threshold: c, (T,).
-
-    Returns:
-        The curve.
-
-    Raises:
-        DataError: If there are no values.
-
-    Example:
-        >>> inverse_cumulative(torch.tensor([1.0, 2.0]), torch.tensor([1.5])).share
-        tensor([0.5000], dtype=torch.float64)
-    """
+    """The inverse empirical cumulative distribution, 1 − F(c), at given thresholds."""
+    # values (N,), threshold (T,)
     if values.numel() == 0:
         raise DataError("there is no such example", expected="at least one", remedy="leave this curve out")
     # 1 − F(c), F(c) = #{values ≤ c} / N

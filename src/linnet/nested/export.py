@@ -59,23 +59,14 @@ class _WithBody(nn.Module):
 
 
 class _Remaining(NamedTuple):
-    """The posterior of the features beside the intercept, and what the intercept adds.
+    """The posterior of the features beside the intercept, and what the intercept adds."""
 
-    Args:
-        center: Of φ, (D,).
-        scales: √((1−w)/m_head) and √(w/(H m_body)).
-        shift: s κ/(Nκ+ρ), (D + H·P,).
-        factor: Of the posterior, (D + H·P, ·), as ``export_variance`` has it.
-        prior: σ²/ρ where the factor is to be taken from it, 0 otherwise.
-        least: σ²κ/(Nκ+ρ).
-    """
-
-    center: Tensor
-    scales: tuple[float, float]
-    shift: Tensor
-    factor: Tensor
-    prior: float
-    least: float
+    center: Tensor  # of φ, (D,)
+    scales: tuple[float, float]  # √((1−w)/m_head) and √(w/(H m_body))
+    shift: Tensor  # s κ/(Nκ+ρ), (D + H·P,)
+    factor: Tensor  # of the posterior, (D + H·P, ·), as ``export_variance`` has it
+    prior: float  # σ²/ρ where the factor is to be taken from it, 0 otherwise
+    least: float  # σ²κ/(Nκ+ρ)
 
     def features(self, phi: Tensor, j: Tensor) -> Tensor:
         """g, (N, D + H·P), from φ (N, D) and J (N, H, P)."""
@@ -84,18 +75,14 @@ class _Remaining(NamedTuple):
 
 
 class _WithVariance(nn.Module):
-    """The linear layer on φ, the lower layers' part from their rows, and the variance that all outputs share.
+    """The linear layer on φ, the lower layers' part from their rows."""
 
-    Args:
-        layer: Weight (C, D) and bias (C,).
-        delta: δ of every head, (H·P, C).
-        rest: The posterior.
-        kind: Type in which variances are computed.
-    """
+    # layer (C, D), delta (H·P, C)
+    # And the variance that all outputs share.
 
     weight: Tensor
     bias: Tensor
-    delta: Tensor
+    delta: Tensor  # δ of every head, (H·P, C)
 
     def __init__(
         self, layer: tuple[Tensor, Tensor], delta: Tensor, rest: _Remaining, kind: torch.dtype
@@ -109,15 +96,8 @@ class _WithVariance(nn.Module):
         self.rest = rest._replace(**own)
 
     def forward(self, phi: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Outputs and their variances.
-
-        Args:
-            phi: (N, D).
-            rows: J by weight, (N, H, *shape).
-
-        Returns:
-            Both (N, C).
-        """
+        """Outputs and their variances, (N, C)."""
+        # phi (N, D), rows (N, H, *shape)
         rest = self.rest
         j = torch.cat([row.flatten(2) for row in rows], 2)
         mean = nn.functional.linear(phi, self.weight, self.bias) + j.flatten(1) @ self.delta
@@ -138,23 +118,8 @@ def exported_nested(
     noise: float | None,
     kind: torch.dtype | None,
 ) -> Traced:
-    """An adapted network as a plain module.
-
-    Args:
-        prior: The kernel.
-        phi: φ̃ of the training examples, (N, D).
-        system: The solved equations.
-        inputs: Training inputs, and examples like those to come.
-        noise: σ², where variances are wanted.
-        kind: Type in which they are computed, if not the network's.
-
-    Returns:
-        The module.
-
-    Raises:
-        MemoryBudgetError: If the directions, or the factor of the variance, do not fit the budget.
-        ModelError: If the network cannot be traced.
-    """
+    """An adapted network as a plain module."""
+    # phi (N, D)
     (train, like), function = inputs, prior.features.function
     remedies = [
         "adapt with weight=0, whose module is a network with a new head",
@@ -210,20 +175,8 @@ def _remaining(prior: Prior, phi: Tensor, posterior: Posterior) -> _Remaining:
 @in_exact_mode
 @torch.no_grad()
 def network_of_probe(prior: Prior, train: Inputs, phi: Tensor, system: DualSystem) -> nn.Module:
-    """The network with the probe for its last layer.
-
-    Args:
-        prior: The kernel, in which the lower layers have no weight.
-        train: Training inputs.
-        phi: φ̃ of the training examples, (N, D).
-        system: The solved equations.
-
-    Returns:
-        The network in evaluation mode.
-
-    Raises:
-        InputError: If the lower layers take part.
-    """
+    """The network with the probe for its last layer."""
+    # phi (N, D)
     if prior.mixture.weight:
         raise InputError(
             f"merge() of a fit in which the lower layers have the weight {prior.mixture.weight:g}",

@@ -27,16 +27,7 @@ from linnet.tangent.selection import Selector, owner, selected
 
 
 def with_random_heads(model: nn.Module, heads: int, seed: int) -> nn.Module:
-    """A copy of a network whose last linear layer is H random heads, without a bias.
-
-    Args:
-        model: The network; it is not touched.
-        heads: H.
-        seed: Seed of their weights, drawn from N(0, 1/D).
-
-    Returns:
-        The copy.
-    """
+    """A copy of a network whose last linear layer is H random heads, without a bias."""
     clone = copied(model)
     name, old = last_linear(clone)
     new = zero_layer(nn.Linear, old.in_features, heads, like=next(old.parameters()), bias=False)
@@ -48,24 +39,7 @@ def with_random_heads(model: nn.Module, heads: int, seed: int) -> nn.Module:
 
 
 class Features:
-    """The two kernels of a network between any samples.
-
-    Args:
-        model: A network that ends in a linear layer; it is not touched.
-        heads: H, random heads that are averaged.
-        seed: Seed of their weights.
-        names: Parameters that take part; those of the head do not.
-        trained: Whether those parameters were trained on the samples of the fit.
-
-    Raises:
-        ModelError: If the network does not end in a linear layer.
-
-    Attributes:
-        model: The network, its last layer replaced by the random heads, in evaluation mode.
-        function: Its linearization in the weights below the head.
-        layer: Name of the last layer.
-        bodiless: Whether no weight below the head takes part, which leaves the linear probe.
-    """
+    """The two kernels of a network between any samples."""
 
     def __init__(
         self, model: nn.Module, heads: int, seed: int, names: Selector, *, trained: bool = False
@@ -79,11 +53,7 @@ class Features:
         self.model = self.function.model
 
     def require_body(self) -> None:
-        """Raise if there is nothing but the linear probe.
-
-        Raises:
-            ModelError: If no weight below the head takes part.
-        """
+        """Raise if there is nothing but the linear probe."""
         if self.bodiless:
             every = [name for name, _ in self.model.named_parameters() if owner(name) != self.layer]
             others = f', or params="all" for {len(every)} that require no gradient or were not chosen'
@@ -99,14 +69,7 @@ class Features:
         return self.function.space
 
     def moved(self, model: nn.Module) -> Features:
-        """The same features at trained weights.
-
-        Args:
-            model: The network after training.
-
-        Returns:
-            Its features, with the same random heads.
-        """
+        """The same features at trained weights."""
         return Features(model, self.heads, self.seed, self.function.names, trained=True)
 
     def phi(self, x: Inputs) -> Tensor:
@@ -117,17 +80,7 @@ class Features:
     def body(
         self, x1: Inputs, x2: Inputs | None = None, memory: str | int | None = None, file: Path | None = None
     ) -> Tensor:
-        """K_body(x1, x2), (N, M), in float64.
-
-        Args:
-            x1: N samples.
-            x2: M samples; those of x1 by default.
-            memory: Budget of its tiles.
-            file: A ``.npy`` file that holds it while it grows; an interrupted run resumes from it.
-
-        Returns:
-            The kernel.
-        """
+        """K_body(x1, x2), (N, M), in float64."""
         found = gram(self.function, x1, x2, form="trace", memory=memory, file=file)
         return found.double() / self.heads
 

@@ -27,20 +27,7 @@ OTHER = ("made on", "the network that was adapted", "load the same checkpoint in
 
 
 def read_nested(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> NestedFit:
-    """Read a fit.
-
-    Args:
-        directory: The folder, or the file.
-        model: The network that was adapted.
-        output: The output adapter, if the fit was made with a callable one.
-
-    Returns:
-        The fit.
-
-    Raises:
-        FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
-        InputError: If ``output`` is needed and not given.
-    """
+    """Read a fit."""
     path = as_path(directory)
     path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
     model = given_network(model)

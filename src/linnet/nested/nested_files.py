@@ -22,18 +22,7 @@ TRAINED = "trained."  # start of the names of trained weights
 def write_nested(
     directory: str | Path, prior: Prior, x: Inputs, tensors: Mapping[str, Tensor], told: Mapping[str, Any]
 ) -> Path:
-    """Write a fit to a folder, atomically.
-
-    Args:
-        directory: The folder; made if missing.
-        prior: Network and mixture.
-        x: The training samples.
-        tensors: Targets and solution.
-        told: What else the fit knows, as ``json`` can write it.
-
-    Returns:
-        The file.
-    """
+    """Write a fit to a folder, atomically."""
     inputs, layout = flatten_inputs(x)
     features = prior.features
     appended, output = None, None

@@ -333,22 +333,10 @@ class NestedFit(KernelFit):
 def rounding_remarks(
     function: Functional, phi: Tensor, head: Tensor, body: Tensor, mixture: Mixture, system: DualSystem
 ) -> tuple[str, ...]:
-    """Whether the rounding of features and gradients leaves errors in predictions.
-
-    An entry of the body's kernel is wrong by ε √(K_aa K_bb), and a feature by ε of its size, independently.
-    What all samples have in common takes part in no prediction, as the sum of β is zero; its rounding does.
-
-    Args:
-        function: The network.
-        phi: Features of the training samples, before their mean is taken out, (N, D).
-        head: Kernel of the features, their mean taken out, (N, N).
-        body: Kernel of the lower layers, (N, N).
-        mixture: The weights of both.
-        system: The solved equations.
-
-    Returns:
-        A sentence, if the standard deviation of the errors is above a thousandth of the outputs' own.
-    """
+    """Whether the rounding of features and gradients leaves errors in predictions."""
+    # phi (N, D), head (N, N), body (N, N)
+    # An entry of the body's kernel is wrong by ε √(K_aa K_bb), and a feature by ε of its size, independently.
+    # What all samples have in common takes part in no prediction, as the sum of β is zero; its rounding does.
     eps, beta = function.precision.eps(function.dtype, function.device), system.beta.square()
     of_body, of_head, entry = body.diagonal(), head.diagonal(), phi.square().mean()
     # 2: the kernel that β was solved with is wrong, and so are its rows for the sample that is predicted
@@ -373,20 +361,7 @@ def solved(
     given: tuple[float | None, float | None] = (None, None),
     file: Path | None = None,
 ) -> NestedFit:
-    """Form the kernels, choose what is not given, solve.
-
-    Args:
-        features: The network.
-        x: Training inputs.
-        targets: Training targets.
-        memory: Budget of kernels.
-        record: Solver and warnings; the rest is filled in.
-        given: Weight of the body and ridge, ``None`` where leave-one-out is to choose.
-        file: File of the body's kernel while it grows.
-
-    Returns:
-        The fit.
-    """
+    """Form the kernels, choose what is not given, solve."""
     weight, ridge = given
     if weight != 0:
         features.require_body()

@@ -13,19 +13,12 @@ from linnet.tangent.batch import Inputs
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """Network, features and mixture of a kernel, fixed once the fit is made.
+    """Network, features and mixture of a kernel, fixed once the fit is made."""
 
-    Args:
-        features: The network.
-        center: Mean of the features over the samples that the fit was made on, (D,).
-        mixture: How the kernels are added.
-        memory: Budget of kernels formed later.
-    """
-
-    features: Features
-    center: Tensor
-    mixture: Mixture
-    memory: str | int | None = None
+    features: Features  # the network
+    center: Tensor  # mean of the features over the samples that the fit was made on, (D,)
+    mixture: Mixture  # how the kernels are added
+    memory: str | int | None = None  # budget of kernels formed later
 
     def phi(self, x: Inputs) -> Tensor:
         """φ̃(x), (N, D)."""

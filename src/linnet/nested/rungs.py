@@ -13,29 +13,17 @@ from linnet.nested.search import ERRORS, counted
 
 @dataclass(frozen=True)
 class Rung:
-    """One model on held-out folds of the training samples.
+    """One model on held-out folds of the training samples."""
 
-    Args:
-        name: What it is.
-        error: Mean squared error of the outputs.
-        accuracy: Share of right classes, 0 to 1; ``None`` for regression.
-        gain: Share of the error of the model before that it takes away.
-        gain_error: Standard error of ``gain``, over samples.
-        points: Gain of accuracy over the model before, in percentage points.
-        points_error: Its standard error.
-        taken: Whether it is the model that is used.
-        seconds: What it took, on top of the one before; 0 where that is not known apart.
-    """
-
-    name: str
-    error: float
-    accuracy: float | None = None
-    gain: float = 0.0
-    gain_error: float = 0.0
-    points: float | None = None
-    points_error: float | None = None
-    taken: bool = False
-    seconds: float = 0.0
+    name: str  # what it is
+    error: float  # mean squared error of the outputs
+    accuracy: float | None = None  # share of right classes, 0 to 1; ``None`` for regression
+    gain: float = 0.0  # share of the error of the model before that it takes away
+    gain_error: float = 0.0  # standard error of ``gain``, over samples
+    points: float | None = None  # gain of accuracy over the model before, in percentage points
+    points_error: float | None = None  # its standard error
+    taken: bool = False  # whether it is the model that is used
+    seconds: float = 0.0  # what it took, on top of the one before; 0 where that is not known apart
 
 
 def ladder(
@@ -45,20 +33,9 @@ def ladder(
     seconds: float,
     rows: Tensor | None = None,
 ) -> tuple[Rung, ...]:
-    """Models in order, the trained network last.
-
-    It is taken where its error is lower by more than a standard error and no fewer classes are right.
-
-    Args:
-        before: Name and held-out outputs (N, C) of each model before.
-        outputs: Held-out outputs of the trained network, (N, C).
-        targets: What is fitted.
-        seconds: What training took.
-        rows: Samples that are compared, (N,) booleans; all by default.
-
-    Returns:
-        One rung a model.
-    """
+    """Models in order, the trained network last."""
+    # before (N, C), outputs (N, C), rows (N,)
+    # It is taken where its error is lower by more than a standard error and no fewer classes are right.
     counting = counted(targets) if rows is None else counted(targets) & rows
     truth = targets.values.to(outputs)[counting]
     rungs: list[Rung] = []
@@ -96,14 +73,7 @@ def _compared(rung: Rung, now: tuple[Tensor, Tensor | None], last: tuple[Tensor,
 
 
 def verdict(rungs: Sequence[Rung]) -> str:
-    """Recommendation in one sentence.
-
-    Args:
-        rungs: Models in order, the trained network last.
-
-    Returns:
-        Such as "Use the trained network: ...".
-    """
+    """Recommendation in one sentence."""
     last, base = rungs[-1], rungs[-2]
     less = f"{100 * last.gain:.0f} ± {100 * last.gain_error:.0f} % less error on held-out folds"
     points = ""

@@ -43,17 +43,11 @@ ERRORS = 1.0  # standard errors by which the lower layers must reduce the probe'
 
 @dataclass(frozen=True)
 class Mixture:
-    """Weights and scales of the added kernels.
+    """Weights and scales of the added kernels."""
 
-    Args:
-        weight: w of the body, 0 to 1.
-        head: m_head.
-        body: m_body.
-    """
-
-    weight: float
-    head: float
-    body: float
+    weight: float  # w of the body, 0 to 1
+    head: float  # m_head
+    body: float  # m_body
 
     def __call__(self, head: Tensor, body: Tensor | None) -> Tensor:
         """K from its parts; the body may be missing where its weight is zero."""
@@ -63,27 +57,18 @@ class Mixture:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """One weight of the body with its best ridge, or the one that was given.
+    """One weight of the body with its best ridge, or the one that was given."""
 
-    Leave-one-out says nothing of a class with a single sample, so its samples do not count; where no class
-    has more, the ridge is chosen by evidence.
+    # Leave-one-out says nothing of a class with a single sample, so its samples do not count; where no class
+    # has more, the ridge is chosen by evidence.
 
-    Args:
-        weight: w.
-        ridge: ρ.
-        errors: Squared leave-one-out error of every sample that counts, summed over outputs, (n,).
-        right: Whether its class is right when it is left out, (n,); ``None`` for regression.
-        edge: The end of all ridges at which it stands: "", "smallest" or "largest".
-        noise_factor: By what the noise of values is raised since the ridge was chosen.
-        together: Whether its class is right when one sample of every class is left out with it, (n,).
-    """
-
-    weight: float
-    ridge: float
-    errors: Tensor
-    right: Tensor | None
-    edge: str = ""
-    noise_factor: float = 1.0
+    weight: float  # w
+    ridge: float  # ρ
+    errors: Tensor  # squared leave-one-out error of every sample that counts, summed over outputs, (n,)
+    right: Tensor | None  # whether its class is right when it is left out, (n,); ``None`` for regression
+    edge: str = ""  # the end of all ridges at which it stands: "", "smallest" or "largest"
+    noise_factor: float = 1.0  # by what the noise of values is raised since the ridge was chosen
+    # whether its class is right when one sample of every class is left out with it, (n,)
     together: Tensor | None = None
 
     @property
@@ -94,23 +79,14 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Choice by leave-one-out.
+    """Choice by leave-one-out."""
 
-    Args:
-        taken: The candidate that is used.
-        probe: The linear probe at its best ridge.
-        best: The best of all.
-        mixture: The kernel of ``taken``.
-        given: Whether the weight, and the ridge, were given.
-        pilot: Number of samples on which ``best`` was found, 0 for all.
-    """
-
-    taken: Candidate
-    probe: Candidate
-    best: Candidate
-    mixture: Mixture
-    given: tuple[bool, bool]
-    pilot: int = 0
+    taken: Candidate  # the candidate that is used
+    probe: Candidate  # the linear probe at its best ridge
+    best: Candidate  # the best of all
+    mixture: Mixture  # the kernel of ``taken``
+    given: tuple[bool, bool]  # whether the weight, and the ridge, were given
+    pilot: int = 0  # number of samples on which ``best`` was found, 0 for all
 
     @property
     def gain(self) -> tuple[float, float]:
@@ -122,11 +98,9 @@ class Choice:
 
     @property
     def points(self) -> tuple[float, float] | None:
-        """Gain of right classes over the probe in percentage points, and its error; ``None`` for values.
-
-        Where classes have equally many samples, one that is left out alone makes its own class the rarest,
-        and the smoother of two models pays more for that: here one of every class is left out together.
-        """
+        """Gain of right classes over the probe in percentage points, and its error; ``None`` for values."""
+        # Where classes have equally many samples, one that is left out alone makes its own class the rarest,
+        # and the smoother of two models pays more for that: here one of every class is left out together.
         if self.best.together is None or self.probe.together is None or len(self.best.together) < 2:
             return None
         points = 100 * (self.best.together.double() - self.probe.together.double())
@@ -134,11 +108,9 @@ class Choice:
 
     @property
     def helps(self) -> bool:
-        """Whether the lower layers take part: less error beyond its error, and more right classes.
-
-        Squared error alone falls also where outputs merely move toward 0 and 1; on development tasks the
-        probe was then ahead in 2 of 48 rows, and with both in none (docs/results/adapt.md).
-        """
+        """Whether the lower layers take part: less error beyond its error, and more right classes."""
+        # Squared error alone falls also where outputs merely move toward 0 and 1; on development tasks the
+        # probe was then ahead in 2 of 48 rows, and with both in none (docs/results/adapt.md).
         gain, error = self.gain
         right, before = self.best.right, self.probe.right
         return gain > ERRORS * error and (
@@ -208,18 +180,8 @@ class Choice:
 def choose(
     head: Tensor, body: Tensor, targets: Targets, weight: float | None = None, ridge: float | None = None
 ) -> Choice:
-    """Choose the weight of the body and the ridge.
-
-    Args:
-        head: K_head of the training samples, (N, N).
-        body: K_body, (N, N).
-        targets: t, (N, C).
-        weight: w, or ``None`` to choose it.
-        ridge: ρ, or ``None`` to choose it.
-
-    Returns:
-        The choice.
-    """
+    """Choose the weight of the body and the ridge."""
+    # head (N, N), body (N, N)
     scales, n = (scale_of(head), scale_of(body)), len(head)
 
     def candidates(weights: Iterable[float], among: Tensor | None = None) -> list[Candidate]:
@@ -254,16 +216,8 @@ def choose(
 
 
 def right_together(kernel: Tensor, targets: Targets, ridge: float) -> Tensor:
-    """Whether the class of each sample is right when one sample of every class is left out together.
-
-    Args:
-        kernel: K of the training samples, (N, N).
-        targets: t, (N, C), of classes.
-        ridge: ρ.
-
-    Returns:
-        For every sample that counts, (n,).
-    """
+    """Whether the class of each sample is right when one sample of every class is left out together."""
+    # kernel (N, N)
     labels, counting = targets.values.argmax(1), counted(targets)
     system = DualSystem(kernel, targets.values, ridge)
     known = torch.nn.functional.one_hot(labels, targets.values.shape[1])
@@ -277,33 +231,15 @@ def right_together(kernel: Tensor, targets: Targets, ridge: float) -> Tensor:
 
 
 def scale_of(kernel: Tensor) -> float:
-    """The mean of a kernel's diagonal after the mean of its features is taken out; 1 for a constant one.
-
-    Args:
-        kernel: K of the training samples, (N, N).
-
-    Returns:
-        m.
-    """
+    """The mean of a kernel's diagonal after the mean of its features is taken out; 1 for a constant one."""
+    # kernel (N, N)
     found = float(kernel.diagonal().mean() - kernel.mean())
     return found if found > 1e-12 * float(kernel.diagonal().abs().mean()) else 1.0
 
 
 def best_ridge(kernel: Tensor, targets: Targets, weight: float, ridge: float | None = None) -> Candidate:
-    """The ridge of lowest leave-one-out error for one kernel.
-
-    Args:
-        kernel: K of the training samples, (N, N).
-        targets: t, (N, C).
-        weight: w, for the record.
-        ridge: ρ, or ``None`` to choose it from a grid that grows as long as its best value is at its end.
-
-    Returns:
-        The candidate.
-
-    Raises:
-        NumericalError: If the ridge that is given is below what the kernel's rounding lets be answered.
-    """
+    """The ridge of lowest leave-one-out error for one kernel."""
+    # kernel (N, N)
     spectrum, counting = Spectrum(kernel, targets.values.double()), counted(targets)
     smallest = MARGIN * spectrum.rounding
     if ridge is not None:

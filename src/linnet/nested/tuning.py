@@ -55,15 +55,10 @@ RETRAINED = (
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """The two kernels of all training samples at some weights.
+    """The two kernels of all training samples at some weights."""
 
-    Args:
-        head: K_head, (N, N).
-        body: K_body, (N, N), or ``None`` where the lower layers have no share.
-    """
-
-    head: Tensor
-    body: Tensor | None
+    head: Tensor  # K_head, (N, N)
+    body: Tensor | None  # K_body, (N, N), or ``None`` where the lower layers have no share
 
     def mixed(self, weight: float) -> tuple[Tensor, Mixture]:
         """The kernel with a share of the body, each part scaled to the samples, and how it was made."""
@@ -73,16 +68,7 @@ class Kernels:
 
 
 class Tuning:
-    """Networks trained from the linear probe of a nested fit, with and without folds of its samples.
-
-    Args:
-        fit: The nested fit at the original weights.
-        seed: Seed of the folds and of the batches.
-        log: Told what the runs come to, which are counted from 1; their steps follow each other.
-
-    Raises:
-        DataError: If the samples cannot be split into folds of which each leaves two classes.
-    """
+    """Networks trained from the linear probe of a nested fit, with and without folds of its samples."""
 
     def __init__(self, fit: NestedFit, seed: int, log: Log | None = None) -> None:
         self.fit, self.seed, self.log = fit, seed, log
@@ -122,18 +108,7 @@ class Tuning:
         return (self.fold != k).nonzero()[:, 0], (self.fold == k).nonzero()[:, 0]
 
     def trained(self, rows: Tensor, rate: float) -> Features:
-        """The network trained on some samples, from the linear probe of those samples.
-
-        Args:
-            rows: Their positions.
-            rate: Learning rate.
-
-        Returns:
-            Its features.
-
-        Raises:
-            NumericalError: If weights or features are not finite after it.
-        """
+        """The network trained on some samples, from the linear probe of those samples."""
         x, y, features = take(self.fit.x, rows), self.y[rows], self.features
         start = with_head(features.model, self.fit.system.c, Probe(scale=HEAD_SCALE), data=(x, y))
         run = Descent(rate, self.steps, BATCH, self.seed, "adam")
@@ -151,41 +126,20 @@ class Tuning:
         )
 
     def kernels(self, features: Features, share: bool) -> Kernels:
-        """The kernels of all samples at a network's weights.
-
-        Args:
-            features: The network.
-            share: Whether the lower layers have a share.
-
-        Returns:
-            Both kernels, or the one of the features.
-        """
+        """The kernels of all samples at a network's weights."""
         phi = features.phi(self.fit.x)
         phi = phi - phi.mean(0)
         body = features.body(self.fit.x, None, self.fit.memory) if share else None
         return Kernels(phi @ phi.T, body)
 
     def tell(self, values: dict[str, float], step: int) -> None:
-        """Hand numbers of the run that is under way to the logger, if there is one.
-
-        Args:
-            values: The numbers.
-            step: Steps of this run.
-        """
+        """Hand numbers of the run that is under way to the logger, if there is one."""
         if self.log is not None:
             self.log({**values, "run": self.runs}, (self.runs - 1) * self.steps + step)
 
     def held_out(self, kernel: Tensor, k: int, targets: Tensor) -> Tensor:
-        """Squared errors on fold k by the fit of the others at its best ridge, which are told.
-
-        Args:
-            kernel: K of all samples, (N, N), by a network trained without the fold.
-            k: The fold.
-            targets: t, (N, C).
-
-        Returns:
-            An error for each of the fold's samples.
-        """
+        """Squared errors on fold k by the fit of the others at its best ridge, which are told."""
+        # kernel (N, N), targets (N, C)
         parts = self.parts(k)
         outputs, own = held_out(kernel, targets, parts, RIDGES), targets[parts[1]]
         errors = (outputs - own).square().sum(2)
@@ -204,17 +158,8 @@ class Tuning:
 
 
 def held_out(kernel: Tensor, targets: Tensor, parts: tuple[Tensor, Tensor], ridges: Any) -> Tensor:
-    """Outputs for the samples of a fold by the fit of the others, (R, H, C).
-
-    Args:
-        kernel: K of all samples, (N, N).
-        targets: t, (N, C).
-        parts: Positions of the others and of the fold's own.
-        ridges: R ridges.
-
-    Returns:
-        One set of outputs for each ridge.
-    """
+    """Outputs for the samples of a fold by the fit of the others, (R, H, C)."""
+    # kernel (N, N), targets (N, C)
     rest, held = parts
     spectrum = Spectrum(kernel[rest][:, rest], targets[rest])
     turned = kernel[held][:, rest] @ spectrum.vectors
@@ -224,16 +169,7 @@ def held_out(kernel: Tensor, targets: Tensor, parts: tuple[Tensor, Tensor], ridg
 
 @torch.no_grad()
 def tuned(fit: NestedFit, seed: int, log: Log | None = None) -> NestedFit:
-    """The nested fit at trained weights where held-out samples say that it is better, else the one given.
-
-    Args:
-        fit: The nested fit at the original weights.
-        seed: Seed of the folds and of the batches.
-        log: Told the numbers of every run of training.
-
-    Returns:
-        A fit with its ``rungs``: the probe, the nested fit, the trained network.
-    """
+    """The nested fit at trained weights where held-out samples say that it is better, else the one given."""
     start = time.perf_counter()
     try:
         tuning = Tuning(fit, seed, log)
@@ -297,21 +233,10 @@ def _held_before(tuning: Tuning, targets: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, Features]:
-    """A learning rate by the errors on the first fold, and the network trained there.
-
-    A lower rate is taken where its error is lower, a higher one where it is lower by more than its standard
-    error: near the largest rate that a network bears, one run says little of the next.
-
-    Args:
-        tuning: The folds.
-        targets: t, (N, C).
-
-    Returns:
-        The rate, and the network trained at it without the first fold.
-
-    Raises:
-        NumericalError: If no rate leads to weights that are finite.
-    """
+    """A learning rate by the errors on the first fold, and the network trained there."""
+    # targets (N, C)
+    # A lower rate is taken where its error is lower, a higher one where it is lower by more than its standard
+    # error: near the largest rate that a network bears, one run says little of the next.
     rest, held = tuning.parts(0)
     errors: dict[int, Tensor] = {}
     networks: dict[int, Features] = {}
@@ -349,18 +274,9 @@ def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, Features]:
 
 
 def _best(tuning: Tuning, kernels: list[Tensor], targets: Tensor) -> tuple[float, float, Tensor]:
-    """Lowest held-out error over ridges, the ridge, and the outputs (N, C), with one kernel a fold.
-
-    With fewer kernels than folds the error is that of the first folds, and the other outputs are zero.
-
-    Args:
-        tuning: The folds.
-        kernels: K of all samples, (N, N), one a fold.
-        targets: t, (N, C).
-
-    Returns:
-        Error, ridge, outputs.
-    """
+    """Lowest held-out error over ridges, the ridge, and the outputs (N, C), with one kernel a fold."""
+    # kernels (N, N), targets (N, C)
+    # With fewer kernels than folds the error is that of the first folds, and the other outputs are zero.
     counting = counted(tuning.fit.training_targets) & (tuning.fold < len(kernels))
     outputs = targets.new_zeros(len(RIDGES), *targets.shape)
     for k, kernel in enumerate(kernels):
@@ -372,19 +288,10 @@ def _best(tuning: Tuning, kernels: list[Tensor], targets: Tensor) -> tuple[float
 
 
 def _chosen(tuning: Tuning, kernels: list[Kernels], targets: Tensor) -> tuple[float, float, Tensor]:
-    """Weight of the body and ridge of lowest held-out error, and the outputs there, (N, C).
-
-    The weight is zero or that of the fit at the original weights, where the lower layers have seen no label;
-    where the first fold prefers zero, the kernels of the others come without the lower layers.
-
-    Args:
-        tuning: The folds.
-        kernels: Kernels at the weights trained without each fold, or without the first ones.
-        targets: t, (N, C).
-
-    Returns:
-        Weight, ridge, outputs.
-    """
+    """Weight of the body and ridge of lowest held-out error, and the outputs there, (N, C)."""
+    # targets (N, C)
+    # The weight is zero or that of the fit at the original weights, where the lower layers have seen no
+    # label; where the first fold prefers zero, the kernels of the others come without the lower layers.
     found = []
     shared = tuning.fit.body_weight if all(one.body is not None for one in kernels) else 0.0
     for weight in dict.fromkeys((0.0, shared)):

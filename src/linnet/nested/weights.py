@@ -21,19 +21,9 @@ from linnet.tangent.forward_mode import Params
 
 
 class Weights:
-    """The linear layer of an adapted network, and the directions that the layers below it move along.
+    """The linear layer of an adapted network, and the directions that the layers below it move along."""
 
-    Args:
-        prior: The kernel.
-        train: Training inputs, N examples.
-        phi: φ̃ of the training examples, (N, D).
-        system: The solved equations.
-
-    Attributes:
-        weight: W, (C, D), float64.
-        bias: b, (C,), float64.
-        directions: δ; ``None`` where the lower layers have no weight.
-    """
+    # phi (N, D)
 
     def __init__(self, prior: Prior, train: Inputs, phi: Tensor, system: DualSystem) -> None:
         self._prior = prior
@@ -47,29 +37,13 @@ class Weights:
 
     @staticmethod
     def plan(prior: Prior, outputs: int, copies: Sequence[str] = ()) -> Plan:
-        """The memory of the directions.
-
-        Args:
-            prior: The kernel.
-            outputs: C.
-            copies: What copies of them are for.
-
-        Returns:
-            Bytes, item by item.
-        """
+        """The memory of the directions."""
         features = prior.features
         heads = features.heads if prior.mixture.weight else 0
         return Directions.plan(features.function, heads, outputs, prior.memory, copies)
 
     def outputs(self, x: Inputs) -> Tensor:
-        """f(x).
-
-        Args:
-            x: T examples.
-
-        Returns:
-            (T, C), float64.
-        """
+        """f(x)."""
         mean = self._prior.features.phi(x) @ self.weight.T + self.bias
         return mean if self.directions is None else mean + self.directions.moved(x)
 

@@ -115,14 +115,9 @@ class Schedule(abc.ABC):
 
 
 class Every(Schedule):
-    """Linearize again after every K steps: fixed period iterative linearization.
+    """Linearize again after every K steps: fixed period iterative linearization."""
 
-    Args:
-        steps: K; ``None`` for never.
-
-    Source:
-        Goldwaser, Ge, algorithm 1.
-    """
+    # Source: Goldwaser, Ge, algorithm 1.
 
     def __init__(self, steps: int | None) -> None:
         self.steps = steps
@@ -314,21 +309,7 @@ class Converged(Schedule):
 
 
 def schedule_of(period: int | float | Schedule | None) -> Schedule:
-    """The schedule that a ``period=`` stands for.
-
-    Args:
-        period: K ≥ 1; ``None`` or infinity for never; or a schedule.
-
-    Returns:
-        The schedule.
-
-    Raises:
-        InputError: If it is something else.
-
-    Example:
-        >>> schedule_of(1e6), schedule_of(float("inf"))
-        (Every(1000000), Every(None))
-    """
+    """The schedule that a ``period=`` stands for."""
     if isinstance(period, Schedule):
         return period
     if period is None or (isinstance(period, float) and period == math.inf):
@@ -345,26 +326,12 @@ def schedule_of(period: int | float | Schedule | None) -> Schedule:
 
 
 def require_moment(moment: Any) -> None:
-    """Raise unless it is where training stands.
-
-    Args:
-        moment: What ``judge`` was given.
-
-    Raises:
-        InputError: If it is no ``Moment``.
-    """
+    """Raise unless it is where training stands."""
     instance("moment", moment, Moment, "a linnet.optim.Moment", "let IterativeLinearization.step make it")
 
 
 def gradient_norm(parameters: list[nn.Parameter]) -> float:
-    """The norm of all gradients together, 0 where there is none.
-
-    Args:
-        parameters: Parameters with or without ``.grad``.
-
-    Returns:
-        ‖g‖, summed in float64.
-    """
+    """The norm of all gradients together, 0 where there is none."""
     squares = [p.grad.detach().double().square().sum() for p in parameters if p.grad is not None]
     return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 

@@ -26,21 +26,7 @@ def average_of(
     expectation: str,
     settings: Settings,
 ) -> Average:
-    """An empty average.
-
-    Args:
-        function: The network.
-        likelihood: What its outputs mean.
-        structure: As in :func:`linnet.curvature`.
-        expectation: As there; "kfra" takes its recursion for the default "mc".
-        settings: Of the optimizer.
-
-    Returns:
-        The average that fits the structure.
-
-    Raises:
-        InputError: If structure and expectation are unknown or do not go together.
-    """
+    """An empty average."""
     choice("expectation", expectation, EXPECTATIONS, 'pass "mc" if unsure')
     if structure == "kfra":
         resolve("kfra", expectation, default=EXPECTATION)
@@ -51,16 +37,7 @@ def average_of(
 
 
 def require_alike(running: Average, settings: Settings, others: Any) -> None:
-    """Raise on all processes of ``torch.distributed`` unless their optimizers were made alike.
-
-    Args:
-        running: The average.
-        settings: Of the optimizer.
-        others: What else must be equal.
-
-    Raises:
-        InputError: If not; what differs is named.
-    """
+    """Raise on all processes of ``torch.distributed`` unless their optimizers were made alike."""
     e, structure = running.expectation, getattr(running, "structure", "kfra")
     # these are of each process, or told by names
     alike = settings._replace(params=None, output=None, examples=None, log=None)

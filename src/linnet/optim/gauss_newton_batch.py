@@ -26,20 +26,7 @@ from linnet.tangent.gather import copied
 
 
 def suggested_batch(examples: int, noise: float, reduction: float) -> int:
-    """The batch size at which the noise of the reduction equals the reduction.
-
-    Args:
-        examples: N.
-        noise: Standard error s/√N of the reduction.
-        reduction: q(δ) − q(0).
-
-    Returns:
-        At least N, at most 2 N: one batch is a poor judge of more.
-
-    Example:
-        >>> suggested_batch(100, noise=1.2, reduction=-1.0), suggested_batch(100, 0.5, -1.0)
-        (144, 100)
-    """
+    """The batch size at which the noise of the reduction equals the reduction."""
     if reduction == 0:
         return examples
     return min(max(examples, math.ceil(examples * (noise / reduction) ** 2)), 2 * examples)

@@ -16,19 +16,7 @@ SAVED = {"version", "tau", "zeta", "steps", "failures", "first", "curvature", "i
 
 
 def checked_state(state: Any, version: int, likelihood: str) -> Mapping[str, Any]:
-    """The saved state of a Gauss-Newton optimizer beside torch's groups and states.
-
-    Args:
-        state: What the user gave.
-        version: The version that can be read.
-        likelihood: What the outputs mean here.
-
-    Returns:
-        That part.
-
-    Raises:
-        InputError: If the state is of another optimizer.
-    """
+    """The saved state of a Gauss-Newton optimizer beside torch's groups and states."""
     own: Mapping[str, Any] | None = state.get("gauss_newton") if isinstance(state, Mapping) else None
     complete = isinstance(own, Mapping) and own.get("version") == version and set(own) >= SAVED
     if own is None or not complete:
@@ -47,18 +35,7 @@ def checked_state(state: Any, version: int, likelihood: str) -> Mapping[str, Any
 
 
 def checked_group(group: Mapping[str, Any], trained: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The parameters of a new group.
-
-    Args:
-        group: What the user gave.
-        trained: The parameters that the optimizer has.
-
-    Returns:
-        Those of the group.
-
-    Raises:
-        InputError: If a parameter is not among them, or a rate or decay is wrong.
-    """
+    """The parameters of a new group."""
     remedy = "name the group's parameters"
     instance("param_group", group, Mapping, "a dict with 'params'", remedy)
     if "params" not in group:
@@ -78,15 +55,7 @@ def checked_group(group: Mapping[str, Any], trained: Sequence[nn.Parameter]) -> 
 
 
 def check_given(closure: Any, loss: Any) -> None:
-    """Raise unless at most one of closure and loss is given, and it can be used.
-
-    Args:
-        closure: Computes loss and gradients, or ``None``.
-        loss: The mean loss, or ``None``.
-
-    Raises:
-        InputError: If it is not so.
-    """
+    """Raise unless at most one of closure and loss is given, and it can be used."""
     if closure is not None and loss is not None:
         raise InputError("closure and loss are both given", expected="one of them", remedy="drop loss=")
     if closure is not None and not callable(closure):
@@ -98,15 +67,7 @@ def check_given(closure: Any, loss: Any) -> None:
 
 
 def check_loss(name: str, loss: Any) -> None:
-    """Raise unless a loss is one real number, finite or not.
-
-    Args:
-        name: Where it comes from.
-        loss: Its value.
-
-    Raises:
-        InputError: If it is not so.
-    """
+    """Raise unless a loss is one real number, finite or not."""
     one = isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()
     if not one and (isinstance(loss, bool) or not isinstance(loss, int | float)):
         kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -116,18 +77,7 @@ def check_loss(name: str, loss: Any) -> None:
 
 
 def parameters_of(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """The parameters of a network that can be trained.
-
-    Args:
-        model: The network.
-        names: Their names.
-
-    Returns:
-        The parameters by name.
-
-    Raises:
-        InputError: If the network is a ``Linearized``, or all of them are frozen.
-    """
+    """The parameters of a network that can be trained."""
     if isinstance(model, Linearized):
         raise InputError(
             "model is linearized already", "the network itself", "pass the network, or use linnet.fit"
@@ -143,14 +93,7 @@ def parameters_of(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parame
 
 
 def check_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise if none of the parameters that are trained has a gradient.
-
-    Args:
-        parameters: The parameters by name.
-
-    Raises:
-        InputError: If there is none.
-    """
+    """Raise if none of the parameters that are trained has a gradient."""
     free = [p for p in parameters.values() if p.requires_grad]
     if free and all(p.grad is None for p in free):
         raise InputError(

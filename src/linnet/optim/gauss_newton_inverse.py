@@ -24,17 +24,11 @@ from linnet.tangent.modes import in_exact_mode
 
 @dataclass(frozen=True)
 class Factors:
-    """L ⊗ R of two inverses that were made here: a Kronecker product that need not be looked over again.
+    """L ⊗ R of two inverses that were made here: a Kronecker product that need not be looked over again."""
 
-    Args:
-        left: L.
-        right: R.
-        name: What to call the product.
-    """
-
-    left: Tensor
-    right: Tensor
-    name: str
+    left: Tensor  # L
+    right: Tensor  # R
+    name: str  # what to call the product
 
     def mm(self, v: Tensor) -> Tensor:
         """The product times v (P, K)."""
@@ -45,26 +39,14 @@ Block = Factors | StructuredOperator
 
 
 class Inverse:
-    """(G̃ + (λ + ζ)I)⁻¹ of the layers that this process has.
-
-    Args:
-        blocks: The layers' parts of the curvature, each with its inverted block.
-        space: All parameters.
-        shared: Whether the other layers are with other processes.
-    """
+    """(G̃ + (λ + ζ)I)⁻¹ of the layers that this process has."""
 
     def __init__(self, blocks: tuple[tuple[Part, Block], ...], space: ParameterSpace, shared: bool) -> None:
         self.blocks, self.space, self.shared = blocks, space, shared
 
     def times(self, g: Tensor) -> Tensor:
-        """The inverse times a gradient.
-
-        Args:
-            g: (P,), the same on all processes.
-
-        Returns:
-            (P,).
-        """
+        """The inverse times a gradient, (P,)."""
+        # g (P,)
         wide = g.to(torch.promote_types(g.dtype, torch.float32))  # factors are no narrower
         out = torch.zeros_like(wide)
         with torch.autocast(g.device.type, enabled=False):  # inverses are not for half precision
@@ -83,13 +65,7 @@ class Inverse:
 
 
 class Undamped:
-    """G̃ of one moment, from which inverses with several ζ are made.
-
-    Args:
-        curvature: G̃ of the mean loss.
-        inversion: ``"factored"`` or ``"exact"``; the eigendecompositions of the latter serve every ζ.
-        shared: Whether each process inverts some of the layers for all.
-    """
+    """G̃ of one moment, from which inverses with several ζ are made."""
 
     @in_exact_mode
     def __init__(self, curvature: Curvature, inversion: str, shared: bool) -> None:
@@ -101,30 +77,14 @@ class Undamped:
 
     @in_exact_mode
     def inverse(self, zeta: float, decays: Mapping[str, float]) -> Inverse:
-        """(G̃ + (λ + ζ)I)⁻¹.
-
-        Args:
-            zeta: ζ.
-            decays: λ of every parameter by name; a layer whose parameters differ takes the mean over its
-                entries here (and the exact λ in the quadratic model).
-
-        Returns:
-            The inverse.
-        """
+        """(G̃ + (λ + ζ)I)⁻¹."""
         made = tuple(
             (part, _inverted(part.operator, zeta + _decay(part.layer, decays))) for part in self.parts
         )
         return Inverse(made, self.space, self.shared)
 
     def restored(self, state: list[tuple[str, dict[str, Any], dict[str, Tensor]]]) -> Inverse | None:
-        """An inverse that was saved.
-
-        Args:
-            state: From :meth:`Inverse.state`.
-
-        Returns:
-            The same blocks; ``None`` if it was saved by another process, which had other layers.
-        """
+        """An inverse that was saved."""
         by_name = {name: _loaded(from_tensors(spec, tensors)) for name, spec, tensors in state}
         blocks = [(p, by_name[p.layer.name]) for p in self.parts if p.layer.name in by_name]
         complete = int(len(blocks) == len(self.parts))
@@ -134,36 +94,16 @@ class Undamped:
 
 
 def shares(parts: tuple[Part, ...], processes: int) -> dict[str, int]:
-    """Which process inverts which layer: the costliest first, each to whoever has least to do.
-
-    Args:
-        parts: The blocks.
-        processes: Their number.
-
-    Returns:
-        Layer name to rank.
-
-    Example:
-        >>> shares((), 2)
-        {}
-    """
+    """Which process inverts which layer: the costliest first, each to whoever has least to do."""
     ranks = owners([_cost(part.operator) for part in parts], processes)
     return {part.layer.name: rank for part, rank in zip(parts, ranks, strict=True)}
 
 
 def _product_in_two(part: Part, block: Factors, g: Tensor, out: Tensor, space: ParameterSpace) -> None:
-    """L [V v] R into ``out``, from weight V and bias v where they are.
-
-    No matrix is copied, and products keep the weight's widths: with the bias as one more column they would
-    have odd ones, which matrix products are slower at.
-
-    Args:
-        part: The layer.
-        block: L and R.
-        g: V and v among all parameters, (P,).
-        out: Like g.
-        space: All parameters.
-    """
+    """L [V v] R into ``out``, from weight V and bias v where they are."""
+    # g (P,)
+    # No matrix is copied, and products keep the weight's widths: with the bias as one more column they would
+    # have odd ones, which matrix products are slower at.
     left, right = block.left, block.right
     rows, d = part.layer.matrix[0], part.layer.matrix[1] - 1
     weight, bias = (space.slices[name] for name in part.layer.names)

@@ -35,21 +35,13 @@ Examples = tuple[Inputs, Tensor]
 
 @dataclass(frozen=True)
 class Network:
-    """The network that is trained, in its own mode.
+    """The network that is trained, in its own mode."""
 
-    Args:
-        model: What is called.
-        parameters: The trained parameters by name.
-        output: How to turn the result into a tensor.
-        likelihood: What it means.
-        shared: Whether sums are taken over all processes.
-    """
-
-    model: nn.Module
-    parameters: dict[str, nn.Parameter]
-    output: OutputAdapter
-    likelihood: Likelihood
-    shared: bool
+    model: nn.Module  # what is called
+    parameters: dict[str, nn.Parameter]  # the trained parameters by name
+    output: OutputAdapter  # how to turn the result into a tensor
+    likelihood: Likelihood  # what it means
+    shared: bool  # whether sums are taken over all processes
 
     def check_parameters(self, network: nn.Module) -> None:
         """Raise if a trained parameter is no longer the network's own."""
@@ -148,27 +140,14 @@ class Network:
 
 @dataclass(frozen=True)
 class Quadratic:
-    """q on a batch, along some directions.
+    """q on a batch, along some directions."""
 
-    Args:
-        slopes: ∇Eᵀ d_i, (K,), float64.
-        curved: d_iᵀ (G + diag λ) d_j, (K, K), float64.
-        squared: d_iᵀ d_j, (K, K), float64.
-    """
-
-    slopes: Tensor
-    curved: Tensor
-    squared: Tensor
+    slopes: Tensor  # ∇Eᵀ d_i, (K,), float64
+    curved: Tensor  # d_iᵀ (G + diag λ) d_j, (K, K), float64
+    squared: Tensor  # d_iᵀ d_j, (K, K), float64
 
     def best(self, tau: float) -> Tensor:
-        """The coefficients that minimize q (eq. 4.18; with two directions its 2 x 2 system).
-
-        Args:
-            tau: τ.
-
-        Returns:
-            α, (K,).
-        """
+        """The coefficients that minimize q (eq. 4.18; with two directions its 2 x 2 system), (K,)."""
         matrix = self.curved + tau * self.squared
         if len(self.slopes) > 1:
             scale = matrix.diagonal().clamp(min=torch.finfo(torch.float64).tiny).rsqrt()
@@ -182,51 +161,28 @@ class Quadratic:
         return alpha
 
     def change(self, alpha: Tensor, tau: float) -> float:
-        """q(Σ α_i d_i) − q(0).
-
-        Args:
-            alpha: (K,).
-            tau: τ.
-
-        Returns:
-            The change, negative at :meth:`best`.
-        """
+        """q(Σ α_i d_i) − q(0)."""
+        # alpha (K,)
         matrix = self.curved + tau * self.squared
         return float(alpha @ self.slopes + 0.5 * alpha @ matrix @ alpha)
 
 
 @dataclass
 class Batch:
-    """A batch at the present weights, as the frozen network sees it.
+    """A batch at the present weights, as the frozen network sees it."""
 
-    Args:
-        function: The frozen network, in evaluation mode.
-        likelihood: What its outputs mean.
-        parts: The examples.
-        decay: λ of every entry, (P,), or one number for all.
-        shared: Whether sums are taken over all processes.
-        seen: A forward pass over the one part there is, where it is at hand.
-    """
-
-    function: Functional
-    likelihood: Likelihood
-    parts: list[Examples]
-    decay: Tensor | float
-    shared: bool
-    seen: ChainPass | None = None
+    function: Functional  # the frozen network, in evaluation mode
+    likelihood: Likelihood  # what its outputs mean
+    parts: list[Examples]  # the examples
+    decay: Tensor | float  # λ of every entry, (P,), or one number for all
+    shared: bool  # whether sums are taken over all processes
+    seen: ChainPass | None = None  # A forward pass over the one part there is, where it is at hand
     products: int = 0  # J d so far
 
     @in_exact_mode
     def quadratic(self, gradient: Tensor, directions: Sequence[Tensor]) -> Quadratic:
-        """The model along directions, one product J d each.
-
-        Args:
-            gradient: ∇E, (P,).
-            directions: d_i, each (P,).
-
-        Returns:
-            The model.
-        """
+        """The model along directions, one product J d each."""
+        # gradient (P,), directions (P,)
         k = len(directions)
         bent, n = torch.zeros(k, k, dtype=torch.float64, device=gradient.device), 0
         for x, y in self.parts:
@@ -249,14 +205,8 @@ class Batch:
 
     @in_exact_mode
     def reductions(self, step: Tensor) -> tuple[float, float]:
-        """Mean and standard deviation over the examples of −(∇ℓ_nᵀδ + ½ δᵀG_nδ).
-
-        Args:
-            step: δ, (P,).
-
-        Returns:
-            Both.
-        """
+        """Mean and standard deviation over the examples of −(∇ℓ_nᵀδ + ½ δᵀG_nδ)."""
+        # step (P,)
         sums = torch.zeros(3, dtype=torch.float64, device=step.device)
         for x, y in self.parts:
             f, tangents = self._tangents(x, [step])
@@ -279,42 +229,14 @@ class Batch:
 
 
 def in_parts(pairs: Sequence[Examples], size: int | None) -> list[Examples]:
-    """Batches cut to at most ``size`` examples.
-
-    Args:
-        pairs: (x, y) pairs.
-        size: Examples at once, or ``None`` for all.
-
-    Returns:
-        The parts.
-
-    Example:
-        >>> [len(y) for _, y in in_parts([(torch.ones(5, 1), torch.ones(5))], 2)]
-        [2, 2, 1]
-    """
+    """Batches cut to at most ``size`` examples."""
     if size is None:
         return list(pairs)
     return [part for x, y in pairs for part in zip(split(x, size), split(y, size), strict=True)]
 
 
 def with_pending(pending: Sequence[Examples], x: Inputs, y: Tensor | None) -> list[Examples]:
-    """The batch of a step: what was accumulated, and what the step was given.
-
-    Args:
-        pending: (x, y) pairs.
-        x: A batch, or ``None``.
-        y: Its targets.
-
-    Returns:
-        All pairs.
-
-    Raises:
-        InputError: If there are no examples, or no targets to them.
-
-    Example:
-        >>> len(with_pending([], torch.ones(2, 1), torch.ones(2)))
-        1
-    """
+    """The batch of a step: what was accumulated, and what the step was given."""
     if x is not None and y is None:
         raise InputError("y is None", expected="targets", remedy="call step(x, y)")
     if x is not None and y is not None:
@@ -330,37 +252,15 @@ def with_pending(pending: Sequence[Examples], x: Inputs, y: Tensor | None) -> li
 
 
 def joined(parts: Sequence[Examples]) -> Examples:
-    """One batch of all parts; a part by itself is not copied.
-
-    Args:
-        parts: (x, y) pairs.
-
-    Returns:
-        x and y.
-
-    Example:
-        >>> joined([(torch.ones(1, 1), torch.ones(1)), (torch.ones(2, 1), torch.ones(2))])[1]
-        tensor([1., 1., 1.])
-    """
+    """One batch of all parts; a part by itself is not copied."""
     if len(parts) == 1:
         return parts[0]
     return concatenate([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
 def combined(directions: Sequence[Tensor], alpha: Tensor) -> Tensor:
-    """Σ α_i d_i.
-
-    Args:
-        directions: d_i, each (P,).
-        alpha: α, (K,).
-
-    Returns:
-        (P,).
-
-    Example:
-        >>> combined([torch.ones(2), torch.ones(2)], torch.tensor([1.0, 2.0]))
-        tensor([3., 3.])
-    """
+    """Σ α_i d_i, (P,)."""
+    # directions (P,), alpha (K,)
     weights = alpha.tolist()
     total: Tensor = weights[0] * directions[0]
     for w, d in zip(weights[1:], directions[1:], strict=True):
@@ -369,14 +269,7 @@ def combined(directions: Sequence[Tensor], alpha: Tensor) -> Tensor:
 
 
 def evaluated(closure: Callable[[], Any]) -> Any:
-    """The loss that a closure computes, with gradients left in ``.grad``.
-
-    Args:
-        closure: A function without arguments.
-
-    Returns:
-        What it returns, one real number.
-    """
+    """The loss that a closure computes, with gradients left in ``.grad``."""
     with torch.enable_grad():
         loss = call("closure", closure, expected="a function without arguments that gives the loss")
     check_loss("the result of closure", loss)
@@ -386,20 +279,7 @@ def evaluated(closure: Callable[[], Any]) -> Any:
 def given_gradient(
     network: Network, closure: Callable[[], Any] | None, loss: Any, n: int
 ) -> tuple[float, Tensor, int]:
-    """Loss and gradient that the user computed, from ``.grad``.
-
-    Args:
-        network: The network.
-        closure: Computes them, or ``None`` if they are there.
-        loss: The mean loss, where there is no closure.
-        n: Examples of the batch.
-
-    Returns:
-        As :meth:`Network.gradient`.
-
-    Raises:
-        InputError: If there is no number, or no parameter has a gradient.
-    """
+    """Loss and gradient that the user computed, from ``.grad``."""
     if closure is not None:
         loss = evaluated(closure)
     check_gradients(network.parameters)

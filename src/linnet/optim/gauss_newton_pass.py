@@ -36,16 +36,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class OnePass:
-    """Measures a network, by the short way where there is one.
-
-    Args:
-        network: The network that is trained.
-        running: The averaged curvature, which knows a chain when there is one.
-        raw: The network without wrappers.
-
-    Attributes:
-        seen: The pass of the last measurement, at the weights of the moment.
-    """
+    """Measures a network, by the short way where there is one."""
 
     def __init__(self, network: Network, running: Average, raw: nn.Module) -> None:
         self.network, self.running, self.raw = network, running, raw
@@ -54,19 +45,7 @@ class OnePass:
         self._proved: dict[tuple[bool, tuple[bool, ...]], bool] = {}
 
     def gradient(self, parts: list[Examples]) -> tuple[float, Tensor, int]:
-        """Mean loss, its gradient (P,) with zeros for frozen parameters, and N.
-
-        Args:
-            parts: The batch.
-
-        Returns:
-            All three.
-
-        Raises:
-            ModelError: If the network cannot take x.
-            RuntimeError: If it fails in its own mode alone.
-            TypeError: Likewise.
-        """
+        """Mean loss, its gradient (P,) with zeros for frozen parameters, and N."""
         try:
             return self._measured(parts)
         except (RuntimeError, TypeError):
@@ -92,11 +71,7 @@ class OnePass:
         return short
 
     def add(self, parts: list[Examples]) -> None:
-        """Add the batch to the curvature, with the pass if there is one.
-
-        Args:
-            parts: The batch.
-        """
+        """Add the batch to the curvature, with the pass if there is one."""
         x, y = joined(parts)
         self.running.add(x, y, shared=self.network.shared, seen=self.seen)
         self.seen = None
@@ -156,23 +131,7 @@ class OnePass:
 
 
 def chain_layers(function: Functional, likelihood: Likelihood, x: Inputs, y: Tensor) -> tuple[Layer, ...]:
-    """The layers of a feed-forward chain, proved on some examples.
-
-    Args:
-        function: The network.
-        likelihood: What its outputs mean.
-        x: Some examples.
-        y: Their targets.
-
-    Returns:
-        The layers, first to last; none if the network is no chain.
-
-    Example:
-        >>> from linnet.likelihoods import Gaussian
-        >>> function = Functional(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)))
-        >>> [layer.name for layer in chain_layers(function, Gaussian(), torch.randn(4, 2), torch.zeros(4, 1))]
-        ['0', '2']
-    """
+    """The layers of a feed-forward chain, proved on some examples."""
     try:
         matrix = choose_matrix(likelihood, "recursion", "auto")
         expectation = Expectation(likelihood, "recursion", matrix, 1, 0)

@@ -23,30 +23,15 @@ THRESHOLD = 0.75  # ρ above which the quadratic model is trusted more, and belo
 
 @dataclass(frozen=True)
 class Search:
-    """A search among dampings of one undamped curvature.
+    """A search among dampings of one undamped curvature."""
 
-    Args:
-        damping: How the dampings move.
-        undamped: G̃.
-        decays: λ of every parameter by name.
-        along: From an inverse to the directions of a step and the quadratic model along them.
-    """
-
-    damping: Damping
-    undamped: Undamped
-    decays: Mapping[str, float]
-    along: Along
+    damping: Damping  # how the dampings move
+    undamped: Undamped  # G̃
+    decays: Mapping[str, float]  # λ of every parameter by name
+    along: Along  # from an inverse to the directions of a step and the quadratic model along them
 
     def nearby(self, tau: float, zeta: float) -> tuple[float, Inverse, tuple[list[Tensor], Quadratic]]:
-        """The ζ among ωζ, ζ, ζ/ω whose direction has the lowest q at its best step size.
-
-        Args:
-            tau: τ.
-            zeta: ζ.
-
-        Returns:
-            The new ζ, its inverse, and what is along it.
-        """
+        """The ζ among ωζ, ζ, ζ/ω whose direction has the lowest q at its best step size."""
         omega, found = self.damping.decay, []
         for candidate in (omega * zeta, zeta, zeta / omega):
             inverse = self.undamped.inverse(candidate, self.decays)
@@ -56,18 +41,7 @@ class Search:
         return best, inverse, along
 
     def first(self, mean: float, reached: Reached) -> tuple[float, float, Inverse]:
-        """Dampings to start with: those of a grid whose step lowers the objective itself the most.
-
-        Args:
-            mean: Mean eigenvalue of the curvature; the grid is in units of it.
-            reached: From directions and their coefficients to the objective after that step.
-
-        Returns:
-            τ, ζ and the inverse.
-
-        Raises:
-            NumericalError: If the curvature is zero, or no step reaches a finite objective.
-        """
+        """Dampings to start with: those of a grid whose step lowers the objective itself the most."""
         if not (math.isfinite(mean) and mean > 0):
             raise NumericalError(
                 f"the mean eigenvalue of the curvature is {mean}",
@@ -94,37 +68,15 @@ class Search:
 
 
 def adapted(tau: float, rho: float, decay: float) -> float:
-    """The Levenberg-Marquardt rule: ω τ if ρ > ¾, τ / ω if ρ < ¾.
-
-    Args:
-        tau: τ.
-        rho: ρ (Botev 2020, eq. 4.21).
-        decay: ω.
-
-    Returns:
-        The new τ.
-
-    Source:
-        Botev 2020, section 4.4.1, where the print has ρ on both sides.
-
-    Example:
-        >>> adapted(1.0, 0.9, 0.5), adapted(1.0, 0.1, 0.5), adapted(1.0, 0.75, 0.5)
-        (0.5, 2.0, 1.0)
-    """
+    """The Levenberg-Marquardt rule: ω τ if ρ > ¾, τ / ω if ρ < ¾."""
+    # Source: Botev 2020, section 4.4.1, where the print has ρ on both sides.
     if rho > THRESHOLD:
         return tau * decay
     return tau / decay if rho < THRESHOLD else tau
 
 
 def hopeless(value: float) -> tuple[str, str, str]:
-    """The error's advice where there are no weights to go back to.
-
-    Args:
-        value: The loss.
-
-    Returns:
-        What was wrong, what was expected, what to do.
-    """
+    """The error's advice where there are no weights to go back to."""
     return (
         f"the loss is {value:.6g}, or its gradient not finite, and there are no better weights to go back to",
         "a finite loss and a finite gradient",

@@ -148,21 +148,7 @@ class StepReport(NamedTuple):
 
 
 def checked_damping(damping: Any) -> Damping:
-    """A damping from what the user gave.
-
-    Args:
-        damping: ``None``, a number for both τ and ζ, or a :class:`Damping`.
-
-    Returns:
-        The damping.
-
-    Raises:
-        InputError: If a value is wrong.
-
-    Example:
-        >>> checked_damping(0.1).zeta
-        0.1
-    """
+    """A damping from what the user gave."""
     if damping is None:
         return Damping()
     if not isinstance(damping, Damping):
@@ -179,17 +165,7 @@ def checked_damping(damping: Any) -> Damping:
 
 
 def checked_settings(given: GaussNewtonOptions) -> Settings:
-    """Settings from keyword arguments.
-
-    Args:
-        given: What the user gave by name.
-
-    Returns:
-        The settings.
-
-    Raises:
-        InputError: If a name is unknown or a value is wrong.
-    """
+    """Settings from keyword arguments."""
     unknown = sorted(set(given) - set(Settings._fields))
     if unknown:
         raise InputError(

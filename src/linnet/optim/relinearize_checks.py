@@ -25,18 +25,7 @@ INDEPENDENT = (
 def made_optimizer(
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer], parameters: dict[str, nn.Parameter]
 ) -> Optimizer:
-    """The optimizer of some parameters, once it is known to train exactly these.
-
-    Args:
-        make_optimizer: Makes it from a list of parameters.
-        parameters: The parameters by name.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        InputError: If it is no optimizer, or one of other parameters.
-    """
+    """The optimizer of some parameters, once it is known to train exactly these."""
     expected = "a function from a list of parameters to an optimizer"
     remedy = "pass make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1)"
     if not callable(make_optimizer):
@@ -65,19 +54,7 @@ def evaluates(optimizer: Optimizer) -> bool:
 
 
 def checked_loss(loss: Any, steps: int) -> Tensor:
-    """A closure's loss, if it can be differentiated.
-
-    Args:
-        loss: What the closure returned.
-        steps: Steps taken so far.
-
-    Returns:
-        The loss.
-
-    Raises:
-        InputError: If it is no scalar, or has no gradient.
-        NumericalError: If it is not finite.
-    """
+    """A closure's loss, if it can be differentiated."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputError(
@@ -98,17 +75,7 @@ def checked_loss(loss: Any, steps: int) -> Tensor:
 
 
 def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Make the gradients their mean over all processes, zero where one process has none.
-
-    Args:
-        parameters: The same on all processes, in one order.
-
-    Example:
-        >>> p = torch.ones(1, requires_grad=True)
-        >>> average_gradients([p])
-        >>> p.grad
-        tensor([0.])
-    """
+    """Make the gradients their mean over all processes, zero where one process has none."""
     gradients = []
     for p in parameters:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad

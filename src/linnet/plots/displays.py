@@ -64,18 +64,7 @@ class Display(Record, ABC):
 
 
 def axes_of(ax: Any) -> Axes:
-    """The axes that were given, or those of a new figure.
-
-    Args:
-        ax: matplotlib axes or None.
-
-    Returns:
-        The axes.
-
-    Raises:
-        DependencyError: matplotlib is missing.
-        InputError: ``ax`` is something else.
-    """
+    """The axes that were given, or those of a new figure."""
     try:
         from matplotlib.axes import Axes
     except ImportError as error:

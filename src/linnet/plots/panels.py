@@ -34,14 +34,7 @@ _MANY_POINTS = 1500  # a scatter beyond this is drawn as pixels
 def over_ridges(
     axes: Axes, ridges: Array, lines: Sequence[tuple[str, Array, str]], chosen: float | None = None
 ) -> None:
-    """Scores over the ridge, with the chosen one marked.
-
-    Args:
-        axes: Where to draw.
-        ridges: ρ, (R,), in any order.
-        lines: Name, scores (R,) and color of each line; the mark lies on the first.
-        chosen: The ridge that was taken.
-    """
+    """Scores over the ridge, with the chosen one marked."""
     order = np.argsort(ridges)
     x = np.asarray(ridges, dtype=float)[order]
     for name, values, color in lines:
@@ -60,13 +53,7 @@ def over_ridges(
 
 
 def reliability(axes: Axes, bins: Sequence[ReliabilityBin], color: str = ACCENT) -> None:
-    """Accuracy against confidence with 95 % intervals, beside the diagonal of perfect calibration.
-
-    Args:
-        axes: Where to draw.
-        bins: Bins of the predictions.
-        color: Of the line.
-    """
+    """Accuracy against confidence with 95 % intervals, beside the diagonal of perfect calibration."""
     x = [b.confidence for b in bins]
     axes.plot([0, 1], [0, 1], color=QUIET, linewidth=1.0, linestyle=DASHED)
     axes.fill_between(x, [b.low for b in bins], [b.high for b in bins], color=color, alpha=0.16, lw=0)
@@ -75,14 +62,7 @@ def reliability(axes: Axes, bins: Sequence[ReliabilityBin], color: str = ACCENT)
 
 
 def coverage(axes: Axes, levels: Array, observed: Array, trials: int) -> None:
-    """Shares of true values inside predictive intervals, beside the diagonal.
-
-    Args:
-        axes: Where to draw.
-        levels: Nominal levels, (L,).
-        observed: Observed shares, (L,).
-        trials: Number of values that they are shares of.
-    """
+    """Shares of true values inside predictive intervals, beside the diagonal."""
     bands = np.array([wilson_interval(share * trials, trials) for share in observed])
     axes.plot([0, 1], [0, 1], color=QUIET, linewidth=1.0, linestyle=DASHED)
     axes.fill_between(levels, bands[:, 0], bands[:, 1], color=ACCENT, alpha=0.16, linewidth=0)
@@ -95,14 +75,7 @@ def coverage(axes: Axes, levels: Array, observed: Array, trials: int) -> None:
 def spectrum(
     axes: Axes, eigenvalues: Array, ridge: tuple[float, str] | None, effective: tuple[float, str] | None
 ) -> None:
-    """Eigenvalues by rank, both on logarithmic scales.
-
-    Args:
-        axes: Where to draw.
-        eigenvalues: In any order; those below the rounding of the largest are left out, (M,).
-        ridge: The ridge of the fit and what is written at it.
-        effective: Effective degrees of freedom and what is written at them.
-    """
+    """Eigenvalues by rank, both on logarithmic scales."""
     values = positive(eigenvalues)
     rank = np.arange(1, len(values) + 1)
     axes.set(xscale="log", yscale="log", xlabel="rank", ylabel="eigenvalue")
@@ -129,14 +102,7 @@ def spectrum(
 
 
 def energy(axes: Axes, shares: Array, rows: int, top: int) -> None:
-    """Cumulative share of a target on the leading eigenvectors, beside that of random ones.
-
-    Args:
-        axes: Where to draw.
-        shares: Share of the squared norm on the first 1, ..., k eigenvectors, (k,).
-        rows: Number of all eigenvectors.
-        top: At how many of them the share is written, at most k.
-    """
+    """Cumulative share of a target on the leading eigenvectors, beside that of random ones."""
     count, share = len(shares), float(shares[top - 1])
     rank = np.arange(1, count + 1)
     axes.set(xscale="log", xlabel="leading directions", ylabel="share of the labels", ylim=(0, 1.04))
@@ -163,12 +129,7 @@ def energy(axes: Axes, shares: Array, rows: int, top: int) -> None:
 
 
 def lines(axes: Axes, drawn: Mapping[str, tuple[Array, Array]]) -> None:
-    """Functions of one variable, the first in front, with a legend where there are several.
-
-    Args:
-        axes: Where to draw.
-        drawn: Places (T,) and values (T,) by name.
-    """
+    """Functions of one variable, the first in front, with a legend where there are several."""
     for index, (name, (x, y)) in enumerate(drawn.items()):
         look: dict[str, Any] = {"marker": "o" if len(x) <= 60 else "", "markersize": 4.0, "label": name}
         color, width = (class_color(index - 1), 1.3) if index else (ACCENT, 2.0)
@@ -178,12 +139,7 @@ def lines(axes: Axes, drawn: Mapping[str, tuple[Array, Array]]) -> None:
 
 
 def histograms(axes: Axes, values: Mapping[str, Array]) -> None:
-    """Distributions over the same bins, each of area one.
-
-    Args:
-        axes: Where to draw.
-        values: Numbers (N,) by name.
-    """
+    """Distributions over the same bins, each of area one."""
     edges = np.histogram_bin_edges(np.concatenate(list(values.values())), bins=30)
     for (name, each), color in zip(values.items(), (ACCENT, DOWN, QUIET), strict=False):
         axes.hist(each, edges.tolist(), density=True, color=color, alpha=0.55, label=name)
@@ -192,31 +148,13 @@ def histograms(axes: Axes, values: Mapping[str, Array]) -> None:
 
 
 def positive(eigenvalues: Array) -> Array:
-    """Eigenvalues that are told from rounding, the largest first.
-
-    Args:
-        eigenvalues: In any order, (M,).
-
-    Returns:
-        Those above the round-off of the largest in single precision.
-
-    Example:
-        >>> positive(np.array([1e-12, 2.0, 4.0])).tolist()
-        [4.0, 2.0]
-    """
+    """Eigenvalues that are told from rounding, the largest first."""
     values = np.sort(np.asarray(eigenvalues, dtype=float))[::-1]
     return values[values > values[0] * np.finfo(np.float32).eps] if values.size else values
 
 
 def against_truth(axes: Axes, mean: Array, target: Array, std: Array | None = None) -> None:
-    """Predicted against true values, with one standard deviation where it is known.
-
-    Args:
-        axes: Where to draw.
-        mean: Predicted values, any shape; more than 1500 are drawn as pixels.
-        target: True values, the same shape.
-        std: Standard deviations, the same shape.
-    """
+    """Predicted against true values, with one standard deviation where it is known."""
     x, y = np.asarray(target, dtype=float).reshape(-1), np.asarray(mean, dtype=float).reshape(-1)
     many = len(x) > _MANY_POINTS
     ends = [float(np.nanmin([x, y])), float(np.nanmax([x, y]))] if x.size else [0.0, 1.0]
@@ -231,13 +169,7 @@ def against_truth(axes: Axes, mean: Array, target: Array, std: Array | None = No
 
 
 def influences(axes: Axes, names: Sequence[str], values: Array) -> None:
-    """Bars of what each training example adds to a prediction, the first on top.
-
-    Args:
-        axes: Where to draw.
-        names: Of the examples, (K,).
-        values: What they add, (K,).
-    """
+    """Bars of what each training example adds to a prediction, the first on top."""
     places = np.arange(len(names))[::-1]
     axes.barh(places, values, height=0.7, color=[ACCENT if value >= 0 else DOWN for value in values])
     axes.axvline(0, color=INK, linewidth=0.9)
@@ -247,15 +179,7 @@ def influences(axes: Axes, names: Sequence[str], values: Array) -> None:
 
 
 def band(axes: Axes, x: Array, mean: Array, std: Array, color: str = ACCENT) -> None:
-    """A function of one variable with two standard deviations on each side.
-
-    Args:
-        axes: Where to draw.
-        x: Places, (T,), in any order.
-        mean: Values there, (T,).
-        std: Their standard deviations, (T,).
-        color: Of the line and the band.
-    """
+    """A function of one variable with two standard deviations on each side."""
     order = np.argsort(x)
     at, middle, half = (np.asarray(part, dtype=float)[order] for part in (x, mean, 2 * np.asarray(std)))
     axes.fill_between(at, middle - half, middle + half, color=color, alpha=0.16, linewidth=0)

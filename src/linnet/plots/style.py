@@ -20,18 +20,7 @@ _CLASS_COLORS = (
 
 
 def class_color(index: int) -> str:
-    """The color of a class, the same in every figure and on the page.
-
-    Args:
-        index: Class index, not negative.
-
-    Returns:
-        A color such as ``#5b8db8``; classes beyond the tenth take hues spread by the golden angle.
-
-    Example:
-        >>> class_color(0), class_color(10) != class_color(11)
-        ('#5b8db8', True)
-    """
+    """The color of a class, the same in every figure and on the page."""
     if index < len(_CLASS_COLORS):
         return _CLASS_COLORS[index]
     import colorsys
@@ -42,19 +31,7 @@ def class_color(index: int) -> str:
 
 
 def brief(text: str, longest: int = 28) -> str:
-    """A text on one line, shortened in the middle when it is long.
-
-    Args:
-        text: Any text.
-        longest: Most characters to keep.
-
-    Returns:
-        The text to draw.
-
-    Example:
-        >>> brief("a very long name of a class", 12)
-        'a very…class'
-    """
+    """A text on one line, shortened in the middle when it is long."""
     text = " ".join(text.split())
     if len(text) <= longest:
         return text
@@ -63,25 +40,14 @@ def brief(text: str, longest: int = 28) -> str:
 
 
 def bare(axes: Axes, *sides: str) -> None:
-    """Remove spines and their ticks from axes.
-
-    Args:
-        axes: The axes.
-        sides: Any of ``"left"``, ``"bottom"``, ``"right"``, ``"top"``.
-    """
+    """Remove spines and their ticks from axes."""
     for side in sides:
         axes.spines[side].set_visible(False)
         axes.tick_params(axis="y" if side in ("left", "right") else "x", length=0)
 
 
 def percent_ticks(axes: Axes, which: str, hide: bool = False) -> None:
-    """Ticks at none, half and all, written as percentages.
-
-    Args:
-        axes: The axes.
-        which: ``"x"`` or ``"y"``.
-        hide: Whether to leave the numbers out.
-    """
+    """Ticks at none, half and all, written as percentages."""
     places = [0.0, 0.5, 1.0]
     labels = ["" if hide else f"{100 * place:.0f} %" for place in places]
     (axes.set_xticks if which == "x" else axes.set_yticks)(places, labels)
@@ -89,12 +55,7 @@ def percent_ticks(axes: Axes, which: str, hide: bool = False) -> None:
 
 
 def log_ticks(axes: Axes, which: str) -> None:
-    """Ticks at powers of ten, written without formulas, and no minor ticks.
-
-    Args:
-        axes: The axes.
-        which: ``"x"`` or ``"y"``.
-    """
+    """Ticks at powers of ten, written without formulas, and no minor ticks."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axis = axes.xaxis if which == "x" else axes.yaxis

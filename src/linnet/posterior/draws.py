@@ -23,30 +23,9 @@ BASIS_BYTES = 512 << 20  # of the bases that are held at once
 def inverse_root(
     operator: LinearOperator, z: Tensor, floor: float, tolerance: float = 1e-2, max_steps: int = 512
 ) -> Tensor:
-    """A^(−½) z for each column, by as many Lanczos steps as it takes.
-
-    Steps are doubled until the last quarter of them has changed the result by less than the tolerance.
-
-    Args:
-        operator: A, symmetric positive definite (P x P).
-        z: (P, K).
-        floor: λ, a number that no eigenvalue of A is below.
-        tolerance: Largest relative change; S draws tell a variance to √(2/S) only.
-        max_steps: Largest number of steps.
-
-    Returns:
-        (P, K).
-
-    Raises:
-        NumericalError: If the steps do not suffice.
-        MemoryBudgetError: If the basis of one column does not fit.
-
-    Example:
-        >>> from linnet.linalg import Diagonal
-        >>> inverse_root(Diagonal(torch.tensor([1.0, 4.0])), torch.tensor([[2.0], [2.0]]), floor=1.0).round()
-        tensor([[2.],
-                [1.]])
-    """
+    """A^(−½) z for each column, by as many Lanczos steps as it takes, (P, K)."""
+    # z (P, K)
+    # Steps are doubled until the last quarter of them has changed the result by less than the tolerance.
     most, one = min(max_steps, operator.shape[0]), z.shape[0] * z.element_size()
     plan = Plan(
         f"{most} Lanczos steps in {z.shape[0]} dimensions",

@@ -26,22 +26,7 @@ CG_STEPS = 500  # for each Newton step that is allowed
 
 
 class LinearModel:
-    """A network's linear model, the data that it is fitted to, and what its outputs mean.
-
-    Args:
-        function: The network at θ₀.
-        x: N examples.
-        y: Their targets.
-        likelihood: What outputs mean.
-        base: Whether f₀ is part of the outputs.
-
-    Attributes:
-        f0: The outputs at δ = 0, (N, ...), float64: f₀ or zero.
-        problem: The data, for their loss.
-
-    Raises:
-        InputError: If the targets do not fit the outputs.
-    """
+    """A network's linear model, the data that it is fitted to, and what its outputs mean."""
 
     def __init__(
         self, function: Functional, x: Inputs, y: Tensor, likelihood: Likelihood, base: bool
@@ -56,27 +41,13 @@ class LinearModel:
         self.problem = LabelProblem(function, x, self.f0, likelihood, self.y, keep=True)
 
     def start(self, x: Inputs) -> Tensor:
-        """The outputs at δ = 0 of other examples.
-
-        Args:
-            x: M examples.
-
-        Returns:
-            (M, C), outputs flattened.
-        """
+        """The outputs at δ = 0 of other examples, (M, C)."""
         f0 = self.function.check_runs(x).flatten(1)
         return f0 if self.base else torch.zeros_like(f0)
 
     def outputs(self, x: Inputs, delta: Tensor) -> Tensor:
-        """The outputs of other examples.
-
-        Args:
-            x: M examples.
-            delta: (P,), or K columns (P, K).
-
-        Returns:
-            (M, C), or (K, M, C); outputs flattened.
-        """
+        """The outputs of other examples, (M, C)."""
+        # delta (P,)
         delta = delta.to(device=self.function.device, dtype=self.function.dtype)
         with torch.no_grad():
             found = [(self.start(part), jvp_columns(self.function, part, delta)) for part in split(x, BLOCK)]
@@ -86,42 +57,20 @@ class LinearModel:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The most probable δ, with its certificate.
+    """The most probable δ, with its certificate."""
 
-    Φ is λ-strongly convex, so that the true optimum is within ‖∇Φ(δ)‖ / λ of δ.
+    # Φ is λ-strongly convex, so that the true optimum is within ‖∇Φ(δ)‖ / λ of δ.
 
-    Args:
-        delta: δ, (P,).
-        outputs: The model's outputs there, (N, ...), float64.
-        gradient_norm: ‖∇Φ(δ)‖.
-        first_norm: ‖∇Φ(0)‖.
-        distance: ‖∇Φ(δ)‖ / λ, a bound on the distance to the optimum.
-        steps: Number of Newton steps.
-    """
-
-    delta: Tensor
-    outputs: Tensor
-    gradient_norm: float
-    first_norm: float
-    distance: float
-    steps: int
+    delta: Tensor  # δ, (P,)
+    outputs: Tensor  # the model's outputs there, (N, ...), float64
+    gradient_norm: float  # ‖∇Φ(δ)‖
+    first_norm: float  # ‖∇Φ(0)‖
+    distance: float  # ‖∇Φ(δ)‖ / λ, a bound on the distance to the optimum
+    steps: int  # number of Newton steps
 
 
 def maximize(model: LinearModel, precision: float, tolerance: float, max_steps: int) -> Optimum:
-    """The most probable δ.
-
-    Args:
-        model: The linear model and its data.
-        precision: λ.
-        tolerance: Stop when ‖∇Φ‖ ≤ tolerance · ‖∇Φ(0)‖.
-        max_steps: Largest number of Newton steps.
-
-    Returns:
-        The optimum.
-
-    Raises:
-        NumericalError: If the tolerance is not reached.
-    """
+    """The most probable δ."""
     settings = CGSettings(tolerance, CG_STEPS * max_steps)
     point = PrimalNewton(model.problem, precision, settings, limit=max_steps)
     if point.stalled:

@@ -77,19 +77,12 @@ NAMED: dict[str, Newton | SVI] = {"map": Newton(), "svi": SVI(), "laplace": Newt
 
 @dataclass(frozen=True)
 class Found:
-    """Result of an inference.
+    """Result of an inference."""
 
-    Args:
-        mean: E[δ], (P,).
-        optimum: The most probable δ with its certificate, of "map" and "laplace".
-        factors: The factorized Gaussian, of "svi".
-        draws: Draws of δ, (P, S), of "laplace".
-    """
-
-    mean: Tensor
-    optimum: Optimum | None = None
-    factors: MeanField | None = None
-    draws: Tensor | None = None
+    mean: Tensor  # E[δ], (P,)
+    optimum: Optimum | None = None  # the most probable δ with its certificate, of "map" and "laplace"
+    factors: MeanField | None = None  # the factorized Gaussian, of "svi"
+    draws: Tensor | None = None  # draws of δ, (P, S), of "laplace"
 
 
 class LinearPosterior(PredictiveModel):

@@ -63,23 +63,12 @@ class SVI:
 
 @dataclass(frozen=True)
 class Climb:
-    """Maximization of a bound: Adam, with the learning rate annealed to zero along a cosine.
+    """Maximization of a bound: Adam, with the learning rate annealed to zero along a cosine."""
 
-    Args:
-        epochs: Passes over the data.
-        learning_rate: Of the first step.
-        batch_size: B, examples a step.
-        draws: Draws of the weights a step.
-
-    Example:
-        >>> Climb.of(SVI(), epochs=10).batch_size
-        128
-    """
-
-    epochs: int
-    learning_rate: float
-    batch_size: int
-    draws: int
+    epochs: int  # passes over the data
+    learning_rate: float  # of the first step
+    batch_size: int  # B, examples a step
+    draws: int  # draws of the weights a step
 
     @classmethod
     def of(cls, how: SVI, epochs: int) -> Climb:
@@ -91,21 +80,7 @@ class Climb:
     def __call__(
         self, leaves: list[Tensor], n: int, source: torch.Generator | None, step: Callable[[Tensor], float]
     ) -> tuple[float, ...]:
-        """Run it.
-
-        Args:
-            leaves: What is optimized.
-            n: N, number of examples.
-            source: Source of randomness, for the order of the examples.
-            step: Takes the indices of a mini-batch, writes ``.grad`` of the leaves (of the negative bound),
-                and returns its estimate of the bound.
-
-        Returns:
-            The average of the estimates in every epoch.
-
-        Raises:
-            NumericalError: If the bound stops being finite.
-        """
+        """Run it."""
         optimizer = torch.optim.Adam(leaves, lr=self.learning_rate)
         total, done, bounds = self.epochs * -(-n // self.batch_size), 0, []
         for _ in track(range(self.epochs), "variational inference"):
@@ -142,20 +117,8 @@ def _minibatches(n: int, size: int, source: torch.Generator | None) -> Iterator[
 
 
 def divergence(mean: Tensor, deviation: Tensor, precision: float) -> Tensor:
-    """KL(N(μ, s²) ‖ N(0, λ⁻¹ I)) in nats.
-
-    Args:
-        mean: μ, (P,).
-        deviation: s, (P,).
-        precision: λ.
-
-    Returns:
-        (), float64.
-
-    Example:
-        >>> float(divergence(torch.zeros(3), torch.ones(3), precision=1.0))
-        0.0
-    """
+    """KL(N(μ, s²) ‖ N(0, λ⁻¹ I)) in nats."""
+    # mean (P,), deviation (P,)
     mean, variance = mean.double(), deviation.double().square()
     # ½ Σ [λ (μ² + s²) − 1 − log λ s²]
     return 0.5 * (precision * (mean.square() + variance) - 1 - (precision * variance).log()).sum()
@@ -163,32 +126,16 @@ def divergence(mean: Tensor, deviation: Tensor, precision: float) -> Tensor:
 
 @dataclass(frozen=True)
 class MeanField:
-    """A factorized Gaussian.
+    """A factorized Gaussian."""
 
-    Args:
-        mean: μ, (P,).
-        deviation: s, (P,).
-        bounds: Estimates of the bound, epoch by epoch.
-    """
-
-    mean: Tensor
-    deviation: Tensor
-    bounds: tuple[float, ...]
+    mean: Tensor  # μ, (P,)
+    deviation: Tensor  # s, (P,)
+    bounds: tuple[float, ...]  # estimates of the bound, epoch by epoch
 
 
 @torch.no_grad()
 def mean_field(model: LinearModel, precision: float, how: SVI, source: torch.Generator | None) -> MeanField:
-    """Climb the bound.
-
-    Args:
-        model: The linear model and its data.
-        precision: λ.
-        how: How.
-        source: Source of randomness.
-
-    Returns:
-        The factorized Gaussian.
-    """
+    """Climb the bound."""
     function, likelihood = model.function, model.likelihood
     mean = torch.zeros(function.space.dim, dtype=function.dtype, device=function.device)
     start = START if how.deviation is None else math.log(math.expm1(how.deviation))
@@ -217,18 +164,7 @@ def mean_field(model: LinearModel, precision: float, how: SVI, source: torch.Gen
 def bound(
     model: LinearModel, found: MeanField, precision: float, samples: int, source: torch.Generator | None
 ) -> Estimate:
-    """The bound on the log evidence over all of the data.
-
-    Args:
-        model: The linear model and its data.
-        found: q.
-        precision: λ.
-        samples: Draws of the weights.
-        source: Source of randomness.
-
-    Returns:
-        The estimate with its standard error.
-    """
+    """The bound on the log evidence over all of the data."""
     fitted = []
     for _ in range(samples):
         noise = normal(found.mean.shape, source, found.mean.dtype, found.mean.device)

@@ -11,21 +11,7 @@ _SURE = 1e-3  # how far the probabilities of an example may sum from one
 
 
 def exclusive(p: Tensor) -> Tensor:
-    """Probabilities of classes that exclude each other, a row per example.
-
-    Args:
-        p: Probabilities in a network's own layout; of one output they are those of the second class.
-
-    Returns:
-        (N, C), C at least 2.
-
-    Raises:
-        InputError: An example has several positions, or several labels.
-
-    Example:
-        >>> exclusive(torch.tensor([[0.25]]))
-        tensor([[0.7500, 0.2500]])
-    """
+    """Probabilities of classes that exclude each other, a row per example, (N, C)."""
     if p.ndim == 2 and p.shape[1] == 1:
         p = torch.cat([1 - p, p], 1)
     if p.ndim != 2 or bool(((p.sum(1) - 1).abs() > _SURE).any()):

@@ -201,16 +201,8 @@ class GaussianPredictive(Predictive):
 
 
 def add_noise(outputs: GaussianPredictive, noise: Tensor, targets: TargetModel) -> GaussianPredictive:
-    """The distribution with independent noise added to every output.
-
-    Args:
-        outputs: The distribution of the outputs.
-        noise: Variance of the noise, (N, C).
-        targets: How targets are distributed, given outputs with noise.
-
-    Returns:
-        The distribution; its covariance is computed when it is requested.
-    """
+    """The distribution with independent noise added to every output."""
+    # noise (N, C)
 
     def covariance() -> Tensor:
         full = outputs.full

@@ -19,17 +19,11 @@ from linnet.predictive.noise import Noise
 
 @dataclass(frozen=True)
 class Labels(TargetModel):
-    """Targets under a likelihood, one or several positions an example.
+    """Targets under a likelihood, one or several positions an example."""
 
-    Args:
-        likelihood: The likelihood.
-        shape: Shape of the outputs of one example; they are flattened elsewhere.
-        link: How class probabilities are made.
-    """
-
-    likelihood: Likelihood
-    shape: tuple[int, ...]
-    link: Link
+    likelihood: Likelihood  # the likelihood
+    shape: tuple[int, ...]  # shape of the outputs of one example; they are flattened elsewhere
+    link: Link  # how class probabilities are made
 
     def probs(self, outputs: GaussianPredictive) -> Tensor:
         """Class probabilities in the network's own layout, by the link."""
@@ -80,12 +74,7 @@ class Labels(TargetModel):
 
     @property
     def needs_covariance(self) -> bool:
-        """Whether a density or class probabilities look at more than variances.
-
-        Example:
-            >>> Labels(Categorical(), (3,), Link("bridge")).needs_covariance
-            True
-        """
+        """Whether a density or class probabilities look at more than variances."""
         if isinstance(self.likelihood, Categorical):
             return not self.link.diagonal
         return isinstance(self.likelihood, Custom) or not isinstance(self.likelihood, Bernoulli | Gaussian)
@@ -105,13 +94,6 @@ class Labels(TargetModel):
 
 
 def independent(mean: Tensor, variance: Tensor) -> GaussianPredictive:
-    """A distribution of targets, their noise included, whose outputs are independent.
-
-    Args:
-        mean: (N, C).
-        variance: (N, C).
-
-    Returns:
-        The distribution.
-    """
+    """A distribution of targets, their noise included, whose outputs are independent."""
+    # mean (N, C), variance (N, C)
     return GaussianPredictive(mean, lambda: torch.diag_embed(variance), Noise(0.0), variance=variance)

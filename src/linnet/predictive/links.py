@@ -35,20 +35,11 @@ SEED = 0  # of the draws behind a density, the same for all hyper-parameters tha
 
 @dataclass(frozen=True)
 class Link:
-    """Approximations of class probabilities.
+    """Approximations of class probabilities."""
 
-    Args:
-        kind: "probit", "pairwise", "bridge" or "mc".
-        samples: Draws of "mc".
-        seed: Source of randomness of "mc".
-
-    Raises:
-        InputError: If the kind is unknown, or samples is not positive.
-    """
-
-    kind: str = "probit"
-    samples: int = 1000
-    seed: Seed = None
+    kind: str = "probit"  # "probit", "pairwise", "bridge" or "mc"
+    samples: int = 1000  # draws of "mc"
+    seed: Seed = None  # source of randomness of "mc"
 
     def __post_init__(self) -> None:
         choice("link", self.kind, LINKS)
@@ -62,35 +53,15 @@ class Link:
 
 
 def positions(likelihood: Likelihood, shape: Sequence[int]) -> Tensor:
-    """Where the components of each position are among flattened outputs.
-
-    Args:
-        likelihood: What the outputs mean.
-        shape: Shape of the outputs of one example, (...).
-
-    Returns:
-        (T, C) indices.
-
-    Example:
-        >>> positions(Categorical(), (2, 3)).tolist()
-        [[0, 3], [1, 4], [2, 5]]
-    """
+    """Where the components of each position are among flattened outputs, (T, C)."""
     each = torch.arange(math.prod(shape)).reshape(tuple(shape) or (1,))
     axis = likelihood.axis - 1 if likelihood.axis > 0 else each.ndim + likelihood.axis
     return each.movedim(axis, -1).reshape(-1, each.shape[axis])
 
 
 def marginals(mean: Tensor, spread: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of every position as an example of its own.
-
-    Args:
-        mean: (N, K).
-        spread: (N, K, K), or variances (N, K).
-        places: (T, C).
-
-    Returns:
-        (N·T, C), and (N·T, C, C) or (N·T, C).
-    """
+    """Mean and covariance of every position as an example of its own, (N·T, C)."""
+    # mean (N, K), spread (N, K, K), places (T, C)
     if places.shape[0] == 1 and torch.equal(places[0], torch.arange(places.shape[1])):
         return mean, spread
     own = mean[:, places].flatten(0, 1)
@@ -102,18 +73,8 @@ def marginals(mean: Tensor, spread: Tensor, places: Tensor) -> tuple[Tensor, Ten
 def class_probabilities(
     likelihood: Likelihood, mean: Tensor, spread: Tensor, shape: Sequence[int], link: Link
 ) -> Tensor:
-    """Probabilities of classes, for Gaussian outputs.
-
-    Args:
-        likelihood: Categorical or Bernoulli.
-        mean: (N, K), outputs flattened.
-        spread: (N, K, K), or variances (N, K) where these are enough.
-        shape: Shape of the outputs of one example.
-        link: How.
-
-    Returns:
-        (N, *shape).
-    """
+    """Probabilities of classes, for Gaussian outputs, (N, *shape)."""
+    # mean (N, K), spread (N, K, K)
     if isinstance(likelihood, Bernoulli):
         return _yes_or_no(mean, spread, link).reshape(len(mean), *shape)
     places = positions(likelihood, shape)
@@ -184,14 +145,8 @@ def _draws(mean: Tensor, covariance: Tensor, n: int, seed: Seed) -> Tensor:
 
 
 def symmetric_root(covariance: Tensor) -> Tensor:
-    """V √λ, also of singular matrices, with rounding errors below zero removed.
-
-    Args:
-        covariance: (..., C, C).
-
-    Returns:
-        A root of the same shape, at least in float32.
-    """
+    """V √λ, also of singular matrices, with rounding errors below zero removed."""
+    # covariance (..., C, C)
     values, vectors = torch.linalg.eigh(covariance.to(torch.promote_types(covariance.dtype, torch.float32)))
     root: Tensor = vectors * values.clamp_min(0).sqrt()[..., None, :]
     return root
@@ -205,22 +160,10 @@ def log_density(
     shape: Sequence[int],
     link: Link,
 ) -> Tensor:
-    """The log predictive density of labels, summed over positions and components, each by its marginal.
-
-    Closed forms for classes and for Gaussian noise; for all others the average over ``link.samples`` draws of
-    the outputs, the same draws at every call unless the link has a generator.
-
-    Args:
-        likelihood: What the outputs mean.
-        mean: (N, K), outputs flattened.
-        spread: (N, K, K), or variances (N, K).
-        y: Labels, as the likelihood wants them.
-        shape: Shape of the outputs of one example.
-        link: Approximations of class probabilities.
-
-    Returns:
-        (N,), differentiable in mean and spread.
-    """
+    """The log predictive density of labels, summed over positions and components, each by its marginal."""
+    # mean (N, K), spread (N, K, K)
+    # Closed forms for classes and for Gaussian noise; for all others the average over `link.samples` draws of
+    # the outputs, the same draws at every call unless the link has a generator.
     n = len(mean)
     if isinstance(likelihood, Categorical | Bernoulli):
         p = class_probabilities(likelihood, mean, spread, shape, link)

@@ -18,36 +18,20 @@ from linnet.tangent.batch import check_finite
 
 @dataclass(frozen=True)
 class Noise(TargetModel):
-    """Gaussian noise about the outputs.
+    """Gaussian noise about the outputs."""
 
-    Args:
-        variance: σ², of a target about f; a number, or (N, C).
-        temperature: T of the softmax that turns outputs into class probabilities, ``None`` for regression.
-        variance_scale: s, what the variance of outputs is multiplied with before it moderates probabilities.
-        seen: Classes that are possible; ``None`` for all.
-    """
-
-    variance: float | Tensor
+    variance: float | Tensor  # σ², of a target about f; a number, or (N, C)
+    # T of the softmax that turns outputs into class probabilities, `None` for regression
     temperature: float | None = None
+    # s, what the variance of outputs is multiplied with before it moderates probabilities
     variance_scale: float = 1.0
-    seen: Tensor | None = None
+    seen: Tensor | None = None  # classes that are possible; ``None`` for all
 
     def probs(self, outputs: GaussianPredictive) -> Tensor:
-        """Class probabilities (N, C): the softmax with uncertain outputs shrunk toward each other.
-
-        softmax(μ / (T √(1 + π/8 · s v / T²))) for mean μ and v the mean variance of the example's
-        outputs (MacKay 1992), so that the most probable class is that of the largest mean. T and s are
-        fitted to leave-one-out predictions.
-
-        Args:
-            outputs: The distribution of the outputs.
-
-        Returns:
-            The probabilities.
-
-        Raises:
-            InputError: For regression.
-        """
+        """Class probabilities (N, C): the softmax with uncertain outputs shrunk toward each other."""
+        # softmax(μ / (T √(1 + π/8 · s v / T²))) for mean μ and v the mean variance of the example's outputs
+        # (MacKay 1992), so that the most probable class is that of the largest mean. T and s are fitted to
+        # leave-one-out predictions.
         if self.temperature is None:
             raise InputError(
                 "a regression has no class probabilities",

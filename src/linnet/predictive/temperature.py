@@ -16,17 +16,8 @@ NATS = 1.0  # that another scale than one must gain
 def probabilities(
     mean: Tensor, variance: Tensor | None, temperature: float, seen: Tensor | None = None
 ) -> Tensor:
-    """Softmax of outputs at temperature T, moderated by their variance.
-
-    Args:
-        mean: (N, C).
-        variance: (N, C), or ``None`` for certain outputs.
-        temperature: T.
-        seen: Classes that are possible; the others have the probability zero. All by default.
-
-    Returns:
-        (N, C), rows sum to one; (N, 2) for one output, the log odds of the second class.
-    """
+    """Softmax of outputs at temperature T, moderated by their variance."""
+    # mean (N, C), variance (N, C)
     if mean.shape[1] == 1:
         # softmax(−f/2, f/2) = (σ(−f), σ(f)), with the variance of f itself
         scaled = mean / temperature
@@ -44,19 +35,10 @@ def probabilities(
 
 
 def fit_temperature(outputs: Tensor, labels: Tensor, variance: Tensor | None = None) -> float:
-    """The temperature that makes held-out outputs most likely, with one more example of no class.
-
-    Without that example, N right predictions would ask for T = 0 and claim certainty; with it they
-    claim about what N right predictions can show (the rule of succession).
-
-    Args:
-        outputs: Held-out (leave-one-out) outputs (N, C).
-        labels: Classes (N,).
-        variance: Their variances (N, C), if known.
-
-    Returns:
-        T, found by a grid over ten e-foldings (four decades) and a golden-section refinement.
-    """
+    """The temperature that makes held-out outputs most likely, with one more example of no class."""
+    # outputs (N, C), labels (N,), variance (N, C)
+    # Without that example, N right predictions would ask for T = 0 and claim certainty; with it they claim
+    # about what N right predictions can show (the rule of succession).
     outputs, labels, *rest = searched(outputs, labels, *([] if variance is None else [variance]))
     variance = rest[0] if rest else None
     scale = float(outputs.double().std()) + 1e-12
@@ -70,27 +52,12 @@ def fit_temperature(outputs: Tensor, labels: Tensor, variance: Tensor | None = N
 
 
 def fit_moderation(outputs: Tensor, labels: Tensor, variance: Tensor) -> tuple[float, float]:
-    """The temperature and the scale of the variance that make held-out outputs most likely.
-
-    The variance comes from Gaussian noise on targets of 0 and α. Where it is large, the outputs of all
-    classes are as uncertain as they differ, and no temperature makes softmax(μ / √(T² + π/8 v)) certain of
-    anything. So s v takes the place of v if one of a few s < 1 gains more than the one nat that a further
-    parameter may cost (Akaike).
-
-    Args:
-        outputs: Held-out (leave-one-out) outputs (N, C).
-        labels: Classes (N,).
-        variance: Their variances (N, C).
-
-    Returns:
-        T and s.
-
-    Example:
-        >>> outputs = torch.tensor([[3.0, 0.0], [0.0, 3.0], [3.0, 0.0], [0.0, 3.0], [1.0, 0.0], [1.0, 0.0]])
-        >>> labels = torch.tensor([0, 1, 0, 1, 0, 1])
-        >>> fit_moderation(outputs, labels, torch.full((6, 2), 1e3))[1] < 1
-        True
-    """
+    """The temperature and the scale of the variance that make held-out outputs most likely."""
+    # outputs (N, C), labels (N,), variance (N, C)
+    # The variance comes from Gaussian noise on targets of 0 and α. Where it is large, the outputs of all
+    # classes are as uncertain as they differ, and no temperature makes softmax(μ / √(T² + π/8 v)) certain of
+    # anything. So s v takes the place of v if one of a few s < 1 gains more than the one nat that a further
+    # parameter may cost (Akaike).
     outputs, labels, variance = searched(outputs, labels, variance)
     found = []
     for scale in SCALES:

@@ -121,16 +121,8 @@ class _State:
 
 @one_leads
 def relative_residual(operator: LinearOperator, x: Tensor, b: Tensor) -> float:
-    """The largest ‖b − A x‖ / ‖b‖ over the columns, subtracted and measured in float64.
-
-    Args:
-        operator: A (m x n).
-        x: (n, K).
-        b: (m, K).
-
-    Returns:
-        The residual; for a column b = 0 it is that of its absolute value.
-    """
+    """The largest ‖b − A x‖ / ‖b‖ over the columns, subtracted and measured in float64."""
+    # x (n, K), b (m, K)
     if b.shape[1] == 0:
         return 0.0
     wide = torch.float32 if b.device.type == "mps" else torch.float64
@@ -161,20 +153,7 @@ def checked_steps(
     tolerance: float,
     max_steps: int | None,
 ) -> int:
-    """The step limit of conjugate gradients, after checking the arguments.
-
-    Args:
-        operator: A (n x n).
-        preconditioner: An approximation of A⁻¹, or None.
-        tolerance: Relative tolerance.
-        max_steps: The limit, or None for 10 n.
-
-    Returns:
-        The limit.
-
-    Raises:
-        InputError: An argument does not fit.
-    """
+    """The step limit of conjugate gradients, after checking the arguments."""
     require_square(operator)
     like = operator.shape, operator.dtype, operator.device
     if preconditioner is not None:
@@ -189,19 +168,7 @@ def checked_steps(
 
 
 def checked_limits(tolerance: float, max_steps: int | None, default: int) -> int:
-    """The step limit of an iteration, after checking it and the tolerance.
-
-    Args:
-        tolerance: Relative tolerance, positive.
-        max_steps: The limit, at least 1, or None.
-        default: The limit for None.
-
-    Returns:
-        The limit.
-
-    Raises:
-        InputError: One is out of range.
-    """
+    """The step limit of an iteration, after checking it and the tolerance."""
     number("tolerance", tolerance, above=0, below=1)
     if max_steps is not None:
         integer("max_steps", max_steps)

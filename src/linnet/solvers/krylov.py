@@ -22,19 +22,12 @@ from linnet.solvers.led import one_leads
 
 @dataclass(frozen=True)
 class Krylov:
-    """A symmetric positive semi-definite A seen through a Krylov space.
+    """A symmetric positive semi-definite A seen through a Krylov space."""
 
-    Args:
-        basis: Q (n, r), orthonormal columns.
-        projected: H = Qᵀ A Q (r, r), float64.
-        block: b, the size of the last block.
-        products: Number of products of A with a block.
-    """
-
-    basis: Tensor
-    projected: Tensor
-    block: int
-    products: int
+    basis: Tensor  # Q (n, r), orthonormal columns
+    projected: Tensor  # H = Qᵀ A Q (r, r), float64
+    block: int  # b, the size of the last block
+    products: int  # number of products of A with a block
 
     @property
     def trace(self) -> float:
@@ -42,28 +35,15 @@ class Krylov:
         return float(self.projected.diagonal().sum())
 
     def ritz(self) -> tuple[Tensor, Tensor]:
-        """The Galerkin form A ≈ (QE) diag(h) (QE)ᵀ.
-
-        For ρ > 0, (QE) diag(1/(h + ρ)) (QE)ᵀ is at most (A + ρI)⁻¹ in the order of symmetric matrices.
-
-        Returns:
-            h (r,) and E (r, r), float64.
-        """
+        """The Galerkin form A ≈ (QE) diag(h) (QE)ᵀ."""
+        # For ρ > 0, (QE) diag(1/(h + ρ)) (QE)ᵀ is at most (A + ρI)⁻¹ in the order of symmetric matrices.
         values, vectors = eigh(self.projected, "the projected operator")
         return values.clamp_min(0), vectors
 
     def nystrom(self, rounding: float | None = None) -> tuple[Tensor, Tensor]:
-        """The Nyström form A Ω (Ωᵀ A Ω)⁻¹ Ωᵀ A = (QE) diag(s) (QE)ᵀ, at most A.
-
-        Ω is Q without its last block, so that A Ω = Q C with the C known from H; all of Q where Q fills the
-        space.
-
-        Args:
-            rounding: Relative error of the products with A; None for that of its type.
-
-        Returns:
-            s (r,) and E (r, r), float64.
-        """
+        """The Nyström form A Ω (Ωᵀ A Ω)⁻¹ Ωᵀ A = (QE) diag(s) (QE)ᵀ, at most A."""
+        # Ω is Q without its last block, so that A Ω = Q C with the C known from H; all of Q where Q fills the
+        # space.
         n, r = self.basis.shape
         if r == n:
             return self.ritz()
@@ -83,30 +63,9 @@ class Krylov:
 def krylov(
     operator: LinearOperator, block: int, rank: int, enough: float = math.inf, seed: Seed = None
 ) -> Krylov:
-    """A Krylov space of at most ``rank`` dimensions.
-
-    Costs one product of A with ``block`` columns for each block, and memory for the basis and three blocks.
-    Eigenvalues that occur up to ``block`` times are found. Stops early when tr Qᵀ A Q reaches ``enough``.
-
-    Args:
-        operator: A, symmetric positive semi-definite (n x n).
-        block: b, the number of random start columns.
-        rank: Largest dimension, rounded to whole blocks, at least two of them.
-        enough: The trace of A, less what may be left out.
-        seed: Seed or generator of the start columns.
-
-    Returns:
-        The space and A in it.
-
-    Raises:
-        InputError: The operator is not square, or block or rank is less than 1.
-
-    Example:
-        >>> from linnet.linalg import Diagonal
-        >>> space = krylov(Diagonal(torch.tensor([4.0, 1.0, 0.0])), block=1, rank=3, seed=0)
-        >>> space.ritz()[0].round().abs()
-        tensor([0., 1., 4.], dtype=torch.float64)
-    """
+    """A Krylov space of at most ``rank`` dimensions."""
+    # Costs one product of A with `block` columns for each block, and memory for the basis and three blocks.
+    # Eigenvalues that occur up to `block` times are found. Stops early when tr Qᵀ A Q reaches `enough`.
     n = require_square(operator, factored=True).shape[0]
     block, rank = min(integer("block", block), n), integer("rank", rank)
     # whole blocks, so that A maps all but the last into the space

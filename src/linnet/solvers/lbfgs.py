@@ -16,21 +16,7 @@ HISTORY = 20  # pairs kept: as many as there are hyper-parameters in most priors
 def minimize(
     objective: Callable[[Tensor], tuple[float, Tensor]], start: Tensor, steps: int
 ) -> tuple[Tensor, float, int, bool]:
-    """Minimize a smooth function by L-BFGS with a line search by the strong Wolfe conditions.
-
-    Args:
-        objective: From a point to its value and gradient.
-        start: The first point, float64.
-        steps: Most evaluations.
-
-    Returns:
-        The best point seen, its value, the number of evaluations, and whether the search came to rest.
-
-    Example:
-        >>> point, *_ = minimize(lambda x: (float((x**2).sum()), 2 * x), torch.ones(2).double(), 50)
-        >>> bool(point.abs().max() < 1e-6)
-        True
-    """
+    """Minimize a smooth function by L-BFGS with a line search by the strong Wolfe conditions."""
     point = start.detach().clone().requires_grad_()
     best: tuple[float, Tensor] = (math.inf, point.detach().clone())
     count = 0

@@ -47,21 +47,7 @@ class _Leading(LinearOperator):
 
 
 def led(matrix: LinearOperator, solve: Callable[[LinearOperator], R], share: Share) -> R:
-    """The solution of a solver, the same on all processes.
-
-    Args:
-        matrix: A symmetric matrix, whose products all processes make together, or each by itself.
-        solve: From something that multiplies with it to tensors and numbers.
-        share: This process among the others.
-
-    Returns:
-        The solution.
-
-    Example:
-        >>> from linnet.linalg import Diagonal
-        >>> led(Diagonal(torch.ones(1)), lambda matrix: matrix.mm(torch.ones(1, 1)), Share())
-        tensor([[1.]])
-    """
+    """The solution of a solver, the same on all processes."""
     if share.world == 1:
         return solve(matrix)
     found: R | None = None
@@ -78,19 +64,7 @@ def led(matrix: LinearOperator, solve: Callable[[LinearOperator], R], share: Sha
 
 
 def one_leads(solver: F) -> F:
-    """A solver that the first process leads inside :func:`linnet.distributed.sharing`.
-
-    Args:
-        solver: A function whose first argument is a symmetric operator.
-
-    Returns:
-        The same function for a process that computes alone.
-
-    Example:
-        >>> from linnet.linalg import Diagonal
-        >>> one_leads(lambda matrix: matrix.mm(torch.ones(1, 1)))(Diagonal(torch.ones(1)))
-        tensor([[1.]])
-    """
+    """A solver that the first process leads inside ``linnet.distributed.sharing``."""
 
     @functools.wraps(solver)
     def solved(operator: LinearOperator, *args: Any, **kwargs: Any) -> Any:

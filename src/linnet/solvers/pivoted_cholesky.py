@@ -14,31 +14,12 @@ from linnet.params import integer
 def pivoted_cholesky(
     diagonal: Tensor, row: Callable[[int], Tensor], rank: int, tolerance: float = 0.0
 ) -> Tensor:
-    """L with L Lᵀ ≈ K, from the diagonal of K and ``rank`` of its rows.
-
-    Each step takes the row whose diagonal entry is the least explained.
-
-    Args:
-        diagonal: The diagonal of K (n,), not negative.
-        row: A function that gives row i of K, (n,).
-        rank: Largest number of rows.
-        tolerance: Stop when what is left of the trace is below this share of it.
-
-    Returns:
-        L (n, r), float64; K − L Lᵀ is positive semi-definite.
-
-    Raises:
-        InputError: ``rank`` is less than 1, or the diagonal is negative.
-
-    Source:
-        Gardner et al. 2018, section 4.1, use it as the preconditioner (L Lᵀ + σ²I)⁻¹ of a Gaussian process.
-
-    Example:
-        >>> K = torch.tensor([[4.0, 2.0], [2.0, 1.0]])
-        >>> pivoted_cholesky(K.diagonal(), lambda i: K[i], rank=2)
-        tensor([[2.],
-                [1.]], dtype=torch.float64)
-    """
+    """L with L Lᵀ ≈ K, from the diagonal of K and ``rank`` of its rows, (n, r)."""
+    # diagonal (n,), row (n,)
+    # Each step takes the row whose diagonal entry is the least explained.
+    #
+    # Source: Gardner et al. 2018, section 4.1, use it as the preconditioner (L Lᵀ + σ²I)⁻¹ of a Gaussian
+    # process.
     rank = integer("rank", rank)
     if not bool((diagonal >= 0).all()):
         raise InputError("the diagonal has a negative entry", "that of a kernel", "check that K is symmetric")

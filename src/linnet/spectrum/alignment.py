@@ -135,19 +135,12 @@ def kernel_norm_bound(
 
 @dataclass(frozen=True)
 class _Task:
-    """The function to differentiate, and its targets.
+    """The function to differentiate, and its targets."""
 
-    Args:
-        function: The network.
-        x: N examples.
-        c: Number of its outputs.
-        form: Which kernel.
-    """
-
-    function: Functional
-    x: Inputs
-    c: int
-    form: Form
+    function: Functional  # the network
+    x: Inputs  # N examples
+    c: int  # number of its outputs
+    form: Form  # which kernel
 
     @property
     def copies(self) -> int:
@@ -229,16 +222,10 @@ def _terms(task: _Task, x: Inputs, t: Tensor, gradients: _Gradients) -> Iterator
 
 
 class _Gradients:
-    """Per-example gradients of a block of examples, differentiated a few examples at a time.
+    """Per-example gradients of a block of examples, differentiated a few examples at a time."""
 
-    The product with the targets wants many rows, since it reads and writes all their sums; derivatives want
-    few, so that their memory is small enough to be used again rather than asked of the system anew.
-
-    Args:
-        task: What is differentiated.
-        chunk: Examples differentiated at once.
-        block: Examples of the largest block.
-    """
+    # The product with the targets wants many rows, since it reads and writes all their sums; derivatives want
+    # few, so that their memory is small enough to be used again rather than asked of the system anew.
 
     def __init__(self, task: _Task, chunk: int, block: int) -> None:
         self.task, self.chunk, self.block = task, chunk, block
@@ -289,17 +276,11 @@ def _cotangents(task: _Task, t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of blocks and chunks.
+    """Sizes of blocks and chunks."""
 
-    Args:
-        group: Targets in one pass.
-        block: Examples in one product with the targets.
-        chunk: Examples differentiated at once.
-    """
-
-    group: int
-    block: int
-    chunk: int
+    group: int  # targets in one pass
+    block: int  # examples in one product with the targets
+    chunk: int  # examples differentiated at once
 
 
 def _sizes(task: _Task, values: FunctionValues, memory: str | int | None) -> _Sizes:

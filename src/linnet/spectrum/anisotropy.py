@@ -173,22 +173,9 @@ def anisotropy_directions(
 
 
 class MixedDerivative(Bidirectional):
-    """M = E ∇²_{x,θ} f₀(x), from input space to parameter space, as products in both directions.
+    """M = E ∇²_{x,θ} f₀(x), from input space to parameter space, as products in both directions."""
 
-    Args:
-        function: The network.
-        points: Inputs (N, *shape) over which the mean is taken.
-        kind: ``"trace"`` for the derivatives of the C outputs one below the other (C·P rows, D columns),
-            ``"sum"`` for that of their sum (P rows), ``"full"`` for side by side (P rows, C·D columns).
-
-    Example:
-        >>> from linnet.tangent.functional import Functional
-        >>> M = MixedDerivative(Functional(nn.Linear(2, 1)), torch.zeros(1, 2), "trace")
-        >>> M.dense()
-        tensor([[1., 0.],
-                [0., 1.],
-                [0., 0.]])
-    """
+    # points (N, *shape)
 
     def __init__(self, function: Functional, points: Tensor, kind: Form) -> None:
         self.function, self.points, self.kind = function, points, kind
@@ -208,11 +195,7 @@ class MixedDerivative(Bidirectional):
         return torch.cat([self._backward(part) for part in w.split(COLUMNS, dim=1)], 1)
 
     def check(self) -> None:
-        """Raise if the derivative does not exist, or vanishes on a random vector.
-
-        Raises:
-            ModelError: If the network cannot be differentiated twice, or M v is zero or not finite.
-        """
+        """Raise if the derivative does not exist, or vanishes on a random vector."""
         v = normal((self.shape[1], 1), 0, self.dtype, self.device)
         name = f"model ({type(self.function.model).__name__})"
         try:
@@ -229,11 +212,7 @@ class MixedDerivative(Bidirectional):
             )
 
     def mismatch(self) -> float:
-        """Distance of M v from central differences of gradients, for a random v, in double precision.
-
-        Returns:
-            ‖M v − difference‖ / ‖M v‖; infinite if only M v is zero.
-        """
+        """Distance of M v from central differences of gradients, for a random v, in double precision."""
         v = normal((self.shape[1], 1), 0, self.dtype, self.device)
         n = self.points.shape[0]
         parts = [v.new_zeros(self.function.space.dim) for _ in range(self.outputs)]

@@ -16,15 +16,10 @@ from linnet.errors import DataError, InputError
 
 @dataclass(frozen=True)
 class FunctionValues:
-    """T functions on N examples.
+    """T functions on N examples."""
 
-    Args:
-        values: (N, Q, T), Q = C for vector-valued functions and 1 for scalar ones.
-        single: Whether the caller gave one function without an axis of functions.
-    """
-
-    values: Tensor
-    single: bool
+    values: Tensor  # (N, Q, T), Q = C for vector-valued functions and 1 for scalar ones
+    single: bool  # whether the caller gave one function without an axis of functions
 
     @property
     def flat(self) -> Tensor:
@@ -36,38 +31,16 @@ class FunctionValues:
         return self.values.double().square().sum((0, 1)) / self.values.shape[0]
 
     def shaped(self, result: Tensor) -> Tensor:
-        """One number for each function, () for a single one.
-
-        Args:
-            result: (T,).
-
-        Returns:
-            () or (T,).
-        """
+        """One number for each function, () for a single one."""
+        # result (T,)
         return result[0] if self.single else result
 
 
 def function_values(
     y: Tensor, shape: tuple[int, ...], form: str, dtype: torch.dtype, name: str = "y"
 ) -> FunctionValues:
-    """Targets of the user as functions of the kernel's space.
-
-    Args:
-        y: Float values (N,), or (N, T) for T functions, of scalar-valued functions; (N, C), or (N, C, T),
-            of vector-valued ones. One column counts as a single function. Integers and booleans are
-            classes: 0 and 1 become −1 and 1 for scalar-valued functions, −1 and 1 stay; for
-            vector-valued ones class c becomes e_c − 1/C, which has mean zero when classes are balanced.
-        shape: Shape of the outputs of one example.
-        form: Which kernel.
-        dtype: Type of the values.
-        name: What to call the targets in errors.
-
-    Returns:
-        The values.
-
-    Raises:
-        InputError: If the shape or type fits neither.
-    """
+    """Targets of the user as functions of the kernel's space."""
+    # y (N,)
     c = torch.Size(shape).numel()
     is_vector = form == "full" and c > 1
     if y.is_complex():

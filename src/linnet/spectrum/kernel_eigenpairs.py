@@ -61,21 +61,7 @@ class Decomposition:
 
 
 def decomposition(method: str | Decomposition) -> Decomposition:
-    """The settings, or those of a method by its name.
-
-    Args:
-        method: A word or the settings.
-
-    Returns:
-        The settings.
-
-    Raises:
-        InputError: If it is neither.
-
-    Example:
-        >>> decomposition("eigh").method
-        'eigh'
-    """
+    """The settings, or those of a method by its name."""
     if isinstance(method, str):
         return Decomposition(method=cast("Method", choice("method", method, METHODS)))
     return instance("method", method, Decomposition, "the name of a method, or a Decomposition")
@@ -83,40 +69,24 @@ def decomposition(method: str | Decomposition) -> Decomposition:
 
 @dataclass(frozen=True)
 class Request:
-    """The kernel to decompose, and the accuracy.
+    """The kernel to decompose, and the accuracy."""
 
-    Args:
-        function: The network.
-        x: N examples.
-        form: Which kernel.
-        rows: R, the size of the kernel's matrix.
-        k: Number of eigenpairs.
-        how: The method and its settings.
-    """
-
-    function: Functional
-    x: Inputs
-    form: Form
-    rows: int
-    k: int
-    how: Decomposition
+    function: Functional  # the network
+    x: Inputs  # N examples
+    form: Form  # which kernel
+    rows: int  # R, the size of the kernel's matrix
+    k: int  # number of eigenpairs
+    how: Decomposition  # the method and its settings
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Leading eigenpairs of K.
+    """Leading eigenpairs of K."""
 
-    Args:
-        values: σ (k,), decreasing.
-        vectors: u (R, k).
-        method: How they were found.
-        residual: The largest ‖K u − σ u‖ / σ₁.
-    """
-
-    values: Tensor
-    vectors: Tensor
-    method: str
-    residual: float
+    values: Tensor  # σ (k,), decreasing
+    vectors: Tensor  # u (R, k)
+    method: str  # how they were found
+    residual: float  # the largest ‖K u − σ u‖ / σ₁
 
 
 def kernel_eigenpairs(
@@ -125,20 +95,7 @@ def kernel_eigenpairs(
     memory: str | int | None = None,
     progress: bool | None = None,
 ) -> Pairs:
-    """Leading eigenpairs of the kernel.
-
-    Args:
-        request: What is wanted.
-        given: The Gram matrix, where it is known.
-        memory: The budget.
-        progress: Show progress.
-
-    Returns:
-        The pairs.
-
-    Raises:
-        InputError: If an argument is out of range.
-    """
+    """Leading eigenpairs of the kernel."""
     check_count(request.k, request.rows, "the values of a function on x")
     chosen = _choose(request, given, memory)
     if chosen == "matrix-free":
@@ -148,16 +105,7 @@ def kernel_eigenpairs(
 
 
 def check_count(k: Any, limit: int, what: str) -> None:
-    """Raise unless 1 ≤ k ≤ limit.
-
-    Args:
-        k: A number of eigenpairs.
-        limit: The largest.
-        what: What it is the number of.
-
-    Raises:
-        InputError: If it is not.
-    """
+    """Raise unless 1 ≤ k ≤ limit."""
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= limit:
         raise InputError(
             f"k is {k!r}",

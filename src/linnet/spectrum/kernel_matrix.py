@@ -164,31 +164,13 @@ def check_dense(*batches: Inputs) -> None:
 
 
 def check_kernel(form: str) -> None:
-    """Raise unless ``form`` names one kernel.
-
-    Args:
-        form: ``"full"``, ``"trace"`` or ``"sum"``.
-
-    Raises:
-        InputError: If it is something else.
-    """
+    """Raise unless ``form`` names one kernel."""
     remedy = 'leave form= out for "full"; "diagonal" is one kernel for each output, not one in all'
     choice("form", form, KERNELS, remedy)
 
 
 def check_inputs(function: Functional, x: Inputs) -> tuple[int, ...]:
-    """The shape of the outputs of one example, after checking that the network can take ``x``.
-
-    Args:
-        function: The network.
-        x: N examples.
-
-    Returns:
-        The outputs' own shape without the example axis; (1,) for a network that gives (N,).
-
-    Raises:
-        InputError: If ``x`` is empty.
-    """
+    """The shape of the outputs of one example, after checking that the network can take ``x``."""
     if batch_size(x) == 0:
         raise InputError("x is empty", expected="at least one example", remedy=EMPTY)
     check_finite(x, "x")
@@ -201,18 +183,8 @@ def values_of_one(shape: tuple[int, ...], form: str) -> int:
 
 
 def flat_gram(matrix: Tensor, name: str = "gram") -> Tensor:
-    """A Gram matrix with the axes of examples and outputs joined.
-
-    Args:
-        matrix: (N, N) or (N, C, N, C), symmetric.
-        name: What to call it in errors.
-
-    Returns:
-        (N·C, N·C), a view where possible.
-
-    Raises:
-        InputError: If it is no tensor, has another shape or holds integers.
-    """
+    """A Gram matrix with the axes of examples and outputs joined, (N·C, N·C)."""
+    # matrix (N, N)
     if not isinstance(matrix, Tensor):
         raise InputError(
             f"{name} is {type(matrix).__name__}", "a torch tensor", "convert it with torch.as_tensor"
@@ -235,15 +207,7 @@ def flat_gram(matrix: Tensor, name: str = "gram") -> Tensor:
 
 
 def check_symmetry(matrix: Tensor, name: str) -> None:
-    """Raise where some rows of a matrix are not its columns.
-
-    Args:
-        matrix: A square matrix.
-        name: What to call it in errors.
-
-    Raises:
-        InputError: If it is not symmetric.
-    """
+    """Raise where some rows of a matrix are not its columns."""
     rows = torch.arange(0, matrix.shape[0], max(1, matrix.shape[0] // LOOKED_AT), device=matrix.device)
     some, same = matrix[rows], matrix[:, rows].T
     apart, largest = float((some - same).abs().max()), float(some.abs().max())
@@ -264,21 +228,7 @@ def kernel_matrix(
     memory: str | int | None = None,
     name: str = "source",
 ) -> Tensor:
-    """The kernel as a matrix (R, R), with R = N, or N·C for ``"full"``.
-
-    Args:
-        source: A network (then x is needed), a Gram matrix, or an operator, which is made dense.
-        x: N examples.
-        form: Which kernel of a network.
-        memory: Budget of its computation.
-        name: What to call the source in errors.
-
-    Returns:
-        The matrix.
-
-    Raises:
-        InputError: If x is missing, or not wanted.
-    """
+    """The kernel as a matrix (R, R), with R = N, or N·C for ``"full"``."""
     check_kernel(form)
     _check_source(source, x, name)
     if isinstance(source, Tensor):
@@ -293,20 +243,7 @@ def kernel_matrix(
 def kernel_operator(
     source: Source, x: Inputs | None = None, form: Form = "full", memory: str | int | None = None
 ) -> LinearOperator:
-    """The kernel of a source as an operator; the Gram matrix of a network is computed and stored.
-
-    Args:
-        source: A network (then x is needed), a Gram matrix, or a symmetric operator.
-        x: N examples.
-        form: Which kernel of a network.
-        memory: Budget of the Gram matrix.
-
-    Returns:
-        A symmetric operator.
-
-    Raises:
-        InputError: If x is missing, or the operator is not square.
-    """
+    """The kernel of a source as an operator; the Gram matrix of a network is computed and stored."""
     if isinstance(source, LinearOperator):
         _check_source(source, x, "source")
         if source.shape[0] != source.shape[1]:
@@ -347,21 +284,9 @@ def _check_source(source: object, x: Inputs | None, name: str) -> None:
 
 
 class KernelOperator(LinearOperator):
-    """K = JJᵀ on a data set without forming it: vector-Jacobian products, then Jacobian-vector products.
+    """K = JJᵀ on a data set without forming it: vector-Jacobian products, then Jacobian-vector products."""
 
-    A product with one vector costs two passes over the data (2 C for ``"trace"``) and no memory for K.
-
-    Args:
-        function: The network.
-        x: N examples.
-        form: ``"full"`` (N·C rows), ``"trace"`` or ``"sum"`` (N rows).
-        block: Examples differentiated at once.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
-        >>> KernelOperator(linearize(net).function, torch.ones(4, 2), "trace").shape
-        (4, 4)
-    """
+    # A product with one vector costs two passes over the data (2 C for `"trace"`) and no memory for K.
 
     def __init__(self, function: Functional, x: Inputs, form: Form = "full", block: int = 128) -> None:
         check_kernel(form)

@@ -38,25 +38,16 @@ class Verdict(Record):
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence for a verdict.
+    """Evidence for a verdict."""
 
-    Args:
-        explained: Share of the labels' variance that leave-one-out predicts; None if it is not known.
-        accuracy: Leave-one-out accuracy; None for a regression.
-        chance: Share of the most frequent class; None for a regression.
-        lift: Alignment over that of random labels.
-        share: Share of the labels' squared norm on the leading eigenvectors.
-        fair: That share for random labels.
-        gap: Relative linearity gap on the training data.
-    """
-
+    # share of the labels' variance that leave-one-out predicts; None if it is not known
     explained: float | None
-    accuracy: float | None
-    chance: float | None
-    lift: float
-    share: float
-    fair: float
-    gap: float
+    accuracy: float | None  # leave-one-out accuracy; None for a regression
+    chance: float | None  # share of the most frequent class; None for a regression
+    lift: float  # alignment over that of random labels
+    share: float  # share of the labels' squared norm on the leading eigenvectors
+    fair: float  # that share for random labels
+    gap: float  # relative linearity gap on the training data
 
     @property
     def skill(self) -> float | None:
@@ -67,18 +58,7 @@ class Evidence:
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Judge a task by what the fit predicts of each training example from all the others.
-
-    Args:
-        evidence: The numbers.
-
-    Returns:
-        The verdict: by the skill of leave-one-out, with alignment and gap named beside it.
-
-    Example:
-        >>> judge(Evidence(0.8, None, None, 20.0, 0.9, 0.1, 0.01)).level
-        'well'
-    """
+    """Judge a task by what the fit predicts of each training example from all the others."""
     skill = evidence.skill
     reasons = [_prediction(evidence), _alignment(evidence), _gap(evidence.gap), OPEN]
     if skill is None:

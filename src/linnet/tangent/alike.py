@@ -37,19 +37,7 @@ _KINDS: dict[type[LinnetError], str] = {
 
 
 def require_alike(arguments: Mapping[str, Any]) -> None:
-    """Raise on all processes unless all came to :func:`linnet.distributed.sharing` with the same arguments.
-
-    Args:
-        arguments: Networks, data and settings, by name.
-
-    Raises:
-        DataError: Examples differ.
-        ModelError: Weights do.
-        InputError: Other arguments do.
-
-    Example:
-        >>> require_alike({"ridge": 1.0})
-    """
+    """Raise on all processes unless all came to ``linnet.distributed.sharing`` with the same arguments."""
     if current().world == 1:
         return
     sorted_out: dict[type[LinnetError], dict[str, str]] = {kind: {} for kind in _KINDS}
@@ -60,21 +48,7 @@ def require_alike(arguments: Mapping[str, Any]) -> None:
 
 
 def in_shares(what: str) -> Callable[[F], F]:
-    """Decorate a call that processes make together with arguments that are alike.
-
-    Args:
-        what: The call, as a user writes it.
-
-    Returns:
-        The decorator.
-
-    Example:
-        >>> @in_shares("a sum")
-        ... def total(x):
-        ...     return x.sum()
-        >>> total(torch.ones(2))
-        tensor(2.)
-    """
+    """Decorate a call that processes make together with arguments that are alike."""
 
     def decorated(function: F) -> F:
         names = inspect.signature(function)
@@ -101,14 +75,9 @@ def _kind(value: Any) -> type[LinnetError]:
 
 
 def _described(value: Any) -> str:
-    """An argument in few words that differ if the argument does.
-
-    Networks, tensors and matrices are told by hashes of their numbers, and so is an object of linnet that
-    says by ``_compared`` what it was made of. Of functions and other objects only the name is told.
-
-    Returns:
-        The words.
-    """
+    """An argument in few words that differ if the argument does."""
+    # Networks, tensors and matrices are told by hashes of their numbers, and so is an object of linnet that
+    # says by `_compared` what it was made of. Of functions and other objects only the name is told.
     if isinstance(value, Linearized):
         value = value.function
     if isinstance(value, Functional):

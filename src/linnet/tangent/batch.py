@@ -52,21 +52,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
 
 
 def on_device(x: Inputs, device: torch.device) -> Inputs:
-    """A batch where a network lives; what is there already is not copied.
-
-    Data stay where the user has them, and every batch comes here on its way into a network.
-
-    Args:
-        x: A batch.
-        device: Where its tensors should be.
-
-    Returns:
-        The batch there.
-
-    Example:
-        >>> on_device({"ids": torch.ones(1)}, torch.device("cpu"))
-        {'ids': tensor([1.])}
-    """
+    """A batch where a network lives; what is there already is not copied."""
+    # Data stay where the user has them, and every batch comes here on its way into a network.
     # from pinned memory the copy goes on beside the host's own work, and kernels wait for it by themselves
     return map_tensors(lambda t: t.to(device, non_blocking=device.type == "cuda"), x)
 
@@ -80,34 +67,14 @@ def tensors_in(x: Inputs) -> list[Tensor]:
 
 
 def example_shapes(x: Inputs) -> tuple[Any, ...]:
-    """The shape of one example in every tensor of a batch, and their names: what tells kinds of passes apart.
-
-    Args:
-        x: A batch.
-
-    Returns:
-        The names of a dict, and shapes without the example axis.
-    """
+    """The shape of one example in every tensor of a batch, and their names."""
+    # What tells kinds of passes apart.
     names = tuple(x) if isinstance(x, Mapping) else ()
     return (*names, *(tuple(t.shape[1:]) for t in tensors_in(x)))
 
 
 def batch_size(x: Inputs) -> int:
-    """The number of examples in ``x``.
-
-    Args:
-        x: A tensor (N, ...), or a tuple or dict that holds at least one.
-
-    Returns:
-        N, the length of the first axis of the first tensor that has one.
-
-    Raises:
-        InputError: If no tensor with an axis is found.
-
-    Example:
-        >>> batch_size({"ids": torch.zeros(4, 7), "mask": torch.ones(4, 7)})
-        4
-    """
+    """The number of examples in ``x``."""
     found = tensors_in(x)
     for tensor in found:
         require_dense(tensor, "x")
@@ -129,18 +96,7 @@ def batch_size(x: Inputs) -> int:
 
 
 def ambiguity(x: Inputs) -> str:
-    """A sentence about inputs that are taken for rows of examples and may be shared by all of them.
-
-    Args:
-        x: A batch.
-
-    Returns:
-        The sentence; empty if one input alone has N rows.
-
-    Example:
-        >>> ambiguity((torch.ones(4, 3), torch.ones(4)))
-        'the input of shape (4,) is taken to hold one row for each of the 4 examples'
-    """
+    """A sentence about inputs that are taken for rows of examples and may be shared by all of them."""
     n, axes = batch_size(x), [t for t in tensors_in(x) if t.ndim > 0]
     own = [t for t in axes[1:] if t.shape[0] == n]
     if not own:
@@ -151,18 +107,7 @@ def ambiguity(x: Inputs) -> str:
 
 
 def require_dense(tensor: Tensor, name: str) -> None:
-    """Raise unless the examples of a tensor can be taken one by one.
-
-    Args:
-        tensor: A tensor.
-        name: What the argument is called.
-
-    Raises:
-        InputError: It is sparse or nested, or has no values.
-
-    Example:
-        >>> require_dense(torch.ones(2, 3), "x")
-    """
+    """Raise unless the examples of a tensor can be taken one by one."""
     if tensor.is_nested:
         raise InputError(
             f"{name} is a nested tensor, whose examples have shapes of their own",
@@ -201,20 +146,7 @@ def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
 
 
 def place_of(x: Inputs, i: int) -> int:
-    """The place of an example among those that a batch was cut from, as far as that is known.
-
-    Args:
-        x: A batch, from :func:`split` or :func:`take`.
-        i: Its number in the batch.
-
-    Returns:
-        Its number among all.
-
-    Example:
-        >>> x = torch.ones(9, 2)
-        >>> place_of(take(take(x, slice(2, 8)), slice(3, 5)), 1)
-        6
-    """
+    """The place of an example among those that a batch was cut from, as far as that is known."""
     tensor: Tensor | None = next((t for t in tensors_in(x) if t.ndim > 0), None)
     while tensor is not None and tensor in _CUT:
         whole, rows = _CUT[tensor]
@@ -230,49 +162,20 @@ def _devices(x: Inputs) -> set[torch.device]:
 
 
 def observe(x: Inputs, mask: Tensor) -> Inputs:
-    """A batch whose outputs count in part: elsewhere they are zero, whatever the weights.
-
-    Args:
-        x: N examples.
-        mask: Which outputs count, (N, ...) in the network's own shape.
-
-    Returns:
-        A batch for the same network.
-
-    Example:
-        >>> list(observe(torch.zeros(2, 3), torch.ones(2, 4, dtype=torch.bool)))
-        ['linnet: inputs', 'linnet: observed']
-    """
+    """A batch whose outputs count in part: elsewhere they are zero, whatever the weights."""
+    # mask (N, ...)
     return {WHOLE: x, OBSERVED: mask}
 
 
 def observed(x: Inputs) -> tuple[Inputs, Tensor | None]:
-    """A batch as the network takes it, and which outputs count; ``None`` for all.
-
-    Args:
-        x: A batch, from :func:`observe` or not.
-
-    Returns:
-        The batch and the mask.
-    """
+    """A batch as the network takes it, and which outputs count; ``None`` for all."""
     if isinstance(x, Mapping) and OBSERVED in x:
         return x[WHOLE], x[OBSERVED]
     return x, None
 
 
 def tokens_counted(x: Inputs) -> Tensor | None:
-    """Which positions of sequences are no padding, by the mask in the batch.
-
-    Args:
-        x: A batch; ``"attention_mask"`` of a dict is 0 at padding.
-
-    Returns:
-        (N, T), ``None`` where there is no such mask or no padding.
-
-    Example:
-        >>> tokens_counted({"ids": torch.ones(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])})
-        tensor([[ True,  True, False]])
-    """
+    """Which positions of sequences are no padding, by the mask in the batch, (N, T)."""
     x, _ = observed(x)
     mask = x.get("attention_mask") if isinstance(x, Mapping) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2 or bool((mask != 0).all()):
@@ -281,39 +184,13 @@ def tokens_counted(x: Inputs) -> Tensor | None:
 
 
 def concatenate(parts: Sequence[Inputs]) -> Inputs:
-    """Join batches of the same structure along the example axis; tensors without it are taken once.
-
-    Args:
-        parts: The batches.
-
-    Returns:
-        One batch.
-
-    Raises:
-        DataError: If examples differ in shape.
-        InputError: If the batches differ in structure.
-    """
+    """Join batches of the same structure along the example axis; tensors without it are taken once."""
     sizes = [batch_size(part) for part in parts]
     return _joined(padded(parts), sizes)
 
 
 def padded(parts: Sequence[Inputs], beside: Sequence[Tensor] = ()) -> Sequence[Any]:
-    """Batches of sequences of different lengths, filled up on the right where a mask hides what is added.
-
-    Args:
-        parts: Batches; only mappings with a mask among their entries, such as ``"attention_mask"``, are
-            filled up: masks with zeros, masks of padding with ones, other entries with what hidden positions
-            hold already, or zeros.
-        beside: Their targets; then these are filled up and returned instead, integers with −100.
-
-    Returns:
-        The batches or targets, as they are where lengths agree.
-
-    Example:
-        >>> short, long = ({"mask": torch.ones(1, n)} for n in (1, 2))
-        >>> [part["mask"].tolist() for part in padded([short, long])]
-        [[[1.0, 0.0]], [[1.0, 1.0]]]
-    """
+    """Batches of sequences of different lengths, filled up on the right where a mask hides what is added."""
     key = mask_of(parts[0])
     masks = [part[key] for part in parts if mask_of(part) == key] if key is not None else []
     lengths = [mask.shape[1] for mask in masks]
@@ -412,19 +289,7 @@ def split(x: Inputs, size: int) -> Iterator[Inputs]:
 
 
 def own_parts(x: Inputs, size: int) -> Iterator[tuple[slice, Inputs]]:
-    """Consecutive batches of the examples that this process has a share in.
-
-    Args:
-        x: N examples, those of all processes.
-        size: Examples of a batch, at most.
-
-    Yields:
-        The place of a batch among the N, and the batch; all of them for a process that computes alone.
-
-    Example:
-        >>> [place for place, _ in own_parts(torch.ones(3, 1), 2)]
-        [slice(0, 2, None), slice(2, 3, None)]
-    """
+    """Consecutive batches of the examples that this process has a share in."""
     share = current()
     own = share.part(batch_size(x))
     start = own.start
@@ -436,18 +301,7 @@ def own_parts(x: Inputs, size: int) -> Iterator[tuple[slice, Inputs]]:
 
 
 def check_examples(x: Inputs, name: str = "x") -> None:
-    """Raise ``DataError`` if there is no example, or one is not finite.
-
-    Args:
-        x: Inputs to predict; tensors in them may require gradients.
-        name: What the argument is called.
-
-    Raises:
-        DataError: If there is no example, or one is not finite.
-
-    Example:
-        >>> check_examples(torch.ones(2, 3))
-    """
+    """Raise ``DataError`` if there is no example, or one is not finite."""
     if batch_size(x) == 0:
         raise DataError(
             f"{name} is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY
@@ -456,57 +310,21 @@ def check_examples(x: Inputs, name: str = "x") -> None:
 
 
 def is_data_set(data: Any) -> bool:
-    """Whether it is an object that gives samples by position; a class of such objects is none.
-
-    Args:
-        data: Anything.
-
-    Returns:
-        Whether ``data[i]`` is a sample.
-
-    Example:
-        >>> from torch.utils.data import TensorDataset
-        >>> is_data_set(TensorDataset(torch.ones(2, 1))), is_data_set(torch.ones(2, 1))
-        (True, False)
-    """
+    """Whether it is an object that gives samples by position; a class of such objects is none."""
     given = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     return isinstance(data, Dataset) or (given and not isinstance(data, (*_NO_DATA_SETS, type)))
 
 
 def yields(data: Any) -> bool:
-    """Whether it is an object to loop over, and neither a container of inputs, a tensor, an array nor text.
-
-    Args:
-        data: Anything.
-
-    Returns:
-        Whether it is.
-
-    Example:
-        >>> yields(iter([1, 2])), yields([1, 2]), yields(torch.ones(2))
-        (True, False, False)
-    """
+    """Whether it is an object to loop over, and neither a container of inputs, a tensor."""
+    # An array nor text.
     if isinstance(data, _NO_DATA_SETS) or hasattr(data, "__array__"):
         return False
     return isinstance(data, Iterable) and not isinstance(data, type)
 
 
 def without_targets(item: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """A dict as x and y: what it calls ``"labels"`` or ``"label"`` is taken out.
-
-    Args:
-        item: A batch or a sample.
-
-    Returns:
-        The rest of it, and the targets; ``None`` where it has none.
-
-    Raises:
-        InputError: If it has both.
-
-    Example:
-        >>> without_targets({"ids": 3, "label": 1})
-        ({'ids': 3}, 1)
-    """
+    """A dict as x and y: what it calls ``"labels"`` or ``"label"`` is taken out."""
     found = [name for name in TARGETS if name in item]
     if len(found) > 1:
         raise InputError(
@@ -519,22 +337,7 @@ def without_targets(item: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 def as_pair(item: Any, name: str = "a batch") -> tuple[Any, Any]:
-    """One batch or sample as (x, y).
-
-    Args:
-        item: A pair, or a dict that holds the targets as ``"labels"`` or ``"label"``.
-        name: What it is called.
-
-    Returns:
-        The inputs and the targets.
-
-    Raises:
-        InputError: If it is neither.
-
-    Example:
-        >>> as_pair({"ids": [3, 4], "labels": [1, 0]})
-        ({'ids': [3, 4]}, [1, 0])
-    """
+    """One batch or sample as (x, y)."""
     if isinstance(item, list | tuple) and len(item) == 2:
         return item[0], item[1]
     if isinstance(item, Mapping):
@@ -563,22 +366,7 @@ def _length_of(item: Any) -> str:
 
 
 def named_tensor(value: Any, name: str) -> Tensor:
-    """A tensor from numbers of any kind, or an error that names the argument.
-
-    Args:
-        value: A tensor, or an array or list of numbers.
-        name: What the argument is called.
-
-    Returns:
-        A dense tensor.
-
-    Raises:
-        InputError: If it is none of these.
-
-    Example:
-        >>> named_tensor([1, 2], "labels")
-        tensor([1, 2])
-    """
+    """A tensor from numbers of any kind, or an error that names the argument."""
     try:
         tensor = wrapped(value)
     except (TypeError, ValueError, RuntimeError) as error:

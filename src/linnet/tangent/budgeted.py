@@ -20,33 +20,16 @@ CANDIDATES = 32  # treatments that are weighed at most: each takes a moment on a
 
 @dataclass(frozen=True)
 class Fit:
-    """The fit of a treatment into the memory.
+    """The fit of a treatment into the memory."""
 
-    Args:
-        peak: Bytes.
-        captured: Examples that are differentiated, each as often as it is.
-    """
-
-    peak: int
-    captured: int
+    peak: int  # bytes
+    captured: int  # examples that are differentiated, each as often as it is
 
 
 def treatment_within(
     found: Outline, budget: int, fit: Callable[[Features], Fit], least: int, symmetric: bool
 ) -> Treatment:
-    """The treatment with the fewest multiplications under a budget.
-
-    Args:
-        found: What could be kept.
-        budget: Bytes.
-        fit: How features fit the memory.
-        least: Examples differentiated where everything fits.
-        symmetric: Whether about half of the products are formed.
-
-    Returns:
-        The treatment that is cheapest by its products where that fits in one pass; otherwise the cheapest
-        with its passes, or the smallest where none fits.
-    """
+    """The treatment with the fewest multiplications under a budget."""
     cheapest = found.treatment(found.cheapest)
     own = fit(found.features(cheapest))
     if own.captured <= least and own.peak <= budget:

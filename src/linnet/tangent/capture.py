@@ -35,33 +35,14 @@ LARGE = 4  # a proof on fewer examples is repeated when the first larger batch c
 
 
 def capture(function: Functional, x: Inputs, cotangents: Cotangents = "full") -> Captured:
-    """Differentiate the outputs on a batch with respect to every use.
-
-    Args:
-        function: The network.
-        x: A batch of N examples.
-        cotangents: (K, N, C), or a function that makes them from the outputs (N, C), or functions that
-            make parts of them, or a range of outputs, or ``"sum"`` for the sum of the outputs (K = 1),
-            otherwise every output (K = C).
-
-    Returns:
-        The uses with a and g, and exact gradients where no rule holds.
-    """
+    """Differentiate the outputs on a batch with respect to every use."""
     return next(capture_parts(function, x, cotangents))
 
 
 @in_exact_mode
 def capture_for_products(function: Functional, x: Inputs, cotangents: Cotangents) -> Captured:
-    """The same where gradients are only multiplied with each other: in coordinates, any that give J H HᵀJᵀ.
-
-    Args:
-        function: The network.
-        x: A batch of N examples.
-        cotangents: As for :func:`capture`.
-
-    Returns:
-        The captured batch.
-    """
+    """The same where gradients are only multiplied with each other."""
+    # In coordinates, any that give J H HᵀJᵀ.
     inside = moved_network(function)
     if inside is None:
         return capture(function, x, cotangents)
@@ -71,17 +52,7 @@ def capture_for_products(function: Functional, x: Inputs, cotangents: Cotangents
 def capture_parts(
     function: Functional, x: Inputs, cotangents: Cotangents, columns: int | None = None
 ) -> Iterator[Captured]:
-    """The same, a few cotangents at once; the network runs forward once for all of them.
-
-    Args:
-        function: The network.
-        x: A batch of N examples.
-        cotangents: As for :func:`capture`.
-        columns: Cotangents at once; all by default.
-
-    Yields:
-        A captured batch for each part of the cotangents, in order. Inputs a are the same in all.
-    """
+    """The same, a few cotangents at once; the network runs forward once for all of them."""
     inside = moved_network(function)
     if inside is not None:
         yield from pulled_parts(function, capture_parts(inside, x, cotangents, columns))
@@ -94,17 +65,7 @@ def capture_parts(
 def capture_parts_for_products(
     function: Functional, x: Inputs, cotangents: Cotangents, columns: int
 ) -> Iterator[Captured]:
-    """:func:`capture_for_products`, a few cotangents at once.
-
-    Args:
-        function: The network.
-        x: A batch of N examples.
-        cotangents: As for :func:`capture`.
-        columns: Cotangents at once.
-
-    Yields:
-        A captured batch for each part of the cotangents, in order.
-    """
+    """``capture_for_products``, a few cotangents at once."""
     inside = moved_network(function)
     if inside is None:
         yield from capture_parts(function, x, cotangents, columns)
@@ -182,16 +143,7 @@ def _traced(function: Functional, x: Inputs) -> Trace:
 
 @in_exact_mode
 def proved_plan(function: Functional, x: Inputs, run: Trace) -> Plan:
-    """The plan for a pass; on the first batch of its kind, what the rules give is held against autograd.
-
-    Args:
-        function: The network.
-        x: A batch.
-        run: Its traced pass, with its history.
-
-    Returns:
-        The plan.
-    """
+    """The plan for a pass; on the first batch of its kind, what the rules give is held against autograd."""
     proved: dict[object, int] = function.cache.setdefault("proved", {})
     size = min(run.n, MOST)
     if proved.get(run.signature, 0) >= min(size, LARGE):
@@ -282,16 +234,7 @@ def output_cotangents(outputs: Tensor, kind: Form) -> Tensor:
 
 @in_exact_mode
 def capture_bytes(function: Functional, x: Inputs, cotangents: int) -> int:
-    """Predicted bytes of one captured example.
-
-    Args:
-        function: The network.
-        x: A batch; three of its examples are run if its kind of pass is new.
-        cotangents: K.
-
-    Returns:
-        Activations, what autograd saves of them, and K gradients of every use.
-    """
+    """Predicted bytes of one captured example."""
     inside = moved_network(function)
     if inside is not None:  # the rows of J come beside those of J H
         rows = 2 * function.space.dim * function.dtype.itemsize
@@ -304,16 +247,7 @@ def capture_bytes(function: Functional, x: Inputs, cotangents: int) -> int:
 
 @in_exact_mode
 def hollow_capture(function: Functional, x: Inputs, cotangents: int) -> Captured:
-    """The result of :func:`capture_for_products` without its gradients: shapes alone, and the uses.
-
-    Args:
-        function: The network.
-        x: A few examples.
-        cotangents: K.
-
-    Returns:
-        A captured batch whose gradients are on the meta device.
-    """
+    """The result of ``capture_for_products`` without its gradients: shapes alone, and the uses."""
     inside = moved_network(function)
     if inside is not None:
         outputs = inside.flat(inside.theta, x)
@@ -336,16 +270,7 @@ def hollow_capture(function: Functional, x: Inputs, cotangents: int) -> Captured
 
 @in_exact_mode
 def planned(function: Functional, x: Inputs, run: Trace) -> Captured:
-    """The uses of a pass as the plan takes them; gradients are left out unless they decide something.
-
-    Args:
-        function: The network.
-        x: A batch.
-        run: Its traced pass.
-
-    Returns:
-        A captured batch of one column, the sum of the outputs, whose gradients may be missing.
-    """
+    """The uses of a pass as the plan takes them; gradients are left out unless they decide something."""
     plan = plan_for(function, run, x)
     if plan.unproven or plan.exact or run.moved:
         return _capture(function, x, run, _cotangents(run.outputs.detach(), "sum"))

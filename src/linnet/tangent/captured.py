@@ -16,23 +16,14 @@ Form = Literal["full", "trace", "diagonal", "sum"]
 
 @dataclass(eq=False)
 class Captured:
-    """One batch, differentiated.
+    """One batch, differentiated."""
 
-    Args:
-        n: Number of examples.
-        outputs: f₀(x), (N, C).
-        uses: Uses with their gradients g, those that the plan takes.
-        leaves: The tracked parameters.
-        exact: Per-example gradients (N, K, *shape) of the parameters outside every rule.
-        k: Number of cotangents.
-    """
-
-    n: int
-    outputs: Tensor
-    uses: list[Use]
-    leaves: Params
-    exact: Params
-    k: int
+    n: int  # number of examples
+    outputs: Tensor  # f₀(x), (N, C)
+    uses: list[Use]  # uses with their gradients g, those that the plan takes
+    leaves: Params  # the tracked parameters
+    exact: Params  # per-example gradients (N, K, *shape) of the parameters outside every rule
+    k: int  # number of cotangents
 
     @cached_property
     def _by_parameter(self) -> dict[str, list[Use]]:

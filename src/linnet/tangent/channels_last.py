@@ -17,18 +17,7 @@ KEY = "channels last"
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Images with their channels last in memory, also where there is one; other tensors as they are.
-
-    Args:
-        x: A tensor.
-
-    Returns:
-        The same numbers in the same shape.
-
-    Example:
-        >>> channels_last(torch.zeros(2, 3, 5, 7)).stride(), channels_last(torch.zeros(2, 1, 5, 7)).stride()
-        ((105, 1, 21, 3), (35, 1, 7, 1))
-    """
+    """Images with their channels last in memory, also where there is one; other tensors as they are."""
     if not _is_image(x):
         return x
     _, c, h, w = x.shape
@@ -37,15 +26,7 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def forward_trace(function: Functional, x: Inputs) -> Trace:
-    """A traced pass, with channels last where there are images and convolutions and the network runs so.
-
-    Args:
-        function: The network.
-        x: A batch.
-
-    Returns:
-        The pass, as :func:`linnet.tangent.trace.trace` gives it.
-    """
+    """A traced pass, with channels last where there are images and convolutions and the network runs so."""
     if not _helps(function, x):
         return trace(function, x)
     kept = STRIDES_KEPT.set(True)

@@ -22,17 +22,7 @@ from linnet.tangent.masks import masks_of
 
 
 class Coordinates(nn.Module, ABC):
-    """A network f(θ₀ + H ε) as a module whose one parameter is ε.
-
-    Args:
-        network: f at θ₀; in a copy, its parameters become buffers.
-        names: The parameters that ε moves.
-        dim: D, the number of columns of H.
-
-    Attributes:
-        network: The network.
-        epsilon: ε, (D,), zero at first.
-    """
+    """A network f(θ₀ + H ε) as a module whose one parameter is ε."""
 
     def __init__(self, network: nn.Module, names: Sequence[str], dim: int) -> None:
         super().__init__()
@@ -130,14 +120,7 @@ def _with_buffers(model: nn.Module) -> nn.Module:
 
 
 def moved_network(function: Functional) -> Functional | None:
-    """The network inside coordinates, at the weights where it stands; ``None`` for any other network.
-
-    Args:
-        function: A linearized network.
-
-    Returns:
-        A function of the network's own parameters.
-    """
+    """The network inside coordinates, at the weights where it stands; ``None`` for any other network."""
     if not isinstance(function.model, Coordinates):
         return None
     if "in coordinates" not in function.cache:
@@ -149,15 +132,7 @@ def moved_network(function: Functional) -> Functional | None:
 
 
 def pulled_parts(function: Functional, parts: Iterator[Captured]) -> Iterator[Captured]:
-    """The captured parts of the network inside, in the coordinates.
-
-    Args:
-        function: A network in coordinates.
-        parts: Captured batches of the network inside.
-
-    Yields:
-        Captured batches whose one parameter is ε.
-    """
+    """The captured parts of the network inside, in the coordinates."""
     coordinates = function.model
     assert isinstance(coordinates, Coordinates)
     for part in parts:
@@ -166,15 +141,7 @@ def pulled_parts(function: Functional, parts: Iterator[Captured]) -> Iterator[Ca
 
 
 def kernel_part(function: Functional, part: Captured) -> Captured:
-    """The captured parts of the network inside, for kernels alone.
-
-    Args:
-        function: A network in coordinates.
-        part: A captured batch of the network inside.
-
-    Returns:
-        A captured batch whose one parameter is ε, in coordinates that may be turned.
-    """
+    """The captured parts of the network inside, for kernels alone."""
     assert isinstance(function.model, Coordinates)
     rows = function.model.kernel_rows(part).to(part.outputs.dtype)
     return Captured(part.n, part.outputs, [], function.theta, {"epsilon": rows}, part.k)

@@ -61,23 +61,7 @@ CHANNELS = (1, 3, 4)  # of images, where no convolution says how many
 
 
 def tensorize(x: Any, name: str = "x") -> Inputs:
-    """Whatever holds numbers as tensors, structure kept; nested lists of numbers are one array.
-
-    Args:
-        x: Tensors, arrays, lists of numbers, data frames or images, in any structure. Text in mappings stays.
-        name: What the argument is called.
-
-    Returns:
-        The same of tensors.
-
-    Raises:
-        DataError: If images differ in size.
-        InputError: If something is none of these.
-
-    Example:
-        >>> tensorize({"ids": [[3, 4]]})
-        {'ids': tensor([[3, 4]])}
-    """
+    """Whatever holds numbers as tensors, structure kept; nested lists of numbers are one array."""
     if isinstance(x, Mapping):
         entries = {key: value if _is_text(value) else _padded_list(value, x) for key, value in x.items()}
         return {
@@ -102,24 +86,7 @@ def tensorize(x: Any, name: str = "x") -> Inputs:
 
 
 def answers(y: Any, said: Said | None = None) -> Tensor:
-    """Targets as a tensor.
-
-    Args:
-        y: Numbers in any form, or text, which names classes.
-        said: Takes the names of classes; without it text is refused.
-
-    Returns:
-        The targets; of text the numbers that :meth:`Said.numbered` sorts when all have come.
-
-    Raises:
-        DataError: If text and something else are mixed.
-        InputError: If they are neither.
-
-    Example:
-        >>> said = Said()
-        >>> said.numbered(answers(["dog", "cat", "dog"], said)), said.classes
-        (tensor([1, 0, 1]), ('cat', 'dog'))
-    """
+    """Targets as a tensor."""
     y = y.to_numpy() if hasattr(y, "to_numpy") else y
     words = y.tolist() if isinstance(y, np.ndarray) and y.dtype.kind in "USO" else y
     if isinstance(words, str):
@@ -144,40 +111,13 @@ def answers(y: Any, said: Said | None = None) -> Tensor:
 
 
 def known_answers(y: Any, classes: Sequence[str]) -> Tensor:
-    """Targets as a tensor, where classes have names already.
-
-    Args:
-        y: Numbers in any form, or names of classes.
-        classes: The names; none where text is refused.
-
-    Returns:
-        The targets.
-
-    Raises:
-        DataError: If a name is none of the classes.
-        InputError: If they are neither.
-
-    Example:
-        >>> known_answers(["dog", "dog"], ("cat", "dog"))
-        tensor([1, 1])
-    """
+    """Targets as a tensor, where classes have names already."""
     said = Said(classes=tuple(classes), text=bool(classes))
     return said.numbered(answers(y, said))
 
 
 def as_batch(x: Any) -> Inputs:
-    """The inputs of one sample as a batch of one.
-
-    Args:
-        x: As for :func:`tensorize`.
-
-    Returns:
-        Tensors (1, ...).
-
-    Example:
-        >>> as_batch({"ids": [3, 4]})
-        {'ids': tensor([[3, 4]])}
-    """
+    """The inputs of one sample as a batch of one, (1, ...)."""
     found = map_tensors(lambda t: t[None], tensorize(x))
     return (
         {key: [v] if isinstance(v, str) else v for key, v in found.items()}
@@ -187,18 +127,7 @@ def as_batch(x: Any) -> Inputs:
 
 
 def holds_arrays(x: Any) -> bool:
-    """Whether anything in nested lists is an input of its own: a tensor, an array, an image or a mapping.
-
-    Args:
-        x: Anything.
-
-    Returns:
-        Whether there is one; a list of numbers alone holds none.
-
-    Example:
-        >>> holds_arrays([torch.ones(2), [1, 2]]), holds_arrays([[1, 2], [3, 4]])
-        (True, False)
-    """
+    """Whether anything in nested lists is an input of its own: a tensor, an array, an image or a mapping."""
     if isinstance(x, list | tuple):
         return any(holds_arrays(value) for value in x)
     return isinstance(x, Mapping) or getattr(x, "ndim", 0) > 0 or _is_image(x)
@@ -278,24 +207,7 @@ def device_of(network: Functional | nn.Module) -> torch.device:
 
 
 def examples(network: Functional | nn.Module, x: Any, name: str = "x") -> Inputs:
-    """New inputs as the network takes them.
-
-    Args:
-        network: The network.
-        x: Examples, in any form; one image of PIL is one example.
-        name: What the argument is called.
-
-    Returns:
-        The batch.
-
-    Raises:
-        DataError: If there is no example, or one is not finite.
-        InputError: If they are nothing that the network could take.
-
-    Example:
-        >>> examples(nn.Linear(2, 1), np.ones((1, 2)))
-        tensor([[1., 1.]])
-    """
+    """New inputs as the network takes them."""
     made = taken(network, x, name)
     check_examples(made, name)
     return made
@@ -307,26 +219,7 @@ def taken(network: Functional | nn.Module, x: Any, name: str = "x") -> Inputs:
 
 
 def admit(network: Functional | nn.Module, x: Inputs, said: Said | None = None) -> Inputs:
-    """A batch of tensors as the network takes it.
-
-    Args:
-        network: The network.
-        x: A batch, from :func:`tensorize`.
-        said: Takes what was done.
-
-    Returns:
-        The batch; what the network runs on, and what it does not run on either way, as it is.
-
-    Raises:
-        InputError: If a mapping lacks an input, or several readings are possible.
-
-    Example:
-        >>> said = Said()
-        >>> admit(nn.Conv2d(3, 1, 2), torch.zeros(2, 5, 5, 3, dtype=torch.uint8), said).shape
-        torch.Size([2, 3, 5, 5])
-        >>> said.reasons()["data"]
-        'bytes were divided by 255; images (N, H, W, C) were permuted to (N, C, H, W)'
-    """
+    """A batch of tensors as the network takes it."""
     if observed(x)[1] is not None:
         return x
     said = Said() if said is None else said
@@ -360,17 +253,12 @@ def _known(network: Functional | nn.Module, what: Any, find: Callable[[], Any]) 
 
 
 class _Change(NamedTuple):
-    """What may be done with a tensor so that a network takes it.
+    """What may be done with a tensor so that a network takes it."""
 
-    Args:
-        kinds: The types of the network's weights, the first of them that of most inputs.
-        channels: Channels of its first convolution, if it has one.
-        looks_up: Whether integers may be positions in a table.
-    """
-
+    # the types of the network's weights, the first of them that of most inputs
     kinds: tuple[torch.dtype, ...]
-    channels: int | None
-    looks_up: bool
+    channels: int | None  # channels of its first convolution, if it has one
+    looks_up: bool  # whether integers may be positions in a table
 
     @classmethod
     def of(cls, model: nn.Module) -> _Change | None:

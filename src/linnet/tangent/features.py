@@ -26,16 +26,10 @@ SMALL_PRODUCT_PENALTY = 3.0  # batched small products reach about a third of the
 
 @dataclass(frozen=True)
 class Layer:
-    """The factors of one weight, and of a bias that shares its use.
+    """The factors of one weight, and of a bias that shares its use."""
 
-    Args:
-        factors: a (N, R, S, d) and g (K, N, R, S, c).
-        bias: Whether a bias rides along: its gradient is the same with a = 1.
-        weight: Whether the weight itself is tracked.
-    """
-
-    factors: Factors
-    bias: bool
+    factors: Factors  # a (N, R, S, d) and g (K, N, R, S, c)
+    bias: bool  # whether a bias rides along: its gradient is the same with a = 1
 
     @property
     def nbytes(self) -> int:
@@ -45,21 +39,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class Features:
-    """A captured batch, ready for kernels.
+    """A captured batch, ready for kernels."""
 
-    Args:
-        n: Number of examples.
-        k: Number of cotangents.
-        rows: Gradients (N, K, Q) of all parameters that are formed, side by side.
-        layers: Factors of the others, by parameter name.
-        outputs: f₀(x), (N, C).
-    """
-
-    n: int
-    k: int
-    rows: Tensor
-    layers: dict[str, Layer]
-    outputs: Tensor
+    n: int  # number of examples
+    k: int  # number of cotangents
+    rows: Tensor  # gradients (N, K, Q) of all parameters that are formed, side by side
+    layers: dict[str, Layer]  # factors of the others, by parameter name
+    outputs: Tensor  # f₀(x), (N, C)
 
     @property
     def nbytes(self) -> int:
@@ -129,23 +115,14 @@ class Features:
 
 @dataclass(frozen=True)
 class Treatment:
-    """Which parameters keep factors (the others are formed), and which biases ride along.
+    """Which parameters keep factors (the others are formed), and which biases ride along."""
 
-    Args:
-        factored: Weights whose positions are contracted, with the number of their uses.
-        riding: Bias name to the weight whose use it shares.
-    """
-
-    factored: dict[str, int]
-    riding: dict[str, str]
+    factored: dict[str, int]  # weights whose positions are contracted, with the number of their uses
+    riding: dict[str, str]  # bias name to the weight whose use it shares
 
 
 class TreatmentChanged(Exception):
-    """A batch uses a factored parameter unlike the batch that the treatment was chosen on.
-
-    Args:
-        name: The parameter, whose gradients must be formed instead.
-    """
+    """A batch uses a factored parameter unlike the batch that the treatment was chosen on."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -154,53 +131,32 @@ class TreatmentChanged(Exception):
 
 @dataclass(frozen=True)
 class Costs:
-    """Multiplications that one parameter takes either way.
+    """Multiplications that one parameter takes either way."""
 
-    Args:
-        form: To form the gradients of one example.
-        formed: Of all products with the gradients.
-        contracted: Of all products with the factors.
-    """
-
-    form: float
-    formed: float
-    contracted: float
+    form: float  # to form the gradients of one example
+    formed: float  # of all products with the gradients
+    contracted: float  # of all products with the factors
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A parameter whose factors could be kept.
+    """A parameter whose factors could be kept."""
 
-    Args:
-        layer: Its factors, no bias riding along.
-        uses: How often it is used.
-        costs: Multiplications either way.
-        pays: Whether the factors take fewer.
-    """
-
-    layer: Layer
-    uses: int
-    costs: Costs
-    pays: bool
+    layer: Layer  # its factors, no bias riding along
+    uses: int  # how often it is used
+    costs: Costs  # multiplications either way
+    pays: bool  # whether the factors take fewer
 
 
 @dataclass(frozen=True)
 class Outline:
-    """Shapes of all that could be kept of a batch: enough to weigh every treatment.
+    """Shapes of all that could be kept of a batch: enough to weigh every treatment."""
 
-    Args:
-        hollow: Features with no parameter in them.
-        widths: Numbers in each tracked parameter.
-        choices: The parameters that have factors.
-        rides: By the name of a bias, the weights that it could ride along with.
-        pass_cost: Multiplications that differentiate one example, gradients of weights apart.
-    """
-
-    hollow: Features
-    widths: dict[str, int]
-    choices: dict[str, Choice]
-    rides: dict[str, tuple[str, ...]]
-    pass_cost: float
+    hollow: Features  # features with no parameter in them
+    widths: dict[str, int]  # numbers in each tracked parameter
+    choices: dict[str, Choice]  # the parameters that have factors
+    rides: dict[str, tuple[str, ...]]  # by the name of a bias, the weights that it could ride along with
+    pass_cost: float  # multiplications that differentiate one example, gradients of weights apart
 
     @property
     def cheapest(self) -> frozenset[str]:
@@ -235,19 +191,7 @@ def outline(
     formed: Collection[str] = (),
     kept: torch.dtype | None = None,
 ) -> Outline:
-    """Outline of what a kernel could keep of its examples, and the cost.
-
-    Args:
-        captured: A few captured examples, whose gradients may be without numbers.
-        names: The tracked parameters.
-        pairs: Total numbers of examples N, M on the two sides of the kernel.
-        form: Which kernel is wanted.
-        formed: Parameters whose gradients are formed whatever it costs.
-        kept: Type of what is kept; by default that of the outputs, at least float32.
-
-    Returns:
-        The outline.
-    """
+    """Outline of what a kernel could keep of its examples, and the cost."""
     uses = captured.by_parameter()
     able = [name for name in names if name not in formed and _can_factor(uses.get(name, []))]
     rides = {
@@ -302,18 +246,7 @@ def choose(
     form: Form,
     formed: Collection[str] = (),
 ) -> Treatment:
-    """Decide for each parameter between gradients and factors, by counting multiplications.
-
-    Args:
-        captured: One captured batch.
-        names: The tracked parameters.
-        formed: Parameters whose gradients are formed whatever it costs.
-        pairs: Total numbers of examples N, M on the two sides of the kernel.
-        form: Which kernel is wanted.
-
-    Returns:
-        The treatment, to be used for every batch of this kernel.
-    """
+    """Decide for each parameter between gradients and factors, by counting multiplications."""
     found = outline(captured, names, pairs, form, formed)
     return found.treatment(found.cheapest)
 
@@ -399,21 +332,7 @@ def reduce(
     room: Features | None = None,
     kept: torch.dtype | None = None,
 ) -> Features:
-    """Keep of a captured batch what its kernels need.
-
-    Args:
-        captured: The batch.
-        names: The tracked parameters, in order.
-        treatment: From ``choose``.
-        room: Where to write; by default new memory.
-        kept: Type of what is kept; by default that of the outputs, at least float32.
-
-    Returns:
-        Rows and factors.
-
-    Raises:
-        TreatmentChanged: If the treatment does not hold for this batch.
-    """
+    """Keep of a captured batch what its kernels need."""
     _require_same(captured, treatment)
     formed = [name for name in names if name not in treatment.factored and name not in treatment.riding]
     uses = captured.by_parameter()

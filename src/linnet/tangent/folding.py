@@ -33,16 +33,11 @@ PARTS = ("running_mean", "running_var", "weight", "bias")
 
 @dataclass(frozen=True)
 class Normalization:
-    """The buffers and weights of a batch normalization.
+    """The buffers and weights of a batch normalization."""
 
-    Args:
-        tensors: Mean, variance, weight and bias: the name of a parameter of the pass, a fixed
-            tensor, or ``None``.
-        eps: ε.
-    """
-
+    # mean, variance, weight and bias: the name of a parameter of the pass, a fixed tensor, or `None`
     tensors: dict[str, str | Tensor | None]
-    eps: float
+    eps: float  # ε
 
     def tangents(
         self, params: Params, weight: Dual, bias: Dual
@@ -101,15 +96,7 @@ class Unfoldable(Exception):
 
 
 def find_folds(function: Functional, x: Inputs) -> dict[int, Normalization]:
-    """Convolutions that can be folded, by their order in the pass.
-
-    Args:
-        function: The network.
-        x: A small batch.
-
-    Returns:
-        The normalization that follows each of them.
-    """
+    """Convolutions that can be folded, by their order in the pass."""
     watcher = _Watcher(function.theta)
     with torch.no_grad(), watcher:
         output = function(watcher.params, x)
@@ -176,15 +163,7 @@ class _Pending:
 
 
 class Folding(TorchFunctionMode):
-    """Runs a pass in forward mode with the tangents of normalizations folded.
-
-    Args:
-        folds: From ``find_folds``.
-        params: The parameters of this pass, dual.
-
-    Raises:
-        Unfoldable: From within the pass, if the result of a folded convolution goes elsewhere.
-    """
+    """Runs a pass in forward mode with the tangents of normalizations folded."""
 
     def __init__(self, folds: dict[int, Normalization], params: Params) -> None:
         super().__init__()
@@ -252,14 +231,7 @@ class Folding(TorchFunctionMode):
         return value if tangent is None else forward_ad.make_dual(value, tangent)
 
     def finish(self, output: Tensor) -> None:
-        """Make sure that every folded convolution met its normalization.
-
-        Args:
-            output: The result of the pass.
-
-        Raises:
-            Unfoldable: If one did not.
-        """
+        """Make sure that every folded convolution met its normalization."""
         if self.closed != len(self.folds) or hasattr(output, "_linnet_fold"):
             raise Unfoldable("the pass took another way")
 

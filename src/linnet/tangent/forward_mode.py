@@ -53,19 +53,9 @@ def _tracked(direction: Params) -> bool:
 
 
 def probe_jvp(function: Function, at: Params) -> tuple[JvpPath, str]:
-    """Find out which path gives J v for this network, and prove it right.
-
-    The value is compared with ⟨Jᵀu, v⟩ from reverse mode, so a formula that is silently wrong
-    is not accepted.
-
-    Args:
-        function: Maps parameters to outputs on a probe batch.
-        at: The point of linearization.
-
-    Returns:
-        The path, and a sentence that explains it (empty for plain forward mode). ``"rows"`` means
-        that neither derivative works.
-    """
+    """Find out which path gives J v for this network, and prove it right."""
+    # The value is compared with ⟨Jᵀu, v⟩ from reverse mode, so a formula that is silently wrong is not
+    # accepted.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, at the first forward-mode pass of a process
         direction = random_direction(at)
@@ -98,14 +88,7 @@ def _try(
 
 
 def random_direction(at: Params) -> Params:
-    """A fixed random direction in parameter space; the global generator is not touched.
-
-    Args:
-        at: The point of linearization.
-
-    Returns:
-        Normal numbers on the scale of each parameter.
-    """
+    """A fixed random direction in parameter space; the global generator is not touched."""
     generator = torch.Generator().manual_seed(0)
     found = {name: torch.empty_like(t, requires_grad=False) for name, t in at.items()}
     for name, direction in found.items():

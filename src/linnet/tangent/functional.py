@@ -61,26 +61,10 @@ OutputAdapter = str | Callable[[Any], Tensor] | None
 
 
 class Functional:
-    """f(θ, x) of the selected parameters θ, in evaluation mode, on a private copy of the network.
+    """f(θ, x) of the selected parameters θ, in evaluation mode, on a private copy of the network."""
 
-    The copy makes sure that the user's model leaves every call as it came: mode, gradients,
-    buffers, hooks and random state; and that later training of it does not move θ₀.
-
-    Args:
-        model: Any network.
-        params: Which parameters vary; see ``select_parameters``.
-        output: How to turn the network's result into a tensor (N, ...): a callable, the key or
-            attribute to take, or ``None`` (a tensor as it is, else ``.logits``).
-
-    Attributes:
-        model: The frozen copy, in evaluation mode, without gradients.
-        names: Selected parameter names, in the order of ``named_parameters()``.
-        space: Their ``ParameterSpace``.
-        held: Number of weights that were left out because they require no gradient.
-
-    Raises:
-        ModelError: If the network cannot be copied or has weights that are not finite.
-    """
+    # The copy makes sure that the user's model leaves every call as it came: mode, gradients, buffers, hooks
+    # and random state; and that later training of it does not move θ₀.
 
     def __init__(self, model: nn.Module, params: Selector = None, output: OutputAdapter = None) -> None:
         check_output(output)
@@ -105,11 +89,7 @@ class Functional:
         reuse_freed_memory()
 
     def copy(self) -> Functional:
-        """The same function on a network of its own, with nothing remembered.
-
-        Returns:
-            The copy.
-        """
+        """The same function on a network of its own, with nothing remembered."""
         twin = copy.copy(self)
         with alone():
             twin.model, twin.cache = copied(self.model), {}
@@ -123,14 +103,8 @@ class Functional:
         return current() if self.pinned is None else self.pinned
 
     def under(self, types: Precision) -> Functional:
-        """The same function on the same network, whose types of numbers do not depend on the place of a call.
-
-        Args:
-            types: The types.
-
-        Returns:
-            The function, ``self`` if they are its own.
-        """
+        """The same function on the same network."""
+        # Whose types of numbers do not depend on the place of a call.
         if types == self.pinned:
             return self
         twin = copy.copy(self)
@@ -138,25 +112,14 @@ class Functional:
         return twin
 
     def arranged(self, output: OutputAdapter) -> Functional:
-        """The same network with its result turned into a tensor otherwise; weights are shared, not copied.
-
-        Args:
-            output: How, as for the constructor.
-
-        Returns:
-            The function, with nothing remembered.
-        """
+        """The same network with its result turned into a tensor otherwise; weights are shared, not copied."""
         check_output(output)
         twin = copy.copy(self)
         twin.output, twin.cache = output, {}
         return twin
 
     def in_float64(self) -> Functional:
-        """The same function computed in float64, on a copy of the network, which converts its inputs.
-
-        Returns:
-            The function, ``self`` if it is in float64 in every way; its fingerprint is that of the original.
-        """
+        """The same function computed in float64, on a copy of the network, which converts its inputs."""
         if self.dtype == torch.float64 and not self.precision.coarser(self.dtype):
             return self
         twin = self.copy()
@@ -168,20 +131,7 @@ class Functional:
     @in_exact_mode
     @torch.no_grad()
     def moved(self, tensors: Mapping[str, Tensor], in_place: bool = False) -> Functional:
-        """The same function with other weights; what is known of the network's structure stays known.
-
-        Args:
-            tensors: New values of parameters and buffers by name; what is not named stays.
-            in_place: Replace the tensors of this very function, which must have no other holder.
-                Tensors that were taken from it before (``theta``) keep their values.
-
-        Returns:
-            The function with the new weights, ``self`` if in place.
-
-        Raises:
-            WeightsError: If a tensor has another shape.
-            ModelError: If a value is not finite.
-        """
+        """The same function with other weights; what is known of the network's structure stays known."""
         mine = tensors_by_name(self.model)
         given = {name: (mine[name], t.detach()) for name, t in tensors.items() if name in mine}
         for name, (old, new) in given.items():
@@ -228,14 +178,7 @@ class Functional:
 
     @contextlib.contextmanager
     def inputs(self, x: Inputs) -> Iterator[Inputs]:
-        """Inputs on the network's device, which it may write to: copies of x, until it is known not to.
-
-        Args:
-            x: A batch, wherever it is.
-
-        Yields:
-            The batch to run the network on, once.
-        """
+        """Inputs on the network's device, which it may write to: copies of x, until it is known not to."""
         x = on_device(x, self.device)
         if self.source is not None:
             x = map_tensors(lambda t: t.to(self.dtype) if t.is_floating_point() else t, x)
@@ -251,15 +194,7 @@ class Functional:
             self.cache.setdefault("keeps inputs", _versions(own) == before)
 
     def run(self, params: Params, x: Inputs) -> Tensor:
-        """f(θ, x) on inputs that may be overwritten.
-
-        Args:
-            params: θ by name.
-            x: A batch, from :meth:`inputs`.
-
-        Returns:
-            The outputs, (N, ...).
-        """
+        """f(θ, x) on inputs that may be overwritten, (N, ...)."""
         x, mask = observed(x)
         args, kwargs = call_arguments(x)
         if not self._takes_targets:  # a labeled batch, as loaders give it, is a batch all the same
@@ -306,14 +241,7 @@ class Functional:
         return value.reshape(value.shape[0], -1)
 
     def output_shape(self, x: Inputs) -> torch.Size:
-        """The shape of the outputs of one example, remembered for every shape of inputs.
-
-        Args:
-            x: A batch; one example is run if none of its shape has been.
-
-        Returns:
-            The network's own shape without the example axis.
-        """
+        """The shape of the outputs of one example, remembered for every shape of inputs."""
         shapes: dict[object, torch.Size] = self.cache.setdefault("output shapes", {})
         key = example_shapes(x)
         if key not in shapes:
@@ -395,14 +323,7 @@ def _cannot_run(function: Functional, x: Inputs, error: Exception) -> ModelError
 
 
 def batch_statistics(model: nn.Module) -> list[str]:
-    """Layers of batch normalization that take the statistics of the batch, with their type.
-
-    Args:
-        model: A network in evaluation mode.
-
-    Returns:
-        Their names.
-    """
+    """Layers of batch normalization that take the statistics of the batch, with their type."""
     kind = nn.modules.batchnorm._BatchNorm
     found = [(name, m) for name, m in model.named_modules() if isinstance(m, kind)]
     return [f"{name}: {type(m).__name__}" for name, m in found if m.training or m.running_mean is None]
@@ -418,27 +339,13 @@ def _in_order(t: Tensor) -> Tensor:
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
-    """The network that torch.compile was given; any other as it is.
-
-    Args:
-        model: A network.
-
-    Returns:
-        The plain network.
-    """
+    """The network that torch.compile was given; any other as it is."""
     plain: nn.Module = getattr(model, "_orig_mod", model)
     return plain
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a network, the tensors themselves; names as in ``named_parameters()``.
-
-    Args:
-        model: The network; the wrapper of ``torch.compile`` is looked through.
-
-    Returns:
-        Tensors by name.
-    """
+    """The parameters and buffers of a network, the tensors themselves; names as in ``named_parameters()``."""
     model = without_wrapper(model)
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -452,15 +359,7 @@ def _versions(x: Inputs) -> list[int] | None:
 
 
 def padding_rows(model: nn.Module, names: list[str]) -> dict[str, tuple[int, bool]]:
-    """Embedding tables with a padding row, which has no gradient.
-
-    Args:
-        model: The network.
-        names: Tracked parameters.
-
-    Returns:
-        By the table's name its padding row, and whether the table is tied to another layer.
-    """
+    """Embedding tables with a padding row, which has no gradient."""
     every = list(model.named_parameters(remove_duplicate=False))
     found = {}
     for module in model.modules():
@@ -479,18 +378,7 @@ def _held(model: nn.Module, names: list[str]) -> int:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy of a network, out of torch.compile's wrapper.
-
-    Args:
-        model: The network.
-
-    Returns:
-        The copy.
-
-    Example:
-        >>> copied(torch.compile(nn.Linear(2, 1), backend="eager"))
-        Linear(in_features=2, out_features=1, bias=True)
-    """
+    """A copy of a network, out of torch.compile's wrapper."""
     model = without_wrapper(model)
     # Norms and masks of torch.nn.utils that are no parametrizations keep the weight that the last pass made,
     # with the history that forbids copying it; a hook makes it anew before each pass.
@@ -540,18 +428,7 @@ def _frozen_copy(model: nn.Module) -> nn.Module:
 
 
 def require_whole_weights(model: nn.Module) -> None:
-    """Raise on weights of which each process has a part: derivatives need all of them in one place.
-
-    Args:
-        model: The network.
-
-    Raises:
-        ModelError: If it was given to ``fully_shard`` or ``FullyShardedDataParallel``, or made
-            tensor-parallel.
-
-    Example:
-        >>> require_whole_weights(nn.Linear(2, 1))
-    """
+    """Raise on weights of which each process has a part: derivatives need all of them in one place."""
     wrapped = any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())
     split = [name for name, t in tensors_by_name(model).items()
              if any(kind.__name__ == "DTensor" for kind in type(t).__mro__)]  # fmt: skip
@@ -632,17 +509,7 @@ def call_arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def check_output(output: Any) -> None:
-    """Raise unless it says how to take outputs from what a network returns.
-
-    Args:
-        output: A function, the name of a part, or ``None``.
-
-    Raises:
-        InputError: If it is something else.
-
-    Example:
-        >>> check_output("logits")
-    """
+    """Raise unless it says how to take outputs from what a network returns."""
     if not (output is None or isinstance(output, str) or callable(output)):
         raise InputError(
             f"output={output!r}",

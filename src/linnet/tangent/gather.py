@@ -55,30 +55,7 @@ def gather_data(
     keep: bool = True,
     said: Said | None = None,
 ) -> tuple[Inputs, Tensor]:
-    """The whole of ``data`` as one (x, y) pair, in memory or mapped from a temporary file.
-
-    Args:
-        data: An (x, y) pair, a ``Dataset`` of such pairs, a ``DataLoader`` over one, an ``IterableDataset``
-            of samples, or batches: a list of them, or any object that yields them. A tuple is the pair, and
-            so is a list of two whose second item is a tensor, an array or a list of numbers. What comes in
-            pieces is read once, in its own order; where putting it side by side would take more than a
-            quarter of the memory, it is written to a temporary file and mapped. Dicts are taken for pairs:
-            their ``"labels"`` or ``"label"`` is y, the rest is x.
-        network: The network that is to take the inputs, and whose device is that of the targets. The inputs
-            stay where they are: each batch of them is moved when it is needed, so that a device holds one.
-        missing: Whether NaN in y is let through, as a target that is missing.
-        memory: Budget such as ``"4GB"``; by default all the memory that is available.
-        keep: Whether they outlive the call, so that they have to lie in memory of their own; otherwise a
-            pair of tensors is taken as it is.
-        said: Takes what is to be said of them; warnings are given as well where they are kept.
-
-    Returns:
-        The inputs (N, ...) and the targets (N, ...).
-
-    Raises:
-        DataError: If the data are empty, ragged or not finite, or x and y differ in length.
-        InputError: If ``data`` is none of the kinds above.
-    """
+    """The whole of ``data`` as one (x, y) pair, in memory or mapped from a temporary file."""
     heard = Said(text=False) if said is None else said
     if in_pieces(data):
         gathered, shortest = Gathered(_limit(memory)), None
@@ -175,23 +152,7 @@ def _read_only(data: Any) -> set[int]:
 
 
 def copied(x: Inputs, memory: str | int | None = None, lasting: Collection[int] = ()) -> Inputs:
-    """Examples in memory of their own: what the caller writes into his arrays later does not reach them.
-
-    Args:
-        x: A batch.
-        memory: Budget; what takes more than a quarter of it is copied to a temporary file that is mapped.
-        lasting: Addresses of arrays that nobody can write to.
-
-    Returns:
-        The same numbers, without a graph.
-
-    Example:
-        >>> x = torch.zeros(2)
-        >>> kept = copied(x)
-        >>> x += 1
-        >>> kept
-        tensor([0., 0.])
-    """
+    """Examples in memory of their own: what the caller writes into his arrays later does not reach them."""
     limit = _limit(memory)
 
     def one(t: Tensor) -> Tensor:
@@ -208,24 +169,7 @@ def copied(x: Inputs, memory: str | int | None = None, lasting: Collection[int] 
 
 
 class Gathered:
-    """Batches that come one after the other, as one.
-
-    Args:
-        limit: Bytes of memory that they may take while they are put side by side, beside the batch in hand.
-
-    Raises:
-        DataError: If examples of two batches differ in shape.
-        DiskSpaceError: If the disk is full.
-        InputError: If two batches differ in structure.
-
-    Example:
-        >>> stream = Gathered(limit=20)
-        >>> for start in range(0, 12, 4):
-        ...     stream.add(torch.arange(start, start + 4), torch.zeros(4))
-        >>> x, y = stream.whole()
-        >>> x
-        tensor([ 0,  1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11])
-    """
+    """Batches that come one after the other, as one."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -235,12 +179,8 @@ class Gathered:
         self._files: list[_Mapped | None] = []  # of every tensor of x, then y; none for what all share
 
     def add(self, x: Inputs, y: Tensor) -> None:
-        """Take a batch.
-
-        Args:
-            x: Inputs (n, ...).
-            y: Targets (n, ...).
-        """
+        """Take a batch."""
+        # y (n, ...)
         if self._files:
             self._write(self._flat(x, y))
             return
@@ -251,14 +191,7 @@ class Gathered:
             self._begin()
 
     def whole(self) -> tuple[Inputs, Tensor]:
-        """All batches side by side.
-
-        Returns:
-            Inputs (N, ...) and targets (N, ...).
-
-        Raises:
-            DataError: If there was no batch.
-        """
+        """All batches side by side, (N, ...)."""
         if self._files:
             *inputs, targets = [None if file is None else file.tensor() for file in self._files]
             mapped: Iterator[Tensor | None] = iter(inputs)
@@ -326,11 +259,7 @@ def _ordered(x: Inputs, like: Inputs) -> Inputs:
 
 
 class _Mapped:
-    """A tensor that grows along its first axis in a temporary file.
-
-    Args:
-        like: Some of its rows.
-    """
+    """A tensor that grows along its first axis in a temporary file."""
 
     def __init__(self, like: Tensor) -> None:
         self.dtype, self.shape, self.n = like.dtype, like.shape[1:], 0

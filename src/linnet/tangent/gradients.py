@@ -22,18 +22,8 @@ def use_gradients(
     keep: bool = True,
     leaves: Mapping[str, Tensor] | None = None,
 ) -> list[Tensor]:
-    """Gradients at the result of every use; uses of one operation share theirs.
-
-    Args:
-        outputs: (N, C) with a history.
-        uses: Uses in that history.
-        cotangents: (K, N, C).
-        keep: Whether the history is needed again.
-        leaves: Parameters that the pass goes on to; their gradients are handed over, see ``streamed``.
-
-    Returns:
-        (K, *shape) for each use.
-    """
+    """Gradients at the result of every use; uses of one operation share theirs, (K, *shape)."""
+    # outputs (N, C), cotangents (K, N, C)
     edges = {use.place: use.result.edge for use in uses}
     wanted = [*edges.values(), *(leaves or {}).values()]
     if not wanted:
@@ -49,18 +39,8 @@ def use_gradients(
 def batched_grad(
     outputs: Tensor, inputs: Sequence[Any], cotangents: Tensor, keep: bool = True
 ) -> list[Tensor | None]:
-    """Gradients for K cotangents at once; one after the other where torch cannot batch an operation.
-
-    Args:
-        outputs: (N, C) with a history.
-        inputs: Tensors or gradient edges.
-        cotangents: (K, N, C).
-        keep: Whether the history is needed again; a single cotangent otherwise lets go of it as it passes,
-            so that its memory is taken again while it is still in the cache.
-
-    Returns:
-        For each input (K, *shape), or ``None`` if the outputs do not depend on it.
-    """
+    """Gradients for K cotangents at once; one after the other where torch cannot batch an operation."""
+    # outputs (N, C), cotangents (K, N, C)
     if cotangents.shape[0] > 1:
         try:
             with warnings.catch_warnings():

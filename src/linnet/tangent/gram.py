@@ -55,23 +55,14 @@ SMALLEST_PRODUCT = 128  # and at least
 
 @dataclass(frozen=True)
 class GramPlan:
-    """Plan of the computation of a Gram matrix.
+    """Plan of the computation of a Gram matrix."""
 
-    Args:
-        memory: Predicted bytes, item by item.
-        treatment: Which parameters keep factors.
-        sizes: How much is taken at once.
-        dtype: Type of the result.
-        template: Features without numbers, of the kind that is kept.
-        cotangents: K, all of them.
-    """
-
-    memory: Plan
-    treatment: Treatment
-    sizes: Sizes
-    dtype: torch.dtype
-    template: Features
-    cotangents: int
+    memory: Plan  # predicted bytes, item by item
+    treatment: Treatment  # which parameters keep factors
+    sizes: Sizes  # how much is taken at once
+    dtype: torch.dtype  # type of the result
+    template: Features  # features without numbers, of the kind that is kept
+    cotangents: int  # K, all of them
 
     @property
     def capture(self) -> int:
@@ -96,20 +87,13 @@ class GramPlan:
 
 @dataclass(frozen=True)
 class GramTask:
-    """A requested kernel.
+    """A requested kernel."""
 
-    Args:
-        function: The network.
-        x1: Examples of the rows.
-        x2: Examples of the columns, or ``None`` for the same.
-        form: Which kernel.
-        part: This part among those that make a file by themselves.
-    """
-
-    function: Functional
-    x1: Inputs
-    x2: Inputs | None
-    form: Form
+    function: Functional  # the network
+    x1: Inputs  # examples of the rows
+    x2: Inputs | None  # examples of the columns, or ``None`` for the same
+    form: Form  # which kernel
+    # this part among those that make a file by themselves
     part: Writer = Writer()  # noqa: RUF009
 
     @property
@@ -139,28 +123,7 @@ def gram(
     accumulate: str | None = None,
     progress: bool | None = None,
 ) -> Tensor:
-    """K(x1, x2) of the tangent kernel.
-
-    Args:
-        function: The network and its tracked parameters.
-        x1: N examples.
-        x2: M examples; by default those of ``x1``, and the result is exactly symmetric.
-        form: ``"full"`` for (N, C, M, C), ``"trace"`` for Σ_c of its diagonal blocks (N, M),
-            ``"diagonal"`` for (N, M, C), ``"sum"`` for the kernel of the summed outputs (N, M).
-        memory: Budget such as ``"4GB"``; by default half of what is available.
-        file: A ``.npy`` file that holds the result. An interrupted run resumes from it, a finished one is
-            taken as it is; that of other weights, examples or settings is refused.
-        accumulate: ``"float64"`` keeps sums over parameters in double precision; by default as
-            ``linnet.precision`` has it.
-        progress: Show progress; by default only when it takes over two seconds.
-
-    Returns:
-        The kernel; memory-mapped if ``file`` is given.
-
-    Raises:
-        InputError: If an argument has a value that is not listed here, or the file is that of another run.
-        MemoryBudgetError: If not even the smallest tiles fit.
-    """
+    """K(x1, x2) of the tangent kernel."""
     function = _summing(function, accumulate)
     task = GramTask(function, x1, x2, form)
     _check(task)
@@ -186,26 +149,7 @@ def gram_part(
     memory: str | int | None = None,
     accumulate: str | None = None,
 ) -> Tensor | None:
-    """One of several parts of K(x1, x2), which write to one file and exchange nothing else.
-
-    Args:
-        function: The network and its tracked parameters.
-        x1: N examples.
-        x2: M examples, or ``None`` for those of ``x1``.
-        file: The ``.npy`` file that all parts write to.
-        part: Which part, from 0, and their number.
-        form: Which kernel, as for :func:`gram`.
-        memory: Budget; all parts take the sizes of steps that the first has planned.
-        accumulate: As for :func:`gram`.
-
-    Returns:
-        The kernel from whichever part finishes last, and those that come later; ``None`` from the others.
-
-    Raises:
-        InputError: If an argument has a value that is not listed, or the file is that of other examples,
-            weights or settings.
-        MemoryBudgetError: If not even the smallest tiles fit.
-    """
+    """One of several parts of K(x1, x2), which write to one file and exchange nothing else."""
     checked_name(file)
     function = _summing(function, accumulate)
     task = GramTask(function, x1, x2, form, Writer(*part_of(part), array=True))
@@ -222,20 +166,7 @@ def gram_part(
 def gram_and_own(
     function: Functional, x1: Inputs, x2: Inputs, memory: str | int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The trace kernel K(x1, x2), and of every example of ``x1`` with itself, in the same passes.
-
-    Args:
-        function: The network and its tracked parameters.
-        x1: N examples.
-        x2: M examples.
-        memory: Budget; by default half of what is available.
-
-    Returns:
-        Σ_c of the diagonal blocks, (N, M) and (N,).
-
-    Raises:
-        MemoryBudgetError: If not even the smallest tiles fit.
-    """
+    """The trace kernel K(x1, x2), and of every example of ``x1`` with itself, in the same passes, (N, M)."""
     task = GramTask(function, x1, x2, "trace")
     _check(task)
     while True:
@@ -252,19 +183,7 @@ def gram_and_own(
 
 @in_exact_mode
 def own_kernels(function: Functional, x: Inputs, memory: str | int | None = None) -> Tensor:
-    """K(x_i, x_i) of every example with itself; no other entry of the kernel is formed.
-
-    Args:
-        function: The network and its tracked parameters.
-        x: N examples.
-        memory: Budget; by default half of what is available.
-
-    Returns:
-        (N, C, C).
-
-    Raises:
-        MemoryBudgetError: If not even one example fits.
-    """
+    """K(x_i, x_i) of every example with itself; no other entry of the kernel is formed, (N, C, C)."""
     task = GramTask(function, x, x, "full")
     plan = plan_gram(task, memory, to_disk=True)  # the N × N result is never formed
     require(_own_plan(task, plan), _ways(task, to_disk=True))
@@ -476,16 +395,7 @@ def _ways(task: GramTask, to_disk: bool) -> dict[str, list[str]]:
 
 
 def plan_gram(task: GramTask, memory: str | int | None = None, to_disk: bool = False) -> GramPlan:
-    """Choose a treatment and block sizes, and predict the bytes.
-
-    Args:
-        task: What is requested.
-        memory: The budget.
-        to_disk: Whether the result lives in a file.
-
-    Returns:
-        The plan; ``plan.memory.peak`` over its budget means that nothing smaller is possible.
-    """
+    """Choose a treatment and block sizes, and predict the bytes."""
     budget = parse_bytes(memory, task.function.device)
     found = _probe(task)
     k = found.outline.hollow.k
@@ -619,17 +529,11 @@ def _product_rows(form: Form, k: int) -> int:
 
 @dataclass(frozen=True)
 class _Probed:
-    """Measurements of a few examples, whatever the budget.
+    """Measurements of a few examples, whatever the budget."""
 
-    Args:
-        outline: What could be kept of them.
-        inputs: Bytes of one captured example, its gradients apart.
-        column: Bytes of its gradients for one cotangent.
-    """
-
-    outline: Outline
-    inputs: int
-    column: int
+    outline: Outline  # what could be kept of them
+    inputs: int  # bytes of one captured example, its gradients apart
+    column: int  # bytes of its gradients for one cotangent
 
 
 def _probe(task: GramTask) -> _Probed:
@@ -657,18 +561,12 @@ def _probe(task: GramTask) -> _Probed:
 
 @dataclass(frozen=True)
 class _Target:
-    """The kernel that tiles are written to.
+    """The kernel that tiles are written to."""
 
-    Args:
-        result: The kernel.
-        outputs: The cotangents in hand.
-        several: Whether there are others, of which kernels are sums, or which have places of their own.
-        task: Looks at every tile, of a kernel that is too large to be looked at as a whole.
-    """
-
-    result: Tensor
-    outputs: Range
-    several: bool
+    result: Tensor  # the kernel
+    outputs: Range  # the cotangents in hand
+    several: bool  # whether there are others, of which kernels are sums, or which have places of their own
+    # looks at every tile, of a kernel that is too large to be looked at as a whole
     task: GramTask | None = None
 
     def write(self, tile: Tensor, row: int, column: int, mirror: bool) -> None:

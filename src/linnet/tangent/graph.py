@@ -57,15 +57,7 @@ class _Network(nn.Module):
 
 
 class Duals(fx.Interpreter):
-    """Runs a graph with the tangents of several directions beside its values.
-
-    Args:
-        graph: The graph.
-        directions: The tangents of inputs and weights, by what the graph calls them.
-
-    Attributes:
-        moved: For each direction the tangent of every node that was run.
-    """
+    """Runs a graph with the tangents of several directions beside its values."""
 
     def __init__(self, graph: fx.GraphModule, directions: Sequence[Mapping[str, Tensor]]) -> None:
         super().__init__(graph, garbage_collect_values=False)
@@ -74,14 +66,7 @@ class Duals(fx.Interpreter):
         self.moved: list[dict[fx.Node, Tangent]] = [{} for _ in directions]
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node; its tangents are kept.
-
-        Args:
-            n: The node.
-
-        Returns:
-            Its value.
-        """
+        """The value of a node; its tangents are kept."""
         constant = n.target is _constant()
         value = self.fetch_args_kwargs_from_env(n)[0][0] if constant else super().run_node(n)
         for direction, moved in zip(self.directions, self.moved, strict=True):
@@ -128,26 +113,12 @@ def _moved(args: Any, moved: Mapping[fx.Node, Tangent]) -> Any:
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of a node's operation, "" where it is none of torch's.
-
-    Args:
-        node: A call of a function.
-
-    Returns:
-        The name, without the namespace of ATen.
-    """
+    """The name of a node's operation, "" where it is none of torch's."""
     return _name(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def flat_values(value: Any) -> Iterator[Any]:
-    """Everything in nested sequences and dicts.
-
-    Args:
-        value: Any of them, or one value.
-
-    Yields:
-        The values.
-    """
+    """Everything in nested sequences and dicts."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if not isinstance(value, list | tuple):
@@ -194,29 +165,7 @@ def plain_module(
     like: Prototype,
     output: OutputAdapter = None,
 ) -> Traced:
-    """A module that computes something of f₀(x) and of J(x)δ for some directions δ, with torch alone.
-
-    Args:
-        model: The network at θ₀, in evaluation mode.
-        directions: Each δ by parameter name.
-        finish: What to return, from the outputs (N, C) and a tangent (N, C) for each direction.
-        like: A batch that is like those to come; two examples are traced.
-        output: How to turn the network's result into a tensor.
-
-    Returns:
-        A module of plain operations, for batches of any size, and the other sizes that may vary. It refuses
-        those that it does not hold for; ``meta["dynamic_shapes"]`` is what the exporters take.
-
-    Raises:
-        ModelError: If the network cannot be traced, or has an operation without a rule.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).eval()
-        >>> delta = {name: torch.ones_like(p) for name, p in net.named_parameters()}
-        >>> like = Prototype(torch.ones(4, 2))
-        >>> plain_module(net, [delta], lambda f, t: f + t[0], like).module(torch.ones(5, 2)).shape
-        torch.Size([5, 1])
-    """
+    """A module that computes something of f₀(x) and of J(x)δ for some directions δ, with torch alone."""
     found = network_graph(model, like, output)
     ties = found.places(list(dict.fromkeys(name for direction in directions for name in direction)))
     return finished(_WithTangents(found.graph, directions, ties, finish), found)
@@ -224,21 +173,13 @@ def plain_module(
 
 @dataclass(frozen=True, eq=False)
 class NetworkGraph:
-    """A network as a graph of operations that have rules.
+    """A network as a graph of operations that have rules."""
 
-    Args:
-        graph: The graph.
-        like: The few examples that were traced.
-        names: Of the network's inputs.
-        free: Sizes that may vary.
-        parameters: Of the network, by every name.
-    """
-
-    graph: fx.GraphModule
-    like: Prototype
-    names: list[str]
-    free: list[FreeSize]
-    parameters: dict[str, nn.Parameter]
+    graph: fx.GraphModule  # the graph
+    like: Prototype  # the few examples that were traced
+    names: list[str]  # of the network's inputs
+    free: list[FreeSize]  # sizes that may vary
+    parameters: dict[str, nn.Parameter]  # of the network, by every name
 
     def places(self, names: Sequence[str]) -> dict[str, str]:
         """Which of some weights stands where in the graph; tied ones in several places."""
@@ -248,19 +189,7 @@ class NetworkGraph:
 
 
 def network_graph(model: nn.Module, like: Prototype, output: OutputAdapter = None) -> NetworkGraph:
-    """A network as a graph.
-
-    Args:
-        model: The network at θ₀, in evaluation mode.
-        like: A batch; two examples are traced.
-        output: How to turn the network's result into a tensor.
-
-    Returns:
-        The graph.
-
-    Raises:
-        ModelError: If the network cannot be traced.
-    """
+    """A network as a graph."""
     network, like = _Network(model, output), Prototype(_few(like.x), like.fixed)
     names = _names(model, like.x)
     with torch.no_grad():
@@ -270,18 +199,7 @@ def network_graph(model: nn.Module, like: Prototype, output: OutputAdapter = Non
 
 
 def finished(module: nn.Module, found: NetworkGraph) -> Traced:
-    """What was made of a network's graph, as a graph in its place.
-
-    Args:
-        module: What was made.
-        found: The graph of the network.
-
-    Returns:
-        A module that refuses other sizes, and the sizes that may vary.
-
-    Raises:
-        ModelError: If it cannot be traced.
-    """
+    """What was made of a network's graph, as a graph in its place."""
     like = found.like
     try:
         made, left = _traced(module, like, found.names)

@@ -43,25 +43,16 @@ _DIMENSION = ("dim", "dim0", "dim1")  # arguments that count axes
 
 
 class Place(NamedTuple):
-    """Where a tensor has its examples.
+    """Where a tensor has its examples."""
 
-    Args:
-        dim: The axis.
-        outer: Numbers of the same axis that come before each example's, where axes were joined.
-    """
-
-    dim: int
-    outer: Any = 1
+    dim: int  # the axis
+    outer: Any = 1  # numbers of the same axis that come before each example's, where axes were joined
 
 
 class EachOwn(fx.Interpreter):
-    """Runs a graph in which some weights have an axis of examples in front.
+    """Runs a graph in which some weights have an axis of examples in front."""
 
-    Args:
-        graph: The graph.
-        state: What its weights and constants are.
-        own: Weights (M, *shape) of M examples.
-    """
+    # own (M, *shape)
 
     def __init__(self, graph: fx.GraphModule, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         super().__init__(graph, garbage_collect_values=False)
@@ -74,14 +65,7 @@ class EachOwn(fx.Interpreter):
         self.places: dict[fx.Node, Place] = {}  # of values with an example axis of their own
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node.
-
-        Args:
-            n: The node.
-
-        Returns:
-            Its value.
-        """
+        """The value of a node."""
         if n.op == "get_attr":
             if n.target in self.own:
                 self.weights.add(n)
@@ -416,26 +400,8 @@ class _Bound(nn.Module):
 def module_with_rows(
     function: Functional, finish: FinishRows, like: Prototype, heads: Tensor | None = None
 ) -> Traced:
-    """A module that computes something of f₀(x) and of the rows of J(x), with torch alone.
-
-    Args:
-        function: The network at θ₀, of C outputs.
-        finish: What to return, from the outputs (N, C) and J (N, K, *shape) for each of ``function.names``.
-        like: A batch that is like those to come.
-        heads: (K, C), where the rows are to be those of K combinations of the outputs; by default of each.
-
-    Returns:
-        A module of plain operations, for batches of any size.
-
-    Raises:
-        ModelError: If the network cannot be traced, or a weight enters an operation without a rule.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
-        >>> made = module_with_rows(Functional(net), lambda f, rows: rows[0], Prototype(torch.ones(4, 2)))
-        >>> made.module(torch.ones(5, 2)).shape
-        torch.Size([5, 1, 3, 2])
-    """
+    """A module that computes something of f₀(x) and of the rows of J(x), with torch alone."""
+    # heads (K, C)
     if function.masks:
         raise ModelError(
             f"entries of {next(iter(function.masks))!r} do not vary (a mask in params=, or a hook)",

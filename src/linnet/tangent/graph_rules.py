@@ -21,19 +21,12 @@ Tangent = Any  # of a tensor: Tensor | None; of several: a sequence of them
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operation, with the tangents of its arguments.
+    """One call of an operation, with the tangents of its arguments."""
 
-    Args:
-        op: The operation.
-        given: Its arguments by name, defaults filled in.
-        tangents: Their tangents by name; ``None`` where there is none.
-        out: What it returned.
-    """
-
-    op: torch._ops.OpOverload
-    given: dict[str, Any]
-    tangents: dict[str, Tangent]
-    out: Any
+    op: torch._ops.OpOverload  # the operation
+    given: dict[str, Any]  # its arguments by name, defaults filled in
+    tangents: dict[str, Tangent]  # their tangents by name; ``None`` where there is none
+    out: Any  # what it returned
 
     def again(self, /, **changed: Any) -> Any:
         """The operation with some arguments changed."""
@@ -75,20 +68,7 @@ def _plus(*parts: Tangent) -> Tangent:
 
 
 def bind(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a call by name.
-
-    Args:
-        op: The operation.
-        args: Positional arguments.
-        kwargs: Others.
-
-    Returns:
-        All of them, defaults included.
-
-    Example:
-        >>> bind(torch.ops.aten.add.Tensor, (1, 2), {})
-        {'self': 1, 'other': 2, 'alpha': 1}
-    """
+    """Arguments of a call by name."""
     schema = op._schema.arguments
     named = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
     return {a.name: named.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
@@ -454,16 +434,7 @@ def _log_softmax(c: Call) -> Tangent:
 
 
 def normalized(x: Tensor, dims: list[int], eps: float) -> Tensor:
-    """Numbers less their mean over their standard deviation.
-
-    Args:
-        x: The numbers.
-        dims: Axes along which they are normalized.
-        eps: Added to the variance.
-
-    Returns:
-        The same shape.
-    """
+    """Numbers less their mean over their standard deviation."""
     return _normalized(x, None, dims, eps)[0]
 
 

@@ -26,13 +26,6 @@ def hash_tensors(tensors: Iterable[Tensor]) -> str:
 
 
 def hash_examples(x: Inputs) -> list[str]:
-    """A fingerprint of every example.
-
-    Args:
-        x: N examples.
-
-    Returns:
-        N fingerprints, equal for examples of equal values.
-    """
+    """A fingerprint of every example."""
     x = on_device(x, torch.device("cpu"))  # in one copy, not one an example
     return [hash_tensors(tensors_in(part)) for part in split(x, 1)]

@@ -42,15 +42,10 @@ SWITCH_OFF = (
 
 @dataclass(frozen=True)
 class Seen:
-    """Outputs of passes that were made for another reason.
+    """Outputs of passes that were made for another reason."""
 
-    Args:
-        together: (N, C) of the whole batch, of which the first 32 are looked at.
-        turned: (n, C) of the first n = min(N, 32) examples, the last of them first.
-    """
-
-    together: Tensor | None = None
-    turned: Tensor | None = None
+    together: Tensor | None = None  # (N, C) of the whole batch, of which the first 32 are looked at
+    turned: Tensor | None = None  # (n, C) of the first n = min(N, 32) examples, the last of them first
 
 
 NOTHING = Seen()
@@ -58,15 +53,7 @@ NOTHING = Seen()
 
 @torch.no_grad()
 def is_random(function: Functional, x: Inputs) -> bool:
-    """Whether two passes over the same examples, of which two are run, differ.
-
-    Args:
-        function: A network.
-        x: A batch of N ≥ 1 examples.
-
-    Returns:
-        False too where its random numbers come to the same by chance.
-    """
+    """Whether two passes over the same examples, of which two are run, differ."""
     few = take(x, slice(0, min(2, batch_size(x))))
     first, second = function(function.theta, few), function(function.theta, few)
     return not torch.equal(first.nan_to_num(), second.nan_to_num())
@@ -114,19 +101,7 @@ def _same(now: Any, before: Any) -> bool:
 @in_exact_mode
 @torch.no_grad()
 def dependence(function: Functional, x: Inputs, seen: Seen = NOTHING) -> str | None:
-    """Find out whether the outputs of an example depend on the rest of its batch.
-
-    Args:
-        function: A network.
-        x: A batch of N ≥ 1 examples; up to 32 are run, and three of them alone.
-        seen: Outputs that are at hand and need no run of their own.
-
-    Returns:
-        A sentence, or ``None`` if they do not.
-
-    Raises:
-        ModelError: If the network cannot run on the batch, or on one of its examples alone.
-    """
+    """Find out whether the outputs of an example depend on the rest of its batch."""
     every = batch_size(x)
     if every == 1:
         return _dependence_of_one(function, x)
@@ -191,18 +166,7 @@ def backwards(n: int) -> list[int]:
 
 
 def require_independence(function: Functional, x: Inputs, kind: Any = None, seen: Seen = NOTHING) -> None:
-    """Raise if the outputs of an example depend on the others in its batch: it has no gradient of its own.
-
-    Args:
-        function: A network.
-        x: A batch.
-        kind: What tells its kind of forward pass from others; by default the shapes of its examples. Each
-            kind is looked at once with one example, with two or three, and with more.
-        seen: Outputs of the batch that are at hand.
-
-    Raises:
-        ModelError: If they do.
-    """
+    """Raise if the outputs of an example depend on the others in its batch: it has no gradient of its own."""
     if torch.compiler.is_compiling():
         return
     level = min(batch_size(x), 4) // 2  # 0 for one example, 1 for two or three, 2 for more
@@ -251,17 +215,8 @@ def only_of(weights: Tensor, i: int) -> Tensor:
 def require_own_gradients(
     function: Functional, few: Inputs, together: Mapping[int, Params], weights: Tensor
 ) -> None:
-    """Raise if an example alone has another gradient than in its batch, though its outputs are the same.
-
-    Args:
-        function: The network.
-        few: A few examples.
-        together: By the numbers of some, the sketches of the gradients of its outputs in the batch.
-        weights: The cotangent (n, C).
-
-    Raises:
-        ModelError: If so.
-    """
+    """Raise if an example alone has another gradient than in its batch, though its outputs are the same."""
+    # weights (n, C)
     sizes: dict[str, list[Tensor]] = {}
     theta = function.theta
     dtypes = {name: t.dtype for name, t in theta.items()}
@@ -292,15 +247,8 @@ def require_own_gradients(
 
 @in_exact_mode
 def require_own_rows(function: Functional, x: Inputs) -> None:
-    """Raise if an example alone has another output or gradient than in its batch; for passes without a plan.
-
-    Args:
-        function: A network.
-        x: A batch, of which three examples are differentiated.
-
-    Raises:
-        ModelError: If so.
-    """
+    """Raise if an example alone has another output or gradient than in its batch."""
+    # For passes without a plan.
     require_independence(function, x)
     key, n = example_shapes(x), min(batch_size(x), 3)
     known: dict[Any, int] = function.cache.setdefault("own rows", {})

@@ -34,15 +34,7 @@ from linnet.tangent.nonfinite import refuse_derivative, require_finite_derivativ
 
 
 def jvp_path(function: Functional, x: Inputs) -> tuple[JvpPath, str]:
-    """Which directional derivative works for this network; probed once, then remembered.
-
-    Args:
-        function: The network.
-        x: A batch; two of its examples are used.
-
-    Returns:
-        The path, and why it was chosen if it is not plain forward mode.
-    """
+    """Which directional derivative works for this network; probed once, then remembered."""
     if "jvp" not in function.cache:
         probe = take(x, slice(0, min(2, batch_size(x))))
         function.check_runs(probe)
@@ -74,16 +66,7 @@ def _padded(function: Functional, params: Params, at: Params) -> Params:
 
 @in_exact_mode
 def jvp(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Tensor]:
-    """f₀(x) and J(x) v in the outputs' own shape (N, ...); differentiable in v.
-
-    Args:
-        function: The network.
-        x: A batch of N examples.
-        direction: v, by parameter name.
-
-    Returns:
-        The outputs and the directional derivative.
-    """
+    """f₀(x) and J(x) v in the outputs' own shape (N, ...); differentiable in v."""
     value, tangent = _jvp(function, x, direction)
     if not tangent.requires_grad:  # others look at the sum, where a device need not be waited for
         require_finite_product(function, x, tangent, direction.values())
@@ -91,14 +74,7 @@ def jvp(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Ten
 
 
 def require_finite_product(function: Functional, x: Inputs, found: Tensor, given: Iterable[Tensor]) -> None:
-    """Raise if a product of J with finite vectors is not finite because J is not.
-
-    Args:
-        function: The network.
-        x: The batch.
-        found: The product.
-        given: What J was multiplied with.
-    """
+    """Raise if a product of J with finite vectors is not finite because J is not."""
     if torch.compiler.is_compiling() or found.is_meta or is_functorch_wrapped_tensor(found):
         return
     if not is_finite(found) and all(map(is_finite, given)):
@@ -184,16 +160,7 @@ def _jvp_rows(function: Functional, x: Inputs, direction: Params) -> tuple[Tenso
 
 
 def jvp_columns(function: Functional, x: Inputs, v: Vector) -> Tensor:
-    """J(x) v for one vector or K columns.
-
-    Args:
-        function: The network.
-        x: A batch of N examples.
-        v: Params, (P,) or (P, K).
-
-    Returns:
-        (N, C), or (N, C, K).
-    """
+    """J(x) v for one vector or K columns."""
     require_independence(function, x)
     params = function.space.to_params(v)
     first = next(iter(params))
@@ -210,19 +177,8 @@ def jvp_columns(function: Functional, x: Inputs, v: Vector) -> Tensor:
 
 @in_exact_mode
 def vjp_columns(function: Functional, x: Inputs, u: Tensor) -> Tensor:
-    """Jᵀu for one cotangent or K columns, flat.
-
-    Args:
-        function: The network.
-        x: A batch of N examples.
-        u: (N, C) or (N, C, K).
-
-    Returns:
-        (P,) or (P, K).
-
-    Raises:
-        InputError: If u does not have the shape of the outputs.
-    """
+    """Jᵀu for one cotangent or K columns, flat, (P,)."""
+    # u (N, C)
     require_independence(function, x)
     leaves = {name: t.detach().requires_grad_() for name, t in function.theta.items()}
     with torch.enable_grad(), first_order():
@@ -248,19 +204,7 @@ def vjp_columns(function: Functional, x: Inputs, u: Tensor) -> Tensor:
 
 @in_exact_mode
 def jacobian(function: Functional, x: Inputs, memory: str | int | None = None) -> Tensor:
-    """J(x), (N, C, P), in the order of ``named_parameters()``.
-
-    Args:
-        function: The network.
-        x: A batch of N examples.
-        memory: Budget; by default half of what is available.
-
-    Returns:
-        The Jacobian.
-
-    Raises:
-        MemoryBudgetError: If it would not fit.
-    """
+    """J(x), (N, C, P), in the order of ``named_parameters()``."""
     n, c = batch_size(x), function.check_runs(take(x, slice(0, 1))).numel()
     p = function.space.dim
     budget = parse_bytes(memory, function.device)
@@ -289,16 +233,7 @@ def jacobian(function: Functional, x: Inputs, memory: str | int | None = None) -
 @in_exact_mode
 @torch.no_grad()
 def linearity_gap(function: Functional, x: Inputs, delta: Params) -> float:
-    """‖f(θ₀ + δ) − f_lin‖ / ‖f_lin − f₀‖ on a batch; 0 at δ = 0.
-
-    Args:
-        function: The network.
-        x: A batch of N examples.
-        delta: δ, by parameter name.
-
-    Returns:
-        The gap, ≥ 0.
-    """
+    """‖f(θ₀ + δ) − f_lin‖ / ‖f_lin − f₀‖ on a batch; 0 at δ = 0."""
     value, tangent = jvp(function, x, delta)
     reached = function({name: t + delta[name] for name, t in function.theta.items()}, x)
     missed = torch.linalg.vector_norm((reached - value - tangent).double())
@@ -312,17 +247,10 @@ def _flat(value: Tensor) -> Tensor:
 
 
 class JacobianOperator(Bidirectional):
-    """J over a data set, (N·C) × P: one JVP a pass, one VJP for the transpose.
+    """J over a data set, (N·C) × P: one JVP a pass, one VJP for the transpose."""
 
-    Inside :func:`linnet.distributed.sharing` each process differentiates its share of the examples, and the
-    product is the same on all of them.
-
-    Args:
-        function: The network.
-        x: N examples.
-        outputs: C, the number of outputs of an example.
-        block: Examples differentiated at once.
-    """
+    # Inside `linnet.distributed.sharing` each process differentiates its share of the examples, and the
+    # product is the same on all of them.
 
     def __init__(self, function: Functional, x: Inputs, outputs: int, block: int = 128) -> None:
         require_own_rows(function, x)
@@ -347,12 +275,7 @@ class JacobianOperator(Bidirectional):
 
 
 class NormalOperator(LinearOperator):
-    """JᵀJ over a data set, P × P: one JVP and one VJP a batch, in one pass over the data.
-
-    Args:
-        jacobian: J.
-        on_pass: Called after every pass over the data (progress, counting).
-    """
+    """JᵀJ over a data set, P × P: one JVP and one VJP a batch, in one pass over the data."""
 
     def __init__(self, jacobian: JacobianOperator, on_pass: Callable[[], None] | None = None) -> None:
         self.jacobian, self.on_pass = jacobian, on_pass

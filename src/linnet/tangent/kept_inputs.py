@@ -12,15 +12,7 @@ from linnet.tangent.batch import Inputs, map_tensors, take
 
 
 def flatten_inputs(x: Inputs, prefix: str = "x") -> tuple[dict[str, Tensor], Any]:
-    """Inputs as tensors by path, and their structure.
-
-    Args:
-        x: Examples.
-        prefix: Of every path.
-
-    Returns:
-        The tensors, and the structure as JSON.
-    """
+    """Inputs as tensors by path, and their structure."""
     if isinstance(x, Tensor):
         return {prefix: x}, "tensor"
     items = x.items() if isinstance(x, dict) else enumerate(x)
@@ -33,16 +25,7 @@ def flatten_inputs(x: Inputs, prefix: str = "x") -> tuple[dict[str, Tensor], Any
 
 
 def unflatten_inputs(tensors: Mapping[str, Tensor], layout: Any, prefix: str = "x") -> Inputs:
-    """The inputs that ``flatten_inputs`` wrote.
-
-    Args:
-        tensors: The tensors of a file.
-        layout: The structure.
-        prefix: Of every path.
-
-    Returns:
-        Examples.
-    """
+    """The inputs that ``flatten_inputs`` wrote."""
     if layout == "tensor":
         return tensors[prefix]
     parts = {key: unflatten_inputs(tensors, part, f"{prefix}/{key}") for key, part in layout["parts"].items()}
@@ -50,18 +33,7 @@ def unflatten_inputs(tensors: Mapping[str, Tensor], layout: Any, prefix: str = "
 
 
 def made_up(x: Inputs) -> Inputs:
-    """One example with the shapes, types and ranges of a batch, from which no example can be read.
-
-    Args:
-        x: A batch.
-
-    Returns:
-        Random inputs.
-
-    Example:
-        >>> made_up(torch.tensor([[7, 7, 7, 7]])).shape
-        torch.Size([1, 4])
-    """
+    """One example with the shapes, types and ranges of a batch, from which no example can be read."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(t: Tensor) -> Tensor:

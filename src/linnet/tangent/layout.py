@@ -16,27 +16,13 @@ from torch import Size, Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """The example axis of a tensor, possibly merged with others.
+    """The example axis of a tensor, possibly merged with others."""
 
-    Args:
-        axis: Which axis holds the examples.
-        outer: Whether the examples are the outer part of that axis: (N·m) rather than (m·N).
-    """
-
-    axis: int = 0
-    outer: bool = True
+    axis: int = 0  # which axis holds the examples
+    outer: bool = True  # whether the examples are the outer part of that axis: (N·m) rather than (m·N)
 
     def examples_first(self, t: Tensor, n: int, skip: int = 0) -> Tensor:
-        """Move the examples to axis ``skip`` and what was merged with them to the next.
-
-        Args:
-            t: Tensor with ``skip`` leading axes before those that ``axis`` counts.
-            n: Number of examples.
-            skip: Number of leading axes to leave alone.
-
-        Returns:
-            The tensor with axes (*leading, N, m, *rest).
-        """
+        """Move the examples to axis ``skip`` and what was merged with them to the next."""
         axis = self.axis + skip
         merged = t.shape[axis] // n
         parts = (n, merged) if self.outer else (merged, n)
@@ -49,16 +35,8 @@ PLAIN = Layout()  # examples on the first axis, nothing merged with them
 
 
 def find_layout(per_example: Tensor, candidates: Iterable[int], n: int) -> Layout | None:
-    """The layout under which the gradient of each example's output stays with that example.
-
-    Args:
-        per_example: Gradients (n, *shape): row i is the gradient of the outputs of example i alone.
-        candidates: Axes of ``shape`` that may hold the examples.
-        n: Number of examples.
-
-    Returns:
-        The layout, or ``None`` if no candidate separates the examples.
-    """
+    """The layout under which the gradient of each example's output stays with that example."""
+    # per_example (n, *shape)
     shape = per_example.shape[1:]
     possible = [Layout(axis, outer) for axis in candidates for outer in (True, False) if fits(shape, axis, n)]
     return next((layout for layout in possible if _separates(per_example, layout, n)), None)

@@ -304,15 +304,7 @@ class Linearized(nn.Module):
 
 
 def pinned(lin: Linearized, types: Precision) -> Linearized:
-    """The same linearization, whose derivatives keep types of numbers of their own; δ is shared.
-
-    Args:
-        lin: A linearization.
-        types: The types.
-
-    Returns:
-        The linearization, with no memory of its own.
-    """
+    """The same linearization, whose derivatives keep types of numbers of their own; δ is shared."""
     twin = copy.copy(lin)
     object.__setattr__(twin, "_function", lin.function.under(types))
     return twin
@@ -383,18 +375,7 @@ def _moved(v: Vector, function: Functional) -> Vector:
 
 
 def as_modules(values: Params) -> nn.Module:
-    """Parameters in nested modules, so that ``state_dict`` shows the network's own names.
-
-    Args:
-        values: Tensors by the names that they have in the network.
-
-    Returns:
-        A module that holds them.
-
-    Example:
-        >>> list(as_modules({"0.weight": torch.zeros(1), "0.bias": torch.zeros(1)}).state_dict())
-        ['0.weight', '0.bias']
-    """
+    """Parameters in nested modules, so that ``state_dict`` shows the network's own names."""
     root = nn.Module()
     for path, value in values.items():
         *folders, leaf = path.split(".")

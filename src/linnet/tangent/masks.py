@@ -21,23 +21,7 @@ REMEDY = "remove the hook (handle.remove()) for linnet, and name the entries tha
 
 
 def given_mask(name: str, value: Any, p: nn.Parameter) -> Tensor | None:
-    """The entries of a parameter that vary, from a value of ``params=``.
-
-    Args:
-        name: The parameter's name.
-        value: A tensor of True and False that broadcasts to its shape; True or ``None`` for all.
-        p: The parameter.
-
-    Returns:
-        The mask in the parameter's shape; ``None`` for all entries.
-
-    Raises:
-        InputError: It is something else, or leaves no entry.
-
-    Example:
-        >>> given_mask("w", torch.tensor([[True], [False]]), nn.Parameter(torch.ones(2, 3))).sum(1)
-        tensor([3, 0])
-    """
+    """The entries of a parameter that vary, from a value of ``params=``."""
     if value is None or value is True:
         return None
     label, expected = f"params[{name!r}]", f"True, or True and False of shape {tuple(p.shape)}"
@@ -60,18 +44,7 @@ def given_mask(name: str, value: Any, p: nn.Parameter) -> Tensor | None:
 
 
 def hooked_mask(name: str, p: nn.Parameter) -> Tensor | None:
-    """The entries of a parameter whose gradient its hooks leave as it is, where they zero the others.
-
-    Args:
-        name: The parameter's name.
-        p: The parameter; hooks are called on a copy, with made-up gradients.
-
-    Returns:
-        The mask; ``None`` if all entries are left.
-
-    Raises:
-        ModelError: If a hook does something else to gradients.
-    """
+    """The entries of a parameter whose gradient its hooks leave as it is, where they zero the others."""
     before = list((p._backward_hooks or {}).values())
     after = list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
     if not before and not after:
@@ -116,12 +89,7 @@ def _refuse_hook(name: str, does: str, cause: Exception | None = None) -> NoRetu
 
 
 def set_masks(model: nn.Module, masks: Mapping[str, Tensor | None]) -> None:
-    """Keep masks beside the parameters of a network.
-
-    Args:
-        model: The network.
-        masks: By the names of parameters; ``None`` takes one away.
-    """
+    """Keep masks beside the parameters of a network."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, mask in masks.items():
         owner, _, leaf = name.rpartition(".")
@@ -133,15 +101,7 @@ def set_masks(model: nn.Module, masks: Mapping[str, Tensor | None]) -> None:
 
 
 def masks_of(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """The masks that are kept beside parameters.
-
-    Args:
-        model: The network.
-        names: Parameters.
-
-    Returns:
-        By name, those that have one.
-    """
+    """The masks that are kept beside parameters."""
     found, modules = {}, dict(model.named_modules(remove_duplicate=False))
     for name in names:
         owner, _, leaf = name.rpartition(".")

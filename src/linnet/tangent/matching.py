@@ -29,34 +29,14 @@ WITNESS = "witness"  # start of the names of made-up inputs, and of the outputs 
 
 
 def given_network(model: Any) -> nn.Module:
-    """The network that a file is to be read with: what was linearized, without the wrapper of torch.compile.
-
-    Args:
-        model: The network, or its linearization.
-
-    Returns:
-        The plain network.
-
-    Raises:
-        InputError: If it is no module.
-    """
+    """The network that a file is to be read with."""
+    # What was linearized, without the wrapper of torch.compile.
     model = require_module(model)
     return without_wrapper(model.model if isinstance(model, Linearized) else model)
 
 
 def saved_output(metadata: Mapping[str, Any], output: OutputAdapter) -> OutputAdapter:
-    """The output adapter that a file was written with.
-
-    Args:
-        metadata: Of the file: ``"output"`` and ``"custom_output"``.
-        output: What is given for a callable one.
-
-    Returns:
-        The adapter.
-
-    Raises:
-        InputError: If a callable one is needed and not given.
-    """
+    """The output adapter that a file was written with."""
     check_output(output)
     if metadata.get("custom_output") and not callable(output):
         raise InputError(
@@ -74,22 +54,7 @@ def matching_function(
     path: Path,
     words: tuple[str, str, str],
 ) -> Functional:
-    """The network as a function, if its parameters and weights are those of a file.
-
-    Args:
-        model: The network.
-        metadata: Of the file: ``"parameters"``, ``"output"`` and ``"weights"``.
-        output: The output adapter, if it was a callable one.
-        path: The file.
-        words: For the error: what was done on another network, what is expected, and what to do.
-
-    Returns:
-        The function.
-
-    Raises:
-        FileFormatError: If a parameter is missing or the weights differ.
-        InputError: If the adapter is needed and not given.
-    """
+    """The network as a function, if its parameters and weights are those of a file."""
     adapter = saved_output(metadata, output)
     require_parameters(model, metadata["parameters"], path, words)
     function = Functional(model, metadata["parameters"], adapter)
@@ -100,17 +65,7 @@ def matching_function(
 def require_weights(
     function: Functional, metadata: Mapping[str, Any], path: Path, words: tuple[str, str, str]
 ) -> None:
-    """Raise if a network has other weights, or modules of other types where the file says which.
-
-    Args:
-        function: The network.
-        metadata: Of the file: ``"weights"`` and, in some, ``"modules"``.
-        path: The file.
-        words: As for :func:`matching_function`.
-
-    Raises:
-        FileFormatError: If so.
-    """
+    """Raise if a network has other weights, or modules of other types where the file says which."""
     if function.fingerprint() != metadata["weights"]:
         differ = "weights, or the masks of its params=," if function.masks else "weights"
         _refuse(f"its {differ} differ", path, words)
@@ -125,17 +80,7 @@ def require_weights(
 def require_parameters(
     model: nn.Module, names: Sequence[str], path: Path, words: tuple[str, str, str]
 ) -> None:
-    """Raise unless a network has the parameters that a file is about.
-
-    Args:
-        model: The network.
-        names: The parameters.
-        path: The file.
-        words: As for :func:`matching_function`.
-
-    Raises:
-        FileFormatError: If one is missing.
-    """
+    """Raise unless a network has the parameters that a file is about."""
     have = {name for name, _ in model.named_parameters()}
     missing = [name for name in names if name not in have]
     if missing:
@@ -145,18 +90,8 @@ def require_parameters(
 def require_outputs(
     outputs: Callable[[Inputs], Tensor], x: Inputs, expected: Tensor, path: Path, words: tuple[str, str, str]
 ) -> None:
-    """Raise if a network, for all its equal weights, computes something else than when a file was written.
-
-    Args:
-        outputs: What was computed of x, (N, ...).
-        x: Examples that the file keeps, of which a few are looked at.
-        expected: What came of them, (N, ...).
-        path: The file.
-        words: As for :func:`matching_function`.
-
-    Raises:
-        FileFormatError: If so.
-    """
+    """Raise if a network, for all its equal weights, computes something else than when a file was written."""
+    # outputs (N, ...), expected (N, ...)
     detail, cause = "the outputs differ", None
     few = expected[:COMPARED].reshape(len(expected[:COMPARED]), -1)
     try:
@@ -178,15 +113,8 @@ def _gap(a: Tensor, b: Tensor) -> float:
 
 
 def witness(outputs: Callable[[Inputs], Tensor], x: Inputs | None) -> tuple[dict[str, Tensor], Any]:
-    """Made-up inputs and the outputs on them, for files of objects that keep no examples.
-
-    Args:
-        outputs: What is computed of inputs, (N, ...).
-        x: The made-up inputs; ``None`` if no examples have been seen.
-
-    Returns:
-        Tensors for the file and the structure of the inputs; none where the network cannot take them.
-    """
+    """Made-up inputs and the outputs on them, for files of objects that keep no examples."""
+    # outputs (N, ...)
     if x is None:
         return {}, None
     try:
@@ -206,21 +134,7 @@ def require_witness(
     path: Path,
     words: tuple[str, str, str],
 ) -> Inputs | None:
-    """Raise if a network computes something else on the made-up inputs of a file.
-
-    Args:
-        outputs: As for :func:`witness`.
-        tensors: Of the file.
-        layout: The structure of the inputs; ``None`` if the file has none.
-        path: The file.
-        words: As for :func:`matching_function`.
-
-    Returns:
-        The made-up inputs.
-
-    Raises:
-        FileFormatError: If so.
-    """
+    """Raise if a network computes something else on the made-up inputs of a file."""
     if layout is None:
         return None
     x = unflatten_inputs(tensors, layout, f"{WITNESS}/x")

@@ -41,11 +41,7 @@ def has_recurrence(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def environment_kept() -> Iterator[None]:
-    """The environment of the process as it was, whatever torch imports for the first time meanwhile.
-
-    Yields:
-        Nothing.
-    """
+    """The environment of the process as it was, whatever torch imports for the first time meanwhile."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -69,14 +65,9 @@ def import_compiler() -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """One thread at a time: who runs a network with other parameters in its place shares it with nobody.
-
-    ``functional_call`` puts tensors into the module itself, and levels of forward mode, like the switches of
-    this file, are those of the whole process. Threads that answer requests from one fit would mix them up.
-
-    Yields:
-        Nothing.
-    """
+    """One thread at a time: who runs a network with other parameters in its place shares it with nobody."""
+    # `functional_call` puts tensors into the module itself, and levels of forward mode, like the switches of
+    # this file, are those of the whole process. Threads that answer requests from one fit would mix them up.
     if torch.compiler.is_compiling():
         yield
         return
@@ -86,14 +77,9 @@ def alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_order() -> Iterator[None]:
-    """Passes that are differentiated once, backward: attention may take its fused kernels.
-
-    Those have no forward mode and no second derivative, but neither form nor keep the (T, T) matrix
-    (``benchmarks/attention.py``).
-
-    Yields:
-        Nothing.
-    """
+    """Passes that are differentiated once, backward: attention may take its fused kernels."""
+    # Those have no forward mode and no second derivative, but neither form nor keep the (T, T) matrix
+    # (`benchmarks/attention.py`).
     if torch.compiler.is_compiling():
         yield
         return
@@ -106,15 +92,7 @@ def first_order() -> Iterator[None]:
 
 @contextlib.contextmanager
 def differentiable_kernels(recurrent: bool) -> Iterator[None]:
-    """Kernels with derivatives of every order, for the duration of the block; one thread at a time.
-
-    Args:
-        recurrent: Whether the network has recurrent layers; only then is mkldnn switched off,
-            because that would slow every convolution.
-
-    Yields:
-        Nothing.
-    """
+    """Kernels with derivatives of every order, for the duration of the block; one thread at a time."""
     with alone(), environment_kept():
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -204,16 +182,8 @@ def without_recomputation() -> Iterator[None]:
 
 
 def in_exact_mode(function: F) -> F:
-    """Run a function outside inference mode and autocast; inference tensors among its inputs are cloned.
-
-    They are cloned outside that mode too, where autograd refuses them.
-
-    Args:
-        function: What to run; its arguments may be batches of any structure.
-
-    Returns:
-        The wrapped function.
-    """
+    """Run a function outside inference mode and autocast; inference tensors among its inputs are cloned."""
+    # They are cloned outside that mode too, where autograd refuses them.
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -33,18 +33,7 @@ WIDER = "divide the inputs by their scale, or pass the network in float64: model
 
 
 def require_finite_derivative(function: Functional, x: Inputs, *found: Tensor) -> None:
-    """Raise if derivatives on a batch are not finite because those of an example are not.
-
-    Args:
-        function: The network.
-        x: The batch.
-        *found: What was computed from its derivatives, maybe with vectors that are not finite themselves.
-
-    Raises:
-        DataError: If x is not finite.
-        ModelError: If the outputs are not.
-        NumericalError: If the derivative of an example is not.
-    """
+    """Raise if derivatives on a batch are not finite because those of an example are not."""
     if torch.compiler.is_compiling() or any(map(_unread, found)) or all(map(is_finite, found)):
         return
     refuse_derivative(function, x)
@@ -57,17 +46,7 @@ def _unread(t: Tensor) -> bool:
 
 @in_exact_mode
 def refuse_derivative(function: Functional, x: Inputs) -> None:
-    """Raise if the derivative of an example is not finite; a batch whose derivatives are is let through.
-
-    Args:
-        function: The network.
-        x: A batch.
-
-    Raises:
-        DataError: If x is not finite.
-        ModelError: If the outputs are not.
-        NumericalError: If the derivative of an example is not.
-    """
+    """Raise if the derivative of an example is not finite; a batch whose derivatives are is let through."""
     function = moved_network(function) or function
     check_finite(map_tensors(lambda t: t.detach(), x), "x")
     function.check_runs(x)
@@ -93,15 +72,7 @@ def refuse_derivative(function: Functional, x: Inputs) -> None:
 
 
 def refuse_overflow(function: Functional, pair: Sequence[tuple[Inputs, int]]) -> NoReturn:
-    """The error of a product of two examples' derivatives that is not finite.
-
-    Args:
-        function: The network.
-        pair: Each of the two as a batch and its number there.
-
-    Raises:
-        NumericalError: Always, if nothing else is wrong.
-    """
+    """The error of a product of two examples' derivatives that is not finite."""
     found = []
     for x, i in pair:
         one = take(x, slice(i, i + 1))
@@ -117,16 +88,8 @@ def refuse_overflow(function: Functional, pair: Sequence[tuple[Inputs, int]]) ->
 
 
 def require_finite_products(function: Functional, x: Inputs, found: Tensor) -> None:
-    """Raise if what was computed of single examples from products of derivatives is not finite.
-
-    Args:
-        function: The network.
-        x: N examples.
-        found: (N, ...).
-
-    Raises:
-        NumericalError: If so.
-    """
+    """Raise if what was computed of single examples from products of derivatives is not finite."""
+    # found (N, ...)
     if not (_unread(found) or is_finite(found)):
         refuse_overflow(function, [(x, int((~found.isfinite()).nonzero()[0, 0]))])
 

@@ -21,18 +21,7 @@ REPEATING = frozenset({"expand", "expand_as", "repeat", "tile", "broadcast_to"})
 def describe(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, n: int
 ) -> list[Described] | None:
-    """The uses that one call of a torch function makes of tracked tensors.
-
-    Args:
-        name: The function's plain name.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        result: What it returned.
-        n: Number of examples.
-
-    Returns:
-        The uses, or ``None`` if the call is not understood.
-    """
+    """The uses that one call of a torch function makes of tracked tensors."""
     reader = _READERS.get(name)
     if reader is None or "out" in kwargs:
         return None

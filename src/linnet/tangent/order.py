@@ -36,19 +36,13 @@ FIND = "pass the data set itself, or torch.utils.data.Subset(dataset, indices)"
 
 @dataclass
 class Said:
-    """What is to be said of data.
+    """What is to be said of data."""
 
-    Args:
-        notes: What was done with them, which changes no result.
-        warnings: What a reader of the results must know.
-        classes: Names of the classes, where y is text: those that there are already, or those that are found.
-        text: Whether y may be text.
-    """
-
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what was done with them, which changes no result
+    warnings: list[str] = field(default_factory=list)  # what a reader of the results must know
+    # names of the classes, where y is text: those that there are already, or those that are found
     classes: tuple[str, ...] = ()
-    text: bool = True
+    text: bool = True  # whether y may be text
     _numbers: dict[str, int] = field(default_factory=dict)
 
     def number(self, words: Sequence[str]) -> Tensor:
@@ -76,29 +70,16 @@ class Said:
 
 
 class Ordered(NamedTuple):
-    """A loader in the order of its data set.
+    """A loader in the order of its data set."""
 
-    Args:
-        loader: The loader to read.
-        whole: Whether it gives every sample of the data set once, or all that there is to give.
-        said: What a reader of positions must know, if anything.
-    """
-
-    loader: DataLoader[Any]
-    whole: bool = True
-    said: str | None = None
+    loader: DataLoader[Any]  # the loader to read
+    whole: bool = True  # whether it gives every sample of the data set once, or all that there is to give
+    said: str | None = None  # what a reader of positions must know, if anything
 
 
 @contextlib.contextmanager
 def random_kept(*sources: Any) -> Iterator[None]:
-    """The random streams of the process, and those of some generators, as they were.
-
-    Args:
-        *sources: Samplers and loaders, whose ``generator`` is put back as well.
-
-    Yields:
-        Nothing.
-    """
+    """The random streams of the process, and those of some generators, as they were."""
     own = [g for g in (getattr(source, "generator", None) for source in sources) if g is not None]
     mine = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
     python, array = random.getstate(), np.random.get_state()  # noqa: NPY002 - samplers draw from it
@@ -113,20 +94,7 @@ def random_kept(*sources: Any) -> Iterator[None]:
 
 
 def in_order(loader: DataLoader[Any]) -> Ordered:
-    """The samples that a loader draws, in the order of its data set.
-
-    Args:
-        loader: A loader; its random state stays as it is.
-
-    Returns:
-        A loader with the same batch size, collation and workers, and what has to be said of it. It is the
-        loader given where that reads in order, each process has a part of it, or its data are a stream.
-
-    Example:
-        >>> loader = DataLoader(TensorDataset(torch.arange(6)), 4, shuffle=True)
-        >>> [batch[0].tolist() for batch in in_order(loader).loader]
-        [[0, 1, 2, 3], [4, 5]]
-    """
+    """The samples that a loader draws, in the order of its data set."""
     data, batches = loader.dataset, loader.batch_sampler
     sampler = loader.sampler if type(batches) is not BatchSampler else batches.sampler
     plain = batches is None or type(batches) is BatchSampler
@@ -165,18 +133,7 @@ def in_order(loader: DataLoader[Any]) -> Ordered:
 
 
 def changing(data: Any) -> str | None:
-    """Whether a data set gives other values each time that a sample is read, as augmentation does.
-
-    Args:
-        data: A data set that is read by position; the first, the middle and the last sample are tried.
-
-    Returns:
-        A sentence, if it does.
-
-    Example:
-        >>> changing(TensorDataset(torch.zeros(3))) is None
-        True
-    """
+    """Whether a data set gives other values each time that a sample is read, as augmentation does."""
     inner = data
     while isinstance(inner, Subset):
         inner = inner.dataset

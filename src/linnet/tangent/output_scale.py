@@ -53,23 +53,7 @@ JOINED = ("Cat", "Stack")
 def scale_remarks(
     function: Functional, likelihood: Likelihood, x: Inputs, f: Tensor | None = None
 ) -> tuple[str, ...]:
-    """Whether outputs are on another scale than the likelihood's.
-
-    Args:
-        function: The network.
-        likelihood: What its outputs should mean.
-        x: A batch, of which a few examples are looked at.
-        f: Outputs of some examples, where they are known.
-
-    Returns:
-        A sentence, if they are.
-
-    Example:
-        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Sigmoid())
-        >>> found = scale_remarks(Functional(net), Bernoulli(), torch.randn(9, 3))
-        >>> found[0].partition(". ")[2]
-        'Bernoulli() expects logits; leave the last sigmoid out'
-    """
+    """Whether outputs are on another scale than the likelihood's."""
     if not isinstance(likelihood, Bernoulli | Categorical | Poisson | HeteroscedasticGaussian):
         return ()
     few = take(observed(x)[0], slice(0, FEW))
@@ -84,17 +68,7 @@ def scale_remarks(
 
 
 def warn_of_scale(function: Functional, likelihood: Likelihood, x: Inputs, f: Tensor | None = None) -> None:
-    """Warn if outputs are on another scale than the likelihood's.
-
-    Args:
-        function: The network.
-        likelihood: What its outputs should mean.
-        x: A batch, of which a few examples are looked at.
-        f: Outputs of some examples, where they are known.
-
-    Example:
-        >>> warn_of_scale(Functional(torch.nn.Linear(3, 1)), Bernoulli(), torch.randn(9, 3))
-    """
+    """Warn if outputs are on another scale than the likelihood's."""
     for line in scale_remarks(function, likelihood, x, f):
         warn(line)
 

@@ -35,20 +35,7 @@ SPLIT = "check that x and y come from the same split"
 
 
 def in_batches(data: Any) -> bool:
-    """Whether data come as (x, y) batches that are no loader's.
-
-    Args:
-        data: Anything.
-
-    Returns:
-        Whether it is a list of batches, or an object that yields them.
-
-    Example:
-        >>> import torch
-        >>> x, y = torch.ones(2, 3), torch.zeros(2)
-        >>> in_batches([(x, y), (x, y)]), in_batches(iter([(x, y)])), in_batches([x, y]), in_batches((x, y))
-        (True, True, False, False)
-    """
+    """Whether data come as (x, y) batches that are no loader's."""
     if isinstance(data, list):
         batches = all(isinstance(one, list | tuple | Mapping) for one in data)
         return batches and (len(data) != 2 or holds_arrays(data[1]))
@@ -56,45 +43,14 @@ def in_batches(data: Any) -> bool:
 
 
 def in_pieces(data: Any) -> bool:
-    """Whether data come batch by batch or sample by sample, rather than as one pair of tensors.
-
-    Args:
-        data: Anything.
-
-    Returns:
-        Whether they do.
-
-    Example:
-        >>> import torch
-        >>> x, y = torch.ones(2, 3), torch.zeros(2)
-        >>> in_pieces((x, y)), in_pieces(TensorDataset(x, y)), in_pieces(DataLoader(TensorDataset(x, y)))
-        (False, False, True)
-    """
+    """Whether data come batch by batch or sample by sample, rather than as one pair of tensors."""
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         return False
     return isinstance(data, DataLoader) or is_data_set(data) or in_batches(data)
 
 
 def pairs(data: Any, said: Said | None = None) -> Iterator[tuple[Inputs, Any]]:
-    """The batches of any kind of data, in their order; nothing is gathered.
-
-    Args:
-        data: An (x, y) pair, or a dict with ``"labels"``; a ``Dataset`` or ``IterableDataset`` of samples; a
-            ``DataLoader``, which is read in the order of its data set; a list or another iterable of batches.
-        said: Takes what is to be said of them.
-
-    Yields:
-        Inputs (n, ...) and targets, of which n is not checked.
-
-    Raises:
-        InputError: If ``data`` or a batch is none of these.
-
-    Example:
-        >>> import torch
-        >>> samples = [(torch.ones(3), i) for i in range(5)]
-        >>> [y.tolist() for _, y in pairs(DataLoader(samples, batch_size=2))]
-        [[0, 1], [2, 3], [4]]
-    """
+    """The batches of any kind of data, in their order; nothing is gathered."""
     said = Said(text=False) if said is None else said
     if isinstance(data, DataLoader):
         require_whole(data)
@@ -129,20 +85,7 @@ def _is_number(y: Any) -> bool:
 
 
 def require_targets(x: Inputs, y: Tensor, name: str) -> None:
-    """Raise unless there is one real target for each input.
-
-    Args:
-        x: Inputs.
-        y: Targets.
-        name: What they are called together.
-
-    Raises:
-        DataError: If so.
-
-    Example:
-        >>> import torch
-        >>> require_targets(torch.ones(2, 3), torch.zeros(2), "data")
-    """
+    """Raise unless there is one real target for each input."""
     if y.is_complex():
         raise DataError(f"y has type {y.dtype}", "real targets", "pass y.real, or its parts as two outputs")
     if y.ndim == 0 or y.shape[0] != batch_size(x):
@@ -154,45 +97,13 @@ def require_targets(x: Inputs, y: Tensor, name: str) -> None:
 
 
 def side_by_side(parts: list[tuple[Inputs, Tensor]]) -> tuple[Inputs, Tensor]:
-    """Batches as one.
-
-    Args:
-        parts: Inputs and targets of each.
-
-    Returns:
-        Inputs and targets of all.
-
-    Raises:
-        DataError: If examples differ in shape.
-        InputError: If the batches differ in structure.
-
-    Example:
-        >>> import torch
-        >>> side_by_side([(torch.ones(1, 2), torch.zeros(1)), (torch.ones(3, 2), torch.ones(3))])[1]
-        tensor([0., 1., 1., 1.])
-    """
+    """Batches as one."""
     inputs = [x for x, _ in parts]
     return concatenate(inputs), concatenate(padded(inputs, [y for _, y in parts]))
 
 
 def as_sample(item: Any, name: str, said: Said | None = None) -> tuple[Inputs, Tensor]:
-    """A sample as a batch of one.
-
-    Args:
-        item: A pair, or a dict with its target.
-        name: What it is called.
-        said: Takes the names of classes.
-
-    Returns:
-        Inputs (1, ...) and targets (1, ...).
-
-    Raises:
-        InputError: If it is neither.
-
-    Example:
-        >>> as_sample(([3.0, 4.0], 1), "a sample")
-        (tensor([[3., 4.]]), tensor([1]))
-    """
+    """A sample as a batch of one, (1, ...)."""
     x, y = as_pair(item, name)
     return as_batch(x), answers(y, said)[None]
 

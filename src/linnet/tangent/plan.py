@@ -39,49 +39,27 @@ Key = tuple[tuple[str, ...], int]  # sources of a use, and how many uses of the 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of one example.
+    """Bytes of one example."""
 
-    Args:
-        gradients: Gradients at all uses, for one cotangent.
-        inputs: Inputs to all uses.
-        saved: Activations that autograd keeps for a backward pass, parameters apart.
-        fields: Receptive fields of all convolutions.
-    """
-
-    gradients: int
-    inputs: int
-    saved: int
-    fields: int
+    gradients: int  # gradients at all uses, for one cotangent
+    inputs: int  # inputs to all uses
+    saved: int  # activations that autograd keeps for a backward pass, parameters apart
+    fields: int  # receptive fields of all convolutions
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Differentiation method of every tracked parameter.
+    """Differentiation method of every tracked parameter."""
 
-    Args:
-        layouts: Layout of each use that is taken.
-        exact: Parameters that are differentiated example by example, and why.
-        unused: Parameters that the outputs do not depend on.
-        unproven: Uses whose gradient has been zero so far.
-        bytes: What an example takes.
-    """
-
-    layouts: dict[Key, Layout]
-    exact: dict[str, str]
-    unused: tuple[str, ...]
-    unproven: frozenset[Key]
-    bytes: Bytes
+    layouts: dict[Key, Layout]  # layout of each use that is taken
+    exact: dict[str, str]  # parameters that are differentiated example by example, and why
+    unused: tuple[str, ...]  # parameters that the outputs do not depend on
+    unproven: frozenset[Key]  # uses whose gradient has been zero so far
+    bytes: Bytes  # what an example takes
 
 
 def keyed(uses: Sequence[Use]) -> list[tuple[Key, Use]]:
-    """Every use with a key that repeats from batch to batch.
-
-    Args:
-        uses: The uses of one forward pass, in order.
-
-    Returns:
-        Pairs of key and use.
-    """
+    """Every use with a key that repeats from batch to batch."""
     seen: dict[tuple[str, ...], int] = {}
     pairs = []
     for use in uses:
@@ -93,18 +71,7 @@ def keyed(uses: Sequence[Use]) -> list[tuple[Key, Use]]:
 def plan_for(
     function: Functional, run: Trace, x: Inputs, renew: bool = False, turned: Tensor | None = None
 ) -> Plan:
-    """The plan for passes like ``run``; made on first sight, then kept.
-
-    Args:
-        function: The network.
-        run: A traced pass.
-        x: Its batch.
-        renew: Whether to plan again, searching the whole batch for gradients that do not vanish.
-        turned: Outputs of the first examples in reverse, if they have been run.
-
-    Returns:
-        The plan.
-    """
+    """The plan for passes like ``run``; made on first sight, then kept."""
     plans: dict[Any, Plan] = function.cache.setdefault("plans", {})
     kind = run.signature
     seen = Seen(run.outputs.detach(), turned)
@@ -123,17 +90,7 @@ def _never_used(run: Trace, plans: Collection[Plan]) -> set[str]:
 
 
 def amend(function: Functional, run: Trace, x: Inputs, wrong: set[str]) -> Plan:
-    """The plan with more parameters differentiated example by example.
-
-    Args:
-        function: The network.
-        run: A traced pass.
-        x: Its batch.
-        wrong: Parameters whose uses do not add up to their gradient.
-
-    Returns:
-        The plan, which is kept.
-    """
+    """The plan with more parameters differentiated example by example."""
     plans: dict[Any, Plan] = function.cache["plans"]
     old = plans[run.signature]
     reasons = dict.fromkeys(sorted(sharing(wrong, run.uses)), HIDDEN)
@@ -143,15 +100,7 @@ def amend(function: Functional, run: Trace, x: Inputs, wrong: set[str]) -> Plan:
 
 
 def expected_plan(function: Functional, x: Inputs) -> Plan:
-    """The plan of the last pass over examples of these shapes, for predictions of memory.
-
-    Args:
-        function: The network.
-        x: A batch; a few of its examples are run if none of their shapes has been seen.
-
-    Returns:
-        The plan.
-    """
+    """The plan of the last pass over examples of these shapes, for predictions of memory."""
     known: Plan | None = function.cache.get("plans by shape", {}).get(example_shapes(x))
     if known is not None:
         return known

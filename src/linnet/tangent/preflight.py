@@ -40,22 +40,15 @@ NAMES = {
 
 @dataclass(frozen=True, repr=False)
 class Coverage(Record):
-    """Treatment of one parameter.
+    """Treatment of one parameter."""
 
-    Args:
-        name: Its name.
-        shape: Its shape.
-        uses: How many operations of the forward pass read it.
-        treatment: The rule, or why it is differentiated example by example, or that it is unused; "not
-            examined" where the network is not ready.
-        exact: Whether no rule covers it (slower, equally right).
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    uses: int
+    name: str  # its name
+    shape: tuple[int, ...]  # its shape
+    uses: int  # how many operations of the forward pass read it
+    # the rule, or why it is differentiated example by example, or that it is unused; "not examined" where the
+    # network is not ready
     treatment: str
-    exact: bool
+    exact: bool  # whether no rule covers it (slower, equally right)
 
 
 @dataclass(frozen=True, repr=False)

@@ -26,34 +26,14 @@ FLOOR = 1e-2  # of the largest norm: below, gradients may be rounding alone (a b
 
 
 def random_cotangent(outputs: Tensor) -> Tensor:
-    """A fixed random cotangent (1, N, C); the global generator is not touched.
-
-    Args:
-        outputs: (N, C).
-
-    Returns:
-        Normal numbers.
-
-    Example:
-        >>> random_cotangent(torch.zeros(2, 3)).shape
-        torch.Size([1, 2, 3])
-    """
+    """A fixed random cotangent (1, N, C); the global generator is not touched."""
+    # outputs (N, C)
     generator = torch.Generator().manual_seed(3)
     return torch.randn(1, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
 
 
 def disagreeing(run: Trace, uses: Sequence[Use], truth: Mapping[str, Tensor | None]) -> set[str]:
-    """Parameters whose gradient is not what their uses add up to.
-
-    Args:
-        run: A traced pass whose history is kept.
-        uses: The uses that the plan takes, with their gradients for one cotangent.
-        truth: The sketch of every parameter's gradient for that cotangent by autograd, ``None`` where
-            there is none. Nothing is compared where it is empty.
-
-    Returns:
-        Their names.
-    """
+    """Parameters whose gradient is not what their uses add up to."""
     own: dict[str, list[Use]] = {}
     for use in uses:
         for name in use.sources:
@@ -95,15 +75,7 @@ def _norm(t: Tensor) -> Tensor:
 
 
 def sharing(names: set[str], uses: Sequence[Use]) -> set[str]:
-    """The names with all parameters that go into a use along with them.
-
-    Args:
-        names: Parameters.
-        uses: Uses; what is computed from several parameters has several sources.
-
-    Returns:
-        The names and those of the others.
-    """
+    """The names with all parameters that go into a use along with them."""
     found = set(names)
     while more := {name for use in uses if found & set(use.sources) for name in use.sources} - found:
         found |= more

@@ -30,54 +30,34 @@ EDGE = Any  # torch.autograd.graph.GradientEdge
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """The tensor that an operation read.
+    """The tensor that an operation read."""
 
-    Args:
-        tensor: The parameter, or a tensor computed from parameters alone.
-        sources: Names of the parameters behind it.
-        direct: Whether it is the parameter itself (or its transpose, see ``Use.options``).
-    """
-
-    tensor: Tensor
-    sources: tuple[str, ...]
-    direct: bool
+    tensor: Tensor  # the parameter, or a tensor computed from parameters alone
+    sources: tuple[str, ...]  # names of the parameters behind it
+    direct: bool  # whether it is the parameter itself (or its transpose, see ``Use.options``)
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """The result of an operation.
+    """The result of an operation."""
 
-    Args:
-        shape: Its shape.
-        edge: Where autograd delivers the gradient at it.
-    """
-
-    shape: Size
-    edge: EDGE
+    shape: Size  # its shape
+    edge: EDGE  # where autograd delivers the gradient at it
 
 
 @dataclass(eq=False)
 class Use:
-    """One use of a tracked parameter.
+    """One use of a tracked parameter."""
 
-    Args:
-        kind: ``"linear"``, ``"conv"``, ``"conv-transposed"``, ``"embedding"``, ``"scale"`` or ``"shift"``.
-        operand: What the operation read.
-        result: What it returned.
-        a: Input of the use, in the operation's own shape; ``None`` for a shift.
-        options: What the operation was told: transposed, stride, groups, ...
-        layout: Where the examples are in the result (and in ``a``).
-        g: Gradients at the result, (K, *shape).
-        kept: What was computed from ``a`` and is wanted again for other cotangents.
-    """
-
-    kind: str
-    operand: Operand
-    result: Result
-    a: Tensor | None = None
+    kind: str  # ``"linear"``, ``"conv"``, ``"conv-transposed"``, ``"embedding"``, ``"scale"`` or ``"shift"``
+    operand: Operand  # what the operation read
+    result: Result  # what it returned
+    a: Tensor | None = None  # input of the use, in the operation's own shape; ``None`` for a shift
+    # what the operation was told: transposed, stride, groups,
     options: dict[str, Any] = field(default_factory=dict)
-    layout: Layout = PLAIN
-    g: Tensor | None = None
+    layout: Layout = PLAIN  # where the examples are in the result (and in ``a``)
+    g: Tensor | None = None  # gradients at the result, (K, *shape)
+    # what was computed from `a` and is wanted again for other cotangents
     kept: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     @property
@@ -126,17 +106,11 @@ class Use:
 
 @dataclass(frozen=True)
 class Factors:
-    """The outer-product form of one parameter's gradients, Σ_s g_ns a_nsᵀ.
+    """The outer-product form of one parameter's gradients, Σ_s g_ns a_nsᵀ."""
 
-    Args:
-        a: (N, R, S, d), or integer ids (N, 1, S) for an embedding.
-        g: (K, N, R, S, c).
-        transposed: Whether the parameter is stored (d, c) rather than (c, d).
-    """
-
-    a: Tensor
-    g: Tensor
-    transposed: bool = False
+    a: Tensor  # (N, R, S, d), or integer ids (N, 1, S) for an embedding
+    g: Tensor  # (K, N, R, S, c)
+    transposed: bool = False  # whether the parameter is stored (d, c) rather than (c, d)
 
     @property
     def is_embedding(self) -> bool:
@@ -165,16 +139,7 @@ def _broadcast_axis(shape: Size, target: Size, axis: int) -> bool:
 
 
 def factors(use: Use, n: int, keep: bool = False) -> Factors:
-    """The outer-product form of a linear, convolution or embedding use.
-
-    Args:
-        use: A use with its gradients ``g``.
-        n: Number of examples.
-        keep: Whether receptive fields are kept with the use, for its other cotangents.
-
-    Returns:
-        a and g with examples, groups and positions apart.
-    """
+    """The outer-product form of a linear, convolution or embedding use."""
     assert use.a is not None
     assert use.g is not None
     if use.kind in CONVOLUTIONS:
@@ -218,16 +183,8 @@ def _pixels(x: Tensor, options: dict[str, Any]) -> Tensor:
 
 
 def patches(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
-    """Receptive fields of a convolution, (B, R, d, S): positions last, so that rows are copied whole.
-
-    Args:
-        x: What the convolution reads (B, c, *pixels).
-        kernel: Shape of its kernel.
-        options: Its groups R, stride, dilation and padding: (before, after) for each axis, negative to crop.
-
-    Returns:
-        The fields, d = c / R · kernel.
-    """
+    """Receptive fields of a convolution, (B, R, d, S): positions last, so that rows are copied whole."""
+    # x (B, c, *pixels)
     axes = len(kernel)
     x = windows(x, kernel, options)
     positions, fields = range(3, 3 + axes), range(3 + axes, 3 + 2 * axes)
@@ -242,16 +199,8 @@ def padded(x: Tensor, options: dict[str, Any]) -> Tensor:
 
 
 def windows(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
-    """Receptive fields without a copy, (B, R, c / R, *positions, *kernel).
-
-    Args:
-        x: What the convolution reads (B, c, *pixels).
-        kernel: Shape of its kernel.
-        options: As for :func:`patches`.
-
-    Returns:
-        A view of the padded input.
-    """
+    """Receptive fields without a copy, (B, R, c / R, *positions, *kernel)."""
+    # x (B, c, *pixels)
     x = padded(x, options)
     for axis, (size, stride, dilation) in enumerate(
         zip(kernel, options["stride"], options["dilation"], strict=True), start=2
@@ -262,15 +211,7 @@ def windows(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
 
 
 def outer_rows(f: Factors, shape: Size) -> Tensor:
-    """Σ_s g_ns a_nsᵀ for every example and cotangent, shape (N, K, *shape).
-
-    Args:
-        f: The factors.
-        shape: Shape of the parameter.
-
-    Returns:
-        The gradient of each example, in the parameter's own shape.
-    """
+    """Σ_s g_ns a_nsᵀ for every example and cotangent, shape (N, K, *shape)."""
     if f.is_embedding:
         return _embedding_rows(f, shape)
     k, n, groups, s, c = f.g.shape
@@ -331,16 +272,8 @@ def example_row(use: Use, n: int, i: int) -> Tensor:
 
 
 def pull_back(rows: Tensor, target: Tensor, source: Tensor) -> Tensor:
-    """Per-example gradients of ``source`` from those of ``target``, which was computed from it.
-
-    Args:
-        rows: (N, K, *target).
-        target: A tensor with a history that leads to ``source``.
-        source: A parameter.
-
-    Returns:
-        (N, K, *source).
-    """
+    """Per-example gradients of ``source`` from those of ``target``, which was computed from it."""
+    # rows (N, K, *target)
     if target is source:
         return rows
     n, k = rows.shape[:2]

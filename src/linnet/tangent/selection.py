@@ -17,21 +17,7 @@ Selector = str | Sequence[str] | Mapping[str, Any] | nn.Module | Callable[[str, 
 
 
 def require_module(model: Any) -> nn.Module:
-    """Raise unless it is a network.
-
-    Args:
-        model: Anything.
-
-    Returns:
-        The network.
-
-    Raises:
-        InputError: It is none.
-
-    Example:
-        >>> require_module(nn.ReLU())
-        ReLU()
-    """
+    """Raise unless it is a network."""
     if isinstance(model, nn.Module):
         return model
     raise InputError(
@@ -40,30 +26,7 @@ def require_module(model: Any) -> nn.Module:
 
 
 def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
-    r"""Names of the selected floating-point parameters, in the order of ``named_parameters()``.
-
-    Args:
-        model: The network.
-        params: ``None`` (every parameter that requires a gradient; all of them if none does),
-            ``"all"``, ``"last-layer"``, ``"bias"``, ``"lora"``, a regular expression that is
-            searched in the names, a list of exact names, a dict of names and masks (True where an entry
-            varies; ``None`` for all entries), a module inside the network, or a predicate
-            ``(name, parameter) -> bool``.
-
-    Returns:
-        The names, tied parameters once.
-
-    Raises:
-        InputError: If ``model`` is no module, nothing is selected, or a name or module is not in the network.
-        ModelError: If the network has no floating-point parameter.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-        >>> select_parameters(net, "last-layer")
-        ['2.weight', '2.bias']
-        >>> select_parameters(net, r"^0\.")
-        ['0.weight', '0.bias']
-    """
+    r"""Names of the selected floating-point parameters, in the order of ``named_parameters()``."""
     require_module(model)
     named = {n: p for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
     if not named:
@@ -90,42 +53,13 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
 
 
 def owner(name: str) -> str:
-    """The layer that a parameter belongs to.
-
-    Args:
-        name: The parameter's name; one that a parametrization holds belongs to the layer it is made for.
-
-    Returns:
-        The layer's name.
-
-    Example:
-        >>> owner("0.bias"), owner("0.parametrizations.weight.original0")
-        ('0', '0')
-    """
+    """The layer that a parameter belongs to."""
     layer, parametrized, _ = f".{name}".partition(".parametrizations.")
     return (layer if parametrized else layer.rpartition(".")[0]).removeprefix(".")
 
 
 def selected(model: nn.Module, params: Selector = None) -> dict[str, Tensor | None]:
-    """The selected parameters with the entries that vary.
-
-    Args:
-        model: The network.
-        params: As for :func:`select_parameters`.
-
-    Returns:
-        By name a mask (True where an entry varies), ``None`` for all entries: from ``params``, from hooks
-        that zero gradients, or as it is kept beside the parameter.
-
-    Raises:
-        InputError: If a mask is none for its parameter.
-        ModelError: If a hook changes gradients in another way.
-
-    Example:
-        >>> net = nn.Linear(2, 1)
-        >>> selected(net, {"weight": torch.tensor([[True, False]]), "bias": True})
-        {'weight': tensor([[ True, False]]), 'bias': None}
-    """
+    """The selected parameters with the entries that vary."""
     names = select_parameters(model, params)
     every, first = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_parameters())
     kept, found = masks_of(model, names), dict[str, Tensor | None]()
@@ -141,17 +75,7 @@ def selected(model: nn.Module, params: Selector = None) -> dict[str, Tensor | No
 
 
 def check_selector(params: Any) -> None:
-    """Raise unless it can say which parameters take part, before there is a network to ask.
-
-    Args:
-        params: Anything.
-
-    Raises:
-        InputError: It is no keyword, regular expression, list of names, module or predicate.
-
-    Example:
-        >>> check_selector("last-layer")
-    """
+    """Raise unless it can say which parameters take part, before there is a network to ask."""
     several = isinstance(params, list | tuple | Mapping)
     names = several and bool(params) and all(isinstance(n, str) for n in params)
     predicate = callable(params) and not isinstance(params, type)

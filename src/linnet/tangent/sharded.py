@@ -24,39 +24,18 @@ _DEPTH = 3  # of samplers in samplers: a batch sampler's shard has a batch sampl
 
 @dataclass(frozen=True)
 class Sharded:
-    """One of several parts of a data set.
+    """One of several parts of a data set."""
 
-    Args:
-        by: What makes the parts.
-        parts: Their number.
-        index: Which this is.
-        total: Examples of the data set; ``None`` where it cannot tell.
-        own: Examples of this part without those that only fill it up; ``None`` where that is not known.
-    """
-
-    by: str
-    parts: int
-    index: int
-    total: int | None
+    by: str  # what makes the parts
+    parts: int  # their number
+    index: int  # which this is
+    total: int | None  # examples of the data set; ``None`` where it cannot tell
+    # examples of this part without those that only fill it up; `None` where that is not known
     own: int | None
 
 
 def sharded(data: Any) -> Sharded | None:
-    """The part of the data that a loader gives to this process.
-
-    Args:
-        data: Anything; all but a ``DataLoader`` of which processes have parts is whole.
-
-    Returns:
-        The part, or ``None`` if it is everything.
-
-    Example:
-        >>> from torch.utils.data import TensorDataset
-        >>> numbers = TensorDataset(torch.arange(5))
-        >>> part = sharded(DataLoader(numbers, sampler=DistributedSampler(numbers, 2, rank=1)))
-        >>> part.parts, part.total, part.own
-        (2, 5, 2)
-    """
+    """The part of the data that a loader gives to this process."""
     if not isinstance(data, DataLoader):
         return None
     found = _sampler(data, _DEPTH)
@@ -74,19 +53,8 @@ def sharded(data: Any) -> Sharded | None:
 
 
 def require_whole(data: Any) -> None:
-    """Raise if a loader gives each process a part, where every process computes by itself.
-
-    Without a group of processes too: nobody there has the other parts.
-
-    Args:
-        data: Data of a fit, a kernel, a Gaussian process.
-
-    Raises:
-        DataError: If so.
-
-    Example:
-        >>> require_whole((torch.ones(2, 1), torch.ones(2)))
-    """
+    """Raise if a loader gives each process a part, where every process computes by itself."""
+    # Without a group of processes too: nobody there has the other parts.
     part = sharded(data)
     if part is None:
         return

@@ -27,21 +27,12 @@ MOST = 2**31 - 1  # examples of a batch
 
 @dataclass(frozen=True, eq=False)
 class Prototype:
-    """Examples like those to come.
+    """Examples like those to come."""
 
-    Args:
-        x: A batch.
-        fixed: Axes that keep their sizes; all others vary where the network allows it.
-        alone: Whether exporters are to be told that a batch may be of one example.
-
-    Example:
-        >>> Prototype(torch.ones(2, 3, 4)).rigid().fixed == {(0, 1), (0, 2)}
-        True
-    """
-
-    x: Inputs
+    x: Inputs  # A batch
+    # axes that keep their sizes; all others vary where the network allows it
     fixed: frozenset[Axis] = frozenset()
-    alone: bool = True
+    alone: bool = True  # whether exporters are to be told that a batch may be of one example
 
     def rigid(self) -> Prototype:
         """The same with no axis free but that of the examples."""
@@ -54,19 +45,12 @@ class Prototype:
 
 
 class FreeSize(NamedTuple):
-    """A size that may vary.
+    """A size that may vary."""
 
-    Args:
-        axes: Where it stands: axes that always have the same size.
-        size: The size that was traced.
-        least: The least that the graph holds for.
-        most: The most.
-    """
-
-    axes: tuple[Axis, ...]
-    size: int
-    least: int
-    most: int
+    axes: tuple[Axis, ...]  # where it stands: axes that always have the same size
+    size: int  # the size that was traced
+    least: int  # the least that the graph holds for
+    most: int  # the most
 
     def others(self) -> list[int]:
         """Other sizes to try: the least, and one less and one more, which break every divisibility."""
@@ -75,19 +59,7 @@ class FreeSize(NamedTuple):
 
 
 def in_both(first: Sequence[FreeSize], second: Sequence[FreeSize]) -> list[FreeSize]:
-    """Sizes that two traces leave free, within the bounds and with the equalities of both.
-
-    Args:
-        first: Of one trace.
-        second: Of the other.
-
-    Returns:
-        The sizes.
-
-    Example:
-        >>> in_both([FreeSize(((0, 1),), 8, 2, 9)], [FreeSize(((0, 1),), 8, 4, 99)])
-        [FreeSize(axes=((0, 1),), size=8, least=4, most=9)]
-    """
+    """Sizes that two traces leave free, within the bounds and with the equalities of both."""
     found: list[FreeSize] = []
     for one in [*first, *second]:
         met = [other for other in found if {*other.axes} & {*one.axes}]
@@ -100,15 +72,10 @@ def in_both(first: Sequence[FreeSize], second: Sequence[FreeSize]) -> list[FreeS
 
 
 class Traced(NamedTuple):
-    """A network as a graph.
+    """A network as a graph."""
 
-    Args:
-        module: The graph.
-        free: Sizes that may vary, beside the number of examples.
-    """
-
-    module: fx.GraphModule
-    free: list[FreeSize]
+    module: fx.GraphModule  # the graph
+    free: list[FreeSize]  # sizes that may vary, beside the number of examples
 
 
 def _as_call(dim: Any) -> tuple[Any, tuple[()]]:
@@ -117,15 +84,7 @@ def _as_call(dim: Any) -> tuple[Any, tuple[()]]:
 
 
 def dimensions(like: Prototype, names: Sequence[str]) -> dict[str, Any]:
-    """What ``torch.export`` is told of sizes.
-
-    Args:
-        like: Examples.
-        names: Of the network's arguments.
-
-    Returns:
-        Its ``dynamic_shapes``: axes that may vary, by the names of the arguments.
-    """
+    """What ``torch.export`` is told of sizes."""
     n, auto = batch_size(like.x), torch.export.Dim.AUTO
     batch = torch.export.Dim("batch", min=1, max=MOST) if like.alone else auto
     if isinstance(batch, type):  # before torch 2.7 a Dim is a class of its own, which pickle does not find
@@ -150,20 +109,7 @@ def dimensions(like: Prototype, names: Sequence[str]) -> dict[str, Any]:
 
 
 def resized(x: Inputs, free: FreeSize, size: int) -> Inputs:
-    """Examples of another size: cut, or continued from their beginning.
-
-    Args:
-        x: A batch.
-        free: The size that changes.
-        size: What it becomes.
-
-    Returns:
-        The batch.
-
-    Example:
-        >>> resized(torch.tensor([[1, 2]]), FreeSize(((0, 1),), 2, 1, 9), 3)
-        tensor([[1, 2, 1]])
-    """
+    """Examples of another size: cut, or continued from their beginning."""
     found = iter(range(len(tensors_in(x))))
 
     def other(t: Tensor) -> Tensor:
@@ -176,14 +122,7 @@ def resized(x: Inputs, free: FreeSize, size: int) -> Inputs:
 
 
 def free_sizes(made: torch.export.ExportedProgram) -> list[FreeSize]:
-    """Sizes that a trace leaves free, the number of examples aside.
-
-    Args:
-        made: The trace.
-
-    Returns:
-        Each with the axes that have it.
-    """
+    """Sizes that a trace leaves free, the number of examples aside."""
     places: dict[Any, list[Axis]] = {}
     hints: dict[Any, int] = {}
     for i, shape in enumerate(_shapes(made)):
@@ -202,22 +141,7 @@ def free_sizes(made: torch.export.ExportedProgram) -> list[FreeSize]:
 
 
 def that_run(module: nn.Module, x: Inputs, free: Sequence[FreeSize]) -> list[FreeSize]:
-    """Free sizes that a module really takes: a trace may hold for few of those it leaves free.
-
-    Args:
-        module: What was traced.
-        x: Examples, of the sizes that were traced.
-        free: Sizes that may vary by themselves.
-
-    Returns:
-        Those that may be one larger and twice as large, each from the least at which the module runs; none
-        where it does not run with all of them at their least.
-
-    Example:
-        >>> net = nn.Sequential(nn.Conv2d(1, 1, 3), nn.AdaptiveAvgPool2d(1))
-        >>> that_run(net, torch.ones(2, 1, 8, 8), [FreeSize(((0, 2),), 8, 2, MOST)])
-        [FreeSize(axes=((0, 2),), size=8, least=3, most=2147483647)]
-    """
+    """Free sizes that a module really takes: a trace may hold for few of those it leaves free."""
 
     def runs(sizes: Mapping[FreeSize, int]) -> bool:
         other = x
@@ -248,13 +172,7 @@ def _shapes(made: torch.export.ExportedProgram) -> list[Sequence[int | torch.Sym
 
 
 def refuse_others(graph: fx.Graph, x: Inputs, free: Sequence[FreeSize]) -> None:
-    """Let a graph refuse sizes that it does not hold for.
-
-    Args:
-        graph: The graph; it is changed.
-        x: The examples that were traced.
-        free: Sizes that may vary.
-    """
+    """Let a graph refuse sizes that it does not hold for."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     given, n = tensors_in(x), batch_size(x)
     if len(inputs) != len(given):  # an input that is no tensor, of which nothing is known

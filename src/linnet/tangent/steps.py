@@ -12,34 +12,21 @@ Range = tuple[int, int]  # first example, last + 1
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of examples taken at once.
+    """Numbers of examples taken at once."""
 
-    Args:
-        hold: Those whose features stay in memory.
-        product: Those on each side of a matrix product.
-        capture: Those that are differentiated.
-        columns: Cotangents of those that are.
-    """
-
-    hold: int
-    product: int
-    capture: int
-    columns: int
+    hold: int  # those whose features stay in memory
+    product: int  # those on each side of a matrix product
+    capture: int  # those that are differentiated
+    columns: int  # cotangents of those that are
 
 
 @dataclass(frozen=True)
 class Step:
-    """A part of the products of one stationary block of rows; ranges are (first, last + 1) example.
+    """A part of the products of one stationary block of rows; ranges are (first, last + 1) example."""
 
-    Args:
-        rows: The block that stays from step to step.
-        own: Those of its rows that are multiplied with the block itself, or ``None``.
-        columns: Examples that stream past the block, or ``None``.
-    """
-
-    rows: Range
-    own: Range | None
-    columns: Range | None
+    rows: Range  # the block that stays from step to step
+    own: Range | None  # those of its rows that are multiplied with the block itself, or ``None``
+    columns: Range | None  # examples that stream past the block, or ``None``
 
     @property
     def area(self) -> int:
@@ -64,17 +51,7 @@ class Step:
 
 
 def in_order(n: int, m: int, symmetric: bool, sizes: Sizes) -> list[Step]:
-    """The work in order: block after block, first with itself, then with the columns that are left.
-
-    Args:
-        n: Examples of the rows.
-        m: Examples of the columns.
-        symmetric: Whether both are the same, so that tiles on one side of the diagonal suffice.
-        sizes: How many are taken at once.
-
-    Returns:
-        The steps.
-    """
+    """The work in order: block after block, first with itself, then with the columns that are left."""
     steps = []
     for rows in ranges(0, n, sizes.hold):
         own = ranges(*rows, sizes.product) if symmetric else []
@@ -85,20 +62,7 @@ def in_order(n: int, m: int, symmetric: bool, sizes: Sizes) -> list[Step]:
 
 
 def dealt(steps: Sequence[Step], parts: int) -> list[list[Step]]:
-    """Steps of one block in parts of about equal work: the largest first, each to the part that has least.
-
-    Args:
-        steps: The steps.
-        parts: Number of parts.
-
-    Returns:
-        The steps of each part, in order.
-
-    Example:
-        >>> steps = in_order(4, 4, True, Sizes(4, 1, 4, 1))
-        >>> [[step.own for step in part] for part in dealt(steps, 2)]
-        [[(0, 1), (3, 4)], [(1, 2), (2, 3)]]
-    """
+    """Steps of one block in parts of about equal work: the largest first, each to the part that has least."""
     found: list[list[Step]] = [[] for _ in range(parts)]
     for step, owner in zip(steps, owners([step.area for step in steps], parts), strict=True):
         found[owner].append(step)
@@ -106,21 +70,7 @@ def dealt(steps: Sequence[Step], parts: int) -> list[list[Step]]:
 
 
 def run_of(steps: Sequence[Step], index: int, parts: int) -> list[Step]:
-    """One of several consecutive runs of steps, with about equal work, so that each has few blocks.
-
-    Args:
-        steps: All steps.
-        index: Which run.
-        parts: Number of runs.
-
-    Returns:
-        Its steps; none where there are fewer than runs.
-
-    Example:
-        >>> steps = in_order(4, 4, True, Sizes(4, 1, 4, 1))
-        >>> [[step.own for step in run_of(steps, i, 2)] for i in range(2)]
-        [[(0, 1)], [(1, 2), (2, 3), (3, 4)]]
-    """
+    """One of several consecutive runs of steps, with about equal work, so that each has few blocks."""
     total, found, done = sum(step.area for step in steps), [], 0
     for step in steps:  # a step belongs to the run that its middle lies in
         if (2 * done + step.area) * parts // (2 * max(total, 1)) == index:
@@ -130,17 +80,7 @@ def run_of(steps: Sequence[Step], index: int, parts: int) -> list[Step]:
 
 
 def captured_examples(n: int, m: int, symmetric: bool, hold: int) -> int:
-    """The number of examples differentiated in these steps, with repetitions.
-
-    Args:
-        n: Examples of the rows.
-        m: Examples of the columns.
-        symmetric: Whether both are the same.
-        hold: Examples of a block that stays.
-
-    Returns:
-        The number.
-    """
+    """The number of examples differentiated in these steps, with repetitions."""
     blocks = -(-n // hold)
     return sum(n - i * hold for i in range(blocks)) if symmetric else n + blocks * m
 

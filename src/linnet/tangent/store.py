@@ -47,35 +47,16 @@ class _Keyed(Protocol):
 
 @dataclass(frozen=True)
 class Writer:
-    """One of the processes that make a matrix.
+    """One of the processes that make a matrix."""
 
-    Args:
-        index: Which, from 0.
-        of: Their number.
-        array: Whether they are parts that begin and end by themselves, and not processes of a group.
-    """
-
-    index: int = 0
-    of: int = 1
+    index: int = 0  # which, from 0
+    of: int = 1  # their number
+    # whether they are parts that begin and end by themselves, and not processes of a group
     array: bool = False
 
 
 class GramFile:
-    """The matrix and the record of finished steps.
-
-    Args:
-        file: The ``.npy`` file to end with.
-        shape: Shape of the matrix.
-        dtype: Its type.
-        identity: What the steps depend on. A finished file with another identity, or none, is refused; a
-            partial one is discarded, but refused if it is that of an array, or this is.
-        writer: This process among those that write.
-
-    Raises:
-        InputError: If the name does not end in ``.npy``, the folder does not exist or cannot be written, or
-            the file is that of another run, or of an array of other parts.
-        DiskSpaceError: If the disk has no space for the matrix.
-    """
+    """The matrix and the record of finished steps."""
 
     def __init__(
         self,
@@ -214,11 +195,7 @@ class GramFile:
             self.write_record()
 
     def write_record(self, ended: bool = False) -> None:
-        """Flush the matrix, then record the finished steps: never the other way round.
-
-        Args:
-            ended: Whether these are all steps of this writer.
-        """
+        """Flush the matrix, then record the finished steps: never the other way round."""
         self.map.flush()
         done = sorted(self.done if self.writer.of == 1 else self.own)
         part = {"array": self.writer.array, "of": self.writer.of, "ended": ended}
@@ -226,14 +203,7 @@ class GramFile:
         self.written = time.monotonic()
 
     def finish(self, steps: Collection[_Keyed] | None = None) -> Tensor | None:
-        """Rename the matrix to its final name and map it again, if all steps are done.
-
-        Args:
-            steps: All steps, where other writers may not have finished theirs.
-
-        Returns:
-            The matrix, backed by the file; ``None`` where steps are missing.
-        """
+        """Rename the matrix to its final name and map it again, if all steps are done."""
         if steps is None:
             self.map.flush()
             return self._renamed()
@@ -259,14 +229,7 @@ class GramFile:
 
 
 def missing_parts(file: str | Path) -> list[int]:
-    """The parts that have not finished their steps of a matrix.
-
-    Args:
-        file: The matrix.
-
-    Returns:
-        Their places, from 0; none where the matrix is complete, or no parts make it.
-    """
+    """The parts that have not finished their steps of a matrix."""
     path = checked_name(file)
     records = {found: _read(found) for found in _records(path)}
     parts = {name: record for name, record in records.items() if record.get("array")}
@@ -278,17 +241,7 @@ def missing_parts(file: str | Path) -> list[int]:
 
 
 def checked_name(file: str | Path) -> Path:
-    """The name of a matrix's file.
-
-    Args:
-        file: What a user passed.
-
-    Returns:
-        A path.
-
-    Raises:
-        InputError: If it does not end in ``.npy``, or its folder does not exist.
-    """
+    """The name of a matrix's file."""
     path = as_path(file, "file")
     if path.suffix != ".npy":
         named = path.with_suffix(".npy") if path.name.strip(".") else path / "kernel.npy"
@@ -305,28 +258,14 @@ def checked_name(file: str | Path) -> Path:
 
 
 def discard(file: Path) -> None:
-    """Remove a finished matrix and the note of it; maps of it stay what they are.
-
-    Args:
-        file: The matrix.
-    """
+    """Remove a finished matrix and the note of it; maps of it stay what they are."""
     for path in (file, file.with_suffix(".npy.made.json")):
         with suppress(OSError):  # a system on which a mapped file cannot be removed
             path.unlink()
 
 
 def begun_sizes(file: str | Path, identity: dict[str, Any], free: bool) -> dict[str, int] | None:
-    """The sizes of steps with which a matrix was begun, that the memory of another moment must not change.
-
-    Args:
-        file: The matrix.
-        identity: What the steps depend on; its sizes are not compared.
-        free: Whether no budget is given, so that also those of a single run are taken, and not only those of
-            the first part of an array.
-
-    Returns:
-        Sizes by name; ``None`` where there are none.
-    """
+    """The sizes of steps with which a matrix was begun, that the memory of another moment must not change."""
     fixed = _fixed(identity)
     for record in map(_read, _records(checked_name(file))):
         theirs = record.get("identity") or {}

@@ -16,15 +16,7 @@ COLUMNS = 16  # of a sketch: its norm is a tenth of what it stands for in one of
 
 @contextmanager
 def handed_over(leaves: Mapping[str, Tensor], take: Callable[[str, Tensor], object]) -> Iterator[None]:
-    """Backward passes give each parameter's gradient to a function once it is whole, and let go of it.
-
-    Args:
-        leaves: Parameters by name. What a pass returns for them is zeros that take no memory.
-        take: Called with the name and the gradient, which it must not keep.
-
-    Yields:
-        Nothing.
-    """
+    """Backward passes give each parameter's gradient to a function once it is whole, and let go of it."""
     looking = False
 
     def seen(name: str, g: Tensor) -> Tensor:
@@ -49,14 +41,9 @@ def handed_over(leaves: Mapping[str, Tensor], take: Callable[[str, Tensor], obje
 def hand_over(
     outputs: Tensor, leaves: Mapping[str, Tensor], cotangent: Tensor, take: Callable[[str, Tensor], object]
 ) -> None:
-    """One backward pass whose gradients in parameters are looked at one after the other, and never all held.
-
-    Args:
-        outputs: (N, C); nothing is done where they have no history, which is kept.
-        leaves: Parameters by name.
-        cotangent: (N, C).
-        take: Called with the name and the gradient, which it must not keep.
-    """
+    """One backward pass whose gradients in parameters are looked at one after the other."""
+    # outputs (N, C), cotangent (N, C)
+    # And never all held.
     if outputs.requires_grad and leaves:
         with handed_over(leaves, take):
             torch.autograd.grad(outputs, [*leaves.values()], cotangent, retain_graph=True, allow_unused=True)
@@ -94,14 +81,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def sketch(g: Tensor) -> Tensor:
-    """A gradient times a fixed random matrix: as long as it is and linear in it, in 16 numbers a row.
-
-    Args:
-        g: Any shape; the first axis that is not of length one is that of rows.
-
-    Returns:
-        (rows, 16), in float32 at least; or the gradient itself where it is small or has no longer rows.
-    """
+    """A gradient times a fixed random matrix: as long as it is and linear in it, in 16 numbers a row."""
     g = g.detach().squeeze()
     g = g.to(torch.promote_types(g.dtype, torch.float32)).reshape(len(g) if g.ndim else 1, -1)
     if g.shape[1] <= COLUMNS or g.numel() <= SMALL:

@@ -19,17 +19,7 @@ WIDENING = hasattr(torch.ops.aten.bmm, "dtype")  # products of halves in float32
 
 
 def kernel_tile(left: Features, right: Features, form: Form, accumulate: torch.dtype | None = None) -> Tensor:
-    """K between two batches.
-
-    Args:
-        left: Features of N examples.
-        right: Features of M examples.
-        form: ``"full"``, ``"trace"``, ``"diagonal"`` or ``"sum"``.
-        accumulate: Type in which sums are kept; by default that of the features.
-
-    Returns:
-        (N, K, M, K) for ``"full"``, (N, M, K) for ``"diagonal"``, (N, M) otherwise.
-    """
+    """K between two batches."""
     total = _rows_tile(left.rows, right.rows, form, accumulate)
     for name, layer in left.layers.items():
         _add_layer(total, layer, right.layers[name], form)

@@ -30,30 +30,20 @@ from linnet.tangent.rules import Operand, Result, Use
 
 @dataclass(eq=False)
 class Trace:
-    """Trace of one forward pass.
+    """Trace of one forward pass."""
 
-    Args:
-        n: Number of examples.
-        outputs: f₀(x), (N, C), with its autograd history.
-        leaves: The tracked parameters as leaves of that history.
-        uses: Every understood use, in order.
-        unhandled: Parameters with a use that no rule covers, and the operations that did it.
-        moved: Whether rows were put where the data say: routed, sorted, unpadded.
-        lost: Parameters whose examples are not where their plan has them in this pass, once that is known.
-
-    Attributes:
-        saved_bytes: Bytes of one example that autograd keeps, parameters apart, if they were counted.
-        place: The operation whose result the outputs are, as it came; ``None`` if they have no history.
-    """
-
-    n: int
-    outputs: Tensor
-    leaves: Params
-    uses: list[Use]
+    n: int  # number of examples
+    outputs: Tensor  # f₀(x), (N, C), with its autograd history
+    leaves: Params  # the tracked parameters as leaves of that history
+    uses: list[Use]  # every understood use, in order
+    # parameters with a use that no rule covers, and the operations that did it
     unhandled: dict[str, set[str]]
-    moved: bool = False
+    moved: bool = False  # whether rows were put where the data say: routed, sorted, unpadded
+    # parameters whose examples are not where their plan has them in this pass, once that is known
     lost: set[str] | None = None
+    # bytes of one example that autograd keeps, parameters apart, if they were counted
     saved_bytes: int | None = field(default=None, init=False)
+    # the operation whose result the outputs are, as it came; `None` if they have no history
     place: tuple[Any, int] | None = field(default=None, init=False)
 
     @property
@@ -64,15 +54,7 @@ class Trace:
 
 @in_exact_mode
 def trace(function: Functional, x: Inputs) -> Trace:
-    """Run the network once on ``x`` and note every use of its tracked parameters.
-
-    Args:
-        function: The network and the parameters to track.
-        x: A batch.
-
-    Returns:
-        The outputs with their history, and the uses.
-    """
+    """Run the network once on ``x`` and note every use of its tracked parameters."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in function.theta.items()}
     for name, leaf in leaves.items():
         leaf._linnet_from = (name,)  # type: ignore[attr-defined]
@@ -90,19 +72,7 @@ def trace(function: Functional, x: Inputs) -> Trace:
 
 
 def weighed_trace(function: Functional, x: Inputs) -> Trace:
-    """The same for a few examples, with the bytes counted that autograd keeps of each of them.
-
-    Args:
-        function: The network and the parameters to track.
-        x: A few examples.
-
-    Returns:
-        The trace, with ``saved_bytes``.
-
-    Raises:
-        ModelError: If the network cannot run on the examples.
-        RuntimeError: If torch fails for another reason.
-    """
+    """The same for a few examples, with the bytes counted that autograd keeps of each of them."""
     try:
         with weighing(function) as kept:
             run = trace(function, x)
@@ -120,14 +90,7 @@ def weighed_trace(function: Functional, x: Inputs) -> Trace:
 
 @contextmanager
 def weighing(function: Functional) -> Iterator[dict[int, int]]:
-    """Count what autograd keeps, parameters apart.
-
-    Args:
-        function: The network.
-
-    Yields:
-        Bytes by the storage that they are in; it fills as passes are made.
-    """
+    """Count what autograd keeps, parameters apart."""
     own = {t.untyped_storage().data_ptr() for t in function.theta.values()}
     kept: dict[int, int] = {}
 
@@ -261,19 +224,10 @@ def _by_rows(mask: Tensor) -> bool:
 
 
 def _as_no_view(result: Any, operands: list[Tensor]) -> Any:
-    """The result of an operation on tracked tensors, without being a view where only torch knows of what.
-
-    Some operations (a linear layer with bias on a sequence, einsum, instance norm) return a view of a tensor
-    of their own. When the network writes into such a result, autograd gives it another history, and its
-    gradient never passes the place that it had when it was made.
-
-    Args:
-        result: What the operation returned.
-        operands: Its tensors.
-
-    Returns:
-        The result, or the same memory as a tensor of its own.
-    """
+    """The result of an operation on tracked tensors, without being a view where only torch knows of what."""
+    # Some operations (a linear layer with bias on a sequence, einsum, instance norm) return a view of a
+    # tensor of their own. When the network writes into such a result, autograd gives it another history, and
+    # its gradient never passes the place that it had when it was made.
     if not isinstance(result, Tensor) or not result.requires_grad or not result._is_view():
         return result
     places = {t.untyped_storage().data_ptr() for t in operands}

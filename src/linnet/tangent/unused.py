@@ -29,16 +29,7 @@ _SWITCHED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 
 @in_exact_mode
 def settle_unused(function: Functional, x: Inputs, names: Iterable[str]) -> None:
-    """Warn once of selected parameters that no output depends on; raise if some do in training mode.
-
-    Args:
-        function: The network.
-        x: A batch, of which two examples are run.
-        names: Such parameters.
-
-    Raises:
-        ModelError: If one has a gradient in training mode, with dropout and batch statistics off.
-    """
+    """Warn once of selected parameters that no output depends on; raise if some do in training mode."""
     found = set(names) - set(function.cache.setdefault(UNUSED, ()))
     if not found:
         return
@@ -58,14 +49,7 @@ def settle_unused(function: Functional, x: Inputs, names: Iterable[str]) -> None
 
 
 def unused_remark(function: Functional) -> str:
-    """A sentence on selected parameters that no output depends on, as far as passes have shown.
-
-    Args:
-        function: The network.
-
-    Returns:
-        The sentence; empty if there are none.
-    """
+    """A sentence on selected parameters that no output depends on, as far as passes have shown."""
     unused = function.cache.get(UNUSED, ())
     if not unused:
         return ""

@@ -15,17 +15,7 @@ KIND = "tangent-gp"
 
 
 def write_gp(directory: str | Path, state: dict[str, Any], system: System, base: Functional) -> Path:
-    """Write a process: data, solved equations and variance cache, so that nothing is computed again.
-
-    Args:
-        directory: The folder; made if missing.
-        state: Likelihood, hyper-parameters and options, as JSON.
-        system: The solved equations.
-        base: The network.
-
-    Returns:
-        The file written.
-    """
+    """Write a process: data, solved equations and variance cache, so that nothing is computed again."""
     problem = system.problem
     assert problem.y is not None
     assert problem.weights is not None
@@ -36,14 +26,7 @@ def write_gp(directory: str | Path, state: dict[str, Any], system: System, base:
 
 
 def options_of(options: Options) -> dict[str, Any]:
-    """Options as JSON, those of the network apart.
-
-    Args:
-        options: The options.
-
-    Returns:
-        Keywords of ``TangentGP`` that are not at their defaults.
-    """
+    """Options as JSON, those of the network apart."""
     plain = type(options.iteration)()
     found = {k: v for k, v in asdict(options.iteration).items() if v != getattr(plain, k)}
     return {**found, "solver": options.solver, "memory": options.memory, "mean": options.mean}

@@ -21,19 +21,8 @@ from linnet.tangent.modes import differentiable_kernels
 def differentiable_moments(
     system: System, x: Inputs, joint: bool, centered: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The posterior mean and λ times the covariance, differentiable once in x.
-
-    Costs one backward pass with its graph for each example and output.
-
-    Args:
-        system: The solved equations.
-        x: T examples, of tensors that require gradients.
-        joint: Whether covariances between examples are wanted.
-        centered: Whether the mean before the data is the network's output, not zero.
-
-    Returns:
-        (T, C), and (T, C, C) or (T, C, T, C).
-    """
+    """The posterior mean and λ times the covariance, differentiable once in x, (T, C)."""
+    # Costs one backward pass with its graph for each example and output.
     function = system.function
     outputs, rows = _rows(function, x)
     n, c = outputs.shape

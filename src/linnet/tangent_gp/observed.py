@@ -20,31 +20,12 @@ BATCH = 128  # examples evaluated at once
 
 
 class Observed:
-    """The outputs of a network that have targets, and the noise of these.
+    """The outputs of a network that have targets, and the noise of these."""
 
-    - ``Gaussian(variance)``: all outputs, with σ² the likelihood's, one for all or one for each output.
-    - ``HeteroscedasticGaussian``: the network has 2D outputs, means and variances. The process is over the D
-      means alone, f(x) = μ₀(x) + J_μ(x) δ, and σ²(x) is the variance that the network itself predicts at θ₀,
-      for training and for new examples; it is not linearized.
-
-    Args:
-        base: The network with all its outputs.
-        likelihood: One of the two.
-        mean: "network" or "zero": that of the process before the data.
-
-    Attributes:
-        function: The network with the outputs that have targets.
-
-    Raises:
-        InputError: If the likelihood is another.
-
-    Example:
-        >>> net = torch.nn.Linear(3, 2)
-        >>> observed = Observed(Functional(net), HeteroscedasticGaussian())
-        >>> mean, variance = observed.moments(torch.zeros(5, 3))
-        >>> mean.shape, bool((variance > 0).all())
-        (torch.Size([5, 1]), True)
-    """
+    # - `Gaussian(variance)`: all outputs, with σ² the likelihood's, one for all or one for each output.
+    # - `HeteroscedasticGaussian`: the network has 2D outputs, means and variances. The process is over the D
+    #   means alone, f(x) = μ₀(x) + J_μ(x) δ, and σ²(x) is the variance that the network predicts at θ₀,
+    #   for training and for new examples; it is not linearized.
 
     def __init__(self, base: Functional, likelihood: Likelihood, mean: str = "network") -> None:
         if not isinstance(likelihood, Gaussian | HeteroscedasticGaussian):
@@ -65,28 +46,14 @@ class Observed:
             self.function = Functional(base.model, base.names, means)
 
     def with_likelihood(self, likelihood: Likelihood) -> Observed:
-        """The same network with another noise.
-
-        Args:
-            likelihood: Of the same kind.
-
-        Returns:
-            The observation; the function is shared.
-        """
+        """The same network with another noise."""
         assert isinstance(likelihood, Gaussian | HeteroscedasticGaussian)
         twin = copy.copy(self)
         twin.likelihood = likelihood
         return twin
 
     def shape_of(self, x: Inputs) -> torch.Size:
-        """The shape of targets.
-
-        Args:
-            x: N examples.
-
-        Returns:
-            (N, ...), as the likelihood wants them.
-        """
+        """The shape of targets, (N, ...)."""
         one = self.likelihood.mean(self.base.check_runs(take(x, slice(0, 1))))
         return torch.Size((batch_size(x), *one.shape[1:]))
 
@@ -97,14 +64,7 @@ class Observed:
 
     @torch.no_grad()
     def moments(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """f₀(x) and σ²(x), without the scale s.
-
-        Args:
-            x: N examples.
-
-        Returns:
-            (N, C) each, outputs flattened.
-        """
+        """f₀(x) and σ²(x), without the scale s."""
         f = self._outputs(x)
         return self.likelihood.mean(f).flatten(1), self.likelihood.variance(f).flatten(1)
 
@@ -114,18 +74,7 @@ class Observed:
         return all_rows(torch.cat(parts or [self.base.check_runs(take(x, slice(0, 1)))[:0]]), batch_size(x))
 
     def problem(self, x: Inputs, y: Tensor) -> Problem:
-        """Data in units of their noise.
-
-        Args:
-            x: N examples.
-            y: Their targets.
-
-        Returns:
-            The problem.
-
-        Raises:
-            DataError: If all targets are missing, or the network predicts a variance of zero.
-        """
+        """Data in units of their noise."""
         f = self._outputs(x)
         mean, variance = self.likelihood.mean(f), self.likelihood.variance(f).flatten(1).double()
         if y.numel() == mean.numel() and y.ndim == mean.ndim - 1:

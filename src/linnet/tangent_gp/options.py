@@ -28,78 +28,37 @@ NAMES = ("solver", *ITERATION, "mean", "params", "output", "memory")
 
 
 class GPOptions(TypedDict, total=False):
-    """Keywords of ``TangentGP``.
+    """Keywords of ``TangentGP``."""
 
-    Attributes:
-        solver: "auto", "cholesky" or "cg".
-        preconditioner: Of conjugate gradients, one of ``PRECONDITIONERS``.
-        tolerance: Relative residual of conjugate gradients.
-        max_steps: Largest number of their steps.
-        rank: Directions of the variance cache and rank of the preconditioner.
-        variance: "lanczos" or "exact".
-        derivative: "exact" or "finite-difference".
-        seed: Of everything random.
-        mean: "network" or "zero".
-        params: Which parameters vary.
-        output: How to turn the network's result into a tensor.
-        memory: Budget.
-    """
-
-    solver: str
-    preconditioner: str
-    tolerance: float
-    max_steps: int
-    rank: int
-    variance: str
-    derivative: str
-    seed: int
-    mean: str
-    params: Selector
-    output: OutputAdapter
-    memory: str | int | None
+    solver: str  # "auto", "cholesky" or "cg"
+    preconditioner: str  # of conjugate gradients, one of ``PRECONDITIONERS``
+    tolerance: float  # relative residual of conjugate gradients
+    max_steps: int  # largest number of their steps
+    rank: int  # directions of the variance cache and rank of the preconditioner
+    variance: str  # "lanczos" or "exact"
+    derivative: str  # "exact" or "finite-difference"
+    seed: int  # of everything random
+    mean: str  # "network" or "zero"
+    params: Selector  # which parameters vary
+    output: OutputAdapter  # how to turn the network's result into a tensor
+    memory: str | int | None  # budget
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the solution of a process.
+    """Options of the solution of a process."""
 
-    Args:
-        space: Where.
-        solver: How.
-        iteration: How conjugate gradients and Krylov spaces work.
-        params: Which parameters vary.
-        output: How to turn the network's result into a tensor.
-        memory: Budget.
-        mean: That of the process before the data.
-    """
-
-    space: str
-    solver: str
-    iteration: Iteration
-    params: Any = None
-    output: Any = None
-    memory: str | int | None = None
-    mean: str = "network"
+    space: str  # where
+    solver: str  # how
+    iteration: Iteration  # how conjugate gradients and Krylov spaces work
+    params: Any = None  # which parameters vary
+    output: Any = None  # how to turn the network's result into a tensor
+    memory: str | int | None = None  # budget
+    mean: str = "network"  # that of the process before the data
 
     @classmethod
     def of(cls, space: str, keywords: GPOptions, linearized: bool) -> Options:
-        """Options from keywords.
-
-        Args:
-            space: Where.
-            keywords: The keywords.
-            linearized: Whether the model is a ``Linearized``, which has its own params and output.
-
-        Returns:
-            The options.
-
-        Raises:
-            InputError: If a keyword is unknown, or a value is not one of those listed.
-
-        Example:
-            >>> Options.of("auto", {"rank": 20}, False).iteration.rank
-            20
-        """
+        """Options from keywords."""
         given = dict[str, Any](keywords)
         unknown = sorted(set(given) - set(NAMES))
         if unknown:

@@ -16,21 +16,13 @@ DIRECTIONS = 100  # of the variance cache, assumed
 
 @dataclass(frozen=True)
 class Way:
-    """One way to solve.
+    """One way to solve."""
 
-    Args:
-        space: ``"function"`` or ``"parameter"``.
-        solver: ``"cholesky"`` or ``"cg"``.
-        stored: Whether the kernel is kept in memory for conjugate gradients.
-        operations: Predicted operations.
-        memory: Predicted bytes, item by item.
-    """
-
-    space: str
-    solver: str
-    stored: bool
-    operations: float
-    memory: Plan
+    space: str  # ``"function"`` or ``"parameter"``
+    solver: str  # ``"cholesky"`` or ``"cg"``
+    stored: bool  # whether the kernel is kept in memory for conjugate gradients
+    operations: float  # predicted operations
+    memory: Plan  # predicted bytes, item by item
 
     def __str__(self) -> str:
         name = f"{self.space} space by {self.solver}" + (" with the kernel stored" if self.stored else "")
@@ -39,27 +31,13 @@ class Way:
 
 @dataclass(frozen=True)
 class GPPlan:
-    """The chosen plan, its alternatives and the reason.
+    """The chosen plan, its alternatives and the reason."""
 
-    Args:
-        chosen: The way taken.
-        ways: All ways, the chosen one among them.
-        reason: One sentence.
-        equations: N·C.
-        parameters: P.
-
-    Example:
-        >>> import torch
-        >>> plan = choose(Functional(torch.nn.Linear(2, 1)), torch.zeros(50, 2), 1, "auto", "auto", "1GB")
-        >>> plan.space, plan.solver
-        ('parameter', 'cholesky')
-    """
-
-    chosen: Way
-    ways: tuple[Way, ...]
-    reason: str
-    equations: int
-    parameters: int
+    chosen: Way  # the way taken
+    ways: tuple[Way, ...]  # all ways, the chosen one among them
+    reason: str  # one sentence
+    equations: int  # N·C
+    parameters: int  # P
 
     @property
     def space(self) -> str:
@@ -77,11 +55,7 @@ class GPPlan:
         return "\n".join([head, f"  because: {self.reason}", *others])
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain numbers and text.
-
-        Returns:
-            A dict that ``json`` can write.
-        """
+        """As plain numbers and text."""
         return {
             "space": self.space,
             "solver": self.solver,
@@ -102,23 +76,7 @@ def choose(
     memory: str | int | None,
     rank: int = 0,
 ) -> GPPlan:
-    """The cheapest way among those that fit the memory.
-
-    Args:
-        function: The network.
-        x: N examples.
-        outputs: C.
-        space: ``"function"``, ``"parameter"`` or ``"auto"``.
-        solver: ``"cholesky"``, ``"cg"`` or ``"auto"``.
-        memory: Budget.
-        rank: Directions of the variance cache; 0 for the usual number.
-
-    Returns:
-        The plan.
-
-    Raises:
-        MemoryBudgetError: If no way fits.
-    """
+    """The cheapest way among those that fit the memory."""
     ways = _ways(function, x, outputs, parse_bytes(memory, function.device), rank or DIRECTIONS)
     wanted = [way for way in ways if space in ("auto", way.space) and solver in ("auto", way.solver)]
     fitting = [way for way in wanted if way.memory.peak <= way.memory.budget]

@@ -14,21 +14,7 @@ from linnet.tangent_gp.plan import GPPlan, choose
 
 
 def solve(problem: Problem, ridge: float, options: Options, before: System | None) -> tuple[GPPlan, System]:
-    """Choose a way and solve.
-
-    Args:
-        problem: The data.
-        ridge: ρ.
-        options: What was requested.
-        before: The system of other data on the same network, whose caches are taken.
-
-    Returns:
-        What was chosen, and the solved equations.
-
-    Raises:
-        MemoryBudgetError: If no way fits.
-        NumericalError: If conjugate gradients do not converge.
-    """
+    """Choose a way and solve."""
     plan = planned(problem, options)
     way = plan.chosen
     if way.solver == "cholesky":
@@ -48,33 +34,13 @@ def solve(problem: Problem, ridge: float, options: Options, before: System | Non
 
 
 def planned(problem: Problem, options: Options) -> GPPlan:
-    """The way of solving that the options leave open, chosen.
-
-    Args:
-        problem: The data.
-        options: What was requested.
-
-    Returns:
-        The plan.
-
-    Raises:
-        MemoryBudgetError: If no way fits.
-    """
+    """The way of solving that the options leave open, chosen."""
     asked = options.space, options.solver, options.memory, options.iteration.rank
     return choose(problem.function, problem.x, problem.c, *asked)
 
 
 def describe(plan: GPPlan, system: System, options: Options) -> dict[str, Any]:
-    """Summary of the solution and its cost.
-
-    Args:
-        plan: What was chosen.
-        system: The solved equations.
-        options: What was requested.
-
-    Returns:
-        A dict that ``json`` can write.
-    """
+    """Summary of the solution and its cost."""
     found: dict[str, Any] = {
         "examples": system.n,
         "outputs": system.c,

@@ -28,30 +28,14 @@ LEAST = 1e-4  # the usual floor: a standard deviation of 1 % of what there is to
 
 
 def least_scale(system: System, share: float) -> float:
-    """The smallest s that a search may find.
-
-    Args:
-        system: The solved equations.
-        share: Of the mean square of r̃, the residuals in units of their noise.
-
-    Returns:
-        The floor of s.
-
-    Raises:
-        InputError: If the share is negative, or not below one.
-    """
+    """The smallest s that a search may find."""
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
         raise InputError(f"least_noise={share!r}", "a number in [0, 1)", "leave least_noise= out for 1e-4")
     return share * system.problem.squared / max(1, system.problem.count)
 
 
 def warn_at_floor(found: bool, system: System) -> None:
-    """Warn that the evidence is highest below the noise floor.
-
-    Args:
-        found: Whether it did.
-        system: The solved equations.
-    """
+    """Warn that the evidence is highest below the noise floor."""
     if found:
         warnings.warn(
             f"the evidence of {system.problem.count} targets is highest with less noise than least_noise= "
@@ -62,16 +46,7 @@ def warn_at_floor(found: bool, system: System) -> None:
 
 
 def check_free(prior: Any, noise: Any, system: System) -> None:
-    """Raise unless there is something to tune, and data to tune it by.
-
-    Args:
-        prior: Whether λ is free.
-        noise: Whether s is free, or "per-output".
-        system: The solved equations.
-
-    Raises:
-        InputError: If neither is free, a value is none of those listed, or no target differs from f₀.
-    """
+    """Raise unless there is something to tune, and data to tune it by."""
     known = isinstance(prior, bool) and (isinstance(noise, bool) or noise == "per-output")
     if not known or not (prior or noise):
         raise InputError(
@@ -90,19 +65,7 @@ def check_free(prior: Any, noise: Any, system: System) -> None:
 def searched(
     measure: Measure, precision: float, scale: float, prior: bool, noise: bool, least: float = 0.0
 ) -> tuple[float, float]:
-    """The λ and s of highest evidence.
-
-    Args:
-        measure: The spectrum.
-        precision: λ now.
-        scale: s now.
-        prior: Whether λ is free.
-        noise: Whether s is free.
-        least: The smallest s.
-
-    Returns:
-        λ and s.
-    """
+    """The λ and s of highest evidence."""
     if prior and noise:
 
         def best_scale(rho: float) -> float:
@@ -120,22 +83,7 @@ def searched(
 def per_output(
     system: System, likelihood: Likelihood, precision: float, scale: float, prior: bool, least: float = 0.0
 ) -> tuple[Gaussian, float]:
-    """A noise variance for each output, and λ, of highest evidence, by L-BFGS on their logarithms.
-
-    Args:
-        system: The solved equations.
-        likelihood: The likelihood now.
-        precision: λ now.
-        scale: s now.
-        prior: Whether λ is free.
-        least: The smallest s of an output, in units of its variance now.
-
-    Returns:
-        The likelihood with its variances, and λ.
-
-    Raises:
-        InputError: If the likelihood or the space has no such thing.
-    """
+    """A noise variance for each output, and λ, of highest evidence, by L-BFGS on their logarithms."""
     if not isinstance(system, KernelSystem) or not isinstance(likelihood, Gaussian):
         raise InputError(
             'noise="per-output"',

@@ -19,22 +19,7 @@ _SAMPLES = 4_000
 
 
 class CountingOperator(LinearOperator):
-    """An operator that counts how often it is used.
-
-    Args:
-        operator: The operator to watch.
-
-    Attributes:
-        products: Number of products so far, each with one or several vectors.
-        columns: Number of vectors multiplied so far.
-        T: The transpose, with counts of its own.
-
-    Example:
-        >>> counting = CountingOperator(Dense(torch.eye(2)))
-        >>> product = counting @ torch.ones(2, 3)
-        >>> counting.products, counting.columns, counting.T.products
-        (1, 3, 0)
-    """
+    """An operator that counts how often it is used."""
 
     def __init__(self, operator: LinearOperator) -> None:
         self._operator = operator
@@ -67,20 +52,8 @@ class Solver(Protocol):
 
 
 def check_operator(operator: LinearOperator, dense: Tensor, rtol: float | None = None) -> None:
-    """Check everything an operator can do against the matrix that it should be.
-
-    Args:
-        operator: The operator (m x n). A structured one also has its closed forms checked; those that
-            need an inverse are skipped when the matrix is singular.
-        dense: The same matrix (m, n), computed in another way.
-        rtol: Largest error relative to the largest entry; None for 1e-10 in float64, 1e-4 in float32.
-
-    Raises:
-        AssertionError: An answer is wrong; the text says which.
-
-    Example:
-        >>> check_operator(Dense(torch.eye(3)), torch.eye(3))
-    """
+    """Check everything an operator can do against the matrix that it should be."""
+    # dense (m, n)
     rtol = _default_tolerance(dense) if rtol is None else rtol
     m, n = operator.shape
     _equal("shape", torch.tensor(operator.shape), torch.tensor(dense.shape), 0.0)
@@ -187,26 +160,8 @@ def _check_samples(operator: StructuredOperator, dense: Tensor) -> None:
 def check_curvature(
     curvature: Curvature, dense: Tensor, x: Any, jacobian: Tensor, rtol: float | None = None
 ) -> None:
-    """Check everything a curvature can do against the matrix that it should be.
-
-    Args:
-        curvature: The curvature, P x P.
-        dense: The same matrix (P, P), computed in another way.
-        x: N examples.
-        jacobian: Derivatives of their outputs in the parameters, (N, C, P).
-        rtol: Largest error relative to the largest entry; None for 1e-10 in float64, 1e-4 in float32.
-
-    Raises:
-        AssertionError: An answer is wrong; the text says which.
-
-    Example:
-        >>> import linnet
-        >>> from linnet.testing.oracles import jacobian_oracle
-        >>> net, x = torch.nn.Linear(2, 1).double(), torch.randn(5, 2).double()
-        >>> J = jacobian_oracle(net, x)
-        >>> G = linnet.curvature(net, x, linnet.likelihoods.Gaussian(), structure="full")
-        >>> check_curvature(G, J[:, 0].T @ J[:, 0], x, J)
-    """
+    """Check everything a curvature can do against the matrix that it should be."""
+    # dense (P, P), jacobian (N, C, P)
     rtol = _default_tolerance(dense) if rtol is None else rtol
     names = [name for part in curvature.parts for name in part.layer.names]
     if sorted(names) != sorted(curvature.function.names):
@@ -233,20 +188,7 @@ def check_curvature(
 
 
 def check_solver(solve: Solver, dtype: torch.dtype = torch.float64, device: str = "cpu") -> None:
-    """Check a solver of symmetric positive definite systems.
-
-    Args:
-        solve: Called as ``solve(operator, b, tolerance=..., max_steps=...)``, returns a Solution.
-        dtype: Type of the systems.
-        device: Device of the systems.
-
-    Raises:
-        AssertionError: An answer is wrong; the text says which.
-
-    Example:
-        >>> from linnet.solvers import cg
-        >>> check_solver(cg)
-    """
+    """Check a solver of symmetric positive definite systems."""
     tolerance = 1e-10 if dtype == torch.float64 else 1e-4
     matrix, b = _system(30, dtype, device)
     operator = Dense(matrix, space=ParameterSpace({"weight": (5, 5), "bias": (5,)}))

@@ -22,42 +22,22 @@ _CONVOLVE: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
 
 @dataclass
 class WatchedLayer:
-    """The uses of one weight.
+    """The uses of one weight."""
 
-    Args:
-        weight: Its name.
-        bias: Name of the bias that is part of every use, or ``None``.
-        transposed: Whether the weight is stored with its inputs first.
-        inputs: For each example, the inputs of each use (R, S, d), with R groups and S positions.
-        gradients: For each example, the output gradients of each use (K, R, S, c).
-    """
-
-    weight: str
-    bias: str | None
-    transposed: bool
+    weight: str  # its name
+    bias: str | None  # name of the bias that is part of every use, or ``None``
+    transposed: bool  # whether the weight is stored with its inputs first
+    # for each example, the inputs of each use (R, S, d), with R groups and S positions
     inputs: list[list[Tensor]] = field(default_factory=list)
+    # for each example, the output gradients of each use (K, R, S, c)
     gradients: list[list[Tensor]] = field(default_factory=list)
 
 
 def watched_layers_oracle(
     model: nn.Module, x: Any, columns: Tensor, output: Callable[[Any], Tensor] | None = None
 ) -> dict[str, WatchedLayer]:
-    """Inputs and output gradients of linear and convolutional modules, example by example.
-
-    Args:
-        model: The network f; it is copied, moved to float64 and put in eval mode.
-        x: Inputs of N examples: a tensor, a tuple or list, or a dict.
-        columns: K directions of each example's flattened outputs to differentiate, shape (N, K, C).
-        output: Turns what the network returns into a tensor; not needed if it is one.
-
-    Returns:
-        The layers by the name of their weight.
-
-    Example:
-        >>> found = watched_layers_oracle(nn.Linear(2, 1), torch.tensor([[5.0, 7.0]]), torch.ones(1, 1, 1))
-        >>> found["weight"].inputs[0][0].tolist(), found["weight"].gradients[0][0].tolist()
-        ([[[5.0, 7.0]]], [[[[1.0]]]])
-    """
+    """Inputs and output gradients of linear and convolutional modules, example by example."""
+    # columns (N, K, C)
     model = copy.deepcopy(model).double().eval()
     tracked = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     names = {id(parameter): name for name, parameter in tracked}
@@ -86,28 +66,8 @@ def kfac_oracle(
     sharing: str = "expand",
     output: Callable[[Any], Tensor] | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Kronecker factors A (a mean over inputs) and B (a sum over output gradients) of each layer.
-
-    Args:
-        model: The network f.
-        x: Inputs of N examples.
-        columns: K columns u of each example with Σ_k u uᵀ = Λ, shape (N, K, C).
-        sharing: "expand" takes positions as examples of their own, "reduce" takes the mean of their inputs
-            and the sum of their gradients.
-        output: Turns what the network returns into a tensor; not needed if it is one.
-
-    Returns:
-        By name of the weight: A (R, d, d), with a last input of one where a bias is part of the layer, and
-        B (R, c, c); R is the number of groups.
-
-    Raises:
-        ValueError: If ``sharing`` is neither.
-
-    Example:
-        >>> a, b = kfac_oracle(nn.Linear(1, 1), torch.tensor([[5.0]]), torch.full((1, 1, 1), 2.0))["weight"]
-        >>> a.tolist(), b.tolist()
-        ([[[25.0, 5.0], [5.0, 1.0]]], [[[4.0]]])
-    """
+    """Kronecker factors A (a mean over inputs) and B (a sum over output gradients) of each layer."""
+    # columns (N, K, C)
     if sharing not in ("expand", "reduce"):
         raise ValueError(f"sharing is {sharing!r}. Expected: 'expand' or 'reduce'.")
     found = {}

@@ -22,19 +22,13 @@ TARGET = 0.8  # mean acceptance probability that the warm-up aims at
 
 @dataclass(frozen=True)
 class Chains:
-    """Draws of several chains.
+    """Draws of several chains."""
 
-    Args:
-        draws: (chains, n, P), float64.
-        acceptance: Mean acceptance probability of each chain after the warm-up, (chains,).
-        step_size: ε after the warm-up.
-        divergences: Trajectories after the warm-up whose energy error was above 1000, which means that the
-            integrator left the distribution.
-    """
-
-    draws: Tensor
-    acceptance: Tensor
-    step_size: float
+    draws: Tensor  # (chains, n, P), float64
+    acceptance: Tensor  # mean acceptance probability of each chain after the warm-up, (chains,)
+    step_size: float  # ε after the warm-up
+    # trajectories after the warm-up whose energy error was above 1000, which means that the integrator left
+    # the distribution
     divergences: int
 
     @property
@@ -43,21 +37,8 @@ class Chains:
         return self.draws.flatten(0, 1)
 
     def rhat(self, of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """The potential scale reduction of split chains, near 1 where they agree.
-
-        Args:
-            of: What is compared, from (S, P) to (S, ...): the weights of a network have symmetries, which
-                chains need not agree on; its outputs have none. By default the draws themselves.
-
-        Returns:
-            √(((m − 1)/m W + B/m) / W) for halves of m draws, W within and B/m between them, shape (...).
-            Gelman et al., "Bayesian data analysis", 3rd edition, eq. (11.4).
-
-        Example:
-            >>> draws = torch.randn(4, 500, 1, generator=torch.Generator().manual_seed(0)).double()
-            >>> bool(Chains(draws, torch.ones(4), 0.1, 0).rhat() < 1.02)
-            True
-        """
+        """The potential scale reduction of split chains, near 1 where they agree."""
+        # of (S, P)
         chains, n, _ = self.draws.shape
         m = n // 2
         values = self.draws if of is None else of(self.flat).unflatten(0, (chains, n))
@@ -76,31 +57,7 @@ def hmc(
     step_size: float = 0.1,
     generator: torch.Generator | None = None,
 ) -> Chains:
-    """Run several chains side by side.
-
-    Args:
-        log_density: The log density up to a constant, of all chains at once: from θ (chains, P) to (chains,).
-        start: Where chains begin, (chains, P), float64, preferably far apart.
-        draws: n, draws of each chain that are kept.
-        warmup: Draws that are thrown away, while the step size adapts.
-        leapfrog: L, steps of a trajectory.
-        step_size: ε at the start.
-        generator: Source of randomness.
-
-    Returns:
-        The draws, with their acceptance.
-
-    Raises:
-        ValueError: If start is not (chains, P) in float64, a count is not positive, or the log density is not
-            finite at the start.
-
-    Example:
-        >>> start = torch.zeros(4, 1, dtype=torch.float64)
-        >>> source = torch.Generator().manual_seed(0)
-        >>> chains = hmc(lambda z: -0.5 * z.square().sum(1), start, draws=500, warmup=200, generator=source)
-        >>> abs(float(chains.flat.std()) - 1) < 0.1
-        True
-    """
+    """Run several chains side by side."""
     if start.ndim != 2 or start.dtype != torch.float64:
         raise ValueError(
             f"start is {tuple(start.shape)}, {start.dtype}. Expected: (chains, P), torch.float64."
@@ -163,11 +120,7 @@ def _transition(
 
 
 class _DualAveraging:
-    """Step sizes that bring the acceptance to its target, Hoffman and Gelman 2014, eq. (6).
-
-    Args:
-        step_size: The first.
-    """
+    """Step sizes that bring the acceptance to its target, Hoffman and Gelman 2014, eq. (6)."""
 
     def __init__(self, step_size: float) -> None:
         self.center = math.log(10 * step_size)
@@ -193,29 +146,8 @@ class _DualAveraging:
 def network_posterior(
     model: nn.Module, x: Tensor, y: Tensor, nll: Callable[[Tensor, Tensor], Tensor], prior_precision: float
 ) -> tuple[LogDensity, Callable[[Tensor, Tensor], Tensor]]:
-    """The log posterior of a tiny network's weights, and its outputs for given weights.
-
-    Args:
-        model: The network, without randomness and without data-dependent control flow.
-        x: Inputs (N, ...).
-        y: Targets.
-        nll: The negative log-likelihood (N,) of outputs and targets, as the ``nll`` of linnet's likelihoods.
-        prior_precision: λ of the prior N(0, λ⁻¹ I).
-
-    Returns:
-        A function from θ (S, P) to (S,) for :func:`hmc`, with all constants; and one from draws (S, P) and
-        inputs (M, ...) to outputs (S, M, ...).
-
-    Example:
-        >>> x = torch.ones(2, 1).double()
-        >>> squared = lambda f, y: 0.5 * (f - y).square().sum(1)
-        >>> density, outputs = network_posterior(nn.Linear(1, 1, bias=False), x, x, squared, 1.0)
-        >>> values = density(torch.tensor([[0.0], [1.0]]).double())
-        >>> values[1] - values[0]
-        tensor(0.5000, dtype=torch.float64)
-        >>> outputs(torch.tensor([[2.0], [3.0]]).double(), x)[:, 0, 0].tolist()
-        [2.0, 3.0]
-    """
+    """The log posterior of a tiny network's weights, and its outputs for given weights."""
+    # x (N, ...), nll (N,)
     frozen = copy.deepcopy(model).double().eval().requires_grad_(False)
     shapes = {name: p.shape for name, p in frozen.named_parameters()}
     size = sum(shape.numel() for shape in shapes.values())

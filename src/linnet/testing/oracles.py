@@ -29,25 +29,7 @@ Form = Literal["full", "trace", "diagonal", "sum"]
 
 
 def output_oracle(model: nn.Module, x: Any, output: Callable[[Any], Tensor] | None = None) -> Tensor:
-    """Outputs of a network in eval mode, one example at a time.
-
-    Args:
-        model: The network f.
-        x: Inputs of N examples.
-        output: Turns what the network returns into a tensor; not needed if it is one.
-
-    Returns:
-        f₀(x), shape (N, C), float64.
-
-    Raises:
-        TypeError: If the network (or ``output``) returns no tensor, or ``x`` holds none.
-
-    Example:
-        >>> net = nn.Linear(2, 1)
-        >>> _ = nn.init.constant_(net.weight, 3.0), nn.init.zeros_(net.bias)
-        >>> output_oracle(net, torch.ones(2, 2)).tolist()
-        [[6.0], [6.0]]
-    """
+    """Outputs of a network in eval mode, one example at a time, (x)."""
     model = _double_copy(model)
     return torch.stack([_forward(model, example, output).detach() for example in _examples(x)])
 
@@ -58,29 +40,7 @@ def jacobian_oracle(
     names: Iterable[str] | None = None,
     output: Callable[[Any], Tensor] | None = None,
 ) -> Tensor:
-    """Jacobian of the outputs in the parameters, one backward pass for each example and output.
-
-    Args:
-        model: The network f.
-        x: Inputs of N examples.
-        names: Names of the P parameters to differentiate, in any order; by default those that
-            require a gradient. Tied parameters go by their first name.
-        output: Turns what the network returns into a tensor; not needed if it is one.
-
-    Returns:
-        J, shape (N, C, P), float64; columns in the order of ``named_parameters()``, whatever the
-        order of ``names``.
-
-    Raises:
-        KeyError: If a name is not one of the network's parameters.
-        TypeError: If the network (or ``output``) returns no tensor, or ``x`` holds none.
-
-    Example:
-        The output w · x + b has the gradient (x, 1).
-
-        >>> jacobian_oracle(nn.Linear(2, 1), torch.tensor([[5.0, 7.0]])).tolist()
-        [[[5.0, 7.0, 1.0]]]
-    """
+    """Jacobian of the outputs in the parameters, one backward pass for each example and output."""
     model, parameters = _tracked_copy(model, names)
     rows = []
     for example in _examples(x):
@@ -90,27 +50,8 @@ def jacobian_oracle(
 
 
 def kernel_oracle(j1: Tensor, j2: Tensor | None = None, form: Form = "full") -> Tensor:
-    """Empirical tangent kernel K = J₁J₂ᵀ from two Jacobians.
-
-    Args:
-        j1: Jacobian, shape (N, C, P).
-        j2: Jacobian, shape (M, C, P); ``j1`` by default.
-        form: "full", the whole kernel; "trace", Σ_c K[n, c, m, c]; "diagonal", K[n, c, m, c];
-            "sum", the kernel of the summed output 1ᵀf, Σ_cd K[n, c, m, d].
-
-    Returns:
-        Shape (N, C, M, C) for "full", (N, M, C) for "diagonal", (N, M) for "trace" and "sum".
-
-    Raises:
-        ValueError: If ``outputs`` is none of the four.
-
-    Example:
-        >>> j = torch.tensor([[[1.0, 0.0], [0.0, 2.0]]])
-        >>> kernel_oracle(j)[0, :, 0, :].tolist()
-        [[1.0, 0.0], [0.0, 4.0]]
-        >>> kernel_oracle(j, form="diagonal").tolist(), kernel_oracle(j, form="trace").tolist()
-        ([[[1.0, 4.0]]], [[5.0]])
-    """
+    """Empirical tangent kernel K = J₁J₂ᵀ from two Jacobians."""
+    # j1 (N, C, P), j2 (M, C, P)
     j1, j2 = j1.double(), (j1 if j2 is None else j2).double()
     full = torch.einsum("ncp,mdp->ncmd", j1, j2)
     if form == "full":
@@ -125,44 +66,16 @@ def kernel_oracle(j1: Tensor, j2: Tensor | None = None, form: Form = "full") -> 
 
 
 def linearized_oracle(f0: Tensor, j: Tensor, delta: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """Outputs of the linearized network, f₀ + Jδ.
-
-    Args:
-        f0: Form at the point of linearization, shape (N, C).
-        j: Jacobian, shape (N, C, P).
-        delta: Displacement, shape (P,), or tensors by name in the order of the columns of ``j``.
-
-    Returns:
-        Shape (N, C), float64.
-
-    Example:
-        >>> linearized_oracle(torch.ones(1, 1), torch.tensor([[[1.0, 2.0]]]), torch.ones(2)).tolist()
-        [[4.0]]
-    """
+    """Outputs of the linearized network, f₀ + Jδ, (N, C)."""
+    # f0 (N, C), j (N, C, P), delta (P,)
     if isinstance(delta, Mapping):
         delta = torch.cat([value.detach().reshape(-1) for value in delta.values()])
     return f0.double() + j.double() @ delta.double()
 
 
 def ridge_oracle(j: Tensor, targets: Tensor, f0: Tensor, ridge: float) -> Tensor:
-    """Displacement that minimizes ½ Σᵢ‖tᵢ − f₀ᵢ − Jᵢδ‖² + ½ ρ‖δ‖², by least squares in parameter space.
-
-    Args:
-        j: Jacobian, shape (N, C, P).
-        targets: Targets t, shape (N, C).
-        f0: Form at the point of linearization, shape (N, C).
-        ridge: ρ ≥ 0; zero gives the solution of least norm.
-
-    Returns:
-        δ, shape (P,), float64.
-
-    Example:
-        One example, one parameter: δ = (t − f₀) J / (J² + ρ).
-
-        >>> delta = ridge_oracle(torch.full((1, 1, 1), 2.0), torch.tensor([[5.0]]), torch.zeros(1, 1), 1.0)
-        >>> delta.round(decimals=9)
-        tensor([2.], dtype=torch.float64)
-    """
+    """Displacement that minimizes ½ Σᵢ‖tᵢ − f₀ᵢ − Jᵢδ‖² + ½ ρ‖δ‖², by least squares in parameter space."""
+    # j (N, C, P), targets (N, C), f0 (N, C)
     residual = (targets.double() - f0.double()).reshape(-1)
     if ridge == 0:
         return _least_squares(_rows(j), residual, driver="gelsd")
@@ -175,29 +88,10 @@ def ridge_oracle(j: Tensor, targets: Tensor, f0: Tensor, ridge: float) -> Tensor
 def posterior_oracle(
     j: Tensor, targets: Tensor, f0: Tensor, ridge: float, noise: float, j_test: Tensor, f0_test: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Posterior of the outputs f for a linear model with the prior N(0, (σ²/ρ) I) over δ.
-
-    The observations are f₀ + Jδ + ε with ε ~ N(0, σ²), so that the mean is the ridge solution and
-    the covariance of δ is σ² (JᵀJ + ρI)⁻¹.
-
-    Args:
-        j: Jacobian of the N training examples, shape (N, C, P).
-        targets: Targets t, shape (N, C).
-        f0: Form at the point of linearization, shape (N, C).
-        ridge: ρ > 0.
-        noise: Variance σ² of the observations.
-        j_test: Jacobian of the M test examples, shape (M, C, P).
-        f0_test: Their outputs at the point of linearization, shape (M, C).
-
-    Returns:
-        Mean (M, C) and covariance (M, C, C) of the latent outputs, float64; the noise is not added.
-
-    Example:
-        >>> one, zero = torch.ones(1, 1, 1), torch.zeros(1, 1)
-        >>> mean, covariance = posterior_oracle(one, torch.ones(1, 1), zero, 1.0, 0.5, one, zero)
-        >>> round(mean.item(), 12), round(covariance.item(), 12)
-        (0.5, 0.25)
-    """
+    """Posterior of the outputs f for a linear model with the prior N(0, (σ²/ρ) I) over δ."""
+    # j (N, C, P), targets (N, C), f0 (N, C), j_test (M, C, P), f0_test (M, C)
+    # The observations are f₀ + Jδ + ε with ε ~ N(0, σ²), so that the mean is the ridge solution and the
+    # covariance of δ is σ² (JᵀJ + ρI)⁻¹.
     mean = linearized_oracle(f0_test, j_test, ridge_oracle(j, targets, f0, ridge))
     # JᵀJ + rho I = RᵀR, hence J* (JᵀJ + rho I)⁻¹ J*ᵀ = |R⁻ᵀ J*ᵀ|²
     triangle = torch.linalg.qr(_ridge_rows(j, ridge), mode="r").R
@@ -207,24 +101,8 @@ def posterior_oracle(
 
 
 def leave_one_out_oracle(j: Tensor, targets: Tensor, f0: Tensor, ridge: float) -> Tensor:
-    """Prediction for each training example by a fit that never saw it: N refits.
-
-    Args:
-        j: Jacobian, shape (N, C, P).
-        targets: Targets t, shape (N, C).
-        f0: Form at the point of linearization, shape (N, C).
-        ridge: ρ ≥ 0.
-
-    Returns:
-        Shape (N, C), float64.
-
-    Example:
-        Two equal examples with targets 1 and 3: each is predicted from the other.
-
-        >>> j, targets = torch.ones(2, 1, 1), torch.tensor([[1.0], [3.0]])
-        >>> [round(v, 12) for v in leave_one_out_oracle(j, targets, torch.zeros(2, 1), 1.0)[:, 0].tolist()]
-        [1.5, 0.5]
-    """
+    """Prediction for each training example by a fit that never saw it: N refits, (N, C)."""
+    # j (N, C, P), targets (N, C), f0 (N, C)
     predictions = []
     for i, kept in _left_out(j.shape[0]):
         delta = ridge_oracle(j[kept], targets[kept], f0[kept], ridge)
@@ -233,24 +111,8 @@ def leave_one_out_oracle(j: Tensor, targets: Tensor, f0: Tensor, ridge: float) -
 
 
 def influence_oracle(j: Tensor, targets: Tensor, f0: Tensor, ridge: float, j_test: Tensor) -> Tensor:
-    """Prediction with all training examples minus prediction without each of them: N refits.
-
-    Args:
-        j: Jacobian of the N training examples, shape (N, C, P).
-        targets: Targets t, shape (N, C).
-        f0: Form at the point of linearization, shape (N, C).
-        ridge: ρ ≥ 0.
-        j_test: Jacobian of the M test examples, shape (M, C, P).
-
-    Returns:
-        Shape (N, M, C), float64.
-
-    Example:
-        >>> j, targets = torch.ones(2, 1, 1), torch.tensor([[1.0], [3.0]])
-        >>> effect = influence_oracle(j, targets, torch.zeros(2, 1), 1.0, torch.ones(1, 1, 1))
-        >>> [round(value, 3) for value in effect.flatten().tolist()]
-        [-0.167, 0.833]
-    """
+    """Prediction with all training examples minus prediction without each of them: N refits, (N, M, C)."""
+    # j (N, C, P), targets (N, C), f0 (N, C), j_test (M, C, P)
     delta = ridge_oracle(j, targets, f0, ridge)
     effects = []
     for _, kept in _left_out(j.shape[0]):
@@ -267,31 +129,8 @@ def hessian_oracle(
     names: Iterable[str] | None = None,
     output: Callable[[Any], Tensor] | None = None,
 ) -> Tensor:
-    """Hessian of a loss, summed over the examples, in the parameters: one backward pass a row.
-
-    Args:
-        model: The network f.
-        x: Inputs of N examples.
-        y: Targets, first dimension N.
-        loss: The loss of one example, a scalar, from its outputs (C,) and its entry of ``y``.
-        names: Names of the P parameters to differentiate; by default those that require a gradient.
-        output: Turns what the network returns into a tensor; not needed if it is one.
-
-    Returns:
-        H, shape (P, P), float64.
-
-    Raises:
-        KeyError: If a name is not one of the network's parameters.
-        TypeError: If the network (or ``output``) returns no tensor, or ``x`` holds none.
-
-    Example:
-        For ½ (w x − y)² the second derivative in w is x².
-
-        >>> net = nn.Linear(1, 1, bias=False)
-        >>> half_square = lambda f, t: 0.5 * (f - t).square().sum()
-        >>> hessian_oracle(net, torch.tensor([[2.0], [3.0]]), torch.zeros(2, 1), half_square).tolist()
-        [[13.0]]
-    """
+    """Hessian of a loss, summed over the examples, in the parameters: one backward pass a row, (P, P)."""
+    # loss (C,)
     model, parameters = _tracked_copy(model, names)
     size = sum(parameter.numel() for parameter in parameters)
     total = torch.zeros(size, size, dtype=torch.float64)
@@ -305,47 +144,18 @@ def hessian_oracle(
 
 
 def ggn_oracle(j: Tensor, output_hessian: Tensor) -> Tensor:
-    """Gauss-Newton matrix G = Σᵢ JᵢᵀΛᵢJᵢ.
-
-    Args:
-        j: Jacobian, shape (N, C, P).
-        output_hessian: Λ, the Hessian of each example's loss in its outputs, shape (N, C, C).
-
-    Returns:
-        G, shape (P, P), float64.
-
-    Example:
-        >>> ggn_oracle(torch.tensor([[[1.0, 2.0]]]), torch.full((1, 1, 1), 3.0)).tolist()
-        [[3.0, 6.0], [6.0, 12.0]]
-    """
+    """Gauss-Newton matrix G = Σᵢ JᵢᵀΛᵢJᵢ, (P, P)."""
+    # j (N, C, P), output_hessian (N, C, C)
     return torch.einsum("ncp,ncd,ndq->pq", j.double(), output_hessian.double(), j.double())
 
 
 def fisher_oracle(
     j: Tensor, f: Tensor, likelihood: Literal["categorical", "gaussian"], variance: float = 1.0
 ) -> Tensor:
-    """Fisher information F = Σᵢ E[ssᵀ] of the score s = ∇ log p(y | f(xᵢ)) under the model's own labels.
-
-    The expectation is a finite sum: over the C classes with their probabilities, or, for a Gaussian
-    likelihood, over the 2C points f ± √(C σ²) e_c, which have its mean and its covariance.
-
-    Args:
-        j: Jacobian, shape (N, C, P).
-        f: Form, shape (N, C): logits ("categorical") or means ("gaussian").
-        likelihood: "categorical" or "gaussian".
-        variance: σ² of the Gaussian likelihood.
-
-    Returns:
-        F, shape (P, P), float64.
-
-    Raises:
-        ValueError: If ``likelihood`` is neither.
-
-    Example:
-        >>> j = torch.tensor([[[2.0]]])
-        >>> round(fisher_oracle(j, torch.zeros(1, 1), "gaussian", variance=4.0).item(), 12)
-        1.0
-    """
+    """Fisher information F = Σᵢ E[ssᵀ] of the score s = ∇ log p(y | f(xᵢ)) under the model's own labels."""
+    # j (N, C, P), f (N, C)
+    # The expectation is a finite sum: over the C classes with their probabilities, or, for a Gaussian
+    # likelihood, over the 2C points f ± √(C σ²) e_c, which have its mean and its covariance.
     j, f = j.double(), f.double()
     classes = f.shape[1]
     identity = torch.eye(classes, dtype=torch.float64)

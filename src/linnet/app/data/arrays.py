@@ -26,17 +26,11 @@ _NAME_BYTES = 80  # of a Python string such as "train/1234567" and its place in 
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """Samples in an archive, unpacked when they are first read.
+    """Samples in an archive, unpacked when they are first read."""
 
-    Args:
-        path: The archive.
-        name: The array.
-        header: Its shape and type.
-    """
-
-    path: Path
-    name: str
-    header: ArrayHeader
+    path: Path  # the archive
+    name: str  # the array
+    header: ArrayHeader  # its shape and type
 
     @property
     def is_images(self) -> bool:
@@ -63,14 +57,7 @@ class Member:
         return array.astype(np.float32 if self.header.dtype == np.uint8 else np.int64)
 
     def read(self, indices: Array) -> Array:
-        """The samples at some positions.
-
-        Args:
-            indices: Positions, (K,).
-
-        Returns:
-            The samples, (K, *sample_shape).
-        """
+        """The samples at some positions, (K, *sample_shape)."""
         whole = len(indices) == self.header.shape[0] and bool((indices == np.arange(len(indices))).all())
         return self._content if whole else self._content[indices]
 
@@ -81,28 +68,10 @@ def read_arrays(
     seed: int = 0,
     test_fraction: float = 0.2,
 ) -> TaskData:
-    """Read a classification or a regression from an ``.npz`` archive.
-
-    Bytes of shape (N, H, W) or (N, H, W, C) are images; other arrays are features, taken as they are.
-    Integers in y are class labels, real numbers targets; with ``class_names`` y are always labels. Samples
-    are named by array and row, ``train/17``, and unpacked when they are first used.
-
-    Args:
-        path: The archive. Without x_test and y_test, a part of the training samples is held out.
-        transform: For images; by default pixels in [0, 1].
-        seed: Seed of that split.
-        test_fraction: Share of that split held out.
-
-    Returns:
-        The task.
-
-    Raises:
-        InputError: There is no such file, or a transform was given for samples that are no images.
-        FileFormatError: The file is truncated, altered or of another kind, or lacks an array.
-        DataError: The arrays do not make a task: empty, of different lengths or shapes, one class only,
-            labels out of range, NaN or infinite.
-        MemoryBudgetError: They would take more memory than is free.
-    """
+    """Read a classification or a regression from an ``.npz`` archive."""
+    # Bytes of shape (N, H, W) or (N, H, W, C) are images; other arrays are features, taken as they are.
+    # Integers in y are class labels, real numbers targets; with `class_names` y are always labels. Samples
+    # are named by array and row, `train/17`, and unpacked when they are first used.
     path = require_file(path)
     headers = npz_headers(path)
     has_test = "x_test" in headers or "y_test" in headers
@@ -136,14 +105,7 @@ def _length(header: ArrayHeader) -> int:
 
 
 def check_member(member: Member) -> None:
-    """Require samples that a network can take.
-
-    Args:
-        member: The array.
-
-    Raises:
-        DataError: It holds no numbers, or images of another form.
-    """
+    """Require samples that a network can take."""
     shape, kind, where = member.sample_shape, member.header.dtype.kind, _described(member)
     if kind not in "fiu" or not shape or 0 in shape:
         raise DataError(

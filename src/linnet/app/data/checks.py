@@ -13,16 +13,7 @@ _SHOWN = 8  # names shown in an error
 
 
 def check_finite(what: str, values: np.ndarray[Any, Any], ids: Sequence[str]) -> None:
-    """Look for NaN and infinities.
-
-    Args:
-        what: What the values are, for the error.
-        values: One row per sample, (N, ...); integers are finite by nature.
-        ids: The samples' names.
-
-    Raises:
-        DataError: Some row is not finite; the first is named and all are counted.
-    """
+    """Look for NaN and infinities."""
     if not np.issubdtype(values.dtype, np.inexact):
         return
     with np.errstate(all="ignore"):
@@ -40,17 +31,7 @@ def check_finite(what: str, values: np.ndarray[Any, Any], ids: Sequence[str]) ->
 
 
 def check_lengths(x_name: str, samples: int, y_name: str, answers: int) -> None:
-    """Require as many answers as samples, and at least one.
-
-    Args:
-        x_name: What the samples are called.
-        samples: How many there are.
-        y_name: What their labels or targets are called.
-        answers: How many there are.
-
-    Raises:
-        DataError: There are none, or the numbers differ.
-    """
+    """Require as many answers as samples, and at least one."""
     if samples == 0:
         raise DataError(
             f"{x_name} is empty", expected="at least one sample", remedy="look at how the file was written"
@@ -66,20 +47,7 @@ def check_lengths(x_name: str, samples: int, y_name: str, answers: int) -> None:
 def as_labels(
     name: str, y: np.ndarray[Any, Any], classes: int | None, ids: Sequence[str]
 ) -> np.ndarray[Any, Any]:
-    """Integer class labels, checked.
-
-    Args:
-        name: What they are called.
-        y: Labels, (N,) or (N, 1).
-        classes: How many classes there are; None if unknown.
-        ids: The samples' names.
-
-    Returns:
-        Labels (N,) as int64.
-
-    Raises:
-        DataError: They are not one integer per sample, or out of range; the first bad one is named.
-    """
+    """Integer class labels, checked, (N,)."""
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.ndim != 1:
@@ -110,19 +78,7 @@ def as_labels(
 
 
 def as_targets(name: str, y: np.ndarray[Any, Any], ids: Sequence[str]) -> np.ndarray[Any, Any]:
-    """Regression targets, checked.
-
-    Args:
-        name: What they are called.
-        y: Targets, (N,) or (N, T).
-        ids: The samples' names.
-
-    Returns:
-        Targets (N, T) as float64.
-
-    Raises:
-        DataError: They are not rows of finite numbers.
-    """
+    """Regression targets, checked, (N, T)."""
     if y.ndim not in (1, 2) or y.dtype.kind != "f" or y.size == 0:
         raise DataError(
             f"{name} has the shape {y.shape} and the type {y.dtype}",
@@ -134,18 +90,7 @@ def as_targets(name: str, y: np.ndarray[Any, Any], ids: Sequence[str]) -> np.nda
 
 
 def check_classes(labels: np.ndarray[Any, Any], classes: Sequence[str]) -> list[str]:
-    """Require training samples of at least two classes.
-
-    Args:
-        labels: Training labels, (N,).
-        classes: The classes' names.
-
-    Returns:
-        Findings: classes without a training sample.
-
-    Raises:
-        DataError: There is one class only.
-    """
+    """Require training samples of at least two classes."""
     present = np.unique(labels)
     if len(present) < 2:
         raise DataError(
@@ -158,40 +103,19 @@ def check_classes(labels: np.ndarray[Any, Any], classes: Sequence[str]) -> list[
 
 
 def some(names: Sequence[str]) -> str:
-    """The first names of a list.
-
-    Args:
-        names: Any number of names.
-
-    Returns:
-        At most eight of them, and how many more there are.
-    """
+    """The first names of a list."""
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def check_seed(seed: int) -> None:
-    """Require a seed that every generator takes.
-
-    Args:
-        seed: The seed.
-
-    Raises:
-        InputError: It is negative or needs more than 63 bits.
-    """
+    """Require a seed that every generator takes."""
     if not 0 <= seed < 2**63:
         raise InputError(f"seed is {seed}", expected="a whole number from 0 to 2^63 - 1", remedy="try seed=0")
 
 
 def check_fraction(test_fraction: float) -> None:
-    """Require a share strictly between 0 and 1.
-
-    Args:
-        test_fraction: The share of the samples held out for testing.
-
-    Raises:
-        InputError: It is not.
-    """
+    """Require a share strictly between 0 and 1."""
     if not 0.0 < test_fraction < 1.0:
         raise InputError(
             f"test_fraction is {test_fraction}", expected="a number between 0 and 1", remedy="try 0.2"

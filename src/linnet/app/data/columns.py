@@ -21,26 +21,14 @@ EMPTY = ""  # the category of empty cells
 
 @dataclass(frozen=True)
 class Column:
-    """Encoding of a column.
+    """Encoding of a column."""
 
-    Args:
-        name: Its name.
-        categories: Its texts in the training lines, each of which is a number of zero or one; the second
-            alone where there are two. None for a column of numbers.
-        fill: What an empty cell of numbers stands for, the median of the training lines.
-        marked: Whether a further number is one where the cell is empty.
-
-    Example:
-        >>> Column("sex", ("female", "male")).encode(np.array([1, 0, 1])).tolist()
-        [[1.0], [0.0], [1.0]]
-        >>> Column("age", fill=30.0, marked=True).encode(np.array([22.0, np.nan])).tolist()
-        [[22.0, 0.0], [30.0, 1.0]]
-    """
-
-    name: str
+    name: str  # its name
+    # its texts in the training lines, each of which is a number of zero or one; the second alone where there
+    # are two. None for a column of numbers
     categories: tuple[str, ...] | None = None
-    fill: float = 0.0
-    marked: bool = False
+    fill: float = 0.0  # what an empty cell of numbers stands for, the median of the training lines
+    marked: bool = False  # whether a further number is one where the cell is empty
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -51,14 +39,7 @@ class Column:
         return tuple(f"{self.name} = {text}" if text != EMPTY else f"{self.name} is empty" for text in shown)
 
     def encode(self, values: Array) -> Array:
-        """Its numbers.
-
-        Args:
-            values: Cells, (N,): numbers, NaN where empty; or positions in ``categories``, −1 for others.
-
-        Returns:
-            Numbers (N, K).
-        """
+        """Its numbers, (N, K)."""
         if self.categories is not None:
             hot: Array = (values[:, None] == np.arange(len(self.categories))).astype(np.float64)
             return hot[:, 1:] if len(self.categories) == 2 else hot
@@ -69,26 +50,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of a table.
+    """Columns of a table."""
 
-    Args:
-        features: Columns that become features.
-        targets: Names of the columns that are predicted.
-    """
-
-    features: tuple[Column, ...]
-    targets: tuple[str, ...] = ()
+    features: tuple[Column, ...]  # columns that become features
+    targets: tuple[str, ...] = ()  # names of the columns that are predicted
 
     @classmethod
     def of(cls, stored: Mapping[str, Any] | Sequence[str]) -> Table:
-        """The table that a file describes.
-
-        Args:
-            stored: Its fields, or the names of columns of numbers as older files have them.
-
-        Returns:
-            The table.
-        """
+        """The table that a file describes."""
         if not isinstance(stored, Mapping):
             return cls(tuple(Column(str(name)) for name in stored))
         columns = []
@@ -104,28 +73,12 @@ class Table:
         return tuple(label for column in self.features for label in column.labels)
 
     def encode(self, values: Sequence[Array]) -> Array:
-        """Features of lines.
-
-        Args:
-            values: The cells of each column, (N,) each.
-
-        Returns:
-            Features (N, D).
-        """
+        """Features of lines, (N, D)."""
         return np.concatenate([c.encode(v) for c, v in zip(self.features, values, strict=True)], axis=1)
 
 
 def fitted(name: str, values: Array, texts: Sequence[str] | None) -> tuple[Column, Array] | str:
-    """Encoding of a column, from the training lines.
-
-    Args:
-        name: Its name.
-        values: Cells of the training lines: numbers, NaN where empty; or positions in ``texts``.
-        texts: All texts of the column; None for a column of numbers.
-
-    Returns:
-        The column, and the place of each text among its categories; or why it is left out.
-    """
+    """Encoding of a column, from the training lines."""
     if texts is None:
         known = values[~np.isnan(values)]
         if not len(known):
@@ -142,16 +95,7 @@ def fitted(name: str, values: Array, texts: Sequence[str] | None) -> tuple[Colum
 
 
 def remarks(table: Table, left_out: Sequence[str], train: Mapping[str, Array]) -> list[str]:
-    """Remarks on the columns.
-
-    Args:
-        table: The columns.
-        left_out: Columns that are left out, and why.
-        train: The training lines' cells of each column.
-
-    Returns:
-        A sentence each.
-    """
+    """Remarks on the columns."""
     found = []
     texts = [f"{c.name} ({len(c.categories)})" for c in table.features if c.categories is not None]
     if texts:
@@ -169,19 +113,7 @@ def remarks(table: Table, left_out: Sequence[str], train: Mapping[str, Array]) -
 
 
 def filled_unmarked(column: Column, values: Array) -> str | None:
-    """A remark on empty cells in a column that had none in the training lines: no model can know of them.
-
-    Args:
-        column: The column.
-        values: Cells: numbers, NaN where empty; or positions in ``categories``, NaN where empty.
-
-    Returns:
-        A sentence; None where there are none, or where a number of the column's own marks them.
-
-    Example:
-        >>> filled_unmarked(Column("age", fill=30.0), np.array([22.0, np.nan]))
-        'age is empty in 1 of 2 lines and in no training line: taken as 30, the median of the training ...'
-    """
+    """A remark on empty cells in a column that had none in the training lines: no model can know of them."""
     empty = int(np.isnan(values).sum())
     if not empty or column.marked or (column.categories is not None and EMPTY in column.categories):
         return None

@@ -61,29 +61,10 @@ def read_folder(
     damaged: str = "error",
     links: Literal["inside", "follow"] = "inside",
 ) -> TaskData:
-    """Read a classification from folders of images.
-
-    Either ``root/train/CLASS/...`` with ``root/test`` or ``root/val`` beside it, or ``root/CLASS/...``, of
-    which a part of each class is held out. Images are named by their path below ``root``, and decoded when
-    they are first used.
-
-    Args:
-        root: The folder.
-        transform: Size, channels and normalization; by default the images' own size, RGB, pixels in [0, 1].
-        seed: Seed of the split.
-        test_fraction: Share of each class held out.
-        damaged: ``"error"`` refuses files that cannot be decoded; ``"skip"`` decodes every file once, leaves
-            the bad ones out and says so in the findings.
-        links: ``"inside"`` refuses links that lead out of the folder, which one from another user may hold;
-            ``"follow"`` takes what they lead to.
-
-    Returns:
-        The task.
-
-    Raises:
-        InputError: There is no such folder, or an argument is wrong.
-        DataError: There are no class folders or images, one class only, or a link leads out of the folder.
-    """
+    """Read a classification from folders of images."""
+    # Either `root/train/CLASS/...` with `root/test` or `root/val` beside it, or `root/CLASS/...`, of which a
+    # part of each class is held out. Images are named by their path below `root`, and decoded when they are
+    # first used.
     root = params.path("root", root)
     if not os.path.isdir(root):
         raise InputError(
@@ -173,21 +154,8 @@ def _list_part(
 
 
 def files_below(folder: Path, root: Path, links: str = "inside") -> list[Path]:
-    """The visible files at any depth, in ImageFolder's order.
-
-    A folder that is reached twice through links is read once, so links in a circle end.
-
-    Args:
-        folder: Where to begin; nothing is found where there is no folder.
-        root: The folder of the data, which links may not leave.
-        links: ``"follow"`` allows them to.
-
-    Returns:
-        Their paths, each beginning with ``folder``.
-
-    Raises:
-        DataError: A link leads out of ``root``.
-    """
+    """The visible files at any depth, in ImageFolder's order."""
+    # A folder that is reached twice through links is read once, so links in a circle end.
     home = os.path.realpath(root)
     found: list[tuple[str, list[str]]] = []
     pending, seen = [str(folder)] if folder.is_dir() else [], set()
@@ -228,17 +196,11 @@ UNDAMAGED = "replace these files, or leave them out with --damaged skip (in Pyth
 
 @dataclass(frozen=True, eq=False)
 class ImageFiles:
-    """Images in files, decoded when they are read.
+    """Images in files, decoded when they are read."""
 
-    Args:
-        root: The folder that the names start from.
-        names: The files' paths below it.
-        transform: Says to which size and to how many channels to decode.
-    """
-
-    root: Path
-    names: tuple[str, ...]
-    transform: ImageTransform
+    root: Path  # the folder that the names start from
+    names: tuple[str, ...]  # the files' paths below it
+    transform: ImageTransform  # says to which size and to how many channels to decode
 
     @cached_property
     def sample_shape(self) -> tuple[int, ...]:
@@ -246,17 +208,7 @@ class ImageFiles:
         return tuple(self.read(np.arange(1)).shape[1:])
 
     def read(self, indices: Array) -> Array:
-        """Decode images.
-
-        Args:
-            indices: Positions, (K,).
-
-        Returns:
-            Bytes, uint8 (K, H, W, C).
-
-        Raises:
-            DataError: Files cannot be decoded, or images differ in size; they are named.
-        """
+        """Decode images, (K, H, W, C)."""
         names = [self.names[index] for index in indices]
         result: Array | None = None
         faults: dict[str, str] = {}
@@ -285,20 +237,12 @@ class ImageFiles:
         return result
 
     def faults(self) -> dict[str, str]:
-        """Decode every file and forget the pixels.
-
-        Returns:
-            What was wrong, by the name of each file that cannot be decoded.
-        """
+        """Decode every file and forget the pixels."""
         images = zip(self.names, self._decode_all(list(self.names)), strict=True)
         return {name: str(image) for name, image in images if isinstance(image, Exception)}
 
     def headers(self) -> dict[str, str]:
-        """Read the header of every file, which takes a small part of the time of decoding it.
-
-        Returns:
-            What was wrong, by the name of each file.
-        """
+        """Read the header of every file, which takes a small part of the time of decoding it."""
         faults = {}
         for name in track(self.names, f"reading the headers of {len(self.names)} images"):
             try:
@@ -323,14 +267,7 @@ class ImageFiles:
 
 
 def check_images(task: TaskData) -> None:
-    """Read the header of every image file of a task, so that nothing is missing hours later.
-
-    Args:
-        task: The task; nothing is done for one without image files.
-
-    Raises:
-        DataError: A file cannot be decoded; it is named.
-    """
+    """Read the header of every image file of a task, so that nothing is missing hours later."""
     for part in (task.train, task.test):
         source = part.source
         if not isinstance(source, ImageFiles):
@@ -367,18 +304,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def decode_image(path: Path, transform: ImageTransform) -> Array:
-    """Decode one image to the size and channels that a transform asks for.
-
-    Args:
-        path: The file.
-        transform: Its ``size`` and ``channels`` are used; without channels, RGB.
-
-    Returns:
-        Bytes, uint8 (H, W, C).
-
-    Raises:
-        DataError: The image has more than 8 bits a channel or too many pixels, or the file is no regular one.
-    """
+    """Decode one image to the size and channels that a transform asks for, (H, W, C)."""
     from PIL import ImageOps
 
     mode = "L" if transform.channels == 1 else "RGB"

@@ -26,23 +26,7 @@ def load_data(
     damaged: str = "error",
     links: Literal["inside", "follow"] = "inside",
 ) -> TaskData:
-    """Read a task from a folder of images, an ``.npz`` archive or a ``.csv`` table.
-
-    Args:
-        path: The folder or file; see :func:`read_folder`, :func:`read_arrays` and :func:`read_table`.
-        transform: Size, channels and normalization of images.
-        seed: Seed of the split, where none was made beforehand.
-        test_fraction: Share held out in that split.
-        target: The column of a table to predict; the last by default.
-        damaged: What to do with image files that cannot be decoded.
-        links: What to do with links that lead out of an image folder.
-
-    Returns:
-        The task, with samples, answers, names and findings.
-
-    Raises:
-        InputError: Nothing is there, the kind of file is unknown, or an argument does not suit it.
-    """
+    """Read a task from a folder of images, an ``.npz`` archive or a ``.csv`` table."""
     path = params.path("data", path)
     if target is not None and path.suffix.lower() != ".csv":
         raise InputError(

@@ -15,25 +15,7 @@ Indices = np.ndarray[Any, Any]  # sorted positions of samples, int64
 
 
 def split_at_random(samples: int, test_fraction: float, seed: int) -> tuple[Indices, Indices]:
-    """Divide samples into a training and a test part.
-
-    Args:
-        samples: How many there are, N.
-        test_fraction: The share of the test part, between 0 and 1.
-        seed: Seed of the draw.
-
-    Returns:
-        The positions of the training and of the test samples, each sorted and none empty.
-
-    Raises:
-        DataError: There are fewer than two samples.
-        InputError: The fraction is not between 0 and 1.
-
-    Example:
-        >>> train, test = split_at_random(10, 0.2, seed=0)
-        >>> len(train), len(test)
-        (8, 2)
-    """
+    """Divide samples into a training and a test part."""
     check_fraction(test_fraction)
     if samples < 2:
         raise DataError(
@@ -45,27 +27,8 @@ def split_at_random(samples: int, test_fraction: float, seed: int) -> tuple[Indi
 
 
 def split_by_class(labels: Indices, test_fraction: float, seed: int) -> tuple[Indices, Indices]:
-    """Divide samples into a training and a test part, each class in the same proportion.
-
-    A class of a single sample is put into the training part.
-
-    Args:
-        labels: Class labels, (N,).
-        test_fraction: The share of the test part, between 0 and 1.
-        seed: Seed of the draw.
-
-    Returns:
-        The positions of the training and of the test samples, each sorted.
-
-    Raises:
-        DataError: No class has two samples.
-        InputError: The fraction is not between 0 and 1.
-
-    Example:
-        >>> train, test = split_by_class(np.repeat([0, 1], 10), 0.2, seed=0)
-        >>> np.bincount(np.repeat([0, 1], 10)[test])
-        array([2, 2])
-    """
+    """Divide samples into a training and a test part, each class in the same proportion."""
+    # A class of a single sample is put into the training part.
     check_fraction(test_fraction)
     generator = _generator(seed)
     train, test = [], []
@@ -87,28 +50,8 @@ def split_by_class(labels: Indices, test_fraction: float, seed: int) -> tuple[In
 def draw_shots(
     labels: Indices, shots: int, seed: int, classes: Sequence[str], at_most: bool = False
 ) -> Indices:
-    """Draw the same number of samples of each class.
-
-    Draws with one seed are nested: those for fewer shots are among those for more.
-
-    Args:
-        labels: Class labels, (N,).
-        shots: Samples per class.
-        seed: Seed of the draw.
-        classes: The classes' names.
-        at_most: Whether a class of fewer samples gives all that it has, rather than be refused.
-
-    Returns:
-        Their positions, sorted, (shots * len(classes),) or fewer where ``at_most``.
-
-    Raises:
-        InputError: ``shots`` is not positive.
-        DataError: A class has fewer samples, and not ``at_most``.
-
-    Example:
-        >>> len(draw_shots(np.repeat([0, 1], 10), 3, seed=0, classes=["a", "b"]))
-        6
-    """
+    """Draw the same number of samples of each class."""
+    # Draws with one seed are nested: those for fewer shots are among those for more.
     if shots < 1:
         raise InputError(
             f"shots is {shots}",

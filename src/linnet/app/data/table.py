@@ -50,38 +50,11 @@ def read_table(
     seed: int = 0,
     test_fraction: float = 0.2,
 ) -> TaskData:
-    r"""Read a table: a regression of a column of numbers, or the classes that a column of texts names.
-
-    Columns of texts become categories and empty cells are filled (:mod:`linnet.app.data.columns`); both, and
-    the scale of columns and of a regression's targets, follow from the training lines alone. A target that
-    is 0 or 1 throughout is two classes. A column named split with the texts train and test says which lines
-    are which. Samples are named by their line in the file, ``line 2`` being the first after the header.
-
-    Args:
-        path: The table, in UTF-8, separated by commas, semicolons or tabs, with the columns' names first.
-        target: The column or columns to predict; the last by default. Several must be numbers.
-        seed: Seed of the split into train and test, where no column says it.
-        test_fraction: Share of the lines held out.
-
-    Returns:
-        The task; ``targets.inverse`` brings predictions back to the table's units.
-
-    Raises:
-        InputError: There is no such file, or no such column.
-        FileFormatError: The file is no text, or a line of it is endless.
-        MemoryBudgetError: Its numbers would take more memory than is free.
-        DataError: There is no header or there are too few lines, targets are missing, or a cell of a column
-            of numbers is none; the lines are named.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     file = Path(folder) / "houses.csv"
-        ...     _ = file.write_text("rooms,price\n" + "".join(f"{n},{10 * n}\n" for n in range(10)))
-        ...     task = read_table(file, target="price")
-        >>> len(task.train), task.test.ids
-        (8, ('line ...', 'line ...'))
-    """
+    r"""Read a table: a regression of a column of numbers, or the classes that a column of texts names."""
+    # Columns of texts become categories and empty cells are filled (`linnet.app.data.columns`); both, and the
+    # scale of columns and of a regression's targets, follow from the training lines alone. A target that is 0
+    # or 1 throughout is two classes. A column named split with the texts train and test says which lines are
+    # which. Samples are named by their line in the file, `line 2` being the first after the header.
     path = require_file(path)
     names, texts = survey(path)
     answers = _target_columns(path, names, target)
@@ -115,34 +88,20 @@ def read_table(
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """The cells of a table, by column.
+    """The cells of a table, by column."""
 
-    Args:
-        values: Each column's numbers, (N,), NaN where empty; of a column of texts, positions in ``texts``.
-        texts: The different texts of each column of texts, in the order in which they come.
-        ids: The lines' names.
-    """
-
+    # each column's numbers, (N,), NaN where empty; of a column of texts, positions in `texts`
     values: dict[str, Array]
+    # the different texts of each column of texts, in the order in which they come
     texts: dict[str, tuple[str, ...]]
-    ids: tuple[str, ...]
+    ids: tuple[str, ...]  # the lines' names
 
 
 def survey(path: Path) -> tuple[list[str], set[str]]:
-    """The columns of a table, and which of them are texts: more than a tenth of their cells are no numbers.
-
-    Fewer cells than that among numbers are mistakes, which are named when the table is read.
-
-    Args:
-        path: The table.
-
-    Returns:
-        The columns' names, and those of texts.
-
-    Raises:
-        FileFormatError: The file is no text.
-        DataError: There is no header.
-    """
+    """The columns of a table, and which of them are texts."""
+    # More than a tenth of their cells are no numbers.
+    #
+    # Fewer cells than that among numbers are mistakes, which are named when the table is read.
     rows = _rows(path)
     _, header = next(rows, (0, []))
     names = [name.strip() for name in header]
@@ -161,23 +120,7 @@ def survey(path: Path) -> tuple[list[str], set[str]]:
 def read_cells(
     path: Path, names: Sequence[str], texts: Collection[str], needed: Collection[str], least: int = 2
 ) -> Cells:
-    """Read a whole table.
-
-    Args:
-        path: The table.
-        names: Its columns.
-        texts: The columns of texts; the others hold numbers.
-        needed: Columns without an empty cell.
-        least: The number of lines that there must be: a task has a training and a test sample.
-
-    Returns:
-        The cells.
-
-    Raises:
-        FileFormatError: The file is no text.
-        DataError: There are too few lines, or cells are faulty.
-        MemoryBudgetError: The numbers would take more memory than is free.
-    """
+    """Read a whole table."""
     rows = _rows(path)
     next(rows, None)
     values, lines, faults, faulty = array("d"), [], [], 0
@@ -301,19 +244,7 @@ def _placed(values: Array, column: Column, order: Array) -> Array:
 
 
 def read_like(path: Path, table: Table) -> tuple[Array, dict[str, Array], Cells, list[str]]:
-    """Read the lines of another table like that of a run.
-
-    Args:
-        path: The other table.
-        table: The columns of the run.
-
-    Returns:
-        Features (N, D), the columns of the targets that are there, all cells, and what a reader must know.
-
-    Raises:
-        FileFormatError: The file is no text.
-        DataError: A column is missing, or cells are faulty.
-    """
+    """Read the lines of another table like that of a run."""
     names, texts = survey(path)
     missing = [column.name for column in table.features if column.name not in names]
     if missing:

@@ -36,13 +36,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class InMemory:
-    """Samples that have been read.
+    """Samples that have been read."""
 
-    Args:
-        x: The samples, (N, ...).
-    """
-
-    x: Array
+    x: Array  # the samples, (N, ...)
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -50,57 +46,31 @@ class InMemory:
         return tuple(self.x.shape[1:])
 
     def read(self, indices: Array) -> Array:
-        """The samples at some positions.
-
-        Args:
-            indices: Positions, (K,).
-
-        Returns:
-            The samples, (K, ...).
-        """
+        """The samples at some positions, (K, ...)."""
         return self.x[indices]
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Samples with their answers; the samples are read when ``x`` is first used.
+    """Samples with their answers; the samples are read when ``x`` is first used."""
 
-    Args:
-        source: Where the samples lie.
-        indices: Their positions there, (N,).
-        y: Class labels int64 (N,), or regression targets float64 (N, T).
-        ids: A stable name for each sample: a file's path in its folder, or a row's number.
-    """
-
-    source: Source
-    indices: Array
-    y: Array
-    ids: tuple[str, ...]
+    source: Source  # where the samples lie
+    indices: Array  # their positions there, (N,)
+    y: Array  # class labels int64 (N,), or regression targets float64 (N, T)
+    ids: tuple[str, ...]  # A stable name for each sample: a file's path in its folder, or a row's number
 
     def __len__(self) -> int:
         return len(self.y)
 
     @cached_property
     def x(self) -> Array:
-        """The samples: images uint8 (N, H, W, C), or features (N, ...).
-
-        Raises:
-            DataError: Samples hold NaN or infinities, or an image is damaged or of another size.
-            FileFormatError: The file that holds them is damaged.
-        """
+        """The samples: images uint8 (N, H, W, C), or features (N, ...)."""
         x = self.source.read(self.indices)
         check_finite("x", x, self.ids)
         return x
 
     def take(self, positions: Array) -> Part:
-        """Some of the samples.
-
-        Args:
-            positions: Their positions in this part, (K,).
-
-        Returns:
-            A part of K samples. What has been read already is not read again.
-        """
+        """Some of the samples."""
         ids = tuple(self.ids[position] for position in positions)
         if "x" in self.__dict__:
             return Part(InMemory(self.x), positions, self.y[positions], ids)
@@ -109,32 +79,16 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class TaskData:
-    """A classification or a regression, ready for a network.
+    """A classification or a regression, ready for a network."""
 
-    Args:
-        train: Samples to learn from.
-        test: Samples held out.
-        classes: The classes' names in the order of their labels; None for a regression.
-        transform: From stored samples to the network's inputs; None takes them as they are.
-        targets: The scale of regression targets; None takes them as they are.
-        findings: What a reader noticed that is no error but worth telling.
-        table: How the columns of a table become features; None for other data.
-
-    Example:
-        >>> x, y = np.zeros((4, 8, 8, 1), np.uint8), np.array([0, 1, 0, 1])
-        >>> part = Part(InMemory(x), np.arange(4), y, ("a", "b", "c", "d"))
-        >>> task = TaskData(part, part, ("cat", "dog"), ImageTransform(channels=3))
-        >>> task.tensors("train")[0].shape, task.shots(1, seed=0).train.y
-        (torch.Size([4, 3, 8, 8]), array([0, 1]))
-    """
-
-    train: Part
-    test: Part
-    classes: tuple[str, ...] | None
+    train: Part  # samples to learn from
+    test: Part  # samples held out
+    classes: tuple[str, ...] | None  # the classes' names in the order of their labels; None for a regression
+    # from stored samples to the network's inputs; None takes them as they are
     transform: ImageTransform | Standardize | None = None
-    targets: Standardize | None = None
-    findings: tuple[str, ...] = ()
-    table: Table | None = None
+    targets: Standardize | None = None  # the scale of regression targets; None takes them as they are
+    findings: tuple[str, ...] = ()  # what a reader noticed that is no error but worth telling
+    table: Table | None = None  # how the columns of a table become features; None for other data
 
     @property
     def image_mode(self) -> Literal["RGB", "L"] | None:
@@ -144,11 +98,7 @@ class TaskData:
         return "RGB" if self.train.source.sample_shape[-1] == 3 else "L"
 
     def layout(self) -> tuple[str, str]:
-        """What the network is given, and what it must take, for those whose network takes something else.
-
-        Returns:
-            Both in words.
-        """
+        """What the network is given, and what it must take, for those whose network takes something else."""
         if self.table is not None:
             names = [f"{column.name} {len(column.labels)}" for column in self.table.features]
             count, columns = len(self.table.labels), f"{len(names)} column{'s' if len(names) > 1 else ''}"
@@ -165,32 +115,13 @@ class TaskData:
         )
 
     def part(self, name: PartName) -> Part:
-        """One of the two parts.
-
-        Args:
-            name: ``"train"`` or ``"test"``.
-
-        Returns:
-            The part.
-
-        Raises:
-            InputError: There is no such part.
-        """
+        """One of the two parts."""
         if name not in ("train", "test"):
             raise InputError(f"part is {name!r}", expected="'train' or 'test'")
         return self.train if name == "train" else self.test
 
     def tensors(self, name: PartName, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """One part as tensors.
-
-        Args:
-            name: ``"train"`` or ``"test"``.
-            dtype: Type of images, features and targets.
-
-        Returns:
-            Inputs, images (N, C, H, W) or features (N, ...), and labels int64 (N,) or targets (N, T).
-            Integer features that are no images stay integers, for embeddings.
-        """
+        """One part as tensors."""
         part = self.part(name)
         if self.transform is not None:
             x = self.transform(part.x, dtype)
@@ -202,16 +133,8 @@ class TaskData:
         return x, self.targets(part.y, dtype) if self.targets else torch.from_numpy(part.y).to(dtype)
 
     def require_memory(self, memory: str | int | None = None) -> None:
-        """Require that the samples fit a memory budget, before they are read.
-
-        Of images that keep their own size, the first is decoded to know it.
-
-        Args:
-            memory: The budget, such as ``"2GB"``; half of what is free by default.
-
-        Raises:
-            MemoryBudgetError: They do not.
-        """
+        """Require that the samples fit a memory budget, before they are read."""
+        # Of images that keep their own size, the first is decoded to know it.
         samples = len(self.train) + len(self.test)
         transform, ways = self.transform, ["raise memory=", "take fewer samples with shots= and tests="]
         if isinstance(transform, ImageTransform):
@@ -230,38 +153,14 @@ class TaskData:
         require(Plan(what, parse_bytes(memory), (("inputs of the network", size),)), ways)
 
     def shots(self, shots: int, seed: int = 0, at_most: bool = False) -> TaskData:
-        """The task with a few training samples of each class; the test part stays whole.
-
-        Args:
-            shots: Samples per class.
-            seed: Seed of the draw; with one seed, fewer shots are among more.
-            at_most: Whether a class of fewer samples gives all that it has.
-
-        Returns:
-            The smaller task.
-
-        Raises:
-            InputError: ``shots`` is not positive.
-            DataError: This is a regression, or a class has too few samples and not ``at_most``.
-        """
+        """The task with a few training samples of each class; the test part stays whole."""
         if self.classes is None:
             raise DataError("a regression has no classes to draw shots of", remedy="use subset instead")
         drawn = draw_shots(self.train.y, shots, seed, self.classes, at_most)
         return replace(self, train=self.train.take(drawn))
 
     def subset(self, name: PartName, positions: Sequence[int] | Array) -> TaskData:
-        """The task with some samples of one part; scales and classes stay as they were.
-
-        Args:
-            name: ``"train"`` or ``"test"``.
-            positions: Positions in that part.
-
-        Returns:
-            The smaller task.
-
-        Raises:
-            InputError: There is no such part, no position is given, or one is out of range.
-        """
+        """The task with some samples of one part; scales and classes stay as they were."""
         part = self.part(name)
         chosen = np.asarray(positions, dtype=np.int64)
         if chosen.ndim != 1 or not len(chosen) or chosen.min() < 0 or chosen.max() >= len(part):

@@ -33,27 +33,15 @@ _CHUNK = 512  # images converted at a time
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Bytes to normalized images: (pixel / 255 − mean) / std, resized and with the channels requested.
+    """Bytes to normalized images: (pixel / 255 − mean) / std, resized and with the channels requested."""
 
-    Args:
-        mean: Mean of each channel, for pixels in [0, 1]; one number serves all channels.
-        std: Standard deviation of each channel.
-        size: Height and width in pixels: the shorter side is scaled to it and the middle is kept. None keeps
-            the images' own size.
-        channels: 3 repeats a gray image, 1 makes one gray; None keeps what there is.
-
-    Raises:
-        InputError: A number is not finite, a std or the size not positive, or the channels are not 1 or 3.
-
-    Example:
-        >>> ImageTransform(mean=(0.5,), std=(0.5,), channels=3)(np.full((2, 4, 4, 1), 255, np.uint8)).shape
-        torch.Size([2, 3, 4, 4])
-    """
-
+    # mean of each channel, for pixels in [0, 1]; one number serves all channels
     mean: tuple[float, ...] = (0.0,)
-    std: tuple[float, ...] = (1.0,)
+    std: tuple[float, ...] = (1.0,)  # standard deviation of each channel
+    # height and width in pixels: the shorter side is scaled to it and the middle is kept. None keeps the
+    # images' own size
     size: int | None = None
-    channels: int | None = None
+    channels: int | None = None  # 3 repeats a gray image, 1 makes one gray; None keeps what there is
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mean", tuple(map(float, self.mean)))  # lists, when they come from JSON
@@ -75,18 +63,7 @@ class ImageTransform:
             raise InputError(f"channels is {self.channels}", expected="1 or 3")
 
     def __call__(self, images: np.ndarray[Any, Any], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Convert images.
-
-        Args:
-            images: Bytes, uint8 (N, H, W, C) with C = 1 or 3.
-            dtype: Type of the result.
-
-        Returns:
-            The images, (N, C', H', W').
-
-        Raises:
-            InputError: There is a mean for each of three channels, but the images are gray.
-        """
+        """Convert images, (N, C', H', W')."""
         channels = self.channels or images.shape[-1]
         if len(self.mean) > channels:
             raise InputError(
@@ -128,23 +105,7 @@ def _with_channels(pixels: Tensor, channels: int) -> Tensor:
 
 
 def scaled_size(height: int, width: int, size: int) -> tuple[int, int]:
-    """The size of an image once its shorter side is scaled.
-
-    Args:
-        height: Height in pixels.
-        width: Width in pixels.
-        size: The shorter side wanted, in pixels.
-
-    Returns:
-        The new height and width.
-
-    Raises:
-        DataError: The image is so long and narrow that it would become too large.
-
-    Example:
-        >>> scaled_size(600, 800, 300)
-        (300, 400)
-    """
+    """The size of an image once its shorter side is scaled."""
     shorter = min(height, width)
     rows, columns = round(height * size / shorter), round(width * size / shorter)
     if rows * columns > _MOST_PIXELS:
@@ -162,25 +123,7 @@ def image_transform(
     size: int | None = None,
     channels: int | None = None,
 ) -> ImageTransform:
-    """The transform for a mean and a standard deviation given by name or in numbers.
-
-    Args:
-        mean: ``"imagenet"``, ``"cifar"``, ``"half"`` (0.5) or ``"none"`` (pixels in [0, 1]) for both; or
-            numbers, one or three, also as text ``"0.49,0.48,0.45"``.
-        std: Numbers likewise; left out with a name.
-        size: Height and width in pixels; None keeps the images' own.
-        channels: 1, 3 or None, see :class:`ImageTransform`.
-
-    Returns:
-        The transform.
-
-    Raises:
-        InputError: A name is unknown, or numbers are missing or wrong.
-
-    Example:
-        >>> image_transform("half").std, image_transform("0.1,0.2,0.3", 0.25).std
-        ((0.5,), (0.25, 0.25, 0.25))
-    """
+    """The transform for a mean and a standard deviation given by name or in numbers."""
     if isinstance(mean, str) and mean in PRESETS and std is None:
         means, stds = PRESETS[mean]
         return ImageTransform(means, stds, size, channels)
@@ -229,15 +172,7 @@ def _numbers(name: str, value: str | float | Sequence[float]) -> tuple[float, ..
 
 
 def require_default(transform: ImageTransform | None, why: str) -> None:
-    """Refuse a transform of images for data that are none.
-
-    Args:
-        transform: What the user requested, if anything.
-        why: What the data are instead.
-
-    Raises:
-        InputError: A size, channels, mean or std were requested.
-    """
+    """Refuse a transform of images for data that are none."""
     if transform not in (None, ImageTransform()):
         raise InputError(
             f"{why}, and is not scaled or normalized as images are",
@@ -248,21 +183,10 @@ def require_default(transform: ImageTransform | None, why: str) -> None:
 
 @dataclass(frozen=True)
 class Standardize:
-    """Columns to zero mean and unit standard deviation, and back.
+    """Columns to zero mean and unit standard deviation, and back."""
 
-    Args:
-        mean: Mean of each column.
-        std: Standard deviation of each column, in the column's own unit; 1 for a constant column.
-
-    Example:
-        >>> scale = Standardize.of(np.array([[0.0, 5.0], [2.0, 5.0]]))
-        >>> scale(np.array([[2.0, 5.0]]))
-        tensor([[1., 0.]])
-        >>> scale.inverse(torch.tensor([[1.0, 0.0]]))
-        tensor([[2., 5.]])
-    """
-
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]  # mean of each column
+    # standard deviation of each column, in the column's own unit; 1 for a constant column
     std: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -271,49 +195,22 @@ class Standardize:
 
     @classmethod
     def of(cls, values: np.ndarray[Any, Any]) -> Standardize:
-        """The statistics of columns.
-
-        Args:
-            values: Training values, (N, D).
-
-        Returns:
-            Their mean and population standard deviation.
-        """
+        """The statistics of columns."""
         std = values.std(axis=0)
         # Rounding leaves a constant column with a deviation of some eps times its magnitude.
         constant = std <= 1e-12 * np.abs(values).max(axis=0)
         return cls(tuple(values.mean(axis=0)), tuple(np.where(constant, 1.0, std)))
 
     def __call__(self, values: np.ndarray[Any, Any], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Standardize values.
-
-        Args:
-            values: Values in their own units, (N, D).
-            dtype: Type of the result.
-
-        Returns:
-            (values − mean) / std, (N, D).
-        """
+        """Standardize values, (N, D)."""
         return torch.from_numpy((values - np.array(self.mean)) / np.array(self.std)).to(dtype)
 
     def inverse(self, values: Tensor) -> Tensor:
-        """Undo it, for predictions in the units of the data.
-
-        Args:
-            values: Standardized values, (N, D).
-
-        Returns:
-            values · std + mean, (N, D).
-        """
+        """Undo it, for predictions in the units of the data, (N, D)."""
+        # values (N, D)
         return values * values.new_tensor(self.std) + values.new_tensor(self.mean)
 
     def inverse_variance(self, values: Tensor) -> Tensor:
-        """Undo it for variances.
-
-        Args:
-            values: Variances of standardized values, (N, D).
-
-        Returns:
-            values · std², in squared units of the data, (N, D).
-        """
+        """Undo it for variances, (N, D)."""
+        # values (N, D)
         return values * values.new_tensor(self.std).square()

@@ -22,20 +22,7 @@ _MANY_BARS = 200  # bars beyond this are thinned
 
 
 def reliability_diagram(part: Reliability, index: int = 0) -> str:
-    """Accuracy against confidence of one method, with counts and 95 % intervals.
-
-    Args:
-        part: Confidence and correctness of its predictions.
-        index: Place among the methods; the first is emphasized.
-
-    Returns:
-        Inline SVG.
-
-    Example:
-        >>> part = Reliability("fit", np.array([0.6, 0.9]), np.array([False, True]))
-        >>> "calibration error" in reliability_diagram(part)
-        True
-    """
+    """Accuracy against confidence of one method, with counts and 95 % intervals."""
     bins = reliability_bins(part.confidence, part.correct)
     error = f"calibration error {100 * calibration_error(bins):.1f} %"
     color = MUTED if index else ACCENT
@@ -65,20 +52,7 @@ def reliability_diagram(part: Reliability, index: int = 0) -> str:
 
 
 def uncertainty_histogram(uncertainty: Array, correct: Array | None = None, name: str = "uncertainty") -> str:
-    """Histogram of the predictions' uncertainty, split into right and wrong ones.
-
-    Args:
-        uncertainty: One number per test sample, (N,).
-        correct: Whether each prediction is correct, (N,); without it nothing is split.
-        name: What the uncertainty is, with its unit.
-
-    Returns:
-        Inline SVG.
-
-    Example:
-        >>> uncertainty_histogram(np.array([0.1, 0.4]), np.array([True, False])).startswith("<svg")
-        True
-    """
+    """Histogram of the predictions' uncertainty, split into right and wrong ones."""
     values = np.asarray(uncertainty, dtype=float)
     kept = np.isfinite(values)
     bins = np.linspace(values[kept].min(), values[kept].max() + 1e-12, 25) if kept.any() else 2
@@ -106,19 +80,7 @@ def uncertainty_histogram(uncertainty: Array, correct: Array | None = None, name
 
 
 def ridge_curves(path: RidgePath, choice: RidgeChoice | None = None) -> list[str]:
-    """Scores over the ridge, with the chosen value marked, a figure for each kind of score that is there.
-
-    Args:
-        path: Scores of a range of ridges.
-        choice: How the ridge was chosen, where that is known.
-
-    Returns:
-        Inline SVG of each.
-
-    Example:
-        >>> len(ridge_curves(RidgePath(np.array([0.1, 1.0]), np.array([2.0, 1.0]), 1.0)))
-        1
-    """
+    """Scores over the ridge, with the chosen value marked, a figure for each kind of score that is there."""
     drawn: list[tuple[str, list[tuple[str, Array, str]]]] = []
     error = [("leave-one-out", path.loo_error, ACCENT)]
     if path.gcv is not None:
@@ -155,19 +117,7 @@ def ridge_curves(path: RidgePath, choice: RidgeChoice | None = None) -> list[str
 
 
 def kernel_spectrum(spectrum: Spectrum, name: str = "spectrum") -> str:
-    """Eigenvalues of the kernel by rank, both on logarithmic scales.
-
-    Args:
-        spectrum: Eigenvalues and, when known, the ridge and the effective degrees of freedom.
-        name: Name of the figure, unique on the page.
-
-    Returns:
-        Inline SVG.
-
-    Example:
-        >>> kernel_spectrum(Spectrum(np.array([4.0, 1.0, 0.1]), ridge=0.5)).startswith("<svg")
-        True
-    """
+    """Eigenvalues of the kernel by rank, both on logarithmic scales."""
     ridge, effective = spectrum.ridge, spectrum.effective()
     alt = f"{len(spectrum.eigenvalues)} eigenvalues of the kernel by rank"
     alt += "" if effective is None else f"; effective parameters {number(effective)}"
@@ -181,20 +131,7 @@ def kernel_spectrum(spectrum: Spectrum, name: str = "spectrum") -> str:
 
 
 def informativeness_bars(values: Array, labels: Array | None = None, classes: Sequence[str] = ()) -> str:
-    """Bars of how far each training sample moved the fit, from most to least.
-
-    Args:
-        values: Informativeness, (N,); beyond 200 samples an evenly spaced selection is drawn.
-        labels: Class indices, (N,), for the colors.
-        classes: Class names, for the legend.
-
-    Returns:
-        Inline SVG.
-
-    Example:
-        >>> informativeness_bars(np.array([0.2, 0.1]), np.array([0, 1]), ("a", "b")).startswith("<svg")
-        True
-    """
+    """Bars of how far each training sample moved the fit, from most to least."""
     order = ranking(values)
     if len(order) > _MANY_BARS:
         order = order[np.linspace(0, len(order) - 1, _MANY_BARS).round().astype(int)]
@@ -226,20 +163,7 @@ def informativeness_bars(values: Array, labels: Array | None = None, classes: Se
 
 
 def confusion_matrix(labels: Array, predicted: Array, classes: Sequence[str]) -> str:
-    """Confusion matrix.
-
-    Args:
-        labels: True class indices, (N,).
-        predicted: Predicted class indices, (N,).
-        classes: Class names.
-
-    Returns:
-        Inline SVG.
-
-    Example:
-        >>> confusion_matrix(np.array([0, 1]), np.array([0, 0]), ("a", "b")).startswith("<svg")
-        True
-    """
+    """Confusion matrix."""
     size = len(classes)
     counts = np.zeros((size, size), dtype=int)
     np.add.at(counts, (np.asarray(labels, dtype=int), np.asarray(predicted, dtype=int)), 1)
@@ -276,20 +200,7 @@ def confusion_matrix(labels: Array, predicted: Array, classes: Sequence[str]) ->
 
 
 def predicted_against_true(mean: Array, target: Array, std: Array | None = None) -> str:
-    """Predicted against true values, with one standard deviation when it is known.
-
-    Args:
-        mean: Predicted values, any shape.
-        target: True values, the same shape.
-        std: Standard deviations, the same shape.
-
-    Returns:
-        Inline SVG; more than 1500 points are drawn as pixels.
-
-    Example:
-        >>> predicted_against_true(np.array([1.0, 2.0]), np.array([1.1, 1.9])).startswith("<svg")
-        True
-    """
+    """Predicted against true values, with one standard deviation when it is known."""
     alt = f"{np.size(target)} predicted values against the true ones"
 
     def paint(figure: Figure) -> None:
@@ -299,20 +210,7 @@ def predicted_against_true(mean: Array, target: Array, std: Array | None = None)
 
 
 def interval_calibration(mean: Array, std: Array, target: Array) -> str:
-    """Shares of true values inside the predictive intervals of each level.
-
-    Args:
-        mean: Predicted values, any shape.
-        std: Standard deviations, noise included, the same shape.
-        target: True values, the same shape.
-
-    Returns:
-        Inline SVG.
-
-    Example:
-        >>> interval_calibration(np.zeros(3), np.ones(3), np.array([0.1, -1.0, 2.0])).startswith("<svg")
-        True
-    """
+    """Shares of true values inside the predictive intervals of each level."""
     levels = np.linspace(0.05, 0.95, 19)
     observed = interval_coverage(mean, std, target, levels)
     trials = int(np.asarray(target).size)

@@ -27,46 +27,16 @@ _MOST_CLASSES = 40  # a confusion matrix of more classes could not be read
 
 
 def write_report(path: str | os.PathLike[str], run: Run) -> Path:
-    """Write the report of a run as one HTML file that needs nothing else.
-
-    Pictures, figures and styles are inside the file; it uses no network, follows the reader's light or dark
-    mode, and prints. One script sorts, filters and exports tables, enlarges pictures and copies commands; the
-    page's policy allows that script alone, by its hash, and everything is readable without it.
-
-    Args:
-        path: The file to write; missing folders above it are made.
-        run: What to show. Parts that are missing are left out.
-
-    Returns:
-        The path written.
-
-    Raises:
-        InputError: ``path`` is a folder.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     page = write_report(Path(folder) / "report.html", Run("Digits"))
-        ...     "<h1>Digits</h1>" in page.read_text(encoding="utf-8")
-        True
-    """
+    """Write the report of a run as one HTML file that needs nothing else."""
+    # Pictures, figures and styles are inside the file; it uses no network, follows the reader's light or dark
+    # mode, and prints. One script sorts, filters and exports tables, enlarges pictures and copies commands;
+    # the page's policy allows that script alone, by its hash, and everything is readable without it.
     page = render(run)
     return write_text(path, page)
 
 
 def render(run: Run) -> str:
-    """The report of a run as HTML text.
-
-    Args:
-        run: What to show.
-
-    Returns:
-        A whole HTML document.
-
-    Example:
-        >>> render(Run("Digits"))[:15]
-        '<!DOCTYPE html>'
-    """
+    """The report of a run as HTML text."""
     import jinja2
     from markupsafe import Markup
 

@@ -26,33 +26,15 @@ _FINE = 0.05  # calibration error that the error of its estimate must exclude, t
 
 @dataclass(frozen=True)
 class KeyNumber:
-    """One number at the top of the page.
+    """One number at the top of the page."""
 
-    Args:
-        value: The number with its standard error and its unit, as text.
-        name: What it is.
-        note: What to compare it with.
-    """
-
-    value: str
-    name: str
-    note: str = ""
+    value: str  # the number with its standard error and its unit, as text
+    name: str  # what it is
+    note: str = ""  # what to compare it with
 
 
 def summary(run: Run) -> list[str]:
-    """The sentences at the top of the page, the verdict first: those given, or written from the numbers.
-
-    Args:
-        run: The run.
-
-    Returns:
-        Whole sentences.
-
-    Example:
-        >>> from linnet.app.report.records import Scores
-        >>> summary(Run("x", scores=Scores((Comparison("linear fit", rmse=0.5),))))
-        ['The linear fit: its root mean squared error on the test samples is 0.500.']
-    """
+    """The sentences at the top of the page, the verdict first: those given, or written from the numbers."""
     if run.notes.headline:
         return list(run.notes.headline)
     first, *rest = verdict(run).sentences or ("",)
@@ -60,20 +42,7 @@ def summary(run: Run) -> list[str]:
 
 
 def trust(run: Run) -> str:
-    """The sentence on the probabilities.
-
-    Args:
-        run: The run.
-
-    Returns:
-        A sentence; empty without probabilities and answers.
-
-    Example:
-        >>> from linnet.app.report.records import Reliability, Scores
-        >>> part = Reliability("fit", np.full(100, 0.9), np.arange(100) < 60)
-        >>> trust(Run("x", scores=Scores(reliability=(part,))))
-        'Its probabilities are too high: 90.0\u202f% on average, where 60.0\u202f% are right.'
-    """
+    """The sentence on the probabilities."""
     if not run.scores.reliability or not len(run.scores.reliability[0].confidence):
         return ""
     part = run.scores.reliability[0]
@@ -95,18 +64,7 @@ def trust(run: Run) -> str:
 
 
 def key_numbers(run: Run) -> list[KeyNumber]:
-    """The numbers at the top of the page.
-
-    Args:
-        run: The run.
-
-    Returns:
-        At most three, each with its standard error where it has one.
-
-    Example:
-        >>> key_numbers(Run("x"))
-        []
-    """
+    """The numbers at the top of the page."""
     found: list[KeyNumber] = []
     if run.scores.comparison:
         own = run.scores.comparison[0]
@@ -123,18 +81,7 @@ def key_numbers(run: Run) -> list[KeyNumber]:
 
 
 def least_certain(test: HeldOutSet | None) -> tuple[float, float, int] | None:
-    """Mean loss of the tenth of the predictions that is least certain, and of the others.
-
-    Args:
-        test: The test samples.
-
-    Returns:
-        Both, and the number of the former; None without answers, or with fewer than twenty.
-
-    Example:
-        >>> least_certain(None) is None
-        True
-    """
+    """Mean loss of the tenth of the predictions that is least certain, and of the others."""
     loss = None if test is None else test.loss()
     if test is None or test.uncertainty is None or loss is None or len(loss) < FEW:
         return None

@@ -15,18 +15,7 @@ _Z = NormalDist().inv_cdf(0.975)  # standard errors of a 95 % interval to each s
 
 
 def mean_and_error(values: Array) -> tuple[float, float]:
-    """A mean with its standard error.
-
-    Args:
-        values: Numbers, (N,).
-
-    Returns:
-        The mean, and the standard deviation over √N; 0 for fewer than two numbers.
-
-    Example:
-        >>> mean_and_error(np.array([0.0, 0.0, 1.0, 1.0]))
-        (0.5, 0.25)
-    """
+    """A mean with its standard error."""
     values = np.asarray(values, dtype=float)
     if not values.size:
         return 0.0, 0.0
@@ -34,20 +23,7 @@ def mean_and_error(values: Array) -> tuple[float, float]:
 
 
 def share_error(share: float, count: int | None) -> float | None:
-    """The standard error of a share, which is not zero where all or none of a few were right.
-
-    Args:
-        share: The share, in [0, 1].
-        count: Of how many.
-
-    Returns:
-        Half the width of Wilson's 95 % interval in units of z: √(p (1 − p) / n) for many; None where the
-        number is not known.
-
-    Example:
-        >>> [round(share_error(share, count), 3) for share, count in ((0.5, 100), (0.9, 1000), (1.0, 24))]
-        [0.049, 0.01, 0.035]
-    """
+    """The standard error of a share, which is not zero where all or none of a few were right."""
     if not count:
         return None
     low, high = wilson_interval(share * count, count)
@@ -55,22 +31,9 @@ def share_error(share: float, count: int | None) -> float | None:
 
 
 def calibration_and_error(confidence: Array, correct: Array) -> tuple[float, float]:
-    """The expected calibration error with its standard error.
-
-    With the bins and the sign of each gap held fixed it is a mean over the predictions, Σ s(bin) (correct −
-    confidence) / N, whose standard error is that of a mean.
-
-    Args:
-        confidence: Confidence of each prediction, (N,), in [0, 1].
-        correct: Whether each prediction is correct, (N,), bool or 0/1.
-
-    Returns:
-        The error, and its standard error.
-
-    Example:
-        >>> calibration_and_error(np.full(4, 0.75), np.array([1, 1, 0, 0]))
-        (0.25, 0.25)
-    """
+    """The expected calibration error with its standard error."""
+    # With the bins and the sign of each gap held fixed it is a mean over the predictions, Σ s(bin) (correct −
+    # confidence) / N, whose standard error is that of a mean.
     confidence, correct = np.asarray(confidence, dtype=float), np.asarray(correct, dtype=float)
     place = np.clip((confidence * _BINS).astype(int), 0, _BINS - 1)
     gap = np.bincount(place, correct - confidence, minlength=_BINS)  # (correct - confidence) summed in a bin
@@ -78,20 +41,7 @@ def calibration_and_error(confidence: Array, correct: Array) -> tuple[float, flo
 
 
 def split_by_uncertainty(uncertainty: Array, loss: Array, share: float = 0.1) -> tuple[float, float, int]:
-    """The mean loss of the most uncertain predictions, and of the others.
-
-    Args:
-        uncertainty: Uncertainty of each prediction, (N,).
-        loss: What each prediction cost, (N,): 0 or 1 for right or wrong, or an absolute error.
-        share: Share of the predictions that counts as most uncertain.
-
-    Returns:
-        Mean loss of the most uncertain, mean loss of the others, and the number of the former.
-
-    Example:
-        >>> split_by_uncertainty(np.arange(10.0), np.arange(10) == 9)
-        (1.0, 0.0, 1)
-    """
+    """The mean loss of the most uncertain predictions, and of the others."""
     order = ranking(uncertainty)
     count = min(max(1, round(share * len(order))), len(order))
     values = np.asarray(loss, dtype=float)

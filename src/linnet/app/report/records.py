@@ -18,40 +18,24 @@ from linnet.plots.measures import Array
 
 @dataclass(frozen=True)
 class Comparison:
-    """The scores of one method on the test set.
+    """The scores of one method on the test set."""
 
-    Args:
-        name: Name of the method, such as ``"linear fit"`` or ``"linear probe"``.
-        accuracy: Share of correct predictions, in [0, 1].
-        nll: Mean negative log-likelihood per example, in nats.
-        ece: Expected calibration error, in [0, 1].
-        rmse: Root mean squared error, in the unit of the targets (regression).
-        seconds: Time that the method took, in seconds.
-        note: Anything a reader must know to judge the row.
-    """
-
-    name: str
-    accuracy: float | None = None
-    nll: float | None = None
-    ece: float | None = None
-    rmse: float | None = None
-    seconds: float | None = None
-    note: str = ""
+    name: str  # name of the method, such as ``"linear fit"`` or ``"linear probe"``
+    accuracy: float | None = None  # share of correct predictions, in [0, 1]
+    nll: float | None = None  # mean negative log-likelihood per example, in nats
+    ece: float | None = None  # expected calibration error, in [0, 1]
+    rmse: float | None = None  # root mean squared error, in the unit of the targets (regression)
+    seconds: float | None = None  # time that the method took, in seconds
+    note: str = ""  # anything a reader must know to judge the row
 
 
 @dataclass(frozen=True, eq=False)
 class Reliability:
-    """Confidence and correctness of one method's test predictions.
+    """Confidence and correctness of one method's test predictions."""
 
-    Args:
-        method: Name of the method.
-        confidence: Probability of the predicted class, (N,), in [0, 1].
-        correct: Whether the prediction is correct, (N,), bool.
-    """
-
-    method: str
-    confidence: Array
-    correct: Array
+    method: str  # name of the method
+    confidence: Array  # probability of the predicted class, (N,), in [0, 1]
+    correct: Array  # whether the prediction is correct, (N,), bool
 
     def __post_init__(self) -> None:
         check_length("Reliability.correct", self.correct, "confidence", len(self.confidence))
@@ -59,106 +43,66 @@ class Reliability:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Scores of the fit.
+    """Scores of the fit."""
 
-    Args:
-        comparison: One row per method; the first row is the linear fit itself.
-        reliability: Calibration data per method, in the order of display.
-        tested: Number of test examples behind the scores; by default the size of the test set.
-        squares: Squared error of each test prediction of a regression, (N,), by method.
-    """
-
-    comparison: tuple[Comparison, ...] = ()
-    reliability: tuple[Reliability, ...] = ()
+    comparison: tuple[Comparison, ...] = ()  # one row per method; the first row is the linear fit itself
+    reliability: tuple[Reliability, ...] = ()  # calibration data per method, in the order of display
+    # number of test examples behind the scores; by default the size of the test set
     tested: int | None = None
+    # squared error of each test prediction of a regression, (N,), by method
     squares: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One decision that the fit took.
+    """One decision that the fit took."""
 
-    Args:
-        what: What was decided, such as ``"ridge"``.
-        chosen: The value taken.
-        why: The reason, in a sentence.
-    """
-
-    what: str
-    chosen: str
-    why: str = ""
+    what: str  # what was decided, such as ``"ridge"``
+    chosen: str  # the value taken
+    why: str = ""  # the reason, in a sentence
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one step.
+    """The time of one step."""
 
-    Args:
-        what: Name of the step.
-        seconds: Wall-clock time in seconds.
-    """
-
-    what: str
-    seconds: float
+    what: str  # name of the step
+    seconds: float  # wall-clock time in seconds
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Treatment of one parameter of the network.
+    """Treatment of one parameter of the network."""
 
-    Args:
-        name: Name of the parameter.
-        shape: Its shape.
-        uses: How often the network uses it.
-        treatment: The rule that handled it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    uses: int
-    treatment: str
+    name: str  # name of the parameter
+    shape: tuple[int, ...]  # its shape
+    uses: int  # how often the network uses it
+    treatment: str  # the rule that handled it
 
 
 @dataclass(frozen=True)
 class PreflightText:
-    """Result of the preflight check.
+    """Result of the preflight check."""
 
-    Args:
-        text: The printed report of the preflight.
-        parameters: One row per parameter.
-        memory: Memory plan: (name, bytes) of every large item.
-        budget: Memory budget in bytes.
-        findings: Remarks, a sentence each.
-    """
-
-    text: str = ""
-    parameters: tuple[Coverage, ...] = ()
-    memory: tuple[tuple[str, int], ...] = ()
-    budget: int | None = None
-    findings: tuple[str, ...] = ()
+    text: str = ""  # the printed report of the preflight
+    parameters: tuple[Coverage, ...] = ()  # one row per parameter
+    memory: tuple[tuple[str, int], ...] = ()  # memory plan: (name, bytes) of every large item
+    budget: int | None = None  # memory budget in bytes
+    findings: tuple[str, ...] = ()  # remarks, a sentence each
 
 
 @dataclass(frozen=True, eq=False)
 class RidgePath:
-    """The scores of a range of ridge values.
+    """The scores of a range of ridge values."""
 
-    Args:
-        ridges: Ridge values, (R,), positive.
-        loo_error: Leave-one-out mean squared error, (R,).
-        chosen: The ridge taken.
-        loo_accuracy: Leave-one-out accuracy in [0, 1], (R,).
-        test_accuracy: Test accuracy in [0, 1], (R,); shown faintly, never used for the choice.
-        gcv: Generalized cross-validation score, (R,), lower is better.
-        evidence: Log evidence in nats, (R,), higher is better.
-    """
-
-    ridges: Array
-    loo_error: Array
-    chosen: float | None = None
-    loo_accuracy: Array | None = None
+    ridges: Array  # ridge values, (R,), positive
+    loo_error: Array  # leave-one-out mean squared error, (R,)
+    chosen: float | None = None  # the ridge taken
+    loo_accuracy: Array | None = None  # leave-one-out accuracy in [0, 1], (R,)
+    # test accuracy in [0, 1], (R,); shown faintly, never used for the choice
     test_accuracy: Array | None = None
-    gcv: Array | None = None
-    evidence: Array | None = None
+    gcv: Array | None = None  # generalized cross-validation score, (R,), lower is better
+    evidence: Array | None = None  # log evidence in nats, (R,), higher is better
 
     def __post_init__(self) -> None:
         for name in ("loo_error", "loo_accuracy", "test_accuracy", "gcv", "evidence"):
@@ -167,33 +111,22 @@ class RidgePath:
 
 @dataclass(frozen=True)
 class RidgeChoice:
-    """Choice of the ridge.
+    """Choice of the ridge."""
 
-    Args:
-        criterion: ``"given"``, ``"loo"``, ``"gcv"``, ``"evidence"``, ``"validation"`` or
-            ``"folds"``.
-        loss: What was fitted, ``"squared"`` or ``"cross-entropy"``.
-        crossed: Whether the head was fitted in folds, so that leave-one-out is the held-out error of these.
-    """
-
-    criterion: str
-    loss: str = "squared"
+    criterion: str  # ``"given"``, ``"loo"``, ``"gcv"``, ``"evidence"``, ``"validation"`` or ``"folds"``
+    loss: str = "squared"  # what was fitted, ``"squared"`` or ``"cross-entropy"``
+    # whether the head was fitted in folds, so that leave-one-out is the held-out error of these
     crossed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """The eigenvalues of the kernel of the training set.
+    """The eigenvalues of the kernel of the training set."""
 
-    Args:
-        eigenvalues: Eigenvalues of K, (M,), in any order.
-        ridge: The ridge of the fit, in the unit of the eigenvalues.
-        degrees_of_freedom: Effective degrees of freedom, sum of s / (s + ridge); computed from the
-            eigenvalues when left out and a ridge is given.
-    """
-
-    eigenvalues: Array
-    ridge: float | None = None
+    eigenvalues: Array  # eigenvalues of K, (M,), in any order
+    ridge: float | None = None  # the ridge of the fit, in the unit of the eigenvalues
+    # effective degrees of freedom, sum of s / (s + ridge); computed from the eigenvalues when left out and a
+    # ridge is given
     degrees_of_freedom: float | None = None
 
     def effective(self) -> float | None:
@@ -207,41 +140,26 @@ class Spectrum:
 
 @dataclass(frozen=True, eq=False)
 class FitRecord:
-    """Record of the fit.
+    """Record of the fit."""
 
-    Args:
-        path: Scores over the ridge.
-        spectrum: Eigenvalues of the kernel.
-        choices: Every decision and its reason.
-        preflight: The check of the network.
-        timings: Time of every step.
-        task: How linear the task is.
-        ridge: Choice of the ridge.
-        verdict: What was found on the training samples alone, in a sentence.
-    """
-
-    path: RidgePath | None = None
-    spectrum: Spectrum | None = None
-    choices: tuple[Choice, ...] = ()
-    preflight: PreflightText | None = None
-    timings: tuple[Timing, ...] = ()
-    task: TaskKernel | None = None
-    ridge: RidgeChoice | None = None
-    verdict: str = ""
+    path: RidgePath | None = None  # scores over the ridge
+    spectrum: Spectrum | None = None  # eigenvalues of the kernel
+    choices: tuple[Choice, ...] = ()  # every decision and its reason
+    preflight: PreflightText | None = None  # the check of the network
+    timings: tuple[Timing, ...] = ()  # time of every step
+    task: TaskKernel | None = None  # how linear the task is
+    ridge: RidgeChoice | None = None  # choice of the ridge
+    verdict: str = ""  # what was found on the training samples alone, in a sentence
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """A set of samples as people see them.
+    """A set of samples as people see them."""
 
-    Args:
-        images: Pictures, (N, H, W, C) or (N, H, W), uint8, with 1, 3 or 4 channels.
-        labels: Class indices, (N,), integers; or regression targets, (N,) or (N, D), floats.
-        ids: A stable name of each sample: a path, or a text; by default ``#index``.
-    """
-
-    images: Array | None = None
+    images: Array | None = None  # pictures, (N, H, W, C) or (N, H, W), uint8, with 1, 3 or 4 channels
+    # class indices, (N,), integers; or regression targets, (N,) or (N, D), floats
     labels: Array | None = None
+    # A stable name of each sample: a path, or a text; by default `#index`
     ids: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -260,81 +178,48 @@ class Samples:
         return next((len(p) for p in (self.images, self.labels, self.ids) if p is not None), 0)
 
     def name(self, index: int) -> str:
-        """The id of one sample.
-
-        Args:
-            index: Position of the sample.
-
-        Returns:
-            Its id, or ``#index`` when there are none.
-        """
+        """The id of one sample."""
         return self.ids[index] if self.ids is not None else f"#{index}"
 
 
 @dataclass(frozen=True)
 class DoubtedLabel:
-    """A training sample whose given label looks wrong to the fit on the others.
+    """A training sample whose given label looks wrong to the fit on the others."""
 
-    Args:
-        sample: Position in the training set.
-        given: The given label: class index, or regression target.
-        suggested: The label that the fit would give from all other samples.
-        doubt: Probability that the given label is wrong, in [0, 1].
-        flipped: Whether the label is known to be wrong, when the truth is known.
-    """
-
-    sample: int
-    given: float
-    suggested: float | None = None
-    doubt: float | None = None
-    flipped: bool | None = None
+    sample: int  # position in the training set
+    given: float  # the given label: class index, or regression target
+    suggested: float | None = None  # the label that the fit would give from all other samples
+    doubt: float | None = None  # probability that the given label is wrong, in [0, 1]
+    flipped: bool | None = None  # whether the label is known to be wrong, when the truth is known
 
 
 @dataclass(frozen=True)
 class Forgetting:
-    """Changes after forgetting training samples.
+    """Changes after forgetting training samples."""
 
-    Args:
-        removed: Positions of the forgotten samples in the training set.
-        table: Rows (what, before, after), numbers or texts.
-        difference: Largest absolute difference, in outputs, from what it is compared with.
-        seconds: Time of forgetting in seconds.
-        refit_seconds: Time of what it is compared with, in seconds.
-        note: A remark.
-        refitted: Whether it is compared with a fit that never saw the samples, the network run again, and not
-            with a solution of the remaining equations.
-    """
-
-    removed: tuple[int, ...]
+    removed: tuple[int, ...]  # positions of the forgotten samples in the training set
+    # rows (what, before, after), numbers or texts
     table: tuple[tuple[str, float | str, float | str], ...] = ()
-    difference: float | None = None
-    seconds: float | None = None
-    refit_seconds: float | None = None
-    note: str = ""
+    difference: float | None = None  # largest absolute difference, in outputs, from what it is compared with
+    seconds: float | None = None  # time of forgetting in seconds
+    refit_seconds: float | None = None  # time of what it is compared with, in seconds
+    note: str = ""  # A remark
+    # whether it is compared with a fit that never saw the samples, the network run again, and not with a
+    # solution of the remaining equations
     refitted: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingSet:
-    """The training samples and what the fit says about them.
+    """The training samples and what the fit says about them."""
 
-    Args:
-        samples: Pictures, labels and ids.
-        informativeness: How much each sample moved the fit, (N,).
-        suspects: Probable label errors, the most probable first.
-        flipped: Number of labels that are known to be wrong, when the truth is known.
-        forgetting: What forgetting some of the samples changed.
-        by_chance: How many right labels look wrong by chance.
-        limits: Which wrong labels cannot be seen, as a clause; empty where most can.
-    """
-
-    samples: Samples
-    informativeness: Array | None = None
-    suspects: tuple[DoubtedLabel, ...] = ()
-    flipped: int | None = None
-    forgetting: Forgetting | None = None
-    by_chance: float | None = None
-    limits: str = ""
+    samples: Samples  # pictures, labels and ids
+    informativeness: Array | None = None  # how much each sample moved the fit, (N,)
+    suspects: tuple[DoubtedLabel, ...] = ()  # probable label errors, the most probable first
+    flipped: int | None = None  # number of labels that are known to be wrong, when the truth is known
+    forgetting: Forgetting | None = None  # what forgetting some of the samples changed
+    by_chance: float | None = None  # how many right labels look wrong by chance
+    limits: str = ""  # which wrong labels cannot be seen, as a clause; empty where most can
 
     def __post_init__(self) -> None:
         count = len(self.samples)
@@ -347,56 +232,35 @@ class TrainingSet:
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A training sample behind a prediction.
+    """A training sample behind a prediction."""
 
-    Args:
-        sample: Position in the training set.
-        influence: The output for the predicted class with the sample minus without it.
-    """
-
-    sample: int
-    influence: float
+    sample: int  # position in the training set
+    influence: float  # the output for the predicted class with the sample minus without it
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The training samples behind the prediction of one test sample.
+    """The training samples behind the prediction of one test sample."""
 
-    Args:
-        sample: Position in the test set.
-        predicted: Predicted class index; None for regression.
-        up: Samples that raised the output for the predicted class, strongest first.
-        down: Samples that lowered it, strongest first.
-        output: Name of the explained output, when it is not the predicted class.
-    """
-
-    sample: int
-    predicted: int | None = None
-    up: tuple[Neighbor, ...] = ()
-    down: tuple[Neighbor, ...] = ()
-    output: str = ""
+    sample: int  # position in the test set
+    predicted: int | None = None  # predicted class index; None for regression
+    up: tuple[Neighbor, ...] = ()  # samples that raised the output for the predicted class, strongest first
+    down: tuple[Neighbor, ...] = ()  # samples that lowered it, strongest first
+    output: str = ""  # name of the explained output, when it is not the predicted class
 
 
 @dataclass(frozen=True, eq=False)
 class HeldOutSet:
-    """The test samples and their predictions.
+    """The test samples and their predictions."""
 
-    Args:
-        samples: Pictures, labels (when known) and ids.
-        probs: Class probabilities, (N, C).
-        mean: Predicted values, the shape of the targets (regression).
-        std: Standard deviation of each predicted value, noise included (regression).
-        uncertainty: One number per sample, larger is less sure, (N,).
-        explanations: Chosen samples and the training samples behind their predictions.
-        unit: Unit of the uncertainty; ``"%"`` where it is the probability of a wrong prediction, in [0, 1].
-    """
-
-    samples: Samples
-    probs: Array | None = None
-    mean: Array | None = None
-    std: Array | None = None
-    uncertainty: Array | None = None
+    samples: Samples  # pictures, labels (when known) and ids
+    probs: Array | None = None  # class probabilities, (N, C)
+    mean: Array | None = None  # predicted values, the shape of the targets (regression)
+    std: Array | None = None  # standard deviation of each predicted value, noise included (regression)
+    uncertainty: Array | None = None  # one number per sample, larger is less sure, (N,)
+    # chosen samples and the training samples behind their predictions
     explanations: tuple[Explanation, ...] = ()
+    # unit of the uncertainty; `"%"` where it is the probability of a wrong prediction, in [0, 1]
     unit: str = ""
 
     def __post_init__(self) -> None:
@@ -431,42 +295,27 @@ class HeldOutSet:
 
 @dataclass(frozen=True)
 class Step:
-    """Something to do next.
+    """Something to do next."""
 
-    Args:
-        title: What to do, as an order.
-        text: Why, and what it brings, in sentences.
-        command: A line for the shell that does it; empty where there is none.
-        training: Positions of the training samples that it is about.
-        tested: Positions of the test samples that it is about.
-    """
-
-    title: str
-    text: str = ""
-    command: str = ""
-    training: tuple[int, ...] = ()
-    tested: tuple[int, ...] = ()
+    title: str  # what to do, as an order
+    text: str = ""  # why, and what it brings, in sentences
+    command: str = ""  # A line for the shell that does it; empty where there is none
+    training: tuple[int, ...] = ()  # positions of the training samples that it is about
+    tested: tuple[int, ...] = ()  # positions of the test samples that it is about
 
 
 @dataclass(frozen=True)
 class Notes:
-    """The words of a report.
+    """The words of a report."""
 
-    Args:
-        headline: Sentences for the top of the page, the verdict first; written from the numbers by default.
-        warnings: Sentences that a reader must not miss.
-        facts: (name, value) pairs for the foot of the page: versions, seed, command.
-        steps: What to do next, behind what follows from the numbers.
-        quick: What a quick run has taken of the data, in a sentence; empty for a whole one.
-        first: What to do before all else.
-    """
-
+    # sentences for the top of the page, the verdict first; written from the numbers by default
     headline: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # sentences that a reader must not miss
+    # (name, value) pairs for the foot of the page: versions, seed, command
     facts: tuple[tuple[str, str], ...] = ()
-    steps: tuple[Step, ...] = ()
-    quick: str = ""
-    first: tuple[Step, ...] = ()
+    steps: tuple[Step, ...] = ()  # what to do next, behind what follows from the numbers
+    quick: str = ""  # what a quick run has taken of the data, in a sentence; empty for a whole one
+    first: tuple[Step, ...] = ()  # what to do before all else
 
 
 def check_length(name: str, value: Array | None, other: str, count: int) -> None:

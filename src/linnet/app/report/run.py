@@ -33,37 +33,16 @@ from linnet.plots.measures import Array, calibration_error, ranking, reliability
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Everything that a report shows; only the title is required.
+    """Everything that a report shows; only the title is required."""
 
-    Args:
-        title: Title of the page.
-        classes: Class names, in the order of the indices; None for regression.
-        notes: Headline, warnings and facts.
-        scores: How good the fit is, beside other methods.
-        fit: How the fit was made.
-        train: Training samples.
-        test: Test samples.
-        folder: The run's folder as commands take it; without it the page has no commands of its own.
-
-    Raises:
-        InputError: A part does not fit the others: labels without a class name, probabilities of
-            another width, an explanation that names a training sample that is not there.
-
-    Example:
-        >>> from linnet.app.report import Comparison
-        >>> run = Run("Digits", scores=Scores((Comparison("linear fit", accuracy=0.97),)))
-        >>> run.to_dict()["comparison"][0]["accuracy"]
-        0.97
-    """
-
-    title: str
-    classes: tuple[str, ...] | None = None
-    notes: Notes = field(default_factory=Notes)
-    scores: Scores = field(default_factory=Scores)
-    fit: FitRecord = field(default_factory=FitRecord)
-    train: TrainingSet | None = None
-    test: HeldOutSet | None = None
-    folder: str = ""
+    title: str  # title of the page
+    classes: tuple[str, ...] | None = None  # class names, in the order of the indices; None for regression
+    notes: Notes = field(default_factory=Notes)  # headline, warnings and facts
+    scores: Scores = field(default_factory=Scores)  # how good the fit is, beside other methods
+    fit: FitRecord = field(default_factory=FitRecord)  # how the fit was made
+    train: TrainingSet | None = None  # training samples
+    test: HeldOutSet | None = None  # test samples
+    folder: str = ""  # the run's folder as commands take it; without it the page has no commands of its own
 
     def __post_init__(self) -> None:
         if self.test is not None and self.train is not None and len(self.train.samples):
@@ -91,11 +70,7 @@ class Run:
         return len(self.scores.reliability[0].correct) if self.scores.reliability else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number of the report, ready for ``json.dump``; pictures are left out.
-
-        Returns:
-            Nested dicts, lists, strings, floats and None (in place of numbers that are not finite).
-        """
+        """Every number of the report, ready for ``json.dump``; pictures are left out."""
         fit, train, test = self.fit, self.train, self.test
         raw: dict[str, Any] = {
             "title": self.title,

@@ -23,36 +23,17 @@ _TARGET = 0.9  # share of right answers at which predictions may do without a pe
 
 @dataclass(frozen=True)
 class ClassRecord:
-    """How often predictions of one class are right.
+    """How often predictions of one class are right."""
 
-    Args:
-        index: The class.
-        predicted: How often it was predicted.
-        right: How often that was right.
-        tested: How many test samples are of this class.
-        found: How many of these were predicted so.
-    """
-
-    index: int
-    predicted: int
-    right: int
-    tested: int
-    found: int
+    index: int  # the class
+    predicted: int  # how often it was predicted
+    right: int  # how often that was right
+    tested: int  # how many test samples are of this class
+    found: int  # how many of these were predicted so
 
 
 def class_records(run: Run) -> list[ClassRecord]:
-    """How often predictions of each class are right, on the test samples.
-
-    Args:
-        run: The run.
-
-    Returns:
-        One record for each class; none without probabilities and labels of twenty samples or more.
-
-    Example:
-        >>> class_records(Run("x"))
-        []
-    """
+    """How often predictions of each class are right, on the test samples."""
     test = run.test
     predicted = None if test is None else test.predicted()
     if test is None or test.samples.labels is None or predicted is None or run.classes is None:
@@ -73,21 +54,9 @@ def class_records(run: Run) -> list[ClassRecord]:
 
 
 def distrusted(run: Run) -> list[ClassRecord]:
-    """Classes whose predictions are right clearly less often than predictions on the whole.
-
-    The 95 % interval of each is widened for the number of classes, so that on average one run in twenty
-    names a class without cause.
-
-    Args:
-        run: The run.
-
-    Returns:
-        The classes, the worst first.
-
-    Example:
-        >>> distrusted(Run("x"))
-        []
-    """
+    """Classes whose predictions are right clearly less often than predictions on the whole."""
+    # The 95 % interval of each is widened for the number of classes, so that on average one run in twenty
+    # names a class without cause.
     every = [record for record in class_records(run) if record.predicted >= _JUDGED]
     total = sum(record.predicted for record in every)
     if not total:
@@ -102,40 +71,13 @@ def distrusted(run: Run) -> list[ClassRecord]:
 
 
 def next_steps(run: Run) -> tuple[Step, ...]:
-    """What to do next, by what the run holds.
-
-    Args:
-        run: The run.
-
-    Returns:
-        The steps, the most useful first; those that follow from the numbers between those given with the run.
-
-    Example:
-        >>> next_steps(Run("x"))
-        ()
-    """
+    """What to do next, by what the run holds."""
     made = (_look_at_labels(run), _label_next(run), _distrust(run), _check_by_hand(run), _look_behind(run))
     return (*run.notes.first, *(step for step in made if step is not None), *run.notes.steps)
 
 
 def command(name: str, run: str, ids: Sequence[str] = (), **options: str) -> str:
-    r"""A command of linnet on some samples of a run, as a shell takes it.
-
-    Args:
-        name: The command.
-        run: The run's folder.
-        ids: Ids of samples.
-        options: Further options.
-
-    Returns:
-        One line, every word quoted where it needs to be.
-
-    Example:
-        >>> command("forget", "runs/a", ["train/3", "train/9"], out="runs/b")
-        'linnet forget --run runs/a --ids train/3,train/9 --out runs/b'
-        >>> command("explain", "my run", ["a,b.png"])
-        'linnet explain --run \'my run\' --ids \'["a,b.png"]\''
-    """
+    r"""A command of linnet on some samples of a run, as a shell takes it."""
     words = ["linnet", name, "--run", run]
     if ids:
         odd = any("," in sample or sample[:1] in ("", "[", "-", " ") for sample in ids)
@@ -146,19 +88,7 @@ def command(name: str, run: str, ids: Sequence[str] = (), **options: str) -> str
 
 
 def beside(run: str, ending: str) -> str:
-    """A folder beside that of a run.
-
-    Args:
-        run: The run's folder.
-        ending: What its name gets.
-
-    Returns:
-        The folder.
-
-    Example:
-        >>> beside("runs/a/", "cleaned")
-        'runs/a-cleaned'
-    """
+    """A folder beside that of a run."""
     return f"{run.rstrip('/')}-{ending}"
 
 

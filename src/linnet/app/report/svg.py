@@ -68,21 +68,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw(name: str, alt: str, size: tuple[float, float], paint: Callable[[Figure], None]) -> str:
-    """Draw one figure and return it as inline SVG.
-
-    Args:
-        name: Name of the figure, unique on the page; prefixes every id inside it.
-        alt: What the figure shows, for those who cannot see it.
-        size: Width and height in CSS pixels.
-        paint: Fills an empty figure.
-
-    Returns:
-        An ``<svg>`` element without addresses of any kind.
-
-    Example:
-        >>> draw("empty", "Nothing", (100, 50), lambda figure: None)[:21]
-        '<svg class="figure" v'
-    """
+    """Draw one figure and return it as inline SVG."""
     import matplotlib
     from matplotlib.figure import Figure
 

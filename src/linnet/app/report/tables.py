@@ -26,56 +26,30 @@ _PIXELS = ((200, 128), (700, 64), (_ROWS, 40))  # of the picture in a row, by th
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell.
+    """One cell."""
 
-    Args:
-        text: What it shows.
-        value: The number behind the text, for sorting and for the exported table.
-        color: Color of the class that it names; empty for others.
-        picture: ``data:`` address; empty where there is none.
-        length: Length of a bar in [0, 100]; None for none.
-    """
-
-    text: str
-    value: float | None = None
-    color: str = ""
-    picture: str = ""
-    length: float | None = None
+    text: str  # what it shows
+    value: float | None = None  # the number behind the text, for sorting and for the exported table
+    color: str = ""  # color of the class that it names; empty for others
+    picture: str = ""  # ``data:`` address; empty where there is none
+    length: float | None = None  # length of a bar in [0, 100]; None for none
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table of the page.
+    """One table of the page."""
 
-    Args:
-        name: Name of the exported file.
-        caption: What it shows.
-        columns: (heading, kind); the kinds are ``"text"``, ``"figure"``, ``"note"`` and ``"picture"``. The
-            first column names the row.
-        rows: The rows, a cell a column.
-        own: Whether the first row is the fit itself.
-    """
-
-    name: str
-    caption: str
+    name: str  # name of the exported file
+    caption: str  # what it shows
+    # (heading, kind); the kinds are `"text"`, `"figure"`, `"note"` and `"picture"`. The first column names
+    # the row
     columns: tuple[tuple[str, str], ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    own: bool = False
+    rows: tuple[tuple[Cell, ...], ...]  # the rows, a cell a column
+    own: bool = False  # whether the first row is the fit itself
 
 
 def tables(run: Run) -> dict[str, Table]:
-    """Every table that the run has data for, by name.
-
-    Args:
-        run: The run.
-
-    Returns:
-        The tables.
-
-    Example:
-        >>> tables(Run("x"))
-        {}
-    """
+    """Every table that the run has data for, by name."""
     made = (
         _comparison(run), _classes(run), _confusions(run), _ridges(run), _spectrum(run), _task(run),
         _suspects(run), _forgetting(run), _choices(run), _memory(run), _parameters(run), _timings(run),

@@ -16,28 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TaskKernel:
-    """Linearity of a task for a network.
+    """Linearity of a task for a network."""
 
-    Args:
-        eigenvalues: Leading eigenvalues of the kernel's matrix (k,), decreasing.
-        shares: Share of the labels' squared norm on the first 1, ..., k eigenvectors (k,), in [0, 1].
-        rows: Size of the matrix.
-        top: How many leading eigenvectors the text speaks of, at most k.
-        levels: The ridge of the fit and its effective degrees of freedom, in units of the eigenvalues.
-        verdict: The judgment, and the reasons for it, a sentence each.
-        facts: Names and values for the table.
-
-    Raises:
-        InputError: The pieces are of different lengths.
-    """
-
-    eigenvalues: Array
-    shares: Array
-    rows: int
-    top: int
+    eigenvalues: Array  # leading eigenvalues of the kernel's matrix (k,), decreasing
+    shares: Array  # share of the labels' squared norm on the first 1, ..., k eigenvectors (k,), in [0, 1]
+    rows: int  # size of the matrix
+    top: int  # how many leading eigenvectors the text speaks of, at most k
+    # the ridge of the fit and its effective degrees of freedom, in units of the eigenvalues
     levels: tuple[float, float]
-    verdict: tuple[str, ...]
-    facts: tuple[tuple[str, str], ...] = ()
+    verdict: tuple[str, ...]  # the judgment, and the reasons for it, a sentence each
+    facts: tuple[tuple[str, str], ...] = ()  # names and values for the table
 
     def __post_init__(self) -> None:
         if len(self.shares) != len(self.eigenvalues) or not 1 <= self.top <= len(self.shares):
@@ -55,20 +43,7 @@ class TaskKernel:
 
 
 def label_energy(task: TaskKernel) -> str:
-    """Cumulative share of the labels on the leading eigenvectors, beside that of random labels.
-
-    Args:
-        task: Shares by rank.
-
-    Returns:
-        Inline SVG.
-
-    Example:
-        >>> import numpy as np
-        >>> task = TaskKernel(np.ones(2), np.array([0.5, 0.9]), 4, 2, (1.0, 1.0), ("It is linear.",))
-        >>> label_energy(task).startswith("<svg")
-        True
-    """
+    """Cumulative share of the labels on the leading eigenvectors, beside that of random labels."""
     alt = f"The first {task.top} of {task.rows} directions hold {100 * task.share:.0f} % of the labels"
 
     def paint(figure: Figure) -> None:

@@ -20,26 +20,9 @@ _QUALITY = 84
 
 
 def thumbnail(image: Array, pixels: int = 128, png: int = _LARGE_PNG) -> str:
-    """One picture as a ``data:`` address, of at most the given size.
-
-    Large pictures are reduced with a Lanczos filter, others stay as they are: the page enlarges them. The
-    encoding is PNG, or JPEG where a PNG would be large (photographs).
-
-    Args:
-        image: Picture, (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), uint8.
-        pixels: Greatest length of the longer side in pixels, positive.
-        png: Most bytes of a PNG where a JPEG would be smaller.
-
-    Returns:
-        ``data:image/png;base64,...`` or ``data:image/jpeg;base64,...``.
-
-    Raises:
-        InputError: The array is not a picture.
-
-    Example:
-        >>> thumbnail(np.zeros((8, 8), dtype=np.uint8))[:22]
-        'data:image/png;base64,'
-    """
+    """One picture as a ``data:`` address, of at most the given size."""
+    # Large pictures are reduced with a Lanczos filter, others stay as they are: the page enlarges them. The
+    # encoding is PNG, or JPEG where a PNG would be large (photographs).
     if pixels < 1:
         raise InputError(f"pixels is {pixels}", expected="a positive number", remedy="pass pixels=128")
     picture = _resized(_picture(np.asarray(image)), pixels)

@@ -28,75 +28,42 @@ _LEAST = 0.01  # smallest difference of two methods that is worth telling apart,
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to make of a fit.
+    """What to make of a fit."""
 
-    Args:
-        answer: ``"use"`` it, or the other method that is named; ``"weak"``, it is hardly better than a
-            constant; ``"unclear"``, the test samples are too few to tell; ``"do not use"``, it is no better
-            than a constant; empty where there is nothing to compare it with.
-        sentences: The same in words, the shortest first.
-    """
-
+    # `"use"` it, or the other method that is named; `"weak"`, it is hardly better than a constant;
+    # `"unclear"`, the test samples are too few to tell; `"do not use"`, it is no better than a constant;
+    # empty where there is nothing to compare it with
     answer: Answer
-    sentences: tuple[str, ...]
+    sentences: tuple[str, ...]  # the same in words, the shortest first
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean difference of answers to the same test samples.
+    """A mean difference of answers to the same test samples."""
 
-    Args:
-        value: The mean.
-        error: Its standard error, never zero.
-        clear: Whether it is significant at 5 %.
-        needed: Number of test samples that would show it four times in five.
-    """
-
-    value: float
-    error: float
-    clear: bool
-    needed: int
+    value: float  # the mean
+    error: float  # its standard error, never zero
+    clear: bool  # whether it is significant at 5 %
+    needed: int  # number of test samples that would show it four times in five
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How far the first method is ahead of the best of the others.
+    """How far the first method is ahead of the best of the others."""
 
-    Args:
-        other: The best of the others.
-        value: Gain in accuracy, or in root mean squared error; negative where the other is better.
-        error: Its standard error; None where it is not known.
-        clear: Whether it is significant.
-        needed: Number of test samples that would show it; None where it is not known.
-    """
-
-    other: Comparison
-    value: float
-    error: float | None
-    clear: bool
-    needed: int | None = None
+    other: Comparison  # the best of the others
+    value: float  # gain in accuracy, or in root mean squared error; negative where the other is better
+    error: float | None  # its standard error; None where it is not known
+    clear: bool  # whether it is significant
+    needed: int | None = None  # number of test samples that would show it; None where it is not known
 
 
 def paired(change: Array, least: float = 0.0) -> Difference:
-    """A mean difference of shares, judged with one more sample for and one against it.
-
-    With these two the z test of b gains and c losses, (b − c)² > 1.96² (b + c + 2), decides as the exact
-    McNemar test does in all but a few cases at the edge, however few samples there are.
-
-    Args:
-        change: Differences, (N,), such as −1, 0 and 1.
-        least: Difference for which samples are counted where the one at hand is smaller.
-
-    Returns:
-        The mean and what is to be made of it.
-
-    Source:
-        Bonett and Price, Journal of Educational and Behavioral Statistics 37 (2012), 479-488.
-
-    Example:
-        >>> [paired(np.array([1.0] * n + [0.0] * 20)).clear for n in (5, 6)]
-        [False, True]
-    """
+    """A mean difference of shares, judged with one more sample for and one against it."""
+    # With these two the z test of b gains and c losses, (b − c)² > 1.96² (b + c + 2), decides as the exact
+    # McNemar test does in all but a few cases at the edge, however few samples there are.
+    #
+    # Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37 (2012), 479-488.
     count, total = len(change), float(np.sum(change))
     squares = float(np.square(change).sum()) + 2
     error = math.sqrt(squares - total**2 / (count + 2)) / count
@@ -106,19 +73,7 @@ def paired(change: Array, least: float = 0.0) -> Difference:
 
 
 def paired_values(change: Array, least: float = 0.0) -> Difference:
-    """A mean difference of squared errors, judged by Student's t test.
-
-    Args:
-        change: Differences, (N,).
-        least: As for ``paired``.
-
-    Returns:
-        The mean and what is to be made of it.
-
-    Example:
-        >>> paired_values(np.array([1.0, 2.0, 1.5, 1.0])).clear, paired_values(np.array([1.0, -2.0])).clear
-        (True, False)
-    """
+    """A mean difference of squared errors, judged by Student's t test."""
     count, mean = len(change), float(change.mean())
     spread = float(change.std(ddof=1)) if count > 1 else math.inf
     free = max(count - 1, 1)
@@ -131,15 +86,10 @@ def paired_values(change: Array, least: float = 0.0) -> Difference:
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant answer beside a method.
+    """A constant answer beside a method."""
 
-    Args:
-        change: How much better the method is, in shares of right answers, or in squared error.
-        loss: Share of wrong answers of the constant, or its mean squared error.
-    """
-
-    change: Difference
-    loss: float
+    change: Difference  # how much better the method is, in shares of right answers, or in squared error
+    loss: float  # share of wrong answers of the constant, or its mean squared error
 
     def judged(self) -> Answer:
         """Whether the method is of use."""
@@ -151,20 +101,7 @@ class Constant:
 
 
 def verdict(run: Run) -> Verdict:
-    """The verdict on a run.
-
-    Args:
-        run: The run.
-
-    Returns:
-        Its answer and sentences; none without scores.
-
-    Example:
-        >>> from linnet.app.report.records import Scores
-        >>> rows = (Comparison("linear fit", accuracy=0.9), Comparison("linear probe", accuracy=0.7))
-        >>> verdict(Run("x", scores=Scores(rows, tested=100))).sentences[0].replace("\u00a0", " ")
-        'Use the linear fit: 90.0 ± 3.0 % of 100 test samples are right.'
-    """
+    """The verdict on a run."""
     of_fit = [run.fit.verdict] if run.fit.verdict else []
     own = run.scores.comparison[0] if run.scores.comparison else None
     if own is None or (own.accuracy is None and own.rmse is None):
@@ -181,21 +118,7 @@ def verdict(run: Run) -> Verdict:
 
 
 def gain(run: Run) -> Gain | None:
-    """The first method against the best of the others, on the same test samples.
-
-    Args:
-        run: The run.
-
-    Returns:
-        The difference; None where there is no other with the same score.
-
-    Example:
-        >>> from linnet.app.report.records import Scores
-        >>> rows = (Comparison("linear fit", accuracy=0.9), Comparison("linear probe", accuracy=0.7))
-        >>> found = gain(Run("x", scores=Scores(rows, tested=100)))
-        >>> round(found.value, 3), round(found.error, 3)
-        (0.2, 0.054)
-    """
+    """The first method against the best of the others, on the same test samples."""
     if not run.scores.comparison:
         return None
     own, shares = run.scores.comparison[0], run.scores.comparison[0].accuracy is not None
@@ -219,17 +142,8 @@ def gain(run: Run) -> Gain | None:
 
 
 def constant(run: Run, row: Comparison) -> Constant | None:
-    """A method against always giving the same answer, that of the training samples.
-
-    Of classes that are equally frequent in training, one is taken at random.
-
-    Args:
-        run: The run.
-        row: The method.
-
-    Returns:
-        The comparison; None where the answers to the test samples, or the training samples, are not known.
-    """
+    """A method against always giving the same answer, that of the training samples."""
+    # Of classes that are equally frequent in training, one is taken at random.
     own = losses(run, row)
     given = None if run.train is None else run.train.samples.labels
     answers = None if run.test is None else run.test.samples.labels
@@ -246,15 +160,7 @@ def constant(run: Run, row: Comparison) -> Constant | None:
 
 
 def losses(run: Run, row: Comparison) -> Array | None:
-    """The loss of a method on each test sample.
-
-    Args:
-        run: The run.
-        row: The method.
-
-    Returns:
-        1 where it is wrong and 0 where it is right, or its squared error, (N,); None where it is not known.
-    """
+    """The loss of a method on each test sample."""
     known = {part.method: 1.0 - np.asarray(part.correct, dtype=float) for part in run.scores.reliability}
     known |= run.scores.squares
     if row.name in known and len(known[row.name]):
@@ -270,15 +176,7 @@ def losses(run: Run, row: Comparison) -> Array | None:
 
 
 def score_error(run: Run, row: Comparison) -> float | None:
-    """The standard error of a method's score.
-
-    Args:
-        run: The run.
-        row: The method.
-
-    Returns:
-        That of its accuracy, or of its root mean squared error; None where it is not known.
-    """
+    """The standard error of a method's score."""
     if row.accuracy is not None:
         return share_error(row.accuracy, run.tested())
     squares = losses(run, row)
@@ -286,30 +184,14 @@ def score_error(run: Run, row: Comparison) -> float | None:
 
 
 def short_score(run: Run, row: Comparison) -> str:
-    """A method's score with its standard error.
-
-    Args:
-        run: The run.
-        row: The method.
-
-    Returns:
-        Text.
-    """
+    """A method's score with its standard error."""
     if row.accuracy is not None:
         return measured_share(row.accuracy, score_error(run, row))
     return measured(row.rmse or 0.0, score_error(run, row))
 
 
 def told(run: Run, row: Comparison) -> str:
-    """A method's score as a clause.
-
-    Args:
-        run: The run.
-        row: The method.
-
-    Returns:
-        Text.
-    """
+    """A method's score as a clause."""
     if row.accuracy is not None:
         return f"{short_score(run, row)} of {tests_of(run)} are right"
     return f"its root mean squared error on {tests_of(run)} is {short_score(run, row)}"
@@ -323,14 +205,7 @@ def tests_of(run: Run) -> str:
 
 
 def the(row: Comparison) -> str:
-    """A method's name in a sentence.
-
-    Args:
-        row: The method.
-
-    Returns:
-        Its name, with an article where it has one.
-    """
+    """A method's name in a sentence."""
     return row.name if row.name.endswith("ing") or " " not in row.name else f"the {row.name}"
 
 

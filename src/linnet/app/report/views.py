@@ -23,130 +23,72 @@ _TINY = 40  # pixels up to which a picture is no photograph but squares
 
 @dataclass(frozen=True)
 class Label:
-    """A class name with its color, or a plain value.
+    """A class name with its color, or a plain value."""
 
-    Args:
-        text: What to show.
-        color: Color of the class; empty for values.
-    """
-
-    text: str
-    color: str = ""
+    text: str  # what to show
+    color: str = ""  # color of the class; empty for values
 
 
 @dataclass(frozen=True)
 class Face:
-    """Image or text of a sample on the page.
+    """Image or text of a sample on the page."""
 
-    Args:
-        name: The id, shortened if it is long.
-        full: Whole id.
-        picture: ``data:`` address; empty when there is no picture.
-        alt: What the picture is.
-        tiny: Whether it is so small that its pixels are shown as squares.
-    """
-
-    name: str
-    full: str
-    picture: str = ""
-    alt: str = ""
-    tiny: bool = False
+    name: str  # the id, shortened if it is long
+    full: str  # whole id
+    picture: str = ""  # ``data:`` address; empty when there is no picture
+    alt: str = ""  # what the picture is
+    tiny: bool = False  # whether it is so small that its pixels are shown as squares
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One sample on the page and what is said of it.
+    """One sample on the page and what is said of it."""
 
-    Args:
-        face: Picture and name.
-        labels: (word, label) pairs, such as ("given", ...).
-        value: A number, as text.
-        bar: Length of the signed bar in [0, 100]; None for no bar.
-        sign: ``"up"``, ``"down"`` or empty.
-        mark: A remark, such as "known wrong".
-    """
-
-    face: Face
-    labels: tuple[tuple[str, Label], ...] = ()
-    value: str = ""
-    bar: float | None = None
-    sign: str = ""
-    mark: str = ""
+    face: Face  # picture and name
+    labels: tuple[tuple[str, Label], ...] = ()  # (word, label) pairs, such as ("given", ...)
+    value: str = ""  # A number, as text
+    bar: float | None = None  # length of the signed bar in [0, 100]; None for no bar
+    sign: str = ""  # ``"up"``, ``"down"`` or empty
+    mark: str = ""  # A remark, such as "known wrong"
 
 
 @dataclass(frozen=True)
 class Bar:
-    """The accuracy of one method, as lengths in percent of the whole width.
+    """The accuracy of one method, as lengths in percent of the whole width."""
 
-    Args:
-        name: Name of the method.
-        text: The accuracy with its standard error.
-        length: The accuracy.
-        low: Lower end of its 95 % interval.
-        high: Upper end of that interval.
-    """
-
-    name: str
-    text: str
-    length: float
-    low: float
-    high: float
+    name: str  # name of the method
+    text: str  # the accuracy with its standard error
+    length: float  # the accuracy
+    low: float  # lower end of its 95 % interval
+    high: float  # upper end of that interval
 
 
 @dataclass(frozen=True)
 class ExplanationView:
-    """A test sample and the training samples behind its prediction.
+    """A test sample and the training samples behind its prediction."""
 
-    Args:
-        tile: The test sample.
-        output: The explained output; without text, the one value that is predicted.
-        guesses: The most probable classes: (label, probability as text, percent of the bar).
-        up: Training samples that raised the output.
-        down: Training samples that lowered it.
-    """
-
-    tile: Tile
-    output: Label
+    tile: Tile  # the test sample
+    output: Label  # the explained output; without text, the one value that is predicted
+    # the most probable classes: (label, probability as text, percent of the bar)
     guesses: tuple[tuple[Label, str, float], ...]
-    up: tuple[Tile, ...]
-    down: tuple[Tile, ...]
+    up: tuple[Tile, ...]  # training samples that raised the output
+    down: tuple[Tile, ...]  # training samples that lowered it
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """All tiles of the page.
+    """All tiles of the page."""
 
-    Args:
-        most: Most informative training samples.
-        least: Least informative ones.
-        uncertain: Most uncertain test samples.
-        suspects: Probable label errors.
-        forgotten: Forgotten training samples.
-        explanations: Explained test samples.
-    """
-
-    most: tuple[Tile, ...] = ()
-    least: tuple[Tile, ...] = ()
-    uncertain: tuple[Tile, ...] = ()
-    suspects: tuple[Tile, ...] = ()
-    forgotten: tuple[Tile, ...] = ()
-    explanations: tuple[ExplanationView, ...] = field(default=())
+    most: tuple[Tile, ...] = ()  # most informative training samples
+    least: tuple[Tile, ...] = ()  # least informative ones
+    uncertain: tuple[Tile, ...] = ()  # most uncertain test samples
+    suspects: tuple[Tile, ...] = ()  # probable label errors
+    forgotten: tuple[Tile, ...] = ()  # forgotten training samples
+    explanations: tuple[ExplanationView, ...] = field(default=())  # explained test samples
 
 
 def label(run: Run, value: object) -> Label:
-    """A class index or a regression target as a label.
-
-    Args:
-        run: The run, for its class names.
-        value: Class index, target, vector of targets, or None.
-
-    Returns:
-        The label.
-
-    Example:
-        >>> label(Run("x", classes=("cat", "dog")), 1).text, label(Run("x"), 0.25).text
-        ('dog', '0.250')
-    """
+    """A class index or a regression target as a label."""
     if value is None:
         return Label("–")
     if run.classes is not None and np.ndim(value) == 0:  # type: ignore[arg-type]
@@ -158,22 +100,7 @@ def label(run: Run, value: object) -> Label:
 
 
 def face(run: Run, samples: Samples, index: int, kind: str, pixels: int = _TILE) -> Face:
-    """A sample as it looks on the page.
-
-    Args:
-        run: The run.
-        samples: The set of the sample.
-        index: Its position.
-        kind: ``"training"`` or ``"test"``, for the description of the picture.
-        pixels: Size of the picture.
-
-    Returns:
-        Picture and name.
-
-    Example:
-        >>> face(Run("x"), Samples(ids=("a/b.png",)), 0, "test").name
-        'a/b.png'
-    """
+    """A sample as it looks on the page."""
     full = samples.name(index)
     picture, tiny = "", False
     if samples.images is not None:
@@ -186,19 +113,7 @@ def face(run: Run, samples: Samples, index: int, kind: str, pixels: int = _TILE)
 
 
 def gallery(run: Run, count: int = 8) -> Gallery:
-    """Every tile of the page.
-
-    Args:
-        run: The run.
-        count: Samples at each end of a ranking.
-
-    Returns:
-        The tiles; empty where a part of the run is missing.
-
-    Example:
-        >>> gallery(Run("x")).most
-        ()
-    """
+    """Every tile of the page."""
     most, least = _informative(run, count)
     train = run.train
     removed = () if train is None or train.forgetting is None else train.forgetting.removed
@@ -215,18 +130,7 @@ def gallery(run: Run, count: int = 8) -> Gallery:
 
 
 def bars(run: Run) -> list[Bar]:
-    """The test accuracy of each method.
-
-    Args:
-        run: The run.
-
-    Returns:
-        One bar for each method with an accuracy.
-
-    Example:
-        >>> bars(Run("x"))
-        []
-    """
+    """The test accuracy of each method."""
     tested, made = run.tested(), []
     for row in run.scores.comparison:
         if row.accuracy is None:
@@ -238,18 +142,7 @@ def bars(run: Run) -> list[Bar]:
 
 
 def step_views(run: Run) -> list[tuple[Step, tuple[Tile, ...]]]:
-    """What to do next, with the samples that each step is about.
-
-    Args:
-        run: The run.
-
-    Returns:
-        Steps and their tiles.
-
-    Example:
-        >>> step_views(Run("x"))
-        []
-    """
+    """What to do next, with the samples that each step is about."""
     doubted = {} if run.train is None else {suspect.sample: suspect for suspect in run.train.suspects}
     made = []
     for step in next_steps(run):
@@ -264,18 +157,7 @@ def step_views(run: Run) -> list[tuple[Step, tuple[Tile, ...]]]:
 
 
 def uncertainty_name(run: Run) -> str:
-    """What the uncertainty of the test samples is, with its unit.
-
-    Args:
-        run: The run.
-
-    Returns:
-        A name for an axis.
-
-    Example:
-        >>> uncertainty_name(Run("x", test=HeldOutSet(Samples(), unit="%")))
-        'probability of being wrong, %'
-    """
+    """What the uncertainty of the test samples is, with its unit."""
     unit = "" if run.test is None else run.test.unit
     if unit == "%":
         return "probability of being wrong, %"

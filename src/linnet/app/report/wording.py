@@ -11,22 +11,7 @@ _SPACE = "\u202f"  # narrow, and never a line break
 
 
 def number(value: object, digits: int = 3, trim: bool = False) -> str:
-    """A number with a few significant digits; texts pass unchanged.
-
-    Args:
-        value: A number, a text or None.
-        digits: Significant digits.
-        trim: Whether to leave out zeros at the end.
-
-    Returns:
-        Text; a dash for None and for what is not finite.
-
-    Example:
-        >>> number(0.012345), number(15234.0), number(None), number("full")
-        ('0.0123', '15,234', '–', 'full')
-        >>> number(2.1e-14, 2), number(0.1, trim=True)
-        ('2.1×10⁻¹⁴', '0.1')
-    """
+    """A number with a few significant digits; texts pass unchanged."""
     if value is None:
         return "–"
     if isinstance(value, str | bool):
@@ -47,23 +32,7 @@ def number(value: object, digits: int = 3, trim: bool = False) -> str:
 
 
 def measured(value: float, error: float | None, signs: bool = False, most: int = 6) -> str:
-    """A number with its standard error, as many digits as the error allows.
-
-    Args:
-        value: The number.
-        error: Its standard error; None or 0 where it is not known.
-        signs: Whether a positive number gets its sign.
-        most: Most digits behind the point.
-
-    Returns:
-        Text without a unit, which no line break divides.
-
-    Example:
-        >>> measured(14.53, 1.12).replace("\u00a0", " "), measured(61234.5, 532.1).replace("\u00a0", " ")
-        ('14.5 ± 1.1', '61,230 ± 530')
-        >>> measured(0.5, None)
-        '0.500'
-    """
+    """A number with its standard error, as many digits as the error allows."""
     sign = "+" if signs and value > 0 else ""
     if not error or not math.isfinite(error):
         return sign + number(value)
@@ -75,41 +44,13 @@ def measured(value: float, error: float | None, signs: bool = False, most: int =
 
 
 def measured_share(share: float, error: float | None, unit: str = "%", signs: bool = False) -> str:
-    """A share with its standard error, as a percentage.
-
-    Args:
-        share: A share, or a difference of two.
-        error: Its standard error; None or 0 where it is not known.
-        unit: What stands behind the number.
-        signs: Whether a positive number gets its sign.
-
-    Returns:
-        Text, which no line break divides.
-
-    Example:
-        >>> measured_share(0.64667, 0.039).replace("\u00a0", " ")
-        '64.7 ± 3.9 %'
-        >>> measured_share(-0.0312, 0.012, "points", signs=True).replace("\u00a0", " ")
-        '−3.1 ± 1.2 points'
-    """
+    """A share with its standard error, as a percentage."""
     known = None if error is None else 100 * error
     return f"{measured(100 * share, known, signs, 1)}\u00a0{unit}"
 
 
 def percent(share: float | None, decimals: int = 1) -> str:
-    """A share as a percentage.
-
-    Args:
-        share: A share, usually in [0, 1].
-        decimals: Digits after the point.
-
-    Returns:
-        Text with a narrow space before the sign; a dash for None.
-
-    Example:
-        >>> percent(0.9123).replace("\u202f", " "), percent(0.9999, 0).replace("\u202f", " ")
-        ('91.2 %', '>99 %')
-    """
+    """A share as a percentage."""
     if share is None or not math.isfinite(share):
         return "–"
     text, least = f"{100 * share:.{decimals}f}", 10.0**-decimals
@@ -119,18 +60,7 @@ def percent(share: float | None, decimals: int = 1) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time span for people.
-
-    Args:
-        seconds: Seconds.
-
-    Returns:
-        Text; a dash for None.
-
-    Example:
-        >>> [duration(s).replace("\u202f", " ") for s in (0.0042, 3.14, 125, 7300)]
-        ['4 ms', '3.1 s', '2 min 5 s', '2 h 2 min']
-    """
+    """A time span for people."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     if seconds < 0.0995:
@@ -145,69 +75,25 @@ def duration(seconds: float | None) -> str:
 
 
 def signed(value: float) -> str:
-    """A number with its sign.
-
-    Args:
-        value: A number.
-
-    Returns:
-        Text such as ``+0.42``.
-
-    Example:
-        >>> signed(0.42), signed(-0.42)
-        ('+0.420', '−0.420')
-    """
+    """A number with its sign."""
     return ("+" if value > 0 else "") + number(value)
 
 
 def loo_name(choice: RidgeChoice | None) -> str:
-    """The name of the leave-one-out score of a path of ridges.
-
-    Args:
-        choice: How the ridge was chosen, where that is known.
-
-    Returns:
-        A title.
-
-    Example:
-        >>> loo_name(RidgeChoice("loo", "cross-entropy"))
-        'Leave-one-out log loss'
-    """
+    """The name of the leave-one-out score of a path of ridges."""
     if choice is None or choice.loss != "cross-entropy":
         return "Leave-one-out error"
     return "Held-out log loss" if choice.crossed and choice.criterion == "loo" else "Leave-one-out log loss"
 
 
 def ridge_heading(choice: RidgeChoice | None) -> str:
-    """The heading above the scores of a range of ridges.
-
-    Args:
-        choice: How the ridge was chosen, where that is known.
-
-    Returns:
-        A heading.
-
-    Example:
-        >>> ridge_heading(RidgeChoice("given"))
-        'The ridge beside others'
-    """
+    """The heading above the scores of a range of ridges."""
     is_given = choice is not None and choice.criterion == "given"
     return "The ridge beside others" if is_given else "How the ridge was chosen"
 
 
 def ridge_choice(choice: RidgeChoice | None) -> str:
-    """The criterion that chose the ridge, and the scores beside it.
-
-    Args:
-        choice: How the ridge was chosen, where that is known.
-
-    Returns:
-        Whole sentences.
-
-    Example:
-        >>> ridge_choice(RidgeChoice("gcv")).split(",")[0]
-        'It was chosen by generalized cross-validation'
-    """
+    """The criterion that chose the ridge, and the scores beside it."""
     softmax = choice is not None and choice.loss == "cross-entropy"
     loo = "Leave-one-out predicts each training sample from all the others, in closed form"
     loo += ", approximately, by one Newton step each" if softmax else " and without training again"
@@ -241,20 +127,7 @@ _CRITERIA = {
 
 
 def doubt_found(train: TrainingSet) -> str:
-    """Counts of labels that look wrong, expected by chance, and found among the wrong ones.
-
-    Args:
-        train: The training samples.
-
-    Returns:
-        A clause without a full stop.
-
-    Example:
-        >>> from linnet.app.report.records import Samples, DoubtedLabel
-        >>> two = (DoubtedLabel(3, 0, 1, flipped=True), DoubtedLabel(4, 1, 0, flipped=False))
-        >>> doubt_found(TrainingSet(Samples(), suspects=two, flipped=1))
-        '2 training labels look wrong, among them 1 of the 1 that are known to be wrong'
-    """
+    """Counts of labels that look wrong, expected by chance, and found among the wrong ones."""
     count, every = len(train.suspects), len(train.samples)
     of_all = f" of {every}" if every else ""
     text = f"{count}{of_all} training label{'s' if every or count != 1 else ''} "

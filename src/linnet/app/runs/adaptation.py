@@ -70,64 +70,32 @@ PROBED = (
 
 @dataclass(frozen=True, eq=False)
 class Adaptation:
-    """Result of an adaptation.
+    """Result of an adaptation."""
 
-    Args:
-        run: What is kept.
-        task: The data, as they were used.
-        preflight: The check of the network.
-        predictions: For the test samples.
-        scores: Those of the fit and of what it is compared with.
-        stages: Time of each step.
-        quick: What a quick run has taken of the data, in a sentence; empty for another run.
-        whole: Whether that is all.
-    """
-
-    run: SavedRun
-    task: TaskData
-    preflight: Preflight
-    predictions: Predictions
-    scores: Scores
-    stages: Stages
-    quick: str = ""
-    whole: bool = True
+    run: SavedRun  # what is kept
+    task: TaskData  # the data, as they were used
+    preflight: Preflight  # the check of the network
+    predictions: Predictions  # for the test samples
+    scores: Scores  # those of the fit and of what it is compared with
+    stages: Stages  # time of each step
+    quick: str = ""  # what a quick run has taken of the data, in a sentence; empty for another run
+    whole: bool = True  # whether that is all
 
 
 @dataclass(frozen=True, eq=False)
 class Started:
-    """What an adaptation starts from.
+    """What an adaptation starts from."""
 
-    Args:
-        task: The data.
-        network: The network as it was trained.
-        data: Training inputs and answers, where the network is.
-        stages: Time of each step.
-    """
-
-    task: TaskData
-    network: nn.Module
-    data: tuple[Tensor, Tensor]
-    stages: Stages
+    task: TaskData  # the data
+    network: nn.Module  # the network as it was trained
+    data: tuple[Tensor, Tensor]  # training inputs and answers, where the network is
+    stages: Stages  # time of each step
 
 
 def adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | None = None) -> Adaptation:
-    """Adapt a network: load, check, put on a head, fit, evaluate, compare.
-
-    The kernel is written while it grows, so that an interrupted run can continue, and the fit by ``keep``
-    before it is evaluated.
-
-    Args:
-        settings: What is requested.
-        out: The run folder.
-        keep: Writes the fit, such as ``linnet.app.runs.folder.keep_fit``; by default it is not written.
-
-    Returns:
-        What was found.
-
-    Raises:
-        ModelError: The preflight says that results could not be trusted.
-        LinnetError: Whatever is wrong with the network, its weights, the data or the arguments.
-    """
+    """Adapt a network: load, check, put on a head, fit, evaluate, compare."""
+    # The kernel is written while it grows, so that an interrupted run can continue, and the fit by `keep`
+    # before it is evaluated.
     check_out(out)
     with made_folder(out):
         return adapted(settings, started(settings), out, keep)
@@ -136,17 +104,7 @@ def adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | None
 def adapted(
     settings: Settings, begun: Started, out: Path, keep: Callable[[SavedRun], None] | None = None
 ) -> Adaptation:
-    """Check, put on a head, fit, evaluate and compare what has been loaded.
-
-    Args:
-        settings: What is requested.
-        begun: The data and the network.
-        out: The run folder, which is there.
-        keep: Writes the fit.
-
-    Returns:
-        What was found.
-    """
+    """Check, put on a head, fit, evaluate and compare what has been loaded."""
     stages, network, task, old = begun.stages, settings.network, begun.task, begun.network
     x, y = begun.data
     if nests(settings, task, old, x):
@@ -179,34 +137,14 @@ def adapted(
 
 
 def kernel_part(settings: Settings, file: Path, part: tuple[int, int]) -> bool:
-    """One part of the kernel that the fit of one linearization is made of; no process group is needed.
-
-    Args:
-        settings: What is requested, the same for all parts and the fit.
-        file: The ``.npy`` file of all parts.
-        part: Which part, from 0, and their number.
-
-    Returns:
-        Whether the kernel is complete.
-
-    Raises:
-        LinnetError: Whatever is wrong with the network, its weights, the data or the arguments, or the file
-            is that of another run.
-    """
+    """One part of the kernel that the fit of one linearization is made of; no process group is needed."""
     begun = started(settings)
     lin = _linearized(settings, begun).lin
     return gram_part(lin, begun.data[0], file=file, part=part, memory=settings.solving.memory) is not None
 
 
 def started(settings: Settings) -> Started:
-    """The data, the network as it was trained, and training inputs and answers where it is.
-
-    Args:
-        settings: What is requested.
-
-    Returns:
-        All that is loaded.
-    """
+    """The data, the network as it was trained, and training inputs and answers where it is."""
     network, solving, stages = settings.network, settings.solving, Stages()
     torch.manual_seed(settings.source.seed)  # factories without weights start at random
     with stages.measure("reading the data"), waiting("reading the data"):
@@ -222,27 +160,16 @@ def started(settings: Settings) -> Started:
 
 @dataclass(frozen=True, eq=False)
 class _Linearization:
-    """A network with the head of a task, linearized.
+    """A network with the head of a task, linearized."""
 
-    Args:
-        lin: It, in the metric of the ridge.
-        probe: The network with its head.
-        head: Outputs of a new head.
-        init: Where the head comes from.
-        centered: Whether only its derivatives are taken from the head.
-        report: The check of the network.
-        solving: How to fit, with the metric that was chosen.
-        why: Why that metric.
-    """
-
-    lin: Linearized
-    probe: nn.Module
-    head: int | None
-    init: str
-    centered: bool
-    report: Preflight
-    solving: Solving
-    why: str
+    lin: Linearized  # it, in the metric of the ridge
+    probe: nn.Module  # the network with its head
+    head: int | None  # outputs of a new head
+    init: str  # where the head comes from
+    centered: bool  # whether only its derivatives are taken from the head
+    report: Preflight  # the check of the network
+    solving: Solving  # how to fit, with the metric that was chosen
+    why: str  # why that metric
 
 
 def _linearized(settings: Settings, begun: Started) -> _Linearization:
@@ -274,19 +201,7 @@ def evaluated(
     std: bool = True,
     predictions: Predictions | None = None,
 ) -> Adaptation:
-    """The fit and what it is compared with, on the test samples.
-
-    Args:
-        run: The fit.
-        begun: The data.
-        report: The check of the network.
-        others: What it is compared with.
-        std: Whether to compute standard deviations.
-        predictions: Those for the test samples, where they are known.
-
-    Returns:
-        What was found.
-    """
+    """The fit and what it is compared with, on the test samples."""
     step, stages, task = "evaluation on the test samples", begun.stages, begun.task
     with stages.measure(step), waiting(step):
         found = predictions or predict_test(run, task, std=std)
@@ -319,20 +234,7 @@ def _why_head(network: Network, init: str, centered: bool) -> str:
 
 
 def ended(model: nn.Module, task: TaskData, x: Tensor, output: str | None = None) -> nn.Module:
-    """The network, or with a head behind it where it returns features.
-
-    Args:
-        model: The network.
-        task: The data; a network that returns the values of a regression is left as it is.
-        x: Training inputs.
-        output: The part of what it returns that is taken.
-
-    Returns:
-        The network, or it with a head.
-
-    Raises:
-        ModelError: It takes inputs of another shape or type.
-    """
+    """The network, or with a head behind it where it returns features."""
     arranged = Appended(model, None, output)
     plain = model if output is None else arranged
     try:
@@ -348,20 +250,7 @@ def ended(model: nn.Module, task: TaskData, x: Tensor, output: str | None = None
 
 
 def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bool:
-    """Whether the nested fit is made: where it is requested, or nothing that only one linearization has.
-
-    Args:
-        settings: What is requested.
-        task: The data.
-        model: The network.
-        x: Training inputs.
-
-    Returns:
-        True for ``linnet.adapt``.
-
-    Raises:
-        InputError: It is requested together with something that it does not have.
-    """
+    """Whether the nested fit is made: where it is requested, or nothing that only one linearization has."""
     network, solving = settings.network, settings.solving
     if solving.method == "linear":
         if solving.tune:
@@ -407,16 +296,7 @@ def _has_body(model: nn.Module, x: Tensor, params: str | tuple[str, ...] | None)
 
 
 def nested_run(settings: Settings, begun: Started, out: Path) -> tuple[SavedRun, Preflight]:
-    """The linear probe and the lower layers in one solve, or the one that an interrupted run has kept.
-
-    Args:
-        settings: What is requested.
-        begun: The data and the network.
-        out: The run folder.
-
-    Returns:
-        The fit as a run, and the check of the network.
-    """
+    """The linear probe and the lower layers in one solve, or the one that an interrupted run has kept."""
     network, solving, task, old = settings.network, settings.solving, begun.task, begun.network
     (x, y), stages = begun.data, begun.stages
     with stages.measure("preflight"), waiting("preflight"):
@@ -480,14 +360,7 @@ def _checked(model: nn.Module, x: Tensor, solving: Solving) -> Preflight:
 
 
 def loaded(source: Source) -> TaskData:
-    """The whole task, its samples not read yet where they are files.
-
-    Args:
-        source: Where it is.
-
-    Returns:
-        The task.
-    """
+    """The whole task, its samples not read yet where they are files."""
     return load_data(
         source.path, source.transform, seed=source.seed, target=source.target, damaged=source.damaged
     )
@@ -499,19 +372,7 @@ def _read(source: Source) -> TaskData:
 
 
 def drawn(task: TaskData, source: Source) -> TaskData:
-    """The samples of a task that are requested by number.
-
-    Args:
-        task: The whole task.
-        source: How many, and the seed of the draw.
-
-    Returns:
-        The smaller task.
-
-    Raises:
-        InputError: A number is not positive.
-        DataError: A class has too few.
-    """
+    """The samples of a task that are requested by number."""
     if source.shots is not None:
         if task.classes is None:
             if source.shots < 1:
@@ -559,19 +420,9 @@ def _headed(
 
 
 def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:
-    """The default head.
-
-    A linear probe with fewer samples than features fits any labels. The derivatives that pass through it then
-    hold the labels, and leave-one-out would be optimistic: a random head knows nothing of them.
-
-    Args:
-        model: The network.
-        x: One sample.
-        samples: Training samples, N.
-
-    Returns:
-        ``"probe"``, or ``"random"`` where N is smaller than the number of features of the last layer.
-    """
+    """The default head."""
+    # A linear probe with fewer samples than features fits any labels. The derivatives that pass through it
+    # then hold the labels, and leave-one-out would be optimistic: a random head knows nothing of them.
     return "probe" if samples >= features(model, x).shape[1] else "random"
 
 
@@ -606,16 +457,7 @@ def _test_source(source: Source, task: TaskData) -> TestSource:
 
 
 def predict_test(run: SavedRun, task: TaskData, std: bool = True) -> Predictions:
-    """Predictions for the test samples.
-
-    Args:
-        run: The run.
-        task: Its data.
-        std: Whether to compute standard deviations.
-
-    Returns:
-        The predictions.
-    """
+    """Predictions for the test samples."""
     x = task.tensors("test")[0].to(run.fit.module.function.device)
     return predict(run.fit, x, run.transforms[1], run.temperatures, std)
 
@@ -639,16 +481,7 @@ class Scored(NamedTuple):
 
 
 def own_score(run: SavedRun, task: TaskData, found: Predictions) -> Scored:
-    """Scores of a fit on the test samples.
-
-    Args:
-        run: The fit.
-        task: The data.
-        found: Its predictions.
-
-    Returns:
-        The scores.
-    """
+    """Scores of a fit on the test samples."""
     name, seconds, truth = name_of(run.fit), sum(run.fit.record.seconds.values()), task.test.y
     if found.probs is None:
         return Scored(
@@ -663,32 +496,16 @@ def own_score(run: SavedRun, task: TaskData, found: Predictions) -> Scored:
 
 @dataclass(frozen=True, eq=False)
 class Others:
-    """The methods that the fit is compared with.
+    """The methods that the fit is compared with."""
 
-    Args:
-        settings: What is requested.
-        task: The data.
-        model: The network at θ₀.
-        old: The network as it was trained.
-        new_head: Whether it got a new head.
-    """
-
-    settings: Settings
-    task: TaskData
-    model: nn.Module
-    old: nn.Module
-    new_head: bool = True
+    settings: Settings  # what is requested
+    task: TaskData  # the data
+    model: nn.Module  # the network at θ₀
+    old: nn.Module  # the network as it was trained
+    new_head: bool = True  # whether it got a new head
 
     def scores(self, is_probe: bool, stages: Stages) -> list[Scored]:
-        """The network at θ₀, unless the fit is the same linear probe, and plain fine-tuning.
-
-        Args:
-            is_probe: Whether the fit is the linear probe.
-            stages: Time of each step.
-
-        Returns:
-            Their scores.
-        """
+        """The network at θ₀, unless the fit is the same linear probe, and plain fine-tuning."""
         device, found = self.settings.solving.device, []
         x, y = (t.to(device) for t in self.task.tensors("train"))
         test = self.task.tensors("test")[0].to(device)

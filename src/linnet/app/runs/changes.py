@@ -31,25 +31,16 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """A run before and after its training samples changed.
+    """A run before and after its training samples changed."""
 
-    Args:
-        before: The run before.
-        after: The run after.
-        seconds: Time that the change took.
-        compared: Largest difference of outputs from a fit solved again, and the time of that fit.
-        removed: Positions of forgotten samples, in the run before.
-        verified: Whether the network was run again for that fit, kernel included.
-        notes: What was left out, and why.
-    """
-
-    before: SavedRun
-    after: SavedRun
-    seconds: float
+    before: SavedRun  # the run before
+    after: SavedRun  # the run after
+    seconds: float  # time that the change took
+    # largest difference of outputs from a fit solved again, and the time of that fit
     compared: tuple[float | None, float | None] = (None, None)
-    removed: tuple[int, ...] = ()
-    verified: bool = False
-    notes: tuple[str, ...] = ()
+    removed: tuple[int, ...] = ()  # positions of forgotten samples, in the run before
+    verified: bool = False  # whether the network was run again for that fit, kernel included
+    notes: tuple[str, ...] = ()  # what was left out, and why
 
     @property
     def added(self) -> range:
@@ -68,20 +59,7 @@ class Change:
 
 
 def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
-    """Forget training samples.
-
-    Args:
-        run: The run.
-        ids: Their ids.
-        verify: Fit the network from scratch without them, kernel included, and compare.
-
-    Returns:
-        The run before and after, with the difference from a solution from scratch.
-
-    Raises:
-        InputError: An id means no sample or several, two mean the same, none is given, or nothing would be
-            left.
-    """
+    """Forget training samples."""
     known = run.samples
     removed = find_samples(ids, known.ids, known.answers, run.classes, "training samples")
     if len(removed) == run.fit.n:
@@ -100,22 +78,7 @@ def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
 
 
 def update(run: SavedRun, new: NewSamples, answers: Array, name: str, verify: bool = False) -> Change:
-    """Take in new training samples.
-
-    Args:
-        run: The run.
-        new: The samples.
-        answers: Their labels (N,), or targets (N, T) in their own units.
-        name: Name of their source, put before their ids.
-        verify: Fit the network from scratch on all, kernel included, and compare.
-
-    Returns:
-        The run before and after. Samples that the run has already are left out; test samples that are now
-        trained on are not scored any more.
-
-    Raises:
-        DataError: The run was trained on all of these samples already.
-    """
+    """Take in new training samples."""
     new, answers, notes = _unknown(run, new, answers)
     start = time.perf_counter()
     fit = run.fit.update((run.inputs(new.x), run.answers(answers)))
@@ -199,17 +162,7 @@ def _compare(fit: Fit, verify: bool) -> tuple[float | None, float | None]:
 
 
 def report_change(change: Change, command: str, out: Path, title: str) -> tuple[dict[str, Any], Run]:
-    """The result and the page of a change.
-
-    Args:
-        change: What changed.
-        command: ``"forget"`` or ``"update"``.
-        out: The new run's folder.
-        title: Title of the page.
-
-    Returns:
-        The result as plain values, and the report.
-    """
+    """The result and the page of a change."""
     before, after = change.before, change.after
     task, why = load_test(after)
     scores = []

@@ -28,42 +28,20 @@ _SHOWN = 10  # samples of each kind that are named in the text
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """What a run wrote of itself.
+    """What a run wrote of itself."""
 
-    Args:
-        folder: Where.
-        classes: Names of its classes; None for regression.
-        source: Its test samples.
-        scores: Scores of its fit.
-        settings: What was chosen, by name.
-        ids: Names of the test samples.
-        answers: Their labels, (N,), or targets, (N, D).
-        predicted: Predicted labels or values, in the same shape.
-    """
-
-    folder: Path
-    classes: tuple[str, ...] | None
-    source: TestSource
-    scores: Comparison
-    settings: dict[str, str]
-    ids: tuple[str, ...]
-    answers: Array
-    predicted: Array
+    folder: Path  # where
+    classes: tuple[str, ...] | None  # names of its classes; None for regression
+    source: TestSource  # its test samples
+    scores: Comparison  # scores of its fit
+    settings: dict[str, str]  # what was chosen, by name
+    ids: tuple[str, ...]  # names of the test samples
+    answers: Array  # their labels, (N,), or targets, (N, D)
+    predicted: Array  # predicted labels or values, in the same shape
 
     @classmethod
     def read(cls, folder: Path) -> Finished:
-        """Read a run.
-
-        Args:
-            folder: The folder that linnet adapt, forget or update wrote.
-
-        Returns:
-            The run.
-
-        Raises:
-            FileFormatError: A file is missing or altered.
-            InputError: It has no test samples with answers.
-        """
+        """Read a run."""
         (classes, source), path = tested(folder), folder / _RESULT
         try:
             parts = _parts(read_json(path), classes)
@@ -87,20 +65,7 @@ class Finished:
 
 
 def compare_runs(first: Path, second: Path) -> dict[str, Any]:
-    """Compare two runs on the test samples that both have.
-
-    Args:
-        first: The folder of one.
-        second: The folder of the other.
-
-    Returns:
-        Both scores, the difference with its standard error, what was chosen differently, and the samples
-        that one of them predicts better, the clearest first.
-
-    Raises:
-        InputError: They have other classes, or no test sample in common.
-        FileFormatError: A file of theirs is missing or altered.
-    """
+    """Compare two runs on the test samples that both have."""
     a, b = Finished.read(first), Finished.read(second)
     if a.classes != b.classes:
         raise InputError(
@@ -153,14 +118,7 @@ def compare_runs(first: Path, second: Path) -> dict[str, Any]:
 
 
 def print_comparison(result: dict[str, Any]) -> list[str]:
-    """A comparison for people.
-
-    Args:
-        result: The result of :func:`compare_runs`.
-
-    Returns:
-        Lines.
-    """
+    """A comparison for people."""
     first, second = result["runs"]
     difference, counted = result["difference"], result["difference"]["what"] == "accuracy"
     lines = [f"{result['test']} test samples of both runs", *score_table(_rows(result), result["test"])]
@@ -186,14 +144,7 @@ def print_comparison(result: dict[str, Any]) -> list[str]:
 
 
 def comparison_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The samples that one of the runs predicts better, as rows of a table.
-
-    Args:
-        result: The result of :func:`compare_runs`.
-
-    Returns:
-        One a sample, with the folder of the run that is better.
-    """
+    """The samples that one of the runs predicts better, as rows of a table."""
     first, second = result["runs"]
     named = (("worse", first), ("better", second))
     return [{**row, "better": run} for kind, run in named for row in result[kind]]
@@ -225,18 +176,7 @@ def _parts(
 
 
 def pairs(a: Finished, b: Finished) -> list[tuple[int, int]]:
-    """Positions of the test samples that both runs have: by name, where the files are the same.
-
-    Args:
-        a: A run.
-        b: Another.
-
-    Returns:
-        A position in each, for every sample of both.
-
-    Raises:
-        InputError: They have none in common.
-    """
+    """Positions of the test samples that both runs have: by name, where the files are the same."""
     if a.source.digest == b.source.digest:
         return [(i, i) for i in range(len(a.ids))]
     places = {name: j for j, name in enumerate(b.ids)}

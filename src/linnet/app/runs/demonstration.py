@@ -36,30 +36,19 @@ _STEPS, _BATCH = 300, 64
 
 @dataclass(frozen=True)
 class Files:
-    """The files that the demo writes before it begins.
+    """The files that the demo writes before it begins."""
 
-    Args:
-        weights: The pretrained network.
-        digits: The digits 5 to 9.
-        flipped: The few training digits with some labels flipped, and the same test digits.
-    """
-
-    weights: Path
-    digits: Path
-    flipped: Path
+    weights: Path  # the pretrained network
+    digits: Path  # the digits 5 to 9
+    flipped: Path  # the few training digits with some labels flipped, and the same test digits
 
 
 @dataclass(frozen=True, eq=False)
 class Recall:
-    """Recall of wrong labels.
+    """Recall of wrong labels."""
 
-    Args:
-        wrong: Ids of the samples with flipped labels.
-        inspected: Ids of as many training samples, the most doubtful first.
-    """
-
-    wrong: tuple[str, ...]
-    inspected: tuple[str, ...]
+    wrong: tuple[str, ...]  # ids of the samples with flipped labels
+    inspected: tuple[str, ...]  # ids of as many training samples, the most doubtful first
 
     @property
     def found(self) -> int:
@@ -68,15 +57,7 @@ class Recall:
 
 
 def prepare(out: Path, seed: int) -> tuple[Files, dict[str, float]]:
-    """Pretrain on the digits 0 to 4 and write the data of the digits 5 to 9.
-
-    Args:
-        out: The folder of the demo.
-        seed: Seed of the weights, the batches and the split.
-
-    Returns:
-        The files, and the network's accuracy on held-out digits 0 to 4 with its training time in seconds.
-    """
+    """Pretrain on the digits 0 to 4 and write the data of the digits 5 to 9."""
     images, labels = load_digits()
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(labels))
@@ -129,16 +110,7 @@ def _write_digits(path: Path, train: tuple[Array, Array], test: tuple[Array, Arr
 
 
 def adapt_digits(files: Files, out: Path, seed: int) -> dict[str, Any]:
-    """The first act: a few samples of the new digits.
-
-    Args:
-        files: The demo's files.
-        out: The run folder.
-        seed: Seed of the draw.
-
-    Returns:
-        The result of the adaptation, with one more row: the frozen network.
-    """
+    """The first act: a few samples of the new digits."""
     found = adapt(_settings(files, files.digits, SHOTS, seed), out, partial(keep_fit, out))
     row = _frozen(found, files)
     scores = replace(found.scores, comparison=(*found.scores.comparison, row))
@@ -164,16 +136,7 @@ def _frozen(found: Adaptation, files: Files) -> Comparison:
 
 
 def flip_labels(task: TaskData, path: Path, seed: int) -> tuple[int, ...]:
-    """Write the task with some training labels flipped.
-
-    Args:
-        task: The task with its few training samples.
-        path: The archive to write.
-        seed: Seed of the choice.
-
-    Returns:
-        Positions of the flipped labels.
-    """
+    """Write the task with some training labels flipped."""
     rng = np.random.default_rng(seed)
     y = task.train.y.copy()
     wrong = np.sort(rng.choice(len(y), FLIPPED, replace=False))
@@ -183,16 +146,7 @@ def flip_labels(task: TaskData, path: Path, seed: int) -> tuple[int, ...]:
 
 
 def forget_flipped(files: Files, out: Path, seed: int) -> tuple[Recall, dict[str, Any]]:
-    """The second act: wrong labels are found by leave-one-out, and forgotten.
-
-    Args:
-        files: The demo's files.
-        out: The demo's folder; the runs are written into folders of it.
-        seed: Seed of the choice.
-
-    Returns:
-        What was found, and the result of forgetting the most doubtful samples.
-    """
+    """The second act: wrong labels are found by leave-one-out, and forgotten."""
     source = Source(files.digits, shots=SHOTS, seed=seed)
     task = load_data(source.path).shots(SHOTS, seed)
     wrong = flip_labels(task, files.flipped, seed)

@@ -36,19 +36,13 @@ _MOST = 10**9  # bytes of kernel between new and training samples held at once
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Predictions for T samples, in the units of the data.
+    """Predictions for T samples, in the units of the data."""
 
-    Args:
-        mean: Outputs (T, C).
-        std: Their standard deviation (T, C), with noise for a regression; None when it was not requested.
-        probs: Class probabilities (T, C); None for a regression.
-        note: Why there are no standard deviations, where they were requested.
-    """
-
-    mean: Array
+    mean: Array  # outputs (T, C)
+    # their standard deviation (T, C), with noise for a regression; None when it was not requested
     std: Array | None
-    probs: Array | None
-    note: str = ""
+    probs: Array | None  # class probabilities (T, C); None for a regression
+    note: str = ""  # why there are no standard deviations, where they were requested
 
     @property
     def predicted(self) -> Array:
@@ -70,19 +64,7 @@ def predict(
     temperatures: tuple[float, float, float] | None = None,
     std: bool = True,
 ) -> Predictions:
-    """Predict in pieces that fit the memory.
-
-    Args:
-        fit: The fit.
-        x: Inputs of T samples.
-        scale: Scale of regression targets.
-        temperatures: T of the softmax of outputs with and without their variance, and the scale of that
-            variance; None for a regression.
-        std: Whether to compute standard deviations, which needs the kernel with the training samples.
-
-    Returns:
-        The predictions; without standard deviations and with a note where they could not be solved for.
-    """
+    """Predict in pieces that fit the memory."""
     means, variances, note = [], [], ""
     for part in _pieces(fit, x, "predicting"):
         if std and not note:
@@ -126,22 +108,7 @@ def _pieces(fit: Fit, x: Tensor, what: str) -> Any:
 def score_classes(
     name: str, probs: Array, labels: Array, seconds: float | None, note: str = ""
 ) -> Comparison:
-    """Accuracy, log loss and calibration error of a classifier.
-
-    Args:
-        name: Name of the method.
-        probs: Class probabilities (T, C).
-        labels: True classes (T,).
-        seconds: Time it took.
-        note: A remark.
-
-    Returns:
-        A row of the comparison.
-
-    Example:
-        >>> score_classes("coin", np.full((2, 2), 0.5), np.array([0, 1]), None).nll
-        0.6931471805599453
-    """
+    """Accuracy, log loss and calibration error of a classifier."""
     own = np.clip(probs[np.arange(len(labels)), labels], 1e-300, None)
     bins = reliability_bins(probs.max(1), probs.argmax(1) == labels)
     accuracy = float((probs.argmax(1) == labels).mean())
@@ -153,23 +120,7 @@ def score_classes(
 def score_values(
     name: str, mean: Array, targets: Array, std: Array | None, seconds: float | None, note: str = ""
 ) -> Comparison:
-    """Root mean squared error and Gaussian log loss of a regression.
-
-    Args:
-        name: Name of the method.
-        mean: Predictions (T, C), in the units of the data.
-        targets: True values (T, C).
-        std: Standard deviations with noise (T, C), where there are any.
-        seconds: Time it took.
-        note: A remark.
-
-    Returns:
-        A row of the comparison.
-
-    Example:
-        >>> score_values("mean", np.zeros((2, 1)), np.array([[3.0], [-4.0]]), None, None).rmse
-        3.5355339059327378
-    """
+    """Root mean squared error and Gaussian log loss of a regression."""
     gap = mean - targets
     nll = None
     if std is not None:
@@ -179,31 +130,13 @@ def score_values(
 
 
 def reliability(name: str, probs: Array, labels: Array) -> Reliability:
-    """The data of the reliability diagram.
-
-    Args:
-        name: Name of the method.
-        probs: Class probabilities (T, C).
-        labels: True classes (T,).
-
-    Returns:
-        Confidence and correctness.
-    """
+    """The data of the reliability diagram."""
     return Reliability(name, probs.max(1), probs.argmax(1) == labels)
 
 
 @torch.no_grad()
 def ridge_path(fit: LinearFit | NestedFit | SharedFit, x: Tensor | None, labels: Array | None) -> RidgePath:
-    """Every criterion along the ridge, and the test accuracy beside it.
-
-    Args:
-        fit: A fit with a spectrum.
-        x: Test inputs, where the test accuracy is wanted.
-        labels: Their classes.
-
-    Returns:
-        The path, as the report takes it.
-    """
+    """Every criterion along the ridge, and the test accuracy beside it."""
     system = equations_of(fit)
     with waiting("the criteria at every ridge"):
         path = system.path(None, fit._targets) if isinstance(system, System) else fit.path()
@@ -230,15 +163,7 @@ def ridge_path(fit: LinearFit | NestedFit | SharedFit, x: Tensor | None, labels:
 
 
 def spectrum_of(fit: Fit) -> Tensor | None:
-    """The eigenvalues of the matrix that a fit was solved by, which keeps what is decomposed.
-
-    Args:
-        fit: The fit.
-
-    Returns:
-        Those of the kernel, without its intercept if it has one, or of JᵀJ, which are the same but for zeros;
-        None for a fit by conjugate gradients.
-    """
+    """The eigenvalues of the matrix that a fit was solved by, which keeps what is decomposed."""
     system = equations_of(fit)
     if system is None:
         return None
@@ -257,14 +182,7 @@ def spectrum_of(fit: Fit) -> Tensor | None:
 
 
 def softmax_path(fit: SoftmaxFit) -> RidgePath | None:
-    """Every criterion along the ridge, where a cross-entropy fit has chosen it.
-
-    Args:
-        fit: The fit.
-
-    Returns:
-        The path, with log losses as errors; None where the ridge was given.
-    """
+    """Every criterion along the ridge, where a cross-entropy fit has chosen it."""
     path = fit.chosen_path
     if path is None:
         return None

@@ -40,12 +40,7 @@ _LARGEST = 2**31 - 2**24  # bytes of weights that one ONNX file holds
 
 
 class RunModule(nn.Module):
-    """A run's model from raw samples to answers.
-
-    Args:
-        model: The exported fit, which returns outputs, or outputs and their variances.
-        run: The run, for its transforms, classes and temperatures.
-    """
+    """A run's model from raw samples to answers."""
 
     mean: Tensor
     std: Tensor
@@ -64,14 +59,8 @@ class RunModule(nn.Module):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Answers to raw samples.
-
-        Args:
-            x: Images uint8 (N, H, W, C), rows (N, D), or ids of tokens (N, T).
-
-        Returns:
-            Outputs (N, C) and their variances where there are any; and probabilities, for classes.
-        """
+        """Answers to raw samples."""
+        # x (N, H, W, C)
         found = self.model(self._inputs(x))
         mean, *variance = found if isinstance(found, tuple) else (found,)
         if self.temperatures is None:
@@ -111,16 +100,7 @@ def _constants(run: SavedRun) -> dict[str, tuple[float, ...]]:
 
 
 def check_export(path: Path, overwrite: bool) -> None:
-    """Require a name that says what to write, and the packages for it.
-
-    Args:
-        path: The file.
-        overwrite: Whether a file of that name may be replaced.
-
-    Raises:
-        InputError: It ends in neither ``.onnx`` nor ``.pt2``, is a folder, has no folder, or exists.
-        DependencyError: A package for it is not installed.
-    """
+    """Require a name that says what to write, and the packages for it."""
     kind = path.suffix.lower()
     if kind not in _NEEDED or path.is_dir() or not path.absolute().parent.is_dir():
         raise InputError(
@@ -140,15 +120,7 @@ def check_export(path: Path, overwrite: bool) -> None:
 
 
 def foretold(run: SavedRun, merge: bool) -> tuple[str, float]:
-    """What the file of a run will hold, and how long writing it takes.
-
-    Args:
-        run: The run.
-        merge: Whether it is to hold the network with merged weights.
-
-    Returns:
-        A sentence, and seconds.
-    """
+    """What the file of a run will hold, and how long writing it takes."""
     fit, function, count = run.fit, run.fit.module.function, 1
     start = time.perf_counter()
     network_graph(function.model, Prototype(take(fit.x, slice(0, 2))), function.output)
@@ -174,22 +146,7 @@ def foretold(run: SavedRun, merge: bool) -> tuple[str, float]:
 def write_export(
     run: SavedRun, path: Path, variance: bool, merge: bool = False, seconds: float | None = None
 ) -> dict[str, Any]:
-    """Write a run as one file.
-
-    Args:
-        run: The run.
-        path: The file, ``.onnx`` or ``.pt2``.
-        variance: Whether it gives the variance of each output too.
-        merge: Whether it holds the network with the fit's weights, in place of the linear model.
-        seconds: How long that takes, if it is known.
-
-    Returns:
-        What the file holds: its inputs and outputs, and the classes.
-
-    Raises:
-        InputError: If the variance is of another kind of fit, or such a network has none, or there is none.
-        ModelError: If the network cannot be traced, or not be written as ONNX.
-    """
+    """Write a run as one file."""
     if merge and variance:
         raise InputError(
             "variance is given with merge",
@@ -304,15 +261,7 @@ class _OnnxRuntime(nn.Module):
         self.session = onnxruntime.InferenceSession(made.model_proto.SerializeToString(), options)
 
     def forward(self, x: Tensor) -> None:
-        """Require the same answers.
-
-        Args:
-            x: Raw samples.
-
-        Raises:
-            ValueError: If onnxruntime fails.
-            AssertionError: If it gives others.
-        """
+        """Require the same answers."""
         try:
             found = self.session.run(None, {"x": x.cpu().numpy()})
         except Exception as error:

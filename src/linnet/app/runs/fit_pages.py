@@ -95,21 +95,7 @@ class Page:
 
 
 def fit_page(fit: Any, test: Any, classes: Sequence[str] | None, title: str) -> Page:
-    """The report of a fit.
-
-    Args:
-        fit: A fit.
-        test: Test samples (x, y), or None.
-        classes: Names of the classes; by default their numbers.
-        title: Title of the page.
-
-    Returns:
-        The page.
-
-    Raises:
-        DataError: If the test samples cannot be used.
-        InputError: If there is no such report of the fit, or the names do not fit its classes.
-    """
+    """The report of a fit."""
     instance("fit", fit, (LinearFit, SoftmaxFit, KernelFit), "what linnet.fit or linnet.adapt returned")
     instance("title", title, str, "a text")
     run, start = _run(fit, _names(fit, classes)), time.perf_counter()
@@ -127,19 +113,7 @@ def fit_page(fit: Any, test: Any, classes: Sequence[str] | None, title: str) -> 
 
 
 def pictures(x: Any) -> Array | None:
-    """Inputs as pictures, where they look like some.
-
-    Args:
-        x: Inputs (N, ...), an array.
-
-    Returns:
-        Bytes (N, H, W, C) of inputs (N, C, H, W) with one or three channels, each channel from its lowest
-        value to its highest; None for others.
-
-    Example:
-        >>> pictures(np.zeros((5, 3, 8, 8))).shape, pictures(np.zeros((5, 8)))
-        ((5, 8, 8, 3), None)
-    """
+    """Inputs as pictures, where they look like some."""
     if x.ndim != 4 or x.shape[1] not in (1, 3) or min(x.shape[2:]) < _SMALLEST or x.dtype.kind != "f":
         return None
     low, high = x.min((0, 2, 3), keepdims=True), x.max((0, 2, 3), keepdims=True)

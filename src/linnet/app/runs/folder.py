@@ -57,91 +57,51 @@ _SAVED = {*_TENSORS, CURVATURE, NESTED}
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a run's network.
+    """Origin of a run's network."""
 
-    Args:
-        spec: The network's name; a file's path is absolute.
-        arguments: Keyword arguments of the factory.
-        head: Outputs of the new head, or None where the old one was kept.
-        centered: Whether the head starts at zero, see :mod:`linnet.fitting.centered`.
-        weights: The weights that it started from, for the reader.
-        metric: τ of the curvature that is the metric of the ridge; None where all weights are held alike.
-        init: The head at the start: ``"probe"``, ``"random"``, ``"zero"`` or ``"keep"``; None in older runs.
-        heads: Number and seed of the random heads of a nested fit; None for one linearization.
-        appended: Number of features that the network returns, where a head was put behind it.
-        output: The part of what the network returns that is taken.
-    """
-
-    spec: str
-    arguments: dict[str, Any]
-    head: int | None
-    centered: bool
-    weights: str | None = None
+    spec: str  # the network's name; a file's path is absolute
+    arguments: dict[str, Any]  # keyword arguments of the factory
+    head: int | None  # outputs of the new head, or None where the old one was kept
+    centered: bool  # whether the head starts at zero, see :mod:`linnet.fitting.centered`
+    weights: str | None = None  # the weights that it started from, for the reader
+    # τ of the curvature that is the metric of the ridge; None where all weights are held alike
     metric: float | None = None
+    # the head at the start: `"probe"`, `"random"`, `"zero"` or `"keep"`; None in older runs
     init: str | None = None
+    # number and seed of the random heads of a nested fit; None for one linearization
     heads: tuple[int, int] | None = None
-    appended: int | None = None
-    output: str | None = None
+    appended: int | None = None  # number of features that the network returns, where a head was put behind it
+    output: str | None = None  # the part of what the network returns that is taken
 
 
 @dataclass(frozen=True)
 class TestSource:
-    """Source of a run's test samples.
+    """Source of a run's test samples."""
 
-    Args:
-        path: The data's absolute path.
-        seed: Seed of the split.
-        target: Column of a table.
-        columns: How the columns of a table become features; None for other data.
-        positions: Positions of the test samples that were used; None for all.
-        digest: Hash of their names and answers, so that changed data are noticed.
-        damaged: What is done with image files that cannot be decoded, ``"error"`` or ``"skip"``.
-    """
-
-    path: str
-    seed: int
-    target: str | None
-    columns: Table | None
-    positions: tuple[int, ...] | None
-    digest: str
-    damaged: str = "error"
+    path: str  # the data's absolute path
+    seed: int  # seed of the split
+    target: str | None  # column of a table
+    columns: Table | None  # how the columns of a table become features; None for other data
+    positions: tuple[int, ...] | None  # positions of the test samples that were used; None for all
+    digest: str  # hash of their names and answers, so that changed data are noticed
+    damaged: str = "error"  # what is done with image files that cannot be decoded, ``"error"`` or ``"skip"``
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingSamples:
-    """Training samples as people see them.
+    """Training samples as people see them."""
 
-    Args:
-        images: Bytes (N, H, W, C), or None when samples are no images.
-        answers: Labels int64 (N,), or targets in their own units (N, T).
-        ids: A stable name for each sample.
-    """
-
-    images: Array | None
-    answers: Array
-    ids: tuple[str, ...]
+    images: Array | None  # bytes (N, H, W, C), or None when samples are no images
+    answers: Array  # labels int64 (N,), or targets in their own units (N, T)
+    ids: tuple[str, ...]  # A stable name for each sample
 
     def take(self, positions: Array) -> TrainingSamples:
-        """Some of the samples.
-
-        Args:
-            positions: Their positions, (K,).
-
-        Returns:
-            K samples.
-        """
+        """Some of the samples."""
         images = None if self.images is None else self.images[positions]
         return TrainingSamples(images, self.answers[positions], tuple(self.ids[p] for p in positions))
 
     def joined(self, other: TrainingSamples) -> TrainingSamples:
-        """These samples, then others.
-
-        Args:
-            other: The others.
-
-        Returns:
-            Both; without pictures where the others have none of the same size.
-        """
+        """These samples, then others."""
         images = None
         if (
             self.images is not None
@@ -154,49 +114,26 @@ class TrainingSamples:
 
 @dataclass(frozen=True, eq=False)
 class SavedRun:
-    """Contents of a run folder.
+    """Contents of a run folder."""
 
-    Args:
-        origin: Where the network came from.
-        fit: The solved fit.
-        samples: The training samples.
-        classes: Names of the classes; None for a regression.
-        transforms: From stored samples to inputs, and the scale of regression targets.
-        test: Where the test samples are; None when there are none.
-        temperatures: T of the softmax of outputs with and without their variance, and the scale of that
-            variance; None for a regression.
-    """
-
-    origin: Origin
-    fit: Fit
-    samples: TrainingSamples
-    classes: tuple[str, ...] | None
+    origin: Origin  # where the network came from
+    fit: Fit  # the solved fit
+    samples: TrainingSamples  # the training samples
+    classes: tuple[str, ...] | None  # names of the classes; None for a regression
+    # from stored samples to inputs, and the scale of regression targets
     transforms: tuple[ImageTransform | Standardize | None, Standardize | None]
-    test: TestSource | None
+    test: TestSource | None  # where the test samples are; None when there are none
+    # T of the softmax of outputs with and without their variance, and the scale of that variance; None for a
+    # regression
     temperatures: tuple[float, float, float] | None
 
     def changed(self, fit: Fit, samples: TrainingSamples) -> SavedRun:
-        """The run after its training samples changed.
-
-        Args:
-            fit: The new fit.
-            samples: Its samples.
-
-        Returns:
-            A run with the temperatures of the new fit, or its own where they would take iterations.
-        """
+        """The run after its training samples changed."""
         temperatures = temperatures_of(fit) if in_closed_form(fit) else self.temperatures
         return replace(self, fit=fit, samples=samples, temperatures=temperatures)
 
     def inputs(self, x: Array) -> Tensor:
-        """Stored samples as the network's inputs, on its device.
-
-        Args:
-            x: Images uint8 (N, H, W, C), or features (N, ...).
-
-        Returns:
-            Inputs (N, ...).
-        """
+        """Stored samples as the network's inputs, on its device, (N, ...)."""
         transform, function = self.transforms[0], self.fit.module.function
         if transform is not None:
             return transform(x, function.dtype).to(function.device)
@@ -204,14 +141,7 @@ class SavedRun:
         return value.to(function.device, function.dtype if value.is_floating_point() else value.dtype)
 
     def answers(self, y: Array) -> Tensor:
-        """Stored answers as the fit takes them.
-
-        Args:
-            y: Labels (N,), or targets in their own units (N, T).
-
-        Returns:
-            Labels int64 (N,), or scaled targets (N, T).
-        """
+        """Stored answers as the fit takes them, (N,)."""
         if self.classes is not None:
             return torch.from_numpy(y)
         dtype, scale = self.fit.module.function.dtype, self.transforms[1]
@@ -219,28 +149,13 @@ class SavedRun:
 
 
 def temperatures_of(fit: Fit) -> tuple[float, float, float] | None:
-    """T of the softmax, fitted to leave-one-out outputs with and without their variance, and its scale.
-
-    Args:
-        fit: A fit.
-
-    Returns:
-        All three, or None for a regression.
-    """
+    """T of the softmax, fitted to leave-one-out outputs with and without their variance, and its scale."""
     moderated, point = fit.temperature, fit.point_temperature
     return None if moderated is None or point is None else (moderated, point, fit.variance_scale)
 
 
 def save_run(folder: Path, run: SavedRun) -> None:
-    """Write a run; the record last, so that an interruption leaves no run that looks finished.
-
-    Args:
-        folder: The folder; made if missing. Nothing of the run is left in it if it cannot be written whole.
-        run: The run.
-
-    Raises:
-        InputError: Another process is writing there, or has finished a run there since this one claimed it.
-    """
+    """Write a run; the record last, so that an interruption leaves no run that looks finished."""
     with writing(folder):
         check_still(folder)
         try:
@@ -254,13 +169,7 @@ def save_run(folder: Path, run: SavedRun) -> None:
 
 
 def keep_fit(folder: Path, run: SavedRun, overwrite: bool = False) -> None:
-    """Write a run before it is evaluated; its report comes later.
-
-    Args:
-        folder: The folder.
-        run: The run.
-        overwrite: Whether an earlier run there goes.
-    """
+    """Write a run before it is evaluated; its report comes later."""
     if overwrite:
         clear_run(folder)
     for name in ("result.json", "report.html"):  # without them a run is known to be interrupted
@@ -269,16 +178,7 @@ def keep_fit(folder: Path, run: SavedRun, overwrite: bool = False) -> None:
 
 
 def interrupted_run(folder: Path, device: str, memory: str | None) -> SavedRun | None:
-    """The fit of a run that was interrupted while it was evaluated.
-
-    Args:
-        folder: The folder, whose settings are those of the run that goes on.
-        device: Where to compute.
-        memory: Budget of what is computed from it.
-
-    Returns:
-        The run, or None where there is none that can be read.
-    """
+    """The fit of a run that was interrupted while it was evaluated."""
     if not all((folder / name).is_file() for name in (RECORD, REPLAY)) or (folder / "result.json").exists():
         return None
     try:
@@ -327,24 +227,7 @@ def load_run(
     model: str | None = None,
     trust: bool = False,
 ) -> SavedRun:
-    """Read a run, which builds its network: code runs that the user made the run with, named or trusts.
-
-    Args:
-        folder: The folder.
-        device: Where to compute.
-        memory: Budget of what is computed from it.
-        model: The network's factory, named by the user; the one that the run names when None.
-        trust: Whether to run what the run names, though it is of another user; it is then remembered.
-
-    Returns:
-        The run.
-
-    Raises:
-        InputError: There is no such folder, another process is writing there, or it would run code that the
-            user has neither named nor trusted.
-        FileFormatError: It is no finished run, a file is damaged or of another run, or the factory makes
-            another network now.
-    """
+    """Read a run, which builds its network: code runs that the user made the run with, named or trusts."""
     check_free(folder)
     record = _read_record(folder)
     origin = Origin(**record["origin"])
@@ -375,18 +258,7 @@ def load_run(
 
 
 def tested(folder: Path) -> tuple[tuple[str, ...] | None, TestSource | None]:
-    """What a run was scored on, from its record alone.
-
-    Args:
-        folder: The folder that linnet adapt, forget or update wrote.
-
-    Returns:
-        Names of the classes, None for regression; and its test samples, None where it has none.
-
-    Raises:
-        InputError: There is no such folder.
-        FileFormatError: It holds no run, or files of it are missing or altered.
-    """
+    """What a run was scored on, from its record alone."""
     return _task_of(_read_record(folder))
 
 
@@ -402,14 +274,7 @@ def _task_of(record: dict[str, Any]) -> tuple[tuple[str, ...] | None, TestSource
 
 
 def load_test(run: SavedRun) -> tuple[TaskData | None, str]:
-    """Read a run's test samples again.
-
-    Args:
-        run: The run.
-
-    Returns:
-        The task with the test samples that were used, or None with the reason why not.
-    """
+    """Read a run's test samples again."""
     if run.test is None:
         return None, "the run has no test samples"
     transform = run.transforms[0] if isinstance(run.transforms[0], ImageTransform) else None
@@ -429,14 +294,7 @@ def load_test(run: SavedRun) -> tuple[TaskData | None, str]:
 
 
 def test_digest(task: TaskData) -> str:
-    """A hash of the test samples' names and answers.
-
-    Args:
-        task: The task.
-
-    Returns:
-        SHA-256, 64 hexadecimal digits.
-    """
+    """A hash of the test samples' names and answers."""
     digest = hashlib.sha256("\0".join(task.test.ids).encode())
     digest.update(np.ascontiguousarray(task.test.y).tobytes())
     return digest.hexdigest()

@@ -24,14 +24,7 @@ PROBE = "linear probe"
 
 
 def in_closed_form(fit: Fit) -> bool:
-    """Whether leave-one-out, influence and variances take no iterations, of which each sample needs many.
-
-    Args:
-        fit: The fit.
-
-    Returns:
-        False for conjugate gradients.
-    """
+    """Whether leave-one-out, influence and variances take no iterations, of which each sample needs many."""
     return not isinstance(fit.system, Iterative | SoftmaxPrimal)
 
 
@@ -57,14 +50,7 @@ def certificate_of(fit: Fit) -> str:
 
 
 def contradiction(fit: Fit) -> Tensor:
-    """The degree to which the fit of all other examples contradicts each label.
-
-    Args:
-        fit: A dual fit of classes.
-
-    Returns:
-        The norm of target less leave-one-out output, or of label less leave-one-out probability, (N,).
-    """
+    """The degree to which the fit of all other examples contradicts each label, (N,)."""
     outputs = fit.loo()
     if isinstance(fit, SoftmaxFit):
         outputs = outputs.sigmoid() if outputs.shape[1] == 1 else outputs.softmax(1)
@@ -72,14 +58,7 @@ def contradiction(fit: Fit) -> Tensor:
 
 
 def loo_log_loss(fit: Fit) -> float:
-    """Log loss of the leave-one-out outputs; those of the squared loss at their best temperature.
-
-    Args:
-        fit: A dual fit of classes.
-
-    Returns:
-        The mean over the training examples, in nats.
-    """
+    """Log loss of the leave-one-out outputs; those of the squared loss at their best temperature."""
     outputs, labels = fit.loo().double(), fit.labels
     assert labels is not None
     temperature = 1.0 if isinstance(fit, SoftmaxFit) else fit_temperature(outputs, labels)
@@ -88,14 +67,7 @@ def loo_log_loss(fit: Fit) -> float:
 
 
 def solved_anew(fit: Fit) -> Tensor | None:
-    """Outputs on the training examples of a solution from scratch, with the same kernel or directions.
-
-    Args:
-        fit: The fit.
-
-    Returns:
-        Their difference from the outputs of the fit, flat; ``None`` for a fit by conjugate gradients.
-    """
+    """Outputs on the training examples of a solution from scratch, with the same kernel or directions."""
     system = equations_of(fit)
     if system is None:
         return None
@@ -114,14 +86,7 @@ def solved_anew(fit: Fit) -> Tensor | None:
 
 
 def equations_of(fit: Fit) -> KernelSystem | DualSystem | NormalSystem | SoftmaxDual | None:
-    """The equations of a fit by a matrix with eigenvalues: the kernel, or JᵀJ.
-
-    Args:
-        fit: The fit.
-
-    Returns:
-        The equations; ``None`` for a fit by conjugate gradients, and where the kernel exceeds the memory.
-    """
+    """The equations of a fit by a matrix with eigenvalues: the kernel, or JᵀJ."""
     system = fit.system
     if isinstance(system, Iterative | SoftmaxPrimal):
         return None

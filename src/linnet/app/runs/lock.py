@@ -37,26 +37,8 @@ _table = threading.Lock()
 
 @contextmanager
 def writing(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Be the only one that writes to a folder; again in the same thread is no hindrance.
-
-    Where the file system has no locks, nothing is locked.
-
-    Args:
-        folder: The folder; made if missing.
-        wait: Whether to wait a few seconds for another writer, for what takes but a moment.
-
-    Yields:
-        None.
-
-    Raises:
-        InputError: Another process, or another thread of this one, writes there, or nobody may.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder, writing(Path(folder)):
-        ...     is_held(Path(folder))
-        True
-    """
+    """Be the only one that writes to a folder; again in the same thread is no hindrance."""
+    # Where the file system has no locks, nothing is locked.
     key = folder.resolve()
     end = time.monotonic() + (MOMENT if wait else GLANCE)
     try:
@@ -84,14 +66,7 @@ def is_held(folder: Path) -> bool:
 
 
 def check_free(folder: Path) -> None:
-    """Require that no other process is writing to a folder that is to be read; nothing is written for it.
-
-    Args:
-        folder: The folder, which may be one that cannot be written.
-
-    Raises:
-        InputError: Another process is writing there.
-    """
+    """Require that no other process is writing to a folder that is to be read; nothing is written for it."""
     if is_held(folder):
         return
     try:

@@ -23,20 +23,9 @@ _WITHOUT = {  # solvers that take no metric by themselves, and why
 
 
 def choose_metric(settings: Settings, lin: Linearized, classes: bool, x: Tensor) -> tuple[str, str]:
-    """The default metric of the ridge.
-
-    The curvature's was ahead of one ridge for all weights on every pair of a study of images. The training
-    samples cannot tell behind a probe: their labels are in the derivatives.
-
-    Args:
-        settings: What is requested.
-        lin: The network where the fit starts.
-        classes: Whether the answers are classes.
-        x: Training inputs.
-
-    Returns:
-        ``"kfac"`` or ``"none"``, and why.
-    """
+    """The default metric of the ridge."""
+    # The curvature's was ahead of one ridge for all weights on every pair of a study of images. The training
+    # samples cannot tell behind a probe: their labels are in the derivatives.
     solving = settings.solving
     if solving.metric != "auto":
         return solving.metric, "set by the user"
@@ -62,22 +51,7 @@ def choose_metric(settings: Settings, lin: Linearized, classes: bool, x: Tensor)
 def in_metric(
     settings: Settings, probe: nn.Module, lin: Linearized, x: Tensor, chosen: tuple[str, str]
 ) -> tuple[Linearized, str, str]:
-    """The network where the fit starts, in the coordinates of the probe's curvature.
-
-    Args:
-        settings: What is requested.
-        probe: The network with the head whose derivatives are taken.
-        lin: The network where the fit starts.
-        x: Training inputs.
-        chosen: The metric, and why.
-
-    Returns:
-        The network with one parameter, the metric, and why; the unchanged network where nobody requested a
-        metric that does not fit into memory.
-
-    Raises:
-        MemoryBudgetError: If it was requested and does not fit.
-    """
+    """The network where the fit starts, in the coordinates of the probe's curvature."""
     structure, why = chosen
     shape = len(x), lin.function.output_shape(x).numel()
     outputs = torch.zeros(shape, dtype=lin.function.dtype, device=x.device)

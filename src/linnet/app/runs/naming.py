@@ -21,19 +21,7 @@ _DIGITS = 18  # no number of a sample has more
 
 
 def answer_in_words(answer: Any, classes: Sequence[str] | None) -> str:
-    """A label or target as people know it.
-
-    Args:
-        answer: The number of a class, or a target (T,).
-        classes: Names of the classes; None for a regression.
-
-    Returns:
-        The class, or the numbers.
-
-    Example:
-        >>> answer_in_words(1, ("cat", "dog")), answer_in_words(np.array([0.25]), None)
-        ('dog', '0.25')
-    """
+    """A label or target as people know it."""
     if classes is not None:
         return classes[int(answer)]
     return ", ".join(f"{float(value):.4g}" for value in np.reshape(answer, -1))
@@ -47,30 +35,10 @@ def find_samples(
     kind: str,
     others: Mapping[str, Collection[str]] | None = None,
 ) -> list[int]:
-    """The positions of samples that a user named.
-
-    An id is taken first; else the end of one, such as a file's name, where it is the end of one alone. A bare
-    number is taken where the number in an id and the position do not mean two samples, and a position alone
-    where ids have no numbers.
-
-    Args:
-        names: What the user wrote, such as ``"train/14"`` or ``"003.png"``.
-        ids: The samples' ids, in order.
-        answers: Their labels (N,) or targets (N, T), for errors; None where they are not known.
-        classes: Names of the classes; None for a regression.
-        kind: What the samples are, such as ``"training samples"``.
-        others: Ids of other samples by what they are, for errors.
-
-    Returns:
-        One position for each name.
-
-    Raises:
-        InputError: There is none, a name means no sample or more than one, or two names mean the same.
-
-    Example:
-        >>> find_samples(["b.png"], ["cat/a.png", "dog/b.png"], None, None, "training samples")
-        [1]
-    """
+    """The positions of samples that a user named."""
+    # An id is taken first; else the end of one, such as a file's name, where it is the end of one alone. A
+    # bare number is taken where the number in an id and the position do not mean two samples, and a position
+    # alone where ids have no numbers.
     if not names:
         raise InputError("ids is empty", f"the ids of one or more {kind}", f"name them, such as {ids[0]}")
     table = _Table(ids, answers, classes, kind, others or {})
@@ -181,17 +149,7 @@ def _some(words: list[str]) -> str:
 def named(
     ids: Sequence[str], answers: Array | None, classes: Sequence[str] | None, positions: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Samples as plain values, for the result file.
-
-    Args:
-        ids: The ids of all samples.
-        answers: Their labels or targets; None where they are not known.
-        classes: Names of the classes; None for a regression.
-        positions: The samples.
-
-    Returns:
-        For each its id, and its label or target where it is known.
-    """
+    """Samples as plain values, for the result file."""
 
     def answer(at: int) -> dict[str, Any]:
         if answers is None:
@@ -205,19 +163,7 @@ def named(
 
 
 def lines_of(samples: Sequence[dict[str, Any]], where: str = "result.json") -> list[str]:
-    """Samples of a result for the terminal, one a line.
-
-    Args:
-        samples: What `named` returned.
-        where: The file that names all of them.
-
-    Returns:
-        The first twenty, and how many more there are.
-
-    Example:
-        >>> lines_of([{"id": "cat/a.png", "label": "cat"}])
-        ['  cat/a.png  label cat']
-    """
+    """Samples of a result for the terminal, one a line."""
     shown = samples[:LISTED]
     width = max((len(one["id"]) for one in shown), default=0)
     lines = []

@@ -27,41 +27,19 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".
 
 @dataclass(frozen=True, eq=False)
 class NewSamples:
-    """Samples that a run has not seen.
+    """Samples that a run has not seen."""
 
-    Args:
-        x: Images uint8 (N, H, W, C), or features (N, ...).
-        y: Labels (N,) or targets (N, T) in their own units; None when there are none.
-        ids: A stable name for each sample.
-        findings: What a reader must know of them.
-    """
-
-    x: Array
-    y: Array | None
-    ids: tuple[str, ...]
-    findings: tuple[str, ...] = ()
+    x: Array  # images uint8 (N, H, W, C), or features (N, ...)
+    y: Array | None  # labels (N,) or targets (N, T) in their own units; None when there are none
+    ids: tuple[str, ...]  # A stable name for each sample
+    findings: tuple[str, ...] = ()  # what a reader must know of them
 
 
 def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
-    """Read new samples from a folder of images, an ``.npz`` archive or a ``.csv`` table.
-
-    A folder may hold images at any depth; one that lies in a folder named for a class has that label. An
-    archive has ``x`` and perhaps ``y``, or the arrays of a data set, of which one part is read. A table has
-    the run's feature columns and perhaps its target.
-
-    Args:
-        path: Where they are.
-        run: The run, which says what samples it takes.
-        prefer: ``"test"`` or ``"train"``: the part that is read of a whole data set.
-
-    Returns:
-        The samples.
-
-    Raises:
-        InputError: Nothing is there, or the kind of file does not suit the run.
-        FileFormatError: The file is damaged or of another kind.
-        DataError: The samples or their answers are not such as the run was trained on.
-    """
+    """Read new samples from a folder of images, an ``.npz`` archive or a ``.csv`` table."""
+    # A folder may hold images at any depth; one that lies in a folder named for a class has that label. An
+    # archive has `x` and perhaps `y`, or the arrays of a data set, of which one part is read. A table has the
+    # run's feature columns and perhaps its target.
     images = isinstance(run.transforms[0], ImageTransform)
     if path.suffix.lower() in (".npz", ".csv") and not os.path.exists(path):
         require_file(path, "data")
@@ -200,18 +178,7 @@ def _checked(new: NewSamples, run: SavedRun) -> NewSamples:
 
 
 def required_answers(new: NewSamples, path: Path) -> Array:
-    """The answers, which must be there.
-
-    Args:
-        new: New samples.
-        path: Where they came from.
-
-    Returns:
-        Labels (N,) or targets (N, T).
-
-    Raises:
-        DataError: There are none.
-    """
+    """The answers, which must be there, (N,)."""
     if new.y is None:
         raise DataError(
             f"{path} has no answers for its samples",

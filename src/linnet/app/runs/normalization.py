@@ -41,15 +41,8 @@ class _Seen(Exception):
 
 @torch.no_grad()
 def distance(model: nn.Module, x: Tensor) -> float | None:
-    """Distance of images from those that a network's first batch norm was trained on.
-
-    Args:
-        model: The network, in evaluation mode.
-        x: Images (N, C, H, W).
-
-    Returns:
-        The median over channels of the divergence; None where no batch norm keeps statistics.
-    """
+    """Distance of images from those that a network's first batch norm was trained on."""
+    # x (N, C, H, W)
     norms = [
         layer for layer in model.modules()
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_var is not None
@@ -76,16 +69,8 @@ def distance(model: nn.Module, x: Tensor) -> float | None:
 
 
 def normalized(task: TaskData, model: nn.Module, own: bool) -> TaskData:
-    """The data as a network takes them, with a remark where the network seems to be used to something else.
-
-    Args:
-        task: The data.
-        model: The network, with any head.
-        own: Whether the network's own configuration says the mean and standard deviation.
-
-    Returns:
-        The data; those that are no images as they are.
-    """
+    """The data as a network takes them."""
+    # With a remark where the network seems to be used to something else.
     transform = task.transform
     if not isinstance(transform, ImageTransform):
         return task

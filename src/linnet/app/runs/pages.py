@@ -62,13 +62,7 @@ _EXPLAINED = 6  # test samples explained in a report
 
 
 def write(folder: Path, result: dict[str, Any], page: Run) -> None:
-    """Write ``report.html`` and ``result.json``: the result, and every number of the page.
-
-    Args:
-        folder: Where.
-        result: The result of a command.
-        page: Its report.
-    """
+    """Write ``report.html`` and ``result.json``: the result, and every number of the page."""
     with writing(folder, wait=True):  # both of one process
         write_report(folder / "report.html", page)
         write_json(folder / "result.json", {**result, "next": _named_steps(page), "report": page.to_dict()})
@@ -88,17 +82,7 @@ def _named_steps(page: Run) -> list[dict[str, Any]]:
 
 
 def adaptation_page(found: Adaptation, title: str, out: Path, replay: bool = False) -> Run:
-    """The report of an adaptation.
-
-    Args:
-        found: What was found.
-        title: Title of the page.
-        out: The run's folder.
-        replay: Whether its ``run.yaml`` holds the settings of the adaptation.
-
-    Returns:
-        The report.
-    """
+    """The report of an adaptation."""
     run, task = found.run, found.task
     with found.stages.measure("ridge path and spectrum"):
         eigen = spectrum_of(run.fit)
@@ -138,14 +122,7 @@ def _in_full(folder: str) -> tuple[Step, ...]:
 
 
 def place_of(folder: Path) -> str:
-    """A run's folder as commands take it.
-
-    Args:
-        folder: The folder, as it was given.
-
-    Returns:
-        The same; its whole path where it was given as "." or "..", which has no name.
-    """
+    """A run's folder as commands take it."""
     return str(folder if folder.name not in ("", "..") else folder.resolve())
 
 
@@ -155,16 +132,7 @@ def _is_untuned(fit: Fit) -> bool:
 
 
 def further(folder: str, tunable: bool, classes: bool) -> tuple[Step, ...]:
-    """The commands that go on from a run, whatever its numbers are.
-
-    Args:
-        folder: The run's folder, as commands take it.
-        tunable: Whether its adaptation can be repeated with training of the lower layers.
-        classes: Whether it predicts classes.
-
-    Returns:
-        The steps.
-    """
+    """The commands that go on from a run, whatever its numbers are."""
     predict = shlex.join(["linnet", "predict", "--run", folder, "--data", "FOLDER"])
     text = "FOLDER: an image folder, .npz or .csv. Without labels, the page suggests which samples to label."
     steps = [Step("Predict new samples", text, predict)]
@@ -177,14 +145,7 @@ def further(folder: str, tunable: bool, classes: bool) -> tuple[Step, ...]:
 
 
 def training_set(run: SavedRun) -> TrainingSet:
-    """The training samples, how much each of them moved the fit, and whose labels it doubts.
-
-    Args:
-        run: The run.
-
-    Returns:
-        The part of the report; without measures for a fit by conjugate gradients, where each costs a solve.
-    """
+    """The training samples, how much each of them moved the fit, and whose labels it doubts."""
     samples = seen(run.samples)
     if not in_closed_form(run.fit):
         return TrainingSet(samples)
@@ -194,27 +155,12 @@ def training_set(run: SavedRun) -> TrainingSet:
 
 
 def doubts(fit: Fit) -> Array:
-    """The degree to which the fit of all other samples contradicts each label.
-
-    Args:
-        fit: A dual fit of classes.
-
-    Returns:
-        The norm of the leave-one-out residual, in units of the targets, (N,).
-    """
+    """The degree to which the fit of all other samples contradicts each label, (N,)."""
     return np.asarray(contradiction(fit).cpu().numpy())
 
 
 def suspects(fit: Fit) -> tuple[tuple[DoubtedLabel, ...], float | None, str]:
-    """Training samples whose label looks wrong to the fit of all the others.
-
-    Args:
-        fit: A dual fit.
-
-    Returns:
-        The likeliest wrong first, how many right ones look so by chance, and what cannot be seen; ``None``
-        and empty for regression.
-    """
+    """Training samples whose label looks wrong to the fit of all the others."""
     if fit.labels is None:
         return (), None, ""
     errors = label_errors(fit.loo(), fit.labels)
@@ -227,18 +173,7 @@ def suspects(fit: Fit) -> tuple[tuple[DoubtedLabel, ...], float | None, str]:
 def held_out(
     run: SavedRun, part: Part, found: Predictions, images: bool, chosen: list[int] | None = None
 ) -> HeldOutSet:
-    """Test samples with their predictions, some of them explained.
-
-    Args:
-        run: The run.
-        part: The samples.
-        found: Their predictions.
-        images: Whether they are images.
-        chosen: Positions of those to explain; by default a telling selection.
-
-    Returns:
-        The part of the report.
-    """
+    """Test samples with their predictions, some of them explained."""
     samples = Samples(part.x if images else None, part.y, part.ids)
     if chosen is None:
         chosen = _telling(found, part.y, run.classes is not None)
@@ -253,18 +188,7 @@ def held_out(
 def explanations(
     run: SavedRun, x: Array, places: list[int], found: Predictions, top: int = _NEIGHBORS
 ) -> tuple[Explanation, ...]:
-    """The training samples that pushed some predictions up and down.
-
-    Args:
-        run: The run.
-        x: The samples to explain, as stored, (K, ...).
-        places: Their positions among the predictions, (K,).
-        found: Predictions of all samples.
-        top: Training samples on each side.
-
-    Returns:
-        One explanation a sample, of the predicted class, or of the first value of a regression.
-    """
+    """The training samples that pushed some predictions up and down."""
     influence = run.fit.influence(run.inputs(x)).double().cpu().numpy()
     scale = run.transforms[1]
     made = []
@@ -298,26 +222,12 @@ def _telling(found: Predictions, answers: Array, classes: bool) -> list[int]:
 
 
 def seen(samples: TrainingSamples) -> Samples:
-    """Training samples for the page.
-
-    Args:
-        samples: The samples of a run.
-
-    Returns:
-        Pictures, labels and names.
-    """
+    """Training samples for the page."""
     return Samples(samples.images, samples.answers, samples.ids)
 
 
 def choices(run: SavedRun) -> tuple[Choice, ...]:
-    """The choices and their reasons.
-
-    Args:
-        run: The run.
-
-    Returns:
-        One line a decision.
-    """
+    """The choices and their reasons."""
     fit, reasons = run.fit, run.fit.record.reasons
     ridge = reasons.get("ridge", "")
     made = [
@@ -354,14 +264,7 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
 
 
 def solver_reason(reasons: dict[str, str]) -> str:
-    """Why a fit has its solver, and what that leaves out.
-
-    Args:
-        reasons: The reasons in a fit's record.
-
-    Returns:
-        One line.
-    """
+    """Why a fit has its solver, and what that leaves out."""
     said = (reasons.get(name) for name in ("solver", "sketch", "outputs"))
     return "; ".join(sentence for sentence in said if sentence)
 
@@ -385,14 +288,7 @@ def _moderation(fit: Fit, scale: float) -> str:
 
 
 def facts(run: SavedRun) -> tuple[tuple[str, str], ...]:
-    """Versions and sizes for the foot of the page.
-
-    Args:
-        run: The run.
-
-    Returns:
-        Pairs of a name and a text.
-    """
+    """Versions and sizes for the foot of the page."""
     fit = run.fit
     return (
         ("linnet", __version__),
@@ -408,15 +304,7 @@ def facts(run: SavedRun) -> tuple[tuple[str, str], ...]:
 
 
 def spectrum_record(fit: Fit, eigen: Tensor | None) -> Spectrum | None:
-    """The kernel's eigenvalues.
-
-    Args:
-        fit: The fit.
-        eigen: The same, where they are known.
-
-    Returns:
-        The part of the report.
-    """
+    """The kernel's eigenvalues."""
     return None if eigen is None else Spectrum(eigen.cpu().numpy(), fit.ridge)
 
 

@@ -23,15 +23,7 @@ _DEMO = ("digits.npz", "digits-flipped.npz", "pretrained.safetensors", "flipped"
 
 
 def check_out(out: Path, source: Path | None = None) -> None:
-    """Require a place where a run can be written.
-
-    Args:
-        out: The folder.
-        source: The run that is read meanwhile, which must be another one.
-
-    Raises:
-        InputError: It has no name, a file lies there or above, or it is the run that is read.
-    """
+    """Require a place where a run can be written."""
     if out == Path():
         raise InputError(
             "out is the current folder",
@@ -56,15 +48,7 @@ def check_out(out: Path, source: Path | None = None) -> None:
 
 
 def check_new_file(out: Path, overwrite: bool) -> None:
-    """Require that no file is lost.
-
-    Args:
-        out: The file that will be written.
-        overwrite: Whether it may be replaced.
-
-    Raises:
-        InputError: It exists already.
-    """
+    """Require that no file is lost."""
     if out.exists() and not overwrite:
         raise InputError(
             f"out is {out}, which exists already",
@@ -74,17 +58,7 @@ def check_new_file(out: Path, overwrite: bool) -> None:
 
 
 def check_unused(out: Path, command: str, settings: str, overwrite: bool) -> None:
-    """Require that nothing of another run is lost: a new or empty folder, or a run of the same settings.
-
-    Args:
-        out: The folder.
-        command: The command that will write there.
-        settings: Its settings as YAML.
-        overwrite: Whether a run of other settings may be replaced.
-
-    Raises:
-        InputError: A finished run of other settings, or files of another user, lie there.
-    """
+    """Require that nothing of another run is lost: a new or empty folder, or a run of the same settings."""
     if not out.is_dir() or overwrite or out == Path():
         return
     names = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
@@ -120,28 +94,13 @@ def _same_settings(path: Path, command: str, settings: str) -> bool:
 
 
 def plain_settings(text: str) -> str:
-    r"""Settings without comments and without the permission to overwrite, which belongs to one call.
-
-    Args:
-        text: YAML.
-
-    Returns:
-        The other lines.
-
-    Example:
-        >>> plain_settings("# of a run\nshots: 3\noverwrite: true\n")
-        'shots: 3\n'
-    """
+    r"""Settings without comments and without the permission to overwrite, which belongs to one call."""
     lines = [line for line in text.splitlines() if not line.startswith(("#", "overwrite:"))]
     return "".join(f"{line}\n" for line in lines)
 
 
 def clear_run(out: Path) -> None:
-    """Remove what linnet wrote for an earlier run; files of others stay.
-
-    Args:
-        out: The folder.
-    """
+    """Remove what linnet wrote for an earlier run; files of others stay."""
     for name in _FILES:
         (out / name).unlink(missing_ok=True)
     for path in out.glob("run-*.yaml"):
@@ -155,22 +114,7 @@ def clear_run(out: Path) -> None:
 def claimed(
     out: Path, command: str, settings: str, overwrite: bool, source: Path | None = None
 ) -> Iterator[None]:
-    """A folder of this process alone, in which nothing of another run is lost.
-
-    Args:
-        out: The folder; it and those above are made if missing.
-        command: The command that will write there.
-        settings: Its settings as YAML.
-        overwrite: Whether a run of other settings may be replaced.
-        source: The run that is read meanwhile, which must be another one.
-
-    Yields:
-        None.
-
-    Raises:
-        InputError: It cannot be written, another process is writing there, or a run of other settings or
-            files of another user lie there.
-    """
+    """A folder of this process alone, in which nothing of another run is lost."""
     check_out(out, source)
     with made_folder(out):
         if is_first():
@@ -180,20 +124,10 @@ def claimed(
 
 @contextmanager
 def made_folder(out: Path) -> Iterator[None]:
-    """A folder of this process alone that is as it was if anything goes wrong; of several, the first has it.
-
-    Only an interruption leaves something, a partial kernel from which the same command goes on.
-
-    Args:
-        out: The folder; it and those above are made if missing.
-
-    Yields:
-        None.
-
-    Raises:
-        InputError: It cannot be made, or not be written, or another process is writing there.
-        KeyboardInterrupt: The user interrupted what is done inside.
-    """
+    """A folder of this process alone that is as it was if anything goes wrong."""
+    # Of several, the first has it.
+    #
+    # Only an interruption leaves something, a partial kernel from which the same command goes on.
     if not is_first():
         yield
         return
@@ -261,16 +195,8 @@ def _record(out: Path) -> tuple[int, int] | None:
 
 
 def check_still(out: Path) -> None:
-    """Require that no run has been finished in a folder since this process claimed it.
-
-    The lock sees to that, but where the file system has none.
-
-    Args:
-        out: The folder.
-
-    Raises:
-        InputError: There is a record that was not there.
-    """
+    """Require that no run has been finished in a folder since this process claimed it."""
+    # The lock sees to that, but where the file system has none.
     now, key = _record(out), out.resolve()
     if now is not None and key in _records and now != _records[key]:
         raise InputError(
@@ -281,11 +207,7 @@ def check_still(out: Path) -> None:
 
 
 def note_record(out: Path) -> None:
-    """Take the run that lies in a folder now for one that this process has written.
-
-    Args:
-        out: The folder.
-    """
+    """Take the run that lies in a folder now for one that this process has written."""
     key = out.resolve()
     if key in _records:
         _records[key] = _record(out)

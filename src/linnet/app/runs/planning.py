@@ -27,33 +27,18 @@ AGAIN = 1.0  # seconds of a few samples below which they are timed again: anothe
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A network as ``linnet adapt`` takes it by default; what its head holds is left open.
+    """A network as ``linnet adapt`` takes it by default; what its head holds is left open."""
 
-    Args:
-        model: The network.
-        params: Names of the parameters that are fitted; None for all.
-        note: A sentence, if its head is not its own.
-        nested: Its features, where the linear probe and the lower layers are fitted in one solve.
-    """
-
-    model: nn.Module
-    params: tuple[str, ...] | None
-    note: str
+    model: nn.Module  # the network
+    params: tuple[str, ...] | None  # names of the parameters that are fitted; None for all
+    note: str  # A sentence, if its head is not its own
+    # its features, where the linear probe and the lower layers are fitted in one solve
     nested: Features | None = None
 
     def seconds(self, x: Tensor, task: TaskData) -> tuple[float, float] | None:
-        """Predicted seconds of the fit and the test samples, by the time of a few samples.
-
-        The passes through the network decide, which grow with the samples; the products of pairs of samples
-        are left out.
-
-        Args:
-            x: A few samples.
-            task: The data.
-
-        Returns:
-            Seconds of the fit and of the test samples; None where no nested fit is made.
-        """
+        """Predicted seconds of the fit and the test samples, by the time of a few samples."""
+        # The passes through the network decide, which grow with the samples; the products of pairs of samples
+        # are left out.
         if self.nested is None:
             return None
         each = seconds_each(self.nested.body, x)
@@ -63,18 +48,7 @@ class Planned:
 def planned(
     model: nn.Module, task: TaskData, x: Tensor, params: str | None, output: str | None = None
 ) -> Planned:
-    """The network as a run takes it by default.
-
-    Args:
-        model: The network.
-        task: The data.
-        x: A few samples.
-        params: The parameters to fit.
-        output: The part of what the network returns that is taken.
-
-    Returns:
-        The network with its new head.
-    """
+    """The network as a run takes it by default."""
     old = ended(model, task, x, output)
     names = None if params is None else (params,)
     settings = Settings(Network(""), Source(Path()), Solving(params=params))
@@ -95,15 +69,7 @@ def planned(
 
 
 def seconds_each(work: Callable[[Tensor], object], x: Tensor) -> float:
-    """Seconds for each sample, without what the first call alone takes.
-
-    Args:
-        work: What is timed.
-        x: Some samples.
-
-    Returns:
-        The least of three calls, or that of one that takes long.
-    """
+    """Seconds for each sample, without what the first call alone takes."""
     work(x[:1])
     found: list[float] = []
     while len(found) < 3 and sum(found) < AGAIN:
@@ -114,17 +80,7 @@ def seconds_each(work: Callable[[Tensor], object], x: Tensor) -> float:
 
 
 def network_of_table(task: TaskData) -> tuple[str, dict[str, Any]]:
-    """The network of random features that a table has where none is given, by name and arguments.
-
-    Args:
-        task: The data.
-
-    Returns:
-        What ``load_model`` takes.
-
-    Raises:
-        InputError: The data are no table.
-    """
+    """The network of random features that a table has where none is given, by name and arguments."""
     if task.table is None:
         raise InputError(
             "--model must be given",

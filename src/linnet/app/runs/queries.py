@@ -30,32 +30,12 @@ Array = np.ndarray[Any, Any]
 
 
 def predict_new(run: SavedRun, new: NewSamples, std: bool = True) -> Predictions:
-    """Predict new samples.
-
-    Args:
-        run: The run.
-        new: The samples.
-        std: Whether to compute standard deviations.
-
-    Returns:
-        The predictions.
-    """
+    """Predict new samples."""
     return predict(run.fit, run.inputs(new.x), run.transforms[1], run.temperatures, std)
 
 
 def prediction_rows(run: SavedRun, new: NewSamples, found: Predictions) -> list[dict[str, Any]]:
-    """Predictions as rows of a table.
-
-    Args:
-        run: The run.
-        new: The samples.
-        found: Their predictions.
-
-    Returns:
-        For classes: id, predicted class, its probability, the standard deviation of its output, and the
-        probability of every class. For a regression: id, and each value with its standard deviation, noise
-        included.
-    """
+    """Predictions as rows of a table."""
     rows = []
     for i, name in enumerate(new.ids):
         row: dict[str, Any] = {"id": name}
@@ -74,16 +54,7 @@ def prediction_rows(run: SavedRun, new: NewSamples, found: Predictions) -> list[
 
 
 def told_rows(run: SavedRun, new: NewSamples, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Predictions as the terminal names them: id, what was predicted, and the answer where it is known.
-
-    Args:
-        run: The run.
-        new: The samples.
-        rows: What `prediction_rows` returned for them.
-
-    Returns:
-        One record for each row.
-    """
+    """Predictions as the terminal names them: id, what was predicted, and the answer where it is known."""
     known = named(new.ids, new.y, run.classes, range(len(new.ids)))
     told = []
     for row, one in zip(rows, known, strict=True):
@@ -93,17 +64,8 @@ def told_rows(run: SavedRun, new: NewSamples, rows: list[dict[str, Any]]) -> lis
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows as ``.csv`` or ``.json``.
-
-    In a table, text that a spreadsheet would take for a formula gets an apostrophe before it.
-
-    Args:
-        path: The file.
-        rows: The rows, alike in their columns.
-
-    Raises:
-        InputError: The suffix is neither.
-    """
+    """Write rows as ``.csv`` or ``.json``."""
+    # In a table, text that a spreadsheet would take for a formula gets an apostrophe before it.
     check_table(path)
     if path.suffix.lower() == ".json":
         text = json.dumps(finite(rows), indent=2, allow_nan=False) + "\n"
@@ -133,15 +95,7 @@ def _as_text(value: object) -> object:
 
 
 def check_table(path: Path, overwrite: bool = True) -> None:
-    """Require a name that a table can be written to.
-
-    Args:
-        path: The file.
-        overwrite: Whether a file of that name may be replaced.
-
-    Raises:
-        InputError: It ends in neither ``.csv`` nor ``.json``, is a folder, has no folder, or exists.
-    """
+    """Require a name that a table can be written to."""
     if path.suffix.lower() not in (".csv", ".json") or path.is_dir():
         raise InputError(
             f"out is {path}",
@@ -160,18 +114,7 @@ def check_table(path: Path, overwrite: bool = True) -> None:
 def prediction_page(
     run: SavedRun, new: NewSamples, found: Predictions, title: str, folder: Path
 ) -> tuple[dict[str, Any], Run]:
-    """The result and the page of predictions.
-
-    Args:
-        run: The run.
-        new: The samples.
-        found: Their predictions.
-        title: Title of the page.
-        folder: The run's folder.
-
-    Returns:
-        The result as plain values, and the report.
-    """
+    """The result and the page of predictions."""
     scores = Scores()
     if new.y is not None:
         name = name_of(run.fit)
@@ -209,36 +152,15 @@ def prediction_page(
 
 @dataclass(frozen=True, eq=False)
 class Explained:
-    """Explanations of some samples.
+    """Explanations of some samples."""
 
-    Args:
-        lines: For people.
-        result: As plain values.
-        page: The report.
-    """
-
-    lines: list[str]
-    result: dict[str, Any]
-    page: Run
+    lines: list[str]  # for people
+    result: dict[str, Any]  # as plain values
+    page: Run  # the report
 
 
 def explain(run: SavedRun, new: NewSamples | None, ids: Sequence[str], top: int, title: str) -> Explained:
-    """Name the training samples behind some predictions.
-
-    Args:
-        run: The run.
-        new: The samples that ``ids`` name; None for the run's own test samples.
-        ids: Ids of the samples to explain.
-        top: Training samples to name on each side.
-        title: Title of the page.
-
-    Returns:
-        The training samples that pushed each prediction up and down.
-
-    Raises:
-        InputError: An id means no sample or several, none is given, ``top`` is not positive, or the test
-            samples cannot be read again.
-    """
+    """Name the training samples behind some predictions."""
     if top < 1:
         raise InputError(f"top is {top}", expected="a positive number of training samples")
     part = _part(run, new)

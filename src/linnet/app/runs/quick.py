@@ -49,23 +49,9 @@ MOST = 2000  # training samples of a probe, whose equations then take seconds, a
 def first_answer(
     settings: Settings, out: Path, keep: Keep, tell: Callable[[str], None] = print
 ) -> Adaptation:
-    """Adapt a network as ``linnet.app.runs.adaptation.adapt`` does, with what takes half a minute.
-
-    What is kept is the linear probe of all samples, or the fit with the lower layers where the time allows
-    all of them. Where something is asked for that a probe is not, samples are left out.
-
-    Args:
-        settings: What is requested.
-        out: The run folder.
-        keep: Writes the fit.
-        tell: Shows what the probe finds.
-
-    Returns:
-        What was found.
-
-    Raises:
-        LinnetError: Whatever is wrong with the network, its weights, the data or the arguments.
-    """
+    """Adapt a network as ``linnet.app.runs.adaptation.adapt`` does, with what takes half a minute."""
+    # What is kept is the linear probe of all samples, or the fit with the lower layers where the time allows
+    # all of them. Where something is asked for that a probe is not, samples are left out.
     check_out(out)
     with made_folder(out):
         every = loaded(settings.source)
@@ -147,16 +133,7 @@ def _shots(task: TaskData, room: float) -> int:
 
 
 def taken(every: TaskData, part: TaskData, tests: bool = True) -> str:
-    """What was taken of the data.
-
-    Args:
-        every: All of it.
-        part: What was taken.
-        tests: Whether test samples are told too.
-
-    Returns:
-        Such as "2 of 15 training images per class, 32 of 180 test images".
-    """
+    """What was taken of the data."""
     noun, own, counts = "images" if every.image_mode else "samples", _counts(part), _counts(every)
     if len(part.train) == len(every.train):
         told = f"all {number(len(every.train))} training {noun}"

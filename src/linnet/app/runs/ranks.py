@@ -23,12 +23,7 @@ class Released(Exception):
 
 
 class Group:
-    """The processes of torchrun as one group until :func:`leave`; nothing for a process by itself.
-
-    Args:
-        what: What they do, in words.
-        device: Where: each process takes the GPU of its own number under ``cuda``.
-    """
+    """The processes of torchrun as one group until ``leave``; nothing for a process by itself."""
 
     def __init__(self, what: str, device: str) -> None:
         self.what, self.device = what, device
@@ -53,11 +48,7 @@ class Group:
             self.end(kind, error, trace)
 
     def end(self, *failure: Any) -> None:
-        """End the group, on all of its processes.
-
-        Args:
-            *failure: What an exception is told with, as to ``__exit__``.
-        """
+        """End the group, on all of its processes."""
         _groups.remove(self)
         assert self._call is not None
         try:
@@ -81,26 +72,14 @@ def is_first() -> bool:
 
 @contextmanager
 def shared_fit(device: str, **arguments: Any) -> Iterator[None]:
-    """Divide a fit among the processes.
-
-    Args:
-        device: Where it is done.
-        **arguments: The network and the data, which must be the same on all.
-
-    Yields:
-        Nothing.
-    """
+    """Divide a fit among the processes."""
     with sharing("the fit", device):
         require_alike(arguments)
         yield
 
 
 def leave() -> None:
-    """End the group after the fit; the first process goes on alone.
-
-    Raises:
-        Released: This is another process.
-    """
+    """End the group after the fit; the first process goes on alone."""
     if not _groups:
         return
     first = is_first()

@@ -25,26 +25,16 @@ CRITERIA = {"auto": "loo", "loo": "loo", "gcv": "gcv", "evidence": "evidence"}
 
 @dataclass(frozen=True)
 class Network:
-    """The network to start from.
+    """The network to start from."""
 
-    Args:
-        spec: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
-        weights: Weights for the network with its old head.
-        arguments: Keyword arguments of the factory.
-        head: ``"probe"``, ``"random"``, ``"zero"``, ``"keep"``, or ``"auto"``: for a regression the old head
-            where it fits, else a probe, or a random one where there are fewer samples than features.
-        cross_fit: Folds of a probe, so that leave-one-out leaves out its part too; 0 for none.
-        output: The part of what the network returns that is taken; by default as ``linnet.adapt`` does.
-
-    Raises:
-        InputError: The head is none of these, or is no probe and to be cross-fitted.
-    """
-
-    spec: str
-    weights: Path | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
+    spec: str  # ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``
+    weights: Path | None = None  # weights for the network with its old head
+    arguments: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
+    # `"probe"`, `"random"`, `"zero"`, `"keep"`, or `"auto"`: for a regression the old head where it fits,
+    # else a probe, or a random one where there are fewer samples than features
     head: str = "auto"
-    cross_fit: int = 0
+    cross_fit: int = 0  # folds of a probe, so that leave-one-out leaves out its part too; 0 for none
+    # the part of what the network returns that is taken; by default as `linnet.adapt` does
     output: str | None = None
 
     def __post_init__(self) -> None:
@@ -60,32 +50,19 @@ class Network:
 
 @dataclass(frozen=True)
 class Source:
-    """The data to learn from and to test on.
+    """The data to learn from and to test on."""
 
-    Args:
-        path: An image folder, an ``.npz`` archive or a ``.csv`` table.
-        transform: From stored images to inputs; None for the default.
-        shots: Training samples of each class; None for all.
-        tests: Test samples to evaluate; None for all.
-        seed: Seed of the split and of the draws.
-        target: Column of a table to predict.
-        damaged: ``"error"`` refuses image files that cannot be decoded, ``"skip"`` leaves them out.
-        normalizes: Whether images are normalized as the network's own configuration says, if it does.
-        at_most: Whether a class with fewer samples than ``shots`` gives all that it has.
-
-    Raises:
-        InputError: The seed is out of range, or ``damaged`` is neither.
-    """
-
-    path: Path
-    transform: ImageTransform | None = None
-    shots: int | None = None
-    tests: int | None = None
-    seed: int = 0
-    target: str | None = None
+    path: Path  # an image folder, an ``.npz`` archive or a ``.csv`` table
+    transform: ImageTransform | None = None  # from stored images to inputs; None for the default
+    shots: int | None = None  # training samples of each class; None for all
+    tests: int | None = None  # test samples to evaluate; None for all
+    seed: int = 0  # seed of the split and of the draws
+    target: str | None = None  # column of a table to predict
+    # `"error"` refuses image files that cannot be decoded, `"skip"` leaves them out
     damaged: str = "error"
+    # whether images are normalized as the network's own configuration says, if it does
     normalizes: bool = False
-    at_most: bool = False
+    at_most: bool = False  # whether a class with fewer samples than ``shots`` gives all that it has
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -94,40 +71,27 @@ class Source:
 
 @dataclass(frozen=True)
 class Solving:
-    """Settings of the fit.
+    """Settings of the fit."""
 
-    Args:
-        ridge: ρ, or ``"auto"`` (leave-one-out), ``"loo"``, ``"gcv"`` or ``"evidence"``.
-        solver: ``"auto"``, ``"dual"``, ``"shared"``, ``"primal"``, ``"sketch"`` or ``"cg"``.
-        params: Parameters to fit, by name or regular expression, or their names.
-        memory: Budget such as ``"2GB"``.
-        device: Where to compute.
-        loss: ``"squared"``, ``"cross-entropy"``, or ``"auto"``: the one of lower leave-one-out log loss.
-        metric: Of the ridge: ``"none"`` is one for all weights, ``"kfac"`` is the curvature of the network,
-            ``"auto"`` takes it for classes.
-        method: ``"nested"``, the linear probe and the lower layers in one solve (``linnet.adapt``);
-            ``"linear"``, one linearization at a head; ``"auto"``: nested where nothing is requested that only
-            the other has.
-        weight: Share of the lower layers in the nested kernel, 0 to 1, or ``"auto"``.
-        tune: Whether to train the lower layers of a nested fit where held-out folds say that it helps.
-        kernel: A ``.npy`` file of the kernel, which parts may have made and which stays; by default one in
-            the run's folder, until the fit is there.
-
-    Raises:
-        InputError: The ridge, the solver, the loss, the metric, the method, the weight or the device makes no
-            sense, or two of them do not go together.
-    """
-
-    ridge: float | str = "auto"
-    solver: str = "auto"
+    ridge: float | str = "auto"  # ρ, or ``"auto"`` (leave-one-out), ``"loo"``, ``"gcv"`` or ``"evidence"``
+    solver: str = "auto"  # ``"auto"``, ``"dual"``, ``"shared"``, ``"primal"``, ``"sketch"`` or ``"cg"``
+    # parameters to fit, by name or regular expression, or their names
     params: str | tuple[str, ...] | None = None
-    memory: str | None = None
-    device: str = "cpu"
+    memory: str | None = None  # budget such as ``"2GB"``
+    device: str = "cpu"  # where to compute
+    # `"squared"`, `"cross-entropy"`, or `"auto"`: the one of lower leave-one-out log loss
     loss: str = "squared"
+    # of the ridge: `"none"` is one for all weights, `"kfac"` is the curvature of the network, `"auto"` takes
+    # it for classes
     metric: str = "auto"
+    # `"nested"`, the linear probe and the lower layers in one solve (`linnet.adapt`); `"linear"`, one
+    # linearization at a head; `"auto"`: nested where nothing is requested that only the other has
     method: str = "auto"
-    weight: float | str = "auto"
+    weight: float | str = "auto"  # share of the lower layers in the nested kernel, 0 to 1, or ``"auto"``
+    # whether to train the lower layers of a nested fit where held-out folds say that it helps
     tune: bool = False
+    # A `.npy` file of the kernel, which parts may have made and which stays; by default one in the run's
+    # folder, until the fit is there
     kernel: Path | None = None
 
     def __post_init__(self) -> None:
@@ -177,26 +141,14 @@ class Solving:
 
 @dataclass(frozen=True)
 class Settings:
-    """An adaptation.
+    """An adaptation."""
 
-    Args:
-        network: What to start from.
-        source: What to learn from.
-        solving: Settings of the fit.
-        compare: ``"probe"``, or ``"finetune"`` to compare with plain fine-tuning as well.
-        finetune_steps: Steps of each run of it.
-        title: Title of the report; made from the data's name when empty.
-
-    Raises:
-        InputError: ``compare`` is neither, there are no steps, or a metric is to be cross-fitted.
-    """
-
-    network: Network
-    source: Source
-    solving: Solving = field(default_factory=Solving)
-    compare: str = "probe"
-    finetune_steps: int = 150
-    title: str = ""
+    network: Network  # what to start from
+    source: Source  # what to learn from
+    solving: Solving = field(default_factory=Solving)  # settings of the fit
+    compare: str = "probe"  # ``"probe"``, or ``"finetune"`` to compare with plain fine-tuning as well
+    finetune_steps: int = 150  # steps of each run of it
+    title: str = ""  # title of the report; made from the data's name when empty
 
     def __post_init__(self) -> None:
         if self.network.cross_fit and self.solving.metric == "kfac":
@@ -210,14 +162,7 @@ class Settings:
 
 
 def check_device(name: str) -> None:
-    """Require a device that torch can use here.
-
-    Args:
-        name: Such as ``"cpu"`` or ``"cuda"``.
-
-    Raises:
-        InputError: It is unknown or absent.
-    """
+    """Require a device that torch can use here."""
     import torch
 
     try:

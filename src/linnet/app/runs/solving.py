@@ -27,20 +27,7 @@ Solved = tuple[Fit, Fit | None]
 
 
 def solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file: Path) -> Solved:
-    """Fit with the loss that is requested, or the one that leave-one-out prefers.
-
-    Args:
-        lin: The network.
-        data: Training inputs and answers.
-        solving: How to fit.
-        file: File of the kernel while it grows, where none is named.
-
-    Returns:
-        The fit, and the pilot fit that chose for it where the kernel is too large.
-
-    Raises:
-        InputError: The cross-entropy of a regression is requested.
-    """
+    """Fit with the loss that is requested, or the one that leave-one-out prefers."""
     y, kept = data[1], solving.kernel
     if y.is_floating_point() and solving.loss == "cross-entropy":
         raise InputError(
@@ -121,18 +108,7 @@ def _solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file:
 
 
 def forms_kernel(solving: Solving) -> bool:
-    """Whether the kernel is formed first: where it is asked for, or a ridge is to be chosen.
-
-    Args:
-        solving: How to fit.
-
-    Returns:
-        False where the solver may be another one.
-
-    Example:
-        >>> forms_kernel(Solving(ridge=1.0)), forms_kernel(Solving())
-        (False, True)
-    """
+    """Whether the kernel is formed first: where it is asked for, or a ridge is to be chosen."""
     return solving.solver == "dual" or (solving.solver == "auto" and isinstance(solving.ridge, str))
 
 

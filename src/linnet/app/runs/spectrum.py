@@ -37,46 +37,25 @@ BATCH = 128  # samples predicted at once
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """Network and data under examination.
+    """Network and data under examination."""
 
-    Args:
-        run: The fit, with its network and training samples.
-        test: Test samples; None where there are none or they cannot be read again.
-        findings: Remarks on the data.
-        stages: Time of each step.
-    """
-
-    run: SavedRun
-    test: Part | None
-    findings: tuple[str, ...]
-    stages: Stages
+    run: SavedRun  # the fit, with its network and training samples
+    test: Part | None  # test samples; None where there are none or they cannot be read again
+    findings: tuple[str, ...]  # remarks on the data
+    stages: Stages  # time of each step
 
 
 @dataclass(frozen=True, eq=False)
 class Examined:
-    """Result of the examination.
+    """Result of the examination."""
 
-    Args:
-        subject: What was looked at.
-        linearity: How linear the task is.
-        scores: The linear fit and the network with the fitted weights, on test samples.
-    """
-
-    subject: Subject
-    linearity: TaskLinearity
-    scores: tuple[Comparison, ...]
+    subject: Subject  # what was looked at
+    linearity: TaskLinearity  # how linear the task is
+    scores: tuple[Comparison, ...]  # the linear fit and the network with the fitted weights, on test samples
 
 
 def check_place(out: Path, run: Path | None) -> None:
-    """Require a folder that holds no run: its report must not be written over.
-
-    Args:
-        out: The folder.
-        run: The run that is read, if any.
-
-    Raises:
-        InputError: It cannot be written, or holds a run, or the run is a file.
-    """
+    """Require a folder that holds no run: its report must not be written over."""
     if run is not None and run.is_file():
         raise InputError(
             f"run is {run}, a file", "the folder of a finished run", "name the folder that holds run.json"
@@ -91,15 +70,7 @@ def check_place(out: Path, run: Path | None) -> None:
 
 
 def check_counts(top: int | None, samples: int | None) -> None:
-    """Require counts that could be met, before anything is fitted.
-
-    Args:
-        top: Leading directions to speak of.
-        samples: Training samples to take the kernel on.
-
-    Raises:
-        InputError: There are too few; whether there are too many shows when the data are known.
-    """
+    """Require counts that could be met, before anything is fitted."""
     if samples is not None and samples < 2:
         raise InputError(
             f"samples is {samples}",
@@ -115,18 +86,7 @@ def check_counts(top: int | None, samples: int | None) -> None:
 def from_run(
     folder: Path, device: str, memory: str | None, model: str | None = None, trust: bool = False
 ) -> Subject:
-    """Read a finished run.
-
-    Args:
-        folder: Its folder.
-        device: Where to compute.
-        memory: The budget.
-        model: The network's factory, named by the user; the one that the run names when None.
-        trust: Whether to run what the run names, though it is of another user.
-
-    Returns:
-        The run with its test samples.
-    """
+    """Read a finished run."""
     stages = Stages()
     with stages.measure("reading the run"):
         run = _one_linearization(load_run(folder, device, memory, model=model, trust=trust))
@@ -135,31 +95,14 @@ def from_run(
 
 
 def from_settings(settings: Settings, out: Path) -> Subject:
-    """Fit a network to its data, as ``linnet adapt`` does, without plain fine-tuning.
-
-    Args:
-        settings: What is requested.
-        out: Where the kernel grows until it is done.
-
-    Returns:
-        The fit with the test samples.
-    """
+    """Fit a network to its data, as ``linnet adapt`` does, without plain fine-tuning."""
     found = adapt(replace(settings, solving=replace(settings.solving, method="linear")), out)
     run = _one_linearization(found.run)
     return Subject(run, found.task.test, found.task.findings, found.stages)
 
 
 def made_part(settings: Settings, file: Path, part: tuple[int, int]) -> tuple[dict[str, Any], str]:
-    """Compute one part of the kernel of a fit.
-
-    Args:
-        settings: What is requested, the same for all parts.
-        file: The file of the kernel.
-        part: Which part, from 0, and their number.
-
-    Returns:
-        Result as plain values, and in words.
-    """
+    """Compute one part of the kernel of a fit."""
     complete = kernel_part(settings, file, part)
     missing = [] if complete else missing_parts(file)
     result = {
@@ -214,20 +157,7 @@ def _at_random_head(fit: NestedFit) -> Linearized:
 
 
 def examine(subject: Subject, top: int | None, samples: int | None, memory: str | None) -> Examined:
-    """Measure how linear the task is.
-
-    Args:
-        subject: The fit.
-        top: Leading directions to speak of; None for 50 or a fifth of all.
-        samples: Training samples to take the kernel on; None for as many as fit.
-        memory: The budget.
-
-    Returns:
-        Result of the examination.
-
-    Raises:
-        InputError: ``top`` or ``samples`` is out of range.
-    """
+    """Measure how linear the task is."""
     run = subject.run
     if isinstance(run.fit, SoftmaxFit):
         raise InputError(
@@ -281,16 +211,7 @@ def _scores(run: SavedRun, x: Any, test: Part) -> tuple[Comparison, ...]:
 
 
 def result_of(found: Examined, title: str, out: Path) -> dict[str, Any]:
-    """Result as plain values.
-
-    Args:
-        found: Result of the examination.
-        title: Title of the page.
-        out: Where the page goes.
-
-    Returns:
-        The result.
-    """
+    """Result as plain values."""
     run = found.subject.run
     return {
         "command": "spectrum", "title": title, "train": run.fit.n, "classes": run.classes,
@@ -301,15 +222,7 @@ def result_of(found: Examined, title: str, out: Path) -> dict[str, Any]:
 
 
 def page_of(found: Examined, title: str) -> Run:
-    """The report.
-
-    Args:
-        found: Result of the examination.
-        title: Its title.
-
-    Returns:
-        The page.
-    """
+    """The report."""
     run, seen_task = found.subject.run, found.linearity
     energy, verdict = seen_task.energy, seen_task.verdict
     scale = energy.samples / run.fit.n
@@ -328,14 +241,7 @@ def page_of(found: Examined, title: str) -> Run:
 
 
 def table_of(found: Examined) -> list[tuple[str, str]]:
-    """The numbers behind the verdict.
-
-    Args:
-        found: Result of the examination.
-
-    Returns:
-        Names and values.
-    """
+    """The numbers behind the verdict."""
     task, run = found.linearity, found.subject.run
     energy, held, gap = task.energy, task.held_out, task.gap
     share = float(energy.shares[energy.top - 1])
@@ -375,16 +281,7 @@ def _warnings(found: Examined) -> tuple[str, ...]:
 
 
 def print_spectrum(found: Examined, title: str, out: Path) -> list[str]:
-    """Result as lines of text.
-
-    Args:
-        found: Result of the examination.
-        title: Title of the page.
-        out: Where it was written.
-
-    Returns:
-        Lines.
-    """
+    """Result as lines of text."""
     run, verdict = found.subject.run, found.linearity.verdict
     rows = table_of(found)
     width = max(len(name) for name, _ in rows)

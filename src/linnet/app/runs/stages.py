@@ -10,31 +10,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stages:
-    """Seconds of each step, in the order in which they were taken.
+    """Seconds of each step, in the order in which they were taken."""
 
-    Args:
-        seconds: What is known already.
-
-    Example:
-        >>> stages = Stages()
-        >>> with stages.measure("reading"):
-        ...     pass
-        >>> list(stages.seconds)
-        ['reading']
-    """
-
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # what is known already
 
     @contextmanager
     def measure(self, what: str) -> Iterator[None]:
-        """Measure a step; a step that is taken twice is added up.
-
-        Args:
-            what: Its name.
-
-        Yields:
-            None.
-        """
+        """Measure a step; a step that is taken twice is added up."""
         start = time.perf_counter()
         yield
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start

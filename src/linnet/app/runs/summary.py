@@ -22,17 +22,7 @@ from linnet.tangent.preflight import Preflight
 
 
 def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = False) -> dict[str, Any]:
-    """Write the report of an adaptation whose fit is kept already.
-
-    Args:
-        found: What was found.
-        out: The folder.
-        title: Title of the report.
-        replay: Whether its ``run.yaml`` holds the settings of the adaptation.
-
-    Returns:
-        The result as plain values.
-    """
+    """Write the report of an adaptation whose fit is kept already."""
     page = adaptation_page(found, title, out, replay)
     task, fit = found.task, found.run.fit
     result = {
@@ -58,14 +48,7 @@ NEXT = "next: --tune trains the lower layers as well, and keeps the result only 
 
 
 def print_adaptation(result: dict[str, Any]) -> list[str]:
-    """An adaptation for people.
-
-    Args:
-        result: The result of ``keep_adaptation``.
-
-    Returns:
-        Lines.
-    """
+    """An adaptation for people."""
     fit = result["fit"]
     classes = result["data"]["classes"]
     task = f"{len(classes)} classes" if classes else f"{fit['outputs']} value(s)"
@@ -95,17 +78,7 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
 def print_check(
     report: Preflight, task: TaskData, findings: Sequence[str], seconds: tuple[float, float] | None
 ) -> list[str]:
-    """What `linnet check` found: the answer, what to look at, and the time; all else with --verbose.
-
-    Args:
-        report: The preflight.
-        task: The data.
-        findings: What was noticed of the data.
-        seconds: Of the fit and of the test samples, where they are known.
-
-    Returns:
-        Lines.
-    """
+    """What `linnet check` found: the answer, what to look at, and the time; all else with --verbose."""
     kinds = "" if task.classes is None else f" of {len(task.classes)} classes"
     noun = "images" if task.image_mode else "samples"
     lines = ["ready: linnet adapt takes this network and these data" if report.ok else "NOT ready:"]
@@ -127,14 +100,7 @@ def print_check(
 
 
 def rung_table(rungs: list[dict[str, Any]]) -> list[str]:
-    """The models that were compared on held-out folds, as aligned text.
-
-    Args:
-        rungs: One a model, as ``NestedFit.summary`` has them.
-
-    Returns:
-        Lines, the heading first; none without models.
-    """
+    """The models that were compared on held-out folds, as aligned text."""
     if not rungs:
         return []
     width = max(len(rung["name"]) for rung in rungs)
@@ -159,22 +125,7 @@ def _loss(fit: dict[str, Any]) -> str:
 
 
 def score_table(rows: list[Comparison], tested: int | None = None) -> list[str]:
-    r"""Scores as aligned text.
-
-    Args:
-        rows: One a method.
-        tested: Number of test samples, for the standard error of each accuracy.
-
-    Returns:
-        Lines, the heading first.
-
-    Example:
-        >>> print("\n".join(score_table([Comparison("linear fit", accuracy=0.9, nll=0.3)])))
-                        accuracy  log loss
-          linear fit      90.0 %     0.300
-        >>> print(score_table([Comparison("linear fit", accuracy=0.9)], 100)[1])
-          linear fit  90.0 ± 3.0 %
-    """
+    r"""Scores as aligned text."""
 
     def share(value: float | None) -> str:
         error = None if value is None else share_error(value, tested)
@@ -205,40 +156,18 @@ def _cell(form: Any, value: float | None) -> str:
 
 
 def written(out: Path) -> list[str]:
-    """Paths of the report and the result.
-
-    Args:
-        out: The folder.
-
-    Returns:
-        One line.
-    """
+    """Paths of the report and the result."""
     return [f"report: {kept(out / 'report.html')}   numbers: {kept(out / 'result.json')}"]
 
 
 def describe(run: SavedRun) -> str:
-    """A run in a phrase.
-
-    Args:
-        run: The run.
-
-    Returns:
-        Such as ``"linear fit of 50 samples, 5 classes"``.
-    """
+    """A run in a phrase."""
     kind = f"{len(run.classes)} classes" if run.classes else f"{run.fit.system.c} value(s)"
     return f"linear fit of {run.fit.n} samples, {kind}"
 
 
 def print_prediction(result: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """Predictions for people.
-
-    Args:
-        result: The result of ``linnet predict``.
-        rows: The samples with what was predicted.
-
-    Returns:
-        Lines.
-    """
+    """Predictions for people."""
     lines = [f"{result['samples']} samples predicted: {kept(result['predictions'])}"]
     lines += lines_of(rows, Path(result["predictions"]).name)
     if result["predicted"]:
@@ -251,14 +180,7 @@ def print_prediction(result: dict[str, Any], rows: list[dict[str, Any]]) -> list
 
 
 def print_change(result: dict[str, Any]) -> list[str]:
-    """A change for people.
-
-    Args:
-        result: The result of ``linnet forget`` or ``linnet update``.
-
-    Returns:
-        Lines.
-    """
+    """A change for people."""
     text, key = ("forgotten", "removed") if result["command"] == "forget" else ("added", "added")
     count = len(result[key])
     many = "training samples" if count != 1 else "training sample"

@@ -27,19 +27,7 @@ Standing = Literal["known", "changed", "unknown"]
 def check_run(
     folder: Path, record: Mapping[str, Any], spec: str, arguments: Mapping[str, Any], named: bool
 ) -> None:
-    """Require that opening a run executes no code that its user has neither named nor trusted.
-
-    Args:
-        folder: The run's folder.
-        record: Its record.
-        spec: The network that it names.
-        arguments: Keyword arguments for it.
-        named: Whether the user has named the network for this call.
-
-    Raises:
-        InputError: It would.
-        ModelError: The file of the factory is not there.
-    """
+    """Require that opening a run executes no code that its user has neither named nor trusted."""
     standing = _standing(["run", record], spec)
     if standing == "known":
         return
@@ -65,16 +53,7 @@ def check_run(
 
 
 def check_settings(values: Mapping[str, Any], typed: Sequence[str] | None, trust: bool) -> None:
-    """Require that settings from a file execute no code that its user has neither named nor trusted.
-
-    Args:
-        values: Settings by name; ``model`` and ``model_args`` are looked at.
-        typed: The words beside the settings file, such as ``--shots=3``; None where there is no such file.
-        trust: Whether the user trusts what the file names.
-
-    Raises:
-        InputError: They would.
-    """
+    """Require that settings from a file execute no code that its user has neither named nor trusted."""
     if (model := values.get("model")) is None:
         return
     spec = absolute_spec(model)
@@ -97,28 +76,13 @@ def check_settings(values: Mapping[str, Any], typed: Sequence[str] | None, trust
 
 
 def remember_run(folder: Path) -> None:
-    """Take a run for one that this user made or trusts.
-
-    Args:
-        folder: Its folder.
-    """
+    """Take a run for one that this user made or trusts."""
     record = read_json(folder / "run.json", "run")
     _remember(["run", record], record["origin"]["spec"])
 
 
 def absolute_spec(spec: str) -> str:
-    """A network's name that means the same in every folder.
-
-    Args:
-        spec: ``path/to/file.py:factory``, or the name of a library's network.
-
-    Returns:
-        The name with the file's absolute path.
-
-    Example:
-        >>> absolute_spec("timm:resnet18")
-        'timm:resnet18'
-    """
+    """A network's name that means the same in every folder."""
     source, colon, name = spec.rpartition(":")
     if colon and spec.partition(":")[0] not in BUILDERS:
         return f"{Path(source).resolve()}:{name}"
@@ -126,18 +90,7 @@ def absolute_spec(spec: str) -> str:
 
 
 def factory_file(spec: str) -> Path | None:
-    """The Python file that a network's name stands for.
-
-    Args:
-        spec: The name.
-
-    Returns:
-        The file, or None for a library's network.
-
-    Example:
-        >>> factory_file("nets/small.py:net").name
-        'small.py'
-    """
+    """The Python file that a network's name stands for."""
     source, colon, _ = spec.rpartition(":")
     return Path(source) if colon and spec.partition(":")[0] not in BUILDERS else None
 

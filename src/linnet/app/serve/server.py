@@ -28,22 +28,7 @@ PATIENCE = 30.0  # seconds that a connection may be silent
 
 
 class Server(ThreadingHTTPServer):
-    """The server of one session.
-
-    Args:
-        session: What is asked.
-        port: Port on this machine; 0 for one that is free.
-
-    Attributes:
-        key: The secret that opens it, of 32 hexadecimal digits.
-
-    Raises:
-        InputError: The port is taken, or not to be had.
-
-    Example:
-        >>> Server.daemon_threads
-        True
-    """
+    """The server of one session."""
 
     daemon_threads = True
 

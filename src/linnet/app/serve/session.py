@@ -31,14 +31,9 @@ _LISTED = 10  # classes whose probabilities are shown
 
 
 class Session:
-    """One run, the sample at hand, and the training samples that were forgotten since it was opened.
+    """One run, the sample at hand, and the training samples that were forgotten since it was opened."""
 
-    Requests come from several threads; one is answered at a time.
-
-    Args:
-        run: The run.
-        name: What it is called.
-    """
+    # Requests come from several threads; one is answered at a time.
 
     def __init__(self, run: SavedRun, name: str = "") -> None:
         self.name = name
@@ -47,11 +42,7 @@ class Session:
         self._lock = threading.Lock()
 
     def about(self) -> dict[str, Any]:
-        """What the page shows before anything is asked.
-
-        Returns:
-            The kind of samples, classes, columns of a table, number of training samples.
-        """
+        """What the page shows before anything is asked."""
         run = self._original
         table = run.test.columns if run.test is not None else None
         kind = "image" if isinstance(run.transforms[0], ImageTransform) else "row" if table else "numbers"
@@ -65,46 +56,20 @@ class Session:
         }
 
     def predict(self, name: str, content: bytes) -> dict[str, Any]:
-        """Predict one sample.
-
-        Args:
-            name: Of the file, whose ending says what it is; ignored for rows.
-            content: An image file; or a row of a table as text, with or without the line of its columns.
-
-        Returns:
-            The prediction, with the training samples behind it.
-
-        Raises:
-            InputError: It is empty.
-            LinnetError: It cannot be read, or is no sample such as the run takes.
-        """
+        """Predict one sample."""
         with self._lock:
             self._sample = self._read(name, content)
             return self._answer()
 
     def forget(self, ids: Sequence[str]) -> dict[str, Any]:
-        """Forget training samples, in this session alone.
-
-        Args:
-            ids: Their ids.
-
-        Returns:
-            The prediction for the sample at hand after it, if there is one, and before it.
-
-        Raises:
-            LinnetError: An id means no sample, or none would be left.
-        """
+        """Forget training samples, in this session alone."""
         with self._lock:
             before = self._run
             self._run = forget(before, list(ids)).after
             return self._answer(before)
 
     def restore(self) -> dict[str, Any]:
-        """Take all forgotten samples back.
-
-        Returns:
-            As :meth:`forget`.
-        """
+        """Take all forgotten samples back."""
         with self._lock:
             before, self._run = self._run, self._original
             return self._answer(before)
