@@ -280,6 +280,7 @@ def test_the_command_line_says_in_one_sentence_what_is_missing(
     assert cli.main(["adapt"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error:     the command line needs pillow and matplotlib, which are not installed",
+        "expected:  the packages of the command line",
         "to fix it: pip install linnet-torch",
     ]
     assert (

@@ -155,8 +155,8 @@ def linear_advantage(
     if loss is not None:
         function("loss", loss, "a function from outputs and targets to their mean loss")
     lin = linearize(model, params=params)
-    task = _task(lin, gather_data(data, lin.function.device), loss)
-    tests = None if validation is None else _task(lin, gather_data(validation, lin.function.device), loss)
+    task = _task(lin, gather_data(data, lin.function), loss)
+    tests = None if validation is None else _task(lin, gather_data(validation, lin.function), loss)
     network = copy.deepcopy(model).requires_grad_(False)
     trained = set(lin.parameter_names)
     for name, parameter in network.named_parameters():

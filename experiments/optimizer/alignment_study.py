@@ -127,7 +127,7 @@ def alignment(
     check_likelihood(likelihood)
     _check_words("structures", structures)
     function = Functional(model, given["params"], given["output"])
-    x, y = gather_data(data, function.device)
+    x, y = gather_data(data, function)
     function.check_runs(take(x, slice(0, 1)))
     study = _Study(function, likelihood, (x, y), damping, weight_decay, given["steps"], tolerance)
     whole, residual = study.full()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import Field, fields
+from enum import Enum
 from html import escape
 from typing import Any, ClassVar
 
@@ -50,6 +51,8 @@ def in_line(value: Any) -> str:
     """A value in few characters."""
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, Enum):
+        return value.name.lower()
     if isinstance(value, Tensor):
         return _tensor(value.detach())
     if isinstance(value, tuple):

@@ -49,7 +49,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
         small.lin(), {"a": small.x(), "b": small.x()}
     ),
     "entries of another network beside its own": lambda: linnet.spectrum.gram_part(
-        small.lin(), small.x(), file="kernel.npy", part=(0, 1), x2={"a": small.x()}
+        small.lin(), small.x(), file="kernel.npy", part=(0, 1), x2={"a": small.x(), "b": small.x()}
     ),
     "a target for two": lambda: linnet.audit.counterfactual(small.fit(), [0, 1], 1),
     "x0 of another shape": lambda: linnet.solvers.cg(

@@ -25,7 +25,7 @@ from linnet.frames import frame
 from linnet.linalg.dealt import dealt_eigh
 from linnet.linalg.factorize import cholesky, eigenvalue_error
 from linnet.linear.evidence import at_best_noise
-from linnet.params import choice
+from linnet.params import choice, number
 from linnet.shown import Record
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class RidgePath(CriteriaByRidge):
         Returns:
             The factor.
         """
-        at = int((self.ridges - ridge).abs().argmin())
+        at = int((self.ridges - number("ridge", ridge, above=0)).abs().argmin())
         if self.target_noise is None or not self.noise[at] > 0:  # nothing is left of the targets
             return 1.0
         return float(self.target_noise[at] / self.noise[at])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from linnet.errors import NumericalError
 from linnet.params import refuse, tensor
+from linnet.shown import Record
 
 V = TypeVar("V")
 
@@ -35,8 +36,8 @@ class Status(Enum):
     )
 
 
-@dataclass(frozen=True)
-class Solution(Generic[V]):
+@dataclass(frozen=True, repr=False)
+class Solution(Record, Generic[V]):
     """The result of an iterative method.
 
     Args:
@@ -83,8 +84,8 @@ class Solution(Generic[V]):
         )
 
 
-@dataclass(frozen=True)
-class Estimate:
+@dataclass(frozen=True, repr=False)
+class Estimate(Record):
     """A random estimate with its own error.
 
     Args:

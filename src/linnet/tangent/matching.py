@@ -42,7 +42,7 @@ def saved_output(metadata: Mapping[str, Any], output: OutputAdapter) -> OutputAd
         raise InputError(
             "output is missing",
             expected="the callable that the file was written with",
-            remedy="pass output= as it was then",
+            remedy="pass output= as it was then, or linnet.linearize(model, output=...)",
         )
     return output if callable(output) else metadata.get("output")
 
