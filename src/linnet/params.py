@@ -231,6 +231,8 @@ def wrapped(value: Any) -> Tensor:
     """A tensor of what holds numbers, in the same memory where that can be; nothing is ever written there."""
     if hasattr(value, "to_numpy"):  # the columns of data frames
         value = value.to_numpy()
+    if np.ma.is_masked(value):
+        raise ValueError(f"its mask hides {np.ma.count_masked(value)} of its entries: drop or fill them")
     if isinstance(value, np.ndarray):
         value = _plain_array(value)
     locked = isinstance(value, np.ndarray) and not value.flags.writeable
@@ -248,8 +250,9 @@ def wrapped(value: Any) -> Tensor:
 
 def _plain_array(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """An array of a type and layout that torch has, the same one where it can be."""
-    if value.dtype.kind == "O":  # whole columns of numbers with gaps
-        value = value.astype(np.float64) if not any(isinstance(one, str) for one in value.flat) else value
+    if value.dtype.kind == "O" and not any(isinstance(one, str) for one in value.flat):
+        found = np.array(value.tolist())  # columns of whole numbers, or with gaps
+        value = found if found.dtype.kind in "iu" and found.shape == value.shape else value.astype(np.float64)
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
     if value.dtype.kind == "f" and value.dtype.itemsize > 8:

@@ -67,7 +67,7 @@ def test_a_perfect_update_has_no_relative_rate() -> None:
         (one_hot([0, 1]), [0], ["y is list", "(1,)"]),
         (one_hot([0, 1]), [0.0, 1.0], ["y", "float"]),
         (one_hot([0, 1]), [0, 3], ["y holds 3 at index 1", "0 to 2"]),
-        (one_hot([0, 1]), "ab", ["y='ab'"]),
+        (one_hot([0, 1]), "ab", ["y is text"]),
         (
             nn.Sequential(nn.Dropout(), nn.Linear(3, 3)).double().train(),
             [0, 1],
@@ -254,7 +254,7 @@ def test_all_labels_at_once() -> None:
         (InputError, [], [], ["names no example"]),
         (InputError, 0, [0, 1], ["target", "(2,)"]),
         (InputError, 0, [[1.0, 2.0]], ["target", "(1, 2)"]),
-        (InputError, 0, "cat", ["target is str"]),
+        (InputError, 0, "cat", ["is text"]),
         (DataError, 0, 3, ["3", "0 to 2"]),
         (DataError, 0, [float("nan"), 0.0, 0.0], ["not finite"]),
     ],

@@ -48,7 +48,13 @@ LABELS: list[tuple[Likelihood, Tensor, Any, type[LinnetError], str]] = [
     (Categorical(), F32, torch.zeros(4), DataError, r"type torch\.float32 and shape \(4,\).*y\.long\(\)"),
     (Categorical(), F32, torch.zeros(4, dtype=torch.bool), DataError, r"torch\.bool.*integer classes \(4,\)"),
     (Categorical(), F32, torch.zeros(4, 3, dtype=torch.long), DataError, r"shape \(4, 3\).*y\.argmax\(1\)"),
-    (Categorical(), F32, torch.zeros(4, 1, dtype=torch.long), DataError, r"shape \(4, 1\).*y\.reshape\(4,\)"),
+    (
+        Categorical(),
+        F32,
+        torch.zeros(4, 1, 1, dtype=torch.long),
+        DataError,
+        r"shape \(4, 1, 1\).*y\.reshape\(-1,\)",
+    ),
     (
         Categorical(),
         F32,
@@ -281,3 +287,9 @@ def test_one_output_takes_targets_without_its_axis() -> None:
     for likelihood in (Bernoulli(), Gaussian()):
         assert torch.equal(likelihood.nll(f, y), likelihood.nll(f, y[:, None]))
         assert likelihood.gradient(f, y).shape == f.shape
+
+
+def test_labels_of_classes_may_be_a_column() -> None:
+    for shape in ((4, 3), (4, 3, 5)):
+        f, y = torch.randn(shape), torch.randint(3, (4, *shape[2:]))
+        assert torch.equal(Categorical(axis=1).nll(f, y), Categorical(axis=1).nll(f, y[..., None]))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import linnet
 from linnet.errors import DataError, InputError, WeightsError
 from linnet.finetuning.finetuned import load_finetuned
 from tests.finetuning.by_name import finetune
@@ -64,16 +65,25 @@ def test_what_is_no_network_has_no_weights_to_load(tmp_path: Path) -> None:
 
 def test_validation_data_are_of_the_kind_of_the_training_data() -> None:
     x, y = images()
-    one_hot = nn.functional.one_hot(y).float()
+    values = nn.functional.one_hot(y) - 0.5
     begun: list[int] = []
     options: dict[str, Any] = {**SHORT, "log": lambda values, step: begun.append(step)}
-    refused(
-        InputError, lambda: finetune(net(), (x, y), validation=(x, one_hot), **options), "validation data"
-    )
+    refused(InputError, lambda: finetune(net(), (x, y), validation=(x, values), **options), "validation data")
     refused(
         InputError,
-        lambda: finetune(net(), (x, one_hot), validation=(x, y), **options),
+        lambda: finetune(net(), (x, values), validation=(x, y), **options),
         "float targets (N, 3)",
     )
     refused(DataError, lambda: finetune(net(), (x, y), validation=(x, y + 9), **options), "out of range")
     assert not begun
+
+
+def test_labels_that_are_probably_no_classes_are_told_of_as_adapt_tells() -> None:
+    x, y = images()
+    for odd, word in ((5 * y, "without a sample"), ((y > 0).float(), "taken as values")):
+        with pytest.warns(UserWarning, match=word):
+            tuned = finetune(net(), (x, odd), "nlft" if odd.dtype == torch.int64 else "lqf", **SHORT)
+        assert any(word in note for note in tuned.notes)
+        with pytest.warns(UserWarning, match=word):
+            linnet.adapt(net(), (x, odd), weight=0.0, ridge=1.0)
+    refused(DataError, lambda: finetune(net(), (x, 1980 + y), **SHORT), "1982", "y.float()")

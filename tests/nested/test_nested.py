@@ -268,6 +268,15 @@ def test_single_samples_do_not_count() -> None:
     assert any("single example" in line for line in fit.record.warnings)
 
 
+@pytest.mark.parametrize(("weight", "ridge"), [(0.5, 1.0), (0.5, None), (None, 1.0), (0.0, None)])
+def test_one_sample_of_each_class(weight: float | None, ridge: float | None) -> None:
+    x, _ = samples(3, 2)
+    fit = linnet.adapt(NET, (x, torch.arange(3)), weight=weight, ridge=ridge)
+    assert fit.body_weight == (weight or 0.0)
+    goal, kernel = 15.0 * torch.eye(3, dtype=torch.float64), reference(NET, x, 3, fit.body_weight)
+    assert near(fit.predict(x), solution(kernel, goal, fit.ridge, torch.arange(3)))
+
+
 def test_the_grid_of_ridges_grows() -> None:
     x = torch.randn(60, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).double()

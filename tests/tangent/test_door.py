@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 import linnet
+from linnet import audit
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.tangent.door import admit, examples, tensorize
 from linnet.tangent.gather import gather_data
@@ -136,6 +137,65 @@ def test_text_names_classes(y: Any, tmp_path: Any) -> None:
     assert linnet.load(tmp_path, of_tables()).class_names == found.class_names
     with pytest.raises(InputError, match=r"text.*unique"):
         linnet.Laplace(of_tables(), linnet.likelihoods.Categorical()).fit((TABLE, NAMES))
+
+
+def test_text_of_any_form_is_the_same_labels() -> None:
+    expected = linnet.fit(linnet.linearize(of_tables()), (TABLE, NAMES))
+    raw = linnet.fit(linnet.linearize(of_tables()), (TABLE, NAMES.astype("S")))
+    assert raw.class_names == expected.class_names
+    assert torch.equal(raw.targets, expected.targets)
+    by_name, by_number = (
+        audit.counterfactual(expected, [0, 1], target) for target in (["bee", "ant"], [1, 0])
+    )
+    assert torch.equal(by_name.fit.targets, by_number.fit.targets)
+    with pytest.raises(DataError, match="'cow'"):
+        audit.counterfactual(expected, 0, "cow")
+    one = nn.Sequential(of_tables(), nn.Linear(3, 1))  # three names are no numbers, whatever the network has
+    assert not any("float" in line for line in linnet.adapt(one, TABLE, NAMES).record.warnings)
+
+
+def hidden(values: Any, masked: bool = True) -> Any:
+    return np.ma.array(values, mask=[masked] + [False] * (N - 1))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("y", "word"),
+    [
+        ([None, *NAMES[1:].tolist()], "index 0"),
+        ([*NAMES[:3].tolist(), float("nan"), *NAMES[4:].tolist()], "index 3"),
+        (pd.Series([None, *NAMES[1:]]), "index 0"),
+        (hidden(NAMES), "index 0"),
+        (hidden(Y.numpy()), "mask"),
+        (pd.Series([None, 1, 2] * 4, dtype="Int64"), "NaN"),
+    ],
+)
+def test_a_missing_label_is_refused(y: Any, word: str) -> None:
+    with pytest.raises(LinnetError, match=word):
+        linnet.adapt(of_tables(), TABLE, y)
+
+
+@pytest.mark.parametrize("gap", [None, float("nan"), 1])
+@pytest.mark.parametrize("place", [0, 4])
+def test_a_missing_label_among_samples_is_refused(gap: Any, place: int) -> None:
+    labels: list[Any] = NAMES.tolist()
+    labels[place] = gap
+    for data in (list(zip(torch.from_numpy(TABLE), labels, strict=True)), Rows(labels)):
+        with pytest.raises(LinnetError, match="y is|without targets"):
+            linnet.adapt(of_images() if isinstance(data, Rows) else of_tables(), data)
+
+
+def test_masks_that_hide_nothing_are_let_through() -> None:
+    found = linnet.adapt(of_tables(), TABLE, hidden(Y.numpy(), masked=False), weight=0.5, ridge=1.0)
+    assert torch.equal(found.targets, linnet.adapt(of_tables(), TABLE, Y, weight=0.5, ridge=1.0).targets)
+    mask = TABLE > 1
+    with pytest.raises(InputError, match="mask"):
+        linnet.adapt(of_tables(), np.ma.array(TABLE, mask=mask), Y)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("column", [np.array(Y.tolist(), dtype=object), pd.Series(Y.tolist(), dtype=object)])
+def test_whole_numbers_in_columns_of_objects_are_classes(column: Any) -> None:
+    assert linnet.fit(linnet.linearize(of_tables()), (TABLE, column)).classes == 3
+    assert linnet.adapt(of_tables(), TABLE, column).classes == 3
 
 
 class Rows:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from linnet.audit.predictors import check_fit
@@ -14,9 +13,9 @@ from linnet.fitting.arguments import positions
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import after_change
 from linnet.linear.targets import Targets, make_targets
-from linnet.params import wrapped
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs
+from linnet.tangent.door import known_answers
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -33,6 +32,7 @@ class Counterfactual(Record):
         after: Predictions at x with the other labels, (T, C).
 
     Example:
+        >>> import torch
         >>> import linnet
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
         >>> x, y = torch.randn(8, 2), torch.arange(8) % 2
@@ -84,6 +84,7 @@ def counterfactual(fit: LinearFit, index: Any, target: Any, x: Inputs | None = N
         The discussion of Achille et al., CVPR 2021 (counterfactual analysis in the first order).
 
     Example:
+        >>> import torch
         >>> import linnet
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
         >>> x, y = torch.randn(6, 2), torch.tensor([0, 1, 0, 1, 0, 1])
@@ -119,10 +120,7 @@ def counterfactual(fit: LinearFit, index: Any, target: Any, x: Inputs | None = N
 def _targets(target: Any, fit: LinearFit, k: int) -> Tensor:
     """Targets (k, C)."""
     c = fit.system.c
-    try:
-        y = wrapped(target).detach()
-    except (TypeError, ValueError, RuntimeError):
-        y = torch.empty(0)
+    y = known_answers(target, fit.record.classes).detach()
     if y.is_floating_point():
         y = y.reshape(1, -1) if k == 1 and y.ndim < 2 else y[:, None] if y.ndim == 1 and c == 1 else y
     else:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit
-from linnet.params import tensor
 from linnet.tangent.batch import Inputs, batch_size, require_dense, split, tensors_in
+from linnet.tangent.door import answers
 from linnet.tangent.hashing import hash_tensors
 
 BATCH = 128  # examples predicted at once
@@ -87,7 +87,7 @@ def _varies(module: nn.Module) -> bool:
 
 def class_labels(y: Any, n: int, classes: int) -> Tensor:
     """Integer classes (N,)."""
-    labels = tensor("y", y, f"integer classes ({n},), one for each example of x", "pass y.long()").detach()
+    labels = answers(y).detach()
     kind = labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex()
     if labels.shape != (n,) or kind:
         raise InputError(

@@ -133,7 +133,9 @@ def finetune(
             remedy="pass validation=(x, y), or leave keep= out",
         )
     kept = _outputs_to_keep(model, recipe, shaping.output, examples)
-    plan = Plan(recipe, shaping, Problem.of(examples, kept, recipe), steps, kept_on)
+    linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    own = linear[-1].out_features if linear else None
+    plan = Plan(recipe, shaping, Problem.of(examples, kept, recipe, own), steps, kept_on)
     held = None if validation is None else Examples(validation, device, model)
     if held is not None:
         plan.problem.check(held)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from linnet.errors import DataError, InputError
+from linnet.errors import InputError
 from linnet.finetuning.course import Course, Optimization
 from linnet.finetuning.examples import Examples
 from linnet.finetuning.finetuned import Settings
@@ -15,8 +16,8 @@ from linnet.finetuning.prepared import Shaping
 from linnet.finetuning.recipes import Candidate, Recipe
 from linnet.finetuning.run import Run
 from linnet.fitting.training import Training
-from linnet.linear.targets import make_targets
-from linnet.params import tensor
+from linnet.linear.targets import doubts, make_targets, task_targets
+from linnet.params import tensor, warn
 
 
 @dataclass(frozen=True)
@@ -29,28 +30,27 @@ class Problem:
     notes: tuple[str, ...]  # what is worth knowing of them
 
     @classmethod
-    def of(cls, examples: Examples, kept: int | None, recipe: Recipe) -> Problem:
+    def of(cls, examples: Examples, kept: int | None, recipe: Recipe, own: int | None) -> Problem:
         """Read it off the targets; a head that is kept may have outputs for more classes."""
         y = tensor("y", examples.labels(), "classes or real targets")
-        if y.is_floating_point():
-            if recipe.loss == "cross-entropy":
-                raise InputError(
-                    f'y has type {y.dtype} with loss="cross-entropy"',
-                    expected="integer classes (N,)",
-                    remedy='convert classes with y.long(), or pass loss="squared" for values',
-                )
-            return cls(y.reshape(len(y), -1).shape[1], False, y, ())
-        found = int(y.max()) + 1
-        if int(y.min()) < 0 or (y == y.flatten()[0]).all():
-            raise DataError(
-                f"y holds {'negative labels' if int(y.min()) < 0 else 'one class only'}",
-                expected="labels 0 to C − 1 of at least two classes",
-                remedy="check the labels and the split",
+        if y.is_floating_point() and recipe.loss == "cross-entropy":
+            raise InputError(
+                f'y has type {y.dtype} with loss="cross-entropy"',
+                expected="integer classes (N,)",
+                remedy='convert classes with y.long(), or pass loss="squared" for values',
             )
+        targets = task_targets(y, torch.get_default_dtype())
+        known = targets.classes is not None and targets.classes <= (kept or 0)
+        said = () if known else doubts(y, targets, own)
+        for line in said:
+            warn(line)
+        found = targets.values.shape[1]
+        if targets.labels is None:
+            return cls(found, False, y, said)
         outputs = max(found, kept or 0)
-        empty = outputs - len(y.unique())
+        empty = outputs - len(targets.labels.unique())
         notes = (f"{empty} of {outputs} classes have no training example",) if empty else ()
-        return cls(outputs, True, y, notes)
+        return cls(outputs, True, y, (*said, *notes))
 
     def check(self, held: Examples) -> None:
         """Raise unless validation data are of the same kind: before the training, not after it."""

@@ -62,6 +62,7 @@ class Categorical(Likelihood):
         expected = self._label_shape(f.shape)
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             return self._check_soft(f, y, expected)
+        y = y[..., 0] if y.shape == (*expected, 1) else y  # a column of labels
         if y.shape != torch.Size(expected):
             require_shape(y, expected, self._shape_remedy(f, y))
         y, classes = y.long(), f.shape[self._class_axis(f.ndim)]
@@ -79,7 +80,7 @@ class Categorical(Likelihood):
         if y.shape == f.shape:
             return f"pass y.argmax({self.axis}) for one-hot labels"
         if y.numel() == math.prod(self._label_shape(f.shape)):
-            return f"pass y.reshape{self._label_shape(f.shape)}"
+            return f"pass y.reshape{(-1, *self._label_shape(f.shape)[1:])}"
         if f.ndim > 2 and y.shape == f.shape[:-1]:
             return "pass axis=-1 for outputs (N, T, C)"
         return "give one label for each position; axis names the axis of classes"

@@ -155,7 +155,8 @@ def _adapted(
     features = Features(model, HEADS, seed, names)
     targets = task_targets(y, features.function.dtype)
     headless = isinstance(model, Appended) and model.width is not None
-    said = doubts(y, targets, None if headless else last_linear(model)[1].out_features)
+    outputs = None if headless else last_linear(model)[1].out_features
+    said = () if heard.classes else doubts(y, targets, outputs)
     for line in said:
         check.warn(line)
     features.function.check_runs(take(x, slice(0, 1)))

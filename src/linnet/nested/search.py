@@ -223,7 +223,7 @@ def right_together(kernel: Tensor, targets: Targets, ridge: float) -> Tensor:
     known = torch.nn.functional.one_hot(labels, targets.values.shape[1])
     turn = (known.cumsum(0) * known).sum(1)  # the how many-th of its class each sample is
     residuals = torch.zeros_like(system.beta)
-    for place in range(1, int(turn[counting].max()) + 1):
+    for place in range(1, int((turn * counting).max()) + 1):
         out = ((turn == place) & counting).nonzero()[:, 0]
         # residuals of samples S without S: (M_SS)⁻¹ β_S
         residuals[out] = torch.linalg.solve(system.inverse[out][:, out], system.beta[out])

@@ -89,13 +89,16 @@ def answers(y: Any, said: Said | None = None) -> Tensor:
     """Targets as a tensor."""
     y = y.to_numpy() if hasattr(y, "to_numpy") else y
     words = y.tolist() if isinstance(y, np.ndarray) and y.dtype.kind in "USO" else y
-    if isinstance(words, str):
-        words = [words]
-        return answers(words, said)[0]
-    words = words.tolist() if isinstance(words, np.ndarray) and words.dtype == object else words
+    if isinstance(words, str | bytes):
+        return answers([words], said)[0]
+    if isinstance(words, list | tuple):
+        words = [word.decode() if isinstance(word, bytes) else word for word in words]
     if not isinstance(words, list | tuple) or not any(isinstance(word, str) for word in words):
+        if said is not None and not isinstance(y, Tensor):  # text that has numbers comes again as one
+            said.of_kind("numbers")
         return named_tensor(y, "y")
-    if other := next((place for place, word in enumerate(words) if not isinstance(word, str)), None):
+    other = next((place for place, word in enumerate(words) if not isinstance(word, str)), None)
+    if other is not None:
         raise DataError(
             f"y is text, and at index {other} it is {words[other]!r}",
             expected="text alone, or numbers alone",
@@ -107,6 +110,7 @@ def answers(y: Any, said: Said | None = None) -> Tensor:
             expected="numbers of classes",
             remedy="number them: names, y = numpy.unique(y, return_inverse=True)",
         )
+    said.of_kind("text")
     return said.number(words)
 
 

@@ -44,6 +44,17 @@ class Said:
     classes: tuple[str, ...] = ()
     text: bool = True  # whether y may be text
     _numbers: dict[str, int] = field(default_factory=dict)
+    _kinds: set[str] = field(default_factory=set)  # of y: whether text or numbers
+
+    def of_kind(self, kind: str) -> None:
+        """Raise where some of y are text and others numbers, or missing."""
+        self._kinds.add(kind)
+        if len(self._kinds) > 1:
+            raise DataError(
+                "y is text in some samples, and a number or missing in others",
+                expected="text alone, or numbers alone",
+                remedy="drop or repair these samples",
+            )
 
     def number(self, words: Sequence[str]) -> Tensor:
         """Numbers of words, in the order in which they come for the first time."""
