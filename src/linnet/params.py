@@ -231,8 +231,8 @@ def wrapped(value: Any) -> Tensor:
     """A tensor of what holds numbers, in the same memory where that can be; nothing is ever written there."""
     if hasattr(value, "to_numpy"):  # the columns of data frames
         value = value.to_numpy()
-    if np.ma.is_masked(value):
-        raise ValueError(f"its mask hides {np.ma.count_masked(value)} of its entries: drop or fill them")
+    if isinstance(value, np.ma.MaskedArray) and (hidden := int(np.ma.getmaskarray(value).sum())):
+        raise ValueError(f"its mask hides {hidden} of its entries: drop or fill them")
     if isinstance(value, np.ndarray):
         value = _plain_array(value)
     locked = isinstance(value, np.ndarray) and not value.flags.writeable

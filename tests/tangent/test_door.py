@@ -139,6 +139,58 @@ def test_text_names_classes(y: Any, tmp_path: Any) -> None:
         linnet.Laplace(of_tables(), linnet.likelihoods.Categorical()).fit((TABLE, NAMES))
 
 
+ROWS = torch.from_numpy(TABLE)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])  # 3: as many as there are channels
+@pytest.mark.parametrize("as_list", [list, lambda x: [one.double().numpy() for one in x]])
+@pytest.mark.parametrize(("make", "x"), [(of_images, IMAGES), (of_tables, ROWS)])
+def test_a_list_of_samples_is_a_batch_at_every_door(n: int, as_list: Any, make: Any, x: Tensor) -> None:
+    fit, listed, batch = linnet.fit(linnet.linearize(make()), (x, Y)), as_list(x[:n]), x[:n]
+    torch.testing.assert_close(fit.predict(listed), fit.predict(batch))
+    torch.testing.assert_close(fit.module.kernel(listed), fit.module.kernel(batch))
+    updated = [fit.update((given, Y[:n])).predict(x) for given in (listed, batch)]
+    torch.testing.assert_close(*updated)
+    scores = [linnet.evaluate(fit, (given, Y[:n])).nll for given in (listed, batch)]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-4)
+    if x is IMAGES:
+        apart = [linnet.ood(fit, given, given).outside.entropy for given in (listed, batch)]
+        torch.testing.assert_close(*apart)
+
+
+def test_a_list_is_still_the_inputs_of_a_network_that_takes_them() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = of_tables()
+
+        def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+            return self.layer(x + shift)
+
+    lin = linnet.linearize(Two())
+    torch.testing.assert_close(lin([ROWS[:2], ROWS[2:4]]), lin((ROWS[:2], ROWS[2:4])))
+    single = linnet.linearize(of_tables())
+    torch.testing.assert_close(single([ROWS[:5]]), single(ROWS[:5]))
+
+
+def test_a_series_of_images_and_frames_at_every_door() -> None:
+    fit = linnet.fit(linnet.linearize(of_images()), (pd.Series(PICTURES), Y))
+    torch.testing.assert_close(fit.predict(pd.Series(PICTURES[:1])), fit.predict(IMAGES[:1]))
+    for given, images in ((FRAME, ROWS), (TABLE, ROWS), (FRAME.astype(float), ROWS), (PICTURES, IMAGES)):
+        made = fit if images is IMAGES else linnet.fit(linnet.linearize(of_tables()), (FRAME, Y))
+        found, expected = (linnet.ood(made, x, x[:4]).outside.entropy for x in (given, images))
+        torch.testing.assert_close(found, expected)
+    double = FRAME.astype(float)
+    kept = [linnet.spectrum.Recorder(x) for x in (double, ROWS)]
+    values = [recorder.note(of_tables(), 0).values for recorder in kept]  # type: ignore[union-attr]
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+    stores = [audit.GradientStore(name, of_tables(), linnet.likelihoods.Categorical()) for name in ("a", "b")]
+    for store, x in zip(stores, (double, ROWS), strict=True):
+        store.add((x, Y))
+    scores = [store.scores((x, Y)) for store, x in zip(stores, (double, ROWS), strict=True)]
+    torch.testing.assert_close(*scores)
+
+
 def test_text_of_any_form_is_the_same_labels() -> None:
     expected = linnet.fit(linnet.linearize(of_tables()), (TABLE, NAMES))
     raw = linnet.fit(linnet.linearize(of_tables()), (TABLE, NAMES.astype("S")))
@@ -180,7 +232,7 @@ def test_a_missing_label_among_samples_is_refused(gap: Any, place: int) -> None:
     labels: list[Any] = NAMES.tolist()
     labels[place] = gap
     for data in (list(zip(torch.from_numpy(TABLE), labels, strict=True)), Rows(labels)):
-        with pytest.raises(LinnetError, match="y is|without targets"):
+        with pytest.raises(LinnetError, match=r"y is|without targets"):
             linnet.adapt(of_images() if isinstance(data, Rows) else of_tables(), data)
 
 

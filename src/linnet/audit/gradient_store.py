@@ -193,7 +193,7 @@ class GradientStore(Shown):
         gradients = LossGradients(self.function, self.likelihood, self.memory)
         whole, shard, count = hashlib.sha256(), _Shard(0), 0
         self._moment = self._last = None
-        for x, y in track(stream(data), "gradients"):
+        for x, y in track(stream(data, self.function), "gradients"):
             start, n = 0, batch_size(x)
             while start < n:
                 rows = slice(start, min(n, start + self.folder.size - shard.count))
@@ -326,7 +326,7 @@ class GradientStore(Shown):
     def _solved(self, queries: Any, damping: float | None, metric: str) -> Tensor:
         """(Ĝ + λI)⁻¹ φ of the queries, (Q, D)."""
         gradients = LossGradients(self.function, self.likelihood, self.memory)
-        rows = [gradients.rows(x, y) for x, y in stream(queries)]
+        rows = [gradients.rows(x, y) for x, y in stream(queries, self.function)]
         if not rows:
             raise DataError("queries is empty: it yields no example", "at least one example", EMPTY)
         return self._inverse(damping, metric)(torch.cat(rows).to(self._dtype))

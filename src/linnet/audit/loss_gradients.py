@@ -29,7 +29,7 @@ from linnet.tangent.batch import (
     take,
 )
 from linnet.tangent.capture import capture, capture_bytes
-from linnet.tangent.door import answers, tensorize
+from linnet.tangent.door import answers, taken
 from linnet.tangent.functional import Functional
 from linnet.tangent.independence import require_own_rows
 from linnet.tangent.order import Said
@@ -42,13 +42,14 @@ LARGEST = 64  # examples differentiated at once, at most
 SHARE = 0.5  # of the budget that one captured batch may take
 
 
-def stream(data: Any) -> Iterator[Pair]:
+def stream(data: Any, function: Functional) -> Iterator[Pair]:
     """The batches of any kind of data, one after the other; nothing is gathered."""
     said = Said()
     for i, (inputs, targets) in enumerate(pairs(data, said)):
         while said.warnings:
             warnings.warn(said.warnings.pop(), stacklevel=2)
-        x, y, name = tensorize(inputs), answers(targets), f"batch {i} of data"
+        y, name = answers(targets), f"batch {i} of data"
+        x = taken(function, inputs)
         if batch_size(x) == 0:
             raise DataError(f"{name} is empty", expected="at least one example", remedy=EMPTY)
         require_targets(x, y, name)

@@ -21,6 +21,7 @@ from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
 from linnet.shown import Record
 from linnet.tangent.batch import tensors_in
+from linnet.tangent.door import alone
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -184,8 +185,12 @@ def ood(
     """
     choice("score", score, SCORES)
     predict = asked(predict)
-    known, classes, shapes = _judged(predict, batches_of(predict, inside, batch_size, device), "inside", ())
-    apart, others, _ = _judged(predict, batches_of(predict, outside, batch_size, device), "outside", shapes)
+    known, classes, shapes = _judged(
+        predict, batches_of(predict, alone(inside), batch_size, device), "inside", ()
+    )
+    apart, others, _ = _judged(
+        predict, batches_of(predict, alone(outside), batch_size, device), "outside", shapes
+    )
     if classes != others:
         raise InputError(
             f"predict returned {classes} classes inside and {others} outside",

@@ -22,7 +22,7 @@ from linnet.spectrum.kernel_matrix import check_inputs, check_kernel, flat_gram,
 from linnet.spectrum.plots import RecorderPlots
 from linnet.tangent.batch import Inputs, batch_size, check_examples
 from linnet.tangent.captured import Form
-from linnet.tangent.door import tensorize
+from linnet.tangent.door import taken, tensorize
 from linnet.tangent.gather import copied, gather_data
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -159,16 +159,15 @@ class Recorder(Shown):
                 remedy="use one Recorder for each run",
             )
         function = tangent_of(model)
-        shape = check_inputs(function, self.x)
+        x = taken(function, self.x)
+        shape = check_inputs(function, x)
         targets = None
         if self.y is not None:
             targets = function_values(self.y.to(function.device), shape, self.form, function.dtype)
         file = None if self.folder is None else self.folder / f"kernel-{step}.npy"
-        matrix = gram(
-            Linearized(function), self.x, form=self.form, memory=self.memory, file=file, progress=False
-        )
+        matrix = gram(Linearized(function), x, form=self.form, memory=self.memory, file=file, progress=False)
         options: dict[str, Any] = {"gram": matrix, "memory": self.memory, "progress": False}
-        pairs = eigenfunctions(Linearized(function), self.x, self.k, self.form, **options)
+        pairs = eigenfunctions(Linearized(function), x, self.k, self.form, **options)
         found = self._measured(step, matrix, pairs, targets)
         self._first = matrix if self._first is None else self._first
         self._last = matrix

@@ -68,6 +68,8 @@ def tensorize(x: Any, name: str = "x") -> Inputs:
             key: value if _is_text(value) else tensorize(value, f"{name}[{key!r}]")
             for key, value in entries.items()
         }
+    if str(getattr(x, "dtype", "")) == "object" and holds_arrays(found := np.asarray(x).tolist()):
+        x = found
     if isinstance(x, Sequence) and not isinstance(x, list | tuple | str | range):
         x = list(x)  # a column of a data set
     if not hasattr(x, "to_numpy") and (yields(x) or (is_data_set(x) and not hasattr(x, "__array__"))):
@@ -231,7 +233,7 @@ def admit(network: Functional | nn.Module, x: Inputs, said: Said | None = None) 
     if isinstance(x, Mapping):
         x = _routed(_known(network, "arguments", lambda: _arguments(model)), x, said)
     elif isinstance(x, list):
-        x = _listed(_arguments(model), x)
+        x = _listed(network, model, x)
     tensors = [t for t in tensors_in(x) if t.ndim]
     change = _known(network, "change", lambda: _Change.of(model))
     if torch.compiler.is_compiling() or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
@@ -378,12 +380,48 @@ def outputs_of(network: Functional | nn.Module, x: Inputs) -> Tensor | None:
         return None
 
 
-def _listed(found: dict[str, bool] | None, x: list[Any]) -> Inputs:
-    """A list of inputs, or of samples if there are more of them than the network has arguments."""
-    alike = all(isinstance(t, Tensor) and t.shape == x[0].shape for t in x)
-    if found is None or not alike or len(x) <= len(found):
+def _listed(network: Functional | nn.Module, model: nn.Module, x: list[Any]) -> Inputs:
+    """A list of inputs, or of samples if the network does not take as many arguments, or not these."""
+    found, alike = _arguments(model), are_alike(x)
+    needed = 0 if found is None else sum(found.values())
+    if found is None or not alike or len(x) == needed > 1:
         return tuple(x)
-    return torch.stack(x)
+    samples = torch.stack(x)
+    if not needed <= len(x) <= len(found):
+        return samples
+    change = _known(network, "change", lambda: _Change.of(model))
+    images = change is not None and change.channels is not None and samples.ndim == 4
+
+    def are_samples() -> bool:
+        return _fits(network, model, samples, change) and (
+            images or not _fits(network, model, tuple(x), change)
+        )
+
+    kind = (len(x), samples.dtype, samples.shape[1:])
+    return samples if _known(network, kind, are_samples) else tuple(x)
+
+
+def _fits(network: Functional | nn.Module, model: nn.Module, x: Inputs, change: _Change | None) -> bool:
+    """Whether a network runs on the first example, as it is or changed."""
+    few = take(x, slice(0, 1))
+    for step in () if change is None else _way(network, model, few, change):
+        few = map_tensors(getattr(change, step), few)
+    with _asking(model):
+        return _runs(network, model, few)
+
+
+def are_alike(x: Any) -> bool:
+    """Whether it is a list of tensors of one shape, and so perhaps of samples."""
+    return isinstance(x, list) and all(isinstance(t, Tensor) and t.shape == x[0].shape for t in x)
+
+
+def alone(x: Any) -> Any:
+    """Inputs without targets as a tensor, where their form says that they are; anything else as it is."""
+    listed = isinstance(x, list) and all(getattr(one, "ndim", 0) > 2 or _is_image(one) for one in x)
+    if not (listed and x) and not hasattr(x, "__array__"):
+        return x
+    found = tensorize(x)
+    return torch.stack(found) if are_alike(found) else found
 
 
 def _arguments(model: nn.Module) -> dict[str, bool] | None:

@@ -36,7 +36,7 @@ from linnet.tangent.batch import (
     take,
     tensors_in,
 )
-from linnet.tangent.door import admit, answers, device_of, outputs_of, tensorize
+from linnet.tangent.door import admit, answers, are_alike, device_of, outputs_of, tensorize
 from linnet.tangent.functional import Functional
 from linnet.tangent.order import Said, random_kept
 from linnet.tangent.pairs import in_pieces, pairs, require_targets, side_by_side
@@ -73,6 +73,8 @@ def gather_data(
     else:
         ((x, targets),) = pairs(data, heard)
         y = answers(targets, heard)
+        if are_alike(x) and y.ndim and len(x) == len(y) and (network is None or len(x[0]) != len(y)):
+            x = torch.stack(x)  # samples
         x = x if network is None else _admitted(network, x, heard, _limit(memory))
         if keep:
             x, y = copied(x, memory, _read_only(data)), y.detach().clone()
