@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
+from linnet.errors import InputError
 from linnet.likelihoods import Categorical
 
 LENGTHS, Y = [3, 7, 5, 2, 6, 4, 7, 3], torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
@@ -82,6 +84,23 @@ def test_padding_does_not_change_a_curvature(kind: dict[str, bool], structure: s
     wide = [({k: t[i : i + 2] for k, t in batch(30).items()}, Y[i : i + 2]) for i in (0, 2)]
     own, padded = (made(net, data, structure=structure, sharing=sharing) for data in (parts, wide))
     torch.testing.assert_close(own.dense(), padded.dense(), rtol=1e-9, atol=1e-12)
+
+
+def test_a_mask_that_is_added_to_scores_hides_the_same_positions() -> None:
+    torch.manual_seed(0)
+    net, x = Text().double(), batch(12)
+    twin = copy.deepcopy(net)
+    twin.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, "attention_mask": kwargs["attention_mask"] == 0}),
+        with_kwargs=True,
+    )
+    added = {**x, "attention_mask": torch.where(x["attention_mask"] == 1, 0.0, -1e4)}
+    torch.testing.assert_close(
+        made(twin, (added, Y), structure="kfac").dense(), made(net, (x, Y), structure="kfac").dense()
+    )
+    inverted = {**x, "attention_mask": 1 - batch(7)["attention_mask"], "input_ids": batch(7)["input_ids"]}
+    with pytest.raises(InputError, match="attention_mask"):
+        made(twin, (inverted, Y), structure="kfac")
 
 
 @pytest.mark.parametrize("structure", ["kfac", "ekfac"])

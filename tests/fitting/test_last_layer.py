@@ -204,6 +204,54 @@ def test_hidden_states_are_averaged_over_the_attention_mask(kind: str) -> None:
     assert torch.allclose(headed(**tokens(1)), linnet.with_head(Mean(encoder), 3, data=(x, y))(**tokens(1)))
 
 
+class States(nn.Module):
+    """An encoder whose states do not depend on the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(40, 5), nn.Linear(5, 6)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        return {"last_hidden_state": self.layer(self.table(input_ids)).tanh()}
+
+
+FORMS: dict[str, Any] = {
+    "bool": lambda m: m.bool(),
+    "float": lambda m: m.float(),
+    "added": lambda m: torch.where(m > 0, 0.0, -1e4),
+    "least": lambda m: torch.where(m > 0, 0.0, torch.finfo(torch.float32).min),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_mask_keeps_is_read_in_every_form(form: str) -> None:
+    torch.manual_seed(0)
+    encoder, y = States().double(), torch.arange(N) % 3
+
+    def found(form: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        x, new = ({**t, "attention_mask": form(t["attention_mask"])} for t in (tokens(), tokens(1)))
+        halves = [({k: t[i : i + N // 2] for k, t in x.items()}, y[i : i + N // 2]) for i in (0, N // 2)]
+        halves[1][0].update({k: t[:, :-1] for k, t in halves[1][0].items()} if options else {})
+        fit = linnet.adapt(encoder, halves, weight=0.5, ridge=0.1)
+        one = {name: t[:1, :3] for name, t in new.items()}  # without padding
+        return fit.predict(new), fit.predict(one)
+
+    for options in ({}, {"ragged": True}):
+        torch.testing.assert_close(found(FORMS[form], **options), found(lambda m: m, **options))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [lambda m: 1 - m, lambda m: m * 2, lambda m: m - 1, lambda m: m * 0.5, lambda m: torch.zeros_like(m)],
+)
+def test_a_mask_that_cannot_be_read_is_refused(form: Any) -> None:
+    x = tokens()
+    x["attention_mask"][0] = 1  # a text without padding: inverted, it has no position
+    x["attention_mask"] = form(x["attention_mask"])
+    with pytest.raises(InputError, match="attention_mask"):
+        linnet.adapt(States().double(), (x, torch.arange(N) % 3), weight=0.5, ridge=0.1)
+
+
 def test_the_mask_counts_wherever_it_is_given() -> None:
     encoder, x, y = text_encoder("bert"), tokens(), torch.arange(N) % 3
     named = linnet.adapt(encoder, (x, y), weight=0.5, ridge=0.1)

@@ -13,7 +13,7 @@ from torch.nn.utils import skip_init
 
 from linnet.errors import InputError, LinnetError, ModelError
 from linnet.params import instance, refuse
-from linnet.tangent.batch import Inputs, split, take
+from linnet.tangent.batch import MASK, Inputs, counted, split, take
 from linnet.tangent.functional import (
     Functional,
     OutputAdapter,
@@ -25,7 +25,7 @@ from linnet.tangent.functional import (
 from linnet.tangent.selection import Selector, selected
 
 L = TypeVar("L", bound=nn.Module)
-HIDDEN, MASK = "last_hidden_state", "attention_mask"  # as encoders of transformers call them
+HIDDEN = "last_hidden_state"  # as encoders of transformers call it
 RECORD = "_linnet_head"  # attribute of a network whose head was put there: where, how, on which labels
 CANDIDATES = 5  # layers that an error names: the head is among the last that a network registers
 FEW = 4  # examples on which the last layer is checked to be the last
@@ -71,8 +71,8 @@ def taken(result: Any, output: OutputAdapter, mask: Tensor | None = None) -> Ten
             expected="a number for every position",
             remedy=f"pass output=, for example output=lambda r: r.{HIDDEN}[:, 0]",
         )
-    counts = mask[..., None].to(hidden)
-    return (hidden * counts).sum(1) / counts.sum(1).clamp_min(1)  # 1: an empty text has the features 0
+    counts = counted(mask)[..., None].to(hidden)
+    return (hidden * counts).sum(1) / counts.sum(1)
 
 
 def _hidden(result: Any, output: OutputAdapter) -> Tensor | None:

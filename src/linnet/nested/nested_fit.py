@@ -25,7 +25,7 @@ from linnet.fitting.arguments import positions
 from linnet.fitting.evaluation import count_in_words
 from linnet.fitting.fitted import more_data
 from linnet.fitting.kernel_fit import KernelFit
-from linnet.fitting.last_layer import HIDDEN, MASK
+from linnet.fitting.last_layer import HIDDEN
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import rounded, unused_remarks
@@ -40,7 +40,7 @@ from linnet.nested.rungs import Rung
 from linnet.nested.search import BIAS, Mixture, choose
 from linnet.nested.weights import Weights
 from linnet.params import no_targets
-from linnet.tangent.batch import Inputs, batch_size, concatenate
+from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate
 from linnet.tangent.functional import Functional
 from linnet.tangent.sizes import Prototype, Traced
 

@@ -30,6 +30,10 @@ TARGETS = ("labels", "label")  # what the targets are called in samples that are
 
 _NO_DATA_SETS = (list, tuple, str, bytes, Mapping, Tensor)  # have items, but no samples
 
+MASK = "attention_mask"  # what encoders of transformers call it
+
+ADDED = -100.0  # e^-100 of attention is none: what is added to scores and is below, hides a position
+
 IGNORED = -100  # the label of positions that do not count, as in torch's own cross-entropy
 
 OBSERVED, WHOLE = "linnet: observed", "linnet: inputs"  # keys of a batch with outputs that do not count
@@ -174,13 +178,30 @@ def observed(x: Inputs) -> tuple[Inputs, Tensor | None]:
     return x, None
 
 
+def counted(mask: Tensor) -> Tensor:
+    """Which positions a mask (N, T) keeps: those with 1 of 0 and 1, or with 0 where it is added to scores."""
+    kept, real = mask > 0, mask.is_floating_point()
+    if real:
+        kept = torch.where(kept.any(), kept, mask == 0)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return kept
+    known = ((mask == 0) | (mask == 1)).all() | (real & ((mask == 0) | (mask <= ADDED)).all())
+    if not bool(known & kept.any(1).all()):
+        kinds = "values other than 0 and 1" if not bool(known) else "a row that keeps no position"
+        raise InputError(
+            f"{MASK} has {kinds}: it reaches from {float(mask.min()):.4g} to {float(mask.max()):.4g}",
+            expected="1 at the positions that count and 0 at padding, or numbers to add to scores, 0 and -1e4",
+            remedy=f"pass {MASK} as tokenizers make it: (~padding).long(); leave out empty examples",
+        )
+    return kept
+
+
 def tokens_counted(x: Inputs) -> Tensor | None:
     """Which positions of sequences are no padding, by the mask in the batch, (N, T)."""
     x, _ = observed(x)
-    mask = x.get("attention_mask") if isinstance(x, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool((mask != 0).all()):
-        return None
-    return mask != 0
+    mask = x.get(MASK) if isinstance(x, Mapping) else None
+    kept = counted(mask) if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    return None if kept is None or bool(kept.all()) else kept
 
 
 def concatenate(parts: Sequence[Inputs]) -> Inputs:
@@ -198,12 +219,13 @@ def padded(parts: Sequence[Inputs], beside: Sequence[Tensor] = ()) -> Sequence[A
         return beside or parts
     if beside:
         return beside if any(y.is_floating_point() for y in beside) else _grown(beside, lengths, IGNORED)
-    hidden = [mask.bool() == ("padding" in str(key)) for mask in masks]
+    hidden = [~counted(mask) if key == MASK else mask.bool() == ("padding" in str(key)) for mask in masks]
 
     def filled(name: str) -> list[Any]:
         tensors = [part[name] for part in parts]
         if "mask" in name:
-            return _grown(tensors, lengths, "padding" in name)
+            least = min(float(t.min()) for t in tensors) if name == key else 0.0
+            return _grown(tensors, lengths, least if least < 0 else "padding" in name)
         ids = [isinstance(t, Tensor) and not t.is_floating_point() and t.shape == m.shape
                for t, m in zip(tensors, masks, strict=True)]  # fmt: skip
         there = (

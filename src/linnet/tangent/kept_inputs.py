@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.tangent.batch import Inputs, map_tensors, take
+from linnet.tangent.batch import MASK, Inputs, map_tensors, take
 
 
 def flatten_inputs(x: Inputs, prefix: str = "x") -> tuple[dict[str, Tensor], Any]:
@@ -43,4 +43,7 @@ def made_up(x: Inputs) -> Inputs:
         least = min(0, int(t.min())) if t.numel() else 0
         return torch.randint(least, largest + 1, t.shape, generator=generator).to(t)
 
-    return map_tensors(drawn, take(x, slice(0, 1)))
+    made = map_tensors(drawn, take(x, slice(0, 1)))
+    if isinstance(made, dict) and isinstance(mask := x.get(MASK), Tensor):  # which keeps all positions
+        made[MASK] = torch.full_like(made[MASK], bool((mask > 0).any()))
+    return made
