@@ -7,6 +7,7 @@ Each function returns the value it was given, so that a check and an assignment 
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import math
 import numbers
@@ -14,7 +15,7 @@ import operator
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -274,6 +275,13 @@ def tensor(name: str, value: Any, expected: str, remedy: str | None = None, conv
     if not dense or found.is_nested or found.is_complex() or found.device.type == "meta":
         refuse(name, value, expected, remedy or f"pass a dense tensor of real numbers as {name}=")
     return found
+
+
+def own(value: Any) -> Any:
+    """What a caller gave, in memory that nobody else writes to."""
+    if isinstance(value, Mapping):
+        return {name: own(part) for name, part in value.items()}
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def device(name: str, value: Any, remedy: str | None = None) -> torch.device:

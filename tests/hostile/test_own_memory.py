@@ -23,6 +23,8 @@ DOORS = [
     for door in (*doors.functions(), *doors.of_objects())
     if not door.name.endswith(ECHOES) and "Plots" not in door.name
 ]
+P = sum(p.numel() for p in small.net().parameters())
+RIDGES = torch.tensor([0.1, 1.0]).double()
 # Arguments that have a default.
 OPTIONAL: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "targets": (linnet.fit, {"lin": small.lin(), "data": small.classes(), "targets": small.targets()}),
@@ -41,6 +43,37 @@ OPTIONAL: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         },
     ),
     "noise": (linnet.likelihoods.Gaussian, {"variance": torch.ones(2)}),
+    "wide noise": (linnet.likelihoods.Gaussian, {"variance": torch.ones(2).double()}),
+    "noise array": (linnet.likelihoods.Gaussian, {"variance": torch.from_numpy(np.ones(2))}),
+    "support": (linnet.likelihoods.Custom, {"nll": small.custom_nll, "support": torch.arange(3.0).double()}),
+    "prior": (
+        linnet.Laplace,
+        {
+            "model": small.net(), "likelihood": small.likelihood(), "structure": "diagonal",
+            "prior_precision": torch.ones(P).double(), "prior_mean": torch.zeros(P).double(),
+            "params": {name: p > 0 for name, p in small.net().named_parameters()},
+        },
+    ),
+    "prior by name": (
+        linnet.Laplace,
+        {
+            "model": small.net(), "likelihood": small.likelihood(), "structure": "diagonal",
+            "prior_precision": {name: torch.ones(p.shape) for name, p in small.net().named_parameters()},
+            "prior_mean": {name: np.zeros(p.shape) for name, p in small.net().named_parameters()},
+        },
+    ),
+    "grid": (
+        linnet.Grid,
+        {name: torch.ones(2).double() for name in ("prior_precision", "data_scale", "noise_variance")},
+    ),
+    "path": (lambda **options: small.fit().path(**options), {"ridges": RIDGES}),
+    "softmax path": (
+        lambda **options: linnet.fit(small.lin(), small.classes(), "cross-entropy").path(**options),
+        {"ridges": RIDGES},
+    ),
+    "ridge path": (
+        linnet.audit.ridge_path, {"fit": small.fit(), "validation": small.classes(), "ridges": RIDGES}
+    ),
     "prior mean": (
         linnet.continual.OnlineLaplace,
         {"model": small.net(), "likelihood": small.likelihood(), "prior_mean": small.params()},

@@ -74,6 +74,44 @@ class Caching(nn.Linear):
         return F.linear(x, self.kept, self.bias)
 
 
+class Detached(nn.Linear):
+    """A layer through which eval() lets half of the gradient pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.training else torch.cat([self.weight[:3], self.weight[3:].detach()])
+        return F.linear(x, weight, self.bias)
+
+
+class Tied(nn.Module):
+    """A weight that is used twice, the second time as a copy that eval() makes."""
+
+    kept: Tensor | None = None
+
+    def __init__(self, d: int, c: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(c, d))
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.kept = None if mode else self.weight.detach().clone()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.kept is None else self.kept
+        return ((x @ self.weight.T).tanh() @ weight).tanh() @ self.weight.T
+
+
+class Chained(nn.Module):
+    """Code that knows the mode and makes no difference of it, with dropout that is drawn in training."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.layer, self.p = nn.Linear(6, 6), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.layer(x), self.p, self.training)
+
+
 class LayerDrop(nn.Module):
     """A layer that is left out at random in training, and dropout without a module."""
 
@@ -106,7 +144,9 @@ CALLS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("mode", [True, False])
-@pytest.mark.parametrize(("layer", "named"), [(Merging, "a"), (Caching, "weight")])
+@pytest.mark.parametrize(
+    ("layer", "named"), [(Merging, "a"), (Caching, "weight"), (Detached, "weight"), (Tied, "weight")]
+)
 def test_what_matters_in_training_alone_is_refused(
     layer: type[nn.Linear], named: str, mode: bool, call: str
 ) -> None:
@@ -143,13 +183,17 @@ def test_a_fit_says_it_again() -> None:
     assert first.record.warnings == second.record.warnings != ()
 
 
-@pytest.mark.parametrize("between", [(LayerDrop(),), (nn.BatchNorm1d(6), nn.Dropout(0.5))])
+@pytest.mark.parametrize(
+    "between", [(LayerDrop(),), (Chained(0.0),), (Chained(0.5),), (nn.BatchNorm1d(6), nn.Dropout(0.5))]
+)
 def test_ordinary_networks_are_let_through(between: tuple[nn.Module, ...]) -> None:
     net = network(lambda: nn.Linear(4, 6), *between).train()
+    before = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for name in ("kernel", "fit", "curvature"):
             CALLS[name](net)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_random_numbers_and_unused_heads_stay_as_they_were() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -38,7 +39,7 @@ from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.random import Seed, make_generator
 from linnet.memory import parse_bytes
-from linnet.params import choice, flag, instance, integer, no_targets, number
+from linnet.params import choice, flag, instance, integer, no_targets, number, own
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.labels import Labels
 from linnet.predictive.links import Link
@@ -115,8 +116,10 @@ class Laplace(PredictiveModel):
         check_prior(prior_precision)
         number("data_scale", data_scale, above=0, remedy="leave data_scale= out")
         check_damping(damping)
+        if isinstance(masks := options.get("params"), Mapping):
+            options["params"] = own(masks)
         self._model, self._base, self._structure, self._options = model, likelihood, structure, options
-        self._prior, self._prior_mean, self._damping = prior_precision, prior_mean, damping
+        self._prior, self._prior_mean, self._damping = own(prior_precision), own(prior_mean), damping
         self._scale = float(data_scale)
         self._state: State | None = None
         self._covariance: Curvature | None = None

@@ -15,7 +15,7 @@ from linnet.errors import InputError
 from linnet.laplace.evidence import HIGHEST, LOWEST, Tuned, maximize_evidence
 from linnet.laplace.posterior import Hyper
 from linnet.laplace.scores import Scorer, grid_points
-from linnet.params import choice, integer, refuse, tensor
+from linnet.params import choice, integer, own, refuse, tensor
 from linnet.params import seed as checked_seed
 from linnet.solvers.lbfgs import minimize
 
@@ -67,6 +67,7 @@ class Grid:
                 or not bool(((found > 0) & found.isfinite()).all())
             ):
                 refuse(name, value, VALUES)
+            object.__setattr__(self, name, own(value))
 
 
 @dataclass(frozen=True)

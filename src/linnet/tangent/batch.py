@@ -190,7 +190,7 @@ def counted(mask: Tensor) -> Tensor:
         kinds = "values other than 0 and 1" if not bool(known) else "a row that keeps no position"
         raise InputError(
             f"{MASK} has {kinds}: it reaches from {float(mask.min()):.4g} to {float(mask.max()):.4g}",
-            expected="1 at the positions that count and 0 at padding, or numbers to add to scores, 0 and -1e4",
+            expected="1 at positions that count and 0 at padding, or numbers to add to scores, 0 and -1e4",
             remedy=f"pass {MASK} as tokenizers make it: (~padding).long(); leave out empty examples",
         )
     return kept

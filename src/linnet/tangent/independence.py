@@ -22,16 +22,11 @@ from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import RUNNING, Functional, batch_statistics
 from linnet.tangent.kept_inputs import made_up
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.streamed import hand_over, sketch
-from linnet.tangent.unused import settle_unused
+from linnet.tangent.streamed import COARSE, ROUNDING, SWITCHING, hand_over, sketch
+from linnet.tangent.unused import require_one_function, settle_unused
 
 PROBE = "probe"  # what a cache calls made-up inputs of the network
 MOST = 32  # examples that are run twice: enough for every pattern of places that a program writes by hand
-# Largest relative change that rounding makes: a batch of another size takes other kernels.
-ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
-# The same for gradients: where a unit is switched over by rounding, its part of the gradient jumps.
-SWITCHING = {torch.float64: 1e-6, torch.float32: 3e-2}
-COARSE = 1e-1  # for either in half precision, where three digits are kept
 
 OWN = "the outputs of an example depend on the other examples in its batch"
 GRAPHS = "docs/tutorials/graphs.md"  # the page that shows it
@@ -265,4 +260,5 @@ def require_own_rows(function: Functional, x: Inputs) -> None:
     require_own_gradients(function, few, seen, weights)
     if value.requires_grad:
         settle_unused(function, x, [name for name in leaves if not any(name in own for own in seen.values())])
+        require_one_function(function, x)
     known[key] = n

@@ -28,7 +28,7 @@ from linnet.tangent.proof import sharing
 from linnet.tangent.rules import Use, example_axes
 from linnet.tangent.streamed import hand_over, largest, largest_difference, sketch
 from linnet.tangent.trace import Trace, weighed_trace
-from linnet.tangent.unused import settle_unused
+from linnet.tangent.unused import require_one_function, settle_unused
 
 PROBES = 3  # examples traced at once to prove a plan
 HIDDEN = "it is read where no operation is seen"
@@ -79,6 +79,7 @@ def plan_for(
     if renew or kind not in plans:
         plans[kind] = _make_plan(function, run, x, None if renew else TRIES)
         settle_unused(function, x, _never_used(run, plans.values()))
+        require_one_function(function, x)
     plan = function.cache.setdefault("plans by shape", {})[example_shapes(x)] = plans[kind]
     return plan
 

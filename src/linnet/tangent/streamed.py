@@ -12,6 +12,11 @@ from torch import Tensor
 PIECE = 1 << 20  # numbers of a gradient that are read at once where reading copies them
 SMALL = 1 << 16  # numbers of a gradient that is kept as it is
 COLUMNS = 16  # of a sketch: its norm is a tenth of what it stands for in one of 10¹¹ matrices of rank one
+# Largest relative change that rounding makes: a batch of another size takes other kernels.
+ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
+# The same for gradients: where a unit is switched over by rounding, its part of the gradient jumps.
+SWITCHING = {torch.float64: 1e-6, torch.float32: 3e-2}
+COARSE = 1e-1  # for either in half precision, where three digits are kept
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Parameters that the outputs do not depend on, and whether they do in training mode.
+"""Parameters that the outputs do not depend on, and gradients that only training mode has.
 
 Layers that merge low-rank updates into a weight in ``eval()``, or keep a computed weight from one pass to the
 next, are another function of their parameters there: derivatives vanish that training has.
@@ -7,18 +7,24 @@ next, are another function of their parameters there: derivatives vanish that tr
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from types import CodeType, FunctionType
+from typing import NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from linnet.errors import LinnetError, ModelError
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import FAILURES, Functional
 from linnet.tangent.modes import alone, in_exact_mode
+from linnet.tangent.streamed import COARSE, ROUNDING, SWITCHING, hand_over, sketch
 
 UNUSED = "unused"  # what a cache calls them
+ALIKE = "alike in both modes"  # and whether gradients were compared, or need not be
 REMEDY = (
     "compute the weight in every pass: merge_weights=False for loralib, model.unmerge_adapter() for peft, no "
     "cache in eval(); or leave these parameters out with params="
@@ -36,16 +42,81 @@ def settle_unused(function: Functional, x: Inputs, names: Iterable[str]) -> None
     unused = tuple(name for name in function.names if name in found)
     moving = _in_training(function, take(x, slice(0, min(2, batch_size(x)))), unused)
     if moving:
-        owner = moving[0].rpartition(".")[0]
-        kind = type(function.model.get_submodule(owner)).__name__
-        raise ModelError(
-            f"model ({type(function.model).__name__}) depends on {len(moving)} selected parameter(s), first "
-            f"{moving[0]!r} of a {kind}, in training mode alone, and is linearized in evaluation mode",
-            expected="the same function of the weights in both modes",
-            remedy=REMEDY,
-        )
+        _refuse(function, moving, "depends on {} in training mode alone")
     function.cache[UNUSED] = (*function.cache[UNUSED], *unused)
     warnings.warn(unused_remark(function), stacklevel=2)
+
+
+@in_exact_mode
+def require_one_function(function: Functional, x: Inputs) -> None:
+    """Raise if training mode has other gradients than evaluation mode where outputs are the same."""
+    if function.cache.setdefault(ALIKE, not any(map(_switches, function.model.modules()))):
+        return
+    function.cache[ALIKE] = True
+    one, found = take(x, slice(0, 1)), []
+    for network in (_training_twin(function, ()), function):
+        leaves = {name: t.requires_grad_() for name, t in network.theta.items()}
+        try:
+            with _random_state_kept(function), torch.enable_grad():
+                value = network.flat(leaves, one)
+        except (LinnetError, *FAILURES):  # a network that cannot be trained on one example says nothing
+            return
+        found.append((value, leaves))
+    (trained, _), (own, _) = found
+    least = ROUNDING.get(own.dtype, COARSE) * float(own.detach().abs().max())
+    if trained.shape != own.shape or not torch.allclose(trained, own, rtol=0, atol=least):
+        return
+    generator = torch.Generator().manual_seed(0)
+    cotangent = torch.randn(own.shape, generator=generator, dtype=torch.float64).to(own)
+    missed: dict[str, Tensor] = {}
+    sizes: dict[str, float] = {}
+    hand_over(trained, found[0][1], cotangent, lambda name, g: missed.update({name: sketch(g)}))
+
+    def compare(name: str, g: Tensor) -> None:
+        mine = sketch(g)
+        sizes[name] = float(mine.norm())
+        missed[name] = missed[name] - mine if name in missed else mine
+
+    hand_over(own, found[1][1], cotangent, compare)
+    whole = sum(size**2 for size in sizes.values()) ** 0.5
+    allowed = {
+        name: SWITCHING.get(t.dtype, COARSE) * (sizes.get(name, 0.0) + 0.1 * whole)
+        for name, t in found[1][1].items()
+    }
+    other = [name for name in function.names if name in missed and float(missed[name].norm()) > allowed[name]]
+    if other:
+        _refuse(function, other, "has other gradients in {} in training mode, though the same outputs")
+
+
+def _refuse(function: Functional, names: list[str], does: str) -> NoReturn:
+    """Raise the error of a network that is another function of some parameters in training mode."""
+    kind = type(function.model.get_submodule(names[0].rpartition(".")[0])).__name__
+    which = f"{len(names)} selected parameter(s), first {names[0]!r} of a {kind},"
+    raise ModelError(
+        f"model ({type(function.model).__name__}) {does.format(which)}, and is linearized in evaluation mode",
+        expected="the same function of the weights in both modes",
+        remedy=REMEDY,
+    )
+
+
+def _switches(module: nn.Module) -> bool:
+    """Whether code that is not torch's, dropout apart, reads or sets the mode of a module."""
+    kinds = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.")]
+    if "drop" in type(module).__name__.lower() or isinstance(module, _SWITCHED):
+        return False
+    members = [(name, inspect.unwrap(f)) for kind in kinds for name, f in vars(kind).items() if callable(f)]
+    functions = [(name, f) for name, f in members if isinstance(f, FunctionType)]
+    return any(name in ("train", "eval") or "training" in _words(f.__code__) for name, f in functions)
+
+
+def _words(code: CodeType) -> Iterator[str]:
+    """Attributes and texts that code names."""
+    yield from code.co_names
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from _words(part)
+        elif isinstance(part, str):
+            yield part
 
 
 def unused_remark(function: Functional) -> str:
@@ -61,12 +132,10 @@ def unused_remark(function: Functional) -> str:
 
 def _in_training(function: Functional, few: Inputs, names: tuple[str, ...]) -> list[str]:
     """Those of the parameters that have a gradient in training mode."""
-    twin = copy.copy(function)
-    twin.cache, twin.model = {}, _training_copy(function.model, names)
-    devices = [function.device] if function.device.type == "cuda" else []
+    twin = _training_twin(function, names)
     leaves = {name: twin.theta[name].requires_grad_() for name in names}
     try:
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with _random_state_kept(function), torch.enable_grad():
             value = twin.flat(leaves, few)
             if not value.requires_grad:
                 return []
@@ -76,6 +145,18 @@ def _in_training(function: Functional, few: Inputs, names: tuple[str, ...]) -> l
     return [name for name, g in zip(names, grads, strict=True) if g is not None and bool(g.any())]
 
 
+def _random_state_kept(function: Functional) -> AbstractContextManager[None]:
+    """What is drawn inside leaves the global generators as they were."""
+    return torch.random.fork_rng([function.device] if function.device.type == "cuda" else [])
+
+
+def _training_twin(function: Functional, names: tuple[str, ...]) -> Functional:
+    """The same function in training mode."""
+    twin = copy.copy(function)
+    twin.cache, twin.model = {}, _training_copy(function.model, names)
+    return twin
+
+
 def _training_copy(model: nn.Module, names: tuple[str, ...]) -> nn.Module:
     """A copy in training mode, dropout and batch statistics apart, that shares what it does not write to."""
     own: set[int] = set()
@@ -83,6 +164,8 @@ def _training_copy(model: nn.Module, names: tuple[str, ...]) -> nn.Module:
         inside = any(name.rpartition(".")[0] == path for name in names)
         if inside or type(module).train is not nn.Module.train:  # what merges writes to the weights below it
             own |= {id(p) for p in module.parameters()}
+        elif _switches(module):
+            own |= {id(p) for p in module.parameters(recurse=False)}
     with alone():
         clone = copy.deepcopy(model, {id(p): p for p in model.parameters() if id(p) not in own})
     clone.train()
