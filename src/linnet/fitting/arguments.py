@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.params import number, own, refuse, tensor
+from linnet.params import number, refuse, tensor
 
 CRITERIA = ("loo", "gcv", "evidence")
 
@@ -25,7 +25,7 @@ def check_ridge(ridge: Any) -> None:
 def ridge_grid(ridges: Any) -> Tensor:
     """Ridges given by the user, (R,)."""
     remedy = "leave ridges= out for a grid around the scale of the kernel"
-    grid = own(tensor("ridges", ridges, "positive numbers", remedy).to(torch.float64).flatten())
+    grid = tensor("ridges", ridges, "positive numbers", remedy).to(torch.float64, copy=True).flatten()
     booleans = isinstance(ridges, bool) or (isinstance(ridges, Tensor) and ridges.dtype == torch.bool)
     if booleans or grid.numel() == 0 or not ((grid > 0) & grid.isfinite()).all():
         refuse("ridges", ridges, "positive numbers", remedy)

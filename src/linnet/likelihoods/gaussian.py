@@ -26,7 +26,7 @@ from linnet.likelihoods.distribution import (
 )
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.random import normal
-from linnet.params import choice, flag, number, own, refuse, tensor
+from linnet.params import choice, flag, number, refuse, tensor
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -52,7 +52,7 @@ class Gaussian(IndependentComponents):
         if not isinstance(variance, Tensor | Sequence):
             variance = number("variance", variance, above=0, remedy=remedy)
         expected = "a positive number, or one for each output (C,)"
-        noise = own(tensor("variance", variance, expected, remedy).to("cpu", torch.float64))
+        noise = tensor("variance", variance, expected, remedy).detach().to("cpu", torch.float64, copy=True)
         if (
             noise.numel() == 0
             or noise.ndim > 1

@@ -183,7 +183,7 @@ def counted(mask: Tensor) -> Tensor:
     kept, real = mask > 0, mask.is_floating_point()
     if real:
         kept = torch.where(kept.any(), kept, mask == 0)
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return kept
     known = ((mask == 0) | (mask == 1)).all() | (real & ((mask == 0) | (mask <= ADDED)).all())
     if not bool(known & kept.any(1).all()):

@@ -117,7 +117,7 @@ class Linearized(nn.Module):
             value, tangent = jvp(self._function, x, delta)
         result = value + tangent
         if not result.requires_grad:  # training does not wait for the device to tell
-            check_result(self._function, x, result)
+            check_result(self._function, x, result, delta.values())
         return result
 
     def base(self, x: Inputs) -> Tensor:
@@ -319,7 +319,8 @@ def linearize(model: nn.Module, params: Selector = None, output: OutputAdapter =
             ``"last-layer"``, ``"bias"``, ``"lora"``, a regular expression, a list of names, a dict
             of names and masks (True where an entry varies: the rows of new tokens, say), a module of
             the network, or a predicate ``(name, parameter) -> bool``. Hooks on parameters that zero
-            entries of the gradient are such masks; other hooks are refused.
+            entries of the gradient are such masks. Hooks that clip, and leave small gradients as they are,
+            are passed over: a derivative is that of the outputs. Other hooks are refused.
         output: How to turn the network's result into a tensor: a callable, the key or attribute
             to take, or ``None`` (tensors as they are, otherwise ``.logits``).
 

@@ -34,12 +34,12 @@ WIDER = "divide the inputs by their scale, or pass the network in float64: model
 
 def require_finite_derivative(function: Functional, x: Inputs, *found: Tensor) -> None:
     """Raise if derivatives on a batch are not finite because those of an example are not."""
-    if torch.compiler.is_compiling() or any(map(_unread, found)) or all(map(is_finite, found)):
+    if torch.compiler.is_compiling() or any(map(unread, found)) or all(map(is_finite, found)):
         return
     refuse_derivative(function, x)
 
 
-def _unread(t: Tensor) -> bool:
+def unread(t: Tensor) -> bool:
     """Whether a tensor has no numbers, or those of many calls."""
     return t.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(t)
 
@@ -90,7 +90,7 @@ def refuse_overflow(function: Functional, pair: Sequence[tuple[Inputs, int]]) ->
 def require_finite_products(function: Functional, x: Inputs, found: Tensor) -> None:
     """Raise if what was computed of single examples from products of derivatives is not finite."""
     # found (N, ...)
-    if not (_unread(found) or is_finite(found)):
+    if not (unread(found) or is_finite(found)):
         refuse_overflow(function, [(x, int((~found.isfinite()).nonzero()[0, 0]))])
 
 

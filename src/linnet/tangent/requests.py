@@ -6,19 +6,19 @@ it at the cost of one sum: a network may turn an infinite input (a mask) into fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linnet.errors import DataError, LinnetError
+from linnet.errors import DataError, LinnetError, NumericalError
 from linnet.linalg.finite import is_finite
 from linnet.params import refuse, tensor
 from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, map_tensors
 from linnet.tangent.functional import Functional
-from linnet.tangent.nonfinite import require_finite_derivative
+from linnet.tangent.nonfinite import WIDER, require_finite_derivative, unread
 
 
 def check_given(x: Inputs) -> None:
@@ -44,9 +44,17 @@ def explained(function: Functional, x: Inputs) -> Iterator[None]:
         raise
 
 
-def check_result(function: Functional, x: Inputs, result: Tensor) -> None:
-    """Raise if a result is not finite because x, the network's outputs or their derivatives are not."""
+def check_result(function: Functional, x: Inputs, result: Tensor, given: Iterable[Tensor] = ()) -> None:
+    """Raise if a result is not finite, unless a vector that was given is not."""
     require_finite_derivative(function, x, result)
+    if not (torch.compiler.is_compiling() or unread(result) or is_finite(result)) and all(
+        map(is_finite, given)
+    ):
+        raise NumericalError(
+            f"products of derivatives and vectors overflow {str(result.dtype).removeprefix('torch.')}",
+            expected="finite products",
+            remedy=WIDER,
+        )
 
 
 def finite_numbers(name: str, value: Any, expected: str, remedy: str) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import LinnetError, ModelError
+from linnet.linalg.host import read
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import FAILURES, Functional
 from linnet.tangent.modes import alone, in_exact_mode
@@ -29,6 +30,7 @@ REMEDY = (
     "compute the weight in every pass: merge_weights=False for loralib, model.unmerge_adapter() for peft, no "
     "cache in eval(); or leave these parameters out with params="
 )
+_PLAIN = ("torch.nn.modules.module", "transformers.modeling_utils")  # whose train() writes to no weight
 # Whose training mode is other than their evaluation mode on purpose.
 _SWITCHED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 
@@ -68,24 +70,24 @@ def require_one_function(function: Functional, x: Inputs) -> None:
         return
     generator = torch.Generator().manual_seed(0)
     cotangent = torch.randn(own.shape, generator=generator, dtype=torch.float64).to(own)
-    missed: dict[str, Tensor] = {}
-    sizes: dict[str, float] = {}
-    hand_over(trained, found[0][1], cotangent, lambda name, g: missed.update({name: sketch(g)}))
+    trains: dict[str, Tensor] = {}
+    sizes: dict[str, list[Tensor]] = {}
+    hand_over(trained, found[0][1], cotangent, lambda name, g: trains.update({name: sketch(g)}))
 
     def compare(name: str, g: Tensor) -> None:
         mine = sketch(g)
-        sizes[name] = float(mine.norm())
-        missed[name] = missed[name] - mine if name in missed else mine
+        sizes[name] = [mine.norm(), (trains.pop(name, 0 * mine) - mine).norm()]
 
     hand_over(own, found[1][1], cotangent, compare)
-    whole = sum(size**2 for size in sizes.values()) ** 0.5
-    allowed = {
-        name: SWITCHING.get(t.dtype, COARSE) * (sizes.get(name, 0.0) + 0.1 * whole)
-        for name, t in found[1][1].items()
-    }
-    other = [name for name in function.names if name in missed and float(missed[name].norm()) > allowed[name]]
+    sizes |= {name: [0 * g.norm(), g.norm()] for name, g in trains.items()}
+    numbers = iter(read([size for pair in sizes.values() for size in pair]))
+    pairs = {name: (next(numbers), next(numbers)) for name in sizes}
+    whole = sum(size**2 for size, _ in pairs.values()) ** 0.5
+    rounding = {name: SWITCHING.get(t.dtype, COARSE) for name, t in function.theta.items()}
+    other = [name for name, (size, off) in pairs.items() if off > rounding[name] * (size + 0.1 * whole)]
     if other:
-        _refuse(function, other, "has other gradients in {} in training mode, though the same outputs")
+        first = [name for name in function.names if name in other]
+        _refuse(function, first, "has other gradients in {} in training mode, though the same outputs")
 
 
 def _refuse(function: Functional, names: list[str], does: str) -> NoReturn:
@@ -104,9 +106,15 @@ def _switches(module: nn.Module) -> bool:
     kinds = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.")]
     if "drop" in type(module).__name__.lower() or isinstance(module, _SWITCHED):
         return False
-    members = [(name, inspect.unwrap(f)) for kind in kinds for name, f in vars(kind).items() if callable(f)]
-    functions = [(name, f) for name, f in members if isinstance(f, FunctionType)]
-    return any(name in ("train", "eval") or "training" in _words(f.__code__) for name, f in functions)
+    members = [inspect.unwrap(f) for kind in kinds for f in vars(kind).values() if callable(f)]
+    return _writes(module) or any(
+        "training" in _words(f.__code__) for f in members if isinstance(f, FunctionType)
+    )
+
+
+def _writes(module: nn.Module) -> bool:
+    """Whether its ``train()`` may write to weights."""
+    return type(module).train.__module__ not in _PLAIN
 
 
 def _words(code: CodeType) -> Iterator[str]:
@@ -162,7 +170,7 @@ def _training_copy(model: nn.Module, names: tuple[str, ...]) -> nn.Module:
     own: set[int] = set()
     for path, module in model.named_modules():
         inside = any(name.rpartition(".")[0] == path for name in names)
-        if inside or type(module).train is not nn.Module.train:  # what merges writes to the weights below it
+        if inside or _writes(module):  # what merges writes to the weights below it
             own |= {id(p) for p in module.parameters()}
         elif _switches(module):
             own |= {id(p) for p in module.parameters(recurse=False)}
