@@ -87,6 +87,28 @@ def test_a_compiled_network_is_the_network(saved: tuple[str, Path, Any], tmp_pat
         torch.testing.assert_close(again.predict(X), back.predict(X))
 
 
+MASKED: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "fit": lambda net, params: linnet.fit(linnet.linearize(net, params), (X, Y)),
+    "cross-entropy": lambda net, params: linnet.fit(linnet.linearize(net, params), (X, Y), "cross-entropy"),
+    "adapt": lambda net, params: linnet.adapt(net, (X, Y), params=params, weight=0.5, ridge=0.1),
+    "gp": lambda net, params: linnet.TangentGP(net, Gaussian(), params=params).fit(X, X[:, :3]),
+    "laplace": lambda net, params: linnet.Laplace(net, Categorical(), "diagonal", params=params).fit((X, Y)),
+}
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_masks_come_with_the_linearization(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = network()
+    params = {"0.weight": torch.arange(24).reshape(6, 4) % 2 == 0, "3.bias": True}
+    made = MASKED[kind](net, params)
+    made.save(tmp_path)
+    with pytest.raises(LinnetError, match=r"linearize\("):
+        linnet.load(tmp_path, net)
+    back = linnet.load(tmp_path, linnet.linearize(net, params))
+    torch.testing.assert_close(back.predict(X), made.predict(X))
+
+
 def test_made_up_inputs_show_no_example(tmp_path: Path) -> None:
     torch.manual_seed(0)
     linnet.curvature(network(), (X, Y), Categorical()).save(tmp_path)

@@ -54,7 +54,8 @@ def load(
     Args:
         directory: The folder, or the file in it; ``"hf:user/name"`` or ``"hf:user/name@revision"`` for a
             repository of the Hugging Face Hub.
-        model: The network that it was made of, with the same weights.
+        model: The network that it was made of, with the same weights; where ``params=`` had masks, its
+            linearization with the same ones, ``linnet.linearize(network, params=...)``.
         likelihood: A Laplace posterior's, if it is one of your own.
         output: The output adapter, if it was made with a callable one.
 

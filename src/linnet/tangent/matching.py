@@ -28,6 +28,10 @@ ROUNDED = 4.0  # units of rounding that half precision may differ by beyond that
 WITNESS = "witness"  # start of the names of made-up inputs, and of the outputs on them
 
 
+# Masks are no weights of the network: they come with its linearization.
+MASKS = "; where params= had masks, pass linnet.linearize(network, params=...) with the same"
+
+
 def given_network(model: Any) -> nn.Module:
     """The network that a file is to be read with."""
     # What was linearized, without the wrapper of torch.compile.
@@ -68,7 +72,7 @@ def require_weights(
     """Raise if a network has other weights, or modules of other types where the file says which."""
     if function.fingerprint() != metadata["weights"]:
         differ = "weights, or the masks of its params=," if function.masks else "weights"
-        _refuse(f"its {differ} differ", path, words)
+        _refuse(f"its {differ} differ", path, (words[0], words[1], f"{words[2]}{MASKS}"))
     found = function.modules()
     saved = metadata.get("modules", found)
     for name in (*saved, *found):
