@@ -139,6 +139,22 @@ def test_names_of_classes_are_taken_wherever_the_fit_knows_them(tmp_path: Path) 
     torch.testing.assert_close(
         linnet.audit.influence(fit, X, labels=WORDS).loss, linnet.audit.influence(fit, X, labels=NUMBERS).loss
     )
+    alone = [linnet.evaluate(fit.predictive, (X[::3], y[::3])).nll for y in (WORDS, NUMBERS)]  # one class
+    assert alone[0] == alone[1]
+    flips = linnet.audit.flips
+    assert str(flips(fit, fit, X, WORDS)) == str(flips(fit, fit, X, NUMBERS))
+    assert fit.plot.calibration(X, WORDS).correct.mean() == expected.accuracy
+    calls = (
+        lambda y: linnet.evaluate(fit, (X, y)),
+        lambda y: fit.report(None, (X, y)),
+        lambda y: flips(fit, fit, X, y),
+        lambda y: fit.plot.calibration(X, y),
+    )
+    for call in calls:
+        with pytest.raises(DataError, match="'d'"):
+            call(["d", *WORDS[1:]])
+    with pytest.raises(InputError, match="same names"):
+        linnet.adapt(network(5), (X, THREE)).update((X, WORDS))
     head, same = (linnet.with_head(network(5), 3, data=(X, y)) for y in (WORDS, NUMBERS))
     torch.testing.assert_close(head(X), same(X))
     assert "b" in fit.report(test=(X, WORDS)).html

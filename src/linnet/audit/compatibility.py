@@ -97,7 +97,7 @@ def flips(before: Any, after: Any, x: Inputs, y: Any) -> Flips:
             expected="outputs of the same classes, two at least, for one example or more",
             remedy="compare predictors of one task",
         )
-    labels = class_labels(y, len(old), old.shape[1])
+    labels = class_labels(y, len(old), old.shape[1], before, after)
     was = old.argmax(1).cpu() == labels.cpu()
     now = new.argmax(1).cpu() == labels.cpu()
     return Flips(
@@ -199,7 +199,7 @@ def compatible(
             f"old_outputs has type {old.dtype}", expected="outputs, not classes", remedy="pass old.predict(x)"
         )
     before = after = flips(old, fit, x, y)
-    labels = class_labels(y, len(old), old.shape[1])
+    labels = class_labels(y, len(old), old.shape[1], fit)
     right = old.argmax(1).cpu() == labels.cpu()
     made, done = fit, 0
     pinned = torch.zeros(len(old), dtype=torch.bool)

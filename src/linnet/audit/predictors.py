@@ -11,7 +11,7 @@ from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit
 from linnet.tangent.batch import Inputs, batch_size, require_dense, split, tensors_in
-from linnet.tangent.door import answers
+from linnet.tangent.door import known_answers
 from linnet.tangent.hashing import hash_tensors
 
 BATCH = 128  # examples predicted at once
@@ -85,9 +85,10 @@ def _varies(module: nn.Module) -> bool:
     return module.training and isinstance(module, kinds)
 
 
-def class_labels(y: Any, n: int, classes: int) -> Tensor:
-    """Integer classes (N,)."""
-    labels = answers(y).detach()
+def class_labels(y: Any, n: int, classes: int, *predictors: Any) -> Tensor:
+    """Integer classes (N,), text by the names of the predictors' classes."""
+    names = next(filter(None, (getattr(one, "class_names", None) for one in predictors)), ())
+    labels = known_answers(y, names).detach()
     kind = labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex()
     if labels.shape != (n,) or kind:
         raise InputError(

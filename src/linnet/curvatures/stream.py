@@ -389,7 +389,7 @@ def _whole_pair(
     if alone is not None:
         return alone, None
     several = isinstance(data, tuple) and isinstance(data[0], list)  # inputs, or samples, as the network says
-    said = Said(classes=tuple(names), text=bool(names))
+    said = Said.known(names)
     return gather_data(data, network if several else None, missing=True, keep=False, said=said)
 
 
@@ -419,7 +419,7 @@ def _as_one(samples: Sequence[Any], names: Sequence[str]) -> tuple[Inputs, Tenso
         return torch.stack(list(samples)), None
     if isinstance(first, Mapping) and without_targets(first)[1] is None:
         return concatenate([as_batch(sample) for sample in samples]), None
-    said = Said(classes=tuple(names), text=bool(names))
+    said = Said.known(names)
     x, y = side_by_side([as_sample(sample, "a sample of the data", said) for sample in samples])
     return x, said.numbered(y)
 

@@ -435,7 +435,7 @@ def more_data(
     fit: SquaredFit, function: Functional, data: Any, what: str = "the new data"
 ) -> tuple[Inputs, Targets]:
     """New data for a fit, on its device and with targets like those that it was fitted to."""
-    said = Said(classes=fit.record.classes)
+    said = Said.known(fit.record.classes)
     x, y = gather_data(data, function, memory=fit.memory, said=said)
     function.check_runs(take(x, slice(0, 1)))
     like = fit._targets

@@ -407,7 +407,7 @@ class SoftmaxFit(Fitted):
             )
         start = time.perf_counter()
         function = self.module.function
-        said = Said(classes=self.record.classes)
+        said = Said.known(self.record.classes)
         x, y = gather_data(data, function, memory=self.memory, said=said)
         function.check_runs(take(x, slice(0, 1)))
         new = class_targets(y, self.system.c, self.targets.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -65,13 +65,12 @@ def evaluate(
     """
     choice("noise", noise, ("add", "included"))
     integer("bins", bins)
-    names = getattr(predict, "class_names", None) or ()
     predict = asked(predict)
     judged: list[Judged] = []
     values: list[tuple[Tensor, Tensor, Tensor]] = []
     classes, start = 0, 0
     with torch.no_grad():
-        for batch in track(batches_of(predict, data, batch_size, device, names), "evaluating"):
+        for batch in track(batches_of(predict, data, batch_size, device), "evaluating"):
             if batch.y is None:
                 raise InputError("data have no targets", expected="(x, y) pairs", remedy="pass data=(x, y)")
             answer = ask(predict, batch.x)
@@ -125,17 +124,17 @@ def batches_of(
     data: Any,
     batch_size: int | None,
     device: torch.device | str | None,
-    names: Sequence[str] = (),
 ) -> Batches:
-    """The batches to be asked about, after a look at the arguments."""
+    """The batches to be asked about, with the model's names of classes, after a look at the arguments."""
     takes = "a callable that takes the inputs of a batch"
     function("predict", predict, takes, "pass lambda x: model(x).softmax(-1)")
     if batch_size is not None:
         integer("batch_size", batch_size)
     place = None if device is None else checked_device("device", device)
-    return Batches(
-        data, cast("torch.device", place), batch_size, names=names
-    )  # None leaves batches where they are
+    model = getattr(predict, "__self__", predict)  # of a method such as fit.predictive
+    names = getattr(model, "class_names", None) or ()
+    # None leaves batches where they are
+    return Batches(data, cast("torch.device", place), batch_size, names=names)
 
 
 def same_classes(before: int, p: Tensor) -> int:

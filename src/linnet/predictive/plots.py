@@ -20,6 +20,7 @@ from linnet.plots.measures import Array
 from linnet.predictive.classes import exclusive
 from linnet.predictive.distribution import Predictive
 from linnet.tangent.batch import Inputs, check_finite
+from linnet.tangent.door import known_answers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,7 +80,8 @@ class ModelPlots(Plots[Predicting]):
         if p is None:
             return CoverageDisplay(*_values(prediction, y)).plot(axes)
         likeliest = p.max(1)
-        correct = likeliest.indices == _labels(y, p)
+        names = getattr(self._model, "class_names", None) or ()
+        correct = likeliest.indices == _labels(known_answers(y, names), p)
         return CalibrationDisplay(_array(likeliest.values), correct.cpu().numpy(), bins).plot(axes)
 
     def predicted(self, x: Inputs, y: Any, ax: Axes | None = None) -> PredictionDisplay:
@@ -154,9 +156,9 @@ def _probabilities(prediction: Predictive) -> Tensor | None:
     return exclusive(p)
 
 
-def _labels(y: Any, p: Tensor) -> Tensor:
+def _labels(labels: Tensor, p: Tensor) -> Tensor:
     """Classes (N,), checked."""
-    labels = tensor("y", y, "classes (N,)", "pass one class index for each example").to(p.device)
+    labels = labels.to(p.device)
     given = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if given.shape != p.shape[:1]:
         raise InputError(

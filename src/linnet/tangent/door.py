@@ -110,7 +110,8 @@ def answers(y: Any, said: Said | None = None) -> Tensor:
         raise InputError(
             f"y is text, such as {words[0]!r}",
             expected="numbers of classes",
-            remedy="number them: names, y = numpy.unique(y, return_inverse=True)",
+            remedy="number those of training, names, y = numpy.unique(y, return_inverse=True), and all others "
+            "by the same names, [list(names).index(name) for name in y]",
         )
     said.of_kind("text")
     return said.number(words)
@@ -118,7 +119,7 @@ def answers(y: Any, said: Said | None = None) -> Tensor:
 
 def known_answers(y: Any, classes: Sequence[str]) -> Tensor:
     """Targets as a tensor, where classes have names already."""
-    said = Said(classes=tuple(classes), text=bool(classes))
+    said = Said.known(classes)
     return said.numbered(answers(y, said))
 
 

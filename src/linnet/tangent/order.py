@@ -56,6 +56,11 @@ class Said:
                 remedy="drop or repair these samples",
             )
 
+    @classmethod
+    def known(cls, classes: Sequence[str]) -> Said:
+        """Of data whose y may be text only where the classes have names already."""
+        return cls(classes=tuple(classes), text=bool(classes))
+
     def number(self, words: Sequence[str]) -> Tensor:
         """Numbers of words, in the order in which they come for the first time."""
         return torch.tensor([self._numbers.setdefault(str(word), len(self._numbers)) for word in words])

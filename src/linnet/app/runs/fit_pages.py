@@ -152,8 +152,7 @@ def _names(fit: Fit, classes: Sequence[str] | None) -> tuple[str, ...] | None:
 
 def _part(test: Any, run: SavedRun) -> Part:
     """The test samples."""
-    names = run.fit.record.classes
-    x, y = gather_data(test, said=Said(classes=names, text=bool(names)))
+    x, y = gather_data(test, said=Said.known(run.fit.record.classes))
     if not isinstance(x, Tensor):
         raise InputError(
             f"the inputs of test are {type(x).__name__}",
