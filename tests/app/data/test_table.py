@@ -79,7 +79,7 @@ class TestTable:
 
     def test_constant_columns_are_found_and_become_zero(self, tmp_path: Path) -> None:
         task = load_data(table(tmp_path / "d.csv", "a,b,y\n" + "".join(f"0.1,{n},{n}\n" for n in range(10))))
-        assert task.findings == ("constant in the training lines: a",)
+        assert task.findings[1:] == ("constant in the training lines: a",)
         assert torch.allclose(task.tensors("test")[0][:, 0], torch.zeros(2))
 
     @pytest.mark.parametrize(
@@ -115,8 +115,33 @@ class TestTable:
         with pytest.raises(InputError, match="is a table, and is not scaled"):
             load_data(path, image_transform("half"))
 
+    @pytest.mark.parametrize(("name", "numbers", "stays"), [
+        ("PassengerId", np.arange(40) + 1, False), ("row", 7 * np.arange(40), False),
+        ("row", np.random.default_rng(0).permutation(40), False),
+        ("user_id", 10**6 - np.arange(40) ** 2, False), ("people", 10**6 - np.arange(40) ** 2, True),
+        ("liquid", 10**6 - np.arange(40) ** 2, True), ("rooms", np.arange(40) % 9, True),
+    ])  # fmt: skip
+    def test_columns_that_number_the_lines_are_left_out(
+        self, tmp_path: Path, name: str, numbers: np.ndarray, stays: bool
+    ) -> None:
+        lines = [f"{number},{n % 5}.5,{n % 3}\n" for n, number in enumerate(numbers)]
+        task = load_data(table(tmp_path / "d.csv", f"{name},size,price\n" + "".join(lines)))
+        assert task.train.x.shape[1] == 1 + stays
+        assert any(name in finding for finding in task.findings) != stays
+        alone = load_data(
+            table(tmp_path / "d.csv", f"{name},price\n" + "".join(line[:-6] + line[-2:] for line in lines))
+        )
+        assert alone.train.x.shape[1] == 1
+
+    def test_the_target_that_is_assumed_is_told(self, tmp_path: Path) -> None:
+        path = table(tmp_path / "d.csv", "a,b\n" + "".join(f"{n}.5,{n}.5\n" for n in range(20)) + "1.5,\n")
+        with pytest.raises(DataError, match="--target"):
+            load_data(path)
+        assert "b, the last column" in load_data(table(path, "a,b\n1.5,2\n2.5,1\n3.5,2\n")).findings[0]
+        assert not any("last" in one for one in load_data(path, target="b").findings)
+
     def test_numbers_of_classes_are_told(self, tmp_path: Path) -> None:
-        lines = [f"{n}.5,{n % 3},{n}\n" for n in range(20)]
+        lines = [f"{n}.5,{n % 3},{1000 - n * n}\n" for n in range(20)]
         (note,) = load_data(table(tmp_path / "d.csv", "a,kind,n\n" + "".join(lines)), target="kind").findings
         assert note.startswith("kind is whole numbers, 3 different ones: taken as a regression")
         for target in ("n", "a"):  # as many as there are lines, and no whole numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ MOST_CATEGORIES = 50
 FEW_CATEGORIES = 5  # so many may come once each
 LEFT_OUT = "columns left out: "  # how the remark on them begins
 EMPTY = ""  # the category of empty cells
+_LINES = 10  # in fewer, whole numbers may differ in every line without being names of the lines
+_ID = re.compile(r"(?:^|[\W_])(?i:id|key|index|number|no|nr)$|[a-z](?:Id|ID|Key|Index|Number|No|Nr)$")
+_BY_CHANCE = 5.0  # pairs of n numbers drawn from a range that would be equal on average: all differ in 0.7 %
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,15 @@ def fitted(name: str, values: Array, texts: Sequence[str] | None) -> tuple[Colum
         present.append(EMPTY)
     order = {text: place for place, text in enumerate(present)}
     return Column(name, tuple(present)), np.array([order.get(text, -1) for text in texts], dtype=np.float64)
+
+
+def names_lines(name: str, values: Array) -> bool:
+    """Whether whole numbers, (N,), identify the lines: all differ, and are in order, dense or called so."""
+    n = len(values)
+    if n < _LINES or not bool((values % 1 == 0).all()) or len(np.unique(values)) < n:  # NaN % 1 is not 0
+        return False
+    pairs = n * (n - 1) / 2 / (1 + np.ptp(values))
+    return bool((np.diff(values) > 0).all()) or bool(pairs > _BY_CHANCE) or _ID.search(name) is not None
 
 
 def remarks(table: Table, left_out: Sequence[str], train: Mapping[str, Array]) -> list[str]:

@@ -24,6 +24,7 @@ from linnet.app.data.columns import (
     filled_unmarked,
     finite,
     fitted,
+    names_lines,
     remarks,
 )
 from linnet.app.data.splits import split_at_random, split_by_class
@@ -58,12 +59,14 @@ def read_table(
     path = require_file(path)
     names, texts = survey(path)
     answers = _target_columns(path, names, target)
-    cells = read_cells(path, names, texts, answers)
+    assumed = f"{names[-1]}, the last column, is taken as the target: --target takes another"
+    cells = read_cells(path, names, texts, answers, assumed="" if target else assumed)
     split = _split_column(cells, answers)
     features = [name for name in names if name not in answers and name != split]
     if not features:
         raise DataError(f"{path} has no columns but the target", expected="at least one feature column")
     y, classes, findings = _answers(path, cells, answers)
+    findings += [] if target else [assumed]
     if split is not None:
         marked = np.array([text.strip().lower() == "train" for text in cells.texts[split]])
         learned = marked[cells.values[split].astype(np.int64)]
@@ -118,7 +121,12 @@ def survey(path: Path) -> tuple[list[str], set[str]]:
 
 
 def read_cells(
-    path: Path, names: Sequence[str], texts: Collection[str], needed: Collection[str], least: int = 2
+    path: Path,
+    names: Sequence[str],
+    texts: Collection[str],
+    needed: Collection[str],
+    least: int = 2,
+    assumed: str = "",
 ) -> Cells:
     """Read a whole table."""
     rows = _rows(path)
@@ -141,7 +149,7 @@ def read_cells(
         raise DataError(
             f"{path} has {faulty} faulty lines: {'; '.join(faults)}",
             expected=f"{len(names)} cells on each line, finite numbers in columns of them, no empty target",
-            remedy="correct or remove these lines",
+            remedy="; ".join(filter(None, ("correct or remove these lines", assumed))),
         )
     if len(lines) < least:
         raise DataError(
@@ -212,10 +220,15 @@ def _encoded(
 ) -> tuple[Table, Array, list[str]]:
     """The columns as features (N, D), fitted on the training lines, and what to say of them."""
     columns, values, left_out = [], [], []
-    for name in features:
-        found = fitted(name, cells.values[name][train], cells.texts.get(name))
-        if isinstance(found, str):
-            left_out.append(found)
+    every = {name: fitted(name, cells.values[name][train], cells.texts.get(name)) for name in features}
+    named = {n for n in features if n not in cells.texts and names_lines(n, cells.values[n])}
+    varied = {
+        n for n, found in every.items() if not isinstance(found, str) and np.ptp(cells.values[n][train])
+    }
+    named = named if varied - named else set()  # nothing else could be a feature
+    for name, found in every.items():
+        if isinstance(found, str) or name in named:
+            left_out.append(found if isinstance(found, str) else f"{name} (numbers of the lines)")
             continue
         column, order = found
         columns.append(column)

@@ -288,6 +288,8 @@ def load_test(run: SavedRun) -> tuple[TaskData | None, str]:
         return None, f"the test samples cannot be read again: {error.what}"
     if test_digest(task) != run.test.digest:
         return None, f"the test samples in {run.test.path} are not those of the run any more"
+    if run.test.columns is not None and task.table != run.test.columns:
+        return None, f"other columns of {run.test.path} would be features now than those of the run"
     if isinstance(run.transforms[0], Standardize):
         task = replace(task, transform=run.transforms[0], targets=run.transforms[1])
     return task, ""
