@@ -16,7 +16,7 @@ from linnet.errors import InputError
 from linnet.integrations.logs import log_to
 from linnet.nested import tuning as module
 from linnet.nested.nested_fit import NestedFit
-from linnet.nested.rungs import ladder, verdict
+from linnet.nested.rungs import Rung, ladder, verdict
 from linnet.nested.tuning import FOLDS, Tuning, held_out
 
 BIAS = 1e4
@@ -300,3 +300,15 @@ def test_the_first_fold_decides_whether_the_others_need_the_kernel_of_the_lower_
     fit = linnet.adapt(network(), DATA, tune=True)
     assert fit.body_weight == 0
     assert asked.count(True) == 1
+
+
+@pytest.mark.parametrize(
+    ("points", "gain", "begins"), [(3, 0.1, "Use"), (0.7, 0, "Solved"), (-0.5, 0.1, "Kept")]
+)
+def test_trained_layers_are_recommended_where_the_gain_is_significant(
+    points: float, gain: float, begins: str
+) -> None:
+    trained = Rung("trained lower layers", 0.9, 0.81, gain, 1e-3, points, 0.7, taken=points > 0)
+    told = verdict([Rung("linear probe", 1.0, 0.8), trained])
+    assert told.startswith(begins)
+    assert "+" not in told

@@ -86,9 +86,9 @@ class NestedFit(KernelFit):
     # -- what was fitted -------------------------------------------------------------------------
 
     @property
-    def verdict(self) -> str | None:
-        """Whether the lower layers help, in a sentence; ``None`` where their weight was given."""
-        return self.record.reasons.get("verdict")
+    def verdict(self) -> str:
+        """Whether the lower layers help, in a sentence, or that their weight was given."""
+        return self.record.reasons.get("verdict", "")
 
     @property
     def body_weight(self) -> float:

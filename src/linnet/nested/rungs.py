@@ -10,6 +10,8 @@ from torch import Tensor
 from linnet.linear.targets import Targets
 from linnet.nested.search import ERRORS, counted
 
+_CLEAR = 1.96  # standard errors of a gain that is significant at 5 %
+
 
 @dataclass(frozen=True)
 class Rung:
@@ -75,22 +77,25 @@ def _compared(rung: Rung, now: tuple[Tensor, Tensor | None], last: tuple[Tensor,
 def verdict(rungs: Sequence[Rung]) -> str:
     """Recommendation in one sentence."""
     last, base = rungs[-1], rungs[-2]
-    less = f"{100 * last.gain:.0f} ± {100 * last.gain_error:.0f} % less error on held-out folds"
-    points = ""
+    name, share = base.name, f"{100 * abs(last.gain):.0f} ± {100 * last.gain_error:.0f} %"
+    if not last.taken and last.gain <= 0:
+        return f"Kept the {name}: training the lower layers gives {share} more error on held-out folds."
+    less, points, is_clear = f"{share} less error on held-out folds", "", last.gain > _CLEAR * last.gain_error
     if last.points is not None and last.points_error is not None and base.accuracy is not None:
-        points = (
-            f"{last.points:+.1f} ± {last.points_error:.1f} points to the {100 * base.accuracy:.1f} % of the "
-            f"{base.name}"
-        )
-    if last.taken:
-        how = f"they add {points} ({less})" if points else f"{less} than the {base.name}"
+        verb, to = ("add", "to") if last.points >= 0 else ("take", "from")
+        points = f"{verb} {abs(last.points):.1f} ± {last.points_error:.1f} points {to} the "
+        points += f"{100 * base.accuracy:.1f} % of the {name}"
+        is_clear = last.points > _CLEAR * last.points_error
+    if last.taken and is_clear:
+        how = f"they {points} ({less})" if points else f"{less} than the {name}"
         return f"Use the {last.name}: {how}; the fit is solved at the trained weights."
-    if last.gain <= 0:
-        more = f"{-100 * last.gain:.0f} ± {100 * last.gain_error:.0f} % more error on held-out folds"
-        return f"Kept the {base.name}: training the lower layers gives {more}."
-    would = "training the lower layers would"
-    how = f"{would} add {points} ({less})" if points else f"{would} give {less}"
-    short = "which is not significant"
-    if last.gain > ERRORS * last.gain_error:
-        short = "but accuracy does not improve"
-    return f"Kept the {base.name}: {how}, {short}."
+    if last.taken:
+        what = "whether more are right" if points else "whether that is more than chance"
+        return f"Solved at the trained weights: {less} than the {name}; {what} cannot be told."
+    how = f"{points} ({less})" if points else f"give {less}"
+    short = (
+        "but accuracy does not improve"
+        if last.gain > ERRORS * last.gain_error
+        else "which is not significant"
+    )
+    return f"Kept the {name}: training the lower layers would {how}, {short}."

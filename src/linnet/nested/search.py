@@ -39,6 +39,10 @@ MARGIN = (
 # (six sets of images, two draws).
 PILOT = 2000
 ERRORS = 1.0  # standard errors by which the lower layers must reduce the probe's leave-one-out error
+LOO = "squared error on training samples left out of the fit"
+LESS = f"less {LOO}"
+SAME = "with about the same accuracy"
+ONE_SAMPLE = "one sample per class cannot tell whether the lower layers help"
 
 
 @dataclass(frozen=True)
@@ -120,53 +124,57 @@ class Choice:
     def reasons(self) -> dict[str, str]:
         """One sentence for each choice."""
         weight_given, ridge_given = self.given
-        gain, error = self.gain
-        share = f"{100 * gain:.0f} ± {100 * error:.0f} %"
         if weight_given:
             body = "set by the user"
         elif len(self.probe.errors) < 2:
-            body = "one sample per class cannot tell whether the lower layers help"
+            body = ONE_SAMPLE
         elif self.taken.weight:
-            body = f"the lower layers help: {share} less leave-one-out error than the linear probe"
-        elif self.best.weight:
-            body = f"the linear probe is kept: including the lower layers {self._short(share)}"
+            body = f"the lower layers help: {self._share} {LESS} than the linear probe"
         else:
-            body = "including the lower layers does not reduce the leave-one-out error of the linear probe"
-        chosen = "lowest leave-one-out error" if len(self.probe.errors) else "highest evidence"
+            body = f"the linear probe is kept: {self._short}"
+        chosen = f"lowest {LOO}" if len(self.probe.errors) else "highest evidence"
         ridge = "set by the user" if ridge_given else chosen
         found = {"solver": "one kernel for all outputs", "body": body, "ridge": ridge}
         if self.pilot:
-            found["share"] = f"of the lower layers: of lowest leave-one-out error on {self.pilot:,} samples"
-        return found if weight_given else {**found, "verdict": self.verdict()}
+            found["share"] = f"of the lower layers: of lowest {LOO}, on {self.pilot:,} samples"
+        return {**found, "verdict": self.verdict()}
 
     def verdict(self) -> str:
         """Recommendation in one sentence."""
-        gain, error = self.gain
+        if self.given[0]:
+            weight = f"{self.taken.weight:g}"
+            return f"The weight of the lower layers, {weight}, was given: whether they help was not tested."
         if len(self.probe.errors) < 2:
-            return "Kept the linear probe: one sample per class cannot tell whether the lower layers help."
-        share = f"{100 * gain:.0f} ± {100 * error:.0f} %"
-        less = f"{share} less leave-one-out error"
+            return f"Kept the linear probe: {ONE_SAMPLE}."
         if not self.taken.weight:
-            short = self._short(share) if self.best.weight else "does not reduce the leave-one-out error"
-            return f"Kept the linear probe: including the lower layers {short}."
+            return f"Kept the linear probe: {self._short}."
+        less = f"The lower layers give {self._share} {LESS} than the linear probe"
         if self.points is None or self.probe.together is None:
-            return f"The lower layers help: {less} than the linear probe."
+            return f"{less}."
         points, spread = self.points
         if points <= spread:
-            return f"The lower layers take part: {less} than the linear probe, with about the same accuracy."
+            return f"{less}, {SAME}."
         before = 100 * float(self.probe.together.double().mean())
         return (
-            f"The lower layers add {points:.1f} ± {spread:.1f} points to the linear probe's {before:.1f} %, "
-            f"one sample of each class left out at a time ({less})."
+            f"The lower layers add {points:.1f} ± {spread:.1f} points to the linear probe's {before:.1f} % "
+            f"on training samples left out of the fit ({self._share} less squared error)."
         )
 
-    def _short(self, share: str) -> str:
-        """The reason why the lower layers do not take part."""
+    @property
+    def _share(self) -> str:
+        """The gain in words."""
         gain, error = self.gain
-        would = "would reduce the leave-one-out error by"
+        return f"{100 * gain:.0f} ± {100 * error:.0f} %"
+
+    @property
+    def _short(self) -> str:
+        """The reason why the lower layers are not used."""
+        gain, error = self.gain
+        if not self.best.weight:
+            return f"with the lower layers the {LOO} is not lower"
         if gain > ERRORS * error:
-            return f"{would} {share}, but accuracy does not improve"
-        return f"{would} only {share}, which is not significant"
+            return f"the lower layers would give {self._share} {LESS}, but no better accuracy"
+        return f"the lower layers would give only {self._share} {LESS}, which is not significant"
 
     def warnings(self) -> tuple[str, ...]:
         """Warnings about the choice."""

@@ -98,7 +98,12 @@ def test_a_quick_run_refuses_nothing() -> None:
     [
         (90, 70, "Use the linear fit: 90.0", "20.0 ± 2.0 points ahead of the linear probe"),
         (70, 90, "Use the linear probe instead: 90.0", "ahead of the linear fit"),
-        (80, 79.75, "Use the linear fit", "too few to tell the linear fit from the linear probe"),
+        (
+            80,
+            79.75,
+            "The linear fit and the linear probe cannot",
+            "too few to tell the linear fit from the linear probe",
+        ),
     ],
 )
 def test_the_better_of_two_is_named_where_it_can_be_told(

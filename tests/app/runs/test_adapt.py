@@ -711,7 +711,8 @@ def test_a_quick_run_probes_all_and_tries_the_lower_layers_on_some(
     assert told.startswith("linear probe of all 27 training images: ")
     assert isinstance(run.fit, NestedFit)
     assert (run.fit.n, run.fit.body_weight) == (27, 0)
-    assert "Tried on 13 of 27 training images, at most 5 per class" in str(run.fit.verdict)
+    assert "n 13 of 27 training images, at most 5 per class" in run.fit.verdict
+    assert run.fit.verdict in result(folder / "run")["verdict"]["sentences"]
     assert adapt(folder, "--weight", "0", data="uneven.npz", out="probe") == 0
     whole = load_run(folder / "probe").fit
     assert torch.equal(whole.system.beta, run.fit.system.beta)

@@ -23,6 +23,7 @@ Answer = Literal["use", "weak", "unclear", "do not use", ""]
 _Z = NormalDist().inv_cdf(0.975)  # standard errors of a 95 % interval to each side, 1.96
 _SEEN = _Z + NormalDist().inv_cdf(0.8)  # standard errors of a difference that four tests of five would show
 _USEFUL = 0.1  # share of a constant's mistakes that a fit avoids if it is of any use
+TRY = "Try the full run"  # how the verdict of a quick run begins, where the full one is likely better
 _LEAST = 0.01  # smallest difference of two methods that is worth telling apart, in accuracy
 
 
@@ -31,7 +32,8 @@ class Verdict:
     """What to make of a fit."""
 
     # `"use"` it, or the other method that is named; `"weak"`, it is hardly better than a constant;
-    # `"unclear"`, the test samples are too few to tell; `"do not use"`, it is no better than a constant;
+    # `"unclear"`, the test samples are too few to tell, or a quick run has left out what is likely better;
+    # `"do not use"`, it is no better than a constant;
     # empty where there is nothing to compare it with
     answer: Answer
     sentences: tuple[str, ...]  # the same in words, the shortest first
@@ -112,6 +114,10 @@ def verdict(run: Run) -> Verdict:
     answer: Answer = beside.judged() if beside is not None else "use" if found is not None else ""
     if answer == "do not use" and run.notes.quick:
         answer = "unclear"  # what a quick run finds is there to be gone on with
+    if answer == "use" and run.fit.verdict.startswith(TRY):
+        return Verdict("unclear", (*of_fit, *_headline(run, best, False, "", beside)))
+    if answer == "use" and found is not None and not found.clear:
+        return Verdict(answer, (_alike(run, own, found.other), _told_apart(run, own, found), *of_fit))
     sentences = _headline(run, best, best is not own, answer, beside)
     rest = [] if found is None else [_told_apart(run, own, found)]
     return Verdict(answer, (*sentences, *rest, *of_fit))
@@ -233,6 +239,16 @@ def _headline(
         ]
     return [f"Do not use {name}: {score}, not more than {always}." if run.classes is not None
             else f"Do not use {name}: {score}, not less than {always}."]  # fmt: skip
+
+
+def _alike(run: Run, own: Comparison, other: Comparison) -> str:
+    """Two methods that the test samples do not tell apart, in a sentence."""
+    names, scores = f"{the(own)} and {the(other)}", f"{short_score(run, own)} and {short_score(run, other)}"
+    if own.accuracy is not None:
+        said = f"{scores} of {tests_of(run)} are right"
+    else:
+        said = f"root mean squared errors of {scores} on {tests_of(run)}"
+    return f"{names[:1].upper()}{names[1:]} cannot be told apart: {said}."
 
 
 def _told_apart(run: Run, own: Comparison, found: Gain) -> str:

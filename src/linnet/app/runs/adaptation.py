@@ -120,6 +120,7 @@ def adapted(
     with stages.measure("fit"), shared_fit(solving.device, network=lin, x=x, y=y):
         fit, pilot = solve(lin, (x, y), solving, out / KERNEL_FILE)
     leave()
+    fit.record = replace(fit.record, classes=task.classes or ())
     fit.record.reasons["metric"] = made.why
     fit.record.reasons["head"] = _why_head(network, made.init, made.centered)
     temperatures = None if task.classes is None else temperatures_of(pilot or fit)
@@ -311,7 +312,7 @@ def nested_run(settings: Settings, begun: Started, out: Path) -> tuple[SavedRun,
     weight, ridge = (None if isinstance(v, str) else float(v) for v in (solving.weight, solving.ridge))
     outputs = len(task.classes) if task.classes is not None else y.shape[1]
     targets = make_targets(y, outputs, dtype=module.function.dtype)
-    record = Record("dual", "loo", {}, single_remarks(targets))
+    record = Record("dual", "loo", {}, single_remarks(targets), classes=task.classes or ())
     file = out / KERNEL_FILE
     discard(file)  # a finished one is of a run that was killed, and may be of other settings
     with stages.measure("fit"), shared_fit(solving.device, network=module.function, x=x, y=y):

@@ -12,7 +12,7 @@ import numpy as np
 
 from linnet.app.data import TaskData
 from linnet.app.report import Run, Scores
-from linnet.app.report.verdict import told
+from linnet.app.report.verdict import TRY, told
 from linnet.app.report.wording import duration, number
 from linnet.app.runs.adaptation import (
     Adaptation,
@@ -35,6 +35,7 @@ from linnet.app.runs.settings import Settings, Source
 from linnet.fitting.record import Record
 from linnet.linear.targets import make_targets
 from linnet.nested.nested_fit import NestedFit, solved
+from linnet.nested.search import SAME
 from linnet.tangent.linearized import linearize
 
 Array = np.ndarray[Any, Any]
@@ -95,7 +96,8 @@ def _probed(
     some = taken(every, part, tests=False)
     reasons = {"body": "a quick run keeps the linear probe"}
     verdict = str(trial.verdict).removeprefix("Kept the linear probe: ")
-    reasons["verdict"] = f"Tried on {some}: {verdict[:1].lower()}{verdict[1:]}"
+    tried = f"{TRY}: on" if trial.body_weight and SAME not in verdict else "On"
+    reasons["verdict"] = f"{tried} {some} {verdict[:1].lower()}{verdict[1:]}"
     fit.record = replace(fit.record, reasons={**fit.record.reasons, **reasons})
     keep(run)
     others = Others(settings, task, begun.network, begun.network)
