@@ -329,7 +329,7 @@ def test_the_summary_is_short_and_true() -> None:
     assert all(sentence.endswith(".") and not sentence[0].islower() for sentence in sentences)
     text = " ".join(sentences).replace("\u202f", " ")
     assert sentences[:2] == list(verdict(run).sentences)
-    assert sentences[0].startswith("Use ")
+    assert "apart" in sentences[0]
     assert "5 of the 5 that are known to be wrong" in text
     assert "5 training samples were forgotten" in text
 

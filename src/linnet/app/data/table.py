@@ -59,7 +59,9 @@ def read_table(
     path = require_file(path)
     names, texts = survey(path)
     answers = _target_columns(path, names, target)
-    assumed = f"{names[-1]}, the last column, is taken as the target: --target takes another"
+    assumed = (
+        f"{_label((names or [''])[-1])}, the last column, is taken as the target: --target takes another"
+    )
     cells = read_cells(path, names, texts, answers, assumed="" if target else assumed)
     split = _split_column(cells, answers)
     features = [name for name in names if name not in answers and name != split]
@@ -343,13 +345,18 @@ def _fault(
             value = None
         if value is not None and (value == value or name not in needed):
             continue
-        label = name if len(name) <= _SHOWN else shown(name)
+        label = _label(name)
         if value is None:
             number = _number(cell)
             what = shown(cell) if number is None else f"{shown(number)}, which is not finite"
             return f"{label} is {what}"
         return f"{label} is empty"
     return None
+
+
+def _label(name: str) -> str:
+    """A column's name, shortened where it is long."""
+    return name if len(name) <= _SHOWN else shown(name)
 
 
 def _number(cell: str) -> float | None:
