@@ -110,8 +110,8 @@ def answers(y: Any, said: Said | None = None) -> Tensor:
         raise InputError(
             f"y is text, such as {words[0]!r}",
             expected="numbers of classes",
-            remedy="number those of training, names, y = numpy.unique(y, return_inverse=True), and all others "
-            "by the same names, [list(names).index(name) for name in y]",
+            remedy="number those of training, names, y = numpy.unique(y, return_inverse=True), and all "
+            "others by the same names, [list(names).index(name) for name in y]",
         )
     said.of_kind("text")
     return said.number(words)
