@@ -283,3 +283,11 @@ def test_a_part_of_the_data_is_refused_without_other_processes_too() -> None:
     ):
         with pytest.raises(DataError, match="part 0 of 2, about 10 of 20 examples"):
             call()
+
+
+def test_a_displacement_is_a_copy() -> None:
+    fit = linnet.fit(P.lin, (P.x, P.y))
+    before = fit.predict(P.x)
+    for t in fit.displacement().values():
+        t.zero_()
+    assert torch.equal(fit.predict(P.x), before)

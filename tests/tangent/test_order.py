@@ -21,11 +21,13 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 import linnet
 from linnet.tangent.gather import gather_data
 from linnet.tangent.order import Said
+from linnet.tangent.pairs import pairs
 
 N = 11
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -123,6 +125,39 @@ def test_augmentation_is_said_and_drawn_alike(data: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gather_data(data, keep=False)  # no position is asked for
+
+
+def mixed(samples: list[Any]) -> Any:
+    x, y = default_collate(samples)
+    return 0.7 * x + 0.3 * x.flip(0), y
+
+
+def permuted(samples: list[Any]) -> Any:
+    return default_collate(samples[1:] + samples[:1])
+
+
+def filled_up(samples: list[Any]) -> Any:
+    longest = max(int(y) for _, y in samples) + 1
+    x = torch.stack([torch.cat([x, x.new_zeros(longest)]) for x, _ in samples])
+    return {"x": x, "labels": torch.stack([y for _, y in samples])}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("collate", [mixed, permuted])
+def test_a_collation_that_mixes_or_permutes_is_said(collate: Any, shuffle: bool) -> None:
+    said = Said()
+    with pytest.warns(UserWarning, match="collate_fn"):
+        gather_data(DataLoader(DATA, 4, shuffle=shuffle, collate_fn=collate), said=said)
+    assert len(said.warnings) == 1
+
+
+def test_collations_that_keep_samples_apart_are_not_spoken_of() -> None:
+    for collate in (lambda samples: default_collate(samples), filled_up):
+        for batch in (1, 4):
+            said = Said()
+            for _ in pairs(DataLoader(DATA, batch, shuffle=True, collate_fn=collate), said):
+                pass
+            assert not said.warnings
 
 
 def test_a_fit_records_what_was_drawn() -> None:

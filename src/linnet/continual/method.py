@@ -166,7 +166,7 @@ class ContinualMethod(ABC):
         """Everything that is remembered, for ``torch.save``; readable with ``weights_only=True``.
 
         Returns:
-            Tensors, numbers and names.
+            Tensors, numbers and names; the tensors are the method's own, as of a module's ``state_dict``.
         """
         return {
             "method": type(self).__name__,

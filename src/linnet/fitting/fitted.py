@@ -94,7 +94,7 @@ class Fitted(PredictiveModel):
 
     @property
     def targets(self) -> Tensor:
-        """t, (N, C); label probabilities for the cross-entropy."""
+        """t, (N, C), not to be written to; label probabilities for the cross-entropy."""
         return self._targets.values
 
     @property

@@ -124,7 +124,7 @@ class LinearFit(SquaredFit):
 
     @property
     def delta(self) -> Params:
-        """δ by parameter name."""
+        """δ by parameter name: the fit's own tensors, not to be written to; ``displacement`` gives copies."""
         return {name: t.detach() for name, t in self.module.delta.items()}
 
     @torch.no_grad()
@@ -132,10 +132,11 @@ class LinearFit(SquaredFit):
         """δ of every weight of the network, also where the fit has other coordinates.
 
         Returns:
-            The displacement by parameter name; of a sketched network or one with a metric δ = H ε.
+            Copies, by parameter name; of a sketched network or one with a metric δ = H ε.
         """
-        model = self.module.model
-        return model.displacement(self.delta["epsilon"]) if isinstance(model, Coordinates) else self.delta
+        model, delta = self.module.model, self.delta
+        found = model.displacement(delta["epsilon"]) if isinstance(model, Coordinates) else delta
+        return {name: t.clone() for name, t in found.items()}
 
     # -- predictions -----------------------------------------------------------------------------
 

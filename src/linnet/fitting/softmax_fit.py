@@ -133,7 +133,7 @@ class SoftmaxFit(Fitted):
 
     @property
     def delta(self) -> Params:
-        """δ by parameter name."""
+        """δ by parameter name: the fit's own tensors, not to be written to."""
         return {name: t.detach() for name, t in self.module.delta.items()}
 
     @property

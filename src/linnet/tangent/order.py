@@ -24,10 +24,12 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     TensorDataset,
+    default_collate,
+    default_convert,
 )
 
 from linnet.errors import DataError
-from linnet.tangent.batch import is_data_set
+from linnet.tangent.batch import is_data_set, tensors_in
 from linnet.tangent.sharded import sharded
 
 READINGS = 4  # of a sample, to see whether it changes: half of all flips at random are no flip
@@ -164,6 +166,41 @@ def changing(data: Any) -> str | None:
                     "augmentation does: positions are right, values are those of one reading; turn it off"
                 )
     return None
+
+
+def mixing(loader: DataLoader[Any], batch: Any) -> str | None:
+    """Whether samples of the first batch of a loader differ from what its collation makes of them alone."""
+    indices = loader.batch_sampler
+    if loader.collate_fn in (default_collate, default_convert) or not is_data_set(loader.dataset):
+        return None
+    plain = isinstance(indices, BatchSampler) and type(indices.sampler) is SequentialSampler
+    known = indices if plain or isinstance(indices, list) else None
+    if known is None or type(loader).__iter__ is not DataLoader.__iter__:
+        return None  # an order that no second pass finds again
+    with random_kept(loader):
+        places: list[int] = list(next(iter(known), []))
+        for place in {0, len(places) - 1} if places else ():
+            try:
+                alone = loader.collate_fn([loader.dataset[places[place]]])
+            except Exception:  # the user's own collation may need several samples
+                return None
+            if not all(
+                _same_row(t, one, place, len(places))
+                for t, one in zip(tensors_in(batch), tensors_in(alone), strict=False)
+            ):
+                return (
+                    f"the loader's collate_fn gives sample {places[place]} other values in a batch than "
+                    "alone, as mixing or permuting samples does: rows are those of one reading, and may be "
+                    f"those of no sample; {FIND}"
+                )
+    return None
+
+
+def _same_row(batch: Tensor, alone: Tensor, place: int, n: int) -> bool:
+    """Whether a row of a batch is what a batch of one has; rows of other shapes are filled up, and count."""
+    if not batch.ndim or len(batch) != n or alone.shape != (1, *batch.shape[1:]):
+        return True
+    return torch.allclose(batch[place].double(), alone[0].double(), rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -27,7 +27,7 @@ from linnet.tangent.batch import (
     yields,
 )
 from linnet.tangent.door import answers, as_batch, holds_arrays, tensorize
-from linnet.tangent.order import Said, changing, in_order, random_kept
+from linnet.tangent.order import Said, changing, in_order, mixing, random_kept
 from linnet.tangent.sharded import require_whole
 
 TOGETHER = 32  # samples of a data set that are put side by side
@@ -55,10 +55,13 @@ def pairs(data: Any, said: Said | None = None) -> Iterator[tuple[Inputs, Any]]:
     if isinstance(data, DataLoader):
         require_whole(data)
         loader, _, warning = in_order(data)
-        said.warnings += filter(None, (warning, changing(data.dataset)))
+        said.warnings += (told := [*filter(None, (warning, changing(data.dataset)))])
         with random_kept(loader, loader.sampler):
             batches = iter(loader)
-        yield from (as_pair(batch, "a batch of the DataLoader") for batch in batches)
+        for i, batch in enumerate(batches):
+            if i == 0 and not told:
+                said.warnings += filter(None, (mixing(loader, batch),))
+            yield as_pair(batch, "a batch of the DataLoader")
     elif isinstance(data, IterableDataset):
         yield from _together(as_sample(one, f"sample {i} of the stream", said) for i, one in enumerate(data))
     elif in_pieces(data) and is_data_set(data):
