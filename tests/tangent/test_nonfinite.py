@@ -156,3 +156,35 @@ def test_an_example_goes_by_its_place_in_the_whole() -> None:
     x = {"a": torch.arange(40.0)[:, None], "shared": torch.ones(3)}
     part = take(take(x, [30, 4, 17, 9, 2]), slice(1, 4))
     assert [place_of(part, i) for i in range(3)] == [4, 17, 9] == part["a"][:, 0].tolist()
+
+
+def smooth(activation: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), activation, nn.Linear(6, 3))
+
+
+LARGE = X[:3].clone()
+LARGE[1] *= 1e38
+OVERFLOWING: dict[str, Callable[[nn.Module], object]] = {
+    "jvp": lambda net: (lin := linnet.linearize(net)).jvp(LARGE, 1e10 * torch.ones(lin.space.dim)),
+    "vjp": lambda net: linnet.linearize(net).vjp(LARGE, 1e10 * torch.ones(3, 3)),
+    "predict": lambda net: linnet.fit(linnet.linearize(net), (X, Y)).predict(LARGE),
+    "counterfactual": lambda net: linnet.audit.counterfactual(
+        linnet.fit(linnet.linearize(net), (X, 1e3 * T)), [0], [[1e3, 0.0, 0.0]], LARGE
+    ),
+    "adapt": lambda net: linnet.adapt(net, (X, 1e3 * T), weight=0.5, ridge=1.0).predict(LARGE),
+}
+
+
+@pytest.mark.parametrize("asked", OVERFLOWING)
+def test_products_that_overflow_are_told(asked: str) -> None:
+    with pytest.raises(LinnetError, match=r"overflow|finite"):
+        OVERFLOWING[asked](smooth(nn.Softplus()))
+
+
+def test_large_inputs_whose_products_are_finite_are_let_through() -> None:
+    net, large = smooth(nn.Tanh()), LARGE.clone()
+    large[1] = X[1] * 1e20
+    lin = linnet.linearize(net)
+    for found in (linnet.fit(lin, (X, Y)).predict(large), lin.vjp(large, torch.ones(3, 3), "flat")):
+        assert bool(found.isfinite().all())

@@ -33,6 +33,7 @@ from linnet.tangent.batch import Inputs, batch_size, concatenate, take
 from linnet.tangent.door import examples
 from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_examples
+from linnet.tangent.requests import check_result
 
 SHARE = 0.25  # of the memory budget that directions kept for predictions may take
 
@@ -107,12 +108,16 @@ class KernelFit(SquaredFit):
 
         Raises:
             DataError: If x is empty or not finite.
+            NumericalError: If outputs overflow.
         """
         x = self._checked(x)
         cross = self._rows.known(hash_examples(x))
         if cross is None and (outputs := self._weights) is not None:
-            return outputs(x).to(self._function.dtype)
-        return self._mean(self._to_train(x) if cross is None else cross, self._start(x))
+            found = outputs(x).to(self._function.dtype)
+        else:
+            found = self._mean(self._to_train(x) if cross is None else cross, self._start(x))
+        check_result(self._function, x, found)
+        return found
 
     @cached_property
     def _weights(self) -> Callable[[Inputs], Tensor] | None:

@@ -155,6 +155,7 @@ class Linearized(nn.Module):
                 an example axis.
             DataError: If x is empty or not finite.
             ModelError: If the network cannot take x, or gives an example other outputs in another batch.
+            NumericalError: If the product overflows.
         """
         direction = _moved(v, self._function)
         x = taken(self._function, x)
@@ -179,6 +180,7 @@ class Linearized(nn.Module):
                 neither, or x holds no tensor with an example axis.
             DataError: If x is empty or not finite.
             ModelError: If the network cannot take x, or gives an example other outputs in another batch.
+            NumericalError: If the product overflows.
         """
         choice("like", like, ("params", "flat"))
         expected = "cotangents (N, C) or (N, C, K), finite real numbers"
