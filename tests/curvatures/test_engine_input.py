@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -123,6 +124,13 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
 def test_values_that_do_not_go_together_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         call(**given)
+
+
+@pytest.mark.parametrize("shape", [(6, 1, 1), (6, 2)])
+def test_an_error_shows_the_shape_of_all_labels(shape: tuple[int, ...]) -> None:
+    data = torch.randn(6, 3), torch.zeros(shape, dtype=torch.long)
+    with pytest.raises(DataError, match=re.escape(str(shape))):
+        linnet.curvature(nn.Linear(3, 3), data, linnet.likelihoods.Categorical())
 
 
 def test_a_linearization_has_its_own_parameters() -> None:

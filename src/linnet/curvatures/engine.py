@@ -355,7 +355,7 @@ def _settled(
     closed = has_closed_form(function, exact, sums)
     if closed and remembered_inputs(function, look, sums[0].layer.names) is not None:
         return replace(request, expectation=exact)  # no columns are made
-    count = exact.count(f, exact.targets(f, None if first.y is None else first.y[:1]))
+    count = exact.count_of_one(f, first.y)
     passes = exact_passes(layers, count)
     if batches.share.world > 1:  # the first batches of others may have other shapes; all decide alike
         passes = -float(least(-math.ceil(passes)))
@@ -382,8 +382,7 @@ def _chunks(
 ) -> Chunks:
     """Plan the chunks; f are the outputs of the first example, whose columns may be formed."""
     e = request.expectation
-    y = e.targets(f, None if first.y is None else first.y[:1])
-    columns, outputs = e.count(f, y), f.numel()
+    columns, outputs = e.count_of_one(f, first.y), f.numel()
     rows = max((_row_numbers(s) for s in sums.values()), default=0) * function.dtype.itemsize
     budget = parse_bytes(request.memory, function.device)
     alone = e.size(f) is not None  # columns can be formed one by one

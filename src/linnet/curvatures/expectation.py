@@ -95,6 +95,11 @@ class Expectation:
             )
         return None
 
+    def count_of_one(self, f: Tensor, y: Tensor | None) -> int:
+        """The number of columns of one example; the targets are checked together, so that errors show all."""
+        found = self.targets(f if y is None else f.expand(len(y), *f.shape[1:]), y)
+        return self.count(f, None if found is None else found[:1])
+
 
 def batch_generator(seed: int, index: int, device: torch.device) -> torch.Generator:
     """The random numbers of one batch: the same at every pass and on whichever process."""

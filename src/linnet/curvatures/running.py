@@ -244,7 +244,7 @@ class RunningCurvature(Shown):
         if key not in self._sizes:
             e = self.expectation
             f = self.function.check_runs(take(batch.x, slice(0, 1)))
-            columns = e.count(f, e.targets(f, None if batch.y is None else batch.y[:1]))
+            columns = e.count_of_one(f, batch.y)
             formed = [a.size for a, how, _ in self._assigned if how in ("block", "full") or not a.factored]
             row = max(formed, default=0) * self.function.dtype.itemsize
             budget = parse_bytes(None, self.function.device)
