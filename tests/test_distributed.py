@@ -99,8 +99,10 @@ def numbers(rank: int, size: int) -> dict[str, Tensor]:
     found["own, low-rank"] = full(own, "low-rank", rank=6, shard=False).dense()
     found["own, product"] = full(own, "matrix-free", shard=False) @ torch.ones(43, dtype=torch.float64)
     found["loader"] = full(DataLoader(TensorDataset(X, Y), batch_size=9)).dense()
-    same = torch.Generator().manual_seed(3)
-    found["shuffled"] = full(DataLoader(TensorDataset(X, Y), 7, shuffle=True, generator=same)).dense()
+    for name, seed in (("alike", 3), ("apart", rank)):  # read in the order of the data set
+        drawn = torch.Generator().manual_seed(seed)
+        shuffled = DataLoader(TensorDataset(X, Y), 7, shuffle=True, generator=drawn)
+        found[f"shuffled {name}"] = full(shuffled).dense()
     low = full(parts_of(49, size, rank), "low-rank", rank=43, method="randomized")
     found |= {"randomized": low.dense(), "randomized examples": torch.tensor(low.made.examples)}
     found["kfra"] = full((X, Y), "kfra", block=7).dense()
@@ -207,12 +209,11 @@ def failures(rank: int) -> dict[str, tuple[Callable[[], object], list[str]]]:
     other = net()
     with torch.no_grad():
         other[0].bias.add_(rank)  # type: ignore[operator, union-attr]
-    random = torch.Generator().manual_seed(rank)
     data = TensorDataset(X[:49], Y[:49])
     short: Any = DistributedSampler(data, 2, rank)
     cut = DataLoader(data, batch_size=7, drop_last=True, sampler=short)
     stray: Any = DistributedSampler(data, num_replicas=3, rank=rank)
-    loader = DataLoader(TensorDataset(X, Y), batch_size=7, shuffle=True, generator=random)
+    loader = DataLoader(TensorDataset(X.roll(rank, 0), Y.roll(rank)), batch_size=7)
     product = full((X, Y), "matrix-free")
     late = TensorDataset(torch.cat([X[:25], X[25:].roll(rank, 0)]), Y)
     return {

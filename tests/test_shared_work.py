@@ -325,9 +325,9 @@ def at_another_place(rank: int) -> object:
     """A process that makes a sum where the other measures roundings."""
     calls = []
 
-    def summing(*arguments: Any) -> Tensor:
+    def summing(*arguments: Any, **named: Any) -> Tensor:
         calls.append(all_sum([torch.ones(2)]))
-        return measure(*arguments)
+        return measure(*arguments, **named)
 
     measure = rounding.gram
     if rank:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from linnet.app.models import apply_weights, load_model, load_weights
 from linnet.errors import DependencyError, FileFormatError, InputError, ModelError, WeightsError
+from linnet.fitting.last_layer import Appended, ending_linear
 
 NETS = '''
 """A few factories."""
@@ -148,7 +149,7 @@ class TestHuggingFace:
     def save(self, folder: Path, name: str, config: dict[str, object]) -> nn.Module:
         transformers = pytest.importorskip("transformers")
         torch.manual_seed(0)
-        built = getattr(transformers, f"{name.split('For')[0]}Config")(**config)
+        built = getattr(transformers, f"{name.split('For')[0].removesuffix('Model')}Config")(**config)
         model: nn.Module = getattr(transformers, name)(built).eval()
         model.save_pretrained(folder)  # type: ignore[operator]
         return model
@@ -177,10 +178,35 @@ class TestHuggingFace:
             load_model(f"hf:{tmp_path}")
         assert isinstance(caught.value.__cause__, (OSError, ValueError))
 
-    def test_a_model_that_classifies_nothing(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_without_a_head_is_an_encoder_that_masks_its_padding(self, tmp_path: Path) -> None:
+        small = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        saved = self.save(tmp_path, "BertModel", {**small, "intermediate_size": 8, "pad_token_id": 3})
+        ids = torch.tensor([[5, 6, 7, 3, 3], [8, 9, 3, 3, 3], [4, 6, 5, 9, 8]])
+        states = saved(ids, attention_mask=(ids != 3).long()).last_hidden_state
+        mean = torch.stack([states[0, :3].mean(0), states[1, :2].mean(0), states[2].mean(0)])
+        for pretrained in (True, False):
+            model = load_model(f"hf:{tmp_path}", pretrained=pretrained)
+            apply_weights(model, saved.state_dict())
+            assert type(model) is type(saved)
+            for part in (None, "last_hidden_state"):
+                appended = ending_linear(model, ids, part)
+                assert isinstance(appended, Appended)
+                appended.head = nn.Identity()
+                torch.testing.assert_close(appended(ids), mean)
+
+    def test_a_masked_language_model_is_an_encoder(self, tmp_path: Path) -> None:
+        small = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        saved = self.save(tmp_path, "BertForMaskedLM", {**small, "intermediate_size": 8})
+        ids = torch.arange(1, 7).reshape(2, 3)
+        found = load_model(f"hf:{tmp_path}")(ids).last_hidden_state
+        torch.testing.assert_close(found, saved.bert(ids).last_hidden_state)  # type: ignore[operator, union-attr]
+
+    def test_a_model_that_is_none_of_these(self, tmp_path: Path) -> None:
         transformers = pytest.importorskip("transformers")
-        transformers.CLIPTextConfig().save_pretrained(tmp_path)
-        with pytest.raises(ModelError, match="no classifier of images or of text for CLIPTextConfig"):
+        transformers.VisionEncoderDecoderConfig(
+            encoder={"model_type": "vit"}, decoder={"model_type": "bert"}
+        ).save_pretrained(tmp_path)
+        with pytest.raises(ModelError, match="no encoder and no classifier"):
             load_model(f"hf:{tmp_path}")
 
 

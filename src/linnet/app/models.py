@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from linnet.errors import FileFormatError, InputError, LinnetError, ModelError, WeightsError
 from linnet.files import read_safetensors
+from linnet.fitting.last_layer import mask_padding
 from linnet.integrations.pretrained import BUILDERS
 from linnet.limits import require_file, require_room
 from linnet.npz import read_npz
@@ -59,6 +60,8 @@ def load_model(
     model = build(name, published, arguments) if build else _from_file(spec, arguments)
     if weights is not None:
         apply_weights(model, load_weights(weights))
+    if source == "hf":
+        mask_padding(model)
     return model.eval()
 
 

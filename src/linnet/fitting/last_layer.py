@@ -26,6 +26,7 @@ from linnet.tangent.selection import Selector, selected
 
 L = TypeVar("L", bound=nn.Module)
 HIDDEN = "last_hidden_state"  # as encoders of transformers call it
+PADDING = "_linnet_padding"  # attribute of a network: the token id that is masked
 RECORD = "_linnet_head"  # attribute of a network whose head was put there: where, how, on which labels
 CANDIDATES = 5  # layers that an error names: the head is among the last that a network registers
 FEW = 4  # examples on which the last layer is checked to be the last
@@ -49,10 +50,32 @@ class Appended(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Outputs of the linear layer, (N, 1) before it is replaced."""
+        if PADDING in vars(self.body):
+            args, kwargs = masked(self.body, args, kwargs)
         result = self.body(*args, **kwargs)
         mask = kwargs.get(MASK, args[self.mask_place] if self.mask_place < len(args) else None)
         found: Tensor = self.head(taken(result, self.output, mask))
         return found
+
+
+def mask_padding(model: nn.Module) -> int | None:
+    """Let a network of token ids mask those of its configuration's padding where no mask is given."""
+    token = getattr(getattr(model, "config", None), "pad_token_id", None)
+    names = list(inspect.signature(model.forward).parameters)
+    if not isinstance(token, int) or names[:1] != ["input_ids"] or MASK not in names:
+        return None
+    setattr(model, PADDING, token)
+    model.register_forward_pre_hook(masked, with_kwargs=True)
+    return token
+
+
+def masked(
+    model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a network, with a mask of padding where token ids are all that there is."""
+    if len(args) != 1 or named or not isinstance(args[0], Tensor) or args[0].is_floating_point():
+        return args, named
+    return args, {MASK: (args[0] != getattr(model, PADDING)).long()}
 
 
 def taken(result: Any, output: OutputAdapter, mask: Tensor | None = None) -> Tensor:

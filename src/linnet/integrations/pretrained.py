@@ -57,7 +57,7 @@ def code_arguments(arguments: object, inside: str = "") -> tuple[str, ...]:
 
 
 def _from_huggingface(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-    """A classifier of images or of text, in float32."""
+    """A classifier of images or of text, or the encoder where a checkpoint has no head, in float32."""
     with _optional("transformers", f"hf:{name}", install_command("text")):
         transformers = importlib.import_module("transformers")
         # said outright: transformers asks at the terminal whether to run a model's own code otherwise
@@ -65,11 +65,10 @@ def _from_huggingface(name: str, pretrained: bool, arguments: dict[str, Any]) ->
         own = {key: arguments[key] for key in _WHOSE_CODE if arguments.get(key)}
         own.setdefault("trust_remote_code", False)
         config = transformers.AutoConfig.from_pretrained(name, **own)
-        kind = _classifier_kind(transformers, config)
-        automatic = getattr(transformers, f"AutoModelFor{kind}")
+        automatic = getattr(transformers, f"AutoModel{_kind(transformers, config)}")
         if pretrained:
             model = automatic.from_pretrained(name, **arguments)
-            if kind == "ImageClassification" and not os.path.isdir(name):
+            if getattr(model, "main_input_name", "") == "pixel_values" and not os.path.isdir(name):
                 with suppress(
                     OSError
                 ):  # beside the weights, for own_normalization; not every network has one
@@ -80,21 +79,26 @@ def _from_huggingface(name: str, pretrained: bool, arguments: dict[str, Any]) ->
     return require_module(model, f"hf:{name}")
 
 
-def _classifier_kind(transformers: ModuleType, config: Any) -> str:
-    """The task that a Hugging Face configuration is for, as transformers spells it."""
+def _kind(transformers: ModuleType, config: Any) -> str:
+    """The task that a Hugging Face checkpoint is for, as transformers spells it; empty for an encoder."""
+    # A head that a checkpoint does not have would be random, and what lies below it, such as BERT's pooler,
+    # untrained. Models of two encoders, and encoders with a decoder, do not run on one input without one.
     kinds = {
-        "ImageClassification": transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-        "SequenceClassification": transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        "ForImageClassification": transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        "ForSequenceClassification": transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     }
-    named = [kind for kind in kinds if any(kind in name for name in config.architectures or ())]
-    known = [kind for kind, mapping in kinds.items() if type(config) in mapping]
-    if not named and not known:
-        raise ModelError(
-            f"transformers has no classifier of images or of text for {type(config).__name__}",
-            expected="a model with a ForImageClassification or ForSequenceClassification class",
-            remedy="build it yourself and pass path/to/file.py:factory",
-        )
-    return (named or known)[0]
+    if named := [kind for kind in kinds if any(kind in name for name in config.architectures or ())]:
+        return named[0]
+    joint = getattr(config, "is_encoder_decoder", False) or hasattr(config, "vision_config")
+    if type(config) in transformers.MODEL_MAPPING and not joint:
+        return ""
+    if known := [kind for kind, mapping in kinds.items() if type(config) in mapping]:
+        return known[0]
+    raise ModelError(
+        f"transformers has no encoder and no classifier of images or of text for {type(config).__name__}",
+        expected="a model that AutoModel makes, or one with a classification head",
+        remedy="build it yourself and pass path/to/file.py:factory",
+    )
 
 
 def _from_timm(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:

@@ -105,7 +105,7 @@ def masks_of(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     found, modules = {}, dict(model.named_modules(remove_duplicate=False))
     for name in names:
         owner, _, leaf = name.rpartition(".")
-        mask = modules[owner]._buffers.get(PREFIX + leaf)
+        mask = getattr(modules[owner], PREFIX + leaf, None)  # TorchScript has buffers of another kind
         if mask is not None:
             found[name] = mask
     return found

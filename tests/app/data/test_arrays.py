@@ -136,6 +136,7 @@ class TestArrays:
             ({"x_test": images(6, 5, 6).astype(float)}, "x_test of .*float64.*as in x_train"),
             ({"x_train": images(12, 3, 8, 8)}, "channels last.*transpose"),
             ({"x_train": np.zeros((12, 2), complex)}, "complex128.*numbers of shape"),
+            ({"x_train": np.array(["a text"] * 12)}, "holds texts.*tokenizer"),
             ({"x_train": np.arange(12.0)}, r"x_train of .* has the shape \(12,\)"),
         ],
     )

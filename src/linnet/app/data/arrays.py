@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -76,6 +77,8 @@ def read_arrays(
     headers = npz_headers(path)
     has_test = "x_test" in headers or "y_test" in headers
     names = ("train", "test") if has_test else ("train",)
+    if "x_train" not in headers or headers["x_train"].dtype.kind in "US":
+        _refuse_texts(path, headers)
     require_arrays(path, [f"{array}_{name}" for name in names for array in "xy"], headers)
     members = {name: Member(path, f"x_{name}", headers[f"x_{name}"]) for name in names}
     if not members["train"].is_images:
@@ -97,6 +100,20 @@ def read_arrays(
         raise DataError("y_train and y_test have different numbers of columns", expected="the same targets")
     chosen = (transform or ImageTransform()) if members["train"].is_images else None
     return TaskData(train, test, classes, chosen, findings=tuple(findings))
+
+
+def _refuse_texts(path: Path, headers: Mapping[str, ArrayHeader]) -> None:
+    """Raise where an archive holds texts in the place of inputs."""
+    others = [name for name in headers if not name.startswith("y") and name not in (_NAMES, "classes", "ids")]
+    texts = [name for name in others if headers[name].dtype.kind in "US"]
+    if texts:
+        raise DataError(
+            f"{texts[0]} of {path} holds texts, and networks read token ids",
+            expected="x_train (N, T) of integers",
+            remedy="tokenize them with the network's own tokenizer: ids = transformers.AutoTokenizer."
+            'from_pretrained(NAME)(texts, padding=True, truncation=True)["input_ids"]; then '
+            "numpy.savez(file, x_train=ids, y_train=y)",
+        )
 
 
 def _length(header: ArrayHeader) -> int:

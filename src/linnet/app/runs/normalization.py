@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from linnet.app.data import PRESETS, ImageTransform, TaskData
 from linnet.app.report.wording import number
+from linnet.fitting.last_layer import PADDING
 from linnet.integrations.pretrained import own_normalization
 
 SAMPLES = 64  # images that mean and variance are taken of
@@ -73,7 +74,11 @@ def normalized(task: TaskData, model: nn.Module, own: bool) -> TaskData:
     # With a remark where the network seems to be used to something else.
     transform = task.transform
     if not isinstance(transform, ImageTransform):
-        return task
+        token = getattr(model, PADDING, None)
+        if token is None or not (task.train.x == token).any():
+            return task
+        told = [f"token {token} is padding, as the network's configuration says, and is masked"]
+        return replace(task, findings=(*task.findings, *told))
     known = own_normalization(model)
     told = []
     if known is not None:
