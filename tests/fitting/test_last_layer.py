@@ -161,6 +161,19 @@ def test_an_encoder_without_a_head_is_adapted(kind: str, tune: bool, tmp_path: P
     assert linnet.fit(linnet.linearize(headed), (x, y), ridge=0.1).predict(new).shape == (N, 3)
 
 
+def test_a_pooler_that_is_not_used_has_no_part_in_a_fit(tmp_path: Path) -> None:
+    encoder, bare, x = text_encoder("pooler"), text_encoder("bert"), tokens()
+    bare.load_state_dict({n: t for n, t in encoder.state_dict().items() if not n.startswith("pooler")})
+    fits = [linnet.adapt(model, (x, torch.arange(N) % 3), weight=0.5) for model in (encoder, bare)]
+    assert fits[0].module.function.names == fits[1].module.function.names
+    assert torch.allclose(fits[0].predict(x), fits[1].predict(x))
+    fits[0].save(tmp_path)
+    for model in (encoder, bare):
+        assert torch.allclose(linnet.load(tmp_path, model).predict(x), fits[0].predict(x))
+    pooled = linnet.adapt(encoder, (x, torch.arange(N) % 3), output="pooler_output", weight=0.5)
+    assert "body.pooler.dense.weight" in pooled.module.function.names
+
+
 def test_the_body_of_an_encoder_is_not_copied_or_touched() -> None:
     encoder = Encoder().double()
     before = encoder.conv.weight.clone()

@@ -20,12 +20,13 @@ from linnet.tangent.functional import (
     adapt_outputs,
     check_output,
     copied,
+    lies_in,
     without_wrapper,
 )
 from linnet.tangent.selection import Selector, selected
 
 L = TypeVar("L", bound=nn.Module)
-HIDDEN = "last_hidden_state"  # as encoders of transformers call it
+HIDDEN, POOLER = "last_hidden_state", "pooler"  # as encoders of transformers call them
 PADDING = "_linnet_padding"  # attribute of a network: the token id that is masked
 RECORD = "_linnet_head"  # attribute of a network whose head was put there: where, how, on which labels
 CANDIDATES = 5  # layers that an error names: the head is among the last that a network registers
@@ -41,6 +42,7 @@ class Appended(nn.Module):
     def __init__(self, body: nn.Module, width: int | None = None, output: OutputAdapter = None) -> None:
         super().__init__()
         self.body, self.width, self.output, self.averaged = body, width, output, False
+        self.idle: str | None = None  # a pooler that the outputs are known not to depend on
         weights = next((p for p in body.parameters() if p.is_floating_point()), torch.zeros(1))
         self.head = nn.Identity() if width is None else zero_layer(nn.Linear, width, 1, like=weights)
         names = list(inspect.signature(body.forward).parameters)
@@ -129,7 +131,7 @@ def ending_linear(model: nn.Module, x: Inputs, output: OutputAdapter = None) -> 
     elsewhere = _giving(function, few, outputs)
     # what follows the last layer is no more a feature than its result, unless the user says so
     follows = output is None and outputs.ndim == 2 and call and call[1].shape == outputs.shape
-    follows = follows and _depends(function, few, outputs)
+    follows = follows and _depends(function, last_linear(function.model)[1], few, outputs)
     if elsewhere is not None or follows or _probabilities(outputs):
         _refuse(model, elsewhere)
     if outputs.ndim != 2 or outputs.shape[1] < 2:
@@ -142,6 +144,9 @@ def ending_linear(model: nn.Module, x: Inputs, output: OutputAdapter = None) -> 
         )
     made = Appended(model, outputs.shape[1], output)
     made.averaged = averaged[-1] and output is None
+    pooler = getattr(function.model, POOLER, None)
+    if isinstance(pooler, nn.Module) and not _depends(function, pooler, few, outputs):
+        made.idle = f"body.{POOLER}"
     return made
 
 
@@ -205,10 +210,10 @@ def _giving(function: Functional, x: Inputs, outputs: Tensor) -> str | None:
     return next((name for name, result in results.items() if _same(result, outputs)), None)
 
 
-def _depends(function: Functional, x: Inputs, outputs: Tensor) -> bool:
-    """Whether outputs are made of the result of the last linear layer; an unused pooler leaves them alone."""
+def _depends(function: Functional, layer: nn.Module, x: Inputs, outputs: Tensor) -> bool:
+    """Whether outputs are made of the result of a layer; an unused pooler leaves them alone."""
     # no activation or norm that may follow gives the same for the cosine
-    handle = last_linear(function.model)[1].register_forward_hook(lambda _layer, _given, result: result.cos())
+    handle = layer.register_forward_hook(lambda _layer, _given, result: result.cos())
     try:
         return not torch.equal(function.check_runs(x), outputs)
     except LinnetError:  # what follows cannot take it
@@ -294,7 +299,8 @@ def selected_inside(model: nn.Module, params: Selector = None) -> dict[str, Tens
     """Selected parameters by the names that they have in a network that a head may have been put behind."""
     if not isinstance(model, Appended):
         return selected(model, params)
-    return {f"body.{name}": mask for name, mask in selected(model.body, params).items()}
+    found = {f"body.{name}": mask for name, mask in selected(model.body, params).items()}
+    return {name: mask for name, mask in found.items() if params is not None or not lies_in(model.idle, name)}
 
 
 def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:

@@ -20,7 +20,7 @@ from linnet.errors import ModelError
 from linnet.fitting.last_layer import features, last_linear, replace_module, zero_layer
 from linnet.linalg.space import ParameterSpace
 from linnet.tangent.batch import Inputs
-from linnet.tangent.functional import Functional, copied
+from linnet.tangent.functional import IDLE, Functional, copied
 from linnet.tangent.gram import gram, gram_and_own, own_kernels
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector, owner, selected
@@ -48,7 +48,9 @@ class Features:
         body = {key: mask for key, mask in selected(model, names).items() if owner(key) != name}
         self.heads, self.seed, self.width = heads, seed, old.in_features
         self.layer, self.trained, self.bodiless = name, trained, not body
-        function = Functional(with_random_heads(model, heads, seed), body or [f"{name}.weight"])
+        clone = with_random_heads(model, heads, seed)
+        setattr(clone, IDLE, getattr(model, "idle", None))
+        function = Functional(clone, body or [f"{name}.weight"])
         self.function = function.under(function.precision.exact(function.dtype))
         self.model = self.function.model
 

@@ -38,6 +38,8 @@ def read_nested(directory: str | Path, model: nn.Module, output: OutputAdapter =
     width, part = metadata.get("appended"), saved_output(metadata, output)
     if (width is not None or part is not None) and not isinstance(model, Appended):
         model = Appended(model, width, part)
+    if isinstance(model, Appended):  # older files hash what the outputs do not depend on, too
+        model.idle = metadata.get("idle")
     network = _with(model, trained)
     features = Features(network, metadata["heads"], metadata["seed"], names, trained=bool(trained))
     require_weights(features.function, metadata, path, OTHER)

@@ -13,6 +13,7 @@ from linnet.files import save_tensors
 from linnet.fitting.last_layer import Appended
 from linnet.nested.prior import Prior
 from linnet.tangent.batch import Inputs
+from linnet.tangent.functional import IDLE
 from linnet.tangent.kept_inputs import flatten_inputs
 
 KIND = "nested-fit"
@@ -37,6 +38,7 @@ def write_nested(
         "parameters": list(features.function.names),
         "heads": features.heads,
         "appended": appended,
+        "idle": getattr(features.model, IDLE, None),
         "output": output if isinstance(output, str) else None,
         "custom_output": callable(output),
         "seed": features.seed,

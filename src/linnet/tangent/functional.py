@@ -57,6 +57,7 @@ RUNNING = (
     "eval()), or use GroupNorm or LayerNorm in its place"
 )
 OWN_SHAPE = "inputs of the network's own shape"  # what the error of such a network expects
+IDLE = "_linnet_idle"  # attribute of a network: a place in it that its outputs do not depend on
 OutputAdapter = str | Callable[[Any], Tensor] | None
 
 
@@ -254,13 +255,16 @@ class Functional:
             return self.source.fingerprint()
         with alone():
             state = self.model.state_dict()
-        tensors = [state[key] for key in sorted(state) if isinstance(state[key], Tensor)]
+        idle = getattr(self.model, IDLE, None)
+        held = [key for key in sorted(state) if key in self.names or not lies_in(idle, key)]
+        tensors = [state[key] for key in held if isinstance(state[key], Tensor)]
         values = hash_tensors([*tensors, *self.masks.values()])
         return hashlib.sha256(f"{values} {self.names}".encode()).hexdigest()[:32]
 
     def modules(self) -> dict[str, str]:
         """The type of every module by its name: equal weights do not make equal networks."""
-        return {name: type(module).__name__ for name, module in self.model.named_modules()}
+        idle, named = getattr(self.model, IDLE, None), self.model.named_modules()
+        return {name: type(module).__name__ for name, module in named if not lies_in(idle, name)}
 
     @in_exact_mode
     def check_runs(self, x: Inputs) -> Tensor:
@@ -286,6 +290,11 @@ class Functional:
                 remedy="check the weights and the scale of x",
             )
         return value
+
+
+def lies_in(place: str | None, name: str) -> bool:
+    """Whether a module or a parameter is that of a place in a network, or inside of it."""
+    return place is not None and f"{name}.".startswith(f"{place}.")
 
 
 # What a network may raise on inputs that are not for it.
