@@ -227,15 +227,16 @@ def counts(call: Callable[[], Any]) -> Any:
 
 
 IN_BLOCKS = Passes(block=8)
-#: A call on n examples, the examples of a batch, and the waits that each further batch may take.
+#: A call on n examples, the examples of a batch, and the waits that each further batch may take; one of them
+#: is whether the gradients of a pass are finite.
 PASSES: dict[str, tuple[Callable[[Any, int], Any], int, int]] = {
     "base outputs": (lambda s, n: s.fit.module.base(data(n)[0]), 10**6, 0),
     "predictions": (lambda s, n: s.fit.predict(data(n)[0]), 128, 1),
-    "variances": (lambda s, n: s.laplace.predictive(data(n)[0]).probs, 256, 3),
+    "variances": (lambda s, n: s.laplace.predictive(data(n)[0]).probs, 256, 1),
     "curvatures": (
-        lambda s, n: curvature(s.model, data(n), Categorical(), ["kfac", "diagonal"], passes=IN_BLOCKS), 8, 8,
+        lambda s, n: curvature(s.model, data(n), Categorical(), ["kfac", "diagonal"], passes=IN_BLOCKS), 8, 9,
     ),
-    "ekfac": (lambda s, n: curvature(s.model, data(n), Categorical(), "ekfac", passes=IN_BLOCKS), 8, 16),
+    "ekfac": (lambda s, n: curvature(s.model, data(n), Categorical(), "ekfac", passes=IN_BLOCKS), 8, 18),
 }  # fmt: skip
 
 
@@ -271,7 +272,8 @@ def test_data_go_to_the_device_one_batch_at_a_time(name: str) -> None:
 @pretended
 def test_what_a_call_waits_for_besides() -> None:
     scene = Placed(DEVICE, DEVICE)
-    lin, most = scene.lin(), {"path": 47, "moderation": 19, "mislabeled": 9, "hashes": 1}
+    # five of the moderation's waits are whether derivatives and their products are finite
+    lin, most = scene.lin(), {"path": 47, "moderation": 24, "mislabeled": 9, "hashes": 1}
     fit = linnet.fit(lin, scene.data, solver="dual")
     fit.loo()
     calls: dict[str, Callable[[], Any]] = {
@@ -298,8 +300,8 @@ def test_what_a_step_waits_for() -> None:
     solved(1e-2)
     few, many = solved(1e-1), solved(1e-6)
     assert many[1] > few[1]
-    # the curvature along the direction, and the residual, after a pass over the data each
-    assert many[0] - few[0] <= 3 * (many[1] - few[1])
+    # the residual, the curvature along the direction, and whether the pass over the data gave finite numbers
+    assert many[0] - few[0] <= 4 * (many[1] - few[1])
     optimizer = linnet.optim.GaussNewton(model, Categorical())
     steps = [counts(lambda: optimizer.step(x, y)).syncs for _ in range(7)]
     assert min(steps) <= 30

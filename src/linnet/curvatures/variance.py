@@ -14,6 +14,7 @@ outputs a few at a time, and never a matrix C x C.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -231,9 +232,12 @@ class _Form:
 
     def __init__(self, inputs: Tensor | None, gradients: Tensor | None, values: Tensor | None) -> None:
         self.inputs, self.gradients, self.values = inputs, gradients, values
-        # λ^½, so that products with λ are symmetric; none for a matrix that is not positive
-        positive = values is not None and bool((values >= 0).all())
-        self.roots = values.sqrt() if values is not None and positive else None
+
+    @cached_property
+    def roots(self) -> Tensor | None:
+        """λ^½, so that products with λ are symmetric; none for a matrix that is not positive."""
+        positive = self.values is not None and bool((self.values >= 0).all())
+        return self.values.sqrt() if self.values is not None and positive else None
 
     @classmethod
     def of(cls, part: Part) -> _Form:

@@ -65,10 +65,10 @@ def _padded(function: Functional, params: Params, at: Params) -> Params:
 
 
 @in_exact_mode
-def jvp(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Tensor]:
+def jvp(function: Functional, x: Inputs, direction: Params, checked: bool = True) -> tuple[Tensor, Tensor]:
     """f₀(x) and J(x) v in the outputs' own shape (N, ...); differentiable in v."""
     value, tangent = _jvp(function, x, direction)
-    if not tangent.requires_grad:  # others look at the sum, where a device need not be waited for
+    if checked and not tangent.requires_grad:  # others look at the sum, where a device need not be waited for
         require_finite_product(function, x, tangent, direction.values())
     return value, tangent
 
@@ -159,24 +159,23 @@ def _jvp_rows(function: Functional, x: Inputs, direction: Params) -> tuple[Tenso
     return value, torch.stack(parts).sum(0).reshape(value.shape)
 
 
-def jvp_columns(function: Functional, x: Inputs, v: Vector) -> Tensor:
+def jvp_columns(function: Functional, x: Inputs, v: Vector, checked: bool = True) -> Tensor:
     """J(x) v for one vector or K columns."""
     require_independence(function, x)
     params = function.space.to_params(v)
     first = next(iter(params))
     if params[first].ndim == function.theta[first].ndim:
-        return _flat(jvp(function, x, params)[1])
+        return _flat(jvp(function, x, params, checked)[1])
     columns = range(params[first].shape[-1])
     if not columns:
         value = function.check_runs(x)
         return value.new_zeros(*_flat(value).shape, 0)
-    return torch.stack(
-        [_flat(jvp(function, x, {n: t[..., k] for n, t in params.items()})[1]) for k in columns], -1
-    )
+    every = [{n: t[..., k] for n, t in params.items()} for k in columns]
+    return torch.stack([_flat(jvp(function, x, one, checked)[1]) for one in every], -1)
 
 
 @in_exact_mode
-def vjp_columns(function: Functional, x: Inputs, u: Tensor) -> Tensor:
+def vjp_columns(function: Functional, x: Inputs, u: Tensor, checked: bool = True) -> Tensor:
     """Jᵀu for one cotangent or K columns, flat, (P,)."""
     # u (N, C)
     require_independence(function, x)
@@ -198,7 +197,8 @@ def vjp_columns(function: Functional, x: Inputs, u: Tensor) -> Tensor:
         for g, leaf in zip(grads, leaves.values(), strict=True)
     ]
     flat = torch.cat(parts, 1)
-    require_finite_product(function, x, flat, [u])
+    if checked:
+        require_finite_product(function, x, flat, [u])
     return flat[0] if u.ndim == 2 else flat.T
 
 
@@ -285,8 +285,12 @@ class NormalOperator(LinearOperator):
     def mm(self, v: Tensor) -> Tensor:
         """JᵀJ v: (P, K) to (P, K)."""
         total = torch.zeros_like(v, memory_format=torch.contiguous_format)
+        function = self.jacobian.function
         for _, part in own_parts(self.jacobian.x, self.jacobian.block):
-            total += vjp_columns(self.jacobian.function, part, jvp_columns(self.jacobian.function, part, v))
+            total += vjp_columns(function, part, jvp_columns(function, part, v, False), False)
+        if not is_finite(total):  # in one wait for the device
+            for _, part in own_parts(self.jacobian.x, self.jacobian.block):
+                require_finite_product(function, part, total, [v])
         share_sum([total])
         if self.on_pass is not None:
             self.on_pass()

@@ -114,7 +114,7 @@ class Linearized(nn.Module):
         x = taken(self._function, _one(args, kwargs))
         delta = self.delta
         with explained(self._function, x):
-            value, tangent = jvp(self._function, x, delta)
+            value, tangent = jvp(self._function, x, delta, False)
         result = value + tangent
         if not result.requires_grad:  # training does not wait for the device to tell
             check_result(self._function, x, result, delta.values())
