@@ -232,7 +232,7 @@ IN_BLOCKS = Passes(block=8)
 PASSES: dict[str, tuple[Callable[[Any, int], Any], int, int]] = {
     "base outputs": (lambda s, n: s.fit.module.base(data(n)[0]), 10**6, 0),
     "predictions": (lambda s, n: s.fit.predict(data(n)[0]), 128, 1),
-    "variances": (lambda s, n: s.laplace.predictive(data(n)[0]).probs, 256, 1),
+    "variances": (lambda s, n: s.laplace.predictive(data(n)[0]).probs, 256, 2),
     "curvatures": (
         lambda s, n: curvature(s.model, data(n), Categorical(), ["kfac", "diagonal"], passes=IN_BLOCKS), 8, 9,
     ),
