@@ -161,6 +161,29 @@ def test_an_encoder_without_a_head_is_adapted(kind: str, tune: bool, tmp_path: P
     assert linnet.fit(linnet.linearize(headed), (x, y), ridge=0.1).predict(new).shape == (N, 3)
 
 
+class Named(nn.Module):
+    """A network whose last module has a name, and another below it."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found
+
+
+@pytest.mark.parametrize("last", [nn.Sigmoid(), nn.Softmax(1), nn.LogSoftmax(-1)])
+def test_what_follows_the_last_layer_is_named_with_how_to_leave_it_out(last: nn.Module) -> None:
+    data = torch.randn(20, 4), torch.arange(20) % 3
+    kind = type(last).__name__
+    with pytest.raises(ModelError, match=rf"{kind} '3'.*model\[:-1\]"):
+        linnet.adapt(Named(last).layers, data)
+    with pytest.raises(ModelError, match=rf"{kind} 'layers.3'.*Identity"):
+        linnet.adapt(Named(last), data)
+    assert linnet.adapt(Named(last).layers[:-1], data).n == 20  # type: ignore[arg-type]
+
+
 def test_a_pooler_that_is_not_used_has_no_part_in_a_fit(tmp_path: Path) -> None:
     encoder, bare, x = text_encoder("pooler"), text_encoder("bert"), tokens()
     bare.load_state_dict({n: t for n, t in encoder.state_dict().items() if not n.startswith("pooler")})

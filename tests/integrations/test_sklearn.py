@@ -167,6 +167,7 @@ class TestClassifier:
         assert model.classes_.tolist() == sorted(labels)
         assert model.score(X, np.array(labels)[position]) > 0.9
         reference = LinnetClassifier(random_state=0).fit(X, names(X))
+        assert reference.fit_.class_names == ("above", "below", "middle")
         columns = [labels.index(label) for label in sorted(labels)]
         np.testing.assert_allclose(model.predict_proba(X), reference.predict_proba(X)[:, columns], rtol=1e-6)
 

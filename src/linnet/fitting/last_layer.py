@@ -133,7 +133,7 @@ def ending_linear(model: nn.Module, x: Inputs, output: OutputAdapter = None) -> 
     follows = output is None and outputs.ndim == 2 and call and call[1].shape == outputs.shape
     follows = follows and _depends(function, last_linear(function.model)[1], few, outputs)
     if elsewhere is not None or follows or _probabilities(outputs):
-        _refuse(model, elsewhere)
+        _refuse(model, elsewhere, _ending(function, few, outputs))
     if outputs.ndim != 2 or outputs.shape[1] < 2:
         raise ModelError(
             f"model ({type(model).__name__}) returns outputs of shape {tuple(outputs.shape)} that no "
@@ -164,7 +164,7 @@ def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
         calls = [_last_call(function, part)[1] for part in split(x, batch)]
         return torch.cat([one[0].flatten(1) for one in calls if one])
     if not _ends(function, few, outputs):
-        _refuse(model, _giving(function, few, outputs))
+        _refuse(model, _giving(function, few, outputs), _ending(function, few, outputs))
     function = Functional(bared(model))
     return torch.cat([function.flat(function.theta, part) for part in split(x, batch)])
 
@@ -194,20 +194,32 @@ def _same(result: Tensor, outputs: Tensor) -> bool:
 
 def _giving(function: Functional, x: Inputs, outputs: Tensor) -> str | None:
     """The linear layer whose result is the network's outputs, wherever it is registered."""
+    return _given_by(function, x, outputs, dict(_linear_layers(function.model)))
+
+
+def _ending(function: Functional, x: Inputs, outputs: Tensor) -> str | None:
+    """The module without parameters whose result is the network's outputs, such as a sigmoid."""
+    modules = {name: module for name, module in function.model.named_modules() if not [*module.parameters()]}
+    return _given_by(function, x, outputs, modules)
+
+
+def _given_by(
+    function: Functional, x: Inputs, outputs: Tensor, layers: Mapping[str, nn.Module]
+) -> str | None:
+    """The first of some layers whose result is the network's outputs."""
     results: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
         return lambda _layer, _given, result: results.update({name: result})
 
-    handles = [
-        layer.register_forward_hook(keep(name)) for name, layer in _linear_layers(function.model) if name
-    ]
+    handles = [layer.register_forward_hook(keep(name)) for name, layer in layers.items() if name]
     try:
         function.check_runs(x)
     finally:
         for handle in handles:
             handle.remove()
-    return next((name for name, result in results.items() if _same(result, outputs)), None)
+    every = results.items()
+    return next((name for name, t in every if isinstance(t, Tensor) and _same(t, outputs)), None)
 
 
 def _depends(function: Functional, layer: nn.Module, x: Inputs, outputs: Tensor) -> bool:
@@ -231,19 +243,24 @@ def _probabilities(outputs: Tensor) -> bool:
     return plain or bool(outputs.logsumexp(1).abs().max() < slack)
 
 
-def _refuse(model: nn.Module, elsewhere: str | None) -> NoReturn:
+def _refuse(model: nn.Module, elsewhere: str | None, ending: str | None) -> NoReturn:
     """Raise for a network whose outputs are not those of its last linear layer."""
     what = "features, but probabilities"
     if any(name for name, _ in _linear_layers(model)):
         what = f"what its last nn.Linear ({last_linear(model)[0]}) gives"
+    remedy = "leave out what follows it, such as a softmax"
     if elsewhere is not None:
         what += f", but what {elsewhere!r} gives"
+    elif ending is not None:
+        what += f", but what the {type(model.get_submodule(ending)).__name__} {ending!r} behind it gives"
+        last = isinstance(model, nn.Sequential) and ending == [*model._modules][-1]
+        remedy = "leave that out: " + ("pass model[:-1]" if last else "put torch.nn.Identity() in its place")
     raise ModelError(
         f"model ({type(model).__name__}) does not return {what}",
         expected="a network that ends in a linear layer, takes one of its results, or returns features",
-        remedy=f"name the layer with linnet.with_head(..., head=), such as one of {_last_names(model)}; "
-        "leave out what follows it, such as a softmax; or pass output=lambda r: r where what it returns are "
-        "features, as of an encoder that ends in an activation",
+        remedy=f"{remedy}; name the layer with linnet.with_head(..., head=), such as one of "
+        f"{_last_names(model)}; or pass output=lambda r: r where what it returns are features, as of an "
+        "encoder that ends in an activation",
     )
 
 

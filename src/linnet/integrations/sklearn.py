@@ -331,6 +331,8 @@ class _Classifier(_Estimator):
                 remedy="add examples of another class",
             )
         self._fit(X, torch.from_numpy(labels.reshape(-1)), len(self.classes_))
+        if self.fit_.targets.shape[1] == len(self.classes_) and isinstance(self.classes_[0], str):
+            self.fit_.record = replace(self.fit_.record, classes=tuple(map(str, self.classes_)))
         return self
 
     def decision_function(self, X: Any) -> Any:
