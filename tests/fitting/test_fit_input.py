@@ -210,7 +210,7 @@ def test_labels(y: Tensor, words: list[str]) -> None:
     [
         (P.y.double(), ["(7,)", "3 outputs", "y.long()"]),
         (real(7, 2), ["(7, 2)", "3 outputs"]),
-        (P.y > 0, ["torch.bool", "y.long()"]),
+        ((P.y > 0)[:, None], ["torch.bool", "y.long()"]),
         (torch.nn.functional.one_hot(P.y), ["(7, 3)", "argmax"]),
     ],
 )

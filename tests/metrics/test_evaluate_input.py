@@ -103,7 +103,7 @@ def test_wrong_labels() -> None:
     assert "first 3 at index 2" in error(torch.tensor([0, 1, 3, 0]), DataError)
     assert "first -1 at index 0" in error(torch.tensor([-1, 1, 2, 0]), DataError)
     assert "y.argmax(1)" in error(torch.eye(3)[Y].long())
-    assert "torch.bool" in error(Y > 0)
+    assert "torch.bool" in error((Y > 0)[:, None])
     assert ".mean and .variance" in error(Y.float())
 
 

@@ -407,3 +407,16 @@ def test_rounding_errors_are_foreseen(weight: float) -> None:
     assert foreseen / 8 < float(found.square().mean().sqrt()) < foreseen
     fine = linnet.adapt(net.double(), (x.double(), y), weight=weight, ridge=1e-3)
     assert not [one for one in fine.record.warnings if one.startswith("rounding")]
+
+
+def test_a_kernel_that_is_rounding_alone_is_no_kernel() -> None:
+    targets, n = make_targets(torch.arange(12) % 3, 3), 12
+    torch.manual_seed(0)
+    features = torch.randn(n, 4, dtype=torch.float64)
+    noise = torch.randn(n, n, dtype=torch.float64)
+    noise = noise + noise.T  # of a size of 1 where the samples differ by 10⁻⁷
+    noise += (1e-7 - noise.diagonal().mean() + noise.mean()) * n / (n - 1) * torch.eye(n)
+    assert search.choose(features @ features.T, 100 + noise, targets).taken.weight == 0
+    for parts, weight in (((features @ features.T, 100 + noise), 0.5), ((100 + noise, noise), None)):
+        with pytest.raises(NumericalError, match="rounding"):
+            search.choose(*parts, targets, weight)

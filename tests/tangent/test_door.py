@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,8 @@ from transformers import BatchEncoding
 import linnet
 from linnet import audit
 from linnet.errors import DataError, InputError, LinnetError
-from linnet.tangent.door import admit, examples, tensorize
-from linnet.tangent.gather import gather_data
+from linnet.tangent.door import admit, tensorize
+from linnet.tangent.gather import examples, gather_data
 from linnet.tangent.order import Said
 from tests.hostile import doors
 
@@ -331,6 +332,178 @@ def test_a_network_that_takes_inputs_as_they_are_is_given_them() -> None:
     network = of_images().train()
     admit(network, x)
     assert all(module.training for module in network.modules())
+
+
+# -- scales of images ------------------------------------------------------------------------------------
+
+
+def adapted(x: Any, y: Any = Y, channels: int = 3) -> Any:
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(channels, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    )
+    return linnet.adapt(network, x, y, weight=0.5, ridge=1.0)
+
+
+NORMALIZED = (IMAGES - 0.5) / 0.25
+
+
+@pytest.mark.parametrize("x", [BYTES.astype(np.int64), BYTES.astype(np.int16), BYTES.tolist()])
+def test_integers_are_scaled_as_bytes_are_by_networks_of_convolutions(x: Any) -> None:
+    fit = adapted(x)
+    assert torch.equal(fit.x, IMAGES)
+    assert "divided by 255" in repr(fit)
+    torch.testing.assert_close(fit.predict(x[:2]), adapted(BYTES).predict(BYTES[:2]))
+    with pytest.raises(DataError, match=r"x\.float\(\)"):
+        fit.predict(np.asarray(x)[:2] * 2)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [(BYTES.astype(np.float32), "x / 255"), (255 * IMAGES, "x / 255"), ((BYTES > 99).astype(int), "0 and 1")],
+)
+def test_a_fit_of_images_that_are_probably_not_scaled_says_so(x: Any, words: str) -> None:
+    for call in (lambda: adapted(x), lambda: linnet.fit(linnet.linearize(of_images()), (x, Y))):
+        with pytest.warns(UserWarning, match=words):
+            fit = call()
+        assert any(words in warning for warning in fit.record.warnings)
+
+
+@pytest.mark.parametrize(
+    ("train", "x", "doubted"),
+    [
+        (BYTES, IMAGES, False),
+        (IMAGES, BYTES, False),
+        (NORMALIZED, NORMALIZED[:1], False),
+        (BYTES, BYTES // 9, False),
+        (BYTES, BYTES.astype(np.float32), True),
+        (BYTES, NORMALIZED, True),
+        (NORMALIZED, BYTES, True),
+        (NORMALIZED, BYTES.astype(np.int64), True),
+        (NORMALIZED, 255 * IMAGES, True),
+        (NORMALIZED, IMAGES, True),
+        (256 * NORMALIZED, IMAGES, True),
+    ],
+)
+def test_images_scaled_unlike_those_of_the_fit_are_doubted(
+    train: Any, x: Any, doubted: bool, tmp_path: Path
+) -> None:
+    network = of_images()
+    fits = [linnet.fit(linnet.linearize(network), (train, Y)), linnet.adapt(network, train, Y)]
+    fits += [linnet.load(fit.save(tmp_path / str(i)), network) for i, fit in enumerate(fits)]
+    for fit in fits:
+        for method in ("predict", "predictive", "influence", "update"):
+            with pytest.warns(UserWarning, match="normalize") if doubted else contextlib.nullcontext():
+                getattr(fit, method)((x, Y[: len(x)]) if method == "update" else x)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"])
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_pictures_become_what_the_first_convolution_takes(mode: str, channels: int) -> None:
+    pictures = [picture.convert(mode) for picture in PICTURES]
+    if mode == "YCbCr":
+        pictures = [picture.convert("RGB") for picture in pictures]  # where the rounding differs
+    made = [one.convert({1: "L", 3: "RGB", 4: "RGBA"}[channels]) for one in pictures]
+    expected = torch.stack([torch.from_numpy(np.array(one)).reshape(6, 5, channels) for one in made])
+    fit = adapted(pictures, channels=channels)
+    assert torch.equal(fit.x, expected.permute(0, 3, 1, 2) / 255)
+    torch.testing.assert_close(fit.predict(pictures[3]), fit.predict(fit.x[3:4]))
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int64])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_gray_arrays_have_no_axis_of_channels(kind: Any, channels: int) -> None:
+    fit = adapted(BYTES[..., 0].astype(kind), channels=channels)
+    assert torch.equal(fit.x, IMAGES[:, :1].expand(-1, channels, -1, -1))
+
+
+@pytest.mark.parametrize(
+    "x", [IMAGES[3], IMAGES[3].numpy(), BYTES[3], BYTES[3].transpose(2, 0, 1), BYTES[3] / 255]
+)
+def test_one_array_is_one_image(x: Any) -> None:
+    for fit in (adapted(BYTES), linnet.fit(linnet.linearize(of_images()), (BYTES, Y))):
+        torch.testing.assert_close(fit.predict(x), fit.predict(IMAGES[3:4]))
+
+
+# -- new inputs as data come -----------------------------------------------------------------------------
+
+
+class Bare(torch.utils.data.Dataset[Any]):
+    """Samples without targets."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> Any:
+        return IMAGES[i]
+
+
+NEW: dict[str, Callable[[], Any]] = {
+    "data set": lambda: torch.utils.data.TensorDataset(IMAGES, Y),
+    "data set without targets": lambda: torch.utils.data.TensorDataset(IMAGES),
+    "bare": Bare,
+    "mappings": lambda: Rows(NAMES.tolist()),
+    "shuffled": lambda: DataLoader(torch.utils.data.TensorDataset(IMAGES, Y), 5, shuffle=True),
+    "loader of inputs": lambda: DataLoader(Bare(), 5),
+    "generator": lambda: ((IMAGES[i : i + 5], Y[i : i + 5]) for i in range(0, N, 5)),
+    "generator of inputs": lambda: (IMAGES[i : i + 5] for i in range(0, N, 5)),
+    "generator of samples": lambda: ({"image": one, "label": 0} for one in PICTURES),
+    "generator of pictures": lambda: iter(PICTURES),
+    "list of samples": lambda: list(zip(PICTURES, Y.tolist(), strict=True)),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_new_inputs_come_as_data_do(name: str) -> None:
+    laplace = linnet.Laplace(of_images(), linnet.likelihoods.Categorical()).fit((IMAGES, Y))
+    torch.testing.assert_close(laplace.predict(NEW[name]()), laplace.predict(IMAGES))
+    for fit in (adapted(IMAGES), linnet.fit(linnet.linearize(of_images()), (IMAGES, Y))):
+        torch.testing.assert_close(fit.predict(NEW[name]()), fit.predict(IMAGES))
+        torch.testing.assert_close(fit.influence(NEW[name]()), fit.influence(IMAGES))
+        torch.testing.assert_close(
+            fit.predictive(NEW[name]()).variance, fit.predictive(IMAGES).variance, rtol=1e-4, atol=1e-6
+        )
+
+
+# -- tables ----------------------------------------------------------------------------------------------
+
+
+def test_columns_are_found_by_name(tmp_path: Path) -> None:
+    network, y = of_tables(), pd.Series(Y.numpy(), index=FRAME.index)
+    fits = [linnet.adapt(network, FRAME, y), linnet.fit(linnet.linearize(network), (FRAME, y))]
+    fits += [linnet.load(fit.save(tmp_path / str(i)), network) for i, fit in enumerate(fits)]
+    for fit in fits:
+        for frame in (FRAME[list("dbca")], pd.DataFrame(TABLE)):
+            torch.testing.assert_close(fit.predict(frame), fit.predict(TABLE))
+            assert linnet.evaluate(fit, (frame, Y)).accuracy == linnet.evaluate(fit, (TABLE, Y)).accuracy
+        torch.testing.assert_close(fit.update((FRAME[list("dbca")], y)).x[N:], torch.from_numpy(TABLE))
+        for odd in (FRAME.rename(columns={"a": "z"}), FRAME.assign(z=1.0)):
+            with pytest.raises(InputError, match="'z'"):
+                fit.predict(odd)
+
+
+def test_targets_are_found_by_index() -> None:
+    y = pd.Series(Y.numpy(), index=FRAME.index)
+    fit = linnet.adapt(of_tables(), FRAME, y.sample(frac=1, random_state=0))
+    assert fit.labels.tolist() == Y.tolist()
+    for other in (y.reset_index(drop=True), y.set_axis([0] * N)):
+        with pytest.raises(DataError, match="indices"):
+            linnet.adapt(of_tables(), FRAME, other)
+    with pytest.raises(InputError, match="apart"):
+        linnet.adapt(of_tables(), FRAME.assign(y=Y.numpy()))
+
+
+@pytest.mark.parametrize("y", [Y > 0, (Y > 0).tolist(), pd.Series((Y > 0).numpy(), dtype="boolean")])
+def test_booleans_are_two_classes(y: Any) -> None:
+    expected = linnet.adapt(of_tables(), TABLE, (Y > 0).long(), weight=0.5, ridge=1.0)
+    found = linnet.adapt(of_tables(), TABLE, y, weight=0.5, ridge=1.0)
+    assert torch.equal(found.targets, expected.targets)
+
+
+@pytest.mark.parametrize("x", [["a b", "c"], np.array(["a b", "c"]), [[1, 2], [3]]])
+def test_texts_are_for_a_tokenizer(x: Any) -> None:
+    with pytest.raises(InputError, match="padding=True"):
+        linnet.adapt(of_tables(), x, [0, 1])
 
 
 # -- sequences -----------------------------------------------------------------------------------------

@@ -22,9 +22,8 @@ from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
 from linnet.tangent.batch import Inputs
-from linnet.tangent.door import examples
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import gather_data
+from linnet.tangent.gather import examples, gather_data
 from linnet.tangent.modes import in_exact_mode
 
 POINTS = 65  # of each grid over ln ρ

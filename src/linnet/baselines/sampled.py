@@ -33,9 +33,8 @@ from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import SampledPredictive
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, batch_size, map_tensors, on_device, take
-from linnet.tangent.door import examples
 from linnet.tangent.functional import Functional, OutputAdapter
-from linnet.tangent.gather import gather_data
+from linnet.tangent.gather import examples, gather_data
 
 
 class Baseline(PredictiveModel):

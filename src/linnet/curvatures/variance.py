@@ -32,8 +32,8 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size, map_tensors, split, take
 from linnet.tangent.capture import capture, capture_bytes, capture_parts
 from linnet.tangent.captured import Captured
-from linnet.tangent.door import examples
 from linnet.tangent.functional import Functional
+from linnet.tangent.gather import examples
 from linnet.tangent.nonfinite import require_finite_products
 from linnet.tangent.rules import Factors, factors
 

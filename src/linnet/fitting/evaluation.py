@@ -7,7 +7,7 @@ from torch import Tensor
 
 from linnet.distributed import all_rows
 from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
-from linnet.tangent.door import examples
+from linnet.tangent.gather import examples
 from linnet.tangent.linearized import Linearized
 
 BATCH = 128  # examples predicted at once

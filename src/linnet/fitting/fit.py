@@ -52,6 +52,7 @@ from linnet.params import choice, no_targets, refuse, warn
 from linnet.progress import waiting
 from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import Inputs, check_finite, observe, take
+from linnet.tangent.door import Known
 from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram
 from linnet.tangent.linearized import Linearized, pinned
@@ -203,6 +204,8 @@ def _shared_fit(
     _check_axis(axis, loss, given, asked.name)
     given = given.detach().clone() if isinstance(given, Tensor) else given
     said = Said()
+    lin = pinned(lin, lin.function.precision)  # which later answers keep
+    lin.function.known = None  # the data of another fit
     x, y = gather_data(data, lin.function, memory=memory, said=said)
     if axis is None and said.classes:
         check_names(said.classes, lin.function.output_shape(x).numel())
@@ -212,7 +215,7 @@ def _shared_fit(
         y, counted = position_targets(y, lin.function.output_shape(x), axis, scale)
         x = x if counted is None else observe(x, counted)
 
-    lin = pinned(lin, lin.function.precision)  # which later answers keep
+    lin.function.known = Known.of(x, said.columns)
 
     def make(chosen: Linearized) -> LinearFit | SoftmaxFit | SharedFit:
         """The fit on a linearization in a type of its own; what was made for another type stays behind."""
@@ -221,7 +224,9 @@ def _shared_fit(
         found._targets = replace(found._targets, axis=axis)
         told = (*said.warnings, *unused_remarks(chosen.function), *found.record.warnings)
         reasons = {**found.record.reasons, **said.reasons()}
-        found.record = replace(found.record, reasons=reasons, warnings=told, classes=said.classes)
+        found.record = replace(
+            found.record, reasons=reasons, warnings=told, classes=said.classes, columns=said.columns
+        )
         return found
 
     return sound_fit(lin, make, factorized=asked.name in ("auto", "dual", "shared", "primal", "sketch"))

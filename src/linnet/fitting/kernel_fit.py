@@ -30,8 +30,8 @@ from linnet.params import flag
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
 from linnet.tangent.batch import Inputs, batch_size, concatenate, take
-from linnet.tangent.door import examples
 from linnet.tangent.functional import Functional
+from linnet.tangent.gather import examples
 from linnet.tangent.hashing import hash_examples
 from linnet.tangent.requests import check_result
 

@@ -18,6 +18,7 @@ from linnet.linear.problem import Problem
 from linnet.linear.softmax_loss import ClassLoss
 from linnet.linear.targets import Targets
 from linnet.number_types import Precision
+from linnet.tangent.door import Known
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import given_network, matching_function, require_outputs, require_parameters
@@ -76,6 +77,7 @@ def load_fit(
     values, state = tensors["targets"], (tensors, metadata["solved"])
     targets = Targets(values, metadata["classes"], metadata["scale"], metadata["axis"])
     record = Record.read(metadata["record"])
+    function.known = Known.of(x, record.columns)
     fitted: LinearFit | SoftmaxFit | SharedFit
     if metadata["loss"] == "squared":
         residual = tensors["residual"]

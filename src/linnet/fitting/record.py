@@ -16,10 +16,11 @@ class Record:
     warnings: tuple[str, ...] = ()  # what a reader of the numbers must know
     seconds: dict[str, float] = field(default_factory=dict)  # time of each step
     classes: tuple[str, ...] = ()  # names of the classes in the order of the outputs, where y was text
+    columns: tuple[str, ...] = ()  # names of the inputs, where x was a data frame
     noise_factor: float = 1.0  # by what σ² was raised since the ridge was chosen by the same data
 
     @classmethod
     def read(cls, told: dict[str, Any]) -> Record:
         """A record as it was written."""
-        listed = {name: tuple(told.get(name, ())) for name in ("warnings", "classes")}
+        listed = {name: tuple(told.get(name, ())) for name in ("warnings", "classes", "columns")}
         return cls(**{**told, **listed})

@@ -425,6 +425,7 @@ def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None
     kept = _kept(function, small, take(x, sample), max(rest, 1))
     said = f"{len(small.epsilon):,} random directions" if small.random else str(kept)
     made = Functional(small, None, function.output)
+    made.known = function.known
     return Linearized(made if function.source is None else made.in_float64()), said
 
 

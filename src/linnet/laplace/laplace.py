@@ -46,7 +46,7 @@ from linnet.predictive.links import Link
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import SampledPredictive
 from linnet.tangent.batch import Inputs
-from linnet.tangent.door import examples
+from linnet.tangent.gather import examples
 from linnet.tangent.modes import in_exact_mode
 
 SEARCHES = ("gradient", "fixed-point", "grid")

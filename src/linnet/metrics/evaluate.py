@@ -18,6 +18,8 @@ from linnet.params import device as checked_device
 from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
 from linnet.tangent.batch import Inputs
+from linnet.tangent.door import in_columns
+from linnet.tangent.order import Said
 
 Predict = Callable[[Inputs], Any]
 
@@ -65,6 +67,9 @@ def evaluate(
     """
     choice("noise", noise, ("add", "included"))
     integer("bins", bins)
+    columns = getattr(getattr(predict, "record", None), "columns", ())
+    if columns and isinstance(data, tuple) and len(data) == 2:
+        data = in_columns(data[0], Said(columns=columns)), data[1]
     predict = asked(predict)
     judged: list[Judged] = []
     values: list[tuple[Tensor, Tensor, Tensor]] = []

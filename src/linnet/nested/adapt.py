@@ -162,7 +162,9 @@ def _adapted(
     features.function.check_runs(take(x, slice(0, 1)))
     remarks = (*heard.warnings, *said, *single_remarks(targets))
     reasons, seconds = {"targets": understood(targets)}, {"network": time.perf_counter() - begin}
-    record = Record("dual", "loo", {**heard.reasons(), **reasons}, remarks, seconds, heard.classes)
+    record = Record(
+        "dual", "loo", {**heard.reasons(), **reasons}, remarks, seconds, heard.classes, heard.columns
+    )
     return solved(features, x, targets, memory, record, chosen)
 
 

@@ -19,6 +19,7 @@ from linnet.nested.nested_fit import NestedFit
 from linnet.nested.prior import Prior
 from linnet.nested.rungs import Rung
 from linnet.nested.search import Mixture
+from linnet.tangent.door import Known
 from linnet.tangent.functional import OutputAdapter, copied
 from linnet.tangent.kept_inputs import unflatten_inputs
 from linnet.tangent.matching import given_network, require_outputs, require_weights, saved_output
@@ -48,6 +49,7 @@ def read_nested(directory: str | Path, model: nn.Module, output: OutputAdapter =
     x = unflatten_inputs(tensors, metadata["inputs"])
     targets = Targets(tensors["targets"], metadata["classes"], metadata["scale"])
     record = Record.read(metadata["record"])
+    features.function.known = Known.of(x, record.columns)
     prior = Prior(features, tensors["center"], Mixture(**metadata["mixture"]))
     require_outputs(prior.phi, x, tensors["phi"], path, OTHER)
     system = DualSystem(tensors["kernel"], targets.values, metadata["ridge"], beta=tensors["beta"])

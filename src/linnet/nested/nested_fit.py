@@ -41,6 +41,7 @@ from linnet.nested.search import BIAS, Mixture, choose
 from linnet.nested.weights import Weights
 from linnet.params import no_targets
 from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate
+from linnet.tangent.door import Known
 from linnet.tangent.functional import Functional
 from linnet.tangent.sizes import Prototype, Traced
 
@@ -298,7 +299,7 @@ class NestedFit(KernelFit):
         """The verdict, then samples, outputs, and what was chosen."""
         kind, weight = understood(self._targets), self.body_weight
         made = f"NestedFit({self.n} samples, {kind}, body weight {weight:g}, ridge {self.ridge:.3g})"
-        return "\n".join(filter(None, (self.verdict, made)))
+        return "\n".join(filter(None, (self.verdict, made, self.record.reasons.get("data"))))
 
     def save(self, directory: str | Path) -> Path:
         """Write the fit to a folder: safetensors and JSON, atomically.
@@ -386,6 +387,7 @@ def solved(
         seconds=seconds,
         noise_factor=choice.taken.noise_factor,
     )
+    features.function.known = Known.of(x, record.columns)
     fit = NestedFit(Prior(features, center, choice.mixture, memory), x, targets, system, record)
     fit._phi = phi
     return fit

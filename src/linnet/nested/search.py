@@ -197,8 +197,14 @@ def choose(
         if among is not None:
             parts = head[among][:, among], body[among][:, among]
             own = replace(targets, values=targets.values[among.to(targets.values.device)])
-        every = track(weights, f"shares of the lower layers, {len(own.values)} samples")
-        return [best_ridge(Mixture(w, *scales)(*parts), own, w, ridge) for w in every]
+        found = []
+        for w in track(weights, f"shares of the lower layers, {len(own.values)} samples"):
+            try:
+                found.append(best_ridge(Mixture(w, *scales)(*parts), own, w, ridge))
+            except NumericalError:  # the kernel of the lower layers is rounding; the probe's may not be
+                if w in (0, weight) or ridge is not None or among is not None:
+                    raise
+        return found
 
     weights: tuple[float, ...] = WEIGHTS if weight is None else tuple(dict.fromkeys((0.0, weight)))
     if weight is None and not counted(targets).any():
@@ -259,7 +265,15 @@ def best_ridge(kernel: Tensor, targets: Targets, weight: float, ridge: float | N
             )
         return _candidate(spectrum, targets, weight, ridge)
     lowest = max(LOWEST * PER_DECADE, math.ceil(PER_DECADE * math.log10(max(smallest, 1e-300))))
-    low, high, errors = max(LOW * PER_DECADE, lowest), HIGH * PER_DECADE, dict[int, float]()
+    if lowest > HIGHEST * PER_DECADE:
+        raise NumericalError(
+            f"the kernel of the {'features' if weight == 0 else 'lower layers'} is rounding alone",
+            expected="a network whose outputs change with its inputs",
+            remedy="look whether signals vanish in it, or scale inputs as for its training; model.double() "
+            "keeps more digits",
+        )
+    low, errors = max(LOW * PER_DECADE, lowest), dict[int, float]()
+    high = max(HIGH * PER_DECADE, low)
     judged = counting.nonzero()[:, 0]
     while True:
         fresh = [step for step in range(low, high + 1) if step not in errors]

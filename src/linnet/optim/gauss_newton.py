@@ -49,9 +49,9 @@ from linnet.optim.gauss_newton_settings import (
 from linnet.optim.gauss_newton_vectors import is_finite, norm_of, put, remember
 from linnet.params import number, tensor
 from linnet.tangent.batch import Inputs, batch_size, concatenate
-from linnet.tangent.door import examples, taken
+from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional, tensors_by_name
-from linnet.tangent.gather import copied
+from linnet.tangent.gather import copied, examples
 from linnet.tangent.modes import environment_kept
 from linnet.tangent.output_scale import warn_of_scale
 

@@ -36,8 +36,7 @@ from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import SampledPredictive
 from linnet.solvers.solution import Estimate
 from linnet.tangent.batch import Inputs, batch_size
-from linnet.tangent.door import examples
-from linnet.tangent.gather import gather_data
+from linnet.tangent.gather import examples, gather_data
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 

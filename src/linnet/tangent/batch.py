@@ -26,6 +26,11 @@ EMPTY = "check the path and the split that the data come from"
 
 SHARED = "give an input that belongs to all examples another length on its first axis, as in w[None]"
 
+TOKENIZED = (
+    'convert it to a tensor first; for texts pass tokenizer(texts, padding=True, return_tensors="pt"), '
+    "which pads them alike"
+)
+
 TARGETS = ("labels", "label")  # what the targets are called in samples that are dicts
 
 _NO_DATA_SETS = (list, tuple, str, bytes, Mapping, Tensor)  # have items, but no samples
@@ -333,7 +338,7 @@ def check_examples(x: Inputs, name: str = "x") -> None:
 
 def is_data_set(data: Any) -> bool:
     """Whether it is an object that gives samples by position; a class of such objects is none."""
-    given = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    given = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "to_numpy")
     return isinstance(data, Dataset) or (given and not isinstance(data, (*_NO_DATA_SETS, type)))
 
 
@@ -375,7 +380,9 @@ def as_pair(item: Any, name: str = "a batch") -> tuple[Any, Any]:
     raise InputError(
         f"{name} is {type(item).__name__}" + _length_of(item),
         expected="an (x, y) pair or a dict with labels, a Dataset or DataLoader of such, or batches of them",
-        remedy="pass data=(x, y)",
+        remedy='pass x and y apart: (table.drop(columns="y"), table["y"])'
+        if hasattr(item, "columns")
+        else "pass data=(x, y)",
     )
 
 
@@ -395,7 +402,7 @@ def named_tensor(value: Any, name: str) -> Tensor:
         raise InputError(
             f"{name} is {type(value).__name__} and cannot be made a tensor ({error})",
             expected="a tensor, or an array or rectangular list of numbers",
-            remedy=f"convert {name} to a tensor first",
+            remedy=f"convert {name} to a tensor first" if name == "y" else TOKENIZED,
         ) from error
     require_dense(tensor, name)
     return tensor

@@ -8,14 +8,17 @@ Then the network (:func:`admit`). It is asked with one example whether it runs o
 they are left as they are. Otherwise
 
 - floats, and integers where nothing is looked up, take the type of its weights;
-- bytes with three axes or more are images: divided by 255, and not normalized;
-- images (N, H, W, C) are permuted to (N, C, H, W) where the first convolution has C channels;
+- bytes with three axes or more are images: divided by 255, and not normalized; so are integers of other
+  types where the network has convolutions, and none of them may be beyond 255;
+- images (N, H, W, C) are permuted to (N, C, H, W) where the first convolution has C channels; gray, color
+  and transparency of bytes become those that it takes, as Pillow converts them;
 - entries of a mapping that are no argument of ``forward`` are left out, and the one input that it lacks is
   the entry that is left, or the one that is called so, such as ``image``;
 - a list of more tensors than it has arguments is a list of samples.
 
 What is ambiguous is refused. These are rules about types, shapes and names alone, so that ``predict`` does
-with new inputs what the fit did with its own; what was done is in ``fit.record.reasons["data"]``. A network
+with new inputs what the fit did with its own; what was done is in ``fit.record.reasons["data"]``. A fit
+remembers the columns and the range of its own inputs (:class:`Known`), and compares new ones. A network
 is asked only where inputs are unusual, and once for each type and number of axes.
 """
 
@@ -34,7 +37,6 @@ from linnet.errors import DataError, InputError, LinnetError
 from linnet.tangent.batch import (
     TARGETS,
     Inputs,
-    check_examples,
     concatenate,
     is_data_set,
     map_tensors,
@@ -53,6 +55,8 @@ IMAGE_MODES = {
 }  # fmt: skip
 # What the entry with the inputs is called in mappings of others.
 NAMES = ("image", "images", "img", "pixel_values", "x", "input", "inputs", "features", "input_values", "data")
+BYTES, INTEGERS = "bytes were divided by 255", "integers were divided by 255, as bytes are"
+SOME = 64  # images that a range is taken of
 INSIDE = ("body", "network", "module")  # what modules that wrap a network call it
 CHANNELS = (1, 3, 4)  # of images, where no convolution says how many
 
@@ -75,16 +79,51 @@ def tensorize(x: Any, name: str = "x") -> Inputs:
     if not hasattr(x, "to_numpy") and (yields(x) or (is_data_set(x) and not hasattr(x, "__array__"))):
         return x  # no inputs, as whoever counts them says
     if isinstance(x, list | tuple):
-        if x and all(map(_is_image, x)):
+        if x and all(map(is_image, x)):
             return _images(x, name)
         if x and all(isinstance(one, Mapping) for one in x):
             return concatenate([as_batch(one) for one in x])
         if holds_arrays(x):
             parts = [tensorize(value, name) for value in x]
             return parts if isinstance(x, list) else tuple(parts)
-    if _is_image(x):
+    if is_image(x):
         return _images([x], name)[0]
     return named_tensor(_frame(x, name) if hasattr(x, "columns") and hasattr(x, "to_numpy") else x, name)
+
+
+def in_columns(x: Any, said: Said) -> Any:
+    """A data frame in the order of the columns known, whose names are kept where none are; others as is."""
+    names = tuple(map(str, x.columns)) if hasattr(x, "columns") and hasattr(x, "to_numpy") else ()
+    if names == tuple(map(str, range(len(names)))) or names == said.columns:
+        return x
+    if not said.columns:
+        said.columns = names
+        return x
+    if sorted(names) != sorted(said.columns) or len(set(names)) < len(names):
+        lacking = [name for name in said.columns if name not in names]
+        more = [name for name in names if name not in said.columns]
+        raise InputError(
+            f"x is a table that lacks the columns {lacking[:4]} and has the others {more[:4]}",
+            expected=f"the columns of the training data, {', '.join(said.columns[:8])}",
+            remedy="take these columns of the table, or pass x.to_numpy() in their order",
+        )
+    return x[[x.columns[names.index(name)] for name in said.columns]]
+
+
+def in_rows(x: Any, y: Any, said: Said) -> Any:
+    """The targets of a table in the order of its rows, by the index of both."""
+    if not all(hasattr(one, "index") and hasattr(one, "to_numpy") for one in (x, y)) or x.index.equals(
+        y.index
+    ):
+        return y
+    if x.index.is_unique and y.index.is_unique and set(x.index) == set(y.index):
+        said.notes.append("y was put in the order of the index of x")
+        return y.loc[x.index]
+    raise DataError(
+        "x and y have different indices, so that rows of y may belong to other rows of x",
+        expected="one index, in any order",
+        remedy="pass y.loc[x.index], or y.to_numpy() where the rows are in the same order",
+    )
 
 
 def answers(y: Any, said: Said | None = None) -> Tensor:
@@ -98,7 +137,8 @@ def answers(y: Any, said: Said | None = None) -> Tensor:
     if not isinstance(words, list | tuple) or not any(isinstance(word, str) for word in words):
         if said is not None and not isinstance(y, Tensor):  # text that has numbers comes again as one
             said.of_kind("numbers")
-        return named_tensor(y, "y")
+        found = named_tensor(y, "y")
+        return found.long() if found.dtype == torch.bool and found.ndim < 2 else found
     other = next((place for place, word in enumerate(words) if not isinstance(word, str)), None)
     if other is not None:
         raise DataError(
@@ -137,10 +177,10 @@ def holds_arrays(x: Any) -> bool:
     """Whether anything in nested lists is an input of its own: a tensor, an array, an image or a mapping."""
     if isinstance(x, list | tuple):
         return any(holds_arrays(value) for value in x)
-    return isinstance(x, Mapping) or getattr(x, "ndim", 0) > 0 or _is_image(x)
+    return isinstance(x, Mapping) or getattr(x, "ndim", 0) > 0 or is_image(x)
 
 
-def _is_image(value: Any) -> bool:
+def is_image(value: Any) -> bool:
     """Whether it is an image of PIL, which is not imported for that."""
     return type(value).__module__.partition(".")[0] == "PIL" and hasattr(value, "convert")
 
@@ -213,16 +253,81 @@ def device_of(network: Functional | nn.Module) -> torch.device:
     return next((p.device for p in network.parameters()), torch.device("cpu"))
 
 
-def examples(network: Functional | nn.Module, x: Any, name: str = "x") -> Inputs:
-    """New inputs as the network takes them."""
-    made = taken(network, x, name)
-    check_examples(made, name)
-    return made
-
-
-def taken(network: Functional | nn.Module, x: Any, name: str = "x") -> Inputs:
+def taken(network: Functional | nn.Module, x: Any, name: str = "x", said: Said | None = None) -> Inputs:
     """New inputs as the network takes them, whose values are not looked at; ``None`` stays."""
-    return None if x is None else admit(network, tensorize([x] if _is_image(x) else x, name))
+    return None if x is None else admit(network, tensorize([x] if is_image(x) else x, name), said)
+
+
+class Known(NamedTuple):
+    """What a fit remembers of its inputs, to compare new ones with."""
+
+    columns: tuple[str, ...]  # of a data frame
+    range: tuple[float, float] | None  # of images, as the network takes them
+
+    @classmethod
+    def of(cls, x: Inputs, columns: tuple[str, ...]) -> Known:
+        """That of training inputs."""
+        return cls(columns, _range(x))
+
+    def doubts(self, x: Inputs, notes: Sequence[str]) -> list[str]:
+        """Why images are probably scaled unlike those of the training data."""
+        found = _range(x)
+        if found is None or self.range is None:
+            return []
+        (low, high), (least, most), scaled = found, self.range, {BYTES, INTEGERS} & set(notes)
+        shares = low >= 0 and high <= 1 and (scaled or high - low > 0.5)  # pixels that were divided by 255
+        far = 8 * max(-least, most, 1e-30) < max(-low, high) and high > 1.5
+        small = shares and most > 16  # pixels in 0 to 255, for a network that divides them by itself
+        signed = least < -0.5 and shares, least >= 0 and low < -0.5
+        if not (far or small or any(signed)):
+            return []
+        how = "bytes are divided by 255, which is all that is done to them; " if scaled else ""
+        return [
+            f"x holds values from {low:.3g} to {high:.3g}, and the images of the training data from "
+            f"{least:.3g} to {most:.3g}: {how}scale and normalize x as the training data were"
+            + (", x / 255 for pixels up to 255" if far else "")
+        ]
+
+
+def _range(x: Inputs) -> tuple[float, float] | None:
+    """The smallest and the largest value of some images; ``None`` without any."""
+    few = [_few(t) for t in tensors_in(observed(x)[0]) if t.ndim == 4 and t.is_floating_point() and t.numel()]
+    ends = [torch.stack(t.aminmax()).double().cpu() for t in few]
+    return (min(float(e[0]) for e in ends), max(float(e[1]) for e in ends)) if ends else None
+
+
+def _few(t: Tensor) -> Tensor:
+    """Some rows of a tensor, evenly spaced."""
+    return t[:: -(-len(t) // SOME)].detach()
+
+
+def doubts_of_pixels(x: Inputs, notes: Sequence[str]) -> list[str]:
+    """Why training images are probably not scaled as the network takes them."""
+    found = _range(x)
+    if found is None or found[0] < 0:
+        return []
+    if INTEGERS in notes and 0 < found[1] < 1.5 / 255:
+        return ["x holds the integers 0 and 1, which were divided by 255: pass x.float() to keep them"]
+    images = [_few(t) for t in tensors_in(observed(x)[0]) if t.ndim == 4 and t.is_floating_point()]
+    if not 1.5 < found[1] <= 255 or any(bool((t != t.round()).any()) for t in images):
+        return []
+    return [
+        f"x holds whole numbers up to {found[1]:.0f}, as pixels are: pass x / 255, or bytes (uint8), if the "
+        "network was trained on pixels in [0, 1]; normalize them as for its training"
+    ]
+
+
+def one_image(network: Functional | nn.Module, x: Any) -> Any:
+    """A single image (C, H, W) or (H, W, C) as a batch of one, where a network of convolutions takes that."""
+    x = tensorize(x) if hasattr(x, "__array__") and not isinstance(x, Tensor) and not is_image(x) else x
+    if not isinstance(x, Tensor) or x.ndim != 3:
+        return x
+    model = network.model if isinstance(network, Functional) else getattr(network, "_orig_mod", network)
+    change = _known(network, "change", lambda: _Change.of(model))
+    if change is None or change.channels is None or change.channels not in (x.shape[0], x.shape[2]):
+        return x
+    with _asking(model):
+        return x if _runs(network, model, change.typed(x[:1])) else x[None]
 
 
 def admit(network: Functional | nn.Module, x: Inputs, said: Said | None = None) -> Inputs:
@@ -241,10 +346,10 @@ def admit(network: Functional | nn.Module, x: Inputs, said: Said | None = None) 
         return x
     if change is None or not any(map(change.odd, tensors)) or not len(tensors[0]):
         return x
-    kind = tuple((t.dtype, t.ndim, change.last(t)) for t in tensors)
+    kind = tuple((t.dtype, t.ndim, change.last(t), change.given(t)) for t in tensors)
     few = take(x, slice(0, 1))
     for step in _known(network, kind, lambda: _way(network, model, few, change)):
-        said.notes += [note for t in tensors if (note := change.note(step, t))]
+        said.notes += [note for t in tensors_in(x) if t.ndim and (note := change.note(step, t))]
         x = map_tensors(getattr(change, step), x)
     return x
 
@@ -275,10 +380,19 @@ class _Change(NamedTuple):
         tables = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in model.modules())
         return cls(kinds, channels, tables) if kinds else None
 
+    def pixels(self, t: Tensor) -> bool:
+        """Whether it holds images of numbers from 0 to 255."""
+        if t.dtype == torch.uint8:
+            return t.ndim > 2
+        whole = not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
+        return whole and t.ndim in (3, 4) and self.channels is not None and not self.looks_up
+
     def typed(self, t: Tensor) -> Tensor:
         """The tensor in the type of the weights, bytes with three axes or more as shares of 255."""
+        if self.pixels(t):
+            return _within(t).to(self.kinds[0]) / 255
         if t.dtype == torch.uint8:
-            return t.to(self.kinds[0]) / 255 if t.ndim > 2 else t
+            return t
         if t.is_complex() or t.dtype == torch.bool or (self.looks_up and not t.is_floating_point()):
             return t
         return t if t.dtype in self.kinds else t.to(self.kinds[0])
@@ -292,6 +406,30 @@ class _Change(NamedTuple):
         """Channels last put first."""
         return t.permute(0, 3, 1, 2).contiguous() if self.last(t) else t
 
+    def given(self, t: Tensor) -> int | None:
+        """Channels of images of pixels that have others than the first convolution takes; 0 for no axis."""
+        if not self.pixels(t) or self.channels not in CHANNELS:
+            return None
+        if t.ndim == 3:
+            return 0
+        if t.ndim != 4 or self.channels in (t.shape[1], t.shape[-1]):
+            return None
+        return next((size for size in (t.shape[-1], t.shape[1]) if size in CHANNELS), None)
+
+    def colored(self, t: Tensor) -> Tensor:
+        """Pixels with the channels that the first convolution takes, as Pillow converts them."""
+        found = self.given(t)
+        if found is None:
+            return t
+        t = t[:, None] if not found else t.permute(0, 3, 1, 2) if t.shape[-1] == found else t
+        if t.shape[1] > 1 and self.channels == 1:
+            red, green, blue = t[:, :3].long().unbind(1)
+            return ((19595 * red + 38470 * green + 7471 * blue + 0x8000) >> 16).to(t.dtype)[:, None]
+        colors = t[:, :3] if t.shape[1] > 1 else t.expand(-1, 3, -1, -1)
+        if self.channels == 4:
+            colors = torch.cat([colors, torch.full_like(colors[:, :1], 255)], 1)
+        return (t if self.channels == 1 else colors).contiguous()
+
     def odd(self, t: Tensor) -> bool:
         """Whether the network has to be asked about it."""
         other = t.dtype == torch.uint8 or self.typed(t[:0]).dtype != t.dtype
@@ -301,12 +439,30 @@ class _Change(NamedTuple):
         """What a step did with a tensor, if anything."""
         if step == "permuted":
             return "images (N, H, W, C) were permuted to (N, C, H, W)" if self.last(t) else None
+        if step == "colored":
+            found = self.given(t)
+            told = f"images of {found or 1} channel(s) were converted to {self.channels}"
+            return told if found is not None and max(found, 1) != self.channels else None
         made = self.typed(t[:0]).dtype
         if made == t.dtype:
             return None
-        if t.dtype == torch.uint8:
-            return "bytes were divided by 255"
+        if self.pixels(t):
+            return BYTES if t.dtype == torch.uint8 else INTEGERS
         return f"{t.dtype} was converted to {made}".replace("torch.", "")
+
+
+def _within(t: Tensor) -> Tensor:
+    """Integers that are pixels, or an error."""
+    if t.dtype == torch.uint8 or not t.numel():
+        return t
+    low, high = (int(end) for end in t.aminmax())
+    if low < 0 or high > 255:
+        raise DataError(
+            f"x holds integers ({t.dtype}) from {low} to {high} for a network of convolutions",
+            expected="pixels from 0 to 255, or floats",
+            remedy="pass x.float(), scaled and normalized as for the network's training",
+        )
+    return t
 
 
 def _way(network: Functional | nn.Module, model: nn.Module, few: Inputs, change: _Change) -> tuple[str, ...]:
@@ -319,6 +475,8 @@ def _way(network: Functional | nn.Module, model: nn.Module, few: Inputs, change:
         return made
 
     ways: tuple[tuple[str, ...], ...] = ((), ("typed",), ("permuted",), ("typed", "permuted"))
+    if any(change.given(t) is not None for t in tensors_in(few)):
+        ways += (("colored", "typed"),)
     given = [t for t in tensors_in(few) if t.dtype == torch.uint8]
     shape = tuple(given[0].shape[1:]) if given else ()
     with _asking(model):
@@ -418,7 +576,7 @@ def are_alike(x: Any) -> bool:
 
 def alone(x: Any) -> Any:
     """Inputs without targets as a tensor, where their form says that they are; anything else as it is."""
-    listed = isinstance(x, list) and all(getattr(one, "ndim", 0) > 2 or _is_image(one) for one in x)
+    listed = isinstance(x, list) and all(getattr(one, "ndim", 0) > 2 or is_image(one) for one in x)
     if not (listed and x) and not hasattr(x, "__array__"):
         return x
     found = tensorize(x)

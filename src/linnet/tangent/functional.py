@@ -78,6 +78,7 @@ class Functional:
         self.output = output
         self.recurrent = has_recurrence(model)
         self.source: Functional | None = None  # the same network in the type that it came in
+        self.known: Any = None  # what a fit remembers of its inputs, where this is the network of one
         self.pinned: Precision | None = None  # the types of numbers that a fit was made with
         self.padding = padding_rows(self.model, self.names)
         self.cache: dict[Any, Any] = {}

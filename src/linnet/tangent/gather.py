@@ -18,16 +18,18 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from linnet.disk import refuse_write
 from linnet.errors import DataError
 from linnet.memory import available_bytes, parse_bytes
+from linnet.params import warn
 from linnet.tangent.batch import (
     EMPTY,
     SHARED,
     Inputs,
     batch_size,
+    check_examples,
     check_finite,
     concatenate,
     is_data_set,
@@ -36,10 +38,22 @@ from linnet.tangent.batch import (
     take,
     tensors_in,
 )
-from linnet.tangent.door import admit, answers, are_alike, device_of, outputs_of, tensorize
+from linnet.tangent.door import (
+    Known,
+    admit,
+    answers,
+    are_alike,
+    device_of,
+    doubts_of_pixels,
+    in_columns,
+    one_image,
+    outputs_of,
+    taken,
+    tensorize,
+)
 from linnet.tangent.functional import Functional
 from linnet.tangent.order import Said, random_kept
-from linnet.tangent.pairs import in_pieces, pairs, require_targets, side_by_side
+from linnet.tangent.pairs import holds_samples, in_pieces, pairs, require_targets, side_by_side
 
 LARGER = 8  # times the memory that bytes take as floats, at most
 PIECE = 1 << 24  # bytes that are copied to a file at a time
@@ -54,15 +68,18 @@ def gather_data(
     memory: str | int | None = None,
     keep: bool = True,
     said: Said | None = None,
+    targets: bool = True,
 ) -> tuple[Inputs, Tensor]:
     """The whole of ``data`` as one (x, y) pair, in memory or mapped from a temporary file."""
     heard = Said(text=False) if said is None else said
+    known: Known | None = getattr(network, "known", None)
+    heard.columns = heard.columns if known is None else known.columns
     if in_pieces(data):
         gathered, shortest = Gathered(_limit(memory)), None
         # what is drawn to augment samples is drawn again by the next call
         with random_kept() if is_data_set(data) or isinstance(data, DataLoader) else nullcontext():
-            for i, (piece, targets) in enumerate(pairs(data, heard)):
-                own = answers(targets, heard)
+            for i, (piece, given) in enumerate(pairs(data, heard, targets)):
+                own = answers(given, heard)
                 inputs = piece if network is None else admit(network, tensorize(piece), heard)
                 require_targets(inputs, own, f"batch {i} of data")
                 gathered.add(inputs, own)
@@ -71,8 +88,8 @@ def gather_data(
         if network is not None and shortest is not None:
             _check_padding(network, *shortest, x)
     else:
-        ((x, targets),) = pairs(data, heard)
-        y = answers(targets, heard)
+        ((x, given),) = pairs(data, heard, targets)
+        y = answers(given, heard)
         if are_alike(x) and y.ndim and len(x) == len(y) and (network is None or len(x[0]) != len(y)):
             x = torch.stack(x)  # samples
         x = x if network is None else _admitted(network, x, heard, _limit(memory))
@@ -82,6 +99,8 @@ def gather_data(
     if batch_size(x) == 0:
         raise DataError("data is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     require_targets(x, y, "data")
+    if network is not None and targets:
+        heard.warnings += doubts_of_pixels(x, heard.notes) if known is None else known.doubts(x, heard.notes)
     if keep:
         for warning in heard.warnings:
             warnings.warn(warning, stacklevel=3)
@@ -89,6 +108,22 @@ def gather_data(
     if not missing:
         check_finite(y, "y")
     return x, y if network is None else y.to(device_of(network))
+
+
+def examples(network: Functional | nn.Module, x: Any, name: str = "x") -> Inputs:
+    """New inputs as the network takes them, of any kind of data; targets are left out."""
+    known: Known | None = getattr(network, "known", None)
+    said = Said(columns=() if known is None else known.columns)
+    if isinstance(x, TensorDataset) and len(x.tensors) < 3:
+        x = x.tensors[0]
+    if holds_samples(x):
+        made, _ = gather_data(x, network, missing=True, keep=False, said=said, targets=False)
+    else:
+        made = taken(network, one_image(network, in_columns(x, said)), name, said)
+        check_examples(made, name)
+    for line in (*said.warnings, *([] if known is None else known.doubts(made, said.notes))):
+        warn(line)
+    return made
 
 
 def _admitted(network: Functional | nn.Module, x: Inputs, said: Said, limit: int) -> Inputs:

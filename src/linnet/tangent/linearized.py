@@ -20,9 +20,10 @@ from linnet.number_types import Precision
 from linnet.params import choice, instance, refuse, tensor
 from linnet.tangent.batch import Inputs
 from linnet.tangent.captured import Form
-from linnet.tangent.door import examples, taken
+from linnet.tangent.door import taken
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, OutputAdapter, tensors_by_name
+from linnet.tangent.gather import examples
 from linnet.tangent.gram import gram
 from linnet.tangent.jacobian import jacobian, jvp, jvp_columns, linearity_gap, vjp_columns
 from linnet.tangent.modes import import_compiler
@@ -308,7 +309,7 @@ class Linearized(nn.Module):
 def pinned(lin: Linearized, types: Precision) -> Linearized:
     """The same linearization, whose derivatives keep types of numbers of their own; δ is shared."""
     twin = copy.copy(lin)
-    object.__setattr__(twin, "_function", lin.function.under(types))
+    object.__setattr__(twin, "_function", copy.copy(lin.function.under(types)))
     return twin
 
 

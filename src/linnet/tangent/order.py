@@ -45,6 +45,7 @@ class Said:
     # names of the classes, where y is text: those that there are already, or those that are found
     classes: tuple[str, ...] = ()
     text: bool = True  # whether y may be text
+    columns: tuple[str, ...] = ()  # of data frames: those of the data before, or those that are found
     _numbers: dict[str, int] = field(default_factory=dict)
     _kinds: set[str] = field(default_factory=set)  # of y: whether text or numbers
 

@@ -7,11 +7,12 @@ and is neither a container of inputs nor a data set, whose items are single samp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -24,9 +25,10 @@ from linnet.tangent.batch import (
     example_shapes,
     is_data_set,
     padded,
+    without_targets,
     yields,
 )
-from linnet.tangent.door import answers, as_batch, holds_arrays, tensorize
+from linnet.tangent.door import answers, as_batch, holds_arrays, in_columns, in_rows, is_image, tensorize
 from linnet.tangent.order import Said, changing, in_order, mixing, random_kept
 from linnet.tangent.sharded import require_whole
 
@@ -49,9 +51,37 @@ def in_pieces(data: Any) -> bool:
     return isinstance(data, DataLoader) or is_data_set(data) or in_batches(data)
 
 
-def pairs(data: Any, said: Said | None = None) -> Iterator[tuple[Inputs, Any]]:
+def alone(item: Any, _: str = "") -> tuple[Any, Any]:
+    """A batch or sample whose targets are left out, if it has any, as (x, y): 0 for one sample."""
+    x, y = item, None
+    if isinstance(item, Mapping):
+        x, y = without_targets(item)
+    elif isinstance(item, list | tuple) and len(item) in (1, 2):
+        x, y = item[0], item[1] if len(item) == 2 else None
+    pictures = x.values() if isinstance(x, Mapping) else (x,)
+    return x, 0 if _is_number(y) or any(map(is_image, pictures)) else None
+
+
+def holds_samples(x: Any) -> bool:
+    """Whether new inputs come as data do: a data set, a loader, batches or samples."""
+    if isinstance(x, list):
+        return bool(x) and all(isinstance(one, list | tuple) and len(one) == 2 and _is_number(one[1])
+                               and holds_arrays(one[0]) for one in x)  # fmt: skip
+    if hasattr(x, "__array__") or hasattr(x, "to_numpy") or isinstance(x, Tensor | Sequence | Mapping):
+        return False
+    return isinstance(x, DataLoader) or is_data_set(x) or yields(x)
+
+
+def pairs(data: Any, said: Said | None = None, targets: bool = True) -> Iterator[tuple[Inputs, Any]]:
     """The batches of any kind of data, in their order; nothing is gathered."""
-    said = Said(text=False) if said is None else said
+    if not targets:
+        yield from ((x, torch.zeros(batch_size(x))) for x, _ in _read(data, said or Said(), alone))
+    else:
+        yield from _read(data, Said(text=False) if said is None else said, as_pair)
+
+
+def _read(data: Any, said: Said, pair: Callable[[Any, str], tuple[Any, Any]]) -> Iterator[tuple[Inputs, Any]]:
+    """The batches, each split in two."""
     if isinstance(data, DataLoader):
         require_whole(data)
         loader, _, warning = in_order(data)
@@ -59,18 +89,21 @@ def pairs(data: Any, said: Said | None = None) -> Iterator[tuple[Inputs, Any]]:
         with random_kept(loader, loader.sampler):
             batches = iter(loader)
         for i, batch in enumerate(batches):
-            if i == 0 and not told:
+            if i == 0 and not told and pair is as_pair:
                 said.warnings += filter(None, (mixing(loader, batch),))
-            yield as_pair(batch, "a batch of the DataLoader")
+            x, y = pair(batch, "a batch of the DataLoader")
+            yield tensorize(x) if pair is alone else x, y
     elif isinstance(data, IterableDataset):
-        yield from _together(as_sample(one, f"sample {i} of the stream", said) for i, one in enumerate(data))
+        yield from _together(
+            as_sample(one, f"sample {i} of the stream", said, pair) for i, one in enumerate(data)
+        )
     elif in_pieces(data) and is_data_set(data):
         said.warnings += filter(None, (changing(data),))
         yield from _together(
-            as_sample(data[i], f"sample {i} of the data set", said) for i in range(len(data))
+            as_sample(data[i], f"sample {i} of the data set", said, pair) for i in range(len(data))
         )
     elif in_batches(data):
-        found = (as_pair(batch, f"batch {i} of data") for i, batch in enumerate(data))
+        found = (pair(batch, f"batch {i} of data") for i, batch in enumerate(data))
         first = list(islice(found, 1))
         rows = chain(first, found)
         if first and _is_number(first[0][1]):  # single samples
@@ -78,8 +111,8 @@ def pairs(data: Any, said: Said | None = None) -> Iterator[tuple[Inputs, Any]]:
         else:
             yield from ((tensorize(x), y) for x, y in rows)
     else:
-        x, y = data.tensors if isinstance(data, TensorDataset) else as_pair(data, "data")
-        yield tensorize(x), y
+        x, y = data.tensors if isinstance(data, TensorDataset) else pair(data, "data")
+        yield tensorize(in_columns(x, said)), in_rows(x, y, said)
 
 
 def _is_number(y: Any) -> bool:
@@ -105,10 +138,15 @@ def side_by_side(parts: list[tuple[Inputs, Tensor]]) -> tuple[Inputs, Tensor]:
     return concatenate(inputs), concatenate(padded(inputs, [y for _, y in parts]))
 
 
-def as_sample(item: Any, name: str, said: Said | None = None) -> tuple[Inputs, Tensor]:
+def as_sample(
+    item: Any,
+    name: str,
+    said: Said | None = None,
+    pair: Callable[[Any, str], tuple[Any, Any]] = as_pair,
+) -> tuple[Inputs, Tensor]:
     """A sample as a batch of one, (1, ...)."""
-    x, y = as_pair(item, name)
-    return as_batch(x), answers(y, said)[None]
+    x, y = pair(item, name)
+    return as_batch(x), answers(0 if pair is alone else y, said)[None]
 
 
 def _together(samples: Iterable[tuple[Inputs, Tensor]]) -> Iterator[tuple[Inputs, Tensor]]:

@@ -35,10 +35,9 @@ from linnet.tangent.batch import (
     take,
     tensors_in,
 )
-from linnet.tangent.door import examples
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import copied, gather_data
+from linnet.tangent.gather import copied, examples, gather_data
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode

@@ -152,7 +152,9 @@ def _names(fit: Fit, classes: Sequence[str] | None) -> tuple[str, ...] | None:
 
 def _part(test: Any, run: SavedRun) -> Part:
     """The test samples."""
-    x, y = gather_data(test, said=Said.known(run.fit.record.classes))
+    said = Said.known(run.fit.record.classes)
+    said.columns = run.fit.record.columns
+    x, y = gather_data(test, said=said)
     if not isinstance(x, Tensor):
         raise InputError(
             f"the inputs of test are {type(x).__name__}",
