@@ -18,7 +18,7 @@ from linnet.linalg.finite import is_finite
 from linnet.params import refuse, tensor
 from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, map_tensors
 from linnet.tangent.functional import Functional
-from linnet.tangent.nonfinite import WIDER, require_finite_derivative, unread
+from linnet.tangent.nonfinite import WIDER, refuse_derivative, unread
 
 
 def check_given(x: Inputs) -> None:
@@ -46,10 +46,10 @@ def explained(function: Functional, x: Inputs) -> Iterator[None]:
 
 def check_result(function: Functional, x: Inputs, result: Tensor, given: Iterable[Tensor] = ()) -> None:
     """Raise if a result is not finite, unless a vector that was given is not."""
-    require_finite_derivative(function, x, result)
-    if not (torch.compiler.is_compiling() or unread(result) or is_finite(result)) and all(
-        map(is_finite, given)
-    ):
+    if torch.compiler.is_compiling() or unread(result) or is_finite(result):
+        return
+    refuse_derivative(function, x)
+    if all(map(is_finite, given)):
         raise NumericalError(
             f"products of derivatives and vectors overflow {str(result.dtype).removeprefix('torch.')}",
             expected="finite products",
