@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import DataError, FileFormatError, InputError, ModelError, NumericalError
 from linnet.fitting import kernel_fit
+from linnet.integrations.pretrained import BUILDERS
 from linnet.linear.targets import Targets, make_targets
 from linnet.nested import search, weights
 from linnet.nested.adapt import HEADS
@@ -229,6 +230,14 @@ def test_a_far_task_takes_the_body_and_pure_noise_the_probe() -> None:
     assert noise.verdict is not None
     assert noise.verdict.startswith("Kept the linear probe")
     assert "not tested" in linnet.adapt(net, (x, labels), weight=0.0).verdict
+
+
+def test_a_network_made_for_a_table_has_hidden_units() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(40, 5)
+    fit = linnet.adapt(BUILDERS["random"]("features", False, {"inputs": 5}), (x, (x[:, 0] > 0).long()))
+    assert "lower layers" not in repr(fit) + str(fit.record.reasons)
+    assert "hidden units" in str(fit.record.reasons)
 
 
 def test_points_leave_out_one_sample_of_every_class_together() -> None:

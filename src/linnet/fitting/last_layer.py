@@ -28,6 +28,7 @@ from linnet.tangent.selection import Selector, selected
 L = TypeVar("L", bound=nn.Module)
 HIDDEN, POOLER = "last_hidden_state", "pooler"  # as encoders of transformers call them
 PADDING = "_linnet_padding"  # attribute of a network: the token id that is masked
+BELOW = "_linnet_below"  # attribute of a network that was made here: the words for what is below its head
 RECORD = "_linnet_head"  # attribute of a network whose head was put there: where, how, on which labels
 CANDIDATES = 5  # layers that an error names: the head is among the last that a network registers
 FEW = 4  # examples on which the last layer is checked to be the last

@@ -21,6 +21,7 @@ from torch import nn
 
 from linnet.distribution import importing, install_command
 from linnet.errors import DependencyError, LinnetError, ModelError
+from linnet.fitting.last_layer import BELOW
 
 _PREPROCESSOR = "preprocessor_config.json"
 _WHOSE_CODE = ("trust_remote_code", "code_revision")
@@ -175,7 +176,9 @@ def _random_features(name: str, pretrained: bool, arguments: dict[str, Any]) -> 
     layer = nn.Linear(arguments["inputs"], 256)
     nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     nn.init.normal_(layer.bias, std=0.1)
-    return nn.Sequential(layer, nn.ReLU(), nn.Linear(256, 256))
+    made = nn.Sequential(layer, nn.ReLU(), nn.Linear(256, 256))
+    setattr(made, BELOW, "hidden units")
+    return made
 
 
 BUILDERS: dict[str, Callable[[str, bool, dict[str, Any]], nn.Module]] = {

@@ -18,6 +18,7 @@ from linnet.curvatures.build import curvature
 from linnet.distribution import install_command
 from linnet.errors import DataError, DependencyError, InputError
 from linnet.fitting.fit import fit
+from linnet.fitting.last_layer import BELOW
 from linnet.fitting.metric import with_metric
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.likelihoods.likelihood import Likelihood
@@ -62,7 +63,9 @@ def _random_network(x: Tensor, outputs: int) -> nn.Module:
     hidden, head = nn.Linear(flat.shape[1], WIDTH), nn.Linear(WIDTH, outputs)
     nn.init.kaiming_normal_(hidden.weight, nonlinearity="relu")
     nn.init.normal_(hidden.bias, std=0.1)
-    return nn.Sequential(nn.Flatten(), _Standardize(flat), hidden, nn.ReLU(), head).to(x.dtype)
+    made = nn.Sequential(nn.Flatten(), _Standardize(flat), hidden, nn.ReLU(), head).to(x.dtype)
+    setattr(made, BELOW, "hidden units")
+    return made
 
 
 class _Estimator(ABC):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import ModelError
-from linnet.fitting.last_layer import features, last_linear, replace_module, zero_layer
+from linnet.fitting.last_layer import BELOW, features, last_linear, replace_module, zero_layer
 from linnet.linalg.space import ParameterSpace
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import IDLE, Functional, copied
@@ -50,6 +50,7 @@ class Features:
         self.layer, self.trained, self.bodiless = name, trained, not body
         clone = with_random_heads(model, heads, seed)
         setattr(clone, IDLE, getattr(model, "idle", None))
+        self.below = getattr(model, BELOW, "lower layers")
         function = Functional(clone, body or [f"{name}.weight"])
         self.function = function.under(function.precision.exact(function.dtype))
         self.model = self.function.model

@@ -379,10 +379,11 @@ def solved(
     seconds["solve"] = time.perf_counter() - start
     averaged = {"features": AVERAGED} if getattr(features.model, "averaged", False) else {}
     told = rounding_remarks(features.function, phi + center, head, body, choice.mixture, system)
+    told_of = {k: v.replace("lower layers", features.below) for k, v in choice.reasons().items()}
     record = replace(
         record,
         criterion="loo" if ridge is None else "given",
-        reasons={**record.reasons, **averaged, **choice.reasons()},
+        reasons={**record.reasons, **averaged, **told_of},
         warnings=(*record.warnings, *choice.warnings(), *told, *unused_remarks(features.function)),
         seconds=seconds,
         noise_factor=choice.taken.noise_factor,

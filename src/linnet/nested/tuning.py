@@ -218,8 +218,10 @@ def _tuned(fit: NestedFit, tuning: Tuning, start: float) -> NestedFit:
 
 def _told(fit: NestedFit, sentence: str, rungs: tuple[Rung, ...] = ()) -> NestedFit:
     """A fit, with what was found about training its lower layers."""
-    fit.record = replace(fit.record, reasons={**fit.record.reasons, "verdict": sentence})
-    fit.rungs = rungs
+    below = fit.module.below
+    told = sentence.replace("lower layers", below)
+    fit.record = replace(fit.record, reasons={**fit.record.reasons, "verdict": told})
+    fit.rungs = tuple(replace(rung, name=rung.name.replace("lower layers", below)) for rung in rungs)
     return fit
 
 

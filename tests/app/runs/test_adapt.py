@@ -751,6 +751,7 @@ def test_one_verdict_everywhere(folder: Path, capsys: pytest.CaptureFixture[str]
     assert found["report"]["headline"] == sentences
     assert fit.verdict in sentences
     assert sentences[0] in page
+    assert fit.class_names == tuple(found["data"]["classes"])
     assert all(" ".join(one.replace("\u202f", " ").split()) in told for one in sentences)
 
 

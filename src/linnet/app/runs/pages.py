@@ -115,9 +115,7 @@ def _in_full(folder: str) -> tuple[Step, ...]:
     """The command that takes all samples for the lower layers too."""
     words = ["linnet", "adapt", "--config", f"{folder}/run.yaml", "--quick", "false"]
     line = shlex.join([*words, "--out", beside(folder, "full")])
-    text = (
-        "A quick run gives a first answer. The full one fits the lower layers too, to all training samples."
-    )
+    text = "A quick run gives a first answer. The full one fits all layers, to all training samples."
     return (Step("Run it in full", text, line),) if folder.isprintable() else ()
 
 
@@ -139,7 +137,7 @@ def further(folder: str, tunable: bool, classes: bool) -> tuple[Step, ...]:
     if tunable:
         words = ["linnet", "adapt", "--config", f"{folder}/run.yaml", "--tune", "true"]
         line = shlex.join([*words, "--out", beside(folder, "tuned")])
-        why = "Trains the lower layers as well, and keeps the result only if cross-validation improves."
+        why = "Trains the network as well, and keeps the result only if cross-validation improves."
         steps.insert(0, Step("Try for more accuracy" if classes else "Try for less error", why, line))
     return tuple(steps) if folder.isprintable() else ()
 
@@ -238,9 +236,13 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
     ]
     if isinstance(fit, NestedFit):
         made[0] = Choice("head", f"new, {fit.system.c} outputs", "a linear probe, part of the fit")
-        made.insert(1, Choice("weight of the lower layers", f"{fit.body_weight:g}", reasons.get("body", "")))
+        made.insert(
+            1, Choice(f"weight of the {fit.module.below}", f"{fit.body_weight:g}", reasons.get("body", ""))
+        )
         if fit.trained:
-            made.insert(2, Choice("training of the lower layers", reasons["training"], reasons["retraining"]))
+            made.insert(
+                2, Choice(f"training of the {fit.module.below}", reasons["training"], reasons["retraining"])
+            )
     if "metric" in reasons:
         metric = "one for all weights" if run.origin.metric is None else "K-FAC"
         made.insert(2, Choice("metric of the ridge", metric, reasons["metric"]))

@@ -33,6 +33,7 @@ def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = Fal
         "verdict": {"answer": verdict(page).answer, "sentences": list(page.notes.headline)},
         "scores": [asdict(row) for row in found.scores.comparison],
         "fit": fit.summary(),
+        "below": getattr(fit.module, "below", "lower layers"),
         "device": str(fit.module.function.device),
         "next": [asdict(step) for step in page.notes.first],
         "data": {"classes": task.classes, "findings": list(task.findings)},
@@ -44,7 +45,7 @@ def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = Fal
     return result
 
 
-NEXT = "next: --tune trains the lower layers as well, and keeps the result only if cross-validation improves"
+NEXT = "next: --tune trains the network as well, and keeps the result only if cross-validation improves"
 
 
 def print_adaptation(result: dict[str, Any]) -> list[str]:
@@ -62,7 +63,7 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
         *([NEXT] if not result["next"] and fit.get("trained") is False and not fit["rungs"] else []),
         *([f"loss {_loss(fit)}: {fit['reasons']['loss']}"] if "loss" in fit["reasons"] else []),
         *(
-            [f"weight of the lower layers {fit['body_weight']:g}: {fit['reasons']['body']}"]
+            [f"weight of the {result['below']} {fit['body_weight']:g}: {fit['reasons']['body']}"]
             if "body_weight" in fit
             else []
         ),
