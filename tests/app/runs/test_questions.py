@@ -172,7 +172,7 @@ def test_forget(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     page = (tmp_path / "less" / "report.html").read_text()
     assert "from a fit that never saw them" in page
     ridge = next(c for c in found["report"]["choices"] if c["what"] == "ridge")
-    assert ridge["why"].startswith("of the fit before: lowest leave-one-out error")
+    assert ridge["why"].startswith("of the fit before: lowest squared error")
     linnet("explain", "--run", tmp_path / "less", "--ids", "test/0")
     linnet("forget", "--run", tmp_path / "less", "--ids", "train/20", "--out", tmp_path / "less2")
     assert result(tmp_path / "less2")["train"] == 20
