@@ -230,13 +230,13 @@ class Counter:
         self.jvp = self.vjp = 0
         jvp, vjp = jacobian.jvp_columns, jacobian.vjp_columns
 
-        def counted_jvp(function: Any, x: Any, v: Tensor) -> Tensor:
+        def counted_jvp(function: Any, x: Any, v: Tensor, *rest: Any, **kept: Any) -> Tensor:
             self.jvp += 1 if v.ndim == 1 else v.shape[1]
-            return jvp(function, x, v)
+            return jvp(function, x, v, *rest, **kept)
 
-        def counted_vjp(function: Any, x: Any, u: Tensor) -> Tensor:
+        def counted_vjp(function: Any, x: Any, u: Tensor, *rest: Any, **kept: Any) -> Tensor:
             self.vjp += 1 if u.ndim == 2 else u.shape[2]
-            return vjp(function, x, u)
+            return vjp(function, x, u, *rest, **kept)
 
         for module in modules:
             monkeypatch.setattr(module, "jvp_columns", counted_jvp)

@@ -112,7 +112,7 @@ def test_one_output_is_two_classes_with_one_logit() -> None:
         (torch.full((9, 3), math.nan), DataError, ["NaN"]),
         (torch.tensor([0, 1, -100] * 3), DataError, ["-100", "ignore_index is not supported"]),
         (torch.tensor([0, 1, 3] * 3), DataError, ["out of range", "3 outputs"]),
-        (torch.ones(9, dtype=torch.bool), InputError, ["torch.bool"]),
+        (torch.ones(9, 1, dtype=torch.bool), InputError, ["torch.bool"]),
         (torch.ones(9, 3, dtype=torch.long), InputError, ["shape (9, 3)"]),
     ],
 )

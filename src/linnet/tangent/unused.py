@@ -52,7 +52,8 @@ def settle_unused(function: Functional, x: Inputs, names: Iterable[str]) -> None
 @in_exact_mode
 def require_one_function(function: Functional, x: Inputs) -> None:
     """Raise if training mode has other gradients than evaluation mode where outputs are the same."""
-    if function.cache.setdefault(ALIKE, not any(map(_switches, function.model.modules()))):
+    alike = _wrapped(function) or not any(map(_switches, function.model.modules()))
+    if function.cache.setdefault(ALIKE, alike):
         return
     function.cache[ALIKE] = True
     one, found = take(x, slice(0, 1)), []
@@ -140,6 +141,8 @@ def unused_remark(function: Functional) -> str:
 
 def _in_training(function: Functional, few: Inputs, names: tuple[str, ...]) -> list[str]:
     """Those of the parameters that have a gradient in training mode."""
+    if _wrapped(function):
+        return []
     twin = _training_twin(function, names)
     leaves = {name: twin.theta[name].requires_grad_() for name in names}
     try:
@@ -151,6 +154,11 @@ def _in_training(function: Functional, few: Inputs, names: tuple[str, ...]) -> l
     except (LinnetError, *FAILURES):  # a network that cannot be trained on two examples says nothing
         return []
     return [name for name, g in zip(names, grads, strict=True) if g is not None and bool(g.any())]
+
+
+def _wrapped(function: Functional) -> bool:
+    """Whether the network is one process' part of several, which cannot be copied without gradients."""
+    return isinstance(function.model, nn.parallel.DistributedDataParallel)
 
 
 def _random_state_kept(function: Functional) -> AbstractContextManager[None]:
