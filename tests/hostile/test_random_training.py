@@ -35,6 +35,11 @@ from tests.hostile.random_networks import (
     tracked,
 )
 
+# what is drawn may end in a sigmoid, or have a layer that nothing depends on
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the network's outputs are", "ignore:the outputs do not depend on"
+)
+
 
 def weights(model: nn.Module) -> Tensor:
     """All parameters that are trained, copied."""
