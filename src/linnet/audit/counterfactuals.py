@@ -126,7 +126,8 @@ def _targets(target: Any, fit: LinearFit, k: int) -> Tensor:
     else:
         y = y.reshape(1) if k == 1 and y.ndim == 0 else y
     classes = not y.is_floating_point() and y.ndim == 1
-    if y.ndim == 0 or len(y) != k or not (classes or y.shape == (k, c)) or (classes and fit.classes is None):
+    wrong = classes and (fit.classes is None or isinstance(target, bool))  # a flag names no class
+    if y.ndim == 0 or len(y) != k or not (classes or y.shape == (k, c)) or wrong:
         kind = "classes or " if fit.classes is not None else ""
         raise InputError(
             f"target is {type(target).__name__} of shape {tuple(y.shape)} and type {y.dtype}",
