@@ -71,11 +71,14 @@ def kfac_oracle(
     if sharing not in ("expand", "reduce"):
         raise ValueError(f"sharing is {sharing!r}. Expected: 'expand' or 'reduce'.")
     found = {}
+    masks = x["attention_mask"].bool() if isinstance(x, Mapping) and "attention_mask" in x else None
     for name, layer in watched_layers_oracle(model, x, columns, output).items():
         second: list[Tensor] = []
         outer: list[Tensor] = []
-        for uses, slopes in zip(layer.inputs, layer.gradients, strict=True):
+        for n, (uses, slopes) in enumerate(zip(layer.inputs, layer.gradients, strict=True)):
             a, g = torch.cat(uses, 1), torch.cat(slopes, 2)  # (R, S, d) and (K, R, S, c), uses as positions
+            if masks is not None and a.shape[1] == masks.shape[1]:  # padding does not count
+                a, g = a[:, masks[n]], g[:, :, masks[n]]
             if layer.bias is not None:
                 a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
             if sharing == "reduce":
