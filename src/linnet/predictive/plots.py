@@ -158,7 +158,7 @@ def _probabilities(prediction: Predictive) -> Tensor | None:
 
 def _labels(labels: Tensor, p: Tensor) -> Tensor:
     """Classes (N,), checked."""
-    labels = labels.to(p.device)
+    labels = tensor("y", labels, "classes (N,)", "pass one class index for each example").to(p.device)
     given = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if given.shape != p.shape[:1]:
         raise InputError(

@@ -74,7 +74,7 @@ def tensorize(x: Any, name: str = "x") -> Inputs:
         }
     if str(getattr(x, "dtype", "")) == "object" and holds_arrays(found := np.asarray(x).tolist()):
         x = found
-    if isinstance(x, Sequence) and not isinstance(x, list | tuple | str | range):
+    if isinstance(x, Sequence) and not isinstance(x, list | tuple | str | bytes | range):
         x = list(x)  # a column of a data set
     if not hasattr(x, "to_numpy") and (yields(x) or (is_data_set(x) and not hasattr(x, "__array__"))):
         return x  # no inputs, as whoever counts them says
