@@ -477,7 +477,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("width", "memory", "metric"),
     grid(
-        [(300, "1500kB", "auto"), (300, "1500kB", "none"), (40, "640kB", "kfac")], [(300, "1500kB", "auto")]
+        [(300, "1500kB", "auto"), (300, "1500kB", "none"), (300, "1800kB", "kfac")], [(300, "1500kB", "auto")]
     ),
 )
 def test_a_killed_run_resumes_to_the_same_result(
