@@ -35,6 +35,7 @@ from linnet.tangent.batch import (
     is_data_set,
     map_tensors,
     mask_of,
+    require_dense,
     take,
     tensors_in,
 )
@@ -193,6 +194,7 @@ def copied(x: Inputs, memory: str | int | None = None, lasting: Collection[int] 
     limit = _limit(memory)
 
     def one(t: Tensor) -> Tensor:
+        require_dense(t, "x")
         if t.data_ptr() in lasting:
             return t
         if t.nbytes <= limit or t.device.type != "cpu" or not t.ndim:
