@@ -39,7 +39,6 @@ import ctypes
 import gc
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -52,7 +51,7 @@ from typing import Any
 import torch
 from curvature_contestants import MAKERS, Job, timed
 from curvature_networks import LARGE, NETWORKS, Problem, layer_parameters, problem
-from measure import Row, parser, publish, setup, sgemm_rate
+from measure import Row, parser, publish, resident, setup, sgemm_rate
 from torch import nn
 
 TASKS = ("reference", "kfac-exact", "kfac-mc", "ekfac-exact", "ekfac-mc", "diagonal-exact", "ggn-1", "ggn-16")
@@ -105,15 +104,6 @@ def passes(given: Problem, batch: int, columns: int) -> Callable[[], None]:
                 torch.autograd.grad(output, outputs, column, retain_graph=index + 1 < columns)
 
     return run
-
-
-def resident(name: str) -> int:
-    """VmRSS or VmHWM of this process in bytes."""
-    text = Path("/proc/self/status").read_text()
-    match = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
-    if match is None:
-        raise SystemExit(f"/proc/self/status has no {name}: this benchmark needs Linux")
-    return int(match.group(1)) * 1024
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+
+def resident(field: str) -> int:
+    """VmRSS or VmHWM of this process in bytes."""
+    text = Path("/proc/self/status").read_text()
+    match = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
+    if match is None:
+        raise SystemExit(f"/proc/self/status has no {field}: this benchmark needs Linux")
+    return int(match.group(1)) * 1024
 
 
 @dataclass(frozen=True)

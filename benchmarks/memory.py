@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import gc
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Row, parser, publish, setup
+from measure import Row, parser, publish, resident, setup
 from networks import lenet, mlp, resnet20
 from torch import nn
 
@@ -82,15 +81,6 @@ def operations() -> dict[str, tuple[int, Callable[[], Operation]]]:
         "fit dual, then influence": (300, lambda: dual_fit(lambda fit, n: fit.influence(images(100)))),
         "fit dual, then predictive": (300, lambda: dual_fit(lambda fit, n: fit.predictive(images(100)))),
     }
-
-
-def resident(field: str) -> int:
-    """VmRSS or VmHWM of this process in bytes."""
-    text = Path("/proc/self/status").read_text()
-    match = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
-    if match is None:
-        raise SystemExit(f"/proc/self/status has no {field}: this benchmark needs Linux")
-    return int(match.group(1)) * 1024
 
 
 def give_back_free_memory() -> None:

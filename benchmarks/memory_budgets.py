@@ -17,7 +17,6 @@ import argparse
 import ctypes
 import gc
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure import resident
 from torch import Tensor, nn
 
 import linnet
@@ -159,15 +159,6 @@ def said(what: str, net: nn.Module, budget: str) -> int:
     # linearize holds the network and a displacement, a fit another displacement; all others hold the network
     copies = 2 if what.startswith("gram") else 3 if what in ("fit", "influence") else 1
     return int(1.1 * max(parse_bytes(budget), 2 * max(sizes))) + copies * sum(sizes) + KEPT
-
-
-def resident(field: str) -> int:
-    """VmRSS or VmHWM of this process in bytes."""
-    text = Path("/proc/self/status").read_text()
-    match = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
-    if match is None:
-        raise SystemExit(f"/proc/self/status has no {field}: this benchmark needs Linux")
-    return int(match.group(1)) * 1024
 
 
 def child(what: str, network: str, budget: str, limit: int) -> dict[str, Any]:

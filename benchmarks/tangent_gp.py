@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from curvature_peers import peak_memory, resident, run_child
-from measure import Row, parser, publish, relative_error, setup, timed
+from curvature_peers import peak_memory, run_child
+from measure import Row, parser, publish, relative_error, resident, setup, timed
 from torch import Tensor, nn
 from torch_func_peer import TorchFunctionKernel
 

@@ -21,7 +21,7 @@ from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
 from linnet.shown import Record
 from linnet.tangent.batch import tensors_in
-from linnet.tangent.door import alone
+from linnet.tangent.door import bare_inputs
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -186,10 +186,10 @@ def ood(
     choice("score", score, SCORES)
     predict = asked(predict)
     known, classes, shapes = _judged(
-        predict, batches_of(predict, alone(inside), batch_size, device), "inside", ()
+        predict, batches_of(predict, bare_inputs(inside), batch_size, device), "inside", ()
     )
     apart, others, _ = _judged(
-        predict, batches_of(predict, alone(outside), batch_size, device), "outside", shapes
+        predict, batches_of(predict, bare_inputs(outside), batch_size, device), "outside", shapes
     )
     if classes != others:
         raise InputError(

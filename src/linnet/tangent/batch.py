@@ -76,8 +76,7 @@ def tensors_in(x: Inputs) -> list[Tensor]:
 
 
 def example_shapes(x: Inputs) -> tuple[Any, ...]:
-    """The shape of one example in every tensor of a batch, and their names."""
-    # What tells kinds of passes apart.
+    """Shapes of one example in every tensor of a batch, and names: they tell kinds of passes apart."""
     names = tuple(x) if isinstance(x, Mapping) else ()
     return (*names, *(tuple(t.shape[1:]) for t in tensors_in(x)))
 
@@ -343,8 +342,7 @@ def is_data_set(data: Any) -> bool:
 
 
 def yields(data: Any) -> bool:
-    """Whether it is an object to loop over, and neither a container of inputs, a tensor."""
-    # An array nor text.
+    """Whether it is looped over, and neither a container of inputs, a tensor, an array nor text."""
     if isinstance(data, _NO_DATA_SETS) or hasattr(data, "__array__"):
         return False
     return isinstance(data, Iterable) and not isinstance(data, type)

@@ -41,8 +41,7 @@ def capture(function: Functional, x: Inputs, cotangents: Cotangents = "full") ->
 
 @in_exact_mode
 def capture_for_products(function: Functional, x: Inputs, cotangents: Cotangents) -> Captured:
-    """The same where gradients are only multiplied with each other."""
-    # In coordinates, any that give J H HᵀJᵀ.
+    """The same for gradients that are only multiplied: in any coordinates that give J H HᵀJᵀ."""
     inside = moved_network(function)
     if inside is None:
         return capture(function, x, cotangents)

@@ -322,12 +322,10 @@ def one_image(network: Functional | nn.Module, x: Any) -> Any:
     x = tensorize(x) if hasattr(x, "__array__") and not isinstance(x, Tensor) and not is_image(x) else x
     if not isinstance(x, Tensor) or x.ndim != 3:
         return x
-    model = network.model if isinstance(network, Functional) else getattr(network, "_orig_mod", network)
-    change = _known(network, "change", lambda: _Change.of(model))
+    change = _change_of(network)
     if change is None or change.channels is None or change.channels not in (x.shape[0], x.shape[2]):
         return x
-    with _asking(model):
-        return x if _runs(network, model, change.typed(x[:1])) else x[None]
+    return x if _runs(network, change.typed(x[:1])) else x[None]
 
 
 def admit(network: Functional | nn.Module, x: Inputs, said: Said | None = None) -> Inputs:
@@ -335,23 +333,36 @@ def admit(network: Functional | nn.Module, x: Inputs, said: Said | None = None) 
     if observed(x)[1] is not None:
         return x
     said = Said() if said is None else said
-    model = network.model if isinstance(network, Functional) else getattr(network, "_orig_mod", network)
     if isinstance(x, Mapping):
-        x = _routed(_known(network, "arguments", lambda: _arguments(model)), x, said)
+        x = _routed(_known(network, "arguments", lambda: _arguments(_module_of(network))), x, said)
     elif isinstance(x, list):
-        x = _listed(network, model, x)
+        x = _listed(network, x)
     tensors = [t for t in tensors_in(x) if t.ndim]
-    change = _known(network, "change", lambda: _Change.of(model))
+    change = _change_of(network)
     if torch.compiler.is_compiling() or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
         return x
     if change is None or not any(map(change.odd, tensors)) or not len(tensors[0]):
         return x
     kind = tuple((t.dtype, t.ndim, change.last(t), change.given(t)) for t in tensors)
     few = take(x, slice(0, 1))
-    for step in _known(network, kind, lambda: _way(network, model, few, change)):
+    for step in _known(network, kind, lambda: _way(network, few, change)):
         said.notes += [note for t in tensors_in(x) if t.ndim and (note := change.note(step, t))]
-        x = map_tensors(getattr(change, step), x)
+        x = change.after([step], x)
     return x
+
+
+def _module_of(network: Functional | nn.Module) -> nn.Module:
+    """The modules of a network."""
+    if isinstance(network, Functional):
+        return network.model
+    found: nn.Module = getattr(network, "_orig_mod", network)  # torch.compile's wrapper
+    return found
+
+
+def _change_of(network: Functional | nn.Module) -> _Change | None:
+    """What may be done with inputs of a network; ``None`` for one without weights."""
+    found: _Change | None = _known(network, "change", lambda: _Change.of(_module_of(network)))
+    return found
 
 
 def _known(network: Functional | nn.Module, what: Any, find: Callable[[], Any]) -> Any:
@@ -430,6 +441,12 @@ class _Change(NamedTuple):
             colors = torch.cat([colors, torch.full_like(colors[:, :1], 255)], 1)
         return (t if self.channels == 1 else colors).contiguous()
 
+    def after(self, steps: Sequence[str], x: Inputs) -> Inputs:
+        """Inputs after some steps, each a method of this class."""
+        for step in steps:
+            x = map_tensors(getattr(self, step), x)
+        return x
+
     def odd(self, t: Tensor) -> bool:
         """Whether the network has to be asked about it."""
         other = t.dtype == torch.uint8 or self.typed(t[:0]).dtype != t.dtype
@@ -465,37 +482,33 @@ def _within(t: Tensor) -> Tensor:
     return t
 
 
-def _way(network: Functional | nn.Module, model: nn.Module, few: Inputs, change: _Change) -> tuple[str, ...]:
+def _way(network: Functional | nn.Module, few: Inputs, change: _Change) -> tuple[str, ...]:
     """The fewest steps after which a network runs on an example; none if it never does."""
 
     def after(*steps: str) -> Inputs:
-        made = few
-        for step in steps:
-            made = map_tensors(getattr(change, step), made)
-        return made
+        return change.after(steps, few)
 
     ways: tuple[tuple[str, ...], ...] = ((), ("typed",), ("permuted",), ("typed", "permuted"))
     if any(change.given(t) is not None for t in tensors_in(few)):
         ways += (("colored", "typed"),)
     given = [t for t in tensors_in(few) if t.dtype == torch.uint8]
     shape = tuple(given[0].shape[1:]) if given else ()
-    with _asking(model):
-        found = next((way for way in ways if _runs(network, model, after(*way))), None)
-        doubtful = found == ("typed",) and any(change.last(t) and t.shape[-1] > 1 for t in given)
-        if doubtful and _runs(network, model, after("typed", "permuted")):
-            raise InputError(
-                f"x holds bytes of shape {shape} for each example, and the network runs on them with the "
-                "channels last and with the channels first",
-                expected="images as the network was trained on them",
-                remedy="pass x.permute(0, 3, 1, 2) / 255 for channels first, or x / 255",
-            )
-        plain = map_tensors(lambda t: t.to(change.kinds[0]), few)
-        if found is None and any(t.ndim <= 2 for t in given) and _runs(network, model, plain):
-            raise InputError(
-                f"x holds bytes (uint8) of shape {shape} for each example, which may be pixels or numbers",
-                expected=f"inputs in the network's type, {change.kinds[0]}",
-                remedy="pass x.float() / 255 for pixels, or x.float() for numbers",
-            )
+    found = next((way for way in ways if _runs(network, after(*way))), None)
+    doubtful = found == ("typed",) and any(change.last(t) and t.shape[-1] > 1 for t in given)
+    if doubtful and _runs(network, after("typed", "permuted")):
+        raise InputError(
+            f"x holds bytes of shape {shape} for each example, and the network runs on them with the "
+            "channels last and with the channels first",
+            expected="images as the network was trained on them",
+            remedy="pass x.permute(0, 3, 1, 2) / 255 for channels first, or x / 255",
+        )
+    plain = map_tensors(lambda t: t.to(change.kinds[0]), few)
+    if found is None and any(t.ndim <= 2 for t in given) and _runs(network, plain):
+        raise InputError(
+            f"x holds bytes (uint8) of shape {shape} for each example, which may be pixels or numbers",
+            expected=f"inputs in the network's type, {change.kinds[0]}",
+            remedy="pass x.float() / 255 for pixels, or x.float() for numbers",
+        )
     return found or ()
 
 
@@ -514,59 +527,56 @@ def _asking(model: nn.Module) -> Iterator[None]:
                 module.train(mode)
 
 
-def _runs(network: Functional | nn.Module, model: nn.Module, x: Inputs) -> bool:
-    """Whether a network runs on one example."""
-    try:
-        if isinstance(network, Functional):
-            return len(network(network.theta, x)) == 1
-        args, named = call_arguments(on_device(x, device_of(model)))
-        model(*args, **named)
-    except (*FAILURES, LinnetError):
-        return False
-    return True
-
-
-def outputs_of(network: Functional | nn.Module, x: Inputs) -> Tensor | None:
-    """What a network returns for a batch; ``None`` where that is no tensor, or it fails."""
-    model = network.model if isinstance(network, Functional) else network
+def _result(network: Functional | nn.Module, x: Inputs) -> Any:
+    """What a network returns for a batch; ``None`` where it fails."""
+    model = _module_of(network)
     try:
         with _asking(model):
             if isinstance(network, Functional):
                 return network(network.theta, x)
             args, named = call_arguments(on_device(x, device_of(model)))
-            return adapt_outputs(model(*args, **named), None)
+            return model(*args, **named)
     except (*FAILURES, LinnetError):
         return None
 
 
-def _listed(network: Functional | nn.Module, model: nn.Module, x: list[Any]) -> Inputs:
+def _runs(network: Functional | nn.Module, x: Inputs) -> bool:
+    """Whether a network runs on one example."""
+    found = _result(network, x)
+    return found is not None and (not isinstance(network, Functional) or len(found) == 1)
+
+
+def outputs_of(network: Functional | nn.Module, x: Inputs) -> Tensor | None:
+    """The outputs of a network for a batch; ``None`` where they are no tensor, or it fails."""
+    try:
+        return adapt_outputs(_result(network, x), None)
+    except (*FAILURES, LinnetError):
+        return None
+
+
+def _listed(network: Functional | nn.Module, x: list[Any]) -> Inputs:
     """A list of inputs, or of samples if the network does not take as many arguments, or not these."""
-    found, alike = _arguments(model), are_alike(x)
+    found, alike = _arguments(_module_of(network)), are_alike(x)
     needed = 0 if found is None else sum(found.values())
     if found is None or not alike or len(x) == needed > 1:
         return tuple(x)
     samples = torch.stack(x)
     if not needed <= len(x) <= len(found):
         return samples
-    change = _known(network, "change", lambda: _Change.of(model))
+    change = _change_of(network)
     images = change is not None and change.channels is not None and samples.ndim == 4
 
     def are_samples() -> bool:
-        return _fits(network, model, samples, change) and (
-            images or not _fits(network, model, tuple(x), change)
-        )
+        return _fits(network, samples, change) and (images or not _fits(network, tuple(x), change))
 
     kind = (len(x), samples.dtype, samples.shape[1:])
     return samples if _known(network, kind, are_samples) else tuple(x)
 
 
-def _fits(network: Functional | nn.Module, model: nn.Module, x: Inputs, change: _Change | None) -> bool:
+def _fits(network: Functional | nn.Module, x: Inputs, change: _Change | None) -> bool:
     """Whether a network runs on the first example, as it is or changed."""
     few = take(x, slice(0, 1))
-    for step in () if change is None else _way(network, model, few, change):
-        few = map_tensors(getattr(change, step), few)
-    with _asking(model):
-        return _runs(network, model, few)
+    return _runs(network, few if change is None else change.after(_way(network, few, change), few))
 
 
 def are_alike(x: Any) -> bool:
@@ -574,7 +584,7 @@ def are_alike(x: Any) -> bool:
     return isinstance(x, list) and all(isinstance(t, Tensor) and t.shape == x[0].shape for t in x)
 
 
-def alone(x: Any) -> Any:
+def bare_inputs(x: Any) -> Any:
     """Inputs without targets as a tensor, where their form says that they are; anything else as it is."""
     listed = isinstance(x, list) and all(getattr(one, "ndim", 0) > 2 or is_image(one) for one in x)
     if not (listed and x) and not hasattr(x, "__array__"):

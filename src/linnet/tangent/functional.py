@@ -105,8 +105,7 @@ class Functional:
         return current() if self.pinned is None else self.pinned
 
     def under(self, types: Precision) -> Functional:
-        """The same function on the same network."""
-        # Whose types of numbers do not depend on the place of a call.
+        """The same function and network, its types of numbers independent of the place of a call."""
         if types == self.pinned:
             return self
         twin = copy.copy(self)

@@ -242,8 +242,7 @@ def require_own_gradients(
 
 @in_exact_mode
 def require_own_rows(function: Functional, x: Inputs) -> None:
-    """Raise if an example alone has another output or gradient than in its batch."""
-    # For passes without a plan.
+    """Raise if an example alone has another output or gradient than in its batch; without a plan."""
     require_independence(function, x)
     key, n = example_shapes(x), min(batch_size(x), 3)
     known: dict[Any, int] = function.cache.setdefault("own rows", {})

@@ -33,8 +33,7 @@ MASKS = "; where params= had masks, pass linnet.linearize(network, params=...) w
 
 
 def given_network(model: Any) -> nn.Module:
-    """The network that a file is to be read with."""
-    # What was linearized, without the wrapper of torch.compile.
+    """The network that a file is read with: the one linearized, without torch.compile's wrapper."""
     model = require_module(model)
     return without_wrapper(model.model if isinstance(model, Linearized) else model)
 

@@ -51,7 +51,7 @@ def in_pieces(data: Any) -> bool:
     return isinstance(data, DataLoader) or is_data_set(data) or in_batches(data)
 
 
-def alone(item: Any, _: str = "") -> tuple[Any, Any]:
+def unlabeled(item: Any, _: str = "") -> tuple[Any, Any]:
     """A batch or sample whose targets are left out, if it has any, as (x, y): 0 for one sample."""
     x, y = item, None
     if isinstance(item, Mapping):
@@ -75,7 +75,7 @@ def holds_samples(x: Any) -> bool:
 def pairs(data: Any, said: Said | None = None, targets: bool = True) -> Iterator[tuple[Inputs, Any]]:
     """The batches of any kind of data, in their order; nothing is gathered."""
     if not targets:
-        yield from ((x, torch.zeros(batch_size(x))) for x, _ in _read(data, said or Said(), alone))
+        yield from ((x, torch.zeros(batch_size(x))) for x, _ in _read(data, said or Said(), unlabeled))
     else:
         yield from _read(data, Said(text=False) if said is None else said, as_pair)
 
@@ -92,7 +92,7 @@ def _read(data: Any, said: Said, pair: Callable[[Any, str], tuple[Any, Any]]) ->
             if i == 0 and not told and pair is as_pair:
                 said.warnings += filter(None, (mixing(loader, batch),))
             x, y = pair(batch, "a batch of the DataLoader")
-            yield tensorize(x) if pair is alone else x, y
+            yield tensorize(x) if pair is unlabeled else x, y
     elif isinstance(data, IterableDataset):
         yield from _together(
             as_sample(one, f"sample {i} of the stream", said, pair) for i, one in enumerate(data)
@@ -146,7 +146,7 @@ def as_sample(
 ) -> tuple[Inputs, Tensor]:
     """A sample as a batch of one, (1, ...)."""
     x, y = pair(item, name)
-    return as_batch(x), answers(0 if pair is alone else y, said)[None]
+    return as_batch(x), answers(0 if pair is unlabeled else y, said)[None]
 
 
 def _together(samples: Iterable[tuple[Inputs, Tensor]]) -> Iterator[tuple[Inputs, Tensor]]:

@@ -46,9 +46,8 @@ def handed_over(leaves: Mapping[str, Tensor], take: Callable[[str, Tensor], obje
 def hand_over(
     outputs: Tensor, leaves: Mapping[str, Tensor], cotangent: Tensor, take: Callable[[str, Tensor], object]
 ) -> None:
-    """One backward pass whose gradients in parameters are looked at one after the other."""
+    """One backward pass whose parameter gradients are handed on one at a time, never all held."""
     # outputs (N, C), cotangent (N, C)
-    # And never all held.
     if outputs.requires_grad and leaves:
         with handed_over(leaves, take):
             torch.autograd.grad(outputs, [*leaves.values()], cotangent, retain_graph=True, allow_unused=True)

@@ -27,6 +27,7 @@ from linnet.app.runs.folder import load_run, load_test
 from linnet.errors import FileFormatError, ModelError
 from linnet.files import load_tensors
 from linnet.nested.nested_fit import NestedFit
+from linnet.nested.rungs import verdict
 from tests.app.runs.small_tasks import pictures, write_folder, write_nets, write_pictures, write_table
 from tests.grids import grid
 
@@ -310,7 +311,10 @@ def test_trained_lower_layers(
     assert "<- used" in told
     found = result(run)
     assert found["fit"]["trained"]
-    assert found["fit"]["reasons"]["verdict"].startswith("Use the trained lower layers: they add")
+    rungs = load_run(run).fit.rungs
+    assert rungs[-1].taken
+    assert rungs[-1].name == "trained lower layers"
+    assert found["fit"]["reasons"]["verdict"] == verdict(rungs)
     assert "trained without it" in (run / "report.html").read_text()
     assert "next: --tune" not in told
     words = ["--data", str(folder / "more.npz"), "--out", str(folder / "p.csv")]
