@@ -268,8 +268,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def has_label(path: Path) -> bool:
-    """Whether a safetensors file has its label in itself."""
-    # So that it can be read without a `linnet.json`.
+    """Whether a safetensors file has its label inside, and can be read without a ``linnet.json``."""
     from safetensors import SafetensorError, safe_open
 
     try:

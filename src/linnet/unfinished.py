@@ -222,8 +222,7 @@ def checkpoint(what: str, share: Share, identity: Callable[[], Mapping[str, Any]
 def summing(
     tensors: Mapping[str, Tensor], kept: Checkpoint | None, blocks: Callable[[Begun | None], Iterator[Block]]
 ) -> Iterator[Block]:
-    """The blocks of data that are still to be added to some tensors."""
-    # Which then hold the sums of all before.
+    """The blocks still to be added to some tensors, which then hold the sums of all before."""
     found = None if kept is None else kept.read()
     begun: Begun | None = None
     if found is not None:

@@ -67,8 +67,7 @@ class StoreFolder:
     def witness(
         self, made: Callable[[], tuple[Mapping[str, Tensor], Any]] | None = None
     ) -> tuple[Mapping[str, Tensor], Any]:
-        """What the network computes on made-up inputs, and their structure."""
-        # Written by the first that has it.
+        """What the network computes on made-up inputs, and their structure; the first writes them."""
         file = self.path / f"{WITNESS}.safetensors"
         if made is not None:
             with locked(self.path / "store.lock"):

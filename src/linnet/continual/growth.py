@@ -31,8 +31,7 @@ def united(first: Shapes, second: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def places(small: Shapes, large: Shapes) -> Tensor:
-    """Where the entries of small parameters are among those of large ones."""
-    # All flattened one after another.
+    """Where the entries of small parameters are among those of large ones, in their flat vector."""
     starts, total = {}, 0
     for name, shape in large.items():
         starts[name] = total

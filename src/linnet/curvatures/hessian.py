@@ -21,10 +21,8 @@ PROBED = "second derivative"  # in the cache of a function: it was looked at
 
 
 class HessianOperator(SummedOperator):
-    """H = ∇²_θ Σ_n −log p(y_n | f(θ, x_n))."""
+    """H = ∇²_θ Σ_n −log p(y_n | f(θ, x_n)): Gauss-Newton and the network's own curvature."""
 
-    # The Gauss-Newton matrix and the curvature of the network itself.
-    #
     # It may be indefinite. A product differentiates the gradient along v: Pearlmutter, "Fast exact
     # multiplication by the Hessian", 1994; the gradient with its graph is shared by all vectors.
 

@@ -69,8 +69,7 @@ class KernelProblem:
         return KernelModel(len(self.values), self.values)
 
     def top(self, n: int, steps: int = 12) -> float:
-        """Largest eigenvalue of J A Jᵀ / n on the first n examples."""
-        # By the iteration that steps would take.
+        """Largest eigenvalue of J A Jᵀ / n on n examples, by the iteration that steps would take."""
         c = self.base[0].shape[1]
         rows = self.basis[: n * c]
         u = torch.randn((n, c), generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -282,8 +282,7 @@ def observed(fit: Any, count: int | None = None) -> Tensor:
 
 
 def checked(fit: Any) -> Accuracy | None:
-    """An estimate at small cost."""
-    # With assumed roundings, and with measured ones where those are too coarse.
+    """An estimate at small cost: with assumed roundings, measured ones where those are too coarse."""
     large = len(fit.system.beta) * fit.system.c > SMALL
     if fit.solver == "sgd" or (large and _iterated(fit.system)):
         return None

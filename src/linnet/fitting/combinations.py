@@ -21,8 +21,7 @@ SHOWN = 64  # examples whose own blocks of the kernel are compared with the shar
 
 
 def drawn_combinations(outputs: int, count: int, seed: int) -> Tensor:
-    """Random orthonormal combinations of outputs, uniformly distributed."""
-    # All outputs where there are as many.
+    """Random orthonormal combinations of outputs, uniform; all outputs where there are as many."""
     if count >= outputs:
         return torch.eye(outputs, dtype=torch.float64)
     draws = torch.randn(outputs, count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

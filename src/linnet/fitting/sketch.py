@@ -454,10 +454,8 @@ def restored_sketch(
 
 
 class DeflatedInverse(LinearOperator):
-    """H (ΦᵀΦ + ρI)⁻¹ Hᵀ + (I − H Hᵀ)/(μ + ρ)."""
+    """H (ΦᵀΦ + ρI)⁻¹ Hᵀ + (I − H Hᵀ)/(μ + ρ): (JᵀJ + ρI)⁻¹ along H, a multiple of I elsewhere."""
 
-    # The inverse of JᵀJ + ρI along H, and a multiple of I elsewhere.
-    #
     # μ is the least ‖J v‖² of the directions v: those that were left out have about that much and less.
 
     def __init__(self, system: NormalSystem, space: ParameterSpace) -> None:
@@ -485,9 +483,7 @@ class DeflatedInverse(LinearOperator):
 def deflated(
     lin: Linearized, problem: Problem, settings: Sketch, ridge: float, memory: Memory = None
 ) -> Shared:
-    """A sketch as the preconditioner of conjugate gradients in all weights."""
-    # And its solution as their start.
-    #
+    """A sketch as preconditioner of conjugate gradients in all weights, its solution as their start."""
     # Source: The preconditioner of Rudi, Carratino and Rosasco 2017 (FALKON), with directions in place of
     # samples.
     small, _ = sketched(lin, problem.x, settings, memory)

@@ -156,9 +156,8 @@ class Likelihood(Distribution, ABC):
         return None if each is None else rows.shape[1] * each
 
     def _root_part(self, f: Tensor, start: int, stop: int, y: Tensor | None = None) -> Tensor:
-        """Some columns of ``root``, of likelihoods whose ``_root_size`` is known."""
+        """Some columns of ``root``, without the others, where ``_root_size`` is known."""
         # f (N, ...), y (N, ...)
-        # The others are not formed.
         rows, labels, counts = self._prepare_second(f, y)
         (n, t, c), each = rows.shape, self._rank(rows.shape[2])
         assert each is not None, "_root_size() has been asked"

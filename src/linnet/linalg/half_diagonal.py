@@ -21,10 +21,8 @@ SIDES = ("left", "right")
 
 
 class HalfDiagonal(EigenbasisOperator):
-    """(I ⊗ Q) diag(λ) (I ⊗ Q)ᵀ, or (Q ⊗ I) diag(λ) (Q ⊗ I)ᵀ."""
+    """(I ⊗ Q) diag(λ) (I ⊗ Q)ᵀ, or (Q ⊗ I) diag(λ) (Q ⊗ I)ᵀ: one factor is diagonal."""
 
-    # One factor is diagonal, the other has a basis.
-    #
     # Source: Gupta, Koren and Singer 2018 (Shampoo), whose implementations keep diagonals of wide sides.
 
     def __init__(

@@ -21,7 +21,6 @@ def read(values: Sequence[Tensor]) -> list[float]:
 
 
 def searched(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors where a search that looks at every value it finds is quickest."""
-    # Small ones with the processor.
+    """Tensors where a search that reads each value is quickest: small ones on the processor."""
     small = sum(t.numel() for t in tensors) <= SMALL
     return tuple(t.cpu() for t in tensors) if small else tensors

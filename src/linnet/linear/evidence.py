@@ -132,10 +132,8 @@ def by_quadrature(
     steps: int,
     seed: Seed = None,
 ) -> Measure:
-    """The measure by stochastic Lanczos quadrature."""
+    """The measure by stochastic Lanczos quadrature, ``steps`` products for all vectors together."""
     # start (n,)
-    # With `steps` products for all random vectors together.
-    #
     # Source: Ubaru, Chen and Saad 2017; Dong et al. 2017 for Gaussian processes.
     squared, count, log_noise = facts
     n = operator.shape[0]

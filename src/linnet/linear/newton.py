@@ -61,8 +61,7 @@ class NewtonMethod(ABC):
         return self.steps >= STEPS
 
     def descend(self, tolerance: float, arrived: float = 0.0) -> tuple[float, bool]:
-        """Take steps until the gradient is small enough, the steps are spent."""
-        # Or the objective falls no more.
+        """Steps until the gradient is small enough, they are spent, or the objective falls no more."""
         while (reached := self._reached()) > tolerance:
             if self._spent():
                 return reached, True

@@ -49,8 +49,7 @@ def stored_kernel(problem: Problem, memory: Memory) -> Dense:
 def fisher(
     problem: Problem, derivative: str = "exact", memory: Memory = None
 ) -> SummedOperator | NormalOperator:
-    """The Fisher matrix J̃ᵀJ̃ = Σ_i J_iᵀ J_i / σ_i² of the observed outputs."""
-    # One pass over the data a product.
+    """The Fisher matrix J̃ᵀJ̃ = Σ_i J_iᵀ J_i / σ_i² of the observed outputs; a pass a product."""
     if problem.weights is None and derivative == "exact":
         return NormalOperator(problem.jacobian)
     function = problem.function

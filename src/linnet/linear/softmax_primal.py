@@ -140,9 +140,7 @@ class SoftmaxPrimal:
 
     @property
     def dual(self) -> SoftmaxDual | None:
-        """The same problem by its kernel, from the present solution."""
-        # `None` where that exceeds the budget.
-        #
+        """The same problem by its kernel, from the present solution; ``None`` beyond the budget."""
         # It takes fewer operations than N·C solves, and I − ΛA keeps its digits where the ridge is small.
         size = self.n * self.c
         if self._dual is None and kernel_fits(self.function, size, self.memory):

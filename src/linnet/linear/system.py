@@ -209,9 +209,8 @@ class System(ABC):
             yield product.T.reshape(t, self.c, self.n, self.c)
 
     def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
-        """Σ_d [K̃(x,X) M]_id e_id of every training example i."""
+        """Σ_d [K̃(x,X) M]_id e_id by training example i: what a change e_i of its target does to f(x)."""
         # e (N, C)
-        # What a change e_i of its target does to f(x).
         if (form := self._elsewhere) is not None:
             yield from form.effects(x, e)
             return

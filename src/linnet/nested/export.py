@@ -75,10 +75,9 @@ class _Remaining(NamedTuple):
 
 
 class _WithVariance(nn.Module):
-    """The linear layer on φ, the lower layers' part from their rows."""
+    """The layer on φ, the lower layers' part from their rows, and the variance of every output."""
 
     # layer (C, D), delta (H·P, C)
-    # And the variance that all outputs share.
 
     weight: Tensor
     bias: Tensor

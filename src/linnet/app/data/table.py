@@ -103,9 +103,7 @@ class Cells:
 
 
 def survey(path: Path) -> tuple[list[str], set[str]]:
-    """The columns of a table, and which of them are texts."""
-    # More than a tenth of their cells are no numbers.
-    #
+    """The columns of a table, and those with texts: more than a tenth of whose cells are no numbers."""
     # Fewer cells than that among numbers are mistakes, which are named when the table is read.
     rows = _rows(path)
     _, header = next(rows, (0, []))

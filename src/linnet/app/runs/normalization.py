@@ -70,8 +70,7 @@ def distance(model: nn.Module, x: Tensor) -> float | None:
 
 
 def normalized(task: TaskData, model: nn.Module, own: bool) -> TaskData:
-    """The data as a network takes them."""
-    # With a remark where the network seems to be used to something else.
+    """The data as a network takes them; remarks on images normalized unlike those of its training."""
     transform = task.transform
     if not isinstance(transform, ImageTransform):
         token = getattr(model, PADDING, None)

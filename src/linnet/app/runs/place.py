@@ -124,9 +124,7 @@ def claimed(
 
 @contextmanager
 def made_folder(out: Path) -> Iterator[None]:
-    """A folder of this process alone that is as it was if anything goes wrong."""
-    # Of several, the first has it.
-    #
+    """A folder of this process (of several, the first) that is as it was if anything goes wrong."""
     # Only an interruption leaves something, a partial kernel from which the same command goes on.
     if not is_first():
         yield
