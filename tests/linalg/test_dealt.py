@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from linnet.distributed import Share
-from linnet.errors import NumericalError
 from linnet.linalg import GroupedKronecker, GroupedKroneckerEigen, Kronecker, KroneckerEigen, dealt
 
 
@@ -61,10 +60,3 @@ def test_each_factor_has_one_owner(size: int, monkeypatch: pytest.MonkeyPatch) -
     for pairs in results:
         for (values, vectors), matrix in zip(pairs, matrices, strict=True):
             assert torch.allclose((vectors * values[..., None, :]) @ vectors.mT, matrix, atol=1e-12)
-
-
-def test_an_error_names_the_factor() -> None:
-    product = Kronecker(positive(2, 2), positive(2, 2), name="layer")
-    product.right[0, 0] = float("nan")
-    with pytest.raises(NumericalError, match="right factor of layer"):
-        dealt.eigenbases([product], Share())

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linnet.errors import InputError, NumericalError
 from linnet.linalg import HalfDiagonal, KroneckerEigen, ParameterSpace
 from linnet.testing.conformance import check_operator
 
@@ -70,18 +69,3 @@ def test_it_is_the_product_with_an_identity_for_a_basis(side: str) -> None:
     v = torch.randn(2, 3, 5).double()
     torch.testing.assert_close(M.rotate(v), expected.rotate(v))
     torch.testing.assert_close(M.with_values(2 * values).dense(), 2 * expected.dense())
-
-
-def test_bad_arguments_are_refused_by_name() -> None:
-    with pytest.raises(InputError, match="one vector and one matrix"):
-        HalfDiagonal.of(torch.ones(2), torch.ones(2))
-    with pytest.raises(InputError, match="one vector and one matrix"):
-        HalfDiagonal.of(torch.eye(2), torch.eye(2))
-    with pytest.raises(InputError, match="side"):
-        HalfDiagonal(torch.eye(2), torch.ones(3, 2), "top")
-    with pytest.raises(InputError, match=r"values of G has shape \(3, 2\)"):
-        HalfDiagonal(torch.eye(2), torch.ones(3, 2), "right", name="G")
-    with pytest.raises(NumericalError, match="left factor"):
-        HalfDiagonal.of(torch.tensor([1.0, -1.0]), torch.eye(2))
-    with pytest.raises(NumericalError, match="NaN"):
-        HalfDiagonal(torch.eye(2), torch.full((3, 2), torch.nan))

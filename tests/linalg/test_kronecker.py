@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import sqrt
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linnet.errors import InputError, NumericalError
 from linnet.linalg import Kronecker, KroneckerEigen, ParameterSpace, factored_damping
 from linnet.linalg.kronecker import kron_mm
 from linnet.testing.conformance import check_operator
@@ -147,50 +145,3 @@ def test_corrected_eigenvalues_are_nearer_than_the_product() -> None:
 def test_kron_mm_takes_rectangular_factors(p: int, n: int, q: int, m: int) -> None:
     left, right, v = torch.randn(p, n).double(), torch.randn(q, m).double(), torch.randn(n * m, 2).double()
     torch.testing.assert_close(kron_mm(left, right, v), torch.kron(left, right) @ v, rtol=1e-10, atol=1e-10)
-
-
-def test_errors_name_the_factor() -> None:
-    product = Kronecker(torch.eye(2), torch.diag(torch.tensor([1.0, -1.0])), name="G of fc1")
-    for ask in (
-        lambda: product.solve(torch.ones(4)),
-        product.inverse,
-        product.logdet,
-        lambda: product.damped(1.0),
-    ):
-        with pytest.raises(NumericalError, match=r"right factor of G of fc1"):
-            ask()
-    singular = KroneckerEigen.of(Kronecker(torch.eye(2), torch.zeros(2, 2), name="G of fc1"))
-    for ask in (lambda: singular.solve(torch.ones(4)), singular.inverse, singular.logdet):
-        with pytest.raises(NumericalError, match=r"G of fc1 is singular"):
-            ask()
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (lambda: Kronecker(torch.ones(2, 3), torch.eye(2)), InputError, r"left factor .* shape \(2, 3\)"),
-        (lambda: Kronecker(torch.eye(2), torch.eye(2).double()), InputError, r"float32 and torch.float64"),
-        (
-            lambda: Kronecker(torch.eye(2), torch.eye(2) / 0),
-            NumericalError,
-            r"right factor of Kronecker product",
-        ),
-        (lambda: Kronecker(torch.eye(2), torch.eye(2), ParameterSpace({"w": (3,)})), InputError, r"space"),
-        (lambda: KroneckerEigen(torch.eye(2), torch.eye(3), torch.ones(3, 2)), InputError, r"\(2, 3\)"),
-        (lambda: KroneckerEigen(torch.eye(1), torch.eye(1), -torch.ones(1, 1)), NumericalError, r"-1"),
-        (
-            lambda: KroneckerEigen(torch.eye(1), torch.eye(1), torch.ones(1, 1) / 0),
-            NumericalError,
-            r"infinite",
-        ),
-        (
-            lambda: factored_damping(Kronecker(torch.eye(1), torch.eye(1)), -0.1),
-            InputError,
-            r"damping is -0\.1",
-        ),
-        (lambda: Kronecker(torch.eye(1), torch.eye(1)).damped(-0.1), InputError, r"damping is -0\.1"),
-    ],
-)
-def test_bad_input_is_named(make: Callable[[], object], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        make()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linnet.errors import InputError, NumericalError
+from linnet.errors import NumericalError
 from linnet.linalg import Kronecker, LinearOperator, Sum, merge
 from linnet.linalg.merging import merge_kl, merge_svd
 
@@ -148,20 +146,3 @@ def test_float32_terms_give_float32() -> None:
 def test_zero_terms_merge_to_zero() -> None:
     zero = Kronecker(torch.zeros(2, 2), torch.zeros(2, 2))
     assert torch.equal(merge([zero, zero], "svd").dense(), torch.zeros(4, 4))
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: merge([], "svd"), r"at least one product"),
-        (lambda: merge([*products(1), *products(1, 2, 3)], "svd"), r"factors of one shape"),
-        (lambda: merge(products(2), "mean"), r"method is 'mean'"),
-        (lambda: merge(products(2), "count"), r"counts is None with method 'count'"),
-        (lambda: merge(products(2), "svd", counts=[1, 1]), r"counts for method 'count' alone"),
-        (lambda: merge(products(2), "count", counts=[1]), r"2 positive numbers"),
-        (lambda: merge(products(2), "count", counts=[1, 0]), r"2 positive numbers"),
-    ],
-)
-def test_bad_input_is_named(make: Callable[[], object], text: str) -> None:
-    with pytest.raises(InputError, match=text):
-        make()

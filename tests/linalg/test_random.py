@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
-from linnet.linalg.random import make_generator, normal, signs
+from linnet.linalg.random import normal, signs
 
 CPU = torch.device("cpu")
 
@@ -45,9 +43,3 @@ def test_signs_are_fair() -> None:
     drawn = signs((10_000,), 0, torch.float32, CPU)
     assert set(drawn.tolist()) == {-1.0, 1.0}
     assert abs(float(drawn.mean())) < 5 / 100
-
-
-@pytest.mark.parametrize("seed", ["0", 1.5, True])
-def test_a_bad_seed_is_named(seed: Any) -> None:
-    with pytest.raises(InputError, match="seed="):
-        make_generator(seed)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linnet.errors import InputError
 from linnet.linalg import ParameterSpace
 
 SPACE = ParameterSpace({"weight": (2, 3), "scale": (), "bias": (2,)})
@@ -86,45 +84,3 @@ def test_flattening_keeps_gradients() -> None:
 
 def test_repr_says_how_large_it_is() -> None:
     assert repr(SPACE) == "ParameterSpace(3 parameters, P = 9)"
-
-
-def test_an_empty_space_is_refused() -> None:
-    with pytest.raises(InputError, match="shapes is empty"):
-        ParameterSpace({})
-
-
-@pytest.mark.parametrize("shape", [(8,), (10,), (1, 9), (9, 1, 1), ()])
-def test_a_flat_vector_of_the_wrong_shape_is_named(shape: tuple[int, ...]) -> None:
-    with pytest.raises(InputError, match=r"has shape .*\(9,\), \(9, K\)"):
-        SPACE.to_flat(torch.zeros(shape))
-    with pytest.raises(InputError, match="has shape"):
-        SPACE.to_params(torch.zeros(shape))
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"bias": None}, r"lacks 'bias' and has unknown nothing"),
-        ({"extra": torch.zeros(1)}, r"lacks nothing and has unknown 'extra'"),
-        ({"bias": torch.zeros(3)}, r"'bias' has shape \(3,\)"),
-        ({"bias": torch.zeros(2, 4)}, r"'bias' has shape \(2, 4\).*equal K"),
-        ({"weight": torch.zeros(2, 3, 1, 1)}, r"'weight' has shape \(2, 3, 1, 1\)"),
-        ({"weight": torch.zeros(6)}, r"'weight' has shape \(6,\)"),
-    ],
-)
-def test_params_that_do_not_fit_are_named(change: dict[str, Tensor | None], text: str) -> None:
-    params = {**SPACE.to_params(torch.zeros(9)), **change}
-    given_params = {name: tensor for name, tensor in params.items() if tensor is not None}
-    with pytest.raises(InputError, match=text):
-        SPACE.to_flat(given_params)
-
-
-def test_an_unknown_name_cannot_be_selected() -> None:
-    with pytest.raises(InputError, match=r"'wings'.*'weight'"):
-        SPACE.select(["wings"])
-
-
-def test_long_lists_of_names_are_cut() -> None:
-    space = ParameterSpace({f"p{i}": () for i in range(9)})
-    with pytest.raises(InputError, match="and 4 more"):
-        space.to_flat({})

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linnet.errors import InputError, NumericalError
-from linnet.linalg import Dense, Diagonal, FunctionOperator, ParameterSpace
+from linnet.linalg import Dense, Diagonal, ParameterSpace
 from linnet.solvers import cg, nystrom, nystrom_preconditioner
 from linnet.testing.conformance import CountingOperator, check_operator
 
@@ -108,28 +105,3 @@ def test_more_damping_is_a_milder_preconditioner() -> None:
     operator = Dense(decaying(10))
     mild, strong = (nystrom_preconditioner(operator, mu, 4, seed=0).trace() for mu in (1e6, 1.0))
     assert float(strong) < float(mild)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"rank": 0}, r"rank=0"),
-        ({"rank": 4}, r"rank=4.*1 to 3"),
-        ({"operator": FunctionOperator(lambda v: v[:2], (2, 3))}, r"square"),
-        ({"damping": 0.0}, r"damping=0"),
-        ({"damping": -1.0}, r"damping=-1"),
-    ],
-)
-def test_bad_input_is_named(change: dict[str, Any], text: str) -> None:
-    arguments: dict[str, Any] = {"operator": Dense(torch.eye(3)), "damping": 1.0, "rank": 2, **change}
-    with pytest.raises(InputError, match=text):
-        nystrom_preconditioner(**arguments)
-
-
-def test_operators_that_do_not_fit_the_method_are_named() -> None:
-    negative = FunctionOperator(lambda v: -v, (4, 4), symmetric=True)
-    with pytest.raises(NumericalError, match="Nyström core is not positive definite"):
-        nystrom(negative, 2, seed=0)
-    broken = FunctionOperator(lambda v: v * float("nan"), (4, 4), symmetric=True)
-    with pytest.raises(NumericalError, match="8 NaN"):
-        nystrom(broken, 2, seed=0)
