@@ -36,7 +36,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("optim", "posterior", "tangent_gp"),
     ("baselines", "continual", "finetuning"),
     ("saved", "surgery"),
-    ("testing",),
     ("examples",),
     ("integrations",),
     ("machine",),
@@ -174,8 +173,8 @@ def test_the_command_line_starts_without_torch(package: Tree) -> None:
     assert not check.not_free_of(package, LIGHT, ("torch", "numpy", "safetensors"))
 
 
-def test_oracles_import_torch_only(package: Tree) -> None:
-    assert not check.other_imports(package["linnet.testing.oracles"], ["torch"])
+def test_oracles_import_torch_only(everything: Tree) -> None:
+    assert not check.other_imports(everything["tests.oracles.dense"], ["torch"])
 
 
 def test_no_file_is_named_for_nothing(everything: Tree) -> None:
@@ -298,9 +297,9 @@ def test_finds_torch_behind_a_light_module() -> None:
 
 def test_finds_other_imports() -> None:
     source = Source(
-        "linnet.testing.oracles", "import math\nimport torch\ndef f():\n    from linnet import linalg"
+        "tests.oracles.dense", "import math\nimport torch\ndef f():\n    from linnet import linalg"
     )
-    assert check.other_imports(source, ["torch"]) == ["linnet.testing.oracles:4 imports linnet.linalg"]
+    assert check.other_imports(source, ["torch"]) == ["tests.oracles.dense:4 imports linnet.linalg"]
 
 
 def test_finds_names_for_nothing() -> None:

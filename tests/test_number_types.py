@@ -29,8 +29,8 @@ from linnet.tangent import tile
 from linnet.tangent.alike import require_alike
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import GramTask, gram, gram_and_own, own_kernels, plan_gram
-from linnet.testing.oracles import jacobian_oracle, kernel_oracle
 from tests.fitting.problems import network, peak_bytes, real, refused
+from tests.oracles.dense import jacobian_oracle, kernel_oracle
 from tests.ranks import one_of_ranks, run_ranks
 
 FORMS: tuple[Any, ...] = ("full", "trace", "diagonal", "sum")

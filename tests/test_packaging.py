@@ -223,7 +223,7 @@ def test_public_packages_are_loaded_on_first_use_and_export_their_classes() -> N
         "import linnet, sys",
         "assert not [name for name in sys.modules if name.startswith('linnet.')]",
         "linnet.errors.InputError, linnet.solvers.cg, linnet.examples.load_digits",
-        "linnet.distributed.sharing, linnet.integrations, linnet.testing",
+        "linnet.distributed.sharing, linnet.integrations",
         "from linnet.laplace import Laplace",
         "from linnet.finetuning import Finetuned, finetune",
         "assert linnet.Laplace is Laplace and linnet.finetune is finetune",

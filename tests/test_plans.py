@@ -28,10 +28,10 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.gram import GramTask, gram, plan_gram
 from linnet.tangent.preflight import preflight
 from linnet.tangent.steps import captured_examples
-from linnet.testing.oracles import jacobian_oracle, kernel_oracle
 from tests.curvatures.side_by_side import curvature_of
 from tests.grids import grid
 from tests.hangs import HANGS
+from tests.oracles.dense import jacobian_oracle, kernel_oracle
 from tests.zoo import assert_near
 
 MEASURED = """

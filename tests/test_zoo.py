@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from linnet.testing import oracles
 from torch import Tensor, nn
 
-from linnet.testing import oracles
 from tests import zoo
 from tests.zoo import BY_NAME, ZOO, assert_near, case, every_animal
 

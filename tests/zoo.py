@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.testing.oracles import jacobian_oracle, output_oracle
 from tests import zoo_modules, zoo_sequences
 from tests.grids import grid
+from tests.oracles.dense import jacobian_oracle, output_oracle
 
 #: torch.func.jvp fails on the network as it is built.
 NO_FORWARD_AD = "no forward-mode differentiation"

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 import linnet
 from experiments.figures import COLORS, figure, save
+from experiments.laplace.hmc import hmc
 from experiments.study import Study, parser
 from experiments.tables import chosen, markdown, with_error
 from linnet.likelihoods import Gaussian
-from linnet.testing.hmc import hmc
 
 NOISE = 3.0
 STRUCTURES = ("diagonal", "kfac", "full")

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from linnet import spectrum as spectrum
     from linnet import surgery as surgery
     from linnet import tangent_gp as tangent_gp
-    from linnet import testing as testing
     from linnet.curvatures.build import curvature as curvature
     from linnet.curvatures.curvature import Curvature as Curvature
     from linnet.curvatures.running import RunningCurvature as RunningCurvature
@@ -147,7 +146,7 @@ _HOME = {
 _NAMESPACES = (
     "audit", "baselines", "continual", "curvatures", "distributed", "errors", "examples", "finetuning",
     "fitting", "integrations", "laplace", "likelihoods", "metrics", "optim", "posterior", "predictive",
-    "solvers", "spectrum", "surgery", "tangent_gp", "testing",
+    "solvers", "spectrum", "surgery", "tangent_gp",
 )  # fmt: skip
 
 __all__ = ["__version__", *_HOME, *_NAMESPACES]

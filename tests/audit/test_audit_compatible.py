@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import linnet
 from linnet import audit
 from linnet.errors import DataError, InputError
-from linnet.testing.oracles import ridge_oracle
 from tests.fitting.problems import ALPHA, flat, near, network, problem, real, refused
+from tests.oracles.dense import ridge_oracle
 
 RHO = 0.3
 every_solver = pytest.mark.parametrize("solver", ["dual", "primal", "cg"])

@@ -12,8 +12,8 @@ import linnet
 from linnet import audit
 from linnet.errors import DataError, InputError, MemoryBudgetError
 from linnet.fitting import CG
-from linnet.testing.conformance import CountingOperator
 from tests.fitting.problems import ALPHA, Problem, near, problem, refused, rho_for
+from tests.oracles.conformance import CountingOperator
 
 
 def solve(p: Problem, keep: Tensor, rho: float) -> Tensor:

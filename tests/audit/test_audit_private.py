@@ -15,8 +15,8 @@ from linnet import audit
 from linnet.audit.clipped import clip_rows, clipped_optimum, jacobian_scales
 from linnet.audit.gaussian_noise import gaussian_noise, objective_noise, privacy_delta
 from linnet.errors import InputError, NumericalError
-from linnet.testing.oracles import jacobian_oracle, output_oracle
 from tests.fitting.problems import flat, near, network, problem, real, refused
+from tests.oracles.dense import jacobian_oracle, output_oracle
 
 CLIP = (1.5, 2.0)
 RHO = 3.0

@@ -12,8 +12,8 @@ from torch import Tensor
 import linnet
 from linnet import audit
 from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError
-from linnet.testing.oracles import jacobian_oracle
 from tests.fitting.problems import near, network, problem, real, refused
+from tests.oracles.dense import jacobian_oracle
 
 RHO = 0.4
 P = problem(n=5, outputs=2, hidden=3)

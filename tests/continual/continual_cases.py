@@ -16,7 +16,7 @@ from linnet.continual import (
     SynapticIntelligence,
 )
 from linnet.likelihoods import Categorical
-from linnet.testing.oracles import ggn_oracle, jacobian_oracle, output_oracle
+from tests.oracles.dense import ggn_oracle, jacobian_oracle, output_oracle
 
 CLASSES = 3
 Maker = Callable[[nn.Module], ContinualMethod]

@@ -10,8 +10,8 @@ from linnet.continual import ContinualMethod, NonOnlineLaplace, OnlineLaplace
 from linnet.errors import DataError, InputError, ModelError
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.tangent.linearized import Linearized, linearize
-from linnet.testing.oracles import ggn_oracle, jacobian_oracle, output_oracle, ridge_oracle
 from tests.continual.continual_cases import moved_away, small_network
+from tests.oracles.dense import ggn_oracle, jacobian_oracle, output_oracle, ridge_oracle
 
 NOISE, PRIOR, TASKS = 0.5, 2.0, 4
 

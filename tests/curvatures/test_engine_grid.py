@@ -8,9 +8,9 @@ from torch import Tensor
 
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.expectation import batch_generator
-from linnet.testing.conformance import check_curvature
 from tests.curvatures.curvature_oracles import Expected, Problem, families
 from tests.grids import grid
+from tests.oracles.conformance import check_curvature
 from tests.zoo import OFTEN, ZOO, assert_near, case, every_animal
 
 STRUCTURES = ("full", "block", "diagonal", "kfac", "ekfac")
@@ -153,7 +153,7 @@ def test_low_rank_keeps_the_leading_eigenpairs(method: str, expectation: str) ->
 
 
 def test_a_hessian_full_and_by_blocks() -> None:
-    from linnet.testing.oracles import hessian_oracle
+    from tests.oracles.dense import hessian_oracle
 
     problem = Problem("mlp-tanh", "categorical")
     x, y = problem.data

@@ -15,9 +15,9 @@ from linnet.curvatures.running_recursion import RunningRecursion
 from linnet.errors import ModelError
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian
 from linnet.tangent.functional import Functional
-from linnet.testing.oracles import jacobian_oracle
 from tests.curvatures.curvature_oracles import Expected
 from tests.curvatures.side_by_side import curvature_of
+from tests.oracles.dense import jacobian_oracle
 from tests.zoo import assert_near
 
 pytestmark = pytest.mark.usefixtures("float64")

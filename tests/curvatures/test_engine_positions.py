@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import linnet
 from linnet.curvatures import accumulate
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian
-from linnet.testing.oracles import jacobian_oracle, output_oracle
 from tests.curvatures.curvature_oracles import Expected, gradients_matrix
 from tests.curvatures.side_by_side import curvature_of
+from tests.oracles.dense import jacobian_oracle, output_oracle
 from tests.zoo import assert_near
 
 STRUCTURES = ("full", "block", "diagonal", "kfac", "ekfac")

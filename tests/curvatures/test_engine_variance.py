@@ -13,9 +13,9 @@ import linnet
 from linnet.curvatures import diagonal, ekfac, variance
 from linnet.errors import DataError, MemoryBudgetError
 from linnet.likelihoods import Categorical, Gaussian
-from linnet.testing.oracles import jacobian_oracle
 from tests.curvatures.curvature_oracles import Problem, families
 from tests.curvatures.side_by_side import curvature_of
+from tests.oracles.dense import jacobian_oracle
 from tests.zoo import assert_near, case
 
 STRUCTURES = ("full", "block", "diagonal", "kfac", "ekfac")

@@ -18,8 +18,6 @@ from linnet.errors import DataError, InputError, ModelError
 from linnet.likelihoods import Categorical, Custom, Gaussian
 from linnet.tangent.functional import Functional
 from linnet.tangent.modes import differentiable_kernels
-from linnet.testing.conformance import check_operator
-from linnet.testing.oracles import fisher_oracle, ggn_oracle, hessian_oracle
 from tests.curvatures.matrix_free_cases import (
     BY_TANGENTS,
     CPU,
@@ -33,6 +31,8 @@ from tests.curvatures.matrix_free_cases import (
     own_shape,
     targets_of,
 )
+from tests.oracles.conformance import check_operator
+from tests.oracles.dense import fisher_oracle, ggn_oracle, hessian_oracle
 from tests.zoo import BY_NAME, assert_near, case, every_animal, joined, rows
 
 

@@ -11,9 +11,9 @@ from linnet.curvatures.stream import Batches
 from linnet.errors import InputError, ModelError
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.tangent.functional import Functional
-from linnet.testing.conformance import check_operator
-from linnet.testing.oracles import fisher_oracle, ggn_oracle
 from tests.curvatures.matrix_free_cases import CPU, FEW, batches, function_of, likelihood_of, output_hessian
+from tests.oracles.conformance import check_operator
+from tests.oracles.dense import fisher_oracle, ggn_oracle
 from tests.zoo import assert_near, case
 from tests.zoo_modules import lenet
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from linnet.curvatures import accumulate, engine, output_layer
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 from linnet.linalg.kronecker import KroneckerEigen
-from linnet.testing.oracles import jacobian_oracle
 from tests.curvatures.side_by_side import curvature_of
+from tests.oracles.dense import jacobian_oracle
 from tests.zoo import assert_near
 
 STRUCTURES = ["kfac", "ekfac", "diagonal", "block", "full"]

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import linnet
-from linnet.testing.oracles import hessian_oracle
 from tests.curvatures.feedforward import (
     CANONICAL,
     EXACT,
@@ -38,6 +37,7 @@ from tests.curvatures.feedforward import (
     problem,
     relative_error,
 )
+from tests.oracles.dense import hessian_oracle
 
 ALL_ACTIVATIONS = (*SMOOTH, *PIECEWISE_LINEAR)
 

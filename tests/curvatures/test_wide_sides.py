@@ -19,9 +19,9 @@ from linnet.curvatures.settings import WIDEST
 from linnet.errors import InputError, MemoryBudgetError
 from linnet.likelihoods import Categorical
 from linnet.linalg import Dense, Diagonal, HalfDiagonal, Kronecker
-from linnet.testing.conformance import check_curvature
-from linnet.testing.oracles import jacobian_oracle
 from tests.curvatures.curvature_oracles import Problem
+from tests.oracles.conformance import check_curvature
+from tests.oracles.dense import jacobian_oracle
 from tests.zoo import assert_near
 
 ANIMALS = (("mlp-tanh", "categorical"), ("lenet", "categorical"), ("gpt2-eager", "categorical"),

@@ -19,7 +19,7 @@ from experiments.laplace import (
     toy_regression,
     tradeoff,
 )
-from linnet.testing.hmc import network_posterior
+from experiments.laplace.hmc import network_posterior
 
 pytestmark = pytest.mark.long
 

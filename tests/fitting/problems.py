@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import LinnetError
 from linnet.fitting import CG, SGD, Dual, Nystrom
-from linnet.testing.oracles import jacobian_oracle, output_oracle
+from tests.oracles.dense import jacobian_oracle, output_oracle
 
 ALPHA = 15.0
 

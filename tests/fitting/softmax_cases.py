@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.testing.oracles import jacobian_oracle, output_oracle
 from tests.fitting.problems import fit_options, network, real
+from tests.oracles.dense import jacobian_oracle, output_oracle
 
 
 def probabilities_of(f: Tensor) -> Tensor:

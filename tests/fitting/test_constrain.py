@@ -11,8 +11,8 @@ from torch import Tensor
 
 import linnet
 from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError
-from linnet.testing.oracles import jacobian_oracle, output_oracle
 from tests.fitting.problems import Problem, flat, near, network, problem, real, refused
+from tests.oracles.dense import jacobian_oracle, output_oracle
 
 RHO = 0.3
 every_solver = pytest.mark.parametrize("solver", ["dual", "primal", "cg"])

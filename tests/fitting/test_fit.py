@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import linnet
-from linnet.testing.oracles import (
+from tests.fitting.problems import Problem, flat, near, network, problem, real, rho_for, solver_of
+from tests.oracles.dense import (
     influence_oracle,
     jacobian_oracle,
     leave_one_out_oracle,
@@ -21,7 +22,6 @@ from linnet.testing.oracles import (
     posterior_oracle,
     ridge_oracle,
 )
-from tests.fitting.problems import Problem, flat, near, network, problem, real, rho_for, solver_of
 
 SOLVERS = ["dual", "primal", "cg"]
 every_solver = pytest.mark.parametrize("solver", SOLVERS)

@@ -12,8 +12,8 @@ import linnet
 from linnet.errors import DataError, InputError, ModelError
 from linnet.fitting import OneHot
 from linnet.linear.iterative import Iterative
-from linnet.testing.oracles import jacobian_oracle, leave_one_out_oracle, output_oracle, ridge_oracle
 from tests.fitting.problems import flat, near, problem, real, refused, solver_of
+from tests.oracles.dense import jacobian_oracle, leave_one_out_oracle, output_oracle, ridge_oracle
 
 RHO = 0.3
 every_solver = pytest.mark.parametrize("solver", ["dual", "primal", "cg"])

@@ -21,9 +21,9 @@ from linnet.linear.iteration import CGSettings
 from linnet.linear.iterative import Iterative
 from linnet.linear.problem import Problem
 from linnet.tangent import jacobian
-from linnet.testing.oracles import ridge_oracle
 from tests.fitting.problems import flat, near, network, peak_bytes, problem, real, refused, solver_of
 from tests.grids import grid
+from tests.oracles.dense import ridge_oracle
 
 
 def test_ridge_changes_the_solution() -> None:

@@ -14,8 +14,8 @@ from linnet.errors import DataError, InputError, ModelError
 from linnet.fitting.head import linear_probe
 from linnet.fitting.last_layer import features
 from linnet.linear.targets import make_targets
-from linnet.testing.oracles import leave_one_out_oracle
 from tests.fitting.problems import near, real, refused
+from tests.oracles.dense import leave_one_out_oracle
 
 RIDGES = [1e-3, 0.3, 20.0]
 X, Y = real(12, 4, seed=1), torch.arange(12) % 3
@@ -255,7 +255,7 @@ def test_a_fit_on_the_labels_of_its_head_says_that_leave_one_out_is_optimistic()
 
 def test_leave_one_out_of_a_probe_is_that_of_the_fixed_network() -> None:
     """It leaves out what the labels did to the fit, not what they did to θ₀, as the warning says."""
-    from linnet.testing.oracles import jacobian_oracle, output_oracle
+    from tests.oracles.dense import jacobian_oracle, output_oracle
 
     head = linnet.with_head(body(), 3, data=(X, Y))
     fit = linnet.fit(linnet.linearize(head), (X, Y), ridge=0.5)

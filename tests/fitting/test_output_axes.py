@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import DataError, InputError
-from linnet.testing.oracles import jacobian_oracle
 from tests.fitting.problems import flat, near, real, refused, solver_of
+from tests.oracles.dense import jacobian_oracle
 
 
 class Grid(nn.Module):

@@ -13,8 +13,8 @@ import linnet
 from linnet.errors import InputError
 from linnet.linear.dual import Spectrum
 from linnet.linear.iterative import Iterative
-from linnet.testing.oracles import leave_one_out_oracle
 from tests.fitting.problems import Problem, near, network, problem, real, refused
+from tests.oracles.dense import leave_one_out_oracle
 
 RIDGES = [1e-3, 0.05, 1.0, 40.0]
 CRITERIA = ["loo", "gcv", "evidence"]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.laplace.laplace import Laplace
-from linnet.testing.oracles import jacobian_oracle
 from tests.curvatures.side_by_side import grouped
 from tests.fitting.problems import network, real
+from tests.oracles.dense import jacobian_oracle
 
 CATEGORICAL = linnet.likelihoods.Categorical()
 DENSE = ("full", "block", "diagonal", "low-rank")

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import InputError, LinnetError, NumericalError
 from linnet.laplace.laplace import Laplace
-from linnet.testing.oracles import ggn_oracle, jacobian_oracle
 from tests import zoo
 from tests.curvatures.side_by_side import grouped
 from tests.fitting.problems import near, network, real
@@ -26,6 +25,7 @@ from tests.laplace.laplace_problems import (
     numbers,
     theta_of,
 )
+from tests.oracles.dense import ggn_oracle, jacobian_oracle
 
 L = linnet.likelihoods
 

@@ -24,7 +24,7 @@ from linnet.linalg import (
 )
 from linnet.linalg.factorize import cholesky, nonnegative_each, root
 from linnet.linalg.grouped import grouped_mm
-from linnet.testing.conformance import check_operator
+from tests.oracles.conformance import check_operator
 
 sizes = st.integers(1, 4)
 dtypes = st.sampled_from([torch.float32, torch.float64])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from linnet.linalg import HalfDiagonal, KroneckerEigen, ParameterSpace
-from linnet.testing.conformance import check_operator
+from tests.oracles.conformance import check_operator
 
 sizes = st.integers(1, 4)
 dtypes = st.sampled_from([torch.float32, torch.float64])

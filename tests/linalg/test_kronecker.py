@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linnet.linalg import Kronecker, KroneckerEigen, ParameterSpace, factored_damping
 from linnet.linalg.kronecker import kron_mm
-from linnet.testing.conformance import check_operator
+from tests.oracles.conformance import check_operator
 
 sizes = st.integers(1, 4)
 dtypes = st.sampled_from([torch.float32, torch.float64])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linnet.errors import NumericalError
 from linnet.linalg import LowRankMatrix, ParameterSpace
-from linnet.testing.conformance import check_operator
+from tests.oracles.conformance import check_operator
 
 ranks = st.integers(1, 8)
 

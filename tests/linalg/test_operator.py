@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linnet.linalg import Diagonal, FunctionOperator, LinearOperator, ParameterSpace, Sum
 from linnet.linalg.operator import Composition, flatten, unflatten
-from linnet.testing.conformance import CountingOperator, check_operator
+from tests.oracles.conformance import CountingOperator, check_operator
 
 SPACE = ParameterSpace({"weight": (2, 2), "bias": (2,)})
 

@@ -19,7 +19,7 @@ from linnet.linalg import (
     StructuredOperator,
     cholesky,
 )
-from linnet.testing.conformance import check_operator
+from tests.oracles.conformance import check_operator
 
 DTYPES = [torch.float32, torch.float64]
 SPACE = ParameterSpace({"weight": (2, 2), "bias": (2,)})

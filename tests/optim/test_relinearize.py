@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import linnet
 from linnet.optim import IterativeLinearization
 from linnet.tangent.linearized import Linearized
-from linnet.testing.oracles import jacobian_oracle, output_oracle
 from tests.fitting.problems import near, real
 from tests.optim.relinearize_cases import (
     OPTIMIZERS,
@@ -26,6 +25,7 @@ from tests.optim.relinearize_cases import (
     same_bits,
     values,
 )
+from tests.oracles.dense import jacobian_oracle, output_oracle
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -13,9 +13,9 @@ import linnet
 from linnet.errors import ModelError
 from linnet.optim import Converged, IterativeLinearization, KernelDrift, OutputGap
 from linnet.optim.relinearize_report import LinearizationReport
-from linnet.testing.oracles import jacobian_oracle, output_oracle
 from tests.fitting.problems import near, real, refused
 from tests.optim.relinearize_cases import OPTIMIZERS, batches, cross_entropy, mlp, run, values
+from tests.oracles.dense import jacobian_oracle, output_oracle
 
 
 def test_the_gap_is_what_its_formula_says() -> None:

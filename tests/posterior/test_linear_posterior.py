@@ -16,9 +16,9 @@ from linnet.linalg import Diagonal
 from linnet.posterior.draws import inverse_root
 from linnet.posterior.posterior import Newton, linear_posterior
 from linnet.posterior.svi import divergence
-from linnet.testing.oracles import ggn_oracle, jacobian_oracle, output_oracle
 from tests.fitting.problems import near, network, real
 from tests.laplace.laplace_problems import classes
+from tests.oracles.dense import ggn_oracle, jacobian_oracle, output_oracle
 
 L = linnet.likelihoods
 BOTH = pytest.mark.parametrize("base", [True, False], ids=["taylor", "kernel"])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from linnet.linalg import Dense, Diagonal, FunctionOperator
 from linnet.solvers import Status, block_cg, cg, shifted_cg
-from linnet.testing.conformance import CountingOperator, check_solver
+from tests.oracles.conformance import CountingOperator, check_solver
 
 
 def spd(n: int, condition: float = 1e3) -> Tensor:

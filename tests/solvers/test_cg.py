@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linnet.linalg import Dense, Diagonal, FunctionOperator, ParameterSpace
 from linnet.solvers import Status, cg
-from linnet.testing.conformance import CountingOperator, check_solver
+from tests.oracles.conformance import CountingOperator, check_solver
 
 
 def spd(n: int, condition: float = 100.0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from linnet.linalg import Dense
 from linnet.solvers.krylov import krylov
 from linnet.solvers.pivoted_cholesky import pivoted_cholesky
-from linnet.testing.conformance import CountingOperator
+from tests.oracles.conformance import CountingOperator
 
 
 def matrix(n: int = 20, rank: int = 20, repeat: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:

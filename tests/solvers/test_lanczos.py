@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linnet.linalg import Diagonal, FunctionOperator
 from linnet.solvers import Status, eigenpairs, tridiagonalize
-from linnet.testing.conformance import CountingOperator
+from tests.oracles.conformance import CountingOperator
 
 
 def symmetric(n: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linnet.linalg import Dense, Diagonal, ParameterSpace
 from linnet.solvers import cg, nystrom, nystrom_preconditioner
-from linnet.testing.conformance import CountingOperator, check_operator
+from tests.oracles.conformance import CountingOperator, check_operator
 
 
 def decaying(n: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linnet.linalg import Dense, Diagonal, FunctionOperator, LowRankMatrix
 from linnet.solvers import Estimate, hutchinson, hutchpp, logdet, slq
-from linnet.testing.conformance import CountingOperator
+from tests.oracles.conformance import CountingOperator
 
 
 def decaying(n: int, power: float = 2.0) -> Tensor:

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.errors import DataError, InputError, MemoryBudgetError
-from linnet.testing.oracles import kernel_oracle
 from tests.fitting.problems import near, network, problem, real, refused
+from tests.oracles.dense import kernel_oracle
 from tests.zoo import case, every_animal, linearize
 
 ONE = problem(n=9, outputs=1, classes=False)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError, NumericalError
-from linnet.testing.oracles import jacobian_oracle, kernel_oracle
 from tests.fitting.problems import near, network, problem, real, refused
+from tests.oracles.dense import jacobian_oracle, kernel_oracle
 
 P = problem(n=8, outputs=3, classes=False)
 OTHER = network(seed=7)

@@ -16,8 +16,8 @@ from linnet.errors import InputError, NumericalError
 from linnet.linalg import Diagonal, FunctionOperator
 from linnet.linalg.kronecker import Kronecker
 from linnet.spectrum.kernel_matrix import kernel_matrix, stored_operator
-from linnet.testing.oracles import kernel_oracle
 from tests.fitting.problems import near, problem, real, refused
+from tests.oracles.dense import kernel_oracle
 
 P = problem(n=12, outputs=2, classes=False, hidden=20)
 K = kernel_oracle(P.j).flatten(0, 1).flatten(1)  # (24, 24)

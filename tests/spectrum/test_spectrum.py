@@ -11,8 +11,8 @@ import torch
 
 import linnet
 from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError
-from linnet.testing.oracles import kernel_oracle
 from tests.fitting.problems import near, problem, real, refused
+from tests.oracles.dense import kernel_oracle
 
 P = problem()
 OUTPUTS: tuple[Literal["full", "trace", "diagonal", "sum"], ...] = ("full", "trace", "diagonal", "sum")

@@ -16,7 +16,7 @@ import linnet
 from linnet.errors import DataError, InputError, ModelError, NumericalError
 from linnet.spectrum.task_linearity import FULL, task_linearity
 from linnet.spectrum.verdict import Evidence, judge
-from linnet.testing.oracles import jacobian_oracle
+from tests.oracles.dense import jacobian_oracle
 
 N, C = 24, 3
 

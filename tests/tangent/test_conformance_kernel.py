@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import linnet
-from linnet.testing.oracles import kernel_oracle
+from tests.oracles.dense import kernel_oracle
 from tests.zoo import assert_near, case, every_animal, joined, linearize, linearized, rows, set_delta
 
 Outputs = Literal["full", "trace", "diagonal", "sum"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.testing.oracles import jacobian_oracle, kernel_oracle
+from tests.oracles.dense import jacobian_oracle, kernel_oracle
 from tests.zoo import BY_NAME, Case, assert_near, case, every_animal, flat
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.testing.oracles import jacobian_oracle, output_oracle
+from tests.oracles.dense import jacobian_oracle, output_oracle
 from tests.zoo import Case, assert_near, case, every_animal, flat, linearize, set_delta
 
 HOOKS = (

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import linnet
-from linnet.testing.oracles import jacobian_oracle, kernel_oracle, output_oracle
 from tests.grids import grid
+from tests.oracles.dense import jacobian_oracle, kernel_oracle, output_oracle
 from tests.zoo import assert_near, case, flat, linearize, rows, set_delta
 
 

@@ -15,8 +15,8 @@ from linnet.tangent.features import Features, Treatment, TreatmentChanged, choos
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram
 from linnet.tangent.tile import kernel_tile
-from linnet.testing.oracles import kernel_oracle
 from tests.fitting.problems import near, real
+from tests.oracles.dense import kernel_oracle
 from tests.zoo import case
 
 assert features_module is sys.modules["linnet.tangent.features"]
@@ -92,7 +92,7 @@ def test_a_bias_shared_by_two_layers_rides_with_neither() -> None:
     treatment = chosen(model, x, (50, 50))
     assert set(treatment.factored) == {"first.weight", "second.weight"}
     assert treatment.riding == {}
-    from linnet.testing.oracles import jacobian_oracle
+    from tests.oracles.dense import jacobian_oracle
 
     near(gram(Functional(model), x), kernel_oracle(jacobian_oracle(model, x)))
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.tangent.folding import find_folds
-from linnet.testing.oracles import jacobian_oracle
+from tests.oracles.dense import jacobian_oracle
 
 
 class Net(nn.Module):

@@ -24,9 +24,9 @@ from linnet.tangent import gram as gram_module
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import GramTask, gram, plan_gram
 from linnet.tangent.jacobian import jacobian
-from linnet.testing.oracles import jacobian_oracle, kernel_oracle
 from tests.fitting.problems import near, network, peak_bytes, real, refused
 from tests.hangs import HANGS
+from tests.oracles.dense import jacobian_oracle, kernel_oracle
 
 OUTPUTS: tuple[Any, ...] = ("full", "trace", "diagonal", "sum")
 gram_file = sys.modules["linnet.tangent.gram"]

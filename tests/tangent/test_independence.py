@@ -14,7 +14,7 @@ import linnet
 from linnet.curvatures import Passes
 from linnet.errors import ModelError
 from linnet.likelihoods import Gaussian
-from linnet.testing.oracles import jacobian_oracle, kernel_oracle
+from tests.oracles.dense import jacobian_oracle, kernel_oracle
 from tests.zoo import assert_near
 
 

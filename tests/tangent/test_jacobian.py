@@ -19,9 +19,9 @@ from linnet.tangent.jacobian import (
     jvp_path,
     vjp_columns,
 )
-from linnet.testing.conformance import check_operator
-from linnet.testing.oracles import jacobian_oracle
 from tests.fitting.problems import near, network, peak_bytes, real, refused
+from tests.oracles.conformance import check_operator
+from tests.oracles.dense import jacobian_oracle
 
 MODEL = network()
 FUNCTION = Functional(MODEL)

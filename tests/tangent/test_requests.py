@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import LinnetError, ModelError
-from linnet.testing.oracles import jacobian_oracle, kernel_oracle
 from tests.fitting.problems import network, real
 from tests.hangs import HANGS
+from tests.oracles.dense import jacobian_oracle, kernel_oracle
 from tests.zoo import assert_near
 
 X = real(4, 3)
@@ -192,7 +192,7 @@ def test_group_normalization_of_images_with_channels_last() -> None:
     script = """
         import torch, linnet
         from torch import nn
-        from linnet.testing.oracles import jacobian_oracle, kernel_oracle
+        from tests.oracles.dense import jacobian_oracle, kernel_oracle
         torch.manual_seed(0)
         first = nn.Sequential(nn.GroupNorm(1, 2), nn.Flatten(), nn.Linear(32, 2)).double()
         after = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 2)).double()

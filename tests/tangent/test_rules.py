@@ -15,8 +15,8 @@ from linnet.tangent.capture import capture
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram
 from linnet.tangent.rules import factors, outer_rows, patches, use_rows
-from linnet.testing.oracles import jacobian_oracle
 from tests.fitting.problems import near, real
+from tests.oracles.dense import jacobian_oracle
 
 
 class Net(nn.Module):

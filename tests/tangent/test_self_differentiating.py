@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.likelihoods import Gaussian
-from linnet.testing.oracles import jacobian_oracle, kernel_oracle
 from tests.fitting.problems import solver_of
+from tests.oracles.dense import jacobian_oracle, kernel_oracle
 from tests.zoo import assert_near
 
 

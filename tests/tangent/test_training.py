@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.testing.oracles import ridge_oracle
 from tests.grids import grid
+from tests.oracles.dense import ridge_oracle
 from tests.ranks import one_of_ranks, run_ranks
 from tests.zoo import assert_near, case, flat, linearize, named, rows, set_delta
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.testing.oracles import ggn_oracle, jacobian_oracle
+from tests.oracles.dense import ggn_oracle, jacobian_oracle
 
 Form = Callable[[Any, Tensor], Tensor]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.testing.oracles import jacobian_oracle
 from tests.fitting.problems import network, real
+from tests.oracles.dense import jacobian_oracle
 
 DENSE: dict[str, dict[str, Any]] = {
     "function": {"space": "function", "solver": "cholesky"},

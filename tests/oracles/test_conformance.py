@@ -11,7 +11,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.linalg import Dense, Diagonal, FunctionOperator, LinearOperator, ParameterSpace, Vector
 from linnet.solvers import Solution, Status, cg
-from linnet.testing.conformance import CountingOperator, check_operator, check_solver
+from tests.oracles.conformance import CountingOperator, check_operator, check_solver
 
 MATRIX = torch.tensor([[4.0, 1.0, 0.0], [1.0, 3.0, 0.5], [0.0, 0.5, 2.0]]).double()
 BIASED = torch.tensor([[4.0, 1.0, 0.0], [0.0, 3.0, 0.5], [0.0, 0.5, 2.0]]).double()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.testing.hmc import Chains, hmc, network_posterior
+from experiments.laplace.hmc import Chains, hmc, network_posterior
 from tests.fitting.problems import near, real
 
 

@@ -1,1 +1,0 @@
-"""Test tools for operators, solvers and curvatures: dense oracles and conformance suites."""
