@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("fitting", "metrics"),
     ("audit", "laplace", "nested", "spectrum"),
     ("optim", "posterior", "tangent_gp"),
-    ("baselines", "continual", "finetuning"),
+    ("continual", "finetuning"),
     ("saved", "surgery"),
     ("examples",),
     ("integrations",),

@@ -35,7 +35,7 @@ DEVICE = torch.device(os.environ.get("LINNET_DEVICE", PRETEND))
 # products of float32 are rounded otherwise on a real device, to ten bits by some
 DTYPE = torch.float32 if DEVICE.type in (PRETEND.type, "mps") else torch.float64
 #: Calls that draw from a stream of the device, which is another one than the CPU's.
-DRAWN = {"curvature mc", "laplace mc", "laplace sample", "fit sgd", "linear posterior svi", "factorized"}
+DRAWN = {"curvature mc", "laplace mc", "laplace sample", "fit sgd", "linear posterior svi"}
 pretended = pytest.mark.skipif(DEVICE.type != PRETEND.type, reason="a real device counts nothing")
 
 
@@ -142,12 +142,9 @@ MORE: dict[str, Callable[[Scene], Any]] = {
         lambda: s.fit(solver="primal").predict(s.x), sums="float32", decompositions="float32"
     ),
     "process in function space": lambda s: s.gp(space="function").predictive(s.x).variance,
-    "deep ensemble": lambda s: (
-        linnet.baselines.deep_ensemble(lambda _: s.model, Categorical(), 2).predictive(s.x)
-    ),
 }  # fmt: skip
 # Calls of the other suites that need a layer of their own, or a vector on the device of a matrix.
-WITHOUT = {"dropout", "matrix-free"}
+WITHOUT = {"matrix-free"}
 EVERY = {name: call for name, call in {**CALLS, **DRAWING, **TRAINING}.items() if name not in WITHOUT} | MORE
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.baselines import deep_ensemble
 from linnet.curvatures import Passes
 from linnet.errors import InputError, LinnetError, MemoryBudgetError
 from linnet.likelihoods import Categorical, Gaussian
@@ -65,7 +64,6 @@ def test_counts_that_would_run_without_end_are_refused(small: Any, huge: int) ->
     calls: list[Callable[[], Any]] = [
         lambda: linnet.evaluate(lambda part: net(part).softmax(-1), (x, y), bins=huge),
         lambda: report.bootstrap("ece", draws=huge),
-        lambda: deep_ensemble(lambda seed: nn.Linear(3, 3), Categorical(), members=huge),
         lambda: linnet.spectrum.spectral_density(torch.eye(4), samples=huge),
         lambda: posterior.bound(samples=huge),
         lambda: linnet.solvers.hutchinson(matrix, samples=huge),

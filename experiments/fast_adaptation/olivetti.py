@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import linnet
+from experiments.baselines.last_layer import last_layer
 from experiments.fast_adaptation.networks import face_network
 from experiments.figures import COLORS, figure, save
 from experiments.locate import find_data_dir
@@ -102,7 +103,7 @@ def adapted(
         found = scores(noisy.mean, noisy.variance, test[1])
         found |= {"prior": gp.prior_precision, "noise_scale": gp.noise_scale}
     elif way == "last layer (ABLR)":
-        noisy = linnet.baselines.last_layer(model, data).predictive(test[0]).with_noise()  # type: ignore[assignment]
+        noisy = last_layer(model, data).predictive(test[0]).with_noise()  # type: ignore[assignment]
         found = scores(noisy.mean.float(), noisy.variance, test[1])
     else:
         own = copy.deepcopy(model)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import linnet
+from experiments.baselines.last_layer import last_layer
 from experiments.figures import COLORS, figure, save
 from experiments.study import Study, parser
 from experiments.tables import chosen, markdown, with_error
@@ -125,7 +126,7 @@ def adapted(model: nn.Module, noise: float, tasks: int, first: int) -> dict[str,
         predictions["Jacobian products, tuned"] = tuned.fit(x, y).tune().predictive(test_x)
         if t == 0:
             curves["Jacobian products, tuned"] = curve_of(tuned.predictive(GRID))
-        ablr = linnet.baselines.last_layer(model, (x, y))
+        ablr = last_layer(model, (x, y))
         predictions["last layer (ABLR)"] = ablr.predictive(test_x)
         if t == 0:
             curves["last layer (ABLR)"] = curve_of(ablr.predictive(GRID))

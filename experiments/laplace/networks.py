@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
+from experiments.baselines.dropout import mc_dropout
+from experiments.baselines.factorized import factorized_gaussian
 from experiments.sources import images, pixels
 from linnet.curvatures import MonteCarlo
 from linnet.likelihoods import Categorical
@@ -185,7 +187,7 @@ def factorized(
     """The thesis' FFG, from the network that dropout has trained, so that few epochs are enough."""
     file = folder / f"ffg-{arguments.posterior_of}-{_name(arguments)}-{arguments.ffg_epochs}-{seed}.pt"
     if not file.exists():
-        found = linnet.baselines.factorized_gaussian(
+        found = factorized_gaussian(
             model, (binarized(data.train[0], 7000 + seed), data.train[1]), Categorical(),
             linnet.SVI(training=linnet.Training(epochs=arguments.ffg_epochs, batch_size=500)),
             prior_precision=PRECISION, samples=2, seed=seed,
@@ -260,7 +262,7 @@ def predictors(
         return {"prior": float(la.prior_precision), "n": la.data_scale * la.examples}  # type: ignore[arg-type]
 
     def dropout() -> Predict:
-        found = linnet.baselines.mc_dropout(with_dropout, Categorical(), arguments.samples, seed)
+        found = mc_dropout(with_dropout, Categorical(), arguments.samples, seed)
         return lambda x: found.predictive(x).sampled_probs
 
     made: list[Callable[[], Predict]] = [

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import linnet
+from experiments.baselines.dropout import mc_dropout
 from experiments.figures import COLORS, figure, save
 from experiments.laplace.networks import (
     Sampled,
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
         with_dropout = trained(data, given, seed, folder)
         model = trained(data, given, seed, folder, given.posterior_of)
         shared = {"seed": seed, **sizes(given), "samples": given.samples}
-        dropout = linnet.baselines.mc_dropout(with_dropout, Categorical(), given.samples, seed)
+        dropout = mc_dropout(with_dropout, Categorical(), given.samples, seed)
         points: dict[str, Any] = {"deterministic": lambda x, m=model: m(x).softmax(1), "MC dropout": dropout}
         for name, predict in points.items():
             run = lambda p=predict: judged(p, validation, letters)  # noqa: E731

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from linnet import audit as audit
-    from linnet import baselines as baselines
     from linnet import continual as continual
     from linnet import curvatures as curvatures
     from linnet import distributed as distributed
@@ -144,7 +143,7 @@ _HOME = {
 }
 # packages and modules whose contents are public
 _NAMESPACES = (
-    "audit", "baselines", "continual", "curvatures", "distributed", "errors", "examples", "finetuning",
+    "audit", "continual", "curvatures", "distributed", "errors", "examples", "finetuning",
     "fitting", "integrations", "laplace", "likelihoods", "metrics", "optim", "posterior", "predictive",
     "solvers", "spectrum", "surgery", "tangent_gp",
 )  # fmt: skip

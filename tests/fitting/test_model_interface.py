@@ -41,8 +41,6 @@ MODELS: dict[str, Callable[[], PredictiveModel]] = {
         Categorical(),
         linnet.SVI(training=linnet.Training(epochs=2)),
     ),
-    "dropout": lambda: linnet.baselines.mc_dropout(network(), Categorical(), samples=5),
-    "last layer": lambda: linnet.baselines.last_layer(network(), (X, VALUES)),
 }
 
 
@@ -59,7 +57,7 @@ def test_outputs_are_the_mean_of_their_distribution(name: str) -> None:
     assert prediction.covariance.shape == (20, 2, 2)
     assert torch.allclose(prediction.covariance.diagonal(dim1=1, dim2=2), prediction.variance)
     assert prediction.sample(3, 0).shape == (3, 20, 2)
-    target = VALUES if name in ("process", "last layer") else CLASSES
+    target = VALUES if name == "process" else CLASSES
     assert bool(prediction.log_density(target).isfinite().all())
 
 
@@ -81,7 +79,7 @@ def test_models_show_what_they_are(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_saved_or_say_that_they_cannot_be(name: str, tmp_path: Path) -> None:
     model = MODELS[name]()
-    if name in ("linear posterior", "factorized", "dropout", "last layer"):
+    if name in ("linear posterior", "factorized"):
         with pytest.raises(InputError, match=f"of a {type(model).__name__}"):
             model.save(tmp_path)
         assert not list(tmp_path.iterdir())

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet import baselines
 from linnet.laplace.laplace import Laplace
 from linnet.laplace.load import load_laplace
 from linnet.laplace.training import train_with_evidence
@@ -77,13 +76,6 @@ def of_linear(method: str) -> Numbers:
     return [p.mean, p.probs, p.log_density(y), *drawn]
 
 
-def of_last_layer() -> Numbers:
-    """Numbers of a Bayesian last layer."""
-    net, x, _, t = problem()
-    p = baselines.last_layer(net, (x, t)).predictive(x)
-    return [p.mean, p.variance]
-
-
 MAKERS: dict[str, Callable[[], Numbers]] = {
     "kfac": of_laplace,
     "full": lambda: of_laplace(structure="full"),
@@ -96,7 +88,6 @@ MAKERS: dict[str, Callable[[], Numbers]] = {
     "map": lambda: of_linear("map"),
     "svi": lambda: of_linear("svi"),
     "laplace": lambda: of_linear("laplace"),
-    "regression": of_last_layer,
 }
 
 
@@ -142,14 +133,13 @@ def test_training_has_gradients_of_its_own(state: str) -> None:
 
     def everything(own: nn.Module) -> Numbers:
         short = linnet.Training(epochs=2)
-        member = baselines.trained(lambda: nn.Linear(3, 3), (x, y), L.Categorical(), short)
-        ffg = baselines.factorized_gaussian(
-            net, (x, y), L.Categorical(), linnet.SVI(training=short), samples=2
+        factorized = linear_posterior(
+            linnet.linearize(net), (x, y), L.Categorical(), linnet.SVI(training=short)
         )
         train_with_evidence(own, (x, y), L.Categorical(), 2, lambda p: torch.optim.Adam(p, 0.01))
-        attack = fgsm(lambda z: member(z).softmax(1), (x, y), step=0.1)
+        attack = fgsm(lambda z: net(z).softmax(1), (x, y), step=0.1)
         assert attack.inputs is not None
-        return [*member.parameters(), ffg.mean, attack.inputs, *own.parameters()]
+        return [factorized.mean, attack.inputs, *own.parameters()]
 
     first, second = problem()[0], problem()[0]
     plain = everything(first)

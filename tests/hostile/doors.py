@@ -168,13 +168,6 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "optim.OutputGap": lambda: {"threshold": 0.1},
     "optim.KernelDrift": lambda: {"threshold": 0.1},
     "optim.Converged": dict,
-    "baselines.deep_ensemble": lambda: {"train": lambda seed: small.net(), "members": 2},
-    "baselines.factorized_gaussian": lambda: {
-        "inference": linnet.SVI(training=linnet.Training(epochs=1)), "samples": 2,
-    },
-    "baselines.last_layer": lambda: {"data": small.regression()},
-    "baselines.mc_dropout": lambda: {"model": small.dropout_net(), "samples": 2},
-    "baselines.trained": lambda: {"make": small.net, "training": linnet.Training(epochs=1)},
     "spectrum.gram": dict,
     "spectrum.gram_part": lambda: {"file": "kernel.npy", "part": (0, 1)},
     "spectrum.eigenfunctions": lambda: {"k": 3},
@@ -287,7 +280,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     ),
     "Laplace predictive": lambda: small.laplace().predictive(small.x()),
     "GaussianPredictive": lambda: small.laplace_regression().predictive(small.x()),
-    "SampledPredictive": lambda: small.dropout().predictive(small.x()),
+    "SampledPredictive": lambda: small.laplace().predictive(small.x(), method="mc"),
     "TangentGP": lambda: linnet.TangentGP(small.net(), linnet.likelihoods.Gaussian(), "function").fit(
         *small.regression()
     ),
@@ -321,10 +314,6 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "optim.KernelDrift": lambda: linnet.optim.KernelDrift(0.1, small.x()),
     "optim.Converged": linnet.optim.Converged,
     "optim.LinearizationReport": lambda: small.relinearized().report,
-    "baselines.DeepEnsemble": small.ensemble,
-    "baselines.MCDropout": small.dropout,
-    "baselines.FactorizedGaussian": small.factorized,
-    "baselines.LastLayerRegression": small.last_layer,
     "spectrum.Eigenfunctions": lambda: linnet.spectrum.eigenfunctions(small.lin(), small.x(), k=None),
     "spectrum.SpectralDensity": small.density,
     "spectrum.Recorder": small.recorder,

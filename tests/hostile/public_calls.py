@@ -194,11 +194,6 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
         s.lin(), s.data, Categorical(), linnet.SVI(training=linnet.Training(epochs=1))
     ),
     "gradient flow": lambda s: linnet.gradient_flow(s.lin(), s.data, [1.0, float("inf")]),
-    "last layer": lambda s: linnet.baselines.last_layer(s.model, s.values),
-    "dropout": lambda s: linnet.baselines.mc_dropout(s.model, Categorical(), 3).predictive(s.x),
-    "factorized": lambda s: linnet.baselines.factorized_gaussian(
-        s.model, s.data, Categorical(), linnet.SVI(training=linnet.Training(epochs=1)), samples=2
-    ).predictive(s.x),
     "evaluate": lambda s: linnet.evaluate(s.fit().predictive, s.data),
     "ood": lambda s: linnet.ood(lambda x: s.fit().predictive(x).probs, s.x, s.x + 1),
     "fgsm": lambda s: linnet.fgsm(lambda x: s.lin()(x).softmax(1), s.data, 0.1),

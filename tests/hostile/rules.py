@@ -6,7 +6,6 @@ LIKELIHOODS = ("Gaussian", "HeteroscedasticGaussian", "Categorical", "Bernoulli"
 REAL = {"half", "three", "scalar tensor", "integer tensor"}
 WHOLE = {"integer tensor"}
 PLACES = {"text", "missing file"}
-UNSAVED = ("DeepEnsemble", "FactorizedGaussian", "LastLayerRegression", "MCDropout")
 KEEPING = (
     "optim.GaussNewton.accumulate",
     "optim.GrowingBatches",
@@ -279,11 +278,7 @@ ALWAYS_REFUSED = frozenset({
     "Finetuned.predictive",
     "NestedFit.merge",  # of a fit in which the lower layers take part
     "SharedFit.merge",
-    *(
-        f"{kind}.{method}"
-        for kind in ("LinearPosterior", *(f"baselines.{name}" for name in UNSAVED))
-        for method in ("save", "save_pretrained", "push_to_hub")
-    ),
+    *(f"LinearPosterior.{method}" for method in ("save", "save_pretrained", "push_to_hub")),
     "continual.NonOnlineLaplace (saved).consolidate",
     "continual.NonOnlineLaplace.remember",
 })  # fmt: skip

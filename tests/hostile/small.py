@@ -32,10 +32,6 @@ def relu_net() -> nn.Module:
     return _seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
 
 
-def dropout_net() -> nn.Module:
-    return _seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 2)))
-
-
 def conv_net() -> nn.Module:
     return _seeded(lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)))
 
@@ -325,28 +321,6 @@ def recorded() -> Any:
 @cache
 def directions() -> Any:
     return linnet.spectrum.anisotropy_directions(conv_net(), images()[:1][0], k=2)
-
-
-@cache
-def ensemble() -> Any:
-    return linnet.baselines.deep_ensemble(lambda seed: net(), likelihood(), 2)
-
-
-@cache
-def dropout() -> Any:
-    return linnet.baselines.mc_dropout(dropout_net(), likelihood(), 3)
-
-
-@cache
-def factorized() -> Any:
-    return linnet.baselines.factorized_gaussian(
-        net(), classes(), likelihood(), linnet.SVI(training=linnet.Training(epochs=1)), samples=3
-    )
-
-
-@cache
-def last_layer() -> Any:
-    return linnet.baselines.last_layer(net(), regression())
 
 
 @cache

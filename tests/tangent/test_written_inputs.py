@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet import baselines
 from linnet.laplace.laplace import Laplace
 from linnet.metrics.adversarial import fgsm
 from linnet.metrics.evaluate import evaluate
@@ -85,10 +84,6 @@ USES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "linear": lambda net, x: (
         linnet.linear_posterior(linnet.linearize(net), (x, Y), L.Categorical()).predictive(x).mean
     ),
-    "last layer": lambda net, x: baselines.last_layer(net, (x, T)).predictive(x).mean,
-    "factorized": lambda net, x: baselines.factorized_gaussian(
-        net, (x, Y), L.Categorical(), linnet.SVI(training=linnet.Training(epochs=2)), samples=2
-    )(x),
     "gradients": of_gradients,
     "attack": of_attack,
     "scores": of_scores,

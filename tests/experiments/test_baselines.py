@@ -1,4 +1,4 @@
-"""Dropout, ensembles, factorized Gaussians and last-layer regression: closed forms where there are any."""
+"""Dropout, factorized Gaussians and last-layer regression: closed forms where there are any."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.baselines.factorized import factorized_gaussian
-from linnet.baselines.last_layer import last_layer
-from linnet.baselines.sampled import deep_ensemble, mc_dropout, trained
+from experiments.baselines.dropout import mc_dropout
+from experiments.baselines.factorized import factorized_gaussian
+from experiments.baselines.last_layer import last_layer
 from linnet.errors import DataError, InputError, ModelError, NumericalError
 from linnet.fitting.last_layer import features
 from tests.fitting.problems import near, network, real
@@ -115,74 +115,6 @@ def test_a_yes_or_no_has_two_columns_and_numbers_have_moments() -> None:
         mc_dropout(model, L.Bernoulli(), 5)(x * math.nan)
 
 
-# --- ensembles ------------------------------------------------------------------------------------
-
-
-def test_ensemble_of_trained_networks_is_right_and_disagrees_far_away() -> None:
-    x, y = blobs()
-
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3)).double()
-
-    def train(seed: int) -> nn.Module:
-        how = linnet.Training(epochs=60, learning_rate=0.02, batch_size=20)
-        return trained(make, (x, y), L.Categorical(), how, seed=seed)
-
-    state = torch.get_rng_state()
-    baseline = deep_ensemble(train, L.Categorical(), members=4)
-    assert torch.equal(torch.get_rng_state(), state)
-    p = baseline(x)
-    assert isinstance(p, Tensor)
-    assert p.shape == (4, 60, 3)
-    assert float((p.mean(0).argmax(1) == y).double().mean()) > 0.95
-    assert torch.equal(p, deep_ensemble(train, L.Categorical(), members=4)(x))  # type: ignore[arg-type]
-    assert float(baseline.predictive(8 * x).variance.mean()) > 2 * float(
-        baseline.predictive(x).variance.mean()
-    )
-    near(
-        baseline.predictive(x).mean,
-        torch.stack([m.flat(m.theta, x) for m in baseline.members]).mean(0),
-        1e-12,
-    )
-
-
-def test_trainer_finds_the_most_probable_weights() -> None:
-    """Linear regression: (XᵀX/σ² + λ I)⁻¹ Xᵀy/σ²."""
-    x, y = real(30, 2), real(30, 1, seed=1)
-    model = trained(
-        lambda: nn.Linear(2, 1, bias=False).double(), (x, y), L.Gaussian(0.5),
-        linnet.Training(epochs=800, learning_rate=0.02, batch_size=30), prior_precision=3.0,
-    )  # fmt: skip
-    exact = torch.linalg.solve(x.T @ x / 0.5 + 3.0 * torch.eye(2).double(), x.T @ y / 0.5)
-    near(model.weight.detach().T, exact, 1e-3)  # type: ignore[union-attr,operator]
-
-
-def test_ensemble_errors() -> None:
-    with pytest.raises(InputError, match="at least two"):
-        deep_ensemble(lambda seed: network(), L.Categorical(), members=1)
-    with pytest.raises(InputError, match="train returned"):
-        deep_ensemble(lambda seed: None, L.Categorical())  # type: ignore[arg-type,return-value]
-    with pytest.raises(InputError, match="rate"):
-        trained(network, blobs(), L.Categorical(), linnet.Training(learning_rate=0.0))
-
-
-def test_a_training_that_diverges_says_so() -> None:
-    data = real(20, 3).float(), real(20, 2).float()
-
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-
-    def steep(weights: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(weights, lr=1e30)
-
-    with pytest.raises(NumericalError, match="the training diverged"):
-        trained(make, data, L.Gaussian(), linnet.Training(epochs=20, learning_rate=1e30))
-    with pytest.raises(NumericalError, match="the training diverged"):
-        linnet.train_with_evidence(make(), data, L.Gaussian(), 5, steep)
-    with pytest.raises(NumericalError, match="the training diverged"):
-        linnet.train_with_evidence(make(), data, L.Gaussian(), 5, steep, batch_size=5)
-
-
 # --- factorized Gaussian --------------------------------------------------------------------------
 
 
@@ -226,7 +158,7 @@ def test_factorized_gaussian_of_a_linear_model_is_the_mean_field_optimum(make: A
 
 
 def test_which_layers_are_drawn_by_their_outputs() -> None:
-    from linnet.baselines.factorized import _qualifying
+    from experiments.baselines.factorized import _qualifying
     from linnet.tangent.functional import Functional
 
     plain = Functional(network(), "all")
@@ -250,7 +182,7 @@ def test_factorized_gaussian_classifies_and_is_unsure_far_away() -> None:
     assert report.accuracy > 0.9
     assert torch.equal(found(x), found(x))  # type: ignore[arg-type]
     assert found.bounds[-1] > found.bounds[0]
-    assert not any(module._forward_hooks for module in found._function.model.modules())
+    assert not any(module._forward_hooks for module in found.function.model.modules())
 
 
 def test_factorized_gaussian_of_convolutions_runs_and_errors_are_named() -> None:
@@ -330,7 +262,7 @@ def test_last_layer_errors() -> None:
 
 def test_dropout_names_inputs_that_it_cannot_take() -> None:
     net = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2))
-    baseline = linnet.baselines.mc_dropout(net, linnet.likelihoods.Categorical(), samples=2)
+    baseline = mc_dropout(net, linnet.likelihoods.Categorical(), samples=2)
     with pytest.raises(ModelError, match="cannot run on x"):
         baseline.predictive(torch.zeros(4, 5))
 
@@ -344,24 +276,15 @@ def test_inputs_that_no_network_takes_are_named() -> None:
     ffg = factorized_gaussian(
         network(), (x, y), likelihood, linnet.SVI(training=linnet.Training(epochs=1)), samples=2
     )
-    ensemble = deep_ensemble(lambda seed: network(seed=seed), likelihood, members=2)
-    for baseline in (ffg, ensemble):
-        for wrong in (x[:, :2], x > 0):
-            with pytest.raises(ModelError, match="cannot run on x"):
-                baseline(wrong)
-    mixed = deep_ensemble(lambda seed: network(3, 4, 3 + seed), likelihood, members=2)
-    with pytest.raises(ModelError, match=r"shapes \(3,\), \(4,\)"):
-        mixed(x)
+    for wrong in (x[:, :2], x > 0):
+        with pytest.raises(ModelError, match="cannot run on x"):
+            ffg(wrong)
 
 
 @pytest.mark.parametrize("seed", ["one", None, 0.5, True, 2**70])
 def test_seeds_that_are_none(seed: Any) -> None:
     with pytest.raises(InputError, match="seed="):
         mc_dropout(dropout(), L.Categorical(), seed=seed)
-    with pytest.raises(InputError, match="seed="):
-        deep_ensemble(lambda _: network(), L.Categorical(), seed=seed)
-    with pytest.raises(InputError, match="seed="):
-        trained(network, (real(4, 3), torch.arange(4) % 3), L.Categorical(), seed=seed)
 
 
 def test_missing_targets_take_no_part() -> None:
@@ -375,11 +298,6 @@ def test_missing_targets_take_no_part() -> None:
         for data in (kept, (x, t))
     )
     near(all_.mean, some.mean, 1e-8)
-    made = [
-        trained(lambda: network(3, 4, 2), data, likelihood, linnet.Training(epochs=1), prior_precision=1e-9)
-        for data in (kept, (x, t))
-    ]
-    near(*(member[0].weight for member in made), 1e-6)  # type: ignore[index, arg-type]
     t[:8, 1] = math.nan
     short = linnet.SVI(training=linnet.Training(epochs=2))
     bounds = [factorized_gaussian(network(3, 4, 2), (x, t), likelihood, short, samples=2).bounds]

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linnet.baselines.sampled import Baseline
+from experiments.baselines.dropout import Baseline
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing, training_nll
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.params import instance, integer, number
@@ -57,8 +57,8 @@ class FactorizedGaussian(Baseline):
         samples: int,
         seed: int,
     ) -> None:
-        super().__init__(likelihood, [function])
-        self._function, self._samples, self._seed = function, samples, seed
+        super().__init__(likelihood, function)
+        self._samples, self._seed = samples, seed
         self.mean, self.deviation, self.bounds = mean, deviation, bounds
 
     def _sampled(self, x: Inputs) -> Tensor:
@@ -66,8 +66,8 @@ class FactorizedGaussian(Baseline):
         source, found = make_generator(self._seed), []
         for _ in range(self._samples):
             noise = normal(self.mean.shape, source, self.mean.dtype, self.device)
-            theta = self._function.space.to_params(self.mean + self.deviation * noise)
-            found.append(self._function(theta, x))
+            theta = self.function.space.to_params(self.mean + self.deviation * noise)
+            found.append(self.function(theta, x))
         return torch.stack(found)
 
 
