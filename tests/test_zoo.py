@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from linnet.testing import oracles
 from torch import Tensor, nn
 
 from tests import zoo
+from tests.oracles import dense as oracles
 from tests.zoo import BY_NAME, ZOO, assert_near, case, every_animal
 
 
