@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import linnet
-from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError
+from linnet.errors import InputError, MemoryBudgetError
 from tests.fitting.problems import Problem, flat, near, network, problem, real, refused
 from tests.oracles.dense import jacobian_oracle, output_oracle
 
@@ -248,40 +245,6 @@ def test_the_ridge_by_validation_knows_of_equations() -> None:
     refused(InputError, lambda: linnet.audit.ridge_gradient(penalized, P.x, P.y), "penalties")
 
 
-@every_solver
-def test_forgetting_and_updates_keep_the_equations(solver: str) -> None:
-    p, partial = case(solver)
-    fixed = p.fit(ridge=RHO, solver=solver).constrain(X, partial)
-    a, b = held(p, X, partial)
-    smaller = fixed.forget([1, 4])
-    kept = [i for i in range(len(p.x)) if i not in (1, 4)]
-    near(flat(smaller.delta), kkt(p, a, b, kept=kept))
-    near(smaller.predict(X)[~partial.isnan()], partial[~partial.isnan()], 1e-10)
-    back = smaller.update((p.x[[1, 4]], p.y[[1, 4]]))
-    near(flat(back.delta), flat(fixed.delta), 1e-9)
-    near(back.predictive(p.x_test).covariance, fixed.predictive(p.x_test).covariance, 1e-8)
-    near(back.loo()[: len(kept)], fixed.loo()[kept], 1e-9)
-    assert "hold exactly" in back.summary()["reasons"]["constraints"]
-    assert back.summary()["reasons"]["change"] == "added 2 examples"
-
-
-@every_solver
-@pytest.mark.parametrize("weight", [None, 2.0])
-@pytest.mark.thinned(4)
-def test_a_saved_fit_keeps_its_equations(solver: str, weight: float | None, tmp_path: Path) -> None:
-    fixed = S.fit(ridge=RHO, solver=solver).constrain(X, SMALL, weight=weight)
-    fixed.save(tmp_path)
-    back = linnet.load_fit(tmp_path, S.model)
-    near(flat(back.delta), flat(fixed.delta), 1e-12)
-    near(back.predictive(S.x_test).covariance, fixed.predictive(S.x_test).covariance, 1e-9)
-    near(back.loo(), fixed.loo(), 1e-9)
-    assert back.summary()["reasons"] == fixed.summary()["reasons"]
-    new = (S.x[:1] + 1.0, S.y[:1])
-    near(flat(back.update(new).forget([0]).delta), flat(fixed.update(new).forget([0]).delta), 1e-9)
-    again = back.constrain(X_GROUPS, groups=GROUPS)
-    near(flat(again.delta), flat(fixed.constrain(X_GROUPS, groups=GROUPS).delta), 1e-9)
-
-
 def test_old_predictions_are_kept_through_an_update() -> None:
     """Backward compatibility: the updated fit says on chosen inputs what the old one said."""
     old = linnet.fit(P.lin, (P.x[:5], P.y[:5]), ridge=RHO)
@@ -378,41 +341,6 @@ def test_contradictions_name_the_equations_and_the_residual(solver: str) -> None
     x = X_GROUPS[:4]
     error = refused(InputError, lambda: fit.constrain(x, same, [0, 0, 1, 1]), "contradict")
     assert "equal means of output" in str(error) or "output 0 of example" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({}, ["targets and groups"]),
-        ({"targets": OLD[:1]}, ["targets", "(1, 3)", "(2, 3)"]),
-        ({"targets": OLD[:, :2]}, ["targets", "(2, 2)"]),
-        ({"targets": "old"}, ["targets='old'"]),
-        ({"targets": OLD * NAN}, ["targets", "nothing but NaN"]),
-        ({"targets": OLD / 0.0}, ["targets", "infinite", "index 0"]),
-        ({"targets": torch.ones(2, 3, dtype=torch.bool)}, ["targets", "torch.bool"]),
-        ({"groups": [0, 0]}, ["groups names one group only (0)"]),
-        ({"groups": [0, 1]}, ["groups has a single member in group 0"]),
-        ({"groups": [0, 1, 1]}, ["groups", "(3,)", "(2,)"]),
-        ({"groups": [0.0, 1.0]}, ["groups", "float"]),
-        ({"groups": "ab"}, ["groups='ab'"]),
-        ({"targets": OLD, "weight": 0.0}, ["weight=0.0"]),
-        ({"targets": OLD, "weight": -1}, ["weight=-1"]),
-        ({"targets": OLD, "weight": float("inf")}, ["weight=inf"]),
-    ],
-)
-def test_equations_that_cannot_be_used(arguments: dict[str, Any], words: list[str]) -> None:
-    fit = P.fit(ridge=RHO)
-    refused(InputError, lambda: fit.constrain(X, **arguments), *words)
-
-
-def test_inputs_and_labels_that_cannot_be_used() -> None:
-    fit = P.fit(ridge=RHO)
-    bad = X.clone()
-    bad[1, 0] = NAN
-    refused(DataError, lambda: fit.constrain(bad, OLD), "x", "NaN", "index 1")
-    refused(DataError, lambda: fit.constrain(X[:0], OLD[:0]), "x is empty")
-    refused(ModelError, lambda: fit.constrain(real(2, 4), OLD), "x", "(1, 4)")
-    refused(DataError, lambda: fit.constrain(X, torch.tensor([0, 3])), "3", "0 to 2")
 
 
 @every_solver

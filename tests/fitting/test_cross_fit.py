@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import InputError
 from linnet.fitting.centered import with_centered_head
 from linnet.fitting.folds import deal
 from linnet.fitting.head import RECORD, example_hashes
-from tests.fitting.problems import fit_options, near, real, refused
+from tests.fitting.problems import fit_options, near, real
 from tests.grids import grid
 
 X, Y = real(18, 4, seed=1), torch.arange(18) % 3
@@ -147,11 +146,6 @@ def test_the_temperature_is_that_of_held_out_outputs() -> None:
     plain = linnet.with_head(body(), 3, linnet.Probe(ridge=0.3), data=(X, Y))
     fit = linnet.fit(linnet.linearize(plain), (X, Y), ridge=0.5)
     assert crossed_fit.temperature != fit.temperature
-
-
-@pytest.mark.parametrize("count", [1, -1, 19, 2.0, True, "5"])
-def test_numbers_of_folds(count: Any) -> None:
-    refused(InputError, lambda: crossed(count), f"cross_fit={count!r}", "cross_fit=5")
 
 
 def test_a_probe_has_no_folds_unless_it_is_told() -> None:

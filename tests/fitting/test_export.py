@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import InputError, ModelError
+from linnet.errors import ModelError
 from linnet.fitting import Sketch
 from linnet.fitting.export import _off
 from linnet.tangent.batch import take, tensors_in
@@ -82,11 +82,6 @@ def test_the_variance_where_the_bias_alone_moves() -> None:
     x = data(30)[0]
     fit = fitted(["2.bias"])
     torch.testing.assert_close(fit.export(variance=True)(x)[1], fit.predictive(x).variance)
-
-
-def test_a_variance_is_wanted_or_not() -> None:
-    with pytest.raises(InputError, match="variance"):
-        fitted("last-layer").export(variance="yes")
 
 
 def test_torch_saves_and_compiles_the_module(tmp_path: Path) -> None:

@@ -165,40 +165,6 @@ def test_informativeness_is_the_mean_squared_influence(solver: str) -> None:
 # --- what theory says must not change -------------------------------------------------------------
 
 
-def test_repeated_data_with_the_ridge_repeated_has_the_same_solution() -> None:
-    """The objective of k copies with ridge kρ is k times that of one copy with ridge ρ."""
-    p = problem()
-    once = p.fit(ridge=0.3)
-    twice = linnet.fit(p.lin, (torch.cat([p.x, p.x]), torch.cat([p.y, p.y])), ridge=0.6)
-    near(flat(twice.delta), flat(once.delta))
-    near(twice.predict(p.x_test), once.predict(p.x_test))
-    # the noise σ² = ρ rᵀβ / n is that of one copy, and so σ²/ρ halves: the covariance does too
-    near(
-        twice.predictive(p.x_test).covariance / twice.noise,
-        once.predictive(p.x_test).covariance / once.noise / 2,
-    )
-    # left-out examples still have their twin: the fit must be closer to them than without
-    assert (twice.loo()[:7] - p.t).norm() < (once.loo() - p.t).norm()
-
-
-def test_forgetting_one_of_two_copies_is_a_weighted_fit() -> None:
-    p = problem(classes=False)
-    twice = linnet.fit(p.lin, (torch.cat([p.x, p.x[:1]]), torch.cat([p.t, p.t[:1]])), ridge=0.3)
-    near(flat(twice.forget([7]).delta), ridge_oracle(p.j, p.t, p.f0, 0.3))
-    near(flat(twice.forget([0]).delta), ridge_oracle(p.j, p.t, p.f0, 0.3))
-
-
-@every_solver
-def test_permuted_data_permute_the_audits(solver: str) -> None:
-    p, order = problem(), torch.tensor([4, 2, 6, 0, 1, 5, 3])
-    fit = p.fit(ridge=0.3, solver=solver)
-    other = linnet.fit(p.lin, (p.x[order], p.y[order]), ridge=0.3, solver=solver_of(solver, tolerance=1e-13))
-    near(flat(other.delta), flat(fit.delta))
-    near(other.loo(), fit.loo()[order])
-    near(other.influence(p.x_test), fit.influence(p.x_test)[order])
-    near(other.informativeness(), fit.informativeness()[order])
-
-
 def test_one_output_is_scalar_kernel_regression() -> None:
     """With C = 1 every block is a number: leave-one-out is t − β/M_ii."""
     p, rho = problem(outputs=1, classes=False), 0.2

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
-from linnet.errors import DataError, InputError, ModelError
+from linnet.errors import InputError
 from linnet.fitting import OneHot
 from linnet.linear.iterative import Iterative
-from tests.fitting.problems import flat, near, problem, real, refused, solver_of
+from tests.fitting.problems import flat, near, problem, real, refused
 from tests.oracles.dense import jacobian_oracle, leave_one_out_oracle, output_oracle, ridge_oracle
 
 RHO = 0.3
@@ -50,60 +50,6 @@ def test_forgetting_any_set_in_any_problem(left_out: set[int], seed: int) -> Non
     near(smaller.loo(), leave_one_out_oracle(p.j[kept], p.t[kept], p.f0[kept], RHO), 1e-9)
 
 
-@every_solver
-def test_everything_can_be_asked_of_what_is_left(solver: str) -> None:
-    p = problem()
-    kept = without(7, [1, 4])
-    smaller = p.fit(ridge=RHO, solver=solver).forget([4, 1])
-    fresh = linnet.fit(p.lin, (p.x[kept], p.y[kept]), ridge=RHO, solver="dual")
-    for what in ("loo", "informativeness"):
-        near(getattr(smaller, what)(), getattr(fresh, what)(), 1e-9)
-    near(smaller.influence(p.x_test), fresh.influence(p.x_test), 1e-9)
-    near(smaller.predictive(p.x_test).covariance, fresh.predictive(p.x_test).covariance, 1e-9)
-    assert smaller.noise == pytest.approx(fresh.noise, rel=1e-9)
-    assert smaller.temperature == pytest.approx(fresh.temperature, rel=1e-6)
-    if solver == "dual":
-        near(smaller.path([0.1, 1.0]).evidence, fresh.path([0.1, 1.0]).evidence)
-
-
-@every_solver
-def test_forgetting_step_by_step_is_forgetting_at_once(solver: str) -> None:
-    p = problem()
-    fit = p.fit(ridge=RHO, solver=solver)
-    near(flat(fit.forget([1]).forget([3]).delta), flat(fit.forget([1, 4]).delta))
-
-
-@every_solver
-def test_forgetting_and_learning_again(solver: str) -> None:
-    p = problem()
-    fit = p.fit(ridge=RHO, solver=solver)
-    back = fit.forget([2, 5]).update((p.x[[2, 5]], p.y[[2, 5]]))
-    near(flat(back.delta), flat(fit.delta))
-    near(back.predict(p.x_test), fit.predict(p.x_test))
-    assert torch.equal(back.x, p.x[[0, 1, 3, 4, 6, 2, 5]])
-    assert torch.equal(back.labels, p.y[[0, 1, 3, 4, 6, 2, 5]])
-
-
-@every_solver
-def test_learning_in_two_halves_is_learning_at_once(solver: str) -> None:
-    p = problem(n=8)
-    halves = linnet.fit(p.lin, (p.x[:4], p.y[:4]), ridge=RHO, solver=solver_of(solver, tolerance=1e-13))
-    both = halves.update((p.x[4:], p.y[4:]))
-    whole = p.fit(ridge=RHO, solver=solver)
-    near(flat(both.delta), flat(whole.delta))
-    near(both.loo(), whole.loo(), 1e-9)
-    near(both.predictive(p.x_test).covariance, whole.predictive(p.x_test).covariance, 1e-9)
-    assert both.summary()["certificate"] < 1e-11
-    assert halves.n == 4
-
-
-@given(st.integers(3, 7), st.integers(0, 100))
-def test_updates_of_any_size(first: int, seed: int) -> None:
-    p = problem(n=8, classes=False, outputs=2, seed=seed, hidden=3)
-    fit = linnet.fit(p.lin, (p.x[:first], p.t[:first]), ridge=RHO)
-    near(flat(fit.update((p.x[first:], p.t[first:])).delta), ridge_oracle(p.j, p.t, p.f0, RHO))
-
-
 @pytest.mark.parametrize("ridge", ["loo", "gcv", "evidence", 2.5])
 def test_an_update_may_choose_the_ridge_anew(ridge: float | str) -> None:
     p = problem(n=9, classes=False, outputs=2)
@@ -116,12 +62,6 @@ def test_an_update_may_choose_the_ridge_anew(ridge: float | str) -> None:
     assert larger.record.criterion == (ridge if isinstance(ridge, str) else "given")
     assert "ridge" in larger.summary()["reasons"]["change"]
     assert first.ridge == RHO
-
-
-@pytest.mark.parametrize("ridge", [0.0, -1.0, float("nan"), "best"])
-def test_an_update_refuses_what_is_no_ridge(ridge: float | str) -> None:
-    p = problem(classes=False)
-    refused(InputError, lambda: p.fit(ridge=RHO).update((p.x[:2], p.t[:2]), ridge=ridge), "ridge")
 
 
 def test_conjugate_gradients_without_a_kernel_choose_no_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,50 +146,6 @@ def test_the_linearization_of_a_fit_is_its_own(solver: str) -> None:
 
 
 # --- bad input ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("indices", "words"),
-    [
-        ([7], ["7", "0 to 6"]),
-        ([0, -1], ["-1", "0 to 6"]),
-        ([1, 2, 1], ["twice", "1"]),
-        (range(7), ["all 7"]),
-        ([1.0], ["indices have type torch.float"]),
-        ([True, False, True, False, False, False, False], ["torch.bool", "nonzero"]),
-        ("three", ["'three'"]),
-        (None, ["None"]),
-        ({1, 2}, ["{1, 2}"]),
-        ([[1, 2], [3]], ["[[1, 2], [3]]"]),
-    ],
-)
-@every_solver
-@pytest.mark.thinned(6)
-def test_indices_that_cannot_be_forgotten(solver: str, indices: object, words: list[str]) -> None:
-    fit = problem().fit(ridge=RHO, solver=solver)
-    refused(InputError, lambda: fit.forget(indices), "indices", *words)
-
-
-@every_solver
-def test_new_data_that_cannot_be_used(solver: str) -> None:
-    p = problem()
-    fit = p.fit(ridge=RHO, solver=solver)
-    x, y = p.x[:2], p.y[:2]
-    bad = x.clone()
-    bad[1, 0] = float("nan")
-    refused(DataError, lambda: fit.update((x[:0], y[:0])), "data is empty")
-    refused(DataError, lambda: fit.update((bad, y)), "x", "NaN", "index 1")
-    refused(DataError, lambda: fit.update((x, torch.tensor([0, 3]))), "y", "3", "index 1", "0 to 2")
-    refused(DataError, lambda: fit.update((x, y[:1])), "2 inputs", "(1,)")
-    refused(DataError, lambda: fit.update((x, p.t[:2])), "y", "torch.float64")
-    refused(ModelError, lambda: fit.update((real(2, 4), y)), "x", "(1, 4)")
-    refused(InputError, lambda: fit.update(None), "data", "NoneType")
-    refused(InputError, lambda: fit.update((x, torch.zeros(2, 3, dtype=torch.long))), "y", "(2, 3)")
-
-
-def test_regression_cannot_learn_classes() -> None:
-    p = problem(classes=False)
-    refused(DataError, lambda: p.fit().update((p.x[:2], torch.tensor([0, 1]))), "y", "torch.int64")
 
 
 def test_a_network_with_several_outputs_and_examples_without_effect() -> None:

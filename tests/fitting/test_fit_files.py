@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import FileFormatError, InputError
 from linnet.files import save_tensors
-from linnet.fitting import CG, Dual, Nystrom, OneHot
-from tests.fitting.problems import flat, near, network, problem, real, refused
+from linnet.fitting import CG, Nystrom, OneHot
+from tests.fitting.problems import flat, near, network, problem, refused
 from tests.zoo import BY_NAME
 
 P = problem(tests=2)
@@ -47,28 +47,6 @@ def check_same(fit: Any, loaded: Any, x_test: Any, relative: float = 1e-12) -> N
         assert loaded.temperature == pytest.approx(fit.temperature, rel=1e-6)
 
 
-@pytest.mark.parametrize("solver", ["dual", "cg"])
-def test_round_trip(solver: str, tmp_path: Path) -> None:
-    fit, path = saved(tmp_path / "run", solver=solver)
-    assert path == tmp_path / "run" / "linear-fit.safetensors"
-    check_same(fit, linnet.load_fit(path, P.model), P.x_test, 1e-12 if solver == "dual" else 1e-9)
-    for place in (tmp_path / "run", str(tmp_path / "run")):
-        assert linnet.load_fit(place, P.model).n == 7
-
-
-@pytest.mark.parametrize("solver", ["dual", "cg"])
-def test_a_loaded_fit_can_do_all_that_it_could_before(solver: str, tmp_path: Path) -> None:
-    fit, path = saved(tmp_path, solver=solver)
-    loaded = linnet.load_fit(path, P.model)
-    near(flat(loaded.forget([1, 4]).delta), flat(fit.forget([1, 4]).delta))
-    data = real(2, 3, seed=9), torch.tensor([0, 2])
-    near(flat(loaded.update(data).delta), flat(fit.update(data).delta))
-    if solver == "dual":
-        near(loaded.path([0.1]).evidence, fit.path([0.1]).evidence)
-    again = loaded.save(tmp_path / "again")
-    near(flat(linnet.load_fit(again, P.model).delta), flat(fit.delta), 1e-12)
-
-
 def test_what_was_chosen_and_why_is_kept(tmp_path: Path) -> None:
     head = linnet.with_head(network(), 2, data=(P.x, P.y.clamp(max=1)))
     fit = linnet.fit(linnet.linearize(head), (P.x, P.y.clamp(max=1)), ridge="loo", targets=OneHot(4.0))
@@ -84,16 +62,6 @@ def test_settings_of_the_iteration_are_kept(tmp_path: Path) -> None:
     fit, path = saved(tmp_path, solver=CG(1e-9, 77, Nystrom(3)))
     assert linnet.load_fit(path, P.model).system.settings == fit.system.settings
     assert fit.system.settings.max_steps == 77
-
-
-def test_after_a_change(tmp_path: Path) -> None:
-    fit, _ = saved(tmp_path)
-    smaller = fit.forget([0])
-    smaller.save(tmp_path)  # over the old one
-    loaded = linnet.load_fit(tmp_path, P.model)
-    assert loaded.n == 6
-    assert loaded.summary()["reasons"]["change"] == "forgot 1 example"
-    check_same(smaller, loaded, P.x_test)
 
 
 @pytest.mark.parametrize(
@@ -243,24 +211,3 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         fit.forget([0]).save(tmp_path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("wrong", [None, 3, b"fit", ["fit"], ""])
-def test_what_is_no_path(wrong: Any) -> None:
-    fit = P.fit(ridge=0.3)
-    gp = linnet.TangentGP(P.model, linnet.likelihoods.Gaussian(variance=1.0))
-    what = f"directory={wrong!r}"
-    refused(InputError, lambda: fit.save(wrong), what)
-    refused(InputError, lambda: linnet.load_fit(wrong, P.model), what)
-    refused(InputError, lambda: linnet.load_curvature(wrong, P.model), what)
-    refused(InputError, lambda: linnet.load_laplace(wrong, P.model), what)
-    refused(InputError, lambda: linnet.load_gp(wrong, P.model), what)
-    refused(InputError, lambda: gp.fit(P.x, P.t).save(wrong), what)
-    if wrong is not None:
-        refused(InputError, lambda: Dual(wrong), what.replace("directory", "file"))
-
-
-@pytest.mark.parametrize("wrong", [None, "net.pt", {}])
-def test_what_is_no_network(wrong: Any, tmp_path: Path) -> None:
-    saved(tmp_path)
-    refused(InputError, lambda: linnet.load_fit(tmp_path, wrong), f"model is {type(wrong).__name__}")

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
-from linnet.errors import InputError, MemoryBudgetError, NumericalError
 from linnet.fitting import CG, OneHot
 from linnet.fitting import plan as plan_module
 from linnet.fitting.plan import Size
@@ -21,7 +20,7 @@ from linnet.linear.iteration import CGSettings
 from linnet.linear.iterative import Iterative
 from linnet.linear.problem import Problem
 from linnet.tangent import jacobian
-from tests.fitting.problems import flat, near, network, peak_bytes, problem, real, refused, solver_of
+from tests.fitting.problems import flat, near, network, peak_bytes, problem, real, solver_of
 from tests.grids import grid
 from tests.oracles.dense import ridge_oracle
 
@@ -51,13 +50,6 @@ def test_targets_replace_those_made_from_labels() -> None:
     assert torch.equal(fit.labels, p.y)
     other = p.fit(targets=real(7, 3, seed=8))
     assert other.classes is None
-
-
-@pytest.mark.parametrize("targets", [real(7, 2), real(6, 3), real(7), [[1.0]], "one-hot"])
-def test_targets_of_another_shape(targets: Any) -> None:
-    p = problem()
-    shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
-    refused(InputError, lambda: p.fit(targets=targets), "targets", str(shape), "(7, 3)")
 
 
 def test_solver_is_the_one_asked_for() -> None:
@@ -112,20 +104,6 @@ def test_auto_forms_the_kernel_to_choose_a_ridge() -> None:
     assert "every ridge at once" in fit.summary()["reasons"]["solver"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"solver": "dual"}, ["dual fit of 120 equations", 'solver="cg"', "memory="]),
-        ({"ridge": "loo"}, ["primal fit of 38 weights", "ridge as a number"]),
-        ({"memory": 500}, ["500 B", "params=", "memory="]),
-        ({"memory": 500, "solver": "cg"}, ["500 B", "memory="]),
-    ],
-)
-def test_a_budget_too_small(options: dict[str, Any], words: list[str]) -> None:
-    p = problem(n=40)
-    refused(MemoryBudgetError, lambda: p.fit(**{"memory": 40_000, **options}), *words)
-
-
 @pytest.mark.parametrize("ridge", [1.0, "loo"])
 def test_what_a_dual_fit_holds_was_planned(ridge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured allocations stay within 1.2 times the plan, which is not generous either."""
@@ -168,12 +146,6 @@ def test_tolerance_is_reached_and_no_more() -> None:
     assert steps == sorted(set(steps))
 
 
-def test_too_few_steps_are_an_error() -> None:
-    p = problem()
-    with pytest.raises(NumericalError, match=r"linear fit.*after 2 steps.*allow more steps"):
-        p.fit(solver="cg", max_steps=2)
-
-
 def ill_conditioned() -> Any:
     """Inputs of very different scales, so that plain conjugate gradients need many steps."""
     p = problem(n=20)
@@ -199,25 +171,6 @@ def test_a_perfect_preconditioner_takes_one_step() -> None:
     fit = p.fit(solver="cg", ridge=0.3, tolerance=1e-9, preconditioner=Dense(inverse))
     assert fit.system.steps == 1
     assert p.fit(solver="cg", ridge=0.3, tolerance=1e-9).system.steps > 5
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ({"tolerance": 0.0}, ["tolerance", "0.0"]),
-        ({"tolerance": 2.0}, ["tolerance", "2.0"]),
-        ({"tolerance": "small"}, ["tolerance", "'small'"]),
-        ({"max_steps": 0}, ["max_steps", "0"]),
-        ({"rank": -1}, ["rank", "-1"]),
-        ({"rank": 10_000}, ["rank", "10000"]),
-        ({"preconditioner": Dense(torch.eye(3))}, ["preconditioner", "3"]),
-    ],
-)
-def test_settings_that_cannot_be(option: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(InputError) as caught:
-        problem().fit(solver="cg", **option)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert caught.value.expected
 
 
 # --- operations are counted ------------------------------------------------------------------------
@@ -368,17 +321,6 @@ def test_stochastic_gradients_end_at_the_same_weights(preconditioner: str) -> No
     ]
 
 
-def test_stochastic_gradients_that_do_not_end_are_an_error() -> None:
-    refused(
-        NumericalError,
-        lambda: problem(n=60).fit(solver="sgd", max_steps=3),
-        "stochastic gradients",
-        "step limit",
-    )
-    refused(InputError, lambda: problem().fit(solver="sgd", ridge="loo"), 'solver="sgd"', "a number")
-    refused(InputError, lambda: problem().fit(solver="sgd", loss="cross-entropy"), "cross-entropy", "Newton")
-
-
 def test_stochastic_gradients_survive_a_file(tmp_path: Path) -> None:
     p = problem()
     fit = p.fit(solver="sgd", tolerance=1e-8)
@@ -386,3 +328,28 @@ def test_stochastic_gradients_survive_a_file(tmp_path: Path) -> None:
     loaded = linnet.load_fit(tmp_path, p.model)
     assert loaded.solver == "sgd"
     near(loaded.predict(p.x_test), fit.predict(p.x_test), 1e-12)
+
+
+def test_a_ridge_may_be_any_kind_of_number() -> None:
+    p = problem()
+    assert p.fit(ridge=torch.tensor(2.0)).ridge == 2.0
+    assert p.fit(ridge=2).ridge == 2.0
+
+
+@pytest.mark.parametrize("loss", ["squared", "cross-entropy"])
+def test_explicit_targets_of_other_types(loss: str) -> None:
+    """Whether numbers come as booleans or integers does not matter."""
+    p = problem()
+    hot = torch.nn.functional.one_hot(p.y, p.t.shape[1])
+    expected = p.fit(loss=loss, targets=hot.double()).predict(p.x)
+    for targets in (hot.bool(), hot, hot.to(torch.uint64)):
+        torch.testing.assert_close(p.fit(loss=loss, targets=targets).predict(p.x), expected)
+
+
+def test_a_displacement_is_a_copy() -> None:
+    p = problem()
+    fit = linnet.fit(p.lin, (p.x, p.y))
+    before = fit.predict(p.x)
+    for t in fit.displacement().values():
+        t.zero_()
+    assert torch.equal(fit.predict(p.x), before)

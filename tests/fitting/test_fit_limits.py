@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.errors import InputError, ModelError
 from linnet.linear.dual import Spectrum
 from linnet.predictive.temperature import fit_temperature
 
@@ -69,25 +68,3 @@ def test_a_fit_loads_onto_the_linearization_too(tmp_path: Path) -> None:
     fit.save(tmp_path)
     x, _ = data(4, seed=5)
     torch.testing.assert_close(linnet.load_fit(tmp_path, lin).predict(x), fit.predict(x))
-
-
-def test_folders_that_cannot_be_written_are_named(tmp_path: Path) -> None:
-    lin = linnet.linearize(network())
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot be written.*name another folder"):
-        linnet.fit(lin, data(9)).save(tmp_path / "file" / "folder")
-
-
-def test_a_second_batch_of_another_shape_is_refused() -> None:
-    lin = linnet.linearize(network())
-    x, _ = data(5)
-    lin.kernel(x)
-    with pytest.raises(ModelError, match=r"cannot run on x \(float64\(2, 2\)"):
-        lin.kernel(x, x[:, :2])
-
-
-@pytest.mark.parametrize("n", [0, 1.5])
-def test_the_number_of_draws_is_checked(n: float) -> None:
-    fit = linnet.fit(linnet.linearize(network()), data(9))
-    with pytest.raises(InputError, match=f"n={n}"):
-        fit.predictive(data(2)[0]).sample(n)  # type: ignore[arg-type]

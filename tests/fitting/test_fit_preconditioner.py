@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import InputError, MemoryBudgetError, NumericalError
+from linnet.errors import MemoryBudgetError, NumericalError
 from linnet.fitting import CG
 from linnet.linalg import Dense, Diagonal
 from linnet.linear import iterative, preconditioner
@@ -161,17 +161,6 @@ def test_reasons_are_for_conjugate_gradients() -> None:
     assert given.summary()["reasons"]["preconditioner"].startswith("given: an operator, ")
 
 
-def test_a_criterion_solves_in_the_dual_as_before() -> None:
-    fit = P.fit(ridge="loo")
-    assert fit.solver == "dual"
-    refused(
-        InputError,
-        lambda: P.fit(ridge="loo", solver="cg", preconditioner="ekfac"),
-        'solver="cg"',
-        "ridge='loo'",
-    )
-
-
 # --- what is made --------------------------------------------------------------------------------------
 
 
@@ -297,23 +286,6 @@ def test_without_memory_for_it_the_choice_is_none() -> None:
     own = 8 * sum(p.numel() for p in large()[0].parameters()) * 8
     fit = large_fit(0.01, tolerance=1e-3, memory=own + 100)
     assert fit.system.settings.preconditioner == "none"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"preconditioner": "jacobi"}, ["preconditioner='jacobi'", '"nystrom"', '"ekfac"']),
-        ({"preconditioner": 3}, ["preconditioner=3"]),
-        ({"preconditioner": torch.eye(2)}, ["preconditioner="]),
-        ({"preconditioner": "nystrom", "rank": -4}, ["rank=-4"]),
-        ({"preconditioner": Dense(torch.eye(3))}, ["preconditioner", "3"]),
-    ],
-)
-def test_arguments_that_cannot_be(options: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(InputError) as caught:
-        P.fit(solver="cg", **options)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert caught.value.expected
 
 
 def test_names_are_the_documented_ones() -> None:

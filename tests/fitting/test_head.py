@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import DataError, InputError, ModelError
 from linnet.fitting.head import linear_probe
 from linnet.fitting.last_layer import features
 from linnet.linear.targets import make_targets
-from tests.fitting.problems import near, real, refused
+from tests.fitting.problems import near, real
 from tests.oracles.dense import leave_one_out_oracle
 
 RIDGES = [1e-3, 0.3, 20.0]
@@ -264,86 +262,3 @@ def test_leave_one_out_of_a_probe_is_that_of_the_fixed_network() -> None:
 
 
 # --- bad input ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("classes", [0, -1, 2.0, "3", None, True])
-def test_classes(classes: Any) -> None:
-    refused(InputError, lambda: linnet.with_head(body(), classes, "zero"), f"classes={classes!r}", "positive")
-
-
-@pytest.mark.parametrize("init", ["ones", None, "Probe"])
-def test_init(init: Any) -> None:
-    refused(InputError, lambda: linnet.with_head(body(), 3, init, data=(X, Y)), f"init={init!r}", '"probe"')
-
-
-@pytest.mark.parametrize("ridge", [0.0, -1.0, math.nan, "best", None])
-def test_ridge(ridge: Any) -> None:
-    refused(
-        InputError,
-        lambda: linnet.with_head(body(), 3, linnet.Probe(ridge=ridge), data=(X, Y)),
-        f"ridge={ridge!r}",
-    )
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, "15"])
-def test_scale(scale: Any) -> None:
-    refused(
-        InputError,
-        lambda: linnet.with_head(body(), 3, linnet.Probe(scale=scale), data=(X, Y)),
-        f"scale={scale!r}",
-    )
-
-
-@pytest.mark.parametrize("model", ["resnet", None, body().state_dict()])
-def test_what_is_no_network(model: Any) -> None:
-    refused(InputError, lambda: linnet.with_head(model, 3, "zero"), "model", type(model).__name__)
-
-
-def test_a_probe_needs_data() -> None:
-    refused(InputError, lambda: linnet.with_head(body(), 3), 'init="probe" without data', "data=")
-
-
-def test_data_that_cannot_be_used() -> None:
-    bad = X.clone()
-    bad[3, 0] = math.nan
-    head = lambda *data: lambda: linnet.with_head(body(), 3, data=data)  # noqa: E731
-    refused(DataError, head(bad, Y), "x", "index 3")
-    refused(DataError, head(X[:0], Y[:0]), "data is empty")
-    refused(DataError, head(X, Y + 1), "y", "3", "0 to 2")
-    refused(DataError, head(X, torch.ones(12).long()), "one class only")
-    refused(DataError, head(X, Y[:5]), "12 inputs", "(5,)")
-    refused(ModelError, head(real(12, 5), Y), "x", "(1, 5)")
-
-
-class EndsElsewhere(nn.Module):
-    """Its last registered linear layer is not its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.gate = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) * torch.sigmoid(self.gate(x))
-
-
-def test_networks_without_a_linear_head() -> None:
-    refused(
-        ModelError,
-        lambda: linnet.with_head(nn.Conv2d(1, 2, 3), 3, "zero"),
-        "Conv2d",
-        "nn.Linear",
-        "linnet.linearize",
-    )
-    refused(
-        ModelError, lambda: linnet.with_head(nn.Linear(4, 2), 3, "zero"), "single nn.Linear", "nn.Sequential"
-    )
-    elsewhere = EndsElsewhere().double()
-    refused(
-        ModelError,
-        lambda: linnet.with_head(elsewhere, 3, data=(X, Y)),
-        "EndsElsewhere",
-        "gate",
-        "nn.Linear",
-    )
-    softmax = nn.Sequential(body(), nn.Softmax(1))
-    refused(ModelError, lambda: linnet.with_head(softmax, 3, data=(X, Y)), "nn.Linear", "0.2")

@@ -207,25 +207,6 @@ def test_the_body_of_an_encoder_is_not_copied_or_touched() -> None:
     assert torch.equal(encoder.conv.weight, before)
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        (
-            nn.Sequential(nn.Flatten(), nn.Linear(36, 4), nn.Softmax(1)),
-            r"not return what its last nn.Linear \(1\)",
-        ),
-        (
-            nn.Sequential(nn.Flatten(), nn.Linear(36, 4), nn.ReLU()),
-            r"not return what its last nn.Linear \(1\)",
-        ),
-        (nn.Conv2d(1, 3, 3), r"outputs of shape \(4, 3, 4, 4\) that no nn.Linear of it gives"),
-    ],
-)
-def test_what_is_neither_is_refused(model: nn.Module, said: str) -> None:
-    with pytest.raises(ModelError, match=said):
-        linnet.adapt(model.double(), (images(), torch.arange(N) % 2))
-
-
 @pytest.mark.parametrize("kind", ["bert", "pooler", "distilbert", "t5"])
 def test_hidden_states_are_averaged_over_the_attention_mask(kind: str) -> None:
     encoder, x, y = text_encoder(kind), tokens(), torch.arange(N) % 3

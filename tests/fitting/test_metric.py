@@ -222,13 +222,6 @@ def test_what_is_refused() -> None:
     refused(NumericalError, lambda: linnet.with_metric(P.model, g.scaled(0.0)), "mean eigenvalue")
 
 
-def test_what_is_no_displacement() -> None:
-    network, _ = metric()
-    wrong: Any
-    for wrong in (torch.zeros(3), network.epsilon[None], [0.0], {"epsilon": network.epsilon}, "epsilon"):
-        refused(InputError, lambda wrong=wrong: network.displacement(wrong), "epsilon is", "delta")
-
-
 @pytest.mark.parametrize("kinds", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
 def test_a_curvature_of_another_precision(kinds: tuple[torch.dtype, torch.dtype]) -> None:
     own, others = kinds

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import DataError, InputError
+from linnet.errors import InputError
 from tests.fitting.problems import flat, near, real, refused, solver_of
 from tests.oracles.dense import jacobian_oracle
 
@@ -153,16 +153,3 @@ def test_criteria_count_the_positions_that_are_there() -> None:
     for found, expected in ((path.evidence, evidence), (path.gcv, gcv), (path.degrees_of_freedom, degrees)):
         assert float(found) == pytest.approx(expected, rel=1e-9)
     assert fit.system.dual.log_evidence() == pytest.approx(evidence, rel=1e-9)
-
-
-def test_labels_at_positions_that_cannot_be_fitted() -> None:
-    lin, ignored = linnet.linearize(grid()), LABELS.clone()
-    refused(InputError, lambda: linnet.fit(lin, (X, LABELS)), "(9, 3)", "axis=-1")
-    refused(DataError, lambda: linnet.fit(lin, (X, torch.full_like(LABELS, -100)), axis=-1), "no position")
-    ignored[4, 1] = -1
-    refused(DataError, lambda: linnet.fit(lin, (X, ignored), axis=-1), "-1 at [4, 1]", "-100")
-    refused(InputError, lambda: linnet.fit(lin, (X, LABELS), axis=1), "(9, 3)", "(9, 2)", "axis=1")
-    for axis in (3, -3):
-        refused(InputError, lambda axis=axis: linnet.fit(lin, (X, LABELS), axis=axis), f"axis={axis}")
-    refused(InputError, lambda: linnet.fit(lin, (X, LABELS), axis=0), "axis=0", "examples")
-    refused(InputError, lambda: linnet.fit(lin, (X, LABELS), "cross-entropy", axis=-1), "squared")

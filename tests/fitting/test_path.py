@@ -204,13 +204,6 @@ def test_the_path_of_a_fit_without_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     refused(InputError, fit.path, "path", "iterations", "dual")
 
 
-@pytest.mark.parametrize(
-    "ridges", [[], [1.0, 0.0], [-1.0], [math.nan], [math.inf], "small", [[1.0], [2.0, 3.0]]]
-)
-def test_ridges_that_cannot_be(ridges: object) -> None:
-    refused(InputError, lambda: problem().fit().path(ridges), "ridges", str(ridges))
-
-
 def test_ridges_in_any_form() -> None:
     fit = problem().fit()
     expected = fit.path([0.5]).evidence

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import InputError, ModelError
+from linnet.errors import ModelError
 from linnet.fitting.head import features
 from tests.fitting.problems import near, refused
 
@@ -106,11 +106,6 @@ def test_a_head_is_named_where_it_is_not_the_last_layer() -> None:
         assert new.head.out_features == 2
         near(features(new, x), net.body(x).detach(), 1e-6)
     assert linnet.adapt(new, data).predict(x).shape == (8, 2)
-
-
-@pytest.mark.parametrize("head", ["scores", ".*", "(", 3])
-def test_names_that_name_no_one_layer(head: Any) -> None:
-    refused(InputError, lambda: linnet.with_head(Early(), 2, "zero", head=head), "head=", repr(head))
 
 
 def config(name: str, **options: Any) -> nn.Module:

@@ -13,7 +13,7 @@ from linnet.errors import InputError
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
 from linnet.predictive.temperature import fit_moderation, fit_temperature, probabilities
-from tests.fitting.problems import near, real, refused
+from tests.fitting.problems import near, real
 
 
 def gaussian(
@@ -82,16 +82,6 @@ def test_a_certain_prediction_can_be_sampled() -> None:
     ones = GaussianPredictive(mean, torch.ones(2, 3, 3, dtype=torch.float64), Noise(1.0))
     shift = ones.sample(5) - mean
     near(shift, shift[..., :1].expand(5, 2, 3), 1e-2)
-
-
-@pytest.mark.parametrize("n", [0, -3])
-def test_no_draws(n: int) -> None:
-    refused(InputError, lambda: gaussian().sample(n), f"n={n}")
-
-
-def test_regression_has_no_probabilities() -> None:
-    with pytest.raises(InputError, match=r"probabilities.*\.mean and \.variance"):
-        _ = gaussian(temperature=None).probs
 
 
 @given(st.integers(1, 4), st.integers(2, 5), st.floats(0.05, 50.0), st.integers(0, 99))

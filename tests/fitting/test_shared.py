@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from torch import Tensor
 
 import linnet
 from linnet.errors import (
-    DataError,
-    FileFormatError,
     InputError,
     MemoryBudgetError,
     NumericalError,
@@ -23,7 +20,7 @@ from linnet.fitting import Shared, kernel_fit, shared_fit
 from linnet.fitting.folds import deal
 from linnet.fitting.head import example_hashes
 from linnet.fitting.shared_fit import SharedFit
-from tests.fitting.problems import ALPHA, Problem, near, network, problem, real, refused
+from tests.fitting.problems import Problem, near, network, problem, real, refused
 from tests.fitting.test_cross_fit import X, Y, crossed, procedure
 
 N, T, C, RIDGE = 14, 5, 6, 0.7
@@ -151,18 +148,6 @@ def test_leave_one_out_and_influence_are_refits() -> None:
     near(fit.informativeness(), fit.informativeness(p.x), 1e-8)
 
 
-def test_forgetting_and_adding() -> None:
-    p, fit = known(), fitted()
-    less = fit.forget([2, 5])
-    left = [j for j in EVERY if j not in (2, 5)]
-    near(less.predict(p.x_test), solution(p, fit.combinations, RIDGE, left)[N:], 1e-9)
-    near(less.recomputed().predict(p.x_test), less.predict(p.x_test), 1e-9)
-    again = less.update((p.x[[2, 5]], p.y[[2, 5]]))
-    near(again.predict(p.x_test), fit.predict(p.x_test), 1e-9)
-    assert (again.n, again.classes, again.record.reasons["change"]) == (N, C, "added 2 examples")
-    assert again.record.reasons["outputs"] == fit.record.reasons["outputs"]
-
-
 def test_adding_can_take_another_ridge() -> None:
     p = known(classes=False)
     start = linnet.fit(p.lin, (p.x[:9], p.y[:9]), ridge=RIDGE, solver=Shared(2))
@@ -253,19 +238,6 @@ def test_export_and_merge() -> None:
     refused(MemoryBudgetError, small.export, "12 directions of 56 weights")
 
 
-def test_files(tmp_path: Path) -> None:
-    p, fit = known(), fitted()
-    fit.save(tmp_path)
-    for again in (linnet.load_fit(tmp_path, p.model), linnet.load(tmp_path, p.model)):
-        assert isinstance(again, SharedFit)
-        near(again.predict(p.x_test), fit.predict(p.x_test))
-        near(again.forget([1]).predict(p.x_test), fit.forget([1]).predict(p.x_test))
-        near(again.predictive(p.x_test).probs, fit.predictive(p.x_test).probs)
-        assert again.summary()["reasons"] == fit.summary()["reasons"]
-    with pytest.raises(FileFormatError, match="its weights differ"):
-        linnet.load_fit(tmp_path, network(3, 5, C, seed=9))
-
-
 def test_a_ridge_too_small_for_float32_is_solved_in_float64(tmp_path: Path) -> None:
     p = known()
     low = network(3, 5, C).float()
@@ -313,38 +285,3 @@ def test_a_small_budget_is_refused_or_kept() -> None:
     x, t = real(n, 3), real(n, C, seed=1)
     linnet.fit(p.lin, (x, t), solver=Shared(1), memory="200kB")  # where that of all outputs takes a megabyte
     refused(MemoryBudgetError, lambda: linnet.fit(p.lin, (x, t), solver="dual", memory="200kB"), "dual fit")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"loss": "cross-entropy"}, ('solver="shared"', "cross-entropy")),
-        ({"axis": 1}, ("axis=1", 'solver="shared"')),
-        ({"ridge": "best"}, ("ridge=",)),
-        ({"ridge": -1.0}, ("ridge=-1.0",)),
-        ({"targets": real(N, 2)}, ("targets",)),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], words: tuple[str, ...]) -> None:
-    p = known()
-    refused(InputError, lambda: linnet.fit(p.lin, (p.x, p.y), solver="shared", **options), *words)
-
-
-AUDITS: tuple[Any, ...] = (
-    linnet.audit.ridge_path, linnet.audit.tune_ridge, linnet.audit.sketch_error,
-    linnet.spectrum.task_linearity,
-)  # fmt: skip
-
-
-def test_bad_settings_and_questions() -> None:
-    for wrong in (0, -1, 2.5, True, "all"):
-        refused(InputError, lambda wrong=wrong: Shared(combinations=wrong), "combinations=")
-    refused(InputError, lambda: Shared(seed=-1), "seed=")
-    p, fit = known(), fitted()
-    refused(DataError, lambda: fit.predict(p.x * torch.nan), "NaN")
-    refused(InputError, lambda: fit.forget([N]), "indices")
-    refused(DataError, lambda: fit.update((p.x, p.t)), "float")
-    for audit in AUDITS:
-        refused(InputError, lambda audit=audit: audit(fit, p.x), "SharedFit")
-    assert repr(fit).startswith(f"SharedFit(examples={N}, outputs={C}")
-    assert fit.targets.max() == ALPHA

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from linnet.errors import DataError, InputError
 from linnet.linear.targets import ALPHA, make_targets
-from tests.fitting.problems import real, refused
+from tests.fitting.problems import real
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.int8])
@@ -49,50 +46,3 @@ def test_a_vector_of_floats_is_one_output() -> None:
 def test_structured_float_targets_are_flattened() -> None:
     y = real(2, 3, 4)
     assert torch.equal(make_targets(y, outputs=12).values, y.reshape(2, 12))
-
-
-def test_one_class_is_enough_where_classes_are_not_asked_to_vary() -> None:
-    assert make_targets(torch.tensor([1, 1]), outputs=2, varied=False).classes == 2
-    refused(DataError, lambda: make_targets(torch.tensor([1, 1]), outputs=2), "y", "one class only", "1")
-
-
-@pytest.mark.parametrize(
-    ("labels", "words"),
-    [
-        ([0, 3, 1], ("y", "3", "index 1", "0 to 2", "with_head")),
-        ([0, 4, -1], ("y", "1 negative", "-1", "index 2", "from 0", "unique")),
-    ],
-)
-def test_labels_out_of_range(labels: list[int], words: tuple[str, ...]) -> None:
-    refused(DataError, lambda: make_targets(torch.tensor(labels), outputs=3), *words)
-
-
-@pytest.mark.parametrize("y", [torch.tensor([True, False]), torch.tensor([1j, 2j])])
-def test_types_that_are_neither(y: torch.Tensor) -> None:
-    refused(InputError, lambda: make_targets(y, outputs=2), "y", str(y.dtype))
-
-
-def test_labels_with_a_second_axis() -> None:
-    refused(
-        InputError,
-        lambda: make_targets(torch.zeros(3, 2, dtype=torch.long), outputs=2),
-        "y",
-        "(3, 2)",
-        "(N,)",
-    )
-
-
-@pytest.mark.parametrize("shape", [(4,), (4, 2), (4, 2, 2)])
-def test_float_targets_of_another_width(shape: tuple[int, ...]) -> None:
-    refused(InputError, lambda: make_targets(torch.zeros(shape), outputs=3), "y", str(shape), "(N, 3)")
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_targets_that_are_not_finite(value: float) -> None:
-    y = torch.zeros(4, 2)
-    y[2, 1] = value
-    refused(DataError, lambda: make_targets(y, outputs=2), "y", "index 2")
-
-
-def test_empty_labels() -> None:
-    refused(DataError, lambda: make_targets(torch.zeros(0, dtype=torch.long), outputs=2), "y", "0 examples")

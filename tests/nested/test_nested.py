@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import DataError, FileFormatError, InputError, ModelError, NumericalError
+from linnet.errors import NumericalError
 from linnet.fitting import kernel_fit
 from linnet.integrations.pretrained import BUILDERS
 from linnet.linear.targets import Targets, make_targets
@@ -314,63 +313,12 @@ def test_regression_of_several_values() -> None:
     assert fit.temperature is None
 
 
-def test_files(fit: linnet.NestedFit, tmp_path: Path) -> None:
-    fit.save(tmp_path)
-    again = linnet.load_adapted(tmp_path, NET)
-    assert near(again.predict(X), fit.predict(X))
-    assert near(again.forget([1]).predict(X), fit.forget([1]).predict(X))
-    assert again.summary()["reasons"] == fit.summary()["reasons"]
-    other = network()
-    with torch.no_grad():
-        other[0].weight[0, 0, 0, 0] += 1
-    with pytest.raises(FileFormatError, match="weights differ"):
-        linnet.load_adapted(tmp_path, other)
-
-
-def test_a_folder_of_another_kind_of_fit_names_its_reader(fit: linnet.NestedFit, tmp_path: Path) -> None:
-    fit.save(tmp_path)
-    with pytest.raises(InputError, match=r"read it with linnet.load_adapted"):
-        linnet.load_fit(tmp_path, NET)
-
-
 def test_the_network_is_not_touched() -> None:
     net = network().train()
     before = {name: t.clone() for name, t in net.state_dict().items()}
     linnet.adapt(net, (X[:N], Y[:N]))
     assert net.training
     assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "text"),
-    [
-        ({"weight": 1.5}, InputError, "weight=1.5"),
-        ({"ridge": -1.0}, InputError, "ridge=-1.0"),
-        ({"seed": True}, InputError, "seed=True"),
-        ({"model": nn.ReLU()}, ModelError, "no floating-point parameter"),
-        ({"model": 3}, InputError, "model=3"),
-        ({"data": (X[:1], Y[:1])}, DataError, "single example"),
-        ({"data": (X[:3], torch.zeros(3).long())}, DataError, "one class only"),
-        ({"data": (X[:3], torch.tensor([0, 1, -1]))}, DataError, "1 negative label.*numbered from 0"),
-        ({"data": (X[:0], Y[:0])}, DataError, "empty"),
-        ({"data": (X[:3] * torch.nan, Y[:3])}, DataError, "NaN"),
-    ],
-)
-def test_bad_input(change: dict[str, object], error: type[Exception], text: str) -> None:
-    given: dict[str, object] = {"model": NET, "data": (X[:N], Y[:N]), **change}
-    with pytest.raises(error, match=text):
-        linnet.adapt(given.pop("model"), given.pop("data"), **given)  # type: ignore[arg-type]
-
-
-def test_bad_questions(fit: linnet.NestedFit) -> None:
-    with pytest.raises(DataError, match="NaN"):
-        fit.predict(X * torch.nan)
-    with pytest.raises(InputError, match="ridge="):
-        fit.update((X[N:], Y[N:]), ridge="best")
-    with pytest.raises(InputError, match="indices"):
-        fit.forget([N])
-    with pytest.raises(DataError, match="float"):
-        fit.update((X[N:], X[N:].flatten(1)[:, :3]))
 
 
 def test_many_samples_choose_the_share_on_some_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,14 +219,6 @@ def test_rates_at_which_the_network_breaks_are_not_taken(monkeypatch: pytest.Mon
     assert "no learning rate" in fit.record.reasons["verdict"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("weight", 0.5), ("ridge", 0.1)])
-def test_what_folds_choose_cannot_be_given(name: str, value: float) -> None:
-    with pytest.raises(InputError, match=name):
-        linnet.adapt(network(), DATA, tune=True, **{name: value})  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="tune"):
-        linnet.adapt(network(), DATA, tune="yes")  # type: ignore[arg-type]
-
-
 def test_outputs_of_a_fold_are_ridge_regression_on_the_others() -> None:
     root = torch.randn(9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     kernel, t = root @ root.T, root[:, :2].sin()

@@ -224,16 +224,6 @@ def test_log_density_is_that_of_the_noisy_marginal() -> None:
     close(one.log_density(x[:, 0]), one.log_density(x[:, :1]))
 
 
-def test_duplicated_data_are_data_of_half_the_noise() -> None:
-    oracle = dense()
-    x, y = torch.cat([oracle.x, oracle.x]), torch.cat([oracle.y, oracle.y])
-    for way in WAYS.values():
-        twice = TangentGP(oracle.model, Gaussian(variance=0.2), **way).fit(x, y).predictive(oracle.x_test)
-        half = TangentGP(oracle.model, Gaussian(variance=0.1), **way).fit(oracle.x, oracle.y)
-        close(twice.mean, half.predictive(oracle.x_test).mean)
-        close(twice.covariance, half.predictive(oracle.x_test).covariance, 1e-7)
-
-
 def test_outputs_at_positions_and_inputs_by_name() -> None:
     class Sequence(nn.Module):
         def __init__(self) -> None:

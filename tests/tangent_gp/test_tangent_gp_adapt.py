@@ -130,20 +130,6 @@ def test_one_product_a_step_and_one_pass_a_product(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.thinned(3)
-def test_more_data_are_all_data(way: dict[str, Any]) -> None:
-    oracle = dense()
-    x, y = real(5, 3, seed=21), real(5, 2, seed=22)
-    gp = TangentGP(oracle.model, Gaussian(variance=0.2), prior_precision=0.7, **way).fit(oracle.x, oracle.y)
-    every = TangentGP(oracle.model, Gaussian(variance=0.2), prior_precision=0.7, **way)
-    every.fit(torch.cat([oracle.x, x]), torch.cat([oracle.y, y]))
-    more = gp.update(x, y)
-    same(more, every, oracle.x_test)
-    assert more.log_evidence().mean == pytest.approx(every.log_evidence().mean, rel=1e-9)
-    assert gp.summary()["examples"] == 9
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("heteroscedastic", grid((False, True), (True,)))
 @pytest.mark.thinned(6)
 def test_a_saved_process_comes_back(way: dict[str, Any], heteroscedastic: bool, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import linnet
-from linnet.errors import InputError, NumericalError
 from linnet.likelihoods import Gaussian, HeteroscedasticGaussian
 from linnet.linear import lanczos
 from linnet.tangent_gp.tangent_gp import TangentGP
@@ -106,33 +105,6 @@ def test_quadrature_is_right_within_its_error(space: str, monkeypatch: pytest.Mo
     assert again.fit(oracle.x, oracle.y).log_evidence().mean != found.mean
 
 
-def test_tuning_refuses_what_it_cannot_do() -> None:
-    oracle = dense()
-    gp = TangentGP(oracle.model, Gaussian(variance=0.2), "parameter").fit(oracle.x, oracle.y)
-    with pytest.raises(InputError, match="prior=False"):
-        gp.tune(prior=False, noise=False)
-    with pytest.raises(InputError, match="noise='all'"):
-        gp.tune(noise="all")
-    with pytest.raises(InputError, match="per-output"):
-        gp.tune(noise="per-output")
-    with pytest.raises(InputError, match="noise_scale=0"):
-        gp.log_evidence(noise_scale=0)
-
-
-def test_a_kernel_of_zero_says_so() -> None:
-    class Constant(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return 0.0 * (x @ self.weight)
-
-    gp = TangentGP(Constant(), Gaussian(variance=0.2), "function").fit(real(4, 1), real(4, 1, seed=1))
-    with pytest.raises(NumericalError, match="kernel of the data is zero"):
-        gp.tune()
-
-
 def few_points() -> tuple[TangentGP, Tensor, Tensor, float]:
     """Five targets drawn from the process itself, without noise; the floor of their variance."""
     model, x = network(1, 40, 1), torch.linspace(-1, 1, 5, dtype=torch.float64)[:, None]
@@ -175,10 +147,3 @@ def test_the_floor_holds_for_a_fixed_prior() -> None:
         gp.tune(prior=False)
     assert float(variance_of(gp)) == pytest.approx(floor, rel=0.01)
     assert gp.prior_precision == 1.0
-
-
-@pytest.mark.parametrize("share", [-1e-4, 1.0, True, "none"])
-def test_a_floor_that_is_no_share_is_refused(share: object) -> None:
-    gp, x, y, _ = few_points()
-    with pytest.raises(InputError, match="least_noise"):
-        gp.fit(x, y).tune(least_noise=share)  # type: ignore[arg-type]
