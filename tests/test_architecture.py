@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("distribution", "frames", "params", "shown"),
-    ("logged", "memory", "number_types", "plots", "progress"),
+    ("logged", "memory", "number_types", "plots", "progress", "training"),
     ("distributed",),
     ("disk", "limits"),
     ("files",),

@@ -29,7 +29,7 @@ from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_mi
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.params import instance, integer, number
 from linnet.params import seed as checked_seed
-from linnet.posterior.svi import SVI, Climb, divergence
+from linnet.posterior.svi import SVI, divergence, maximize_bound
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gather import gather_data
@@ -135,19 +135,17 @@ def factorized_gaussian(
     source = make_generator(seed)
     drawing = _Drawing(function, take(x, slice(0, 2)), source)
 
-    def step(index: Tensor) -> float:
+    def gradient(index: Tensor) -> float:
         index = index.to(function.device)
         own_x, own_y = take(x, index), y[index]
-        mean.grad = raw.grad = None
-        with torch.enable_grad():
-            s = F.softplus(raw)
-            fitted = sum(training_nll(likelihood, drawing(mean, s, own_x), own_y).sum() for _ in range(draws))
-            bound = -len(y) / (len(index) * draws) * fitted - divergence(mean, s, prior_precision)
-            (-bound).backward()
+        s = F.softplus(raw)
+        fitted = sum(training_nll(likelihood, drawing(mean, s, own_x), own_y).sum() for _ in range(draws))
+        bound = -len(y) / (len(index) * draws) * fitted - divergence(mean, s, prior_precision)
+        (-bound).backward()
         return float(bound.detach())
 
     try:
-        bounds = Climb.of(how, EPOCHS)([mean, raw], len(y), source, step)
+        bounds = maximize_bound(how, EPOCHS, [mean, raw], len(y), source, gradient)
     finally:
         drawing.close()
     found = mean.detach(), F.softplus(raw.detach())

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from linnet.fitting.shared_fit import SharedFit as SharedFit
     from linnet.fitting.sketch import with_sketch as with_sketch
     from linnet.fitting.softmax_fit import SoftmaxFit as SoftmaxFit
-    from linnet.fitting.training import Training as Training
     from linnet.laplace.laplace import Laplace as Laplace
     from linnet.laplace.load import load_laplace as load_laplace
     from linnet.laplace.training import EvidenceSchedule as EvidenceSchedule
@@ -82,6 +81,7 @@ if TYPE_CHECKING:
     from linnet.tangent.preflight import preflight as preflight
     from linnet.tangent_gp.load import load_gp as load_gp
     from linnet.tangent_gp.tangent_gp import TangentGP as TangentGP
+    from linnet.training import Training as Training
 
 __version__ = "0.1.0"
 
@@ -134,7 +134,7 @@ _HOME = {
     "load_finetuned": "linnet.finetuning.finetuned",
     "Recipe": "linnet.finetuning.recipes",
     "ClosedForm": "linnet.finetuning.recipes",
-    "Training": "linnet.fitting.training",
+    "Training": "linnet.training",
     "Run": "linnet.finetuning.run",
     "Augmentation": "linnet.finetuning.augment",
     "KroneckerPreconditioner": "linnet.optim.preconditioner",

@@ -7,7 +7,7 @@ from linnet.finetuning.finetune import finetune
 from linnet.finetuning.finetuned import Finetuned, load_finetuned
 from linnet.finetuning.recipes import ClosedForm, Recipe
 from linnet.finetuning.run import Run
-from linnet.fitting.training import Training
+from linnet.training import Training
 
 __all__ = [
     "Augmentation", "ClosedForm", "Finetuned", "Recipe", "Run", "Training", "finetune", "load_finetuned",

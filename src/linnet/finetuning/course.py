@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet.fitting.training import SCHEDULES
 from linnet.linear.targets import make_targets
 from linnet.params import choice, flag, integer, number
 from linnet.params import seed as checked_seed
+from linnet.training import SCHEDULES
 
 OPTIMIZERS = ("sgd", "adam")
 

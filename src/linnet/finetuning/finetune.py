@@ -25,13 +25,13 @@ from linnet.finetuning.recipes import (
 )
 from linnet.finetuning.run import Run, watched
 from linnet.fitting.last_layer import RECORD
-from linnet.fitting.training import Training, filled
 from linnet.params import instance, no_targets
 from linnet.params import seed as checked_seed
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import require_module, selected
+from linnet.training import Training, filled
 
 
 @in_exact_mode

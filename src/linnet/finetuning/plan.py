@@ -15,9 +15,9 @@ from linnet.finetuning.finetuned import Settings
 from linnet.finetuning.prepared import Shaping
 from linnet.finetuning.recipes import Candidate, Recipe
 from linnet.finetuning.run import Run
-from linnet.fitting.training import Training
 from linnet.linear.targets import doubts, make_targets, task_targets
 from linnet.params import tensor, warn
+from linnet.training import Training
 
 
 @dataclass(frozen=True)

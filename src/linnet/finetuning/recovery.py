@@ -20,12 +20,12 @@ from linnet.finetuning.recipe_runs import RETRIES
 from linnet.finetuning.run import Run, watched
 from linnet.finetuning.trainer import Trainer
 from linnet.fitting.descent import outputs_of
-from linnet.fitting.training import Training, filled
 from linnet.linear.targets import make_targets
 from linnet.params import call, flag
 from linnet.tangent.batch import Inputs, concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import linearize
+from linnet.training import Training, filled
 
 RATE = 0.01  # for networks like the paper's
 DEFAULTS: dict[str, Any] = {

@@ -13,6 +13,8 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from linnet.params import path as checked_path
 from linnet.progress import track
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.hashing import hash_tensors
+from linnet.training import stream, train
 
 KIND = "training"
 
@@ -79,10 +82,18 @@ class Trainer:
         steps = self.course.steps
         was_training = self.module.training
         self.module.train(self.course.training_mode)
-        ahead = range(self.state.step, steps)
+        begin = self.state.step
+        batches = islice(enumerate(self._batches(begin), begin), steps - begin)
+        ahead = track(batches, self.description, steps - begin, self.watched.progress)
+
+        def rate(step: int) -> float:
+            return self.optimization.rate(step, steps)
+
         try:
-            for step in track(ahead, self.description, len(ahead), self.watched.progress):
-                self._step(step)
+            for step, loss in train(self.optimizer, ahead, self._gradient, rate, begin):
+                self.state.curve.add(loss)
+                if step % self.watched.log_every == 0 or step + 1 == steps:
+                    self._note({"loss": loss, "learning_rate": rate(step)}, step)
                 if (step + 1) % self.course.evaluate_every == 0 or step + 1 == steps:
                     self._validate(step + 1)
                 self.state.step = step + 1
@@ -109,12 +120,12 @@ class Trainer:
         scores = {"loss": loss / examples.n}
         return scores | {"accuracy": right / examples.n} if classes else scores
 
-    def _step(self, step: int) -> None:
-        """One step."""
-        x, y = self.data.batch(self._rows(step))
+    def _gradient(self, batch: tuple[int, Tensor]) -> float:
+        """The loss of a step, and the gradients that the optimizer takes."""
+        step, rows = batch
+        x, y = self.data.batch(rows)
         if self.augmentation.kind != "none":
             x = self.augmentation(x, _generator(self.course.seed, step, 1))
-        self.optimizer.zero_grad()
         with _seeded(self.course, step, self.data.device):
             loss = self.objective(outputs_of(self.module, x, self.output), y)
             loss.backward()
@@ -125,7 +136,6 @@ class Trainer:
                 expected="a finite loss",
                 remedy="pass a smaller learning_rate=, or a larger damping= where there is a preconditioner",
             )
-        self.state.curve.add(value)
         for p in self.parameters.values():
             if p.grad is not None and self.objective.weight_decay:
                 p.grad.add_(p.detach(), alpha=self.objective.weight_decay)  # ∇ ½ λ‖p‖²
@@ -133,23 +143,13 @@ class Trainer:
             self.preconditioner.step()
         if self.optimization.clip is not None:
             nn.utils.clip_grad_norm_(list(self.parameters.values()), self.optimization.clip)
-        rate = self.optimization.rate(step, self.course.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        if step % self.watched.log_every == 0 or step + 1 == self.course.steps:
-            self._note({"loss": value, "learning_rate": rate}, step)
+        return value
 
-    def _rows(self, step: int) -> Tensor:
-        """Positions of a step's examples: the stream of shuffled epochs, cut into batches."""
-        n, size = self.data.n, min(self.course.batch_size, self.data.n)
-        start, rows = step * size, []
-        while size:
-            epoch, offset = divmod(start, n)
-            order = torch.randperm(n, generator=_generator(self.course.seed, epoch, 0))
-            rows.append(order[offset : offset + size])
-            start, size = start + len(rows[-1]), size - len(rows[-1])
-        return torch.cat(rows)
+    def _batches(self, begin: int) -> Iterator[Tensor]:
+        """Positions of the examples of each step."""
+        n, seed = self.data.n, self.course.seed
+        order = partial(_order, n, seed)
+        return stream(n, self.course.batch_size, order, begin)
 
     def _validate(self, step: int) -> None:
         """Score the validation examples, and keep the weights if they are the best so far."""
@@ -281,6 +281,11 @@ def _generator(seed: int, counter: int, stream: int) -> torch.Generator:
     """A generator for one epoch's order or one step's randomness."""
     digest = hashlib.sha256(f"{seed} {counter} {stream}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _order(n: int, seed: int, epoch: int) -> Tensor:
+    """Positions of all examples in the order of an epoch."""
+    return torch.randperm(n, generator=_generator(seed, epoch, 0))
 
 
 @contextlib.contextmanager

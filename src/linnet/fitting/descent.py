@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from linnet import params as check
 from linnet.logged import Log
 from linnet.tangent.batch import Inputs, on_device, split, take
 from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments, copied
+from linnet.training import cosine, stream, train
 
 CLIP = 1.0  # largest norm of a gradient; keeps a high rate from destroying a small network
 WARM_UP = 0.1  # share of Adam's steps in which the rate grows: its second moments are noise at first
@@ -58,22 +60,24 @@ class Descent:
             else torch.optim.AdamW(weights, lr=self.rate, weight_decay=0.0)
         )
         generator = torch.Generator().manual_seed(self.seed)
-        n, order = len(y), torch.empty(0, dtype=torch.long)
-        losses: list[Tensor] = []
-        for step in range(self.steps):
-            next(ticks, None)
-            if len(order) < min(self.batch, n):
-                order = torch.cat([order, torch.randperm(n, generator=generator)])
-            rows, order = order[: self.batch].to(y.device), order[self.batch :]
-            optimizer.param_groups[0]["lr"] = self.rate * self._factor(step)
-            optimizer.zero_grad()
-            with torch.enable_grad():
-                loss = loss_of(outputs_of(network, take(x, rows)), y[rows])
-                loss.backward()
+        n = len(y)
+        batches = stream(n, self.batch, lambda _: torch.randperm(n, generator=generator))
+
+        def gradient(rows: Tensor) -> Tensor:
+            rows = rows.to(y.device)
+            loss = loss_of(outputs_of(network, take(x, rows)), y[rows])
+            loss.backward()
             nn.utils.clip_grad_norm_(weights, CLIP)
-            optimizer.step()
+            return loss.detach()
+
+        losses: list[Tensor] = []
+        steps = train(
+            optimizer, islice(batches, self.steps), gradient, lambda step: self.rate * self._factor(step)
+        )
+        for step, loss in steps:
+            next(ticks, None)
             if log is not None:
-                losses.append(loss.detach())
+                losses.append(loss)
                 if len(losses) * self.batch >= n or step + 1 == self.steps:
                     mean = float(torch.stack(losses).mean())
                     log({"loss": mean, "learning_rate": self.rate * self._factor(step)}, step + 1)
@@ -82,10 +86,10 @@ class Descent:
 
     def _factor(self, step: int) -> float:
         """Share of the rate at a step."""
-        cosine = (1 + math.cos(math.pi * step / self.steps)) / 2
+        falling = cosine(step, self.steps)
         if self.optimizer == "sgd":
-            return cosine
-        return min(1.0, (step + 1) / max(1.0, WARM_UP * self.steps)) * cosine
+            return falling
+        return min(1.0, (step + 1) / max(1.0, WARM_UP * self.steps)) * falling
 
 
 def outputs_of(module: nn.Module, x: Inputs, output: OutputAdapter = None) -> Tensor:

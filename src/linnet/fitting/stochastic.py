@@ -23,6 +23,7 @@ from linnet.solvers.cg import relative_residual
 from linnet.solvers.solution import Solution, Status
 from linnet.tangent.batch import take
 from linnet.tangent.jacobian import JacobianOperator, NormalOperator
+from linnet.training import shuffled, train
 
 BATCH = 28  # examples of a step at first; Achille et al., CVPR 2021, section 4
 MOMENTUM = 0.9
@@ -69,15 +70,17 @@ class _Descent:
     def run(self, settings: CGSettings) -> Solution[Tensor]:
         """δ from zero, an epoch after the other."""
         right = self.jacobian.T.mv(self.residual.reshape(-1))
-        velocity, rate = torch.zeros_like(right), 1.0 / self._top(right)
         delta = torch.zeros_like(right)
+        optimizer = torch.optim.SGD([delta], lr=1.0 / self._top(right), momentum=MOMENTUM)
         generator = torch.Generator().manual_seed(0)
+
+        @torch.no_grad()
+        def gradient(index: Tensor) -> None:
+            delta.grad = self._preconditioned(self._gradient(delta, index.to(delta.device)))
+
         batch, steps, residual = min(BATCH, self.n), 0, 1.0 if bool(right.any()) else 0.0
         while settings.tolerance < residual < float("inf") and steps < settings.max_steps:
-            order = torch.randperm(self.n, generator=generator).to(delta.device)
-            for index in order.split(batch):
-                velocity = MOMENTUM * velocity - rate * self._preconditioned(self._gradient(delta, index))
-                delta, steps = delta + velocity, steps + 1
+            steps += sum(1 for _ in train(optimizer, shuffled(self.n, batch, generator), gradient))
             before, residual = residual, relative_residual(self.matrix, delta[:, None], right[:, None])
             batch = min(2 * batch, self.n) if residual > before / 2 else batch
         if residual <= settings.tolerance:

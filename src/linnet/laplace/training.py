@@ -24,6 +24,7 @@ from linnet.params import call, choice, instance, integer, refuse
 from linnet.tangent.batch import Inputs, as_pair, batch_size, on_device, take
 from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
 from linnet.tangent.gather import gather_data
+from linnet.training import shuffled, train
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -135,15 +136,18 @@ def train_with_evidence(
     n = _count(held)
     source = make_generator(seed)
     penalty = _Penalty(la.fit(held))
+
+    def gradient(batch: tuple[Inputs, Tensor]) -> None:
+        x, y = batch
+        f = _outputs(model, on_device(x, place), options.get("output"))
+        # −1/n of the log posterior, in which every example counts s times, over s
+        loss = training_nll(la.likelihood, f, y).mean() + penalty(model) / (la.data_scale * n)
+        loss.backward()
+
     for epoch in range(1, epochs + 1):
         model.train()
-        for x, y in _batches(held, size, source):
-            optimizer.zero_grad()
-            f = _outputs(model, on_device(x, place), options.get("output"))
-            # −1/n of the log posterior, in which every example counts s times, over s
-            loss = training_nll(la.likelihood, f, y).mean() + penalty(model) / (la.data_scale * n)
-            loss.backward()
-            optimizer.step()
+        for _ in train(optimizer, _batches(held, size, source), gradient):
+            pass
         if (epoch > when.burn_in and epoch % when.every == 0) or epoch == epochs:
             options["prior_precision"] = la.prior_precision
             try:
@@ -174,7 +178,7 @@ def _batches(data: Any, size: int, source: torch.Generator | None) -> Iterator[t
         yield from map(as_pair, data)
         return
     x, y = data
-    for index in torch.randperm(len(y), generator=source).split(min(size, len(y))):
+    for index in shuffled(len(y), size, source):
         yield take(x, index), y[index.to(y.device)]
 
 

@@ -10,7 +10,7 @@ begun at μ = 0 and v = −5, with Adam for ten epochs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.errors import DataError, NumericalError
-from linnet.fitting.training import Training, filled
 from linnet.linalg.random import normal
 from linnet.params import integer, number
 from linnet.posterior.model import LinearModel
@@ -26,6 +25,7 @@ from linnet.progress import track
 from linnet.solvers.solution import Estimate
 from linnet.tangent.batch import take
 from linnet.tangent.jacobian import jvp_columns, vjp_columns
+from linnet.training import Training, cosine, filled, shuffled, train
 
 START = -5.0  # of v, supplement A
 EPOCHS = 10
@@ -45,7 +45,7 @@ class SVI:
         InputError: If a value is not positive.
 
     Example:
-        >>> from linnet.fitting.training import Training
+        >>> from linnet.training import Training
         >>> SVI(training=Training(epochs=3)).draws
         1
     """
@@ -61,59 +61,46 @@ class SVI:
         filled(self.training, "SVI", learning_rate=None, batch_size=None, epochs=None)
 
 
-@dataclass(frozen=True)
-class Climb:
-    """Maximization of a bound: Adam, with the learning rate annealed to zero along a cosine."""
-
-    epochs: int  # passes over the data
-    learning_rate: float  # of the first step
-    batch_size: int  # B, examples a step
-    draws: int  # draws of the weights a step
-
-    @classmethod
-    def of(cls, how: SVI, epochs: int) -> Climb:
-        """The settings of an inference, with a default for the number of passes."""
-        given = how.training or Training()
-        rate = 1e-3 if given.learning_rate is None else given.learning_rate
-        return cls(given.epochs or epochs, rate, given.batch_size or 128, how.draws)
-
-    def __call__(
-        self, leaves: list[Tensor], n: int, source: torch.Generator | None, step: Callable[[Tensor], float]
-    ) -> tuple[float, ...]:
-        """Run it."""
-        optimizer = torch.optim.Adam(leaves, lr=self.learning_rate)
-        total, done, bounds = self.epochs * -(-n // self.batch_size), 0, []
-        for _ in track(range(self.epochs), "variational inference"):
-            estimates = []
-            for index in _minibatches(n, self.batch_size, source):
-                # η_t = η/2 (1 + cos πt/T): Loshchilov and Hutter 2017, eq. (5) without restarts
-                optimizer.param_groups[0]["lr"] = (
-                    self.learning_rate / 2 * (1 + math.cos(math.pi * done / total))
-                )
-                try:
-                    estimates.append(step(index))
-                except DataError as error:  # outputs that are NaN
-                    raise NumericalError(
-                        f"the bound is not finite with learning_rate={self.learning_rate}: {error.what}",
-                        "a finite bound",
-                        "lower learning_rate=",
-                    ) from error
-                optimizer.step()
-                done += 1
-            bounds.append(sum(estimates) / len(estimates))
-            if not math.isfinite(bounds[-1]):
-                raise NumericalError(
-                    f"the bound is {bounds[-1]} with learning_rate={self.learning_rate}",
-                    expected="a finite bound",
-                    remedy="lower learning_rate=",
-                )
-        return tuple(bounds)
-
-
-def _minibatches(n: int, size: int, source: torch.Generator | None) -> Iterator[Tensor]:
-    """Every example once, in random order."""
-    device = source.device if source else torch.device("cpu")
-    yield from torch.randperm(n, generator=source, device=device).cpu().split(min(size, n))
+def maximize_bound(
+    how: SVI,
+    epochs: int,
+    leaves: list[Tensor],
+    n: int,
+    source: torch.Generator | None,
+    gradient: Callable[[Tensor], float],
+) -> tuple[float, ...]:
+    """Estimates of the bound, epoch by epoch, as Adam climbs it; ``gradient`` gives that of one batch."""
+    given = filled(how.training, "SVI", learning_rate=1e-3, batch_size=128, epochs=epochs)
+    assert given.learning_rate
+    assert given.batch_size
+    assert given.epochs
+    first, each = given.learning_rate, math.ceil(n / given.batch_size)
+    total = given.epochs * each
+    optimizer, bounds = torch.optim.Adam(leaves, lr=first), []
+    for epoch in track(range(given.epochs), "variational inference"):
+        steps = train(
+            optimizer,
+            shuffled(n, given.batch_size, source),
+            gradient,
+            lambda step: first * cosine(step, total),
+            epoch * each,
+        )
+        try:
+            estimates = [estimate for _, estimate in steps]
+        except DataError as error:  # outputs that are NaN
+            raise NumericalError(
+                f"the bound is not finite with learning_rate={first}: {error.what}",
+                expected="a finite bound",
+                remedy="lower learning_rate=",
+            ) from error
+        bounds.append(sum(estimates) / len(estimates))
+        if not math.isfinite(bounds[-1]):
+            raise NumericalError(
+                f"the bound is {bounds[-1]} with learning_rate={first}",
+                expected="a finite bound",
+                remedy="lower learning_rate=",
+            )
+    return tuple(bounds)
 
 
 def divergence(mean: Tensor, deviation: Tensor, precision: float) -> Tensor:
@@ -140,9 +127,9 @@ def mean_field(model: LinearModel, precision: float, how: SVI, source: torch.Gen
     mean = torch.zeros(function.space.dim, dtype=function.dtype, device=function.device)
     start = START if how.deviation is None else math.log(math.expm1(how.deviation))
     raw = torch.full_like(mean, start)
-    mean.grad, raw.grad = torch.zeros_like(mean), torch.zeros_like(raw)
 
-    def step(index: Tensor) -> float:
+    @torch.no_grad()
+    def gradient(index: Tensor) -> float:
         index, s = index.to(function.device), F.softplus(raw)
         x, y, scale = take(model.x, index), model.y[index], model.n / len(index)
         noise = normal((len(mean), how.draws), source, mean.dtype, mean.device)
@@ -157,7 +144,7 @@ def mean_field(model: LinearModel, precision: float, how: SVI, source: torch.Gen
         fitted = sum(float(likelihood.nll(one, y).sum()) for one in f) / how.draws
         return -scale * fitted - float(divergence(mean, s, precision))
 
-    bounds = Climb.of(how, EPOCHS)([mean, raw], model.n, source, step)
+    bounds = maximize_bound(how, EPOCHS, [mean, raw], model.n, source, gradient)
     return MeanField(mean.detach(), F.softplus(raw), bounds)
 
 

@@ -27,6 +27,7 @@ from linnet.files import save_tensors, write_atomic
 from linnet.fitting.comparisons import nearest_class_mean
 from linnet.plots.measures import ranking
 from linnet.progress import track
+from linnet.training import train
 
 Array = np.ndarray[Any, Any]
 SHOTS = 10
@@ -90,11 +91,13 @@ def _pretrain(x: Tensor, y: Tensor, seed: int) -> nn.Module:
     network = demo_net.digit_net()
     optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(seed)
-    for _ in track(range(_STEPS), "pretraining on the digits 0 to 4"):
-        rows = torch.randint(len(x), (_BATCH,), generator=generator)
-        optimizer.zero_grad()
+    batches = (torch.randint(len(x), (_BATCH,), generator=generator) for _ in range(_STEPS))
+
+    def gradient(rows: Tensor) -> None:
         nn.functional.cross_entropy(network(x[rows]), y[rows]).backward()
-        optimizer.step()
+
+    for _ in track(train(optimizer, batches, gradient), "pretraining on the digits 0 to 4", _STEPS):
+        pass
     return network.eval().requires_grad_(False)
 
 

@@ -1,14 +1,20 @@
-"""The settings of a training run that several functions share."""
+"""Training: one loop for everything that takes steps, the orders of its batches, and its settings."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.params import choice, instance, integer, number
 
 SCHEDULES = ("constant", "cosine")
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +89,49 @@ def filled(training: Training | None, caller: str, **defaults: Any) -> Training:
             )
     length = {"steps", "epochs"} if own.steps or own.epochs else set()
     return replace(own, **{k: v for k, v in defaults.items() if k not in {*own.given, *length}})
+
+
+def train(
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Batch],
+    gradient: Callable[[Batch], Any],
+    rate: Callable[[int], float] | None = None,
+    begin: int = 0,
+) -> Iterator[tuple[int, Any]]:
+    """Take a step for each batch; after each, its number from ``begin`` and what ``gradient`` returned."""
+    # `gradient` is a closure as of `torch.optim`: it leaves in `.grad` what the step takes, and runs with
+    # gradients on. Whoever iterates may log, validate or keep the state between two steps, or stop.
+    for step, batch in enumerate(batches, begin):
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            loss = gradient(batch)
+        if rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = rate(step)
+        optimizer.step()
+        yield step, loss
+
+
+def shuffled(n: int, size: int, source: torch.Generator | None) -> Iterator[Tensor]:
+    """One epoch: positions of every example once, in random order, the last batch as short as it comes."""
+    device = source.device if source else torch.device("cpu")
+    yield from torch.randperm(n, generator=source, device=device).cpu().split(min(size, n))
+
+
+def stream(n: int, size: int, order: Callable[[int], Tensor], begin: int = 0) -> Iterator[Tensor]:
+    """Shuffled epochs one after the other, cut into equal batches, from a batch on; without end."""
+    size = min(size, n)
+    epoch, offset = divmod(begin * size, n)
+    rows = order(epoch)[offset:]
+    while True:
+        while len(rows) < size:
+            epoch += 1
+            rows = torch.cat([rows, order(epoch)])
+        yield rows[:size]
+        rows = rows[size:]
+
+
+def cosine(step: int, steps: int) -> float:
+    """Share of the learning rate at a step of a schedule that ends at zero."""
+    # Source: Loshchilov and Hutter 2017, eq. (5) without restarts
+    return (1 + math.cos(math.pi * step / steps)) / 2
