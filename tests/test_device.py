@@ -277,7 +277,7 @@ def test_what_a_call_waits_for_besides() -> None:
         "path": fit.path,
         "moderation": lambda: fit.predictive(scene.x).probs,
         "mislabeled": lambda: linnet.audit.mislabeled(fit),
-        "hashes": lambda: linnet.tangent.hashing.hash_examples(scene.x),
+        "hashes": lambda: linnet.tangent.batch.hash_examples(scene.x),
     }
     found = {name: counts(call).syncs for name, call in calls.items()}
     assert {name: n for name, n in found.items() if n > most[name]} == {}

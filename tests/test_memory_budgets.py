@@ -21,8 +21,8 @@ from linnet.likelihoods import Categorical, Gaussian
 from linnet.linalg import Diagonal
 from linnet.posterior import linear_posterior
 from linnet.tangent.capture import hollow_capture
+from linnet.tangent.forward_mode import hand_over, largest_difference, product, sketch
 from linnet.tangent.functional import Functional
-from linnet.tangent.streamed import hand_over, largest_difference, product, sketch
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "memory_budgets.py"
 FAST = [("adapt", "mlp", "300MB"), ("fit", "mlp", "300MB"), ("kfac", "mobile", "300MB")]

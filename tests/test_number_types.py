@@ -25,7 +25,7 @@ from linnet.errors import InputError, LinnetError, NumericalError
 from linnet.fitting import Sketch
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.number_types import Precision, current, precision, products_in
-from linnet.tangent import tile
+from linnet.tangent import tiles
 from linnet.tangent.alike import require_alike
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import GramTask, gram, gram_and_own, own_kernels, plan_gram
@@ -114,7 +114,7 @@ def test_rows_in_bfloat16_are_summed_in_float32() -> None:
     """Torch's own product of bfloat16 matrices is rounded to bfloat16; 40,000 columns come in chunks."""
     left, right = real(3, 40_000).bfloat16(), real(4, 40_000, seed=1).bfloat16()
     exact = left.double() @ right.double().T
-    found = tile._product(left, right, None)
+    found = tiles._product(left, right, None)
     size = (left.double().norm(dim=1)[:, None] * right.double().norm(dim=1)).max()
     assert found.dtype == torch.float32
     assert float((found.double() - exact).abs().max() / size) < 10 * SINGLE
@@ -442,7 +442,7 @@ def test_gradients_are_formed_and_multiplied_inside_the_switches(
 @pytest.mark.parametrize("axes", [2, 3])
 def test_products_on_nvidias_processors_are_torchs_widening_ones(axes: int) -> None:
     """Only the operation's name and arguments can be tried without one."""
-    if not tile.WIDENING:
+    if not tiles.WIDENING:
         pytest.skip("torch has no such product yet")
     name = "bmm" if axes == 3 else "mm"
     schema = str(getattr(torch.ops.aten, name).dtype._schema)

@@ -21,13 +21,12 @@ from linnet.fitting.head import with_head
 from linnet.likelihoods import Categorical
 from linnet.linalg import random as random_numbers
 from linnet.metrics.adversarial import fgsm
-from linnet.tangent.budgeted import Fit, treatment_within
 from linnet.tangent.capture import capture, hollow_capture
-from linnet.tangent.features import choose, outline
+from linnet.tangent.features import Fit, choose, outline, treatment_within
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import GramTask, gram, plan_gram
 from linnet.tangent.preflight import preflight
-from linnet.tangent.steps import captured_examples
+from linnet.tangent.tiles import captured_examples
 from tests.curvatures.side_by_side import curvature_of
 from tests.grids import grid
 from tests.hangs import HANGS

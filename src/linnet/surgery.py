@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from linnet.finetuning.bilinear import Bilinear, SquareRootPooling, with_bilinear_head
 from linnet.finetuning.recovery import recover
-from linnet.tangent.rectifiers import CappedLeakyReLU
-from linnet.tangent.surgery import Activation, SurgeryReport, leaky_relu, report
+from linnet.tangent.surgery import Activation, CappedLeakyReLU, SurgeryReport, leaky_relu, report
 
 __all__ = [
     "leaky_relu",

@@ -19,9 +19,9 @@ from linnet.curvatures.treatments import make_sums
 from linnet.distributed import Share
 from linnet.likelihoods import Categorical
 from linnet.tangent.capture import capture_bytes
-from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 from linnet.tangent.plan import expected_plan
+from linnet.tangent.rules import Captured
 from tests.curvatures.curvature_oracles import Problem, families
 from tests.zoo import assert_near, linearized
 

@@ -18,7 +18,7 @@ from linnet.fitting import Sketch
 from linnet.fitting.export import _off
 from linnet.tangent.batch import take, tensors_in
 from linnet.tangent.functional import call_arguments
-from linnet.tangent.sizes import FreeSize, resized
+from linnet.tangent.graph import FreeSize, resized
 from tests import zoo
 from tests.hangs import HANGS
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.likelihoods import Categorical
-from linnet.tangent import channels_last as module
-from linnet.tangent.channels_last import channels_last, forward_trace
+from linnet.tangent import trace as module
 from linnet.tangent.functional import Functional
+from linnet.tangent.trace import channels_last, forward_trace
 from tests.zoo import assert_near
 
 

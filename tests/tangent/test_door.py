@@ -22,7 +22,7 @@ from linnet import audit
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.tangent.door import admit, tensorize
 from linnet.tangent.gather import examples, gather_data
-from linnet.tangent.order import Said
+from linnet.tangent.loaders import Said
 from tests.hostile import doors
 
 N = 12

@@ -14,7 +14,7 @@ from linnet.tangent.capture import capture
 from linnet.tangent.features import Features, Treatment, TreatmentChanged, choose, reduce
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram
-from linnet.tangent.tile import kernel_tile
+from linnet.tangent.tiles import kernel_tile
 from tests.fitting.problems import near, real
 from tests.oracles.dense import kernel_oracle
 from tests.zoo import case

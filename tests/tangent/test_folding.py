@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.tangent.folding import find_folds
+from linnet.tangent.jacobian import find_folds
 from tests.oracles.dense import jacobian_oracle
 
 

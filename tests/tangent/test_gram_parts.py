@@ -18,8 +18,8 @@ import linnet
 from linnet.errors import InputError
 from linnet.spectrum import gram, gram_part
 from linnet.tangent import gram as gram_module
-from linnet.tangent.steps import Sizes, in_order, run_of
 from linnet.tangent.store import GramFile, missing_parts
+from linnet.tangent.tiles import Sizes, in_order, run_of
 from tests.fitting.problems import refused
 from tests.hangs import HANGS
 

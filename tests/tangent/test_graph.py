@@ -9,8 +9,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import ModelError
 from linnet.tangent.functional import call_arguments
-from linnet.tangent.graph import plain_module
-from linnet.tangent.sizes import Prototype
+from linnet.tangent.graph import Prototype, plain_module
 from tests import zoo
 
 # animals with an operation that has no rule, and the operation

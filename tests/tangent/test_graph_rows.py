@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import ModelError
 from linnet.tangent.functional import Functional, call_arguments
+from linnet.tangent.graph import Prototype
 from linnet.tangent.graph_rows import module_with_rows
 from linnet.tangent.jacobian import jacobian
-from linnet.tangent.sizes import Prototype
 from tests import zoo
 
 # animals whose weights enter an operation that has no rule for weights of each example, and what is said

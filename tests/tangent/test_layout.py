@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Size, Tensor
 
-from linnet.tangent.layout import PLAIN, Layout, find_layout, fits
+from linnet.tangent.rules import PLAIN, Layout, find_layout, fits
 from tests.fitting.problems import real
 
 

@@ -25,9 +25,8 @@ from torch.utils.data import (
 )
 
 import linnet
-from linnet.tangent.gather import gather_data
-from linnet.tangent.order import Said
-from linnet.tangent.pairs import pairs
+from linnet.tangent.gather import gather_data, pairs
+from linnet.tangent.loaders import Said
 
 N = 11
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

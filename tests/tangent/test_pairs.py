@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import linnet
 from linnet.errors import DataError, InputError
-from linnet.tangent.gather import gather_data
-from linnet.tangent.pairs import in_batches, pairs
+from linnet.tangent.gather import gather_data, in_batches, pairs
 
 N = 23
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -9,8 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnet.tangent.graph import plain_module
-from linnet.tangent.sizes import MOST, FreeSize, Prototype, Traced, dimensions, in_both, resized, that_run
+from linnet.tangent.graph import (
+    MOST,
+    FreeSize,
+    Prototype,
+    Traced,
+    dimensions,
+    in_both,
+    plain_module,
+    resized,
+    that_run,
+)
 
 X = torch.randn(4, 2, 8, 6, generator=torch.Generator().manual_seed(0))
 AUTO = torch.export.Dim.AUTO

@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import linnet
 from linnet.errors import InputError, LinnetError, ModelError
 from linnet.tangent.modes import differentiable_kernels
-from linnet.tangent.rectifiers import RELU, CappedLeakyReLU
-from linnet.tangent.surgery import SurgeryReport, leaky_relu, report
+from linnet.tangent.surgery import RELU, CappedLeakyReLU, SurgeryReport, leaky_relu, report
 from tests.zoo import BY_NAME, ZOO, assert_near, outputs
 
 SLOPE = 0.3

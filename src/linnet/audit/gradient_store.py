@@ -36,9 +36,8 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, flag, integer, number, part_of, real_type
 from linnet.progress import track
 from linnet.shown import Shown
-from linnet.tangent.batch import EMPTY, batch_size, take
+from linnet.tangent.batch import EMPTY, batch_size, hash_examples, take
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
-from linnet.tangent.hashing import hash_examples
 from linnet.tangent.independence import PROBE
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import (

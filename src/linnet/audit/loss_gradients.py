@@ -31,10 +31,10 @@ from linnet.tangent.batch import (
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.door import answers, taken
 from linnet.tangent.functional import Functional
+from linnet.tangent.gather import pairs, require_targets
 from linnet.tangent.independence import require_own_rows
-from linnet.tangent.order import Said
+from linnet.tangent.loaders import Said
 from linnet.tangent.output_scale import warn_of_scale
-from linnet.tangent.pairs import pairs, require_targets
 
 Pair = tuple[Inputs, Tensor]
 

@@ -25,9 +25,8 @@ from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import function, number, refuse
 from linnet.tangent.batch import is_data_set
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
-from linnet.tangent.gather import gather_data
+from linnet.tangent.gather import gather_data, in_pieces
 from linnet.tangent.linearized import Linearized
-from linnet.tangent.pairs import in_pieces
 from linnet.tangent.selection import Selector, select_parameters
 
 PriorMean = float | str | Mapping[str, Tensor] | None

@@ -23,11 +23,10 @@ from linnet.number_types import products_in
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, tokens_counted
 from linnet.tangent.capture import capture_bytes, capture_parts
-from linnet.tangent.captured import Captured
-from linnet.tangent.channels_last import forward_trace
 from linnet.tangent.functional import Functional
 from linnet.tangent.plan import expected_plan
-from linnet.tangent.trace import Trace, weighed_trace
+from linnet.tangent.rules import Captured
+from linnet.tangent.trace import Trace, forward_trace, weighed_trace
 from linnet.unfinished import Checkpoint
 
 TARGET = 64 << 20  # bytes of one captured batch: more does not run faster where that holds BUSY examples

@@ -23,10 +23,9 @@ from torch.overrides import TorchFunctionMode
 from linnet.curvatures.layers import Layer
 from linnet.linalg.space import Params
 from linnet.tangent.batch import Inputs
-from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.rules import Operand, Result, Use
+from linnet.tangent.rules import Captured, Operand, Result, Use
 
 
 class ChainPass:

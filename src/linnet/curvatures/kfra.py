@@ -29,9 +29,8 @@ from linnet.likelihoods.components import IndependentComponents
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.kronecker import Kronecker
 from linnet.tangent.capture import capture
-from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
-from linnet.tangent.rules import factors
+from linnet.tangent.rules import Captured, factors
 
 HESSIANS = 1 << 22  # numbers in the Λ of some examples at once
 PROBES = 4  # random cotangents from which φ' is found, and on which it is proved

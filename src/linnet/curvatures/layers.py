@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.errors import ModelError
-from linnet.tangent.captured import Captured
-from linnet.tangent.rules import Factors, Use, factors
+from linnet.tangent.rules import Captured, Factors, Use, factors
 
 PRODUCTS = ("linear", "conv", "conv-transposed")
 

@@ -28,8 +28,7 @@ from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import KroneckerEigen
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 from linnet.memory import Plan, parse_bytes, require
-from linnet.tangent.captured import Captured
-from linnet.tangent.rules import Use, factors, padded
+from linnet.tangent.rules import Captured, Use, factors, padded
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,13 +22,12 @@ from linnet.errors import ModelError
 from linnet.linalg.space import ParameterSpace
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, split, take
 from linnet.tangent.capture import capture, capture_bytes
-from linnet.tangent.captured import Captured
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
 from linnet.tangent.jacobian import jvp, jvp_path
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
-from linnet.tangent.rules import OUTER, Factors, Use, factors
+from linnet.tangent.rules import OUTER, Captured, Factors, Use, factors
 from linnet.tangent.trace import weighing
 
 Weigh = Callable[[Tensor, Tensor, slice], Tensor]  # f (N, ...), t (K, N, ...) of some examples to Λ t

@@ -32,6 +32,7 @@ from linnet.tangent.batch import (
     batch_size,
     check_finite,
     concatenate,
+    hash_tensors,
     is_data_set,
     map_tensors,
     require_dense,
@@ -42,11 +43,8 @@ from linnet.tangent.batch import (
 )
 from linnet.tangent.door import as_batch, known_answers, taken, tensorize
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import copied, gather_data
-from linnet.tangent.hashing import hash_tensors
-from linnet.tangent.order import Said, in_order, random_kept
-from linnet.tangent.pairs import as_sample, in_batches, require_targets, side_by_side
-from linnet.tangent.sharded import Sharded, sharded
+from linnet.tangent.gather import as_sample, copied, gather_data, in_batches, require_targets, side_by_side
+from linnet.tangent.loaders import Said, Sharded, in_order, random_kept, sharded
 
 SAMPLES_A_READ = 256  # examples of a Dataset read at once
 FEW = 16  # examples that are kept, to see what kind of outputs they have

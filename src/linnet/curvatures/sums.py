@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linnet.curvatures.layers import Layer
 from linnet.linalg.structured import StructuredOperator
-from linnet.tangent.captured import Captured
+from linnet.tangent.rules import Captured
 
 BLOCK = 128  # rows at once in a product that is symmetric: the half above the diagonal is not computed
 NARROW = 32  # the same for long products on a CPU, of which each is worth its call

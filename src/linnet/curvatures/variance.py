@@ -31,11 +31,10 @@ from linnet.linalg.structured import Diagonal
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size, map_tensors, split, take
 from linnet.tangent.capture import capture, capture_bytes, capture_parts
-from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import examples
 from linnet.tangent.nonfinite import require_finite_products
-from linnet.tangent.rules import Factors, factors
+from linnet.tangent.rules import Captured, Factors, factors
 
 TARGET = 128 << 20  # bytes of one captured batch
 

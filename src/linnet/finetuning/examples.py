@@ -16,6 +16,7 @@ from linnet.tangent.batch import (
     as_pair,
     batch_size,
     concatenate,
+    hash_tensors,
     is_data_set,
     on_device,
     take,
@@ -23,7 +24,6 @@ from linnet.tangent.batch import (
 )
 from linnet.tangent.door import as_batch, taken
 from linnet.tangent.gather import gather_data
-from linnet.tangent.hashing import hash_tensors
 
 EVALUATED = 256  # examples predicted at once
 

@@ -47,7 +47,7 @@ from linnet.fitting.fit import fit
 from linnet.linear.targets import OneHot
 from linnet.logged import Log
 from linnet.optim.preconditioner import KroneckerPreconditioner
-from linnet.tangent.kept_inputs import made_up
+from linnet.tangent.batch import made_up
 from linnet.tangent.linearized import Linearized, linearize
 
 EPOCHS, FEWEST_STEPS = 30, 300

@@ -32,8 +32,8 @@ from linnet.logged import tell
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import path as checked_path
 from linnet.progress import track
+from linnet.tangent.batch import hash_tensors
 from linnet.tangent.functional import OutputAdapter
-from linnet.tangent.hashing import hash_tensors
 from linnet.training import stream, train
 
 KIND = "training"

@@ -35,11 +35,10 @@ from linnet.tangent.batch import Inputs, observed, split, take
 from linnet.tangent.coordinates import Coordinates, moved_network
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, call_arguments
-from linnet.tangent.graph import plain_module
+from linnet.tangent.graph import Axis, Prototype, Traced, plain_module, resized
 from linnet.tangent.graph_rows import module_with_rows
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.sizes import Axis, Prototype, Traced, resized
 
 
 def own_network(module: Linearized) -> tuple[Functional, Params]:

@@ -56,8 +56,8 @@ from linnet.tangent.door import Known
 from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram
 from linnet.tangent.linearized import Linearized, pinned
+from linnet.tangent.loaders import Said
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.order import Said
 from linnet.tangent.output_scale import scale_remarks
 
 LOSSES = ("squared", "cross-entropy")

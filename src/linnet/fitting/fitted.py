@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from linnet import pages
 from linnet.errors import DataError
 from linnet.fitting.export import checked_module
 from linnet.fitting.merged import Merged
@@ -26,12 +25,14 @@ from linnet.predictive.temperature import fit_moderation, fit_temperature
 from linnet.tangent.batch import Inputs, observe, observed, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import gather_data
+from linnet.tangent.graph import Prototype, Traced
+from linnet.tangent.loaders import Said
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.order import Said
-from linnet.tangent.sizes import Prototype, Traced
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from linnet.app.runs.fit_pages import Page
 
 TRACED = 3  # examples on which an exported model is compared with the fit
 
@@ -143,7 +144,7 @@ class Fitted(PredictiveModel):
         *,
         classes: Sequence[str] | None = None,
         title: str = "Linear fit",
-    ) -> pages.Page:
+    ) -> Page:
         """The report page, as the command line writes it: how good, how sure, which examples mattered.
 
         Args:
@@ -154,8 +155,7 @@ class Fitted(PredictiveModel):
             title: Title of the page.
 
         Returns:
-            The page: a notebook shows it inline, and ``save("page.html")`` writes it. Inputs (N, C, H, W)
-            with one or three channels are shown as pictures.
+            The page, which a notebook shows inline.
 
         Raises:
             DataError: If the test samples cannot be used.
@@ -170,7 +170,9 @@ class Fitted(PredictiveModel):
             >>> fit.report("page.html", test, classes=("left", "right"))
             Page('Linear fit')
         """
-        page = pages.of_fit(self, test, classes=classes, title=title)
+        from linnet.app import report_of
+
+        page = report_of(self, test, classes=classes, title=title)
         if file is not None:
             page.save(file)
         return page

@@ -29,11 +29,10 @@ from linnet.memory import Plan
 from linnet.params import flag
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
-from linnet.tangent.batch import Inputs, batch_size, concatenate, take
+from linnet.tangent.batch import Inputs, batch_size, concatenate, hash_examples, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import examples
-from linnet.tangent.hashing import hash_examples
-from linnet.tangent.requests import check_result
+from linnet.tangent.nonfinite import check_result
 
 SHARE = 0.25  # of the memory budget that directions kept for predictions may take
 

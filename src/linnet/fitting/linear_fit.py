@@ -50,9 +50,9 @@ from linnet.tangent.batch import (
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.gather import copied
+from linnet.tangent.graph import Prototype, Traced
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.sizes import Prototype, Traced
 
 
 class LinearFit(SquaredFit):

@@ -23,11 +23,11 @@ from linnet.errors import InputError
 from linnet.fitting.last_layer import RECORD
 from linnet.linalg.stored import to_tensors
 from linnet.params import number
-from linnet.tangent.captured import Captured
+from linnet.tangent.batch import hash_tensors
 from linnet.tangent.coordinates import Coordinates
-from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.rules import Captured
 
 HASHED = 8  # bytes of the hash that tells one metric from another
 

@@ -10,7 +10,7 @@ from linnet.fitting.last_layer import RECORD
 from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
-from linnet.tangent.unused import unused_remark
+from linnet.tangent.independence import unused_remark
 
 HEAD = "the head was fitted on"
 CROSS = "the head is cross-fitted"

@@ -40,8 +40,8 @@ from linnet.params import choice, number
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram, gram_and_own, own_kernels
+from linnet.tangent.graph import Prototype, Traced
 from linnet.tangent.linearized import Linearized
-from linnet.tangent.sizes import Prototype, Traced
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,12 +40,12 @@ from linnet.params import seed as checked_seed
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import Cotangents, capture
-from linnet.tangent.captured import Captured
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.rules import Captured
 
 SAMPLE = 64  # examples on which the kept trace is measured; 256 were 38 % of a sketched fit of 1,000 images
 COLUMNS = 16  # outputs up to which all are differentiated to measure; beyond, as many random combinations

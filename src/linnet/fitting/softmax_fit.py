@@ -52,6 +52,7 @@ from linnet.tangent.batch import (
     Inputs,
     batch_size,
     concatenate,
+    hash_tensors,
     split,
     take,
     tensors_in,
@@ -59,12 +60,11 @@ from linnet.tangent.batch import (
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram, own_kernels
-from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.graph import Prototype, Traced
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.loaders import Said
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.order import Said
-from linnet.tangent.sizes import Prototype, Traced
 
 CHECKED = 3  # examples that are refitted where a ridge is chosen by leave-one-out
 

@@ -23,8 +23,7 @@ from linnet.linalg.kronecker import KroneckerEigen
 from linnet.linalg.structured import Diagonal
 from linnet.tangent.batch import Inputs, split, take
 from linnet.tangent.capture import capture
-from linnet.tangent.channels_last import forward_trace
-from linnet.tangent.trace import trace
+from linnet.tangent.trace import forward_trace, trace
 
 EIGEN = (KroneckerEigen, HalfDiagonal)  # blocks in an eigenbasis
 BLOCK = 128  # examples at once

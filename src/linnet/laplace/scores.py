@@ -31,7 +31,7 @@ from linnet.likelihoods.likelihood import Likelihood
 from linnet.predictive.labels import Labels
 from linnet.predictive.links import log_density
 from linnet.predictive.sampled import SampledPredictive
-from linnet.tangent.captured import Captured
+from linnet.tangent.rules import Captured
 
 LEVERAGE = 0.999
 MOST_GROUPS = 256  # hyper-parameters that the gradient of a validation likelihood is taken in

@@ -23,9 +23,8 @@ from linnet.linear.softmax_loss import ClassLoss
 from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.linear.system import System
 from linnet.solvers.solution import Solution, Status
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, flatten_inputs, unflatten_inputs
 from linnet.tangent.functional import Functional
-from linnet.tangent.kept_inputs import flatten_inputs, unflatten_inputs
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
 

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from linnet.distributed import current
 from linnet.linear.formed_rows import FormedRows, Rows
-from linnet.tangent.batch import Inputs, concatenate, observed, take, tensors_in
+from linnet.tangent.batch import Inputs, concatenate, hash_examples, hash_tensors, observed, take, tensors_in
 from linnet.tangent.functional import Functional, adapt_outputs, call_arguments
-from linnet.tangent.hashing import hash_examples, hash_tensors
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.unfinished import Begun, checkpoint, summing
 

@@ -19,7 +19,7 @@ from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
 from linnet.tangent.batch import Inputs
 from linnet.tangent.door import in_columns
-from linnet.tangent.order import Said
+from linnet.tangent.loaders import Said
 
 Predict = Callable[[Inputs], Any]
 

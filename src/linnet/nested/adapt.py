@@ -25,8 +25,8 @@ from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import OutputAdapter, check_output, without_wrapper
 from linnet.tangent.gather import gather_data
+from linnet.tangent.loaders import Said
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.order import Said
 from linnet.tangent.selection import Selector, selected
 
 HEADS = (

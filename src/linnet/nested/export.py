@@ -33,11 +33,10 @@ from linnet.nested.search import BIAS
 from linnet.nested.weights import Weights
 from linnet.tangent.batch import Inputs, split
 from linnet.tangent.functional import Functional
-from linnet.tangent.graph import plain_module
+from linnet.tangent.graph import Prototype, Traced, plain_module
 from linnet.tangent.graph_rows import module_with_rows
 from linnet.tangent.jacobian import jacobian
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.sizes import Prototype, Traced
 
 
 class _WithBody(nn.Module):

@@ -19,9 +19,9 @@ from linnet.nested.nested_fit import NestedFit
 from linnet.nested.prior import Prior
 from linnet.nested.rungs import Rung
 from linnet.nested.search import Mixture
+from linnet.tangent.batch import unflatten_inputs
 from linnet.tangent.door import Known
 from linnet.tangent.functional import OutputAdapter, copied
-from linnet.tangent.kept_inputs import unflatten_inputs
 from linnet.tangent.matching import given_network, require_outputs, require_weights, saved_output
 
 OTHER = ("made on", "the network that was adapted", "load the same checkpoint into the same network first")

@@ -12,9 +12,8 @@ from torch import Tensor
 from linnet.files import save_tensors
 from linnet.fitting.last_layer import Appended
 from linnet.nested.prior import Prior
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, flatten_inputs
 from linnet.tangent.functional import IDLE
-from linnet.tangent.kept_inputs import flatten_inputs
 
 KIND = "nested-fit"
 TRAINED = "trained."  # start of the names of trained weights

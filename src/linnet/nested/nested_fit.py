@@ -43,7 +43,7 @@ from linnet.params import no_targets
 from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate
 from linnet.tangent.door import Known
 from linnet.tangent.functional import Functional
-from linnet.tangent.sizes import Prototype, Traced
+from linnet.tangent.graph import Prototype, Traced
 
 AVERAGED = (
     f"the mean of {HIDDEN} over its positions, by {MASK} where it is given; output= takes something else"

@@ -21,10 +21,10 @@ from linnet.params import instance, integer, number, refuse
 from linnet.spectrum.kernel_distance import kernel_distance
 from linnet.spectrum.kernel_matrix import check_kernel
 from linnet.tangent.batch import Inputs, check_examples
-from linnet.tangent.captured import Form
 from linnet.tangent.door import tensorize
 from linnet.tangent.gather import copied
 from linnet.tangent.linearized import Linearized, linearize
+from linnet.tangent.rules import Form
 
 LONGEST = 2**63  # steps; more are "never", which is written as None
 

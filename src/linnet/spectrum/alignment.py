@@ -25,13 +25,12 @@ from linnet.spectrum.kernel_matrix import check_inputs, check_kernel, tangent_of
 from linnet.tangent.alike import in_shares, require_alike
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import capture, capture_bytes
-from linnet.tangent.captured import Captured, Form
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import gather_data
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.rules import OUTER, factors
+from linnet.tangent.rules import OUTER, Captured, Form, factors
 
 BLOCK = 256  # rows of a product of gradients and targets, memory permitting
 CHUNK = 2**27  # bytes of derivatives held at once: 2**26 keeps threads waiting, 2**29 takes a quarter more

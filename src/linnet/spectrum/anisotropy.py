@@ -27,12 +27,12 @@ from linnet.shown import Record
 from linnet.solvers.lanczos import eigenpairs
 from linnet.spectrum.kernel_matrix import KERNELS, tangent_of
 from linnet.tangent.batch import EMPTY, check_finite, require_dense, split
-from linnet.tangent.captured import Form
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.rules import Form
 
 BLOCK = 64  # examples of an average differentiated at once
 COLUMNS = 16  # directions multiplied at once

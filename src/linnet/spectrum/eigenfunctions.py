@@ -47,13 +47,13 @@ from linnet.tangent.batch import (
     map_tensors,
     split,
 )
-from linnet.tangent.captured import Form
 from linnet.tangent.door import taken, tensorize
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import copied, gather_data
 from linnet.tangent.gram import gram as _gram
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.rules import Form
 
 INDEFINITE = 1e-3  # share of the largest eigenvalue below zero from which a matrix is no kernel's
 

@@ -14,8 +14,8 @@ from linnet.errors import InputError, NumericalError
 from linnet.spectrum.kernel_matrix import Source, check_kernel, kernel_matrix
 from linnet.tangent.alike import in_shares
 from linnet.tangent.batch import Inputs, batch_size
-from linnet.tangent.captured import Form
 from linnet.tangent.door import tensorize
+from linnet.tangent.rules import Form
 
 ROWS = 1024  # rows of a matrix taken to float64 at once
 

@@ -18,9 +18,9 @@ from linnet.progress import waiting
 from linnet.solvers.lanczos import eigenpairs
 from linnet.spectrum.kernel_matrix import KernelOperator, check_symmetry, flat_gram, stored_operator
 from linnet.tangent.batch import Inputs
-from linnet.tangent.captured import Form
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
+from linnet.tangent.rules import Form
 
 Method = Literal["auto", "lanczos", "matrix-free", "eigh"]
 METHODS = ("auto", "lanczos", "matrix-free", "eigh")

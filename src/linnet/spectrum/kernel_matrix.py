@@ -25,7 +25,6 @@ from linnet.tangent.batch import (
     take,
     tensors_in,
 )
-from linnet.tangent.captured import Form
 from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
@@ -33,6 +32,7 @@ from linnet.tangent.gram import gram_part as _gram_part
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.rules import Form
 
 KERNELS = ("full", "trace", "sum")  # "diagonal" is C kernels, not one
 COLUMNS = 8  # vectors in parameter space held at once

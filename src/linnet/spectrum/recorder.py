@@ -21,11 +21,11 @@ from linnet.spectrum.kernel_distance import centered_alignment, kernel_distance
 from linnet.spectrum.kernel_matrix import check_inputs, check_kernel, flat_gram, gram, tangent_of
 from linnet.spectrum.plots import RecorderPlots
 from linnet.tangent.batch import Inputs, batch_size, check_examples
-from linnet.tangent.captured import Form
 from linnet.tangent.door import taken, tensorize
 from linnet.tangent.gather import copied, gather_data
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.rules import Form
 
 
 @dataclass(frozen=True, repr=False)

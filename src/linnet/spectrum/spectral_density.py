@@ -29,7 +29,7 @@ from linnet.spectrum.kernel_matrix import Source, kernel_matrix, kernel_operator
 from linnet.spectrum.plots import DensityPlots
 from linnet.tangent.alike import in_shares
 from linnet.tangent.batch import Inputs
-from linnet.tangent.captured import Form
+from linnet.tangent.rules import Form
 
 COLUMNS = 16  # Lanczos processes side by side
 

@@ -19,9 +19,8 @@ from linnet.likelihoods.distribution import Distribution
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.stored import to_tensors
 from linnet.number_types import current as precision_in_force
-from linnet.tangent.batch import tensors_in
+from linnet.tangent.batch import hash_tensors, tensors_in
 from linnet.tangent.functional import Functional, require_whole_weights
-from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.linearized import Linearized
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -4,10 +4,13 @@ The first axis of every tensor whose length equals the batch size is the example
 tensors (a mask shared by all examples, a scalar) belong to every example and are passed on as
 they are. A dict that comes as data, from a loader, a data set or as it is, carries the targets as
 ``"labels"`` or ``"label"``; what is left of it is x.
+
+Fingerprints of tensors are made here, and inputs for files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -423,3 +426,62 @@ def check_finite(x: Inputs, name: str) -> None:
             expected="finite numbers",
             remedy="drop or repair these examples",
         )
+
+
+PIECE = 1 << 24  # bytes that are brought into one place at once
+
+
+def hash_tensors(tensors: Iterable[Tensor]) -> str:
+    """A SHA-256 of shapes, types and values."""
+    digest = hashlib.sha256()
+    for t in tensors:
+        digest.update(f"{tuple(t.shape)}{t.dtype}".encode())
+        rows = max(1, PIECE // max(1, t[:1].nbytes)) if t.ndim else 1
+        for part in t.detach().split(rows) if t.ndim else (t.detach(),):
+            plain = part.cpu().contiguous()  # one element of many keeps their stride, though it is contiguous
+            digest.update(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def hash_examples(x: Inputs) -> list[str]:
+    """A fingerprint of every example."""
+    x = on_device(x, torch.device("cpu"))  # in one copy, not one an example
+    return [hash_tensors(tensors_in(part)) for part in split(x, 1)]
+
+
+def flatten_inputs(x: Inputs, prefix: str = "x") -> tuple[dict[str, Tensor], Any]:
+    """Inputs as tensors by path, and their structure."""
+    if isinstance(x, Tensor):
+        return {prefix: x}, "tensor"
+    items = x.items() if isinstance(x, dict) else enumerate(x)
+    tensors: dict[str, Tensor] = {}
+    layout: dict[str, Any] = {"kind": "dict" if isinstance(x, dict) else "tuple", "parts": {}}
+    for key, value in items:
+        found, layout["parts"][str(key)] = flatten_inputs(value, f"{prefix}/{key}")
+        tensors |= found
+    return tensors, layout
+
+
+def unflatten_inputs(tensors: Mapping[str, Tensor], layout: Any, prefix: str = "x") -> Inputs:
+    """The inputs that ``flatten_inputs`` wrote."""
+    if layout == "tensor":
+        return tensors[prefix]
+    parts = {key: unflatten_inputs(tensors, part, f"{prefix}/{key}") for key, part in layout["parts"].items()}
+    return parts if layout["kind"] == "dict" else tuple(parts.values())
+
+
+def made_up(x: Inputs) -> Inputs:
+    """One example with the shapes, types and ranges of a batch, from which no example can be read."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(t: Tensor) -> Tensor:
+        if t.is_floating_point() or t.is_complex():
+            return torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device)
+        largest = int(t.max()) if t.numel() else 0
+        least = min(0, int(t.min())) if t.numel() else 0
+        return torch.randint(least, largest + 1, t.shape, generator=generator).to(t)
+
+    made = map_tensors(drawn, take(x, slice(0, 1)))
+    if isinstance(made, dict) and isinstance(mask := x.get(MASK), Tensor):  # which keeps all positions
+        made[MASK] = torch.full_like(made[MASK], bool((mask > 0).any()))
+    return made

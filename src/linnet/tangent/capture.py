@@ -14,18 +14,15 @@ import torch
 from torch import Tensor
 
 from linnet.tangent.batch import Inputs, take
-from linnet.tangent.captured import Captured, Form
 from linnet.tangent.coordinates import kernel_part, moved_network, pulled_parts
+from linnet.tangent.forward_mode import handed_over, sketch
 from linnet.tangent.functional import Functional
-from linnet.tangent.gradients import exact_rows, use_gradients
+from linnet.tangent.gradients import disagreeing, exact_rows, random_cotangent, use_gradients
 from linnet.tangent.independence import MOST, backwards
-from linnet.tangent.layout import fits
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.nonfinite import require_finite_derivative
 from linnet.tangent.plan import Key, Plan, amend, expected_plan, keyed, plan_for
-from linnet.tangent.proof import disagreeing, random_cotangent
-from linnet.tangent.rules import Use
-from linnet.tangent.streamed import handed_over, sketch
+from linnet.tangent.rules import Captured, Form, Use, fits
 from linnet.tangent.trace import Trace, trace, weighed_trace
 
 Parts = list[Callable[[], Tensor]]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from linnet.errors import InputError
-from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional, padding_rows
-from linnet.tangent.masks import masks_of
+from linnet.tangent.rules import Captured
+from linnet.tangent.selection import masks_of
 
 
 class Coordinates(nn.Module, ABC):

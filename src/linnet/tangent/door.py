@@ -48,7 +48,7 @@ from linnet.tangent.batch import (
     yields,
 )
 from linnet.tangent.functional import FAILURES, Functional, adapt_outputs, call_arguments
-from linnet.tangent.order import Said, random_kept
+from linnet.tangent.loaders import Said, random_kept
 
 IMAGE_MODES = {
     "1": "L", "L": "L", "LA": "RGBA", "P": "RGB", "RGB": "RGB", "RGBA": "RGBA", "CMYK": "RGB", "YCbCr": "RGB",

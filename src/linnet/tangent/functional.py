@@ -28,6 +28,7 @@ from linnet.tangent.batch import (
     ambiguity,
     batch_size,
     example_shapes,
+    hash_tensors,
     map_tensors,
     observed,
     on_device,
@@ -36,10 +37,8 @@ from linnet.tangent.batch import (
     tensors_in,
 )
 from linnet.tangent.forward_mode import Params
-from linnet.tangent.hashing import hash_tensors
-from linnet.tangent.masks import masks_of, set_masks
 from linnet.tangent.modes import alone, differentiable_kernels, has_recurrence, in_exact_mode
-from linnet.tangent.selection import Selector, selected
+from linnet.tangent.selection import Selector, masks_of, selected, set_masks
 
 # what a cache knows that other weights do not change
 STRUCTURAL = frozenset(

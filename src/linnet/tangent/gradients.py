@@ -1,4 +1,12 @@
-"""Reverse mode for many cotangents at once, and for one example at a time."""
+"""Reverse mode for many cotangents at once, and for one example at a time.
+
+Rules are verified on the user's batch. A plan is made on three examples and finds gradients where operations
+read parameters. A network that differentiates itself in its forward pass (forces from an energy, the residual
+of a differential equation) reads its parameters once more in the graph of that gradient, where no operation
+is seen. So the gradient of a random combination of all outputs is summed from the uses, and compared with
+autograd's. Both are multiplied by the same random matrix (:func:`sketch`) once they are formed, so that no
+more than one is held.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linnet.linalg.host import read
 from linnet.tangent.batch import Inputs, split
-from linnet.tangent.forward_mode import Params
+from linnet.tangent.forward_mode import Params, sketch
 from linnet.tangent.functional import Functional
-from linnet.tangent.rules import Use
+from linnet.tangent.rules import Use, pull_back, use_rows
+from linnet.tangent.trace import Trace
 
 
 def use_gradients(
@@ -85,3 +95,66 @@ def exact_rows(function: Functional, x: Inputs, names: Sequence[str], cotangents
         for name, g in zip(names, grads, strict=True):
             collected[name].append(theta[name].new_zeros(u.shape[0], *theta[name].shape) if g is None else g)
     return {name: torch.stack(rows) for name, rows in collected.items()}
+
+
+# Relative to the norm of a parameter's gradient: rules and autograd add many terms in another order.
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
+COARSE = 1e-1  # in half precision
+FLOOR = 1e-2  # of the largest norm: below, gradients may be rounding alone (a bias that a norm takes out)
+
+
+def random_cotangent(outputs: Tensor) -> Tensor:
+    """A fixed random cotangent (1, N, C); the global generator is not touched."""
+    # outputs (N, C)
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(1, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
+
+
+def disagreeing(run: Trace, uses: Sequence[Use], truth: Mapping[str, Tensor | None]) -> set[str]:
+    """Parameters whose gradient is not what their uses add up to."""
+    own: dict[str, list[Use]] = {}
+    for use in uses:
+        for name in use.sources:
+            own.setdefault(name, []).append(use)
+    norms = {name: _norm(g) for name, g in truth.items() if g is not None}
+    missed: dict[str, tuple[float, Tensor]] = {}
+    for name, g in truth.items():  # what the rules give is formed for one parameter at a time
+        summed = _summed(run, name, own.get(name, []))
+        ruled = None if summed is None else sketch(summed)
+        if g is None and ruled is None:
+            continue
+        difference = ruled if g is None else g if ruled is None else ruled - g
+        assert difference is not None
+        missed[name] = (TOLERANCE.get(run.leaves[name].dtype, COARSE), _norm(difference))
+    every = read([*norms.values(), *(difference for _, difference in missed.values())])  # in one wait
+    known = dict(zip(norms, every, strict=False))
+    largest = max(known.values(), default=0.0)
+    return {
+        name
+        for (name, (tolerance, _)), difference in zip(missed.items(), every[len(norms) :], strict=True)
+        if difference > tolerance * (known.get(name, 0.0) + FLOOR * largest)
+    }
+
+
+def _summed(run: Trace, name: str, uses: Sequence[Use]) -> Tensor | None:
+    """The gradient of a parameter over the whole batch: all examples are positions of a single one."""
+    total: Tensor | None = None
+    for use in uses:
+        rows = use_rows(use, 1)
+        part = (rows if use.direct else pull_back(rows, use.target, run.leaves[name]))[0]
+        total = part if total is None else total + part
+    return total
+
+
+def _norm(t: Tensor) -> Tensor:
+    """The Euclidean norm, summed in double precision where single might overflow or lose digits."""
+    norm: Tensor = torch.linalg.vector_norm(t.detach(), dtype=torch.promote_types(t.dtype, torch.float32))
+    return norm
+
+
+def sharing(names: set[str], uses: Sequence[Use]) -> set[str]:
+    """The names with all parameters that go into a use along with them."""
+    found = set(names)
+    while more := {name for use in uses if found & set(use.sources) for name in use.sources} - found:
+        found |= more
+    return found

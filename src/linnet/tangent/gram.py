@@ -31,20 +31,48 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.number_types import products_in
 from linnet.params import choice, part_of
 from linnet.progress import track
-from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, example_shapes, take, tensors_in
-from linnet.tangent.budgeted import Fit, treatment_within
+from linnet.tangent.batch import (
+    EMPTY,
+    Inputs,
+    batch_size,
+    check_finite,
+    example_shapes,
+    hash_tensors,
+    take,
+    tensors_in,
+)
 from linnet.tangent.capture import capture_bytes, capture_parts_for_products, hollow_capture
 from linnet.tangent.capture import capture_for_products as capture  # gradients are only multiplied here
-from linnet.tangent.captured import Form
-from linnet.tangent.features import Features, Outline, Treatment, TreatmentChanged, outline, reduce
+from linnet.tangent.features import (
+    Features,
+    Fit,
+    Outline,
+    Treatment,
+    TreatmentChanged,
+    outline,
+    reduce,
+    treatment_within,
+)
 from linnet.tangent.functional import Functional
-from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.nonfinite import refuse_overflow, require_finite_products
 from linnet.tangent.plan import PROBES
-from linnet.tangent.steps import Range, Sizes, Step, captured_examples, dealt, in_order, ranges, run_of
+from linnet.tangent.rules import Form
 from linnet.tangent.store import GramFile, Writer, begun_sizes, checked_name, discard
-from linnet.tangent.tile import kernel_tile, own_tile, own_traces, tile_bytes
+from linnet.tangent.tiles import (
+    Range,
+    Sizes,
+    Step,
+    captured_examples,
+    dealt,
+    in_order,
+    kernel_tile,
+    own_tile,
+    own_traces,
+    ranges,
+    run_of,
+    tile_bytes,
+)
 from linnet.unfinished import keeper
 
 OUTPUTS = ("full", "trace", "diagonal", "sum")

@@ -22,10 +22,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from linnet.errors import LinnetError, ModelError
 from linnet.tangent.batch import batch_size, tensors_in
 from linnet.tangent.functional import Functional
-from linnet.tangent.graph import finished, flat_values, name_of, network_graph
+from linnet.tangent.graph import Prototype, Traced, finished, flat_values, name_of, network_graph
 from linnet.tangent.graph_rules import bind, normalized
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.sizes import Prototype, Traced
 
 FinishRows = Callable[[Tensor, Sequence[Tensor]], Any]  # from f₀(x) (N, C), and J(x) (N, C, *shape) by weight
 

@@ -19,7 +19,6 @@ from linnet.linalg.space import ParameterSpace, Vector
 from linnet.number_types import Precision
 from linnet.params import choice, instance, refuse, tensor
 from linnet.tangent.batch import Inputs
-from linnet.tangent.captured import Form
 from linnet.tangent.door import taken
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, OutputAdapter, tensors_by_name
@@ -27,7 +26,8 @@ from linnet.tangent.gather import examples
 from linnet.tangent.gram import gram
 from linnet.tangent.jacobian import jacobian, jvp, jvp_columns, linearity_gap, vjp_columns
 from linnet.tangent.modes import import_compiler
-from linnet.tangent.requests import check_given, check_result, explained, finite_numbers
+from linnet.tangent.nonfinite import check_given, check_result, explained, finite_numbers
+from linnet.tangent.rules import Form
 from linnet.tangent.selection import Selector
 
 

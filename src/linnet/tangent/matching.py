@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from linnet.errors import FileFormatError, InputError, LinnetError, ModelError
 from linnet.linalg.finite import is_finite
-from linnet.tangent.batch import Inputs, take
+from linnet.tangent.batch import Inputs, flatten_inputs, take, unflatten_inputs
 from linnet.tangent.functional import FAILURES, Functional, OutputAdapter, check_output, without_wrapper
-from linnet.tangent.kept_inputs import flatten_inputs, unflatten_inputs
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import require_module
 

@@ -3,24 +3,29 @@
 The derivative of a root, a norm or a logarithm at 0 is infinite, and products of large gradients overflow.
 All derivatives pass ``capture``, ``jvp`` and ``vjp_columns``, and their products ``gram``; these look at what
 they return, at the cost of one sum, and come here when it is not finite.
+
+Types and shapes of inputs and vectors are looked at before a pass. Whether numbers are finite is read from
+the result, which tells it at the cost of one sum: a network may turn an infinite input (a mask) into finite
+outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from linnet.errors import LinnetError, NumericalError
+from linnet.errors import DataError, LinnetError, NumericalError
 from linnet.linalg.finite import is_finite
-from linnet.tangent.batch import Inputs, batch_size, check_finite, map_tensors, place_of, split, take
+from linnet.params import refuse, tensor
+from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, map_tensors, place_of, split, take
 from linnet.tangent.coordinates import moved_network
 from linnet.tangent.functional import Functional
-from linnet.tangent.gradients import batched_grad, use_gradients
+from linnet.tangent.gradients import batched_grad, random_cotangent, use_gradients
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.proof import random_cotangent
 from linnet.tangent.trace import trace
 
 FOUND = ("plans", "plans by shape", "proved", "jvp")  # what a cache knows of derivatives
@@ -156,3 +161,48 @@ def _in_float64(function: Functional, example: Inputs) -> bool:
         return _sound(function.in_float64(), example)
     except (LinnetError, RuntimeError):  # a network that casts by itself
         return False
+
+
+def check_given(x: Inputs) -> None:
+    """Raise unless x holds examples."""
+    if batch_size(x) == 0:
+        raise DataError("x is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
+
+
+@contextmanager
+def explained(function: Functional, x: Inputs) -> Iterator[None]:
+    """Say what is wrong with x where a pass over it fails."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    check_given(x)
+    try:
+        yield
+    except LinnetError:
+        check_finite(map_tensors(lambda t: t.detach(), x), "x")  # the likelier cause, where it is there
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+        function.check_runs(x)  # says what is wrong with x, if x is what is wrong
+        raise
+
+
+def check_result(function: Functional, x: Inputs, result: Tensor, given: Iterable[Tensor] = ()) -> None:
+    """Raise if a result is not finite, unless a vector that was given is not."""
+    if torch.compiler.is_compiling() or unread(result) or is_finite(result):
+        return
+    refuse_derivative(function, x)
+    if all(map(is_finite, given)):
+        raise NumericalError(
+            f"products of derivatives and vectors overflow {str(result.dtype).removeprefix('torch.')}",
+            expected="finite products",
+            remedy=WIDER,
+        )
+
+
+def finite_numbers(name: str, value: Any, expected: str, remedy: str) -> Tensor:
+    """A dense tensor of finite real numbers."""
+    found = tensor(name, value, expected, remedy)
+    wrapped = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(found)
+    if not wrapped and not is_finite(found):
+        refuse(f"{name}, which holds NaN or infinite values,", value, expected, remedy)
+    return found

@@ -18,17 +18,19 @@ from torch import Tensor
 
 from linnet.linalg.host import read
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
-from linnet.tangent.captured import Captured
-from linnet.tangent.forward_mode import Params
+from linnet.tangent.forward_mode import Params, hand_over, largest, largest_difference, sketch
 from linnet.tangent.functional import Functional
-from linnet.tangent.gradients import batched_grad
-from linnet.tangent.independence import Seen, only_of, require_independence, require_own_gradients
-from linnet.tangent.layout import Layout, find_layout
-from linnet.tangent.proof import sharing
-from linnet.tangent.rules import Use, example_axes
-from linnet.tangent.streamed import hand_over, largest, largest_difference, sketch
+from linnet.tangent.gradients import batched_grad, sharing
+from linnet.tangent.independence import (
+    Seen,
+    only_of,
+    require_independence,
+    require_one_function,
+    require_own_gradients,
+    settle_unused,
+)
+from linnet.tangent.rules import Captured, Layout, Use, example_axes, find_layout
 from linnet.tangent.trace import Trace, weighed_trace
-from linnet.tangent.unused import require_one_function, settle_unused
 
 PROBES = 3  # examples traced at once to prove a plan
 HIDDEN = "it is read where no operation is seen"

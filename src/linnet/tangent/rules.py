@@ -11,19 +11,66 @@ use and g the gradient of the outputs at its result, the gradient of example n i
 
 Index letters: n example, k cotangent (K of them), s position, c output and d input features,
 r group of a grouped convolution.
+
+Networks move and merge the example axis: sequence-first layers have it second, a flattened
+(N·S, d) has it outermost of a merged axis, attention projections (S·N, d) innermost. A layout
+says which axis holds the examples and on which side of the merge they are; it is found by
+experiment (``find_layout``), never by guessing from shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Size, Tensor
 
-from linnet.tangent.layout import PLAIN, Layout
+from linnet.tangent.forward_mode import Params
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The example axis of a tensor, possibly merged with others."""
+
+    axis: int = 0  # which axis holds the examples
+    outer: bool = True  # whether the examples are the outer part of that axis: (N·m) rather than (m·N)
+
+    def examples_first(self, t: Tensor, n: int, skip: int = 0) -> Tensor:
+        """Move the examples to axis ``skip`` and what was merged with them to the next."""
+        axis = self.axis + skip
+        merged = t.shape[axis] // n
+        parts = (n, merged) if self.outer else (merged, n)
+        t = t.reshape(*t.shape[:axis], *parts, *t.shape[axis + 1 :])
+        example, other = (axis, axis + 1) if self.outer else (axis + 1, axis)
+        return t.movedim((example, other), (skip, skip + 1))
+
+
+PLAIN = Layout()  # examples on the first axis, nothing merged with them
+
+
+def find_layout(per_example: Tensor, candidates: Iterable[int], n: int) -> Layout | None:
+    """The layout under which the gradient of each example's output stays with that example."""
+    # per_example (n, *shape)
+    shape = per_example.shape[1:]
+    possible = [Layout(axis, outer) for axis in candidates for outer in (True, False) if fits(shape, axis, n)]
+    return next((layout for layout in possible if _separates(per_example, layout, n)), None)
+
+
+def fits(shape: Size, axis: int, n: int) -> bool:
+    """Whether n examples can be on that axis."""
+    return axis < len(shape) and shape[axis] > 0 and shape[axis] % n == 0
+
+
+def _separates(per_example: Tensor, layout: Layout, n: int) -> bool:
+    """Whether gradients vanish outside each example's own part."""
+    blocks = layout.examples_first(per_example, n, skip=1).reshape(n, n, -1)  # (cause, place, rest)
+    sizes = blocks.abs().amax(2)
+    return bool((sizes - sizes.diag().diag() == 0).all())
+
 
 EDGE = Any  # torch.autograd.graph.GradientEdge
 
@@ -284,3 +331,45 @@ def pull_back(rows: Tensor, target: Tensor, source: Tensor) -> Tensor:
     if pulled is None:
         return rows.new_zeros(n, k, *source.shape)
     return pulled.view(n, k, *source.shape)
+
+
+Form = Literal["full", "trace", "diagonal", "sum"]
+
+
+@dataclass(eq=False)
+class Captured:
+    """One batch, differentiated."""
+
+    n: int  # number of examples
+    outputs: Tensor  # f₀(x), (N, C)
+    uses: list[Use]  # uses with their gradients g, those that the plan takes
+    leaves: Params  # the tracked parameters
+    exact: Params  # per-example gradients (N, K, *shape) of the parameters outside every rule
+    k: int  # number of cotangents
+
+    @cached_property
+    def _by_parameter(self) -> dict[str, list[Use]]:
+        """The uses of each parameter, sorted once."""
+        found: dict[str, list[Use]] = {}
+        for use in self.uses:
+            for name in use.sources:
+                found.setdefault(name, []).append(use)
+        return found
+
+    def by_parameter(self) -> dict[str, list[Use]]:
+        """The uses of each parameter."""
+        return self._by_parameter
+
+    def rows(self, name: str, only: int | None = None) -> Tensor:
+        """Gradient of every example, or of one alone, and cotangent in one parameter, (N, K, *shape)."""
+        if name in self.exact:
+            return self.exact[name] if only is None else self.exact[name][only : only + 1]
+        leaf = self.leaves[name]
+        total: Tensor | None = None
+        for use in self._by_parameter.get(name, []):
+            part = use_rows(use, self.n) if only is None else example_row(use, self.n, only)
+            part = part if use.direct else pull_back(part, use.target, leaf)
+            total = part if total is None else total + part
+        if total is None:  # the gradient vanishes here
+            return leaf.new_zeros(self.n if only is None else 1, self.k, *leaf.shape)
+        return total

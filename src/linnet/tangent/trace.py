@@ -4,6 +4,10 @@ Uses are caught where torch functions are called, not where modules are defined:
 tied weights and plain arithmetic are seen like ``nn.Linear``. Three marks travel with tensors:
 *data* (depends on the inputs), *from* (computed from tracked parameters alone, such as ``w.t()``
 or a normalized weight) and *transpose of*. A call that mixes data with a tracked tensor is a use.
+
+CPUs convolve and pool images faster whose channels are side by side in memory. Only strides change, and
+operations pass them on: the numbers are those of the plain pass up to rounding. It is used where the outputs
+and what the last layer reads are wanted, and no derivative goes further back.
 """
 
 from __future__ import annotations
@@ -16,13 +20,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from linnet.tangent.batch import Inputs, batch_size, example_shapes, map_tensors
+from linnet.tangent.batch import Inputs, batch_size, example_shapes, map_tensors, tensors_in
 from linnet.tangent.forward_mode import Params
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import STRIDES_KEPT, Functional
 from linnet.tangent.modes import first_order, in_exact_mode
 from linnet.tangent.operations import REPEATING, describe
 from linnet.tangent.rules import Operand, Result, Use
@@ -290,3 +294,44 @@ def _with_keyword_defaults(composite: types.FunctionType, scope: dict[str, Any])
 
 
 _attention_body = _without_override_check(F.multi_head_attention_forward)
+
+
+KEY = "channels last"
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """Images with their channels last in memory, also where there is one; other tensors as they are."""
+    if not _is_image(x):
+        return x
+    _, c, h, w = x.shape
+    # one channel lies in memory as if it were first: only strides say that it is last
+    return x.contiguous(memory_format=torch.channels_last).as_strided(x.shape, (c * h * w, 1, w * c, c))
+
+
+def forward_trace(function: Functional, x: Inputs) -> Trace:
+    """A traced pass, with channels last where there are images and convolutions and the network runs so."""
+    if not _helps(function, x):
+        return trace(function, x)
+    kept = STRIDES_KEPT.set(True)
+    try:
+        return trace(function, map_tensors(channels_last, x))
+    except RuntimeError:  # a view of what is no longer in one piece
+        function.cache[KEY] = False
+    finally:
+        STRIDES_KEPT.reset(kept)
+    return trace(function, x)
+
+
+def _helps(function: Functional, x: Inputs) -> bool:
+    """Whether convolutions may see images, on a CPU."""
+    if function.device.type != "cpu" or not any(map(_is_image, tensors_in(x))):
+        return False
+    if KEY not in function.cache:
+        function.cache[KEY] = any(isinstance(module, nn.Conv2d) for module in function.model.modules())
+    found: bool = function.cache[KEY]
+    return found
+
+
+def _is_image(x: Tensor) -> bool:
+    """Whether a tensor may hold images."""
+    return x.ndim == 4 and x.dtype == torch.float32

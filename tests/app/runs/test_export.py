@@ -16,7 +16,7 @@ from linnet.app import cli
 from linnet.app.runs import exporting
 from linnet.app.runs.folder import SavedRun, load_run, load_test
 from linnet.errors import DependencyError, InputError, ModelError
-from linnet.tangent.sizes import Prototype
+from linnet.tangent.graph import Prototype
 from tests.app.runs.test_questions import NAMES, linnet
 from tests.hangs import HANGS
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.app.data import ImageTransform, Standardize
+from linnet.app.report.wording import duration
 from linnet.app.runs.folder import SavedRun
 from linnet.app.runs.place import check_new_file
 from linnet.distribution import install_command
@@ -25,10 +26,17 @@ from linnet.memory import format_bytes
 from linnet.nested.nested_fit import NestedFit
 from linnet.predictive.temperature import probabilities
 from linnet.progress import waiting
-from linnet.report.wording import duration
 from linnet.tangent.batch import take
-from linnet.tangent.graph import network_graph, plain_module
-from linnet.tangent.sizes import MOST, FreeSize, Prototype, dimensions, free_sizes, that_run
+from linnet.tangent.graph import (
+    MOST,
+    FreeSize,
+    Prototype,
+    dimensions,
+    free_sizes,
+    network_graph,
+    plain_module,
+    that_run,
+)
 
 RECORD = "linnet.json"  # the name of the description in a .pt2 file
 _NEEDED = {".onnx": ("onnx", "onnxscript"), ".pt2": ()}
