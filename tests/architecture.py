@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -163,31 +163,21 @@ def undeclared_floors(tree: Tree, floors: tuple[tuple[str, ...], ...]) -> list[s
     ]
 
 
-def less(edges: dict[str, set[str]], allowed: Mapping[str, str]) -> dict[str, set[str]]:
-    """A graph without what some modules may import: that name and all below it."""
-    return {
-        module: {one for one in targets if not f"{one}.".startswith(f"{allowed.get(module, '/')}.")}
-        for module, targets in edges.items()
-    }
-
-
-def upward_imports(
-    tree: Tree, floors: tuple[tuple[str, ...], ...], allowed: Mapping[str, str] | None = None
-) -> list[str]:
-    """Imports of the same floor (another part of it) or of a floor above, but for those that are allowed."""
+def upward_imports(tree: Tree, floors: tuple[tuple[str, ...], ...]) -> list[str]:
+    """Imports of the same floor (another part of it) or of a floor above."""
     rank = {name: level for level, floor in enumerate(floors) for name in floor}
     return [
         f"{module} imports {target}, which is not below it"
-        for module, targets in less(graph(tree), allowed or {}).items()
+        for module, targets in graph(tree).items()
         for target in sorted(targets)
         if floor_of(module) != floor_of(target)
         and rank.get(floor_of(target), len(floors)) >= rank.get(floor_of(module), -1)
     ]
 
 
-def cycles(tree: Tree, allowed: Mapping[str, str] | None = None) -> list[str]:
-    """Import cycles, found by depth-first search, but for imports that are allowed."""
-    edges, done, found = less(graph(tree), allowed or {}), set[str](), list[str]()
+def cycles(tree: Tree) -> list[str]:
+    """Import cycles, found by depth-first search."""
+    edges, done, found = graph(tree), set[str](), list[str]()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
         if module in path:

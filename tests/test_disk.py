@@ -19,11 +19,11 @@ from torch import nn
 import linnet
 from linnet import disk
 from linnet.app import cli
-from linnet.app.report import Run, write_report
 from linnet.app.runs.queries import write_rows
 from linnet.disk import process_mark, reserve
 from linnet.errors import DiskSpaceError, InputError
 from linnet.files import load_tensors, remove_partial, save_tensors, write_atomic, write_json, write_text
+from linnet.report import Run, write_report
 from linnet.tangent.store import GramFile
 from tests.fitting.problems import refused
 

@@ -20,12 +20,12 @@ from experiments.lqf.tasks import PAIRS, Pair, accuracy, load, log_loss
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 from linnet.app.runs.adaptation import choose_head
-from linnet.app.runs.evaluation import predict
 from linnet.app.runs.folder import temperatures_of
-from linnet.app.runs.kinds import loo_log_loss
 from linnet.app.runs.settings import Solving
 from linnet.app.runs.solving import solve
 from linnet.fitting.centered import with_centered_head
+from linnet.report.evaluation import predict
+from linnet.report.kinds import loo_log_loss
 
 LOSSES = ("squared", "cross-entropy")
 SHOTS = 10

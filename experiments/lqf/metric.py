@@ -19,12 +19,12 @@ import linnet
 from experiments.lqf.tasks import PAIRS, Data, Pair, accuracy, load, log_loss
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
-from linnet.app.runs.evaluation import predict
 from linnet.app.runs.folder import temperatures_of
-from linnet.app.runs.kinds import loo_log_loss
 from linnet.fitting import Dual
 from linnet.fitting.centered import with_centered_head
 from linnet.likelihoods import Gaussian
+from linnet.report.evaluation import predict
+from linnet.report.kinds import loo_log_loss
 
 SHOTS = 10
 HEADS = ("probe", "random")

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from linnet import pages
+
 if TYPE_CHECKING:
     from linnet import audit as audit
     from linnet import continual as continual
@@ -149,6 +151,9 @@ _NAMESPACES = (
 )  # fmt: skip
 
 __all__ = ["__version__", *_HOME, *_NAMESPACES]
+
+# fit.report() is made by a layer above that of fits, which is imported when it is first called
+pages.of_fit = lambda *given, **options: import_module("linnet.report.of_fit").page(*given, **options)
 
 
 def __getattr__(name: str) -> Any:

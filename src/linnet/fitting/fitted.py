@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from linnet import pages
 from linnet.errors import DataError
 from linnet.fitting.export import checked_module
 from linnet.fitting.merged import Merged
@@ -31,8 +32,6 @@ from linnet.tangent.modes import in_exact_mode
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-    from linnet.app.runs.fit_pages import Page
 
 TRACED = 3  # examples on which an exported model is compared with the fit
 
@@ -144,7 +143,7 @@ class Fitted(PredictiveModel):
         *,
         classes: Sequence[str] | None = None,
         title: str = "Linear fit",
-    ) -> Page:
+    ) -> pages.Page:
         """The report page, as the command line writes it: how good, how sure, which examples mattered.
 
         Args:
@@ -155,7 +154,8 @@ class Fitted(PredictiveModel):
             title: Title of the page.
 
         Returns:
-            The page, which a notebook shows inline.
+            The page: a notebook shows it inline, and ``save("page.html")`` writes it. Inputs (N, C, H, W)
+            with one or three channels are shown as pictures.
 
         Raises:
             DataError: If the test samples cannot be used.
@@ -170,9 +170,7 @@ class Fitted(PredictiveModel):
             >>> fit.report("page.html", test, classes=("left", "right"))
             Page('Linear fit')
         """
-        from linnet.app import report_of
-
-        page = report_of(self, test, classes=classes, title=title)
+        page = pages.of_fit(self, test, classes=classes, title=title)
         if file is not None:
             page.save(file)
         return page

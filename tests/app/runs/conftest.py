@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from linnet.app import cli
-from linnet.app.report import figures, task_kernel
+from linnet.report import figures, task_kernel
 from tests.app.runs.small_tasks import write_nets, write_pictures, write_table
 
 

@@ -15,8 +15,8 @@ import pytest
 import linnet
 from linnet.app import cli
 from linnet.app.runs.folder import load_run
-from linnet.app.runs.kinds import loo_log_loss
 from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.report.kinds import loo_log_loss
 from tests.app.runs.small_tasks import write_nets, write_pictures, write_table
 from tests.hangs import HANGS
 

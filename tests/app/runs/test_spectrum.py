@@ -13,9 +13,9 @@ import pytest
 
 from linnet.app import cli
 from linnet.tangent import gram as gram_module
-from tests.app.report.test_page import Page
 from tests.app.runs.small_tasks import write_nets, write_pictures, write_table
 from tests.hangs import HANGS
+from tests.report.test_page import Page
 
 PART = ["--model", "nets.py:conv", "--data", "pictures.npz", "--kernel", "k.npy"]
 

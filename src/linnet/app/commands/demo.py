@@ -18,10 +18,10 @@ def demo(*, out: Path = Path("runs/demo"), seed: int = 0, overwrite: bool = Fals
         Scores of the fit and of what it is compared with, how many flipped labels were found, and scores
         before and after forgetting.
     """
-    from linnet.app.report import Comparison
     from linnet.app.runs.demonstration import FLIPPED, adapt_digits, forget_flipped, prepare
     from linnet.app.runs.place import check_out, clear_run
     from linnet.app.runs.summary import print_adaptation, print_change
+    from linnet.report import Comparison
 
     check_out(out)
     if overwrite:

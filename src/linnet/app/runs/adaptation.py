@@ -14,19 +14,14 @@ from torch import Tensor, nn
 
 from linnet.app.data import TaskData, load_data
 from linnet.app.models import load_model
-from linnet.app.report import Comparison, Reliability, Scores
-from linnet.app.report.wording import number
-from linnet.app.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.app.runs.folder import (
     Origin,
     SavedRun,
     TestSource,
     TrainingSamples,
     interrupted_run,
-    temperatures_of,
     test_digest,
 )
-from linnet.app.runs.kinds import PROBE, cross_fitted, loss_of, name_of
 from linnet.app.runs.metrics import choose_metric, in_metric
 from linnet.app.runs.normalization import normalized
 from linnet.app.runs.place import KERNEL_FILE, check_out, made_folder
@@ -50,6 +45,10 @@ from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.tuning import HEAD_SCALE, tuned
 from linnet.predictive.temperature import fit_temperature, probabilities
 from linnet.progress import waiting
+from linnet.report import Comparison, Reliability, Scores
+from linnet.report.evaluation import Predictions, predict, reliability, score_classes, score_values
+from linnet.report.kinds import PROBE, cross_fitted, loss_of, name_of, temperatures_of
+from linnet.report.wording import number
 from linnet.spectrum.kernel_matrix import gram_part
 from linnet.tangent.batch import hash_examples, split
 from linnet.tangent.functional import OWN_SHAPE, Functional

@@ -12,17 +12,18 @@ import numpy as np
 import torch
 
 from linnet.app.data import TaskData
-from linnet.app.report import Comparison, FitRecord, Forgetting, Notes, Run, Scores, Timing, TrainingSet
-from linnet.app.report.wording import duration, number, percent
-from linnet.app.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.app.runs.folder import SavedRun, TrainingSamples, load_test, test_digest
-from linnet.app.runs.kinds import Fit, certificate_of, in_closed_form, refit_arguments, solved_anew
 from linnet.app.runs.naming import find_samples, named
 from linnet.app.runs.newdata import NewSamples
-from linnet.app.runs.pages import choices, facts, further, held_out, place_of, seen, suspects, training_set
+from linnet.app.runs.pages import further, place_of
 from linnet.errors import DataError, InputError
 from linnet.fitting.fit import fit as fit_linear
 from linnet.fitting.kernel_fit import KernelFit
+from linnet.report import Comparison, FitRecord, Forgetting, Notes, Run, Samples, Scores, Timing, TrainingSet
+from linnet.report.evaluation import Predictions, predict, reliability, score_classes, score_values
+from linnet.report.kinds import Fit, certificate_of, in_closed_form, refit_arguments, solved_anew
+from linnet.report.reading import choices, facts, held_out, suspects, training_set
+from linnet.report.wording import duration, number, percent
 from linnet.tangent.batch import hash_examples
 from linnet.tangent.linearized import Linearized
 
@@ -176,12 +177,13 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     if change.removed:
         told = suspects(before.fit) if in_closed_form(before.fit) else ((), None, "")
         doubted, by_chance, limits = told
-        train = TrainingSet(seen(before.samples), None, doubted, None, forgotten, by_chance, limits)
+        train = TrainingSet(before.shown, None, doubted, None, forgotten, by_chance, limits)
     rows = tuple(row for row, _ in scores)
     test = None
     if task is not None and shown is not None:
-        chosen: list[int] | None = [] if change.removed else None
-        test = held_out(after, task.test, shown, task.image_mode is not None, chosen)
+        images = task.test.x if task.image_mode else None
+        samples = Samples(images, task.test.y, task.test.ids)
+        test = held_out(after, samples, shown, task.test.x, explain=not change.removed)
     diagrams = () if task is None else tuple(
         reliability(row.name, found.probs, task.test.y) for row, found in scores if found.probs is not None
     )  # fmt: skip

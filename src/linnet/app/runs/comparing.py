@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from linnet.app.report import Comparison
-from linnet.app.report.wording import number
 from linnet.app.runs.folder import TestSource, tested
 from linnet.app.runs.summary import score_table
 from linnet.errors import FileFormatError, InputError
 from linnet.files import read_json
+from linnet.report import Comparison
+from linnet.report.wording import number
 
 Array = np.ndarray[Any, Any]
 _RESULT = "result.json"

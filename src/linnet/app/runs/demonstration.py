@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from linnet.app.data import TaskData, load_data
 from linnet.app.models import load_model
-from linnet.app.report import Comparison, DoubtedLabel, TrainingSet
 from linnet.app.runs import demo_net
 from linnet.app.runs.adaptation import Adaptation, adapt
 from linnet.app.runs.changes import Change, forget, report_change
 from linnet.app.runs.folder import keep_fit, save_run
-from linnet.app.runs.pages import doubts, write
+from linnet.app.runs.pages import write
 from linnet.app.runs.settings import Network, Settings, Source
 from linnet.app.runs.summary import keep_adaptation
 from linnet.examples import load_digits
@@ -27,6 +26,8 @@ from linnet.files import save_tensors, write_atomic
 from linnet.fitting.comparisons import nearest_class_mean
 from linnet.plots.measures import ranking
 from linnet.progress import track
+from linnet.report import Comparison, DoubtedLabel, TrainingSet
+from linnet.report.kinds import contradiction
 from linnet.training import train
 
 Array = np.ndarray[Any, Any]
@@ -168,7 +169,7 @@ def forget_flipped(files: Files, out: Path, seed: int) -> tuple[Recall, dict[str
 
 def _forget_doubtful(found: Adaptation, wrong: tuple[int, ...]) -> tuple[Change, Recall]:
     """Forget as many of the most doubtful samples as labels were flipped."""
-    order, ids = ranking(doubts(found.run.fit)), found.run.samples.ids
+    order, ids = ranking(contradiction(found.run.fit).cpu().numpy()), found.run.samples.ids
     recall = Recall(tuple(ids[i] for i in wrong), tuple(ids[i] for i in order[:FLIPPED]))
     return forget(found.run, recall.inspected, verify=True), recall
 

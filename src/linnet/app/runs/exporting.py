@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from linnet.app.data import ImageTransform, Standardize
-from linnet.app.report.wording import duration
 from linnet.app.runs.folder import SavedRun
 from linnet.app.runs.place import check_new_file
 from linnet.distribution import install_command
@@ -26,6 +25,7 @@ from linnet.memory import format_bytes
 from linnet.nested.nested_fit import NestedFit
 from linnet.predictive.temperature import probabilities
 from linnet.progress import waiting
+from linnet.report.wording import duration
 from linnet.tangent.batch import take
 from linnet.tangent.graph import (
     MOST,

@@ -25,7 +25,6 @@ from linnet import params
 from linnet.app.data import ImageTransform, Standardize, TaskData, load_data
 from linnet.app.data.columns import Table
 from linnet.app.models import apply_weights, load_model
-from linnet.app.runs.kinds import Fit, in_closed_form
 from linnet.app.runs.lock import check_free, writing
 from linnet.app.runs.place import RECORD, REPLAY, check_still, clear_run, note_record
 from linnet.app.runs.trust import absolute_spec, check_run, remember_run
@@ -43,6 +42,8 @@ from linnet.nested.adapt import load_adapted
 from linnet.nested.features import with_random_heads
 from linnet.nested.nested_files import KIND as NESTED
 from linnet.nested.nested_fit import NestedFit
+from linnet.report import Samples
+from linnet.report.kinds import Fit, cross_fitted, in_closed_form, temperatures_of
 from linnet.tangent.batch import take
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.functional import check_output
@@ -132,6 +133,31 @@ class SavedRun:
         temperatures = temperatures_of(fit) if in_closed_form(fit) else self.temperatures
         return replace(self, fit=fit, samples=samples, temperatures=temperatures)
 
+    @property
+    def shown(self) -> Samples:
+        """The training samples, for a page."""
+        return Samples(self.samples.images, self.samples.answers, self.samples.ids)
+
+    @property
+    def scale(self) -> Standardize | None:
+        """The scale of regression targets."""
+        return self.transforms[1]
+
+    @property
+    def network(self) -> str:
+        """Name of the network."""
+        return Path(self.origin.spec).name
+
+    @property
+    def head(self) -> str:
+        """The head, in words."""
+        if self.origin.head is None:
+            return "kept"
+        init = self.origin.init or ("probe" if self.origin.centered else "")
+        kind = {"probe": ", linear probe", "random": ", random", "zero": ", zero"}.get(init, "")
+        crossed = ", cross-fitted" if cross_fitted(self.fit) else ""
+        return f"new, {self.origin.head} outputs{kind}{crossed}"
+
     def inputs(self, x: Array) -> Tensor:
         """Stored samples as the network's inputs, on its device, (N, ...)."""
         transform, function = self.transforms[0], self.fit.module.function
@@ -146,12 +172,6 @@ class SavedRun:
             return torch.from_numpy(y)
         dtype, scale = self.fit.module.function.dtype, self.transforms[1]
         return scale(y, dtype) if scale else torch.from_numpy(y).to(dtype)
-
-
-def temperatures_of(fit: Fit) -> tuple[float, float, float] | None:
-    """T of the softmax, fitted to leave-one-out outputs with and without their variance, and its scale."""
-    moderated, point = fit.temperature, fit.point_temperature
-    return None if moderated is None or point is None else (moderated, point, fit.variance_scale)
 
 
 def save_run(folder: Path, run: SavedRun) -> None:

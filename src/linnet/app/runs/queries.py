@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,17 @@ import numpy as np
 
 from linnet.app.data import Part
 from linnet.app.data.task import InMemory
-from linnet.app.report import Explanation, HeldOutSet, Neighbor, Notes, Run, Samples, Scores, TrainingSet
-from linnet.app.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.app.runs.folder import SavedRun, load_test
-from linnet.app.runs.kinds import name_of
 from linnet.app.runs.naming import answer_in_words, find_samples, named
 from linnet.app.runs.newdata import NewSamples
-from linnet.app.runs.pages import TARGET, explanations, facts, held_out, place_of, seen
+from linnet.app.runs.pages import place_of
 from linnet.app.runs.place import check_new_file
 from linnet.errors import InputError
 from linnet.files import finite, write_text
+from linnet.report import Explanation, Neighbor, Notes, Run, Samples, Scores, TrainingSet
+from linnet.report.evaluation import Predictions, predict, reliability, score_classes, score_values
+from linnet.report.kinds import name_of
+from linnet.report.reading import explanations, facts, predicted
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet
 Array = np.ndarray[Any, Any]
@@ -125,11 +126,7 @@ def prediction_page(
         diagrams = () if found.probs is None else (reliability(name, found.probs, new.y),)
         scores = Scores((row,), diagrams, len(new.ids))
     images = new.x if run.samples.images is not None else None
-    std = found.std if found.probs is None else None
-    mean = found.mean if found.probs is None else None
-    unit = "%" if found.probs is not None else TARGET
-    samples = Samples(images, new.y, new.ids)
-    test = HeldOutSet(samples, found.probs, mean, std, found.uncertainty, (), unit)
+    test = predicted(Samples(images, new.y, new.ids), found)
     headline = (
         () if new.y is not None else (f"{len(new.ids)} samples were predicted; their answers are not known.",)
     )
@@ -172,11 +169,10 @@ def explain(run: SavedRun, new: NewSamples | None, ids: Sequence[str], top: int,
     found = predict(run.fit, run.inputs(chosen.x), run.transforms[1], run.temperatures)
     images = run.samples.images is not None
     made = explanations(run, chosen.x, list(range(len(chosen.ids))), found, top)
-    base = held_out(run, chosen, found, images, [])
-    samples = base.samples if answered else Samples(base.samples.images, None, chosen.ids)
-    test = HeldOutSet(samples, base.probs, base.mean, base.std, None, made, base.unit)
+    samples = Samples(chosen.x if images else None, chosen.y if answered else None, chosen.ids)
+    test = replace(predicted(samples, found, made), uncertainty=None)
     headline = (f"The training samples behind {len(chosen.ids)} predictions.",)
-    train = TrainingSet(seen(run.samples))
+    train = TrainingSet(run.shown)
     page = Run(
         title, run.classes, Notes(headline, run.fit.record.warnings, facts(run)), train=train, test=test
     )

@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 
 from linnet.app.data import TaskData
-from linnet.app.report import Run, Scores
-from linnet.app.report.verdict import TRY, told
-from linnet.app.report.wording import duration, number
 from linnet.app.runs.adaptation import (
     Adaptation,
     Others,
@@ -36,6 +33,9 @@ from linnet.fitting.record import Record
 from linnet.linear.targets import make_targets
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.search import SAME
+from linnet.report import Run, Scores
+from linnet.report.verdict import TRY, told
+from linnet.report.wording import duration, number
 from linnet.tangent.linearized import linearize
 
 Array = np.ndarray[Any, Any]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from linnet.app.data import draw_shots
-from linnet.app.report.wording import number
-from linnet.app.runs.kinds import Fit, loo_log_loss, loss_of
 from linnet.app.runs.settings import SQUARED, Solving
 from linnet.errors import InputError, MemoryBudgetError
 from linnet.fitting.centered import CenteredLinear
 from linnet.fitting.fit import fit as fit_linear
 from linnet.fitting.solver import CG, Dual, Nystrom, Solver
 from linnet.memory import parse_bytes
+from linnet.report.kinds import Fit, loo_log_loss, loss_of
+from linnet.report.wording import number
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.store import discard

@@ -9,11 +9,8 @@ from typing import Any
 import torch
 
 from linnet.app.data import Part
-from linnet.app.report import Comparison, FitRecord, Notes, Run, Scores, TaskKernel, Timing, TrainingSet
-from linnet.app.report.wording import duration, number, percent
 from linnet.app.runs.adaptation import adapt, kernel_part
 from linnet.app.runs.folder import SavedRun, load_run, load_test
-from linnet.app.runs.pages import choices, facts, seen
 from linnet.app.runs.place import RECORD, check_out
 from linnet.app.runs.settings import Settings
 from linnet.app.runs.stages import Stages
@@ -27,6 +24,9 @@ from linnet.fitting.shared_fit import SharedFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.targets import OneHot
 from linnet.nested.nested_fit import NestedFit
+from linnet.report import Comparison, FitRecord, Notes, Run, Scores, TaskKernel, Timing, TrainingSet
+from linnet.report.reading import choices, facts
+from linnet.report.wording import duration, number, percent
 from linnet.spectrum.task_linearity import TaskLinearity, task_linearity
 from linnet.tangent.batch import split
 from linnet.tangent.linearized import Linearized, linearize
@@ -236,7 +236,7 @@ def page_of(found: Examined, title: str) -> Run:
     notes = Notes((verdict.text, *verdict.reasons[:1]), _warnings(found), facts(run))
     tested = None if found.subject.test is None else len(found.subject.test)
     return Run(
-        title, run.classes, notes, Scores(found.scores, tested=tested), record, TrainingSet(seen(run.samples))
+        title, run.classes, notes, Scores(found.scores, tested=tested), record, TrainingSet(run.shown)
     )  # fmt: skip
 
 

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from linnet.app.data import TaskData
-from linnet.app.report import Comparison
-from linnet.app.report.measures import share_error
-from linnet.app.report.verdict import verdict
-from linnet.app.report.wording import duration, number, percent
 from linnet.app.runs.adaptation import Adaptation
 from linnet.app.runs.folder import SavedRun
 from linnet.app.runs.naming import lines_of
-from linnet.app.runs.pages import adaptation_page, solver_reason, write
+from linnet.app.runs.pages import adaptation_page, write
 from linnet.app.terminal import kept
 from linnet.progress import is_verbose
+from linnet.report import Comparison
+from linnet.report.measures import share_error
+from linnet.report.reading import solver_reason
+from linnet.report.verdict import verdict
+from linnet.report.wording import duration, number, percent
 from linnet.tangent.preflight import Preflight
 
 

@@ -15,14 +15,14 @@ import numpy as np
 
 from linnet.app.data import ImageTransform
 from linnet.app.data.folder import UNDAMAGED
-from linnet.app.report.thumbnails import thumbnail
 from linnet.app.runs.changes import forget
 from linnet.app.runs.folder import SavedRun
 from linnet.app.runs.naming import answer_in_words
 from linnet.app.runs.newdata import SUFFIXES, NewSamples, read_new
-from linnet.app.runs.pages import explanations
 from linnet.app.runs.queries import predict_new
 from linnet.errors import DataError, InputError, LinnetError
+from linnet.report.reading import explanations
+from linnet.report.thumbnails import thumbnail
 
 Array = np.ndarray[Any, Any]
 _BEHIND = 8  # training samples shown on each side of a prediction

@@ -1,0 +1,211 @@
+"""Scores of predictions, and the predictions of a fit for samples outside its training set."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linnet.errors import NumericalError
+from linnet.fitting.kernel_fit import KernelFit
+from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.shared_fit import SharedFit
+from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.linalg.factorize import decomposing
+from linnet.linear.dual import DualSystem
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.normal_system import NormalSystem
+from linnet.linear.system import System
+from linnet.memory import parse_bytes
+from linnet.nested.nested_fit import NestedFit
+from linnet.plots.measures import calibration_error, reliability_bins
+from linnet.predictive.temperature import probabilities
+from linnet.progress import track, waiting
+from linnet.report import Comparison, Reliability, RidgePath
+from linnet.report.kinds import Fit, equations_of
+from linnet.tangent.batch import batch_size, split
+
+Array = np.ndarray[Any, Any]
+_MOST = 10**9  # bytes of kernel between new and training samples held at once
+
+
+class Scale(Protocol):
+    """Units of regression targets."""
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Standard deviation of each target."""
+
+    def inverse(self, values: Tensor) -> Tensor:
+        """Predictions in the unit of the data, (N, C)."""
+
+    def inverse_variance(self, values: Tensor) -> Tensor:
+        """Variances in that unit, (N, C)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """Predictions for T samples, in the units of the data."""
+
+    mean: Array  # outputs (T, C)
+    # their standard deviation (T, C), with noise for a regression; None when it was not requested
+    std: Array | None
+    probs: Array | None  # class probabilities (T, C); None for a regression
+    note: str = ""  # why there are no standard deviations, where they were requested
+
+    @property
+    def predicted(self) -> Array:
+        """The most probable class (T,), or the values (T, C) of a regression."""
+        return self.mean if self.probs is None else np.asarray(self.probs.argmax(1))
+
+    @property
+    def uncertainty(self) -> Array | None:
+        """One minus the highest probability, or the mean standard deviation, (T,)."""
+        if self.probs is not None:
+            return np.asarray(1 - self.probs.max(1))
+        return None if self.std is None else np.asarray(self.std.mean(1))
+
+
+def predict(
+    fit: Fit,
+    x: Tensor,
+    scale: Scale | None = None,
+    temperatures: tuple[float, float, float] | None = None,
+    std: bool = True,
+) -> Predictions:
+    """Predict in pieces that fit the memory."""
+    means, variances, note = [], [], ""
+    for part in _pieces(fit, x, "predicting"):
+        if std and not note:
+            try:
+                found = fit.predictive(part)
+            except NumericalError as error:
+                note = f"no standard deviations: {error.what}; --std false leaves them out from the start"
+            else:
+                means.append(found.mean)
+                variances.append(found.variance.clamp_min(0))
+                continue
+        means.append(fit.predict(part))
+    mean = torch.cat(means)
+    variance = torch.cat(variances) if std and not note else None
+    if temperatures is not None:
+        moderated, point, share = temperatures
+        known = None if variance is None else share * variance.double()
+        probs = probabilities(mean.double(), known, point if known is None else moderated)
+        spread = None if variance is None else _numpy(variance.sqrt())
+        return Predictions(_numpy(mean), spread, _numpy(probs), note)
+    if variance is not None:
+        variance = variance + fit.noise
+    if scale is not None:
+        mean = scale.inverse(mean)
+        variance = None if variance is None else scale.inverse_variance(variance)
+    return Predictions(_numpy(mean), None if variance is None else _numpy(variance.sqrt()), None, note)
+
+
+def _pieces(fit: Fit, x: Tensor, what: str) -> Any:
+    """X in pieces whose kernel with the training samples, or rows of J, are small."""
+    outputs = 1 if isinstance(fit, KernelFit) else fit.system.c
+    # the kernel with the training samples in float32, in float64, and its product with M; or the rows of J
+    columns = fit.module.space.dim if isinstance(fit.system, NormalSystem) else fit.n * outputs
+    row = 24 * outputs * columns
+    room = min(parse_bytes(fit.memory, fit.module.function.device) // 4, _MOST)
+    size = max(1, min(int(room // row), 512))
+    parts = list(split(x, size))
+    return track(parts, f"{what} {batch_size(x)} samples", len(parts))
+
+
+def score_classes(
+    name: str, probs: Array, labels: Array, seconds: float | None, note: str = ""
+) -> Comparison:
+    """Accuracy, log loss and calibration error of a classifier."""
+    own = np.clip(probs[np.arange(len(labels)), labels], 1e-300, None)
+    bins = reliability_bins(probs.max(1), probs.argmax(1) == labels)
+    accuracy = float((probs.argmax(1) == labels).mean())
+    return Comparison(
+        name, accuracy, float(-np.log(own).mean()), calibration_error(bins), None, seconds, note
+    )
+
+
+def score_values(
+    name: str, mean: Array, targets: Array, std: Array | None, seconds: float | None, note: str = ""
+) -> Comparison:
+    """Root mean squared error and Gaussian log loss of a regression."""
+    gap = mean - targets
+    nll = None
+    if std is not None:
+        # ½ log 2πσ² + (t − μ)² / 2σ², a target
+        nll = float((0.5 * np.log(2 * math.pi * std**2) + gap**2 / (2 * std**2)).mean())
+    return Comparison(name, None, nll, None, float(np.sqrt((gap**2).mean())), seconds, note)
+
+
+def reliability(name: str, probs: Array, labels: Array) -> Reliability:
+    """The data of the reliability diagram."""
+    return Reliability(name, probs.max(1), probs.argmax(1) == labels)
+
+
+@torch.no_grad()
+def ridge_path(fit: LinearFit | NestedFit | SharedFit, x: Tensor | None, labels: Array | None) -> RidgePath:
+    """Every criterion along the ridge, and the test accuracy beside it."""
+    system = equations_of(fit)
+    with waiting("the criteria at every ridge"):
+        path = system.path(None, fit._targets) if isinstance(system, System) else fit.path()
+    grid = path.ridges.to(fit.module.function.device)
+    accuracy = None
+    if isinstance(fit, KernelFit):
+        if x is not None and labels is not None and fit.classes is not None:
+            parts = _pieces(fit, x, "ridges: predicting")
+            chosen = torch.cat([fit.along(part, grid).argmax(2) for part in parts], 1)
+            accuracy = (_numpy(chosen) == labels).mean(1)
+    elif isinstance(system, System) and x is not None and labels is not None and fit.classes is not None:
+        hits = []
+        for part in _pieces(fit, x, "ridges: predicting"):
+            along = system.along_path(part)
+            change = along.rows @ (along.coordinates[:, None] / (along.values[:, None] + grid))
+            change = change.view(batch_size(part), fit.system.c, -1)
+            hits.append((fit.module.base(part)[:, :, None] + change).argmax(1))
+        accuracy = (_numpy(torch.cat(hits)) == labels[:, None]).mean(0)
+    return RidgePath(
+        _numpy(path.ridges), _numpy(path.loo_error), fit.ridge,
+        None if path.loo_accuracy is None else _numpy(path.loo_accuracy),
+        accuracy, _numpy(path.gcv), _numpy(path.evidence),
+    )  # fmt: skip
+
+
+def spectrum_of(fit: Fit) -> Tensor | None:
+    """The eigenvalues of the matrix that a fit was solved by, which keeps what is decomposed."""
+    system = equations_of(fit)
+    if system is None:
+        return None
+    if isinstance(fit, NestedFit):
+        with decomposing(fit.n):
+            return fit._eigenvalues()
+    dual = system.dual if isinstance(system, KernelSystem) else system
+    size = len(dual.normal if isinstance(dual, NormalSystem) else dual.kernel)
+    with decomposing(size):
+        if isinstance(dual, NormalSystem):
+            return dual.spectrum[0]
+        if isinstance(dual, DualSystem):
+            return dual.spectrum.values
+        values: Tensor = torch.linalg.eigvalsh(dual.kernel)
+        return values.clamp_min(0)
+
+
+def softmax_path(fit: SoftmaxFit) -> RidgePath | None:
+    """Every criterion along the ridge, where a cross-entropy fit has chosen it."""
+    path = fit.chosen_path
+    if path is None:
+        return None
+    return RidgePath(
+        _numpy(path.ridges), _numpy(path.loo_error), fit.ridge, _numpy(path.loo_accuracy), None, None,
+        _numpy(path.evidence),
+    )  # fmt: skip
+
+
+def _numpy(value: Tensor) -> Array:
+    """A tensor as float64 (or integer) NumPy array."""
+    value = value.detach().cpu()
+    return np.asarray((value.double() if value.is_floating_point() else value).numpy())

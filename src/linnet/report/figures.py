@@ -1,0 +1,222 @@
+"""The figures of the report, each a function from numbers to inline SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from linnet.plots import panels
+from linnet.plots.measures import Array, calibration_error, interval_coverage, ranking, reliability_bins
+from linnet.plots.style import ACCENT, DOWN, MUTED, QUIET, UP, bare, brief, class_color, percent_ticks
+from linnet.report.records import Reliability, RidgeChoice, RidgePath, Spectrum
+from linnet.report.svg import draw
+from linnet.report.wording import loo_name, number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_HALF, _PANEL = 450.0, 360.0  # CSS pixels; figures of one panel stay legible on a phone
+_MANY_BARS = 200  # bars beyond this are thinned
+
+
+def reliability_diagram(part: Reliability, index: int = 0) -> str:
+    """Accuracy against confidence of one method, with counts and 95 % intervals."""
+    bins = reliability_bins(part.confidence, part.correct)
+    error = f"calibration error {100 * calibration_error(bins):.1f} %"
+    color = MUTED if index else ACCENT
+
+    def paint(figure: Figure) -> None:
+        top, bottom = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [4.0, 1.0]})
+        panels.reliability(top, bins, color)
+        top.set_title(f"{brief(part.method)}\n", pad=2)
+        top.annotate(
+            error, (0, 1), xytext=(0, 6), color=MUTED,
+            xycoords="axes fraction", textcoords="offset points", fontsize=10.5,
+        )  # fmt: skip
+        percent_ticks(top, "y")
+        top.tick_params(labelbottom=False)
+        counts, edges = np.histogram(np.clip(part.confidence, 0, 1), bins=10, range=(0, 1))
+        bottom.bar(edges[:-1] + 0.05, counts, width=0.088, color=color, alpha=0.55)
+        bottom.grid(False)
+        bottom.set_yticks([int(counts.max())])
+        percent_ticks(bottom, "x")
+        bare(bottom, "left")
+        top.set_ylabel("correct")
+        bottom.set_ylabel("count")
+        bottom.set_xlabel("confidence")
+
+    alt = f"Accuracy against confidence of the {part.method}; {error}"
+    return draw(f"reliability-{index}", alt, (_PANEL, 330.0), paint)
+
+
+def uncertainty_histogram(uncertainty: Array, correct: Array | None = None, name: str = "uncertainty") -> str:
+    """Histogram of the predictions' uncertainty, split into right and wrong ones."""
+    values = np.asarray(uncertainty, dtype=float)
+    kept = np.isfinite(values)
+    bins = np.linspace(values[kept].min(), values[kept].max() + 1e-12, 25) if kept.any() else 2
+    alt = "Histogram of the uncertainty of the test predictions"
+    alt += "" if correct is None else ", right and wrong ones apart"
+
+    def paint(figure: Figure) -> None:
+        if correct is None:
+            panels = [("all predictions", kept, ACCENT)]
+        else:
+            right = np.asarray(correct, dtype=bool)
+            panels = [("right", kept & right, UP), ("wrong", kept & ~right, DOWN)]
+        axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        for panel, (which, chosen, color) in zip(axes, panels, strict=True):
+            panel.hist(values[chosen], bins=bins, color=color, alpha=0.85, rwidth=0.9)
+            panel.set_title(f"{which} ({int(chosen.sum())})", color=color, pad=3)
+            panel.grid(False, axis="x")
+            panel.locator_params(axis="y", nbins=4, integer=True)
+            bare(panel, "left")
+        axes[-1].set_xlabel(name)
+        if name.endswith("%"):
+            axes[-1].xaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}")
+
+    return draw("uncertainty", alt, (_HALF, 300.0), paint)
+
+
+def ridge_curves(path: RidgePath, choice: RidgeChoice | None = None) -> list[str]:
+    """Scores over the ridge, with the chosen value marked, a figure for each kind of score that is there."""
+    drawn: list[tuple[str, list[tuple[str, Array, str]]]] = []
+    error = [("leave-one-out", path.loo_error, ACCENT)]
+    if path.gcv is not None:
+        error.append(("generalized cross-validation", path.gcv, QUIET))
+    drawn.append((loo_name(choice), error))
+    accuracy = [("leave-one-out", path.loo_accuracy, ACCENT), ("test", path.test_accuracy, QUIET)]
+    known = [(name, values, color) for name, values, color in accuracy if values is not None]
+    if known:
+        drawn.append(("Accuracy", known))
+    if path.evidence is not None:
+        drawn.append(("Log evidence (nats)", [("evidence", path.evidence, ACCENT)]))
+    ends = f"for ridges from {number(min(path.ridges))} to {number(max(path.ridges))}"
+    ends += "" if path.chosen is None else f"; chosen: {number(path.chosen)}"
+
+    def curve(title: str, lines: list[tuple[str, Array, str]]) -> Callable[[Figure], None]:
+        def paint(figure: Figure) -> None:
+            from matplotlib.ticker import MaxNLocator
+
+            panel = figure.subplots()
+            panels.over_ridges(panel, path.ridges, lines, path.chosen)
+            panel.set_title(title)
+            if title == "Accuracy":
+                panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+                panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
+            if len(lines) > 1:
+                panel.legend(loc="best", handlelength=1.6)
+
+        return paint
+
+    return [
+        draw(f"ridge-{index}", f"{title} {ends}", (_PANEL, 290.0), curve(title, lines))
+        for index, (title, lines) in enumerate(drawn)
+    ]
+
+
+def kernel_spectrum(spectrum: Spectrum, name: str = "spectrum") -> str:
+    """Eigenvalues of the kernel by rank, both on logarithmic scales."""
+    ridge, effective = spectrum.ridge, spectrum.effective()
+    alt = f"{len(spectrum.eigenvalues)} eigenvalues of the kernel by rank"
+    alt += "" if effective is None else f"; effective parameters {number(effective)}"
+    level = None if ridge is None else (ridge, f"ridge {number(ridge, trim=True)}")
+    count = None if effective is None else (effective, f"{number(effective)} effective\nparameters")
+
+    def paint(figure: Figure) -> None:
+        panels.spectrum(figure.subplots(), spectrum.eigenvalues, level, count)
+
+    return draw(name, alt, (_HALF, 320.0), paint)
+
+
+def informativeness_bars(values: Array, labels: Array | None = None, classes: Sequence[str] = ()) -> str:
+    """Bars of how far each training sample moved the fit, from most to least."""
+    order = ranking(values)
+    if len(order) > _MANY_BARS:
+        order = order[np.linspace(0, len(order) - 1, _MANY_BARS).round().astype(int)]
+    heights = np.nan_to_num(np.asarray(values, dtype=float)[order])
+    colored = labels is not None and 0 < len(classes) <= 12
+    alt = f"Informativeness of {len(values)} training samples, from most to least informative"
+
+    def paint(figure: Figure) -> None:
+        axes = figure.subplots()
+        if colored and labels is not None:
+            colors = [class_color(int(label)) for label in np.asarray(labels)[order]]
+            for index, name in enumerate(classes):
+                axes.bar([0], [0], color=class_color(index), label=brief(name, 18))
+            figure.legend(
+                loc="outside upper left", ncols=min(len(classes), 5), handlelength=0.8, handleheight=0.8
+            )
+        else:
+            colors = [ACCENT] * len(order)
+        axes.bar(np.arange(len(order)), heights, width=0.82 if len(order) < 200 else 1.0, color=colors)
+        axes.set_xlim(-0.8, len(order) - 0.2)
+        axes.set_xticks([])
+        axes.grid(False, axis="x")
+        axes.set_xlabel("training samples, from most to least informative")
+        axes.set_ylabel("mean squared change of the outputs")
+        axes.locator_params(axis="y", nbins=5)
+        bare(axes, "left", "bottom")
+
+    return draw("informativeness", alt, (_HALF, 300.0), paint)
+
+
+def confusion_matrix(labels: Array, predicted: Array, classes: Sequence[str]) -> str:
+    """Confusion matrix."""
+    size = len(classes)
+    counts = np.zeros((size, size), dtype=int)
+    np.add.at(counts, (np.asarray(labels, dtype=int), np.asarray(predicted, dtype=int)), 1)
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    alt = (
+        f"Confusion matrix of {size} classes; {int(np.trace(counts))} of {int(counts.sum())} on the diagonal"
+    )
+
+    def paint(figure: Figure) -> None:
+        from matplotlib.patches import Rectangle
+
+        axes = figure.subplots()
+        for true, guess in zip(*np.nonzero(counts), strict=True):
+            color = ACCENT if true == guess else DOWN
+            strength = 0.08 + 0.44 * float(shares[true, guess])
+            axes.add_patch(
+                Rectangle((guess - 0.48, true - 0.48), 0.96, 0.96, color=color, alpha=strength, lw=0)
+            )
+            if size <= 20:
+                axes.text(guess, true, f"{counts[true, guess]}", ha="center", va="center", fontsize=10)
+        axes.set(xlim=(-0.6, size - 0.4), ylim=(size - 0.4, -0.6), aspect="equal")
+        names = [brief(name, 16) for name in classes]
+        axes.set_xticks(range(size), names, rotation=0 if max(map(len, names)) < 4 else 40, ha="center")
+        if max(map(len, names)) >= 4:
+            for label in axes.get_xticklabels():
+                label.set(ha="right", rotation_mode="anchor")
+        axes.set_yticks(range(size), names)
+        axes.set(xlabel="predicted", ylabel="true")
+        axes.grid(False)
+        bare(axes, "left", "bottom")
+
+    side = min(90.0 + max(44.0 - size, 26.0) * size, 640.0)
+    return draw("confusion", alt, (side + 30, side), paint)
+
+
+def predicted_against_true(mean: Array, target: Array, std: Array | None = None) -> str:
+    """Predicted against true values, with one standard deviation when it is known."""
+    alt = f"{np.size(target)} predicted values against the true ones"
+
+    def paint(figure: Figure) -> None:
+        panels.against_truth(figure.subplots(), mean, target, std)
+
+    return draw("predicted", alt, (_HALF, 340.0), paint)
+
+
+def interval_calibration(mean: Array, std: Array, target: Array) -> str:
+    """Shares of true values inside the predictive intervals of each level."""
+    levels = np.linspace(0.05, 0.95, 19)
+    observed = interval_coverage(mean, std, target, levels)
+    trials = int(np.asarray(target).size)
+    alt = f"Observed against nominal coverage; 90 % intervals hold {observed[17]:.0%} of the true values"
+
+    def paint(figure: Figure) -> None:
+        panels.coverage(figure.subplots(), levels, observed, trials)
+
+    return draw("coverage", alt, (_HALF, 340.0), paint)

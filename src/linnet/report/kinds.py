@@ -1,0 +1,112 @@
+"""The kinds of fit that a run can hold, and their differences."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from torch import Tensor
+
+from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.shared_fit import SharedFit
+from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.linear.dual import DualSystem
+from linnet.linear.iterative import Iterative
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.normal_system import NormalSystem
+from linnet.linear.softmax_dual import SoftmaxDual
+from linnet.linear.softmax_primal import SoftmaxPrimal
+from linnet.linear.targets import OneHot
+from linnet.nested.nested_fit import NestedFit
+from linnet.predictive.temperature import fit_temperature, probabilities
+
+Fit: TypeAlias = LinearFit | SoftmaxFit | NestedFit | SharedFit
+PROBE = "linear probe"
+
+
+def in_closed_form(fit: Fit) -> bool:
+    """Whether leave-one-out, influence and variances take no iterations, of which each sample needs many."""
+    return not isinstance(fit.system, Iterative | SoftmaxPrimal)
+
+
+def loss_of(fit: Fit) -> str:
+    """The loss of a fit, as ``linnet.fit`` calls it."""
+    return "cross-entropy" if isinstance(fit, SoftmaxFit) else "squared"
+
+
+def name_of(fit: Fit) -> str:
+    """What a fit is called beside other methods: without its lower layers it is a linear probe."""
+    is_probe = isinstance(fit, NestedFit) and not (fit.body_weight or fit.trained)
+    return PROBE if is_probe else "linear fit"
+
+
+def cross_fitted(fit: Fit) -> bool:
+    """Whether head or network were fitted in folds, so that leave-one-out leaves out their part too."""
+    return fit.held_out is not None
+
+
+def temperatures_of(fit: Fit) -> tuple[float, float, float] | None:
+    """T of the softmax, fitted to leave-one-out outputs with and without their variance, and its scale."""
+    moderated, point = fit.temperature, fit.point_temperature
+    return None if moderated is None or point is None else (moderated, point, fit.variance_scale)
+
+
+def certificate_of(fit: Fit) -> str:
+    """Name of the number that shows how exactly a fit was solved."""
+    return "relative gradient" if isinstance(fit, SoftmaxFit) else "relative residual"
+
+
+def contradiction(fit: Fit) -> Tensor:
+    """The degree to which the fit of all other examples contradicts each label, (N,)."""
+    outputs = fit.loo()
+    if isinstance(fit, SoftmaxFit):
+        outputs = outputs.sigmoid() if outputs.shape[1] == 1 else outputs.softmax(1)
+    return (fit.targets.to(outputs) - outputs).square().sum(1).sqrt()
+
+
+def loo_log_loss(fit: Fit) -> float:
+    """Log loss of the leave-one-out outputs; those of the squared loss at their best temperature."""
+    outputs, labels = fit.loo().double(), fit.labels
+    assert labels is not None
+    temperature = 1.0 if isinstance(fit, SoftmaxFit) else fit_temperature(outputs, labels)
+    p = probabilities(outputs, None, temperature).clamp_min(1e-300)
+    return -float(p.gather(1, labels[:, None]).log().mean())
+
+
+def solved_anew(fit: Fit) -> Tensor | None:
+    """Outputs on the training examples of a solution from scratch, with the same kernel or directions."""
+    system = equations_of(fit)
+    if system is None:
+        return None
+    if isinstance(system, SoftmaxDual):
+        return (
+            SoftmaxDual(system.kernel, system.base, system.loss, fit.ridge).outputs - system.outputs
+        ).flatten()
+    if isinstance(system, NormalSystem):
+        summed = NormalSystem.solved(system.problem, fit.ridge, system.memory)
+        return (fit.ridge * (system.beta - summed.beta)).flatten()  # f = t − ρβ
+    dual = system if isinstance(system, DualSystem) else system.dual
+    anew = DualSystem(dual.kernel, dual.residual, fit.ridge)
+    # outputs on the training samples are f₀ + Kβ
+    change: Tensor = dual.kernel @ (anew.beta - dual.beta).reshape(len(dual.kernel), -1)
+    return change.flatten()
+
+
+def equations_of(fit: Fit) -> KernelSystem | DualSystem | NormalSystem | SoftmaxDual | None:
+    """The equations of a fit by a matrix with eigenvalues: the kernel, or JᵀJ."""
+    system = fit.system
+    if isinstance(system, Iterative | SoftmaxPrimal):
+        return None
+    if isinstance(system, DualSystem | NormalSystem | SoftmaxDual):
+        return system
+    form = system.kernel_form
+    assert form is None or isinstance(form, KernelSystem)
+    return form
+
+
+def refit_arguments(fit: Fit) -> dict[str, object]:
+    """Arguments of ``linnet.fit`` that make a fit anew: ridge, solver, targets and loss."""
+    kind = "cg" if isinstance(fit, SoftmaxFit) else "primal"  # a sketched network is solved in its directions
+    given = {"ridge": fit.ridge, "solver": kind if fit.solver == "sketch" else fit.solver}
+    if isinstance(fit, SoftmaxFit):
+        return {**given, "loss": "cross-entropy", "targets": fit.targets}
+    return {**given, "targets": OneHot(fit._targets.scale)}

@@ -1,0 +1,180 @@
+"""The report of a fit that was made in Python: no run folder, no files but the page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linnet.distribution import require_application
+from linnet.errors import DataError, InputError
+from linnet.fitting.kernel_fit import KernelFit
+from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.pages import Page
+from linnet.params import instance
+from linnet.report.evaluation import (
+    Predictions,
+    predict,
+    reliability,
+    ridge_path,
+    score_classes,
+    score_values,
+    softmax_path,
+    spectrum_of,
+)
+from linnet.report.html import render
+from linnet.report.kinds import Fit, cross_fitted, loss_of, name_of, temperatures_of
+from linnet.report.reading import choices, facts, held_out, spectrum_record, training_set
+from linnet.report.records import FitRecord, Notes, RidgeChoice, Samples, Scores, Timing
+from linnet.report.run import Run
+from linnet.tangent.coordinates import Coordinates
+from linnet.tangent.gather import gather_data
+from linnet.tangent.loaders import Said
+
+Array = np.ndarray[Any, Any]
+_SMALLEST = 4  # pixels a side of what is taken for a picture
+
+
+@dataclass(frozen=True, eq=False)
+class _Fitted:
+    """A fit that is kept nowhere, with its samples as they were given."""
+
+    fit: Fit
+    shown: Samples
+    classes: tuple[str, ...] | None
+    temperatures: tuple[float, float, float] | None
+    scale = None
+    head = ""  # what became of the head, only the command line knows
+
+    @property
+    def network(self) -> str:
+        """Name of its class."""
+        model = self.fit.module.model
+        return type(model.network if isinstance(model, Coordinates) else model).__name__
+
+    def inputs(self, x: Array) -> Tensor:
+        """Samples on the network's device."""
+        function, value = self.fit.module.function, torch.from_numpy(x)
+        return value.to(function.device, function.dtype if value.is_floating_point() else value.dtype)
+
+
+def page(
+    fit: Any, test: Any = None, *, classes: Sequence[str] | None = None, title: str = "Linear fit"
+) -> Page:
+    """The report of a fit."""
+    require_application("jinja2", "PIL", "matplotlib")
+    instance("fit", fit, (LinearFit, SoftmaxFit, KernelFit), "what linnet.fit or linnet.adapt returned")
+    instance("title", title, str, "a text")
+    run, start = _run(fit, _names(fit, classes)), time.perf_counter()
+    x, y = (None, None) if test is None else _tested(test, run)
+    scores, shown, seconds = Scores(), None, {}
+    if x is not None and y is not None:
+        found = predict(fit, run.inputs(x), None, run.temperatures)
+        seconds["predictions"] = time.perf_counter() - start
+        scores = _scores(name_of(fit), found, y, seconds["predictions"])
+        shown = held_out(run, Samples(pictures(x), y, _ids(len(y))), found, x)
+    notes = Notes(warnings=tuple(fit.record.warnings), facts=facts(run))
+    record = _record(run, x, y, {**fit.record.seconds, **seconds})
+    made = Run(title, run.classes, notes, scores, record, training_set(run), shown)
+    return Page(title, render(made), made.to_dict())
+
+
+def _ids(count: int) -> tuple[str, ...]:
+    """Names of samples by their positions."""
+    return tuple(f"#{i}" for i in range(count))
+
+
+def pictures(x: Any) -> Array | None:
+    """Inputs as pictures, where they look like some."""
+    if x.ndim != 4 or x.shape[1] not in (1, 3) or min(x.shape[2:]) < _SMALLEST or x.dtype.kind != "f":
+        return None
+    low, high = x.min((0, 2, 3), keepdims=True), x.max((0, 2, 3), keepdims=True)
+    scaled = 255 * (x - low) / np.maximum(high - low, np.finfo(x.dtype).tiny)
+    return np.asarray(np.moveaxis(scaled.round().astype(np.uint8), 1, -1))
+
+
+def _run(fit: Fit, classes: tuple[str, ...] | None) -> _Fitted:
+    """The fit as a run that is kept nowhere."""
+    x, answers = fit.x, fit.targets if fit.labels is None else fit.labels
+    images = pictures(x.detach().cpu().numpy()) if isinstance(x, Tensor) else None
+    samples = Samples(images, answers.detach().cpu().numpy(), _ids(fit.n))
+    return _Fitted(fit, samples, classes, temperatures_of(fit))
+
+
+def _names(fit: Fit, classes: Sequence[str] | None) -> tuple[str, ...] | None:
+    """A name for each class; None for a regression."""
+    count = fit.classes
+    if classes is None and fit.class_names is not None:
+        return fit.class_names
+    if classes is None:
+        return None if count is None else tuple(str(c) for c in range(count))
+    given = tuple(classes) if isinstance(classes, Sequence) and not isinstance(classes, str) else None
+    if count is None or given is None or len(given) != count or not all(isinstance(c, str) for c in given):
+        raise InputError(
+            f"classes={classes!r}",
+            expected="no names, for a regression" if count is None else f"{count} texts, one for each class",
+            remedy="leave classes= out",
+        )
+    return given
+
+
+def _tested(test: Any, run: _Fitted) -> tuple[Array, Array]:
+    """The test samples."""
+    said = Said.known(run.fit.record.classes)
+    said.columns = run.fit.record.columns
+    x, y = gather_data(test, said=said)
+    if not isinstance(x, Tensor):
+        raise InputError(
+            f"the inputs of test are {type(x).__name__}",
+            expected="one tensor (N, ...)",
+            remedy="leave test= out: the page then shows the training examples alone",
+        )
+    y = y.detach().cpu()
+    if run.classes is None:
+        answers = y.double().reshape(len(y), -1).numpy()
+        fits = answers.shape[1] == run.fit.targets.shape[1]
+    else:
+        answers = y.reshape(-1).long().numpy()
+        fits = len(answers) == len(y) and bool((y.reshape(-1) == torch.from_numpy(answers)).all())
+        fits = fits and answers.min() >= 0 and answers.max() < len(run.classes)
+    if not fits:
+        raise DataError(
+            f"y of test has shape {tuple(y.shape)} and values from {y.min().item()} to {y.max().item()}",
+            expected="targets like those of the fit"
+            if run.classes is None
+            else f"classes from 0 to {len(run.classes) - 1}",
+            remedy="pass test data of the same task",
+        )
+    return x.detach().cpu().numpy(), answers
+
+
+def _scores(name: str, found: Predictions, y: Array, seconds: float) -> Scores:
+    """The row of the fit, and its calibration."""
+    if found.probs is None:
+        return Scores((score_values(name, found.mean, y, found.std, seconds, found.note),), (), len(y))
+    row = score_classes(name, found.probs, y, seconds, found.note)
+    return Scores((row,), (reliability(name, found.probs, y),), len(y))
+
+
+def _record(run: _Fitted, x: Array | None, y: Array | None, seconds: dict[str, float]) -> FitRecord:
+    """The path, the spectrum and what was chosen."""
+    fit, eigen, path = run.fit, spectrum_of(run.fit), None
+    if isinstance(fit, SoftmaxFit):
+        path = softmax_path(fit)
+    elif eigen is not None:
+        known = None if x is None or run.classes is None else run.inputs(x)
+        path = ridge_path(fit, known, None if known is None else y)
+    return FitRecord(
+        path,
+        spectrum_record(fit, eigen),
+        choices(run),
+        timings=tuple(Timing(name, value) for name, value in seconds.items()),
+        ridge=RidgeChoice(fit.record.criterion, loss_of(fit), cross_fitted(fit)),
+        verdict=fit.record.reasons.get("verdict", ""),
+    )

@@ -1,0 +1,221 @@
+"""What a page says of a fit, read from the fit: its choices, its training samples, its predictions."""
+
+from __future__ import annotations
+
+import platform
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from linnet import __version__
+from linnet.audit.label_errors import label_errors
+from linnet.fitting.metric import MetricNetwork
+from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.nested.nested_fit import NestedFit
+from linnet.plots.measures import Array, ranking
+from linnet.report.evaluation import Predictions, Scale
+from linnet.report.kinds import Fit, certificate_of, cross_fitted, in_closed_form, loss_of
+from linnet.report.records import (
+    Choice,
+    DoubtedLabel,
+    Explanation,
+    HeldOutSet,
+    Neighbor,
+    Samples,
+    Spectrum,
+    TrainingSet,
+)
+from linnet.report.wording import number
+
+TARGET = "standard deviation in the unit of the target"  # what a regression's uncertainty is
+_NEIGHBORS = 5  # training samples shown on each side of an explanation
+_EXPLAINED = 6  # test samples explained in a report
+
+
+class Subject(Protocol):
+    """A fit, with its samples and classes as people know them."""
+
+    @property
+    def fit(self) -> Fit:
+        """The fit."""
+
+    @property
+    def shown(self) -> Samples:
+        """Its training samples."""
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes; None for a regression."""
+
+    @property
+    def temperatures(self) -> tuple[float, float, float] | None:
+        """T with variances and without, and the factor on variances; None for a regression."""
+
+    @property
+    def scale(self) -> Scale | None:
+        """The scale of regression targets."""
+
+    @property
+    def network(self) -> str:
+        """Name of the network."""
+
+    @property
+    def head(self) -> str:
+        """The head, in words; empty where nothing is known of it."""
+
+    def inputs(self, x: Array) -> Tensor:
+        """Samples as the network's inputs, on its device."""
+
+
+def training_set(run: Subject) -> TrainingSet:
+    """The training samples, how much each of them moved the fit, and whose labels it doubts."""
+    samples = run.shown
+    if not in_closed_form(run.fit):
+        return TrainingSet(samples)
+    informative = run.fit.informativeness().double().cpu().numpy()
+    doubted, by_chance, limits = suspects(run.fit)
+    return TrainingSet(samples, informative, doubted, by_chance=by_chance, limits=limits)
+
+
+def suspects(fit: Fit) -> tuple[tuple[DoubtedLabel, ...], float | None, str]:
+    """Training samples whose label looks wrong to the fit of all the others."""
+    if fit.labels is None:
+        return (), None, ""
+    errors = label_errors(fit.loo(), fit.labels)
+    given, suggested, wrong = fit.labels.cpu(), errors.suggested.cpu(), errors.wrong.cpu()
+    order = errors.indices.tolist()
+    found = tuple(DoubtedLabel(i, int(given[i]), int(suggested[i]), float(wrong[i])) for i in order)
+    return found, errors.expected, errors.limits
+
+
+def held_out(
+    run: Subject, samples: Samples, found: Predictions, x: Array, explain: bool = True
+) -> HeldOutSet:
+    """Test samples with their predictions, some of them explained."""
+    explained: tuple[Explanation, ...] = ()
+    if explain and in_closed_form(run.fit):
+        chosen = _telling(found, samples.labels, run.classes is not None)
+        explained = explanations(run, x[chosen], chosen, found)
+    return predicted(samples, found, explained)
+
+
+def predicted(samples: Samples, found: Predictions, explained: tuple[Explanation, ...] = ()) -> HeldOutSet:
+    """Samples with their predictions."""
+    if found.probs is not None:
+        return HeldOutSet(samples, found.probs, None, None, found.uncertainty, explained, "%")
+    return HeldOutSet(samples, None, found.mean, found.std, found.uncertainty, explained, TARGET)
+
+
+def explanations(
+    run: Subject, x: Array, places: list[int], found: Predictions, top: int = _NEIGHBORS
+) -> tuple[Explanation, ...]:
+    """The training samples that pushed some predictions up and down."""
+    influence = run.fit.influence(run.inputs(x)).double().cpu().numpy()
+    scale = run.scale
+    made = []
+    for row, place in enumerate(places):
+        label = None if run.classes is None else int(found.predicted[place])
+        # one output of two classes is the odds of the second
+        one = label is not None and influence.shape[2] == 1
+        unit = (1.0 if label else -1.0) if one else scale.std[0] if scale else 1.0
+        pushed = influence[:, row, 0 if one else label or 0] * unit
+        order = ranking(pushed)
+        up = tuple(Neighbor(int(i), float(pushed[i])) for i in order[:top] if pushed[i] > 0)
+        down = tuple(Neighbor(int(i), float(pushed[i])) for i in order[::-1][:top] if pushed[i] < 0)
+        made.append(Explanation(place, label, up, down))
+    return tuple(made)
+
+
+def _telling(found: Predictions, answers: Array | None, classes: bool) -> list[int]:
+    """The surest right predictions of two classes, the two surest wrong ones, and the two least sure."""
+    unsure = found.uncertainty
+    if unsure is None:
+        return list(range(min(len(found.mean), _EXPLAINED)))
+    order = ranking(unsure)
+    if not classes:
+        return sorted({int(i) for i in (*order[:3], *order[::-1][:3])})
+    wrong = found.predicted != answers
+    sure = order[::-1]
+    right, mistaken = sure[~wrong[sure]], sure[wrong[sure]]
+    others = right[found.predicted[right] != found.predicted[right[:1]]] if len(right) else right
+    picked = [*right[:1], *others[:1], *mistaken[:2], *order[:2]]
+    return list(dict.fromkeys(int(i) for i in picked))
+
+
+def choices(run: Subject) -> tuple[Choice, ...]:
+    """The choices and their reasons."""
+    fit, reasons = run.fit, run.fit.record.reasons
+    ridge = reasons.get("ridge", "")
+    made = [
+        Choice("head", run.head, reasons.get("head", "")),
+        Choice("solver", fit.solver, solver_reason(reasons)),
+        # a change of the training samples keeps the ridge, and so what was said of the samples before
+        Choice("ridge", number(fit.ridge), f"of the fit before: {ridge}" if "change" in reasons else ridge),
+    ]
+    if isinstance(fit, NestedFit):
+        made[0] = Choice("head", f"new, {fit.system.c} outputs", "a linear probe, part of the fit")
+        made.insert(
+            1, Choice(f"weight of the {fit.module.below}", f"{fit.body_weight:g}", reasons.get("body", ""))
+        )
+        if fit.trained:
+            made.insert(
+                2, Choice(f"training of the {fit.module.below}", reasons["training"], reasons["retraining"])
+            )
+    if "metric" in reasons:
+        function = fit.module.function
+        network = (function.source or function).model
+        metric = "K-FAC" if isinstance(network, MetricNetwork) else "one for all weights"
+        made.insert(2, Choice("metric of the ridge", metric, reasons["metric"]))
+    if "loss" in reasons or isinstance(fit, SoftmaxFit):
+        made.insert(1, Choice("loss", loss_of(fit), reasons.get("loss", "set by the user")))
+    if isinstance(fit, SoftmaxFit):
+        made.append(Choice("optimum", f"{fit.system.steps} Newton steps", reasons.get("newton", "")))
+        if "leave-one-out" in reasons:
+            made.append(Choice("leave-one-out", "approximate", reasons["leave-one-out"]))
+    else:
+        trained = isinstance(fit, NestedFit) and fit.trained
+        why = "error on held-out folds" if trained else "highest evidence at this ridge"
+        made.append(Choice("noise variance", number(fit.noise), why))
+    if run.temperatures is not None and not isinstance(fit, SoftmaxFit):
+        made.append(
+            Choice("softmax temperature", number(run.temperatures[0]), _moderation(fit, run.temperatures[2]))
+        )
+    if "change" in reasons:
+        made.append(Choice("change", reasons["change"], "by linear algebra on the fit before"))
+    return tuple(choice for choice in made if choice.chosen)
+
+
+def solver_reason(reasons: dict[str, str]) -> str:
+    """Why a fit has its solver, and what that leaves out."""
+    said = (reasons.get(name) for name in ("solver", "sketch", "outputs"))
+    return "; ".join(sentence for sentence in said if sentence)
+
+
+def _moderation(fit: Fit, scale: float) -> str:
+    """The words on how probabilities were calibrated."""
+    counted = "" if scale == 1 else f"; variances count {scale:g}-fold"
+    kind = "held-out" if cross_fitted(fit) else "leave-one-out"
+    part = "" if in_closed_form(fit) else " of the small fit that chose the ridge"
+    return f"likeliest {kind} predictions{part}{counted}"
+
+
+def facts(run: Subject) -> tuple[tuple[str, str], ...]:
+    """Versions and sizes for the foot of the page."""
+    fit = run.fit
+    return (
+        ("linnet", __version__),
+        ("torch", torch.__version__),
+        ("Python", platform.python_version()),
+        ("device", str(fit.module.function.device)),
+        ("network", run.network),
+        ("weights fitted", number(fit.module.space.dim)),
+        ("solver", fit.solver),
+        ("training samples", number(fit.n)),
+        (certificate_of(fit), number(fit.system.certificate(), 2)),
+    )
+
+
+def spectrum_record(fit: Fit, eigen: Tensor | None) -> Spectrum | None:
+    """The kernel's eigenvalues."""
+    return None if eigen is None else Spectrum(eigen.cpu().numpy(), fit.ridge)

@@ -1,0 +1,278 @@
+"""The verdict on a run: whether to use the fit, by its test samples, in one place for all who tell it.
+
+Answers are compared sample by sample: with those of the best other method, and with a constant, which is the
+most frequent class of the training samples, or their mean. What test samples leave open is said to be open.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+
+from linnet.plots.measures import Array
+from linnet.report.measures import mean_and_error, share_error
+from linnet.report.records import Comparison
+from linnet.report.run import Run
+from linnet.report.wording import measured, measured_share, number, percent
+
+Answer = Literal["use", "weak", "unclear", "do not use", ""]
+_Z = NormalDist().inv_cdf(0.975)  # standard errors of a 95 % interval to each side, 1.96
+_SEEN = _Z + NormalDist().inv_cdf(0.8)  # standard errors of a difference that four tests of five would show
+_USEFUL = 0.1  # share of a constant's mistakes that a fit avoids if it is of any use
+TRY = "Try the full run"  # how the verdict of a quick run begins, where the full one is likely better
+_LEAST = 0.01  # smallest difference of two methods that is worth telling apart, in accuracy
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to make of a fit."""
+
+    # `"use"` it, or the other method that is named; `"weak"`, it is hardly better than a constant;
+    # `"unclear"`, the test samples are too few to tell, or a quick run has left out what is likely better;
+    # `"do not use"`, it is no better than a constant;
+    # empty where there is nothing to compare it with
+    answer: Answer
+    sentences: tuple[str, ...]  # the same in words, the shortest first
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean difference of answers to the same test samples."""
+
+    value: float  # the mean
+    error: float  # its standard error, never zero
+    clear: bool  # whether it is significant at 5 %
+    needed: int  # number of test samples that would show it four times in five
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How far the first method is ahead of the best of the others."""
+
+    other: Comparison  # the best of the others
+    value: float  # gain in accuracy, or in root mean squared error; negative where the other is better
+    error: float | None  # its standard error; None where it is not known
+    clear: bool  # whether it is significant
+    needed: int | None = None  # number of test samples that would show it; None where it is not known
+
+
+def paired(change: Array, least: float = 0.0) -> Difference:
+    """A mean difference of shares, judged with one more sample for and one against it."""
+    # With these two the z test of b gains and c losses, (b − c)² > 1.96² (b + c + 2), decides as the exact
+    # McNemar test does in all but a few cases at the edge, however few samples there are.
+    #
+    # Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37 (2012), 479-488.
+    count, total = len(change), float(np.sum(change))
+    squares = float(np.square(change).sum()) + 2
+    error = math.sqrt(squares - total**2 / (count + 2)) / count
+    size = max(abs(total / count), least)
+    needed = math.ceil(_SEEN**2 * squares / (count * size**2)) if size else 0
+    return Difference(total / count, error, abs(total) > _Z * math.sqrt(squares), needed)
+
+
+def paired_values(change: Array, least: float = 0.0) -> Difference:
+    """A mean difference of squared errors, judged by Student's t test."""
+    count, mean = len(change), float(change.mean())
+    spread = float(change.std(ddof=1)) if count > 1 else math.inf
+    free = max(count - 1, 1)
+    # the quantile of t, in powers of one over its degrees of freedom (Fisher and Cornish 1960)
+    edge = _Z + (_Z**3 + _Z) / (4 * free) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * free**2)
+    size, error = max(abs(mean), least), spread / math.sqrt(count)
+    needed = math.ceil((_SEEN * spread / size) ** 2) if size and count > 1 else 0
+    return Difference(mean, error, abs(mean) > edge * error, needed)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant answer beside a method."""
+
+    change: Difference  # how much better the method is, in shares of right answers, or in squared error
+    loss: float  # share of wrong answers of the constant, or its mean squared error
+
+    def judged(self) -> Answer:
+        """Whether the method is of use."""
+        most = self.change.value + _Z * self.change.error
+        is_useful = most >= _USEFUL * self.loss
+        if self.change.clear and self.change.value > 0:
+            return "use" if is_useful else "weak"
+        return "unclear" if is_useful else "do not use"
+
+
+def verdict(run: Run) -> Verdict:
+    """The verdict on a run."""
+    of_fit = [run.fit.verdict] if run.fit.verdict else []
+    own = run.scores.comparison[0] if run.scores.comparison else None
+    if own is None or (own.accuracy is None and own.rmse is None):
+        return Verdict("", tuple(of_fit))
+    found = gain(run)
+    best = found.other if found is not None and found.clear and found.value < 0 else own
+    beside = constant(run, best)
+    answer: Answer = beside.judged() if beside is not None else "use" if found is not None else ""
+    if answer == "do not use" and run.notes.quick:
+        answer = "unclear"  # what a quick run finds is there to be gone on with
+    if answer == "use" and run.fit.verdict.startswith(TRY):
+        return Verdict("unclear", (*of_fit, *_headline(run, best, False, "", beside)))
+    if answer == "use" and found is not None and not found.clear:
+        return Verdict(answer, (_alike(run, own, found.other), _told_apart(run, own, found), *of_fit))
+    sentences = _headline(run, best, best is not own, answer, beside)
+    rest = [] if found is None else [_told_apart(run, own, found)]
+    return Verdict(answer, (*sentences, *rest, *of_fit))
+
+
+def gain(run: Run) -> Gain | None:
+    """The first method against the best of the others, on the same test samples."""
+    if not run.scores.comparison:
+        return None
+    own, shares = run.scores.comparison[0], run.scores.comparison[0].accuracy is not None
+    scored = [row for row in run.scores.comparison[1:] if _score(row, shares) is not None]
+    if not scored or _score(own, shares) is None:
+        return None
+    other = (max if shares else min)(scored, key=lambda row: _score(row, shares) or 0.0)
+    value = (_score(own, shares) or 0.0) - (_score(other, shares) or 0.0)
+    value = value if shares else -value
+    first, second = losses(run, own), losses(run, other)
+    if first is None or second is None or len(first) != len(second):
+        errors = [score_error(run, row) for row in (own, other)]
+        error = None if None in errors else math.hypot(*(one or 0.0 for one in errors))
+        return Gain(other, value, error, error is None or abs(value) > _Z * error)
+    change = second - first
+    found = paired(change, _LEAST) if shares else paired_values(change)
+    if not shares and own.rmse and other.rmse:  # d√m = dm / 2√m
+        error = mean_and_error(second / (2 * other.rmse) - first / (2 * own.rmse))[1]
+        return Gain(other, value, error, found.clear, found.needed)
+    return Gain(other, value, found.error, found.clear, found.needed)
+
+
+def constant(run: Run, row: Comparison) -> Constant | None:
+    """A method against always giving the same answer, that of the training samples."""
+    # Of classes that are equally frequent in training, one is taken at random.
+    own = losses(run, row)
+    given = None if run.train is None else run.train.samples.labels
+    answers = None if run.test is None else run.test.samples.labels
+    if own is None or given is None or answers is None or not len(given) or len(answers) != len(own):
+        return None
+    if run.classes is not None:
+        counts = np.bincount(given, minlength=len(run.classes))
+        most = counts == counts.max()
+        other = 1.0 - most[answers] / most.sum()
+        return Constant(paired(other - own, _USEFUL * other.mean()), float(other.mean()))
+    mean = np.asarray(given, dtype=float).reshape(len(given), -1).mean(0)
+    other = ((np.asarray(answers, dtype=float).reshape(len(answers), -1) - mean) ** 2).mean(1)
+    return Constant(paired_values(other - own, _USEFUL * other.mean()), float(other.mean()))
+
+
+def losses(run: Run, row: Comparison) -> Array | None:
+    """The loss of a method on each test sample."""
+    known = {part.method: 1.0 - np.asarray(part.correct, dtype=float) for part in run.scores.reliability}
+    known |= run.scores.squares
+    if row.name in known and len(known[row.name]):
+        return known[row.name]
+    test = run.test
+    if test is None or row is not run.scores.comparison[0] or test.samples.labels is None:
+        return None
+    if test.mean is None:
+        return test.loss()
+    answers = np.asarray(test.samples.labels, dtype=float).reshape(len(test.mean), -1)
+    squares: Array = (np.asarray(test.mean, dtype=float).reshape(len(test.mean), -1) - answers) ** 2
+    return np.asarray(squares.mean(1))
+
+
+def score_error(run: Run, row: Comparison) -> float | None:
+    """The standard error of a method's score."""
+    if row.accuracy is not None:
+        return share_error(row.accuracy, run.tested())
+    squares = losses(run, row)
+    return None if squares is None or not row.rmse else mean_and_error(squares)[1] / (2 * row.rmse)
+
+
+def short_score(run: Run, row: Comparison) -> str:
+    """A method's score with its standard error."""
+    if row.accuracy is not None:
+        return measured_share(row.accuracy, score_error(run, row))
+    return measured(row.rmse or 0.0, score_error(run, row))
+
+
+def told(run: Run, row: Comparison) -> str:
+    """A method's score as a clause."""
+    if row.accuracy is not None:
+        return f"{short_score(run, row)} of {tests_of(run)} are right"
+    return f"its root mean squared error on {tests_of(run)} is {short_score(run, row)}"
+
+
+def tests_of(run: Run) -> str:
+    """The test samples, counted, in words."""
+    kind = "images" if run.test is not None and run.test.samples.images is not None else "samples"
+    tested = run.tested()
+    return f"{number(tested)} test {kind}" if tested else f"the test {kind}"
+
+
+def the(row: Comparison) -> str:
+    """A method's name in a sentence."""
+    return row.name if row.name.endswith("ing") or " " not in row.name else f"the {row.name}"
+
+
+def _headline(
+    run: Run, best: Comparison, is_other: bool, answer: Answer, beside: Constant | None
+) -> list[str]:
+    """The answer in a sentence, and what to do about it."""
+    name, score = the(best), told(run, best)
+    subject = name[:1].upper() + name[1:]
+    if not answer:
+        return [f"{subject}: {score}."]
+    if answer == "use" or beside is None:
+        return [f"Use {name}{' instead' * is_other}: {score}."]
+    if run.classes is None:
+        always = f"always predicting the mean ({number(math.sqrt(beside.loss))})"
+    else:
+        always = f"always predicting the most frequent class ({percent(1 - beside.loss)})"
+    if answer == "weak":
+        cause = "Check that the network has its trained weights and sees inputs as in its training"
+        return [f"{subject} is hardly better than {always}: {score}.", f"{cause}, or give it more samples."]
+    if answer == "unclear":
+        return [
+            f"{tests_of(run)} are too few to tell whether {name} is better than {always}: {score}.",
+            f"About {_rounded(max(beside.change.needed, (run.tested() or 0) + 1))} would be enough.",
+        ]
+    return [f"Do not use {name}: {score}, not more than {always}." if run.classes is not None
+            else f"Do not use {name}: {score}, not less than {always}."]  # fmt: skip
+
+
+def _alike(run: Run, own: Comparison, other: Comparison) -> str:
+    """Two methods that the test samples do not tell apart, in a sentence."""
+    names, scores = f"{the(own)} and {the(other)}", f"{short_score(run, own)} and {short_score(run, other)}"
+    if own.accuracy is not None:
+        said = f"{scores} of {tests_of(run)} are right"
+    else:
+        said = f"root mean squared errors of {scores} on {tests_of(run)}"
+    return f"{names[:1].upper()}{names[1:]} cannot be told apart: {said}."
+
+
+def _told_apart(run: Run, own: Comparison, found: Gain) -> str:
+    """The best of the others beside the first method, in a sentence."""
+    first, second = the(own), the(found.other)
+    shares = own.accuracy is not None
+    size, error = abs(found.value), found.error
+    shown = measured_share(size, error, "points") if shares else measured(size, error)
+    if not found.clear:
+        more = f"; about {_rounded(found.needed)} would be needed" if found.needed else ""
+        return f"{tests_of(run)} are too few to tell {first} from {second} (difference {shown}{more})."
+    if found.value < 0:
+        first, second = second, first
+    subject = first[:1].upper() + first[1:]
+    ahead = f"is {shown} ahead of {second}" if shares else f"has an error {shown} lower than {second}"
+    return f"{subject} {ahead}."
+
+
+def _rounded(count: int | None) -> str:
+    """A number of samples, of two digits that are not zero."""
+    digits = max(len(str(count or 0)) - 2, 0)
+    return number(math.ceil((count or 0) / 10**digits) * 10**digits)
+
+
+def _score(row: Comparison, shares: bool) -> float | None:
+    """Accuracy or root mean squared error."""
+    return row.accuracy if shares else row.rmse

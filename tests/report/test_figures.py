@@ -1,0 +1,138 @@
+"""Every figure draws what it is given, follows the page's colors and leaves matplotlib as it was."""
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from linnet.plots.style import brief, class_color
+from linnet.report import Reliability, RidgePath, Spectrum, figures
+from linnet.report.svg import draw
+
+RNG = np.random.default_rng(0)
+RIDGES = np.logspace(-3, 2, 12)
+PART = Reliability("fit", RNG.uniform(size=60), RNG.uniform(size=60) < 0.7)
+
+DRAWINGS: dict[str, Callable[[], str]] = {
+    "reliability": lambda: figures.reliability_diagram(PART, 4),
+    "uncertainty": lambda: figures.uncertainty_histogram(RNG.uniform(size=50), RNG.uniform(size=50) < 0.5),
+    "ridge": lambda: figures.ridge_curves(
+        RidgePath(RIDGES, RIDGES, 0.1, RIDGES / 100, RIDGES / 200, RIDGES, -RIDGES)
+    )[1],
+    "spectrum": lambda: figures.kernel_spectrum(Spectrum(1 / np.arange(1, 90.0), 0.1)),
+    "informativeness": lambda: figures.informativeness_bars(RNG.uniform(size=900)),
+    "confusion": lambda: figures.confusion_matrix(
+        np.arange(30), np.arange(30)[::-1], [f"c{i}" for i in range(30)]
+    ),
+    "predicted": lambda: figures.predicted_against_true(np.arange(9.0), np.arange(9.0), np.ones(9)),
+    "coverage": lambda: figures.interval_calibration(np.zeros(20), np.ones(20), RNG.normal(size=20)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+@pytest.mark.thinned(6)
+def test_figures_are_inline_and_themed(name: str) -> None:
+    drawing = DRAWINGS[name]()
+    assert drawing.startswith("<svg")
+    assert drawing.endswith("</svg>")
+    assert re.search(r'aria-label="[^"]{10,}"', drawing)
+    assert "var(--ink)" in drawing or "var(--muted)" in drawing
+    assert "http" not in drawing
+    assert "<style" not in drawing
+    assert "#000000" not in drawing  # black would vanish on a dark page
+    ids = re.findall(r'id="([^"]+)"', drawing)
+    assert len(ids) == len(set(ids))
+    assert all(i.startswith(f"{name}-") for i in ids)
+    for target in re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', drawing):
+        assert (target[0] or target[1]) in ids
+
+
+def test_figures_are_the_same_every_time() -> None:
+    assert DRAWINGS["spectrum"]() == DRAWINGS["spectrum"]()
+
+
+def test_drawing_leaves_matplotlib_as_it_was() -> None:
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    DRAWINGS["spectrum"]()
+    assert dict(matplotlib.rcParams) == before
+
+
+@pytest.mark.parametrize(
+    "text", ["</svg><script>alert(1)</script>", "$\\frac{$", 'a "quoted" & <b>', "\u4e2d\u6587"]
+)
+def test_names_are_drawn_as_they_are(text: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawing = figures.reliability_diagram(replace(PART, method=text))
+    assert "<script" not in drawing
+    assert drawing.count("</svg>") == 1
+    assert "<text" in drawing
+
+
+def test_large_scatters_are_pixels() -> None:
+    few, many = np.arange(100.0), np.arange(5000.0)
+    assert "data:image/png" not in figures.predicted_against_true(few, few)
+    drawing = figures.predicted_against_true(many, many)
+    assert "data:image/png" in drawing
+    assert len(drawing) < 200_000
+
+
+def test_the_ridge_panels_follow_the_scores_that_are_there() -> None:
+    (bare,) = figures.ridge_curves(RidgePath(RIDGES, RIDGES))
+    assert "chosen" not in bare
+    error, accuracy, evidence = figures.ridge_curves(
+        RidgePath(RIDGES, RIDGES, 0.1, RIDGES / 100, RIDGES / 200, RIDGES, -RIDGES)
+    )
+    assert "generalized cross-validation" in error
+    assert "Accuracy" in accuracy
+    assert "Log evidence" in evidence
+    assert all("chosen: 0.100" in drawing for drawing in (error, accuracy, evidence))
+
+
+def test_the_spectrum_marks_ridge_and_degrees_of_freedom() -> None:
+    values = np.array([9.0, 1.0])
+    assert "ridge" not in figures.kernel_spectrum(Spectrum(values))
+    marked = figures.kernel_spectrum(Spectrum(values, 1.0))
+    assert "ridge 1" in marked
+    assert "1.40 effective" in marked
+
+
+def test_degenerate_input_draws() -> None:
+    same = np.full(3, 0.5)
+    for drawing in (
+        figures.uncertainty_histogram(same, np.array([True, True, True])),
+        figures.uncertainty_histogram(np.full(3, np.nan)),
+        figures.kernel_spectrum(Spectrum(np.zeros(3), 0.1)),
+        figures.informativeness_bars(np.array([np.nan, 1.0])),
+        *figures.ridge_curves(RidgePath(np.array([1.0]), np.array([2.0]), 1.0)),
+        figures.reliability_diagram(Reliability("fit", np.array([1.0]), np.array([True]))),
+    ):
+        assert drawing.startswith("<svg")
+
+
+def test_bars_take_the_colors_of_the_classes() -> None:
+    drawing = figures.informativeness_bars(np.array([2.0, 1.0]), np.array([0, 1]), ("a", "b"))
+    assert class_color(0) in drawing
+    assert class_color(1) in drawing
+    assert class_color(0) not in figures.informativeness_bars(np.array([2.0, 1.0]))
+
+
+def test_class_colors_are_stable_and_many() -> None:
+    colors = [class_color(i) for i in range(60)]
+    assert colors == [class_color(i) for i in range(60)]
+    assert len(set(colors)) == 60
+    assert all(re.fullmatch("#[0-9a-f]{6}", color) for color in colors)
+
+
+def test_long_names_are_shortened_in_the_middle() -> None:
+    assert brief("x" * 50, 21) == "x" * 10 + "…" + "x" * 10
+    assert brief("two\nlines") == "two lines"
+
+
+def test_alt_text_is_escaped() -> None:
+    assert 'aria-label="&quot;&lt;' in draw("a", '"<', (90, 60), lambda figure: None)

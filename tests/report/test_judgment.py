@@ -1,0 +1,77 @@
+"""What is said at the top of a page, and the numbers there, with their errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from linnet.app.runs.summary import score_table
+from linnet.report import Comparison, Notes, Reliability, Run, Scores
+from linnet.report.judgment import key_numbers, summary, trust
+from linnet.report.measures import calibration_and_error, share_error
+from linnet.report.wording import measured_share
+from tests.report.material import digits_run, regression_run
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("count", [1, 8, 24, 2000])
+def test_the_error_of_an_accuracy_is_never_zero_and_the_same_everywhere(count: int) -> None:
+    for right in {0, count // 3, count}:
+        share = right / count
+        error = share_error(share, count)
+        assert error is not None
+        assert error >= 0.5 / (count + 4)  # half a sample of Wilson's, which adds about four
+        if 0 < right < count == 2000:
+            assert error == pytest.approx((share * (1 - share) / count) ** 0.5, rel=0.01)
+        row = Comparison("linear fit", accuracy=share)
+        run = Run("x", ("a", "b"), scores=Scores((row,), tested=count))
+        (key,) = key_numbers(run)
+        assert key.value == measured_share(share, error)
+        assert score_table([row], count)[1].endswith(f"{100 * share:.1f} ± {100 * error:.1f} %")
+
+
+@pytest.mark.parametrize(
+    ("confidence", "right", "says"),
+    [(0.95, 0.6, "too high"), (0.5, 0.9, "too low"), (0.8, 0.8, "well calibrated")],
+)
+def test_trust_follows_the_calibration(confidence: float, right: float, says: str) -> None:
+    part = Reliability("fit", np.full(500, confidence), np.arange(500) < 500 * right)
+    assert says in trust(Run("x", scores=Scores(reliability=(part,))))
+
+
+def test_few_predictions_are_not_called_calibrated() -> None:
+    part = Reliability("fit", np.full(32, 0.75), np.arange(32) < 24)
+    assert "too few" in trust(Run("x", scores=Scores(reliability=(part,))))
+
+
+def test_uneven_probabilities_are_named() -> None:
+    confidence = np.repeat([0.95, 0.55], 500)
+    correct = np.concatenate([np.arange(500) < 375, np.arange(500) < 375])  # 75 % each
+    part = Reliability("fit", confidence, correct)
+    assert "not one by one" in trust(Run("x", scores=Scores(reliability=(part,))))
+
+
+def test_the_error_of_the_calibration_error_is_that_of_repeated_samples() -> None:
+    def draw() -> tuple[float, float]:
+        confidence = RNG.uniform(0.5, 1, 600)
+        return calibration_and_error(confidence, RNG.uniform(size=600) < confidence - 0.15)
+
+    errors, spreads = np.array([draw() for _ in range(300)]).T
+    assert errors.mean() == pytest.approx(0.15, abs=0.01)
+    assert spreads.mean() == pytest.approx(errors.std(), rel=0.15)
+
+
+def test_three_numbers_with_their_errors() -> None:
+    for run in (digits_run(), regression_run()):
+        found = key_numbers(run)
+        assert len(found) == 3
+        assert all("±" in number.value for number in found)
+    rmse = key_numbers(regression_run())[0]
+    assert rmse.note == "in the unit of the target"
+
+
+def test_a_headline_takes_the_place_of_the_verdict() -> None:
+    assert summary(replace(digits_run(), notes=Notes(("We are done.",)))) == ["We are done."]

@@ -1,0 +1,71 @@
+"""Intervals, calibration bins and rankings against independent computations."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from linnet.plots.measures import (
+    calibration_error,
+    interval_coverage,
+    ranking,
+    reliability_bins,
+    wilson_interval,
+)
+from linnet.report.measures import split_by_uncertainty
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 7), (3, 10), (90, 100), (50, 50)])
+@pytest.mark.parametrize("level", [0.8, 0.95])
+def test_wilson_interval_is_scipys(successes: int, trials: int, level: float) -> None:
+    expected = stats.binomtest(successes, trials).proportion_ci(level, method="wilson")
+    assert wilson_interval(successes, trials, level) == pytest.approx(
+        (expected.low, expected.high), abs=1e-12
+    )
+
+
+def test_wilson_interval_without_trials_says_nothing() -> None:
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+
+
+def test_bins_hold_every_prediction_once() -> None:
+    rng = np.random.default_rng(0)
+    confidence = np.append(rng.uniform(size=500), [0.0, 1.0])
+    correct = rng.uniform(size=502) < confidence
+    bins = reliability_bins(confidence, correct, bins=7)
+    assert sum(b.count for b in bins) == 502
+    assert len(bins) == 7
+    weighted = sum(b.count * b.accuracy for b in bins) / 502
+    assert weighted == pytest.approx(correct.mean())
+    assert all(b.low <= b.accuracy <= b.high for b in bins)
+
+
+def test_calibration_error_is_the_weighted_gap() -> None:
+    confidence, correct = np.array([0.95, 0.95, 0.55, 0.55]), np.array([1, 0, 1, 1])
+    # bin of 0.95: accuracy 0.5, gap 0.45; bin of 0.55: accuracy 1, gap 0.45
+    assert calibration_error(reliability_bins(confidence, correct)) == pytest.approx(0.45)
+    assert calibration_error([]) == 0.0
+
+
+def test_calibration_error_depends_on_the_bins() -> None:
+    confidence, correct = np.array([0.6, 0.8]), np.array([0, 1])
+    assert calibration_error(reliability_bins(confidence, correct, bins=1)) == pytest.approx(0.2)
+    assert calibration_error(reliability_bins(confidence, correct, bins=10)) == pytest.approx(0.4)
+
+
+def test_interval_coverage_of_a_true_model_is_nominal() -> None:
+    rng = np.random.default_rng(1)
+    mean, std = rng.normal(size=40_000), rng.uniform(0.5, 2.0, 40_000)
+    levels = np.array([0.1, 0.5, 0.9])
+    observed = interval_coverage(mean, std, mean + std * rng.normal(size=40_000), levels)
+    np.testing.assert_allclose(observed, levels, atol=0.01)
+    assert interval_coverage(mean, std / 3, mean + std, levels)[2] == 0.0
+
+
+def test_split_by_uncertainty_takes_the_largest() -> None:
+    uncertainty = np.array([0.1, 0.9, 0.3, 0.8])
+    assert split_by_uncertainty(uncertainty, np.array([0, 1, 0, 3]), share=0.5) == (2.0, 0.0, 2)
+    assert split_by_uncertainty(np.array([1.0]), np.array([1])) == (1.0, 0.0, 1)
+
+
+def test_ranking_is_stable_and_puts_nan_last() -> None:
+    assert ranking(np.array([1.0, np.nan, 2.0, 1.0])).tolist() == [2, 0, 3, 1]

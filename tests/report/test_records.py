@@ -1,0 +1,119 @@
+"""Checks and JSON form of Run."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from linnet.errors import InputError
+from linnet.report import (
+    Comparison,
+    DoubtedLabel,
+    Explanation,
+    FitRecord,
+    Forgetting,
+    HeldOutSet,
+    Neighbor,
+    Reliability,
+    RidgePath,
+    Run,
+    Samples,
+    Scores,
+    Spectrum,
+    TrainingSet,
+)
+from tests.report.material import digits_run, regression_run
+
+PICTURES = np.zeros((3, 8, 8, 1), dtype=np.uint8)
+LABELS = np.array([0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (lambda: Samples(images=PICTURES, labels=LABELS[:2]), "Samples"),
+        (lambda: Samples(images=PICTURES.astype(float)), "float64"),
+        (lambda: Samples(images=np.zeros((3, 3, 8, 8), dtype=np.uint8)), r"\(3, 3, 8, 8\)"),
+        (lambda: Reliability("fit", np.zeros(3), np.zeros(2)), "Reliability.correct"),
+        (lambda: RidgePath(np.ones(3), np.ones(3), gcv=np.ones(4)), "RidgePath.gcv"),
+        (lambda: TrainingSet(Samples(PICTURES), informativeness=np.zeros(4)), "informativeness"),
+        (lambda: TrainingSet(Samples(PICTURES), suspects=(DoubtedLabel(3, 0),)), "suspects"),
+        (lambda: TrainingSet(Samples(PICTURES), forgetting=Forgetting((-1,))), "removed"),
+        (lambda: HeldOutSet(Samples(PICTURES), uncertainty=np.zeros(2)), "uncertainty"),
+        (lambda: HeldOutSet(Samples(PICTURES), explanations=(Explanation(9),)), "explanations"),
+        (lambda: Run("x", ("a",), train=TrainingSet(Samples(labels=LABELS))), "Samples.labels"),
+        (lambda: Run("x", ("a", "b"), train=TrainingSet(Samples(labels=LABELS + 0.5))), "float64"),
+        (lambda: Run("x", ("a", "b"), test=HeldOutSet(Samples(PICTURES), np.ones((3, 4)))), "probs"),
+        (
+            lambda: Run(
+                "x",
+                train=TrainingSet(Samples(PICTURES)),
+                test=HeldOutSet(Samples(PICTURES), explanations=(Explanation(0, up=(Neighbor(5, 1.0),)),)),
+            ),
+            "Neighbor.sample",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(build: Any, named: str) -> None:
+    with pytest.raises(InputError, match=named) as caught:
+        build()
+    assert caught.value.expected
+    assert caught.value.remedy
+
+
+def test_degrees_of_freedom_come_from_the_eigenvalues_unless_given() -> None:
+    values = np.array([3.0, 1.0, -1e-9])
+    assert Spectrum(values, ridge=1.0).effective() == pytest.approx(0.75 + 0.5)
+    assert Spectrum(values, ridge=1.0, degrees_of_freedom=7.0).effective() == 7.0
+    assert Spectrum(values).effective() is None
+
+
+def test_number_of_tested_samples_has_three_sources() -> None:
+    scores = Scores(reliability=(Reliability("fit", np.ones(5), np.ones(5)),))
+    test = HeldOutSet(Samples(PICTURES))
+    assert Run("x").tested() is None
+    assert Run("x", scores=scores).tested() == 5
+    assert Run("x", scores=scores, test=test).tested() == 3
+    assert Run("x", scores=Scores(tested=9), test=test).tested() == 9
+
+
+def test_loss_is_wrongness_or_absolute_error() -> None:
+    probs = np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]])
+    classified = HeldOutSet(Samples(labels=LABELS), probs)
+    assert classified.correct() is not None
+    np.testing.assert_array_equal(np.asarray(classified.loss()), [0.0, 1.0, 0.0])
+    regressed = HeldOutSet(Samples(labels=np.array([1.0, 2.0])), mean=np.array([[1.5], [1.0]]))
+    np.testing.assert_array_equal(np.asarray(regressed.loss()), [0.5, 1.0])
+    assert HeldOutSet(Samples(PICTURES), np.ones((3, 2))).loss() is None
+
+
+@pytest.mark.parametrize("build", [digits_run, regression_run, lambda: Run("bare")])
+def test_to_dict_survives_strict_json(build: Any) -> None:
+    numbers = build().to_dict()
+    assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
+
+
+def test_to_dict_holds_what_the_page_shows() -> None:
+    run = digits_run()
+    numbers = run.to_dict()
+    path, train, test = run.fit.path, run.train, run.test
+    assert path is not None
+    assert train is not None
+    assert test is not None
+    assert numbers["ridge_path"]["chosen"] == path.chosen
+    assert len(numbers["ridge_path"]["loo_error"]) == len(path.ridges)
+    assert numbers["reliability"][0]["calibration_error"] == pytest.approx(run.scores.comparison[0].ece)
+    assert numbers["train"]["suspects"][0]["id"] == train.samples.name(train.suspects[0].sample)
+    explained = numbers["test"]["explanations"][0]
+    assert explained["id"] == test.samples.name(test.explanations[0].sample)
+    assert explained["up"][0]["influence"] == test.explanations[0].up[0].influence
+    assert "images" not in json.dumps(numbers)
+
+
+def test_to_dict_turns_what_is_not_finite_into_none() -> None:
+    run = Run("x", scores=Scores((Comparison("fit", accuracy=float("nan")),)),
+              fit=FitRecord(spectrum=Spectrum(np.array([np.inf, 1.0]))))  # fmt: skip
+    numbers = run.to_dict()
+    assert numbers["comparison"][0]["accuracy"] is None
+    assert numbers["spectrum"]["eigenvalues"] == [None, 1.0]
