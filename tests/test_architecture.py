@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("disk", "limits"),
     ("files",),
-    ("hub", "npz", "pages", "unfinished"),
+    ("npz", "pages", "unfinished"),
     ("linalg",),
     ("solvers",),
     ("likelihoods",),
@@ -55,7 +55,8 @@ HEAVY = ("scipy", "matplotlib", "pandas", "jinja2", "PIL", "jsonargparse", "tqdm
 # Imported by integrations/ alone, lazily.
 OPTIONAL = (
     "transformers", "timm", "torchvision", "sklearn", "gpytorch", "botorch", "linear_operator",
-    "lightning", "pytorch_lightning", "avalanche", "datasets", "peft", "tensorboard", "wandb", "mlflow",
+    "lightning", "pytorch_lightning", "avalanche", "datasets", "huggingface_hub", "peft", "tensorboard",
+    "wandb", "mlflow",
 )  # fmt: skip
 # What the command line loads before it knows the command.
 LIGHT = ("__init__", "errors", "app.commands", "app.cli")
@@ -145,12 +146,11 @@ def test_no_import_cycles(package: Tree) -> None:
 
 
 def test_heavy_packages_are_imported_lazily(package: Tree) -> None:
-    assert not check.eager_heavies(package, (*HEAVY, *OPTIONAL, "huggingface_hub"))
+    assert not check.eager_heavies(package, (*HEAVY, *OPTIONAL))
 
 
 def test_optional_packages_stay_in_integrations(package: Tree) -> None:
     assert not check.optional_outside(package, OPTIONAL, home="integrations")
-    assert not check.optional_outside(package, ("huggingface_hub",), home="hub")
 
 
 def test_the_command_line_starts_without_torch(package: Tree) -> None:

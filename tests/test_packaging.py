@@ -85,11 +85,10 @@ def test_the_closure_finds_torchvision_behind_markers_and_extras() -> None:
 
 
 def test_extras_bring_what_they_promise() -> None:
-    assert set(EXTRAS) == {"text", "gp", "sklearn", "hub", "onnx", "dev", "docs"}
+    assert set(EXTRAS) == {"text", "gp", "sklearn", "onnx", "dev", "docs"}
     assert "transformers" in closure(["linnet-torch[text]"])
     assert {"gpytorch", "botorch", "linear-operator"} <= closure(["linnet-torch[gp]"]).keys()
     assert "scikit-learn" in closure(["linnet-torch[sklearn]"])
-    assert "huggingface-hub" in closure(["linnet-torch[hub]"])
     assert {"onnx", "onnxscript", "onnxruntime"} <= closure(["linnet-torch[onnx]"]).keys()
 
 

@@ -33,7 +33,6 @@ OPTIONAL = {
     "linear_operator": ("Gaussian process libraries", install_command("gp")),
     "gpytorch": ("Gaussian process libraries", install_command("gp")),
     "botorch": ("Bayesian optimization", install_command("gp")),
-    "huggingface_hub": ("push_to_hub, and linnet.load of hf:NAME", install_command("hub")),
     "onnx": (_ONNX, install_command("onnx")),
     "onnxscript": (_ONNX, install_command("onnx")),
     "onnxruntime": ("the sizes that ONNX files take, and running them", install_command("onnx")),

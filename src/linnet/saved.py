@@ -14,8 +14,6 @@ from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.files import as_path
 from linnet.finetuning.finetuned import load_finetuned
 from linnet.fitting.load_fit import load_fit
-from linnet.hub.folder import described
-from linnet.hub.remote import PREFIX, fetch
 from linnet.laplace.load import load_laplace
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.nested.adapt import load_adapted
@@ -49,11 +47,10 @@ def load(
     likelihood: Likelihood | None = None,
     output: OutputAdapter = None,
 ) -> PredictiveModel | Curvature:
-    """Read what a ``save`` or ``save_pretrained`` of linnet wrote, whatever it is.
+    """Read what a ``save`` of linnet wrote, whatever it is.
 
     Args:
-        directory: The folder, or the file in it; ``"hf:user/name"`` or ``"hf:user/name@revision"`` for a
-            repository of the Hugging Face Hub.
+        directory: The folder, or the file in it.
         model: The network that it was made of, with the same weights; where ``params=`` had masks, its
             linearization with the same ones, ``linnet.linearize(network, params=...)``.
         likelihood: A Laplace posterior's, if it is one of your own.
@@ -64,9 +61,8 @@ def load(
 
     Raises:
         FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
-        InputError: If there is no such folder or repository, it holds nothing that linnet wrote or several
+        InputError: If there is no such folder, it holds nothing that linnet wrote or several
             such things, or an argument does not go with what it holds.
-        DependencyError: A repository needs huggingface_hub.
 
     Example:
         >>> import linnet, tempfile, torch
@@ -77,12 +73,9 @@ def load(
         'LinearFit'
     """
     check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
-    if isinstance(directory, str) and directory.startswith(PREFIX):
-        directory = fetch(directory.removeprefix(PREFIX), [f"{name}.safetensors" for name in READERS])
     place = as_path(directory)
-    main = described(place, tuple(READERS))
     is_file = bool(place.suffix) and not place.is_dir()
-    there = [main or place] if main or is_file else sorted(place.glob("*.safetensors"))
+    there = [place] if is_file else sorted(place.glob("*.safetensors"))
     found = [file for file in there if file.stem in READERS and file.is_file()]
     if {file.stem for file in found} == {"laplace", "curvature"}:  # a posterior keeps its curvature beside it
         found = [file for file in found if file.stem == "laplace"]

@@ -59,7 +59,6 @@ BY_NAME: dict[str, Callable[[], Any]] = {
     "predict": lambda: small.probabilities,
     "operator": small.operator,
     "directory": lambda: "saved",
-    "repo_id": lambda: "me/model",
 }
 
 # Valid arguments of functions and classes; parameters that are left out have a default or are in BY_NAME.

@@ -109,12 +109,6 @@ def _saved(kept: Any, load: Callable[..., Any], *more: Any) -> Any:
         return load(Path(folder), *more)
 
 
-def _shared(kept: Any, model: Any) -> Any:
-    """Write a folder for others and read it again."""
-    with tempfile.TemporaryDirectory() as folder:
-        return linnet.load(kept.save_pretrained(folder), model)
-
-
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
@@ -163,7 +157,6 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "forget": lambda s: s.fit().forget([0, 3]),
     "update": lambda s: s.fit().update((s.x[:2] + 1, s.y[:2])),
     "constrain": lambda s: s.fit().constrain(s.x[:1], s.y[:1]),
-    "share fit": lambda s: _shared(s.fit(), s.model),
     "save fit": lambda s: _saved(s.fit(), linnet.load_fit, s.model),
     "cross-entropy changes": lambda s: s.fit(loss="cross-entropy").forget([0]).update((s.x[:1], s.y[:1])),
     "curvatures": lambda s: linnet.curvature(

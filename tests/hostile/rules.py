@@ -103,7 +103,7 @@ KINDS: dict[str, set[str]] = {
 # The kind of a parameter by its name; where a name has several, OF_CALL decides.
 _NAMES = {
     "word": "accumulate activation criterion derivative expectation head init inversion inversions kind "
-    "layer repo_id "
+    "layer "
     "form link matrix mechanism merge method name neighbors of parametrization pin predict prior psd "
     "recipe reduction root schedule score search sharing solver source space structure structures "
     "to variant keep preconditioner loss names mode like metric",
@@ -111,9 +111,8 @@ _NAMES = {
     "augmentation operator memory device dtype candidates gram directions pooling training run inference "
     "passes",
     "selector": "params",
-    "grid": "card",
     "flag": "adaptive add base canonical clamps discrete flip inplace joint masked momentum per_output tune "
-    "private progress "
+    "progress "
     "record_gap shared squared stop training_mode",
     "flag or none": "shard",
     "count": "batch batch_size bins block channels classes draws epochs evaluate_every every heads "
@@ -278,7 +277,7 @@ ALWAYS_REFUSED = frozenset({
     "Finetuned.predictive",
     "NestedFit.merge",  # of a fit in which the lower layers take part
     "SharedFit.merge",
-    *(f"LinearPosterior.{method}" for method in ("save", "save_pretrained", "push_to_hub")),
+    "LinearPosterior.save",
     "continual.NonOnlineLaplace (saved).consolidate",
     "continual.NonOnlineLaplace.remember",
 })  # fmt: skip

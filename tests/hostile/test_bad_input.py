@@ -23,7 +23,6 @@ from linnet.errors import LinnetError
 from tests.hostile import doors, rules
 from tests.hostile.doors import Door
 from tests.hostile.wrong_values import wrong_for
-from tests.hub.hub_stand_in import Hub
 
 NOT_FINITE = "accepted, and the result is not finite"
 SHARE = 12  # an ordinary run takes every twelfth wrong value of a parameter, other ones for other parameters
@@ -108,7 +107,6 @@ def failures(door: Door, share: int) -> list[str]:
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.getLogger("linnet"), "disabled", True)
-    Hub(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", list(all_doors()))
