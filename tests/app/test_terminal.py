@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import get_args, get_type_hints
 
 import pytest
@@ -68,69 +67,6 @@ def test_quiet_and_verbose_contradict_each_other(capsys: pytest.CaptureFixture[s
 def test_flags_alone_answer_as_without_them(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     assert "linnet" in capsys.readouterr().out
-
-
-def test_numbers_of_a_result_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = tmp_path / "first.csv", tmp_path / "second.csv"
-    assert cli.main([*DOCTOR, f"--log-to=csv:{first}", "--json", "--log-to", f"csv:{second}"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert first.read_text() == second.read_text()
-    assert f"0,ok,{float(told['ok'])}\n" in first.read_text()
-    assert cli.main([*DOCTOR, "--log-to", f"csv:{first}"]) == 2  # before the work
-    output = capsys.readouterr()
-    assert "exists" in output.err
-    assert output.out == ""
-
-
-def test_a_folder_for_numbers_is_tried_before_the_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(cli, "_execute", lambda *_: pytest.fail("the work began"))
-    assert cli.main([*DOCTOR, "--log-to", f"csv:{tmp_path}/file/numbers.csv"]) == 2
-    assert "cannot be written" in capsys.readouterr().err
-
-
-def test_a_place_that_fails_does_not_take_the_result_along(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(uri: str) -> None:
-        raise ConnectionError("no server")
-
-    server = ModuleType("mlflow")
-    server.set_tracking_uri = gone  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mlflow", server)
-    places = ["--log-to", "mlflow:http://here", "--log-to", f"csv:{tmp_path}/numbers.csv"]
-    assert cli.main([*DOCTOR, *places, "--json"]) == 2
-    output = capsys.readouterr()
-    assert "no server" in output.err
-    assert "what it wrote is complete" in output.err
-    assert json.loads(output.out)["ok"]
-    assert "0,ok,1.0" in (tmp_path / "numbers.csv").read_text()  # the other place has its numbers
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [(["--log-to"], "--log-to has no value"), (["--log-to", "--json"], "--log-to has no value"),
-     (["--log-to", "cvs:x"], 'did you mean "csv:x"?'), (["--log", "csv:x"], "did you mean --log-to?")],
-)  # fmt: skip
-def test_a_wrong_place_for_numbers(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*DOCTOR, *words]) == 2
-    assert text in capsys.readouterr().err
-
-
-def test_settings_files_cannot_name_a_place_for_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run.yaml").write_text(f"seconds: 0.01\nlog: csv:{tmp_path}/numbers.csv\n")
-    assert cli.main(["doctor", "--config", f"{tmp_path}/run.yaml"]) == 2
-    assert "log" in capsys.readouterr().err
-    assert not (tmp_path / "numbers.csv").exists()
-
-
-def test_every_command_tells_where_numbers_may_go() -> None:
-    assert all("--log-to WHERE" in Command.load(name).help() for name in COMMANDS)
-    assert all("--log-to" in Command.load(name).completions() for name in COMMANDS)
 
 
 @pytest.mark.parametrize(

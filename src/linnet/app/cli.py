@@ -60,15 +60,9 @@ _OPTIONS = {
     "--help": "Show this page; linnet COMMAND --help shows its own",
     "--version": "Show the version",
     "-q, -v": "Say less, or more; before or after any command, as --json",
-    "--log-to WHERE": "After a command: write its numbers to TensorBoard, W&B, MLflow or a table",
     "--completion SHELL": "Print what completes commands and options in bash, zsh or fish",
 }
 _SHORT = {"-q": "--quiet", "-v": "--verbose"}
-_LOG = "--log-to"  # torchrun would take --log for one of its own
-_LOG_HELP = (
-    "Write the numbers of the result to tensorboard:FOLDER, wandb:PROJECT, mlflow:URI or csv:FILE. May be "
-    "given again for another place."
-)
 _REPLAY = "run.yaml"
 _SHARED = ("adapt",)  # commands of which every process that torchrun starts does a part
 _RUNS = ("demo", "adapt", "forget", "update")  # commands that write a run into a folder of their own
@@ -140,48 +134,9 @@ def _run(words: list[str]) -> int:
     flags = {flag for flag in command.flags if flag in options}
     if {"--quiet", "--verbose"} <= flags:
         raise InputError("--quiet and --verbose contradict each other", remedy="give one of them")
-    places, options = _places([word for word in options if word not in flags])
-    settings = command.parse(options)
-    with _report_of(settings, flags), _logged(places) as log:
-        return _execute(command, settings, flags, log)
-
-
-def _places(options: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Where numbers go, and the other options."""
-    places, rest, queue = [], [], list(options)
-    while queue:
-        option, equals, value = queue.pop(0).partition("=")
-        if option != _LOG:
-            rest.append(f"{option}{equals}{value}")
-        elif equals or (queue and not queue[0].startswith("--")):
-            places.append(value if equals else queue.pop(0))
-        else:
-            raise InputError(f"{_LOG} has no value", expected=f"a place after {_LOG}", remedy=_LOG_HELP)
-    return places, rest
-
-
-@contextlib.contextmanager
-def _logged(places: Sequence[str]) -> Iterator[Callable[[Any], None]]:
-    """What takes the numbers of a result; a package that is missing is told before the work."""
-    with contextlib.ExitStack() as stack:
-        logs = []
-        if places and _rank() == 0:
-            from linnet.integrations.logs import log_to
-
-            logs = [stack.enter_context(log_to(place)) for place in places]
-
-        def tell(result: Any) -> None:
-            failures: list[LinnetError] = []
-            for log in logs:
-                try:
-                    log(result)
-                except LinnetError as error:
-                    failures.append(error)
-            for failure in failures[:1]:  # the others have their numbers
-                what = f"{failure.what}; the command itself is done, what it wrote is complete"
-                raise type(failure)(what, failure.expected, failure.remedy) from failure
-
-        yield tell
+    settings = command.parse([word for word in options if word not in flags])
+    with _report_of(settings, flags):
+        return _execute(command, settings, flags)
 
 
 @contextlib.contextmanager
@@ -206,10 +161,8 @@ def _report_of(settings: Settings, flags: AbstractSet[str]) -> Iterator[None]:
             print(f"{format_seconds(time.monotonic() - start)} in all", file=sys.stderr)
 
 
-def _execute(
-    command: Command, settings: Settings, flags: AbstractSet[str], log: Callable[[Any], None]
-) -> int:
-    """Call the command, leave the settings beside what it wrote, even when it was interrupted, and log."""
+def _execute(command: Command, settings: Settings, flags: AbstractSet[str]) -> int:
+    """Call the command, and leave the settings beside what it wrote, even when it was interrupted."""
     as_json, trust = "--json" in flags, "--trust" in flags
     values = dict(settings.values)
     folder = values.get("out")
@@ -252,8 +205,6 @@ def _execute(
     if as_json:
         print(json.dumps(_plain(result), indent=2, allow_nan=False))
     sys.stdout.flush()
-    if isinstance(result, Mapping):
-        log(result)
     return int(isinstance(result, Mapping) and result.get("ok") is False)
 
 
@@ -433,7 +384,6 @@ class Command:
         parser = self._parser()
         for flag, text in self.flags.items():
             parser.add_argument(flag, action="store_true", help=text)
-        parser.add_argument(_LOG, metavar="WHERE", help=_LOG_HELP)
         return page(parser, self.types)
 
     def completions(self) -> dict[str, tuple[str, ...]]:
@@ -444,7 +394,7 @@ class Command:
             for name in self.parameters
             if name != "trust"
         }
-        return {**options, **dict.fromkeys(["--config", "--help", _LOG, *self.flags], ())}
+        return {**options, **dict.fromkeys(["--config", "--help", *self.flags], ())}
 
     def parse(self, words: Sequence[str]) -> Settings:
         """Read the options."""
@@ -515,7 +465,7 @@ class Command:
         shown = f"linnet {self.name} --help shows every option"
         if match := re.match(r"unrecognized arguments: (\S+)|Option '(\S+)' is not accepted", message):
             word = (match[1] or f"--{match[2]}").partition("=")[0]
-            options = [*(_option(name) for name in parameters), _LOG]
+            options = [_option(name) for name in parameters]
             close = difflib.get_close_matches(_option(word.lstrip("-")), options, n=1)
             return InputError(
                 f"there is no option {word}" if word.startswith("-") else f"unexpected word {word!r}",

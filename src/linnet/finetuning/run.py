@@ -21,8 +21,7 @@ class Run:
     Args:
         checkpoint: A folder for the run's state; an interrupted call resumes from it, to the same bits.
         save_every: Steps between two states kept there; by default a twentieth of the run.
-        log: Called with a dict of numbers and the step; ``linnet.integrations.logs.log_to`` makes one for
-            TensorBoard, Weights & Biases, MLflow or a table.
+        log: Called with a dict of numbers and the step, as ``mlflow.log_metrics`` is.
         log_every: Steps between two of these calls.
         progress: Show progress; by default only when it takes over two seconds.
         evaluate_every: Steps between two scores on validation data; by default an epoch.

@@ -74,8 +74,8 @@ def adapt(
         seed: Seed of the four random heads whose tangent kernels are averaged.
         memory: Budget such as ``"4GB"``; by default half of what is available.
         tune: Whether to train the lower layers where it helps: five or six runs of 150 steps or more. Or a
-            callback ``f(metrics, step)``, such as ``linnet.integrations.logs.log_to`` makes, which also turns
-            tuning on; it receives the training loss of each epoch and the held-out error of each run.
+            callback ``f(metrics, step)``, which also turns tuning on; it receives the training loss of each
+            epoch and the held-out error of each run.
 
     Returns:
         The fit.

@@ -21,7 +21,7 @@ from linnet.curvatures.treatments import Structure
 from linnet.distributed import together, world
 from linnet.errors import InputError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
-from linnet.logged import numbers, tell
+from linnet.logged import tell
 from linnet.optim.gauss_newton_average import EXPECTATION, average_of, require_alike
 from linnet.optim.gauss_newton_batch import suggested_batch
 from linnet.optim.gauss_newton_checks import check_given, checked_group, checked_state, parameters_of
@@ -234,7 +234,8 @@ class GaussNewton(torch.optim.Optimizer):
             self._fresh = False
             report = self._step(x, y, closure, loss)
         if self.settings.log is not None and not (self._network.shared and world()[0]):
-            values = {name: value for name, value in numbers(report).items() if name != "step"}
+            told = report._asdict()
+            values = {k: float(v) for k, v in told.items() if k != "step" and isinstance(v, int | float)}
             tell(self.settings.log, values, report.step, "the step is complete, the weights are the new ones")
         return report
 
