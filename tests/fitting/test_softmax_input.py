@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import linnet
 from linnet.errors import MemoryBudgetError, NumericalError
 from linnet.fitting import plan as plan_module
-from linnet.linear.softmax_dual import SoftmaxDual
-from linnet.linear.softmax_loss import ClassLoss
+from linnet.linear.label_problem import class_problem
+from linnet.linear.newton import KernelNewton
 from tests.fitting.problems import near, peak_bytes, refused
 from tests.fitting.softmax_cases import case
 
@@ -97,9 +97,10 @@ def test_an_empty_class_gets_less_probable() -> None:
 
 def test_a_broken_kernel_is_named() -> None:
     kernel = torch.full((3, 3), math.nan, dtype=torch.float64)
-    loss = ClassLoss(torch.eye(1, 3, dtype=torch.float64))
+    function = linnet.linearize(nn.Linear(2, 3)).function
+    problem = class_problem(function, torch.ones(1, 2), torch.zeros(1, 3), torch.eye(1, 3))
     with pytest.raises(NumericalError, match="kernel has 9 NaN"):
-        SoftmaxDual(kernel, torch.zeros(1, 3, dtype=torch.float64), loss, 1.0)
+        KernelNewton(problem, kernel, 1.0)
 
 
 # --- memory ----------------------------------------------------------------------------------------

@@ -287,7 +287,7 @@ def test_a_jacobian_without_room_is_not_kept(base: bool, monkeypatch: pytest.Mon
     kept = linear_posterior(lin, (x, y), likelihood, Newton(samples=3, tolerance=1e-10), base=base)
     monkeypatch.setattr(streamed, "MOST", 0)
     passed = linear_posterior(lin, (x, y), likelihood, Newton(samples=3, tolerance=1e-10), base=base)
-    assert kept._model.problem.rows is not None
-    assert passed._model.problem.rows is None
+    assert kept._problem.rows is not None
+    assert passed._problem.rows is None
     near(passed.mean, kept.mean, 1e-7)
-    near(passed._found.draws, kept._found.draws, 1e-6)
+    near(passed._draws, kept._draws, 1e-6)

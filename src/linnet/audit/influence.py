@@ -34,9 +34,9 @@ from linnet.linear.formed_rows import FormedRows
 from linnet.linear.iteration import CGSettings, Effort
 from linnet.linear.iterative import Iterative, Shared
 from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.label_problem import class_targets
 from linnet.linear.preconditioner import CurvatureInverse
 from linnet.linear.problem import Problem
-from linnet.linear.softmax_loss import class_targets
 from linnet.linear.targets import check_arrangement, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import integer

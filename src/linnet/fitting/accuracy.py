@@ -28,9 +28,8 @@ from linnet.fitting.remarks import rounded
 from linnet.fitting.rounding import PROBED, Rounding, assumed_rounding
 from linnet.fitting.rounding import measured_rounding as measured_rounding
 from linnet.linear.dual import DualSystem
+from linnet.linear.newton import KernelNewton, WeightNewton
 from linnet.linear.normal_system import NormalSystem
-from linnet.linear.softmax_dual import SoftmaxDual
-from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.linear.system import System
 from linnet.memory import parse_bytes
 from linnet.shown import Record
@@ -166,7 +165,7 @@ def _of_sums(system: NormalSystem, solved: Tensor, unit: float) -> Tensor:
 
 
 def softmax_accuracy(
-    dual: SoftmaxDual, rounding: Rounding, index: Tensor, gap: Tensor | None = None
+    dual: KernelNewton, rounding: Rounding, index: Tensor, gap: Tensor | None = None
 ) -> Accuracy:
     """The estimate for a fit of the cross-entropy."""
     # index (k,), gap (N, C)
@@ -177,7 +176,7 @@ def softmax_accuracy(
     columns = dual.weighted(unit)
     own = (dual.kernel[rows] @ columns / dual.ridge).view(len(index), c, len(index), c)
     own = own.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    roots = dual.curvature[0][index]
+    roots = dual.roots[index]
     eye = torch.eye(c, dtype=own.dtype, device=own.device)
     weights = torch.linalg.solve(eye - own @ roots @ roots.mT, columns.T.reshape(len(index), c, size))
     beta = dual.beta.reshape(-1)
@@ -229,8 +228,8 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
     system = fit.system
     iterated = _iterated(system)
     counted = iterations or not (iterated and system.tolerance > ITERATED)
-    if isinstance(system, SoftmaxPrimal):
-        dual = system.dual
+    if isinstance(system, WeightNewton):
+        dual = system.kernel_form
         gap = None if dual is None or not counted else system.outputs - dual.outputs
         return None if dual is None else softmax_accuracy(dual, rounding, index, gap)
     if iterated:
@@ -239,7 +238,7 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
         if same is not None and counted:
             gap = system.ridge * (same.beta - system.beta.double())
         return None if same is None else squared_accuracy(same, rounding, index, gap)
-    if isinstance(system, SoftmaxDual):
+    if isinstance(system, KernelNewton):
         found, outputs = softmax_accuracy(system, rounding, index), system.outputs
     elif isinstance(system, DualSystem):  # in weights δ is summed in float64 and predicts no worse than K
         return shared_accuracy(system, rounding, index)
@@ -267,7 +266,7 @@ def _iterated(system: Any) -> bool:
     """Whether a solution was found by conjugate gradients."""
     if isinstance(system, System):
         return system.factorized is not system
-    return isinstance(system, SoftmaxPrimal)
+    return isinstance(system, WeightNewton)
 
 
 def observed(fit: Any, count: int | None = None) -> Tensor:
@@ -407,7 +406,7 @@ def _at(fit: Any, ridge: float, rounding: Rounding) -> Accuracy | None:
     assert form is not None
     try:
         moved = form.at(ridge)
-        if isinstance(moved, SoftmaxDual):
+        if isinstance(moved, KernelNewton):
             return softmax_accuracy(moved, rounding, observed(fit))
         if isinstance(moved, DualSystem):
             return shared_accuracy(moved, rounding, observed(fit))
@@ -456,11 +455,11 @@ def _smallest(fit: Any, ridge: float) -> float | None:
     return None
 
 
-def _factorized(system: Any) -> System | DualSystem | SoftmaxDual | None:
+def _factorized(system: Any) -> System | DualSystem | KernelNewton | None:
     """The same solution by a factorization; ``None`` where none fits."""
     if isinstance(system, System):
         return system.factorized
-    found: DualSystem | SoftmaxDual | None = system.dual if isinstance(system, SoftmaxPrimal) else system
+    found: DualSystem | KernelNewton | None = system if isinstance(system, DualSystem) else system.kernel_form
     return found
 
 

@@ -23,10 +23,9 @@ from linnet.fitting.softmax_path import solutions
 from linnet.linear.dual import Spectrum
 from linnet.linear.iteration import CGSettings
 from linnet.linear.iterative import Iterative
+from linnet.linear.label_problem import class_problem
+from linnet.linear.newton import KernelNewton, WeightNewton
 from linnet.linear.problem import Problem
-from linnet.linear.softmax_dual import SoftmaxDual
-from linnet.linear.softmax_loss import ClassLoss
-from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import Functional
@@ -79,8 +78,8 @@ class CrossFit:
         found = self._empty(len(ridges)).fill_(torch.nan)
         for function, rest, held in self._each():
             kernel, cross, base = self._kernels(function, rest, held)
-            loss = ClassLoss(self.targets[rest].double())
-            system = SoftmaxDual(kernel, base[rest], loss, float(ridges[0]))
+            problem = class_problem(function, take(self.x, rest), base[rest], self.targets[rest])
+            system = KernelNewton(problem, kernel, float(ridges[0]))
             for place, solved in enumerate(solutions(system, ridges)):
                 change = cross @ solved.beta.reshape(-1)
                 found[place, held] = base[held] + change.view(len(held), -1)
@@ -92,12 +91,13 @@ class CrossFit:
         for function, rest, held in self._each():
             base = base_outputs(Linearized(function), self.x).double()
             x, targets = take(self.x, rest), self.targets[rest].double()
-            system: Iterative | SoftmaxPrimal
+            system: Iterative | WeightNewton
             if squared:
                 residual = (targets - base[rest]).to(function.dtype)
                 system = Iterative(Problem(function, x, residual), ridge, replace(settings))
             else:
-                system = SoftmaxPrimal(function, x, base[rest], ClassLoss(targets), ridge, replace(settings))
+                problem = class_problem(function, x, base[rest], targets)
+                system = WeightNewton(problem, ridge, settings)
             change = JacobianOperator(function, take(self.x, held), found.shape[1]).mv(system.delta)
             found[held] = base[held] + change.double().view(len(held), -1)
         return found

@@ -21,9 +21,8 @@ from linnet.fitting.remarks import head_remarks, held_remarks, single_remarks, u
 from linnet.fitting.ridge_choice import Chosen, chosen_ridge, given_ridge
 from linnet.fitting.shared_fit import SharedFit, SharedKernel
 from linnet.fitting.sketch import deflated, sketched
-from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.fitting.softmax_fit import SoftmaxFit, SoftmaxTask, solve_softmax
 from linnet.fitting.softmax_path import check_criterion
-from linnet.fitting.softmax_solve import SoftmaxTask, solve_softmax
 from linnet.fitting.solver import Shared, Sketch, Solver, Solving
 from linnet.fitting.stochastic import solve_stochastically
 from linnet.likelihoods.discrete import Bernoulli, Categorical
@@ -33,10 +32,10 @@ from linnet.linear.dual import DualSystem
 from linnet.linear.iterative import Iterative
 from linnet.linear.iterative import Shared as Beforehand
 from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.label_problem import class_problem, class_targets
 from linnet.linear.normal_system import NormalSystem, summed
 from linnet.linear.preconditioner import TRIAL
 from linnet.linear.problem import Problem
-from linnet.linear.softmax_loss import class_targets
 from linnet.linear.system import System
 from linnet.linear.targets import (
     ALPHA,
@@ -275,9 +274,9 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     record = Record(name, criterion, reasons, said, seconds)
     if loss == "cross-entropy":
         settings = affordable(lin.function, x, settings, memory) if chosen == "cg" else settings
-        return solve_softmax(
-            SoftmaxTask(module, x, made, f0, ridge, memory, file), record, settings, operator, folds
-        )
+        labels = class_problem(module.function, x, f0, made.values)
+        task = SoftmaxTask(module, made, labels, ridge, memory, file)
+        return solve_softmax(task, record, settings, operator, folds)
     if chosen == "shared":
         return _by_one_kernel(module, work, made, f0, record)
     started = time.perf_counter()

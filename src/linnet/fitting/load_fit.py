@@ -13,9 +13,9 @@ from linnet.fitting.linear_fit import LinearFit, Record
 from linnet.fitting.shared_fit import SharedFit, restored_shared
 from linnet.fitting.sketch import SketchedNetwork, restored_sketch
 from linnet.fitting.softmax_fit import SoftmaxFit
-from linnet.linear.files import read_solution, restored_softmax, restored_system
+from linnet.linear.files import read_solution, restored_newton, restored_system
+from linnet.linear.label_problem import class_problem
 from linnet.linear.problem import Problem
-from linnet.linear.softmax_loss import ClassLoss
 from linnet.linear.targets import Targets
 from linnet.number_types import Precision
 from linnet.tangent.door import Known
@@ -89,8 +89,8 @@ def load_fit(
             fitted = LinearFit(Linearized(function), targets, system, record)
     else:
         require_outputs(function.check_runs, x, tensors["base"].double(), path, OTHER)
-        solved = restored_softmax(function, x, ClassLoss(values.double()), state)
-        fitted = SoftmaxFit(Linearized(function), x, targets, solved, record)
+        solved = restored_newton(class_problem(function, x, tensors["base"], values), state)
+        fitted = SoftmaxFit(Linearized(function), targets, solved, record)
     if "held_out" in tensors:
         fitted.held_out = tensors["held_out"]
     return fitted

@@ -10,8 +10,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.fitting.softmax_path import SoftmaxPath
 from linnet.linear.dual import DualSystem, RidgePath
-from linnet.linear.softmax_dual import SoftmaxDual
-from linnet.linear.softmax_primal import SoftmaxPrimal
+from linnet.linear.newton import NewtonSystem
 from linnet.linear.system import System
 from linnet.params import choice, integer
 from linnet.plots.displays import InfluenceDisplay, RidgeDisplay, SpectrumDisplay, axes_of
@@ -127,7 +126,7 @@ class FitPlots(ModelPlots):
         """
         axes, ridge = axes_of(ax), self._fit.ridge
         values = self._fit._eigenvalues()
-        squared = not isinstance(self._fit._solved, SoftmaxDual | SoftmaxPrimal)
+        squared = not isinstance(self._fit._solved, NewtonSystem)
         freedom = float((values / (values + ridge)).sum()) if squared else None
         return SpectrumDisplay(values.cpu().numpy(), ridge, freedom).plot(axes)
 
@@ -171,14 +170,13 @@ class FitPlots(ModelPlots):
         return InfluenceDisplay(order.cpu().numpy(), moved[order].cpu().numpy(), output, classes).plot(axes)
 
 
-def eigenvalues_of(system: System | DualSystem | SoftmaxDual | SoftmaxPrimal) -> Tensor:
+def eigenvalues_of(system: System | DualSystem | NewtonSystem) -> Tensor:
     """Eigenvalues of the kernel, or an error where nothing was factorized."""
     if isinstance(system, DualSystem):
         return system.spectrum.values
-    if isinstance(system, SoftmaxDual | SoftmaxPrimal):
-        dual = system if isinstance(system, SoftmaxDual) else system.dual
-        if dual is not None:
-            found: Tensor = torch.linalg.eigvalsh(dual.kernel)
+    if isinstance(system, NewtonSystem):
+        if (form := system.kernel_form) is not None:
+            found: Tensor = torch.linalg.eigvalsh(form.kernel)
             return found
     elif system.factorized is not None:
         return system.factorized.measure.nodes[0]

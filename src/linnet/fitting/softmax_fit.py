@@ -11,8 +11,7 @@ approximation of the linear model, with the prior precision ρ and no noise to e
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import positions, ridge_grid
+from linnet.fitting.cross_fit import CrossFit
 from linnet.fitting.evaluation import base_outputs, checked_inputs, count_in_words, linear_outputs
 from linnet.fitting.export import exported_fit
 from linnet.fitting.export_variance import Posterior
@@ -29,39 +29,29 @@ from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import Record
 from linnet.fitting.merged import Merged, merged_network
-from linnet.fitting.remarks import after_change
+from linnet.fitting.remarks import after_change, empty_remarks
 from linnet.fitting.softmax_path import (
     LeftOut,
     SoftmaxPath,
     as_path,
     compare_left_out,
-    left_out_refitted,
     point,
     softmax_grid,
     solutions,
 )
-from linnet.linear.files import softmax_state
-from linnet.linear.softmax_dual import SoftmaxDual
-from linnet.linear.softmax_loss import ClassLoss, class_targets
-from linnet.linear.softmax_primal import SoftmaxPrimal
+from linnet.linalg.operator import LinearOperator
+from linnet.linear.files import newton_state
+from linnet.linear.iteration import CGSettings
+from linnet.linear.label_problem import LabelProblem, class_problem, class_targets
+from linnet.linear.newton import KernelNewton, NewtonSystem, WeightNewton
 from linnet.linear.targets import Targets
-from linnet.memory import parse_bytes
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
-from linnet.tangent.batch import (
-    Inputs,
-    batch_size,
-    concatenate,
-    hash_tensors,
-    split,
-    take,
-    tensors_in,
-)
+from linnet.tangent.batch import Inputs, take
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.gather import gather_data
-from linnet.tangent.gram import gram, own_kernels
+from linnet.tangent.gram import gram
 from linnet.tangent.graph import Prototype, Traced
-from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.loaders import Said
 from linnet.tangent.modes import in_exact_mode
@@ -74,16 +64,13 @@ class SoftmaxFit(Fitted):
 
     Args:
         module: The linearized network; its δ is set to the solution.
-        x: Training inputs, N examples.
         targets: Label probabilities.
         system: The solved problem.
         record: What was chosen and why.
-        memory: Budget of kernels formed later.
 
     Attributes:
         module: The trained ``Linearized``.
-        x: Training inputs.
-        system: The solved problem, dual or primal.
+        system: The solved problem, in samples or in weights.
         record: What was chosen and why.
         held_out: Outputs by a procedure that has not seen the example, where the head was cross-fitted.
         chosen_path: The path that the ridge was chosen from; ``None`` where it was given.
@@ -97,27 +84,34 @@ class SoftmaxFit(Fitted):
         (torch.Size([6, 2]), 5, True)
     """
 
-    def __init__(
-        self,
-        module: Linearized,
-        x: Inputs,
-        targets: Targets,
-        system: SoftmaxDual | SoftmaxPrimal,
-        record: Record,
-        memory: str | int | None = None,
-    ) -> None:
+    def __init__(self, module: Linearized, targets: Targets, system: NewtonSystem, record: Record) -> None:
         super().__init__(targets, record)
-        self.module, self.x, self.system, self.memory = module, x, system, memory
+        self.module, self.system = module, system
         self.chosen_path: SoftmaxPath | None = None
-        self._cross: dict[str, Tensor] = {}
-        _set_delta(module, x, system)
+        with torch.no_grad():
+            for name, value in module.space.to_params(system.delta).items():
+                module.delta[name].copy_(value)
 
     # -- what was fitted -------------------------------------------------------------------------
 
     @property
-    def _solved(self) -> SoftmaxDual | SoftmaxPrimal:
+    def _solved(self) -> NewtonSystem:
         """The solved problem."""
         return self.system
+
+    @property
+    def x(self) -> Inputs:
+        """Training inputs, N examples."""
+        return self.system.x
+
+    @property
+    def memory(self) -> str | int | None:
+        """Budget of what is computed later."""
+        return self.system.memory
+
+    @memory.setter
+    def memory(self, memory: str | int | None) -> None:
+        self.system.memory = memory
 
     @property
     def classes(self) -> int:
@@ -188,29 +182,10 @@ class SoftmaxFit(Fitted):
             DataError: If x is empty or not finite.
         """
         x = checked_inputs(self.module, x)
-        if isinstance(self.system, SoftmaxPrimal):
-            covariance = self.system.covariances(x)
-        else:
-            dual = self.system
-            explained = torch.cat([dual.explained(cross) for cross in self._kernel_to_train(x)])
-            own = own_kernels(self.module.function, x, self.memory)
-            covariance = (own.to(explained) - explained) / dual.ridge
+        covariance = self.system.covariance(x) / self.ridge
         mean = self.predict(x)
         spread = ((covariance + covariance.mT) / 2).to(mean.dtype)
         return GaussianPredictive(mean, spread, Noise(0.0, 1.0))
-
-    def _kernel_to_train(self, x: Inputs) -> Iterator[Tensor]:
-        """K(x, X), (T, C, N, C), in as many parts as the memory budget asks for; one part is kept."""
-        key = hash_tensors(tensors_in(x))
-        if (known := self._cross.get(key)) is not None:
-            yield known
-            return
-        row = self.n * self.system.c**2 * (self.module.function.dtype.itemsize + 3 * 8)
-        budget = parse_bytes(self.memory, self.module.function.device)
-        for part in split(x, max(1, int(0.5 * budget) // row)):
-            cross = gram(self.module.function, part, self.x, form="full", memory=self.memory)
-            self._cross = {key: cross} if batch_size(part) == batch_size(x) else {}
-            yield cross
 
     # -- audits ----------------------------------------------------------------------------------
 
@@ -249,10 +224,8 @@ class SoftmaxFit(Fitted):
             index = positions(examples, self.n, leave=0).to(self.module.function.device)
             if not len(index):
                 raise InputError("examples is empty", "at least one position", "leave examples= out")
-        if isinstance(system, SoftmaxDual):
-            return compare_left_out(system, index, left_out_refitted(system, index))
-        again = [self.forget([i]).predict(take(self.x, [i])) for i in index.tolist()]
-        return compare_left_out(system, index, torch.cat(again))
+        again = [system.outputs_without(i) for i in index.tolist()]
+        return compare_left_out(system, index, torch.stack(again))
 
     @in_exact_mode
     def influence(self, x: Inputs) -> Tensor:
@@ -271,24 +244,7 @@ class SoftmaxFit(Fitted):
             Koh and Liang, ICML 2017, with the example's own curvature taken out of the Hessian.
         """
         x = checked_inputs(self.module, x)
-        e = self.system.one_step()
-        if isinstance(self.system, SoftmaxPrimal):
-            cross = self.system.cross(x)
-            return -torch.einsum("tcnd,nd->ntc", cross, e.to(cross))
-        changes = self._changes(e)
-        parts = []
-        for cross in self._kernel_to_train(x):
-            t = cross.shape[0]
-            moved = cross.reshape(t * self.system.c, -1).to(changes) @ changes
-            parts.append(-moved.view(t, self.system.c, self.n).permute(2, 0, 1))
-        return torch.cat(parts, 1)
-
-    def _changes(self, e: Tensor) -> Tensor:
-        """Change of β by leaving out each example, (N·C, N): column i is (I − LB⁻¹LᵀK) eᵢ/ρ."""
-        dual = self._dual("influence")
-        columns = torch.zeros(self.n, dual.c, self.n, dtype=e.dtype, device=e.device)
-        columns.diagonal(dim1=0, dim2=2).copy_(e.T)
-        return dual.weighted(columns.view(self.n * dual.c, self.n)) / dual.ridge
+        return torch.cat(list(self.system.effects(x, self.system.loo_residuals())), 1)
 
     @in_exact_mode
     def informativeness(self, x: Inputs | None = None) -> Tensor:
@@ -306,12 +262,8 @@ class SoftmaxFit(Fitted):
         Source:
             Achille et al., CVPR 2021, eq. (9), for the cross-entropy.
         """
-        if x is None and isinstance(self.system, SoftmaxDual):
-            change = (self.system.kernel @ self._changes(self.system.one_step())).view(
-                self.n, self.system.c, self.n
-            )
-            return (change**2).sum(1).mean(0)
-        change = self.influence(self.x if x is None else x)
+        x = self.x if x is None else checked_inputs(self.module, x)
+        change = torch.cat(list(self.system.effects(x, self.system.loo_residuals())), 1)
         return (change**2).sum(2).mean(1)
 
     def path(self, ridges: Tensor | list[float] | None = None) -> SoftmaxPath:
@@ -329,22 +281,18 @@ class SoftmaxFit(Fitted):
             InputError: If a ridge is not positive, or the fit was solved by conjugate gradients.
             NumericalError: If a ridge is below what rounding lets be answered.
         """
-        dual = self._dual("path")
+        system = self.system
+        if not isinstance(system, KernelNewton):
+            raise InputError(
+                f"path needs the kernel, but the fit was solved by {self.solver!r}",
+                expected='solver="dual"',
+                remedy='fit again with solver="dual", or fit at each ridge',
+            )
         if ridges is None:
-            grid = softmax_grid(dual.kernel, self.module.function.dtype)
+            grid = softmax_grid(system.kernel, self.module.function.dtype)
         else:
             grid = answerable(self, ridge_grid(ridges)).sort(descending=True).values
-        return as_path([point(system, self.labels) for system in solutions(dual, grid)])
-
-    def _dual(self, what: str) -> SoftmaxDual:
-        """The dual, or an error that says what needs it."""
-        if isinstance(self.system, SoftmaxDual):
-            return self.system
-        raise InputError(
-            f"{what} needs the kernel, but the fit was solved by {self.solver!r}",
-            expected='solver="dual"',
-            remedy='fit again with solver="dual", or fit at each ridge',
-        )
+        return as_path([point(solved, self.labels) for solved in solutions(system, grid)])
 
     # -- changes ---------------------------------------------------------------------------------
 
@@ -377,12 +325,9 @@ class SoftmaxFit(Fitted):
         index = positions(indices, self.n).to(self.module.function.device)
         keep = torch.ones(self.n, dtype=torch.bool, device=index.device)
         keep[index] = False
-        kept = keep.nonzero()[:, 0]
+        targets = replace(self._targets, values=self.targets[keep])
         system = self.system.removed(index)
-        targets = replace(self._targets, values=self.targets[kept])
-        return self._changed(
-            take(self.x, kept), targets, system, f"forgot {count_in_words(len(index))}", start
-        )
+        return self._changed(targets, system, f"forgot {count_in_words(len(index))}", start)
 
     @in_exact_mode
     def update(self, data: Any, ridge: None = None) -> SoftmaxFit:
@@ -411,27 +356,18 @@ class SoftmaxFit(Fitted):
         x, y = gather_data(data, function, memory=self.memory, said=said)
         function.check_runs(take(x, slice(0, 1)))
         new = class_targets(y, self.system.c, self.targets.dtype)
-        loss, base = ClassLoss(new.values.double()), base_outputs(self.module, x)
-        system: SoftmaxDual | SoftmaxPrimal
-        if isinstance(self.system, SoftmaxDual):
-            cross = gram(function, self.x, x, form="full", memory=self.memory)
-            corner = gram(function, x, form="full", memory=self.memory)
-            system = self.system.extended(cross, corner, base, loss)
-        else:
-            system = self.system.extended(x, base, loss)
+        base = base_outputs(self.module, x)
+        system = self.system.extended(class_problem(function, x, base, new.values))
         targets = replace(self._targets, values=torch.cat([self.targets, new.values]))
-        what = f"added {count_in_words(len(base))}"
-        return sound_change(self._changed(concatenate([self.x, x]), targets, system, what, start))
+        return sound_change(self._changed(targets, system, f"added {count_in_words(len(base))}", start))
 
-    def _changed(
-        self, x: Inputs, targets: Targets, system: SoftmaxDual | SoftmaxPrimal, what: str, start: float
-    ) -> SoftmaxFit:
+    def _changed(self, targets: Targets, system: NewtonSystem, what: str, start: float) -> SoftmaxFit:
         """A new fit of another system on the same network."""
-        reasons = {**self.record.reasons, "change": f"{what}, {steps_in_words(system)}"}
-        warnings = after_change(self.record.warnings, self.module.model, x, targets, likely=True)
+        reasons = {**self.record.reasons, "change": f"{what}, {system.described()}"}
+        warnings = after_change(self.record.warnings, self.module.model, system.x, targets, likely=True)
         seconds = dict(self.record.seconds)
         record = replace(self.record, reasons=reasons, warnings=warnings, seconds=seconds)
-        fitted = SoftmaxFit(Linearized(self.module.function), x, targets, system, record, self.memory)
+        fitted = SoftmaxFit(Linearized(self.module.function), targets, system, record)
         fitted.record.seconds["change"] = time.perf_counter() - start
         return fitted
 
@@ -450,8 +386,7 @@ class SoftmaxFit(Fitted):
         """The model as a plain module, its variances computed in a type, or in the network's."""
         if not variance:
             return exported_fit(self.module, like, None, kind)
-        roots = self.system.loss.roots(self.system.outputs)
-        posterior = Posterior(self.x, self.ridge, 1.0, roots, self.memory)
+        posterior = Posterior(self.x, self.ridge, 1.0, self.system.roots, self.memory)
         return exported_fit(self.module, like, posterior, kind)
 
     def _merged(self, x: Inputs) -> Merged:
@@ -484,25 +419,111 @@ class SoftmaxFit(Fitted):
             The file that ``linnet.load_fit`` reads.
         """
         told = {"loss": "cross-entropy", "record": asdict(self.record)}
-        data, solved = (self.x, self._targets), softmax_state(self.system)
+        data, solved = (self.x, self._targets), newton_state(self.system)
         return write_fit(directory, self.module.function, data, solved, told, self.held_out)
 
 
-def steps_in_words(system: SoftmaxDual | SoftmaxPrimal) -> str:
-    """The steps that a solution took, in words."""
-    newton = f"{system.steps} Newton step" + "s" * (system.steps != 1)
-    if isinstance(system, SoftmaxPrimal):
-        return f"{newton} with {system.products} of conjugate gradients"
-    return newton
+@dataclass(frozen=True, eq=False)
+class SoftmaxTask:
+    """The problem to be solved."""
+
+    module: Linearized  # the linearized network, which the fit takes over
+    targets: Targets  # label probabilities
+    problem: LabelProblem  # the cross-entropy against them
+    ridge: float | str  # ρ, or ``"loo"`` or ``"evidence"``
+    memory: str | int | None  # budget of kernels
+    file: str | None  # file of the kernel
 
 
-@torch.no_grad()
-def _set_delta(module: Linearized, x: Inputs, system: SoftmaxDual | SoftmaxPrimal) -> None:
-    """δ = Jᵀβ."""
-    if isinstance(system, SoftmaxPrimal):
-        flat = system.delta
+def solve_softmax(
+    task: SoftmaxTask,
+    record: Record,
+    settings: CGSettings,
+    operator: LinearOperator | None,
+    folds: CrossFit | None,
+) -> SoftmaxFit:
+    """Solve for the cross-entropy optimum."""
+    started = time.perf_counter()
+    seconds, reasons = record.seconds, record.reasons
+    system: NewtonSystem
+    held: Tensor | None = None
+    path: SoftmaxPath | None = None
+    if record.solver == "dual":
+        system, held, path = _solve_dual(task, record, settings, folds)
     else:
-        jacobian = JacobianOperator(module.function, x, system.c)
-        flat = jacobian.T.mv(system.beta.to(module.function.dtype).reshape(-1))
-    for name, value in module.space.to_params(flat).items():
-        module.delta[name].copy_(value)
+        assert not isinstance(task.ridge, str)
+        given = None, operator
+        system = WeightNewton(task.problem, task.ridge, settings, *given, memory=task.memory)
+        reasons["ridge"] = "given"
+        held = None if folds is None else folds.iterated(system.ridge, settings, squared=False)
+    reasons["newton"] = f"{system.described()}, gradient {system.certificate():.0e} of that at the start"
+    seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
+    full = replace(record, warnings=(*empty_remarks(task.targets), *record.warnings))
+    fitted = SoftmaxFit(task.module, task.targets, system, full)
+    fitted.held_out, fitted.chosen_path = held, path
+    if isinstance(system, KernelNewton) and task.ridge == "loo" and folds is None and fitted.n > 1:
+        _say_error(fitted)
+    return fitted
+
+
+def _solve_dual(
+    task: SoftmaxTask, record: Record, settings: CGSettings, folds: CrossFit | None
+) -> tuple[KernelNewton, Tensor | None, SoftmaxPath | None]:
+    """Form K, choose ρ, take Newton steps; with cross-fitted heads, the held-out outputs too."""
+    start = time.perf_counter()
+    problem, ridge = task.problem, task.ridge
+    function, size = problem.function, problem.base.numel()
+    kernel = gram(function, problem.x, form="full", memory=task.memory, file=task.file)
+    kernel = kernel.reshape(size, size).double()
+    record.seconds["kernel"] = time.perf_counter() - start
+    if not isinstance(ridge, str):
+        record.reasons["ridge"] = "given"
+        system = KernelNewton(problem, kernel, float(ridge), None, settings.max_steps, task.memory)
+        held = None if folds is None else folds.classified(torch.tensor([system.ridge]))[0]
+        return system, held, None
+    grid = softmax_grid(kernel, function.dtype)
+    every = folds.classified(grid) if folds is not None and ridge == "loo" else None
+    labels, points = task.targets.labels, []
+    assert labels is not None
+    best: KernelNewton | None = None
+    system = KernelNewton(problem, kernel, float(grid[0]), None, settings.max_steps, task.memory)
+    for place, solved in enumerate(solutions(system, grid)):
+        exact = None if every is None else every[place]
+        if exact is not None and not bool(exact.isfinite().all()):
+            break
+        points.append(point(solved, labels, exact))
+        if as_path(points).best(ridge) == solved.ridge:
+            best = solved
+    assert best is not None
+    path = as_path(points)
+    record.reasons["ridge"] = _explain(path, ridge, best.ridge, folds)
+    if folds is None:
+        return best, None, path
+    if every is None:
+        return best, folds.classified(torch.tensor([best.ridge]))[0], path
+    return best, every[int((path.ridges - best.ridge).abs().argmin())], path
+
+
+def _explain(path: SoftmaxPath, criterion: str, ridge: float, folds: CrossFit | None) -> str:
+    """One sentence about a chosen ridge."""
+    at = int((path.ridges - ridge).abs().argmin())
+    words = "highest Laplace evidence"
+    if criterion == "loo":
+        words = "lowest approximate leave-one-out log loss, by one Newton step each,"
+        if folds is not None:
+            words = f"lowest held-out log loss over {folds.folds.count} folds"
+    edge = "; it is at the edge of the grid" if at in (0, len(path.ridges) - 1) else ""
+    degrees = float(path.degrees_of_freedom[at])
+    return f"{words} of {len(path.ridges)} values, {degrees:.0f} effective parameters{edge}"
+
+
+def _say_error(fitted: SoftmaxFit) -> None:
+    """Refit without the few examples that matter most, and note how far one Newton step is from that."""
+    start = time.perf_counter()
+    found = fitted.check_loo()
+    fitted.record.reasons["leave-one-out"] = (
+        f"one Newton step; refitted without the {len(found.examples)} examples that matter most, their log "
+        f"losses differ by at most {found.loss_error:.2g} (of {float(found.losses[:, 1].max()):.2g}), their "
+        f"logits by {found.error:.2g}"
+    )
+    fitted.record.seconds["leave-one-out check"] = time.perf_counter() - start

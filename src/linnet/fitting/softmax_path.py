@@ -5,21 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
 from linnet.linear.dual import CriteriaByRidge
-from linnet.linear.softmax_dual import SoftmaxDual
-from linnet.linear.softmax_primal import SoftmaxPrimal
+from linnet.linear.newton import KernelNewton, NewtonSystem
 from linnet.params import choice
 from linnet.progress import track
 from linnet.shown import Record
-
-if TYPE_CHECKING:
-    pass
 
 DECADES = (-5, 1)  # ridges of a path, relative to the mean diagonal of the kernel
 ROUNDING = 4.0  # units of roundoff of the kernel's largest eigenvalue, below which a ridge is no ridge
@@ -140,7 +135,7 @@ def _largest(kernel: Tensor, steps: int = 20) -> float:
     return size
 
 
-def solutions(system: SoftmaxDual, ridges: Tensor) -> Iterator[SoftmaxDual]:
+def solutions(system: KernelNewton, ridges: Tensor) -> Iterator[KernelNewton]:
     """The solutions along a path, each from the one before; where the precision ends, so does the path."""
     first = True
     for ridge in track(ridges.tolist(), f"cross-entropy: {len(ridges)} ridges", len(ridges)):
@@ -154,14 +149,14 @@ def solutions(system: SoftmaxDual, ridges: Tensor) -> Iterator[SoftmaxDual]:
         yield system
 
 
-def point(system: SoftmaxDual, labels: Tensor, exact: Tensor | None = None) -> tuple[float, ...]:
+def point(system: KernelNewton, labels: Tensor, exact: Tensor | None = None) -> tuple[float, ...]:
     """All criteria at one ridge."""
     # labels (N,), exact (N, C)
     outputs = system.loo_outputs() if exact is None else exact
     chosen = outputs.argmax(1) if outputs.shape[1] > 1 else (outputs[:, 0] > 0).long()
     return (
         system.ridge,
-        float(system.loss.losses(outputs).mean()),
+        float(system.problem.losses(outputs).mean()),
         system.log_evidence(),
         system.degrees_of_freedom(),
         float((chosen == labels).double().mean()),
@@ -177,22 +172,9 @@ def as_path(points: list[tuple[float, ...]]) -> SoftmaxPath:
     return SoftmaxPath(ridges, loo, evidence, degrees, accuracy, certificate, steps.long())
 
 
-def left_out_refitted(system: SoftmaxDual, examples: Tensor) -> Tensor:
-    """The outputs of some examples by the optimum without each of them, (k, C)."""
-    # examples (k,)
-    blocks = system.kernel.view(system.n, system.c, system.n, system.c)
-    exact = []
-    for i in examples.tolist():
-        keep = torch.arange(system.n, device=system.kernel.device) != i
-        rest = system.removed(torch.tensor([i], device=system.kernel.device))
-        # f₋ᵢ(x_i) = f₀(x_i) + K(x_i, X₋ᵢ) β₋ᵢ
-        exact.append(system.base[i] + torch.einsum("cnd,nd->c", blocks[i][:, keep], rest.beta))
-    return torch.stack(exact)
-
-
-def compare_left_out(system: SoftmaxDual | SoftmaxPrimal, examples: Tensor, refitted: Tensor) -> LeftOut:
+def compare_left_out(system: NewtonSystem, examples: Tensor, refitted: Tensor) -> LeftOut:
     """Leave some examples out by one Newton step, compared with refitting."""
     # examples (k,), refitted (k, C)
-    quick = system.loo_outputs()[examples]
-    loss = system.loss.taken(examples)
-    return LeftOut(examples, quick, refitted, torch.stack([loss.losses(quick), loss.losses(refitted)], 1))
+    quick, problem = system.loo_outputs()[examples], system.problem
+    losses = [problem.likelihood.nll(f.to(quick), problem.y[examples]) for f in (quick, refitted)]
+    return LeftOut(examples, quick, refitted, torch.stack(losses, 1))

@@ -15,12 +15,11 @@ from linnet.linear.dual import DualSystem
 from linnet.linear.iteration import CGSettings
 from linnet.linear.iterative import Iterative, Shared
 from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.label_problem import LabelProblem
 from linnet.linear.lanczos import Iteration, Panel
+from linnet.linear.newton import KernelNewton, NewtonSystem, WeightNewton
 from linnet.linear.normal_system import NormalSystem
 from linnet.linear.problem import Memory, Problem
-from linnet.linear.softmax_dual import SoftmaxDual
-from linnet.linear.softmax_loss import ClassLoss
-from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.linear.system import System
 from linnet.solvers.solution import Solution, Status
 from linnet.tangent.batch import Inputs, flatten_inputs, unflatten_inputs
@@ -72,23 +71,21 @@ def restored_system(
     return system if held is None else ConstrainedSystem(system, held, memory)
 
 
-def softmax_state(system: SoftmaxDual | SoftmaxPrimal) -> State:
-    """Tensors and JSON of a solved cross-entropy fit."""
+def newton_state(system: NewtonSystem) -> State:
+    """Tensors and JSON of an optimum, apart from its problem."""
     tensors, how = {"base": system.base, "beta": system.beta}, {"ridge": system.ridge, "settings": None}
-    if isinstance(system, SoftmaxDual):
+    if isinstance(system, KernelNewton):
         return tensors | {"kernel": system.kernel}, how
+    assert isinstance(system, WeightNewton)
     return tensors | {"solution": system.delta}, how | {"settings": asdict(system.settings)}
 
 
-def restored_softmax(
-    function: Functional, x: Inputs, loss: ClassLoss, state: State
-) -> SoftmaxDual | SoftmaxPrimal:
-    """The solved problem that ``softmax_state`` wrote."""
+def restored_newton(problem: LabelProblem, state: State) -> NewtonSystem:
+    """The optimum that ``newton_state`` wrote."""
     tensors, how = state
     if how["settings"] is None:
-        return SoftmaxDual(tensors["kernel"], tensors["base"], loss, how["ridge"], tensors["beta"])
-    settings, start = CGSettings(**how["settings"]), (tensors["solution"], None)
-    return SoftmaxPrimal(function, x, tensors["base"], loss, how["ridge"], settings, start)
+        return KernelNewton(problem, tensors["kernel"], how["ridge"], tensors["beta"])
+    return WeightNewton(problem, how["ridge"], CGSettings(**how["settings"]), tensors["solution"])
 
 
 def _solved(system: System) -> State:

@@ -1,26 +1,36 @@
 """The data of a linear model with any convex loss: Σᵢ ℓ(fᵢ, yᵢ) with outputs f = m + Jδ.
 
 The loss is the negative logarithm of a likelihood that is canonical in f, so that Σᵢ Jᵢᵀ Λᵢ Jᵢ is the
-Gauss-Newton matrix, the Fisher information and the Hessian in one.
+Gauss-Newton matrix, the Fisher information and the Hessian in one. Of classes, with p = softmax(f) (or σ(f)
+for one output) and labels y that may be probabilities themselves,
+
+    ℓ_i = −Σ_c y_ic log p_ic        g_i = p_i − y_i        Λ_i = diag(p_i) − p_i p_iᵀ = L_i L_iᵀ
+
+where L_i has C − 1 columns (one for one output): softmax does not see a shift of all outputs.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from linnet.curvatures.products import weighted
 from linnet.distributed import current, share_sum
+from linnet.errors import DataError, InputError
+from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.operator import LinearOperator
+from linnet.linear.targets import Targets, make_targets
 from linnet.memory import parse_bytes
-from linnet.tangent.batch import Inputs, take
+from linnet.tangent.batch import Inputs, concatenate, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import JacobianOperator, jacobian
 
 SHARE = 0.25  # of the memory budget that J may take: kept, a product costs what it takes to read it
 MOST = 4 << 30  # bytes that it may take
+SUMS = 1e-4  # by how much the probabilities of an example may miss the sum of one
 
 
 class LabelProblem:
@@ -29,11 +39,21 @@ class LabelProblem:
     # base (N, ...)
 
     def __init__(
-        self, function: Functional, x: Inputs, base: Tensor, likelihood: Likelihood, y: Tensor, keep: bool
+        self,
+        function: Functional,
+        x: Inputs,
+        base: Tensor,
+        likelihood: Likelihood,
+        y: Tensor,
+        keep: bool = False,
     ) -> None:
-        self.function, self.x, self.base = function, x, base
+        self.function, self.x, self.base = function, x, base.double()
         self.likelihood, self.y, self.keep = likelihood, y, keep
-        self.jacobian = JacobianOperator(function, x, base[0].numel())
+
+    @cached_property
+    def jacobian(self) -> JacobianOperator:
+        """J over the examples."""
+        return JacobianOperator(self.function, self.x, self.base[0].numel())
 
     @cached_property
     def rows(self) -> Tensor | None:
@@ -55,17 +75,35 @@ class LabelProblem:
         u = slopes.to(self.function.dtype).reshape(-1)
         return self.jacobian.T.mv(u) if self.rows is None else self.rows.flatten(0, 1).T @ u
 
-    def loss(self, f: Tensor) -> float:
-        """Σᵢ ℓ(fᵢ, yᵢ) at outputs f (N, ...)."""
-        return float(self.likelihood.nll(f.double(), self.y).sum())
+    def losses(self, f: Tensor) -> Tensor:
+        """ℓ(fᵢ, yᵢ) at outputs f (N, ...), (N,), float64."""
+        return self.likelihood.nll(f.double(), self.y)
 
-    def slopes(self, f: Tensor) -> Tensor:
-        """The gradient of the loss in the outputs, (N, ...), float64."""
+    def gradient(self, f: Tensor) -> Tensor:
+        """The gradient g of the loss in the outputs, (N, ...), float64."""
         return self.likelihood.gradient(f.double(), self.y)
+
+    def roots(self, f: Tensor) -> Tensor:
+        """L_i with L_i L_iᵀ = Λ_i at outputs f (N, C), (N, C, D)."""
+        return self.likelihood.position_root(f.double(), self.y)[:, 0]
 
     def hessian(self, f: Tensor) -> OutputHessian:
         """JᵀΛJ with Λ at outputs f (N, ...)."""
         return OutputHessian(self, f)
+
+    def without(self, index: Tensor) -> LabelProblem:
+        """The problem without some examples."""
+        # index (k,)
+        keep = torch.ones(len(self.base), dtype=torch.bool, device=self.base.device)
+        keep[index] = False
+        x = take(self.x, keep.nonzero()[:, 0])
+        return LabelProblem(self.function, x, self.base[keep], self.likelihood, self.y[keep], self.keep)
+
+    def joined(self, more: LabelProblem) -> LabelProblem:
+        """These examples and then others."""
+        x, base = concatenate([self.x, more.x]), torch.cat([self.base, more.base.to(self.base)])
+        y = torch.cat([self.y, more.y.to(self.y)])
+        return LabelProblem(self.function, x, base, self.likelihood, y, self.keep)
 
 
 class OutputHessian(LinearOperator):
@@ -112,3 +150,65 @@ class OutputHessian(LinearOperator):
     def T(self) -> LinearOperator:
         """Itself."""
         return self
+
+
+def class_problem(function: Functional, x: Inputs, base: Tensor, probabilities: Tensor) -> LabelProblem:
+    """The cross-entropy against label probabilities (N, C): of C classes, or of yes or no for one output."""
+    # base (N, C)
+    likelihood = Bernoulli() if probabilities.shape[1] == 1 else Categorical()
+    return LabelProblem(function, x, base, likelihood, probabilities.double())
+
+
+def class_targets(y: Tensor, outputs: int, dtype: torch.dtype) -> Targets:
+    """Label probabilities (N, C) for a network with C outputs."""
+    # y (N,)
+    if y.is_floating_point():
+        return Targets(_probabilities(y, outputs).to(dtype), max(2, outputs), 1.0)
+    if y.numel() and not y.is_complex() and y.dtype != torch.bool and bool((y < 0).any()):
+        first = int((y.flatten() < 0).nonzero()[0])
+        raise DataError(
+            f"y holds the negative label {int(y.flatten()[first])} at index {first}",
+            expected=f"classes 0 to {max(2, outputs) - 1}; ignore_index is not supported",
+            remedy="leave out the examples that should not count: x[y >= 0], y[y >= 0]",
+        )
+    # for one output, labels 0 and 1
+    made = make_targets(y, max(2, outputs), 1.0, varied=False, dtype=dtype)
+    return made if outputs > 1 else Targets(made.values[:, 1:], 2, 1.0)
+
+
+def _probabilities(y: Tensor, outputs: int) -> Tensor:
+    """Float labels as (N, C)."""
+    values = y[:, None] if y.ndim == 1 and outputs == 1 else y
+    if values.ndim != 2 or values.shape[1] != outputs:
+        raise InputError(
+            f"y has type {y.dtype} and shape {tuple(y.shape)}",
+            expected=f"integer classes (N,), or probabilities (N, {outputs})",
+            remedy='convert classes with y.long(); for regression targets pass loss="squared"',
+        )
+    if values.shape[0] == 0:
+        raise DataError(
+            "y is empty: it holds 0 examples",
+            expected="at least one example",
+            remedy="check the path and the split that the data come from",
+        )
+    if not torch.isfinite(values).all():
+        bad = int((~torch.isfinite(values).all(1)).nonzero()[0])
+        raise DataError(
+            f"y is not finite at index {bad}",
+            expected="probabilities",
+            remedy="drop or repair these examples",
+        )
+    sums = values.double().sum(1)
+    wrong = (values < 0).any(1) | (values > 1 + SUMS).any(1)
+    if outputs > 1:
+        wrong = wrong | ((sums - 1).abs() > SUMS)
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        shown = [round(v, 4) for v in values[first].tolist()[:4]]
+        raise InputError(
+            f"y is of float type, and at index {first} it is no probability: {shown}",
+            expected="integer classes, or probabilities"
+            + (" that sum to one for each example" if outputs > 1 else " from 0 to 1"),
+            remedy='convert classes with y.long(); for regression targets pass loss="squared"',
+        )
+    return values

@@ -24,10 +24,12 @@ from linnet.laplace.outputs import captured_blocks
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.linalg.structured import Diagonal
+from linnet.linear.iteration import CGSettings
+from linnet.linear.label_problem import LabelProblem
+from linnet.linear.newton import WeightNewton
 from linnet.memory import parse_bytes
 from linnet.params import choice, flag, instance, integer, no_targets, number
 from linnet.posterior.draws import inverse_root
-from linnet.posterior.model import LinearModel, Optimum, maximize
 from linnet.posterior.svi import SVI, MeanField, bound, mean_field
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.labels import Labels
@@ -35,10 +37,15 @@ from linnet.predictive.links import Link
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import SampledPredictive
 from linnet.solvers.solution import Estimate
-from linnet.tangent.batch import Inputs, batch_size
+from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.gather import examples, gather_data
+from linnet.tangent.jacobian import jvp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.output_scale import warn_of_scale
+
+BATCH = 128  # examples at once
+CG_STEPS = 500  # for each Newton step that is allowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,27 +81,18 @@ class Newton:
 NAMED: dict[str, Newton | SVI] = {"map": Newton(), "svi": SVI(), "laplace": Newton(samples=30)}
 
 
-@dataclass(frozen=True)
-class Found:
-    """Result of an inference."""
-
-    mean: Tensor  # E[δ], (P,)
-    optimum: Optimum | None = None  # the most probable δ with its certificate, of "map" and "laplace"
-    factors: MeanField | None = None  # the factorized Gaussian, of "svi"
-    draws: Tensor | None = None  # draws of δ, (P, S), of "laplace"
-
-
 class LinearPosterior(PredictiveModel):
     """The posterior of a linear model; :func:`linear_posterior` makes it.
 
     Args:
-        model: The linear model and its data.
-        method: "map", "svi" or "laplace".
+        problem: The linear model and its data.
+        centered: Whether outputs are f₀ + J δ, or J δ alone.
         prior_precision: λ.
-        found: What the inference found.
+        found: The optimum, of "map" and "laplace", or the factorized Gaussian of "svi".
+        draws: Draws of δ, (P, S), of "laplace".
 
     Attributes:
-        method: The same.
+        method: "map", "svi" or "laplace".
         prior_precision: λ.
         mean: E[δ], (P,), in the order of ``lin.parameter_names``.
         optimum: Of "map" and "laplace": the most probable δ, with ``gradient_norm`` and ``distance``, a bound
@@ -110,20 +108,35 @@ class LinearPosterior(PredictiveModel):
         torch.Size([2, 3])
     """
 
-    def __init__(self, model: LinearModel, method: str, prior_precision: float, found: Found) -> None:
-        self._model, self._found = model, found
-        self.method, self.prior_precision, self.mean = method, prior_precision, found.mean
-        self.optimum = found.optimum
-        self.bounds = () if found.factors is None else found.factors.bounds
+    def __init__(
+        self,
+        problem: LabelProblem,
+        centered: bool,
+        prior_precision: float,
+        found: WeightNewton | MeanField,
+        draws: Tensor | None = None,
+    ) -> None:
+        self._problem, self._centered, self._draws = problem, centered, draws
+        self.prior_precision = prior_precision
+        if isinstance(found, MeanField):
+            self.method, self.mean, self.bounds = "svi", found.mean, found.bounds
+        else:
+            self.method, self.mean, self.bounds = "map" if draws is None else "laplace", found.delta, ()
+        self._factors = found if isinstance(found, MeanField) else None
+        self.optimum = None if isinstance(found, MeanField) else found
+
+    @property
+    def _formula(self) -> str:
+        """The outputs as a formula."""
+        return "f₀ + J δ" if self._centered else "J δ"
 
     def __repr__(self) -> str:
-        outputs = "f₀ + J δ" if self._model.base else "J δ"
-        return f"LinearPosterior({self.method!r}, {outputs}, P = {len(self.mean)})"
+        return f"LinearPosterior({self.method!r}, {self._formula}, P = {len(self.mean)})"
 
     @property
     def delta(self) -> dict[str, Tensor]:
         """E[δ] by parameter name, as ``lin.delta``."""
-        return self._model.function.space.to_params(self.mean)
+        return self._problem.function.space.to_params(self.mean)
 
     @property
     def deviation(self) -> Tensor:
@@ -132,17 +145,17 @@ class LinearPosterior(PredictiveModel):
         Raises:
             InputError: For the other methods.
         """
-        return self._factors().deviation
+        return self._gaussian().deviation
 
-    def _factors(self) -> MeanField:
+    def _gaussian(self) -> MeanField:
         """The factorized Gaussian, or an error."""
-        if self._found.factors is None:
+        if self._factors is None:
             raise InputError(
                 f"method={self.method!r} has no factorized Gaussian",
                 expected='method="svi"',
                 remedy="see .optimum",
             )
-        return self._found.factors
+        return self._factors
 
     @in_exact_mode
     def bound(self, samples: int = 100, seed: Seed = 0) -> Estimate:
@@ -159,7 +172,7 @@ class LinearPosterior(PredictiveModel):
             InputError: For the other methods.
         """
         integer("samples", samples)
-        return bound(self._model, self._factors(), self.prior_precision, samples, make_generator(seed))
+        return bound(self._problem, self._gaussian(), self.prior_precision, samples, make_generator(seed))
 
     @in_exact_mode
     def sample(self, n: int, seed: Seed = None) -> Tensor:
@@ -182,11 +195,10 @@ class LinearPosterior(PredictiveModel):
                 expected='method="svi" or "laplace"',
                 remedy="use .mean, the most probable δ",
             )
-        if self._found.factors is not None:
-            noise = normal((n, len(self.mean)), seed, self.mean.dtype, self.mean.device)
-            return self.mean + self._found.factors.deviation * noise
-        assert self.optimum is not None, "what Laplace's method expands around"
-        return _laplace_draws(self._model, self.optimum, self.prior_precision, n, seed).T
+        if self.optimum is not None:
+            return _laplace_draws(self.optimum, n, seed).T
+        noise = normal((n, len(self.mean)), seed, self.mean.dtype, self.mean.device)
+        return self.mean + self.deviation * noise
 
     @in_exact_mode
     def predictive(
@@ -215,22 +227,33 @@ class LinearPosterior(PredictiveModel):
         Raises:
             DataError: If x is empty or not finite.
         """
-        x = examples(self._model.function, x)
+        function = self._problem.function
+        x = examples(function, x)
         parse_bytes(memory)
-        labels = Labels(self._model.likelihood, self._model.shape, Link(link, samples, seed))
-        if self._found.draws is not None:
-            return SampledPredictive(self._model.outputs(x, self._found.draws), labels)
-        mean = self._model.outputs(x, self.mean)
-        if self._found.factors is None:
+        labels = Labels(self._problem.likelihood, self._problem.base.shape[1:], Link(link, samples, seed))
+        if self._draws is not None:
+            return SampledPredictive(self._outputs(x, self._draws), labels)
+        mean = self._outputs(x, self.mean)
+        if self._factors is None:
             zero = torch.zeros_like(mean)
             return GaussianPredictive(mean, lambda: torch.diag_embed(zero), labels, variance=zero)
         # Cov[f] = J diag(s²) Jᵀ
-        function, c = self._model.function, mean.shape[1]
-        spread = Diagonal(self._found.factors.deviation.square(), space=function.space)
+        spread = Diagonal(self.deviation.square(), space=function.space)
         parts = (Part(everything(function), spread, "diagonal"),)
-        blocks = captured_blocks(function, parts, x, memory, kept=batch_size(x) * c * c)
+        blocks = captured_blocks(function, parts, x, memory, kept=batch_size(x) * mean.shape[1] ** 2)
         covariance = torch.cat([batch_covariance(parts, captured) for captured in blocks])
         return GaussianPredictive(mean, covariance, labels)
+
+    @torch.no_grad()
+    def _outputs(self, x: Inputs, delta: Tensor) -> Tensor:
+        """The outputs (T, C), or (S, T, C) for draws."""
+        # delta (P,) or (P, S)
+        function = self._problem.function
+        delta = delta.to(device=function.device, dtype=function.dtype)
+        f0 = torch.cat([function.check_runs(part).flatten(1) for part in split(x, BATCH)])
+        moved = torch.cat([jvp_columns(function, part, delta) for part in split(x, BATCH)])
+        moved = moved if moved.ndim == 2 else moved.movedim(2, 0)
+        return f0 + moved if self._centered else moved
 
     @in_exact_mode
     def predict(self, x: Inputs) -> Tensor:
@@ -245,10 +268,9 @@ class LinearPosterior(PredictiveModel):
         Raises:
             DataError: If x is empty or not finite.
         """
-        if self._found.draws is not None:
+        if self._draws is not None:
             return self.predictive(x).mean
-        x = examples(self._model.function, x)
-        return self._model.outputs(x, self.mean)
+        return self._outputs(examples(self._problem.function, x), self.mean)
 
     def summary(self) -> dict[str, Any]:
         """The method, the model and the prior, as plain numbers and text.
@@ -258,8 +280,8 @@ class LinearPosterior(PredictiveModel):
         """
         known: dict[str, Any] = {
             "method": self.method,
-            "outputs": "f₀ + J δ" if self._model.base else "J δ",
-            "likelihood": self._model.likelihood.describe(),
+            "outputs": self._formula,
+            "likelihood": self._problem.likelihood.describe(),
             "parameters": len(self.mean),
             "prior_precision": self.prior_precision,
         }
@@ -323,26 +345,29 @@ def linear_posterior(
     number("prior_precision", prior_precision, above=0, remedy="leave prior_precision= out")
     how = NAMED[choice("method", method, tuple(NAMED))] if isinstance(method, str) else method
     instance("method", how, (Newton, SVI), '"map", "svi", "laplace", a linnet.Newton or a linnet.SVI')
-    x, y = gather_data(data, lin.function, missing=takes_missing(likelihood))
-    model = LinearModel(lin.function, x, y, likelihood, base)
+    function = lin.function
+    x, y = gather_data(data, function, missing=takes_missing(likelihood))
+    f0 = torch.cat([function.check_runs(part) for part in split(x, BATCH)])
+    y = likelihood.check(f0, y)
+    warn_of_scale(function, likelihood, x, f0)
+    problem = LabelProblem(function, x, f0 if base else torch.zeros_like(f0), likelihood, y, keep=True)
     precision = float(prior_precision)
     if isinstance(how, SVI):
-        factors = mean_field(model, precision, how, make_generator(seed))
-        return LinearPosterior(model, "svi", precision, Found(factors.mean, factors=factors))
-    eps = torch.finfo(lin.function.dtype).eps
-    reached = eps**0.5 if how.tolerance is None else how.tolerance
-    optimum = maximize(model, precision, reached, how.max_steps)
-    if not how.samples:
-        return LinearPosterior(model, "map", precision, Found(optimum.delta, optimum))
-    kept = _laplace_draws(model, optimum, precision, how.samples, seed)
-    return LinearPosterior(model, "laplace", precision, Found(optimum.delta, optimum, draws=kept))
+        factors = mean_field(problem, precision, how, make_generator(seed))
+        return LinearPosterior(problem, base, precision, factors)
+    tolerance = torch.finfo(function.dtype).eps ** 0.5 if how.tolerance is None else how.tolerance
+    settings = CGSettings(tolerance, CG_STEPS * how.max_steps)
+    optimum = WeightNewton(problem, precision, settings, limit=how.max_steps)
+    optimum.require(tolerance)
+    draws = _laplace_draws(optimum, how.samples, seed) if how.samples else None
+    return LinearPosterior(problem, base, precision, optimum, draws)
 
 
-def _laplace_draws(model: LinearModel, optimum: Optimum, precision: float, n: int, seed: Seed) -> Tensor:
+def _laplace_draws(optimum: WeightNewton, n: int, seed: Seed) -> Tensor:
     """Draws of N(δ*, (F + λ I)⁻¹), (P, n)."""
-    z = normal((n, len(optimum.delta)), seed, optimum.delta.dtype, optimum.delta.device).T
-    fisher = model.problem.hessian(optimum.outputs)
-    return optimum.delta[:, None] + inverse_root(fisher.damped(precision), z.contiguous(), precision)
+    delta = optimum.delta
+    z = normal((n, len(delta)), seed, delta.dtype, delta.device).T.contiguous()
+    return delta[:, None] + inverse_root(optimum.hessian, z, optimum.ridge)
 
 
 def _check(lin: Any, likelihood: Any) -> None:

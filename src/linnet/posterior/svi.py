@@ -19,8 +19,8 @@ from torch import Tensor
 
 from linnet.errors import DataError, NumericalError
 from linnet.linalg.random import normal
+from linnet.linear.label_problem import LabelProblem
 from linnet.params import integer, number
-from linnet.posterior.model import LinearModel
 from linnet.progress import track
 from linnet.solvers.solution import Estimate
 from linnet.tangent.batch import take
@@ -121,9 +121,11 @@ class MeanField:
 
 
 @torch.no_grad()
-def mean_field(model: LinearModel, precision: float, how: SVI, source: torch.Generator | None) -> MeanField:
+def mean_field(
+    problem: LabelProblem, precision: float, how: SVI, source: torch.Generator | None
+) -> MeanField:
     """Climb the bound."""
-    function, likelihood = model.function, model.likelihood
+    function, likelihood, n = problem.function, problem.likelihood, len(problem.base)
     mean = torch.zeros(function.space.dim, dtype=function.dtype, device=function.device)
     start = START if how.deviation is None else math.log(math.expm1(how.deviation))
     raw = torch.full_like(mean, start)
@@ -131,11 +133,12 @@ def mean_field(model: LinearModel, precision: float, how: SVI, source: torch.Gen
     @torch.no_grad()
     def gradient(index: Tensor) -> float:
         index, s = index.to(function.device), F.softplus(raw)
-        x, y, scale = take(model.x, index), model.y[index], model.n / len(index)
+        x, y, scale = take(problem.x, index), problem.y[index], n / len(index)
         noise = normal((len(mean), how.draws), source, mean.dtype, mean.device)
         # f = f₀ + J(μ + s ε), linear in both
         moved = jvp_columns(function, x, mean[:, None] + s[:, None] * noise).movedim(2, 0)
-        f = model.f0[index] + moved.reshape(how.draws, *model.f0[index].shape)
+        base = problem.base[index]
+        f = base + moved.reshape(how.draws, *base.shape)
         slopes = torch.stack([likelihood.gradient(one, y).flatten(1) for one in f], -1)
         pulled = scale * vjp_columns(function, x, slopes.to(mean.dtype))
         # −∇_μ = N/B Jᵀ∇nll + λ μ, and −∇_s = N/B ε Jᵀ∇nll + λ s − 1/s
@@ -144,19 +147,19 @@ def mean_field(model: LinearModel, precision: float, how: SVI, source: torch.Gen
         fitted = sum(float(likelihood.nll(one, y).sum()) for one in f) / how.draws
         return -scale * fitted - float(divergence(mean, s, precision))
 
-    bounds = maximize_bound(how, EPOCHS, [mean, raw], model.n, source, gradient)
+    bounds = maximize_bound(how, EPOCHS, [mean, raw], n, source, gradient)
     return MeanField(mean.detach(), F.softplus(raw), bounds)
 
 
 def bound(
-    model: LinearModel, found: MeanField, precision: float, samples: int, source: torch.Generator | None
+    problem: LabelProblem, found: MeanField, precision: float, samples: int, source: torch.Generator | None
 ) -> Estimate:
     """The bound on the log evidence over all of the data."""
     fitted = []
     for _ in range(samples):
         noise = normal(found.mean.shape, source, found.mean.dtype, found.mean.device)
-        moved = model.problem.push(found.mean + found.deviation * noise)
-        fitted.append(-model.problem.loss(model.f0 + moved))
+        outputs = problem.base + problem.push(found.mean + found.deviation * noise)
+        fitted.append(-float(problem.losses(outputs).sum()))
     estimate = Estimate.of(torch.tensor(fitted, dtype=torch.float64))
     return Estimate(
         estimate.mean - float(divergence(found.mean, found.deviation, precision)), estimate.stderr

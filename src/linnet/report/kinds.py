@@ -12,9 +12,8 @@ from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.dual import DualSystem
 from linnet.linear.iterative import Iterative
 from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.newton import KernelNewton, WeightNewton
 from linnet.linear.normal_system import NormalSystem
-from linnet.linear.softmax_dual import SoftmaxDual
-from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.linear.targets import OneHot
 from linnet.nested.nested_fit import NestedFit
 from linnet.predictive.temperature import fit_temperature, probabilities
@@ -25,7 +24,7 @@ PROBE = "linear probe"
 
 def in_closed_form(fit: Fit) -> bool:
     """Whether leave-one-out, influence and variances take no iterations, of which each sample needs many."""
-    return not isinstance(fit.system, Iterative | SoftmaxPrimal)
+    return not isinstance(fit.system, Iterative | WeightNewton)
 
 
 def loss_of(fit: Fit) -> str:
@@ -77,10 +76,9 @@ def solved_anew(fit: Fit) -> Tensor | None:
     system = equations_of(fit)
     if system is None:
         return None
-    if isinstance(system, SoftmaxDual):
-        return (
-            SoftmaxDual(system.kernel, system.base, system.loss, fit.ridge).outputs - system.outputs
-        ).flatten()
+    if isinstance(system, KernelNewton):
+        again = KernelNewton(system.problem, system.kernel, fit.ridge)
+        return (again.outputs - system.outputs).flatten()
     if isinstance(system, NormalSystem):
         summed = NormalSystem.solved(system.problem, fit.ridge, system.memory)
         return (fit.ridge * (system.beta - summed.beta)).flatten()  # f = t − ρβ
@@ -91,12 +89,12 @@ def solved_anew(fit: Fit) -> Tensor | None:
     return change.flatten()
 
 
-def equations_of(fit: Fit) -> KernelSystem | DualSystem | NormalSystem | SoftmaxDual | None:
+def equations_of(fit: Fit) -> KernelSystem | DualSystem | NormalSystem | KernelNewton | None:
     """The equations of a fit by a matrix with eigenvalues: the kernel, or JᵀJ."""
     system = fit.system
-    if isinstance(system, Iterative | SoftmaxPrimal):
+    if isinstance(system, Iterative | WeightNewton):
         return None
-    if isinstance(system, DualSystem | NormalSystem | SoftmaxDual):
+    if isinstance(system, DualSystem | NormalSystem | KernelNewton):
         return system
     form = system.kernel_form
     assert form is None or isinstance(form, KernelSystem)
