@@ -15,10 +15,6 @@ until it is within 1 % of the optimum or a run's ``--limit`` seconds are spent. 
 ``--tolerances`` that ends within 1 %. The preparation of the network counts for everybody, the estimate of
 K-FAC for the recipe, the scaling of its learning rates does not.
 
-Where weight decay is too small to matter within a run, the same iterates can be had in the coordinates of the
-kernel without the network: ``--parts count`` counts ``--most`` steps of each rate there. The objective is
-then taken without its second term, which favors the recipe.
-
 What is measured is kept in ``--folder``; parts may be run one after the other.
 """
 
@@ -28,13 +24,13 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from eurosat import Task, task
+from eurosat import Task as Images
+from eurosat import task
 from measure import Row, parser, publish, setup, sgemm_rate, timed
 from torch import Tensor
 
@@ -42,18 +38,9 @@ import linnet
 from linnet.curvatures.default_damping import default_damping
 from linnet.errors import NumericalError
 from linnet.finetuning.augment import Augmentation
-from linnet.finetuning.course import Course, Objective, Optimization
-from linnet.finetuning.examples import Examples
-from linnet.finetuning.kernel_steps import kernel_problem
-from linnet.finetuning.prepared import (
-    Prepared,
-    Shaping,
-    frozen_curvature,
-    largest_eigenvalue,
-    prepare,
-)
 from linnet.finetuning.recipes import Recipe
-from linnet.finetuning.trainer import Trainer
+from linnet.finetuning.search import Call, Prepared, Task, frozen_curvature, largest_eigenvalue, prepare
+from linnet.finetuning.trainer import Examples, Objective, Optimization, Trainer
 from linnet.fitting import CG
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.linearized import Linearized
@@ -63,7 +50,7 @@ CLOSE = 1.01
 LARGE = 5000  # N·C up to which the larger factor is claimed
 PAPER = 1e-4  # λ
 BATCH = 28
-PARTS = ("plans", "count", "recipe")
+PARTS = ("plans", "recipe")
 VIEW = Augmentation()
 RECIPE = Recipe("lqf", head="keep")
 
@@ -79,7 +66,7 @@ class Setting:
 
     def __init__(self, examples: int, ridge: str, options: argparse.Namespace) -> None:
         self.options, self.n, self.asked = options, examples, ridge
-        self.problem: Task = task(examples, 1)
+        self.problem: Images = task(examples, 1)
         self.data = self.problem.x, self.problem.y
         folder = Path(options.folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,9 +97,12 @@ class Setting:
 
     def prepared(self) -> Prepared:
         """The network ready, as the recipe has it."""
-        shaping = Shaping(None, None, 0)
-        examples = Examples(self.data, torch.device("cpu"))
-        return prepare(self.problem.model, RECIPE, shaping, examples, VIEW, CLASSES)
+        return prepare(self.call, Examples(self.data, torch.device("cpu")), VIEW)
+
+    @property
+    def call(self) -> Call:
+        """The call that would train it."""
+        return Call(self.problem.model, RECIPE, Task(CLASSES, True, self.problem.y))
 
     def objective(self, predictions: Tensor, delta: dict[str, Tensor]) -> float:
         """½ Σ ‖t − f‖² + ½ ρ ‖δ‖²."""
@@ -166,7 +156,7 @@ def preconditioner(setting: Setting, module: Linearized) -> tuple[float, Kroneck
     """K-FAC of the frozen problem, and the seconds of its estimate."""
     examples, decay = Examples(setting.data, torch.device("cpu")), setting.ridge / setting.n
     begin = time.perf_counter()
-    curvature = frozen_curvature(module, RECIPE, examples, VIEW, 0, None)
+    curvature = frozen_curvature(module, setting.call, examples, VIEW)
     damping = default_damping(curvature, 1 / setting.n) + decay
     before = KroneckerPreconditioner(curvature, module.delta, damping)
     return time.perf_counter() - begin, before
@@ -175,7 +165,7 @@ def preconditioner(setting: Setting, module: Linearized) -> tuple[float, Kroneck
 def trainer_of(setting: Setting, module: Any, examples: Examples, rate: float, decay: float) -> Trainer:
     """SGD of the recipe on a module."""
     objective = Objective("squared", CLASSES, ALPHA, decay)
-    return Trainer(module, examples, objective, Optimization(learning_rate=rate), Course(1, BATCH))
+    return Trainer(module, examples, objective, Optimization(rate, batch_size=BATCH))
 
 
 def recipe(setting: Setting) -> None:
@@ -197,9 +187,9 @@ def recipe(setting: Setting) -> None:
         while not curve or spent < setting.options.limit:
             try:
                 spent += stretch(trainer, setting.options.stretch)
-                curve.append((trainer.state.step, spent, setting.reached(fresh)))
+                curve.append((trainer.step, spent, setting.reached(fresh)))
             except NumericalError:
-                curve.append((trainer.state.step, spent, math.inf))
+                curve.append((trainer.step, spent, math.inf))
             if not CLOSE < curve[-1][2] < 1e6:
                 break
         found[f"{rate:g}"] = {"estimating": estimating, "curve": curve}
@@ -208,30 +198,8 @@ def recipe(setting: Setting) -> None:
 
 def stretch(trainer: Trainer, steps: int) -> float:
     """Seconds of some more steps."""
-    trainer.course = replace(trainer.course, steps=trainer.state.step + steps)
+    trainer.optimization = replace(trainer.optimization, steps=trainer.step + steps)
     return timed(trainer.run)[0]
-
-
-def count(setting: Setting) -> None:
-    """The objective along the recipe's iterates, in the coordinates of the kernel."""
-    module = setting.prepared().module
-    assert isinstance(module, Linearized)
-    examples = Examples(setting.data, torch.device("cpu"))
-    _, before = preconditioner(setting, module)
-    kernel = kernel_problem(module, before, (examples, None), VIEW)
-    before.gain = 1 / max(kernel.top(min(256, setting.n)), 1.0)
-    features, found = kernel.features(examples), {}
-    for rate in setting.options.rates:
-        trainer = trainer_of(setting, kernel.module(), features, rate, 0.0)
-        curve: list[tuple[int, float]] = []
-        while trainer.state.step < setting.options.most and (not curve or CLOSE < curve[-1][1] < 1e6):
-            try:
-                stretch(trainer, max(setting.options.most // 50, 1))
-                curve.append((trainer.state.step, setting.n * trainer.score(features)["loss"] / setting.goal))
-            except NumericalError:
-                curve.append((trainer.state.step, math.inf))
-        found[f"{rate:g}"] = curve
-        setting.keep("count", found)
 
 
 def table(setting: Setting) -> list[Row]:
@@ -246,10 +214,6 @@ def table(setting: Setting) -> list[Row]:
     if "cg" in made:
         note = f"tolerance {made['tolerance']:g}, objective {made['cg reached']:.4f}"
         rows.append(Row(f"{name}: conjugate gradients", made["cg"], note=note))
-    for rate, curve in found.get("count", {}).items():
-        steps, at = best_of(curve)
-        note = f"{steps} steps in the kernel's coordinates, objective at least {at:.4g} of the optimum"
-        rows.append(Row(f"{name}: recipe, η = {rate}", note=note))
     best, theirs, arrived = min(ways.values()), math.inf, False
     for rate, run in found.get("recipe", {}).items():
         steps, seconds, at = run["curve"][-1]
@@ -267,12 +231,6 @@ def table(setting: Setting) -> list[Row]:
     return rows
 
 
-def best_of(curve: Sequence[Sequence[float]]) -> tuple[int, float]:
-    """Steps and value of the lowest point."""
-    steps, value = min(curve, key=lambda point: point[1])
-    return int(steps), float(value)
-
-
 def main() -> None:
     """Measure and publish."""
     arguments = parser(__doc__ or "", threads=2)
@@ -287,7 +245,6 @@ def main() -> None:
     arguments.add_argument("--tolerances", type=float, nargs="+", default=[0.1, 0.03, 0.01, 1e-3, 1e-4])
     arguments.add_argument("--limit", type=float, default=600.0, help="seconds for each rate")
     arguments.add_argument("--stretch", type=int, default=25, help="steps between two looks")
-    arguments.add_argument("--most", type=int, default=5000, help="steps counted in the kernel's coordinates")
     arguments.add_argument("--memory", default="8GB")
     arguments.add_argument("--folder", default="runs/optimum", help="where figures are kept")
     arguments.add_argument("--parts", nargs="*", choices=PARTS, default=["plans", "recipe"])
@@ -297,7 +254,7 @@ def main() -> None:
     for examples in options.examples:
         for ridge in options.ridges:
             setting = Setting(examples, ridge, options)
-            for part, call in (("plans", plans), ("count", count), ("recipe", recipe)):
+            for part, call in (("plans", plans), ("recipe", recipe)):
                 if part in options.parts:
                     call(setting)
             rows += table(setting)

@@ -194,7 +194,7 @@ def tuned(
         rates: Learning rates to try, if not those of ``RATES``.
 
     Returns:
-        Test accuracy, the rate, the held-out accuracies by rate, whether steps were taken in the kernel.
+        Test accuracy, the rate, the held-out accuracies by rate.
     """
     model, train, (xt, yt) = load(pair, seed, data_dir, per_class)
     choice: dict[str, Any] = {"learning_rate": rate}
@@ -208,7 +208,6 @@ def tuned(
         "rate": run.settings.values["learning_rate"],
         "held_out": held,
         "held_out_loss": losses,
-        "in_kernel": any("coordinates of the kernel" in note for note in run.notes),
     }
 
 

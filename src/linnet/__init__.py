@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from linnet.finetuning.finetuned import load_finetuned as load_finetuned
     from linnet.finetuning.recipes import ClosedForm as ClosedForm
     from linnet.finetuning.recipes import Recipe as Recipe
-    from linnet.finetuning.run import Run as Run
+    from linnet.finetuning.trainer import Run as Run
     from linnet.fitting.fit import fit as fit
     from linnet.fitting.head import Probe as Probe
     from linnet.fitting.head import with_head as with_head
@@ -137,7 +137,7 @@ _HOME = {
     "Recipe": "linnet.finetuning.recipes",
     "ClosedForm": "linnet.finetuning.recipes",
     "Training": "linnet.training",
-    "Run": "linnet.finetuning.run",
+    "Run": "linnet.finetuning.trainer",
     "Augmentation": "linnet.finetuning.augment",
     "KroneckerPreconditioner": "linnet.optim.preconditioner",
     "gradient_flow": "linnet.optim.gradient_flow",

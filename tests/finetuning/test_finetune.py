@@ -332,14 +332,14 @@ def test_a_search_takes_the_best_and_trains_on_everything() -> None:
 
 
 def test_grids_share_what_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    import linnet.finetuning.recipe_runs as runs
+    import linnet.finetuning.search as runs
 
     made: list[int] = []
     plain = runs.frozen_curvature
     monkeypatch.setattr(runs, "frozen_curvature", lambda *a: made.append(1) or plain(*a))
     tuned = finetune(net(), images(), "lqf-fc", images(30, 2), search="paper", augmentation="center", **SHORT)
     assert len(tuned.candidates) == 9
-    assert len(made) == 2  # for kept features of center crops, and again for images cropped at random
+    assert len(made) == 1
 
 
 def test_results_are_kept(tmp_path: Path) -> None:

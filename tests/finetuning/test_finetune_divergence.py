@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import linnet.finetuning.recipe_runs as runs
+import linnet.finetuning.search as search_module
 from linnet.errors import DataError, InputError, ModelError, NumericalError
 from linnet.finetuning.finetuned import load_finetuned
-from linnet.finetuning.loss_curve import LossCurve
+from linnet.finetuning.trainer import LossCurve
 from linnet.fitting.comparisons import held_out_split
 from linnet.tangent.surgery import leaky_relu
 from tests.finetuning import by_name
@@ -69,7 +70,7 @@ def test_a_curve_rises_by_a_fifth_of_its_first_mean() -> None:
 @hypothesis.given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=60), st.integers(1, 59))
 def test_curves_take_up_where_they_were(losses: list[float], cut: int) -> None:
     whole, first = curve(losses), curve(losses[:cut])
-    again = LossCurve(**first.state())
+    again = LossCurve(**asdict(first))
     for loss in losses[cut:]:
         again.add(loss)
     assert (again.means, again.rises) == (whole.means, whole.rises)
@@ -100,7 +101,7 @@ def test_the_recipes_own_rate_is_made_smaller(factor: float, monkeypatch: pytest
     given: dict[str, Any] = {**QUIET, "loss": "squared", "params": "last-layer"}
     wanted = finetune(net(), (x, y), "nlft", learning_rate=0.4 * threshold(x), **given)
     own = {1.1: 1.2 * threshold(x), 1e200: 1e200}[factor]
-    monkeypatch.setattr(runs._Run, "_rate", lambda _self, _b, _t, c, _n: c.learning_rate or own)
+    monkeypatch.setattr(search_module.Runs, "_rate", lambda _self, _r, _b, c, _n: c.learning_rate or own)
     if factor == 1e200:  # three thirds do not mend this
         refused(NumericalError, lambda: finetune(net(), (x, y), "nlft", **given), "learning_rate=")
         return

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import linnet
 from linnet.errors import InputError, NumericalError
 from linnet.finetuning.augment import Augmentation
-from linnet.finetuning.course import Course, Objective, Optimization
-from linnet.finetuning.examples import Examples
 from linnet.finetuning.recipes import Candidate, Recipe, candidates_for, effective_rate
+from linnet.finetuning.trainer import Examples, Objective
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from tests.fitting.problems import near, network, real, refused
 
@@ -284,16 +283,6 @@ def test_recipes_and_grids() -> None:
     refused(InputError, lambda: Recipe("lora"), "recipe=")
     refused(InputError, lambda: Recipe("nlft", preconditioner="kfac"), "linear model")
     refused(InputError, lambda: Recipe("lqf", loss="hinge"), "loss=")
-
-
-def test_settings_refuse() -> None:
-    refused(InputError, lambda: Optimization(optimizer="lion"), "optimizer=")
-    refused(InputError, lambda: Optimization(learning_rate=0.0), "learning_rate=")
-    refused(InputError, lambda: Optimization(momentum=1.0), "momentum=")
-    refused(InputError, lambda: Optimization(clip=-1.0), "clip=")
-    refused(InputError, lambda: Course(steps=0), "steps=")
-    refused(InputError, lambda: Course(steps=1, batch_size=True), "batch_size=")
-    refused(InputError, lambda: Course(steps=1, keep="first"), "keep=")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.finetune import finetune
 from linnet.finetuning.finetuned import Finetuned, load_finetuned
 from linnet.finetuning.recipes import ClosedForm, Recipe
-from linnet.finetuning.run import Run
+from linnet.finetuning.trainer import Run
 from linnet.training import Training
 
 __all__ = [

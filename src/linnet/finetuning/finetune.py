@@ -9,11 +9,7 @@ import torch
 from torch import nn
 
 from linnet.errors import InputError, ModelError
-from linnet.finetuning.examples import Examples
 from linnet.finetuning.finetuned import Finetuned
-from linnet.finetuning.plan import Plan, Problem
-from linnet.finetuning.prepared import Shaping
-from linnet.finetuning.recipe_runs import exact, searched
 from linnet.finetuning.recipes import (
     BATCH_SIZE,
     MOMENTUM,
@@ -23,14 +19,15 @@ from linnet.finetuning.recipes import (
     Recipe,
     candidates_for,
 )
-from linnet.finetuning.run import Run, watched
+from linnet.finetuning.search import Call, Task, exact, searched
+from linnet.finetuning.trainer import Examples, Run, checked_run
 from linnet.fitting.last_layer import RECORD
 from linnet.params import instance, no_targets
 from linnet.params import seed as checked_seed
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.selection import require_module, selected
+from linnet.tangent.selection import Selector, require_module, selected
 from linnet.training import Training, filled
 
 
@@ -63,10 +60,6 @@ def finetune(
     size at one effective learning rate η/((1 − m) b), the same for every task; without it, squared loss
     starts from the largest eigenvalue of its Hessian. Step, order and augmentation are functions of the
     seed: the same call gives the same bits.
-
-    Steps of SGD on a linear model whose images do not change are taken in the coordinates of its kernel where
-    that costs less and fits the memory: the same iterates, at a price that does not depend on the network. A
-    weight decay that would take less than a thousandth of δ is then left out of preconditioned steps.
 
     Where the loss is squared and augmentation is not random the optimum has a closed form, which
     ``training="closed-form"`` goes to at once.
@@ -115,9 +108,9 @@ def finetune(
     recipe = Recipe(recipe) if isinstance(recipe, str) else recipe
     instance("recipe", recipe, Recipe, "the name of a recipe, or a linnet.Recipe")
     closed, steps = _training(training, recipe)
-    kept_on = watched(run, "linnet.finetune")
+    run = checked_run(run, "linnet.finetune")
     seed = checked_seed("seed", seed)
-    model, shaping = _split(model, seed)
+    model, params, output = _split(model)
     device = _device(model)
     examples = Examples(data, device, model)
     assert steps.weight_decay is not None
@@ -126,24 +119,25 @@ def finetune(
     candidates = candidates_for(search, recipe, first)
     if closed is not None:
         _check_closed_form(recipe, candidates)
-    if kept_on.keep == "best" and validation is None and search is None:
+    if run.keep == "best" and validation is None and search is None:
         raise InputError(
             'keep="best" without validation data',
             expected="data by which weights are compared",
             remedy="pass validation=(x, y), or leave keep= out",
         )
-    kept = _outputs_to_keep(model, recipe, shaping.output, examples)
+    kept = _outputs_to_keep(model, recipe, output, examples)
     linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     own = linear[-1].out_features if linear else None
-    plan = Plan(recipe, shaping, Problem.of(examples, kept, recipe, own), steps, kept_on)
+    task = Task.of(examples, kept, recipe, own)
+    call = Call(model, recipe, task, params, output, seed, steps, run)
     held = None if validation is None else Examples(validation, device, model)
     if held is not None:
-        plan.problem.check(held)
+        task.check(held)
     # whatever the caller has switched off. New layers draw from torch's own generator before they are set
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         if closed is not None:
-            return exact(plan, model, (examples, held), candidates[0], closed)
-        return searched(plan, model, (examples, held), candidates)
+            return exact(call, (examples, held), candidates[0], closed)
+        return searched(call, (examples, held), candidates)
 
 
 def _training(training: Any, recipe: Recipe) -> tuple[ClosedForm | None, Training]:
@@ -166,13 +160,13 @@ def _training(training: Any, recipe: Recipe) -> tuple[ClosedForm | None, Trainin
     return (training if isinstance(training, ClosedForm) else None), steps
 
 
-def _split(model: Any, seed: int) -> tuple[nn.Module, Shaping]:
+def _split(model: Any) -> tuple[nn.Module, Selector, OutputAdapter]:
     """The network, and what a linearization of it says: which parameters vary, what its outputs are."""
     if not isinstance(model, Linearized):
-        return model, Shaping(None, None, seed)
+        return model, None, None
     network, names = model.model, model.parameter_names
     every = len(names) == len(list(network.parameters()))
-    return network, Shaping("all" if every else names, model.function.output, seed)
+    return network, "all" if every else names, model.function.output
 
 
 def _outputs_to_keep(

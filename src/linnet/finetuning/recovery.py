@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError, NumericalError
-from linnet.finetuning.course import Course, Objective, Optimization
-from linnet.finetuning.examples import Examples
-from linnet.finetuning.loss_curve import warn_of_large_steps
-from linnet.finetuning.prepared import largest_eigenvalue
-from linnet.finetuning.recipe_runs import RETRIES
-from linnet.finetuning.run import Run, watched
-from linnet.finetuning.trainer import Trainer
+from linnet.finetuning.search import RETRIES, largest_eigenvalue
+from linnet.finetuning.trainer import (
+    Examples,
+    Objective,
+    Optimization,
+    Run,
+    Trainer,
+    checked_run,
+    warn_of_large_steps,
+)
 from linnet.fitting.descent import outputs_of
 from linnet.linear.targets import make_targets
 from linnet.params import call, flag
@@ -86,7 +89,7 @@ def recover(
     _check(model, teacher)
     flag("training_mode", training_mode)
     settings = filled(training, "recover", **DEFAULTS, learning_rate=None, epochs=None, clip=None)
-    kept_on = watched(run, "recover", ("evaluate_every", "keep", "memory"))
+    run = checked_run(run, "recover", ("evaluate_every", "keep", "memory"))
     clone = copy.deepcopy(model).requires_grad_(True)
     examples = Examples(data, next(clone.parameters()).device, clone)
     x, y = examples.batch(torch.arange(1))
@@ -102,11 +105,35 @@ def recover(
     elif examples.in_memory:
         make_targets(examples.labels(), outputs, varied=False)
     loss = "cross-entropy" if teacher is None else "squared"
-    begun = _Training(clone, examples, settings, (loss, outputs), (seed, training_mode), kept_on, output)
+    objective = Objective(loss, outputs, 1.0, settings.weight_decay or 0.0)
+    n, size = examples.n, min(settings.batch_size or examples.n, examples.n)
+    steps = settings.steps or math.ceil((settings.epochs or 1) * n / size)
+    momentum, schedule = settings.momentum or 0.0, settings.schedule or "cosine"
+
+    def attempt(rate: float, retries: int, folder: str = "") -> nn.Module:
+        """The trained copy; where the loss goes up again, anew with a third of the rate, or a warning."""
+        place = None if run.checkpoint is None else Path(run.checkpoint) / folder
+        how = Optimization(rate, steps, size, momentum, schedule, settings.clip, "sgd", training_mode)
+        trained, own = copy.deepcopy(clone), replace(run, checkpoint=place)
+        trainer = Trainer(trained, examples, objective, how, seed, own)
+        trainer.output, trainer.description = output, "recovery after surgery"
+        try:
+            trainer.run()
+            rises = trainer.curve.rises
+        except NumericalError:
+            if not retries:
+                raise
+            rises = True
+        if rises and retries:
+            return attempt(rate / 3, retries - 1, f"{folder}-slower".removeprefix("-"))
+        if rises:
+            warn_of_large_steps(rate)
+        return trained
+
     if settings.learning_rate is None:
-        trained = begun.result(begun.own_rate(), RETRIES)
+        trained = attempt(_own_rate(clone, examples, loss, output), RETRIES)
     else:
-        trained = begun.result(settings.learning_rate, retries=0)
+        trained = attempt(settings.learning_rate, retries=0)
     for p, before in zip(trained.parameters(), model.parameters(), strict=True):
         p.requires_grad_(before.requires_grad)
         p.grad = None
@@ -130,56 +157,14 @@ def _check(model: Any, teacher: Any) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Training:
-    """A training whose rate is still open."""
-
-    network: nn.Module  # the network to start from, which stays as it is
-    examples: Examples  # what it learns from
-    settings: Training  # of the steps
-    target: tuple[str, int]  # the loss, and the number of outputs
-    mode: tuple[int, bool]  # the seed, and whether the network is in training mode
-    watched: Run  # how it is watched and kept
-    output: OutputAdapter  # how to turn the network's result into a tensor
-
-    def own_rate(self) -> float:
-        """A rate that gradient descent would not grow with, as far as can be told at the start."""
-        if self.target[0] != "squared":
-            return RATE
-        some = torch.arange(min(PROBED, self.examples.n))
-        lin = linearize(self.network, "all", self.output)
-        # steps of gradient descent grow beyond 2/λ_max
-        return min(RATE, 0.5 / max(largest_eigenvalue(lin, self.examples.batch(some)[0]), 1e-30))
-
-    def result(self, rate: float, retries: int, folder: str = "") -> nn.Module:
-        """The trained network; where the loss goes up again, anew with a third of the rate, or a warning."""
-        place = self.watched.checkpoint
-        own = replace(self.watched, checkpoint=None if place is None else Path(place) / folder)
-        try:
-            trained, rises = self._trained(rate, own)
-        except NumericalError:
-            if not retries:
-                raise
-            rises = True
-        if rises and retries:
-            return self.result(rate / 3, retries - 1, f"{folder}-slower".removeprefix("-"))
-        if rises:
-            warn_of_large_steps(rate)
-        return trained
-
-    def _trained(self, rate: float, watched: Run) -> tuple[nn.Module, bool]:
-        """A trained copy, and whether the loss went up again."""
-        clone, given, n = copy.deepcopy(self.network), self.settings, self.examples.n
-        size = given.batch_size or n
-        steps = given.steps or math.ceil((given.epochs or 1) * n / min(size, n))
-        seed, training_mode = self.mode
-        loss = Objective(*self.target, 1.0, given.weight_decay or 0.0)
-        momentum = 0.0 if given.momentum is None else given.momentum
-        how = Optimization("sgd", rate, momentum, given.schedule or "cosine", given.clip)
-        course = Course(steps, size, seed, evaluate_every=steps, training_mode=training_mode)
-        trainer = Trainer(clone, self.examples, loss, how, course, watched)
-        trainer.output, trainer.description = self.output, "recovery after surgery"
-        return clone, trainer.run().curve.rises
+def _own_rate(network: nn.Module, examples: Examples, loss: str, output: OutputAdapter) -> float:
+    """A rate that gradient descent would not grow with, as far as can be told at the start."""
+    if loss != "squared":
+        return RATE
+    some = torch.arange(min(PROBED, examples.n))
+    lin = linearize(network, "all", output)
+    # steps of gradient descent grow beyond 2/λ_max
+    return min(RATE, 0.5 / max(largest_eigenvalue(lin, examples.batch(some)[0]), 1e-30))
 
 
 @torch.no_grad()

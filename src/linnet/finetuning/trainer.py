@@ -1,4 +1,4 @@
-"""One trainer for every recipe: seeded steps, logs, checkpoints that survive a kill.
+"""The trainer of every recipe: seeded steps, logs, checkpoints that survive a kill.
 
 Step s takes its examples and its augmentation from generators seeded by (seed, epoch) and (seed, s), so a
 run is a function of its settings: the same seed gives the same bits, and a run that was killed and resumed
@@ -11,43 +11,278 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from linnet.errors import InputError, NumericalError
+from linnet.errors import DataError, InputError, NumericalError
 from linnet.files import load_tensors, save_tensors
 from linnet.finetuning.augment import Augmentation
-from linnet.finetuning.course import Course, Objective, Optimization
-from linnet.finetuning.examples import Examples
-from linnet.finetuning.loss_curve import LossCurve
-from linnet.finetuning.run import Run
 from linnet.fitting.descent import outputs_of
-from linnet.logged import tell
+from linnet.linear.targets import make_targets
+from linnet.logged import Log, check_log, tell
+from linnet.memory import parse_bytes
 from linnet.optim.preconditioner import KroneckerPreconditioner
-from linnet.params import path as checked_path
+from linnet.params import choice, flag, instance, integer, path, warn, wrapped
 from linnet.progress import track
-from linnet.tangent.batch import hash_tensors
+from linnet.tangent.batch import (
+    Inputs,
+    as_pair,
+    batch_size,
+    concatenate,
+    hash_tensors,
+    is_data_set,
+    on_device,
+    take,
+    tensors_in,
+)
+from linnet.tangent.door import as_batch, taken
 from linnet.tangent.functional import OutputAdapter
-from linnet.training import stream, train
+from linnet.tangent.gather import gather_data
+from linnet.training import cosine, stream, train
 
 KIND = "training"
+EVALUATED = 256  # examples predicted at once
+FEWEST = 10  # steps in a mean of losses, however few examples there are
+RISE = 0.2  # of the first mean, by which the last exceeds the lowest where it rises
+SURE = 3.0  # standard errors, by which it exceeds it besides: batches differ
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Monitoring and checkpoints of a training run.
+
+    Args:
+        checkpoint: A folder for the run's state; an interrupted call resumes from it, to the same bits.
+        save_every: Steps between two states kept there; by default a twentieth of the run.
+        log: Called with a dict of numbers and the step, as ``mlflow.log_metrics`` is.
+        log_every: Steps between two of these calls.
+        progress: Show progress; by default only when it takes over two seconds.
+        evaluate_every: Steps between two scores on validation data; by default an epoch.
+        keep: ``"last"``, or ``"best"`` for the weights of the best score on validation data.
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+
+    Raises:
+        InputError: If a value does not work.
+
+    Example:
+        >>> Run(checkpoint="runs/first", log_every=1).keep
+        'last'
+    """
+
+    checkpoint: str | Path | None = None
+    save_every: int | None = None
+    log: Log | None = None
+    log_every: int = 10
+    progress: bool | None = None
+    evaluate_every: int | None = None
+    keep: str = "last"
+    memory: str | int | None = None
+
+    def __post_init__(self) -> None:
+        if self.checkpoint is not None:
+            path("checkpoint", self.checkpoint)
+        check_log(self.log)
+        integer("log_every", self.log_every)
+        for name in ("save_every", "evaluate_every"):
+            if getattr(self, name) is not None:
+                integer(name, getattr(self, name))
+        if self.progress is not None:
+            flag("progress", self.progress)
+        choice("keep", self.keep, ("last", "best"))
+        parse_bytes(self.memory)
+
+
+def checked_run(run: Run | None, caller: str, unused: Collection[str] = ()) -> Run:
+    """The settings, or the defaults."""
+    own = Run() if run is None else run
+    instance("run", own, Run, "a linnet.Run", 'pass run=linnet.Run(checkpoint="runs/first")')
+    defaults = {field.name: field.default for field in fields(own)}
+    for name in unused:
+        value = getattr(own, name)
+        if value != defaults[name]:
+            raise InputError(
+                f"{name}={value!r} in the run= of {caller}",
+                expected=f"settings that it uses: {', '.join(n for n in defaults if n not in unused)}",
+                remedy=f"leave {name}= out",
+            )
+    return own
+
+
+class Examples:
+    """Data that are read by position: a pair in memory, or a Dataset that is read as it is needed."""
+
+    def __init__(self, data: Any, device: torch.device, network: nn.Module | None = None) -> None:
+        self.device, self._network = device, network
+        self._set: Any = None
+        self._collate: Callable[[Any], Any] = _collate
+        self.index: Tensor | None = None
+        loaded = isinstance(data, DataLoader)
+        if loaded:
+            self._collate = data.collate_fn
+            data = data.dataset
+        if isinstance(data, IterableDataset):
+            raise InputError(
+                f"data is a {type(data).__name__}, which can only be read in its own order",
+                expected="examples that can be read by position, so that a run can be repeated and resumed",
+                remedy="pass a map-style Dataset or an (x, y) pair",
+            )
+        if (loaded or is_data_set(data)) and not hasattr(data, "tensors"):
+            self._set, self.n = data, len(data)
+            if self.n == 0:
+                raise DataError(
+                    "data is empty: it holds 0 examples", "at least one example", "check the path"
+                )
+        else:
+            self._x, self._y = gather_data(data, network, keep=False)
+            self._y = self._y.to(device)
+            self.n = batch_size(self._x)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the examples are tensors, rather than read as they are needed."""
+        return self._set is None
+
+    def part(self, index: Tensor) -> Examples:
+        """Some of the examples."""
+        own = object.__new__(Examples)
+        own.__dict__.update(self.__dict__)
+        own.index = index.cpu() if self.index is None else self.index[index.cpu()]
+        own.n = len(index)
+        return own
+
+    def batch(self, index: Tensor) -> tuple[Inputs, Tensor]:
+        """The examples at some positions."""
+        rows = index if self.index is None else self.index[index]
+        if self._set is None:
+            return on_device(take(self._x, rows), self.device), self._y[rows.to(self.device)]
+        x, y = as_pair(self._collate([self._set[i] for i in rows.tolist()]))
+        x = x if self._network is None else taken(self._network, x)
+        return on_device(x, self.device), wrapped(y).to(self.device)
+
+    def batches(self, size: int = EVALUATED) -> Iterator[tuple[Inputs, Tensor]]:
+        """All examples, in order."""
+        for rows in torch.arange(self.n).split(size):
+            yield self.batch(rows)
+
+    def labels(self) -> Tensor:
+        """The targets of all examples."""
+        return torch.cat([y for _, y in self.batches()])
+
+    def fingerprint(self) -> str:
+        """A hash of the examples; of a Dataset only of its length and first examples."""
+        if self._set is None and self.index is None:
+            return hash_tensors([*tensors_in(self._x), self._y])
+        x, y = self.batch(torch.arange(min(self.n, 4)))
+        own = [] if self.index is None else [self.index]
+        return hash_tensors([torch.tensor(self.n), y, *tensors_in(x), *own])
+
+
+def _collate(samples: list[Any]) -> Any:
+    """One batch of samples; the lists in dicts are arrays of numbers, which torch's own would take apart."""
+    if not isinstance(samples[0], Mapping):
+        return default_collate(samples)
+    pairs = [as_pair(sample, "a sample") for sample in samples]
+    return concatenate([as_batch(x) for x, _ in pairs]), default_collate([y for _, y in pairs])
 
 
 @dataclass
-class State:
-    """Where a run is."""
+class LossCurve:
+    """Means of the loss over windows of steps."""
 
-    step: int = 0  # steps done
-    history: list[dict[str, float]] = field(default_factory=list)  # what was logged
-    best: float = -math.inf  # best validation score
-    best_tensors: dict[str, Tensor] = field(default_factory=dict)  # weights and buffers that had it
-    curve: LossCurve = field(default_factory=lambda: LossCurve(1))  # the training loss from epoch to epoch
+    window: int  # steps in a window, at least two
+    means: list[float] = field(default_factory=list)  # of the whole windows so far
+    variances: list[float] = field(default_factory=list)  # squares of their standard errors
+    losses: list[float] = field(default_factory=list)  # of the window that is not whole yet
+
+    @classmethod
+    def of(cls, examples: int, batch_size: int) -> LossCurve:
+        """An empty curve whose windows are whole epochs."""
+        epochs = math.ceil(FEWEST * batch_size / examples)
+        return cls(math.ceil(epochs * examples / batch_size))
+
+    def add(self, loss: float) -> None:
+        """Take one step's loss."""
+        self.losses.append(loss)
+        if len(self.losses) == self.window:
+            mean, variance = _mean(self.losses)
+            self.means.append(mean)
+            self.variances.append(variance)
+            self.losses = []
+
+    @property
+    def rises(self) -> bool:
+        """Whether the last mean is above the lowest by a fifth of the first, and for sure."""
+        if len(self.means) < 2:
+            return False
+        last = self.means[-1]
+        if 2 * len(self.losses) >= self.window:  # half a window says enough
+            last = _mean(self.losses)[0]
+        low = min(self.means)
+        # the noise of batches; a loss that grows has a variance of its own, so the lowest window's counts
+        error = math.sqrt(2 * self.variances[self.means.index(low)])
+        return last - low > max(RISE * abs(self.means[0]), SURE * error)
+
+
+def _mean(losses: list[float]) -> tuple[float, float]:
+    """The mean, and the square of its standard error."""
+    n, mean = len(losses), math.fsum(losses) / len(losses)
+    return mean, math.fsum((loss - mean) ** 2 for loss in losses) / (n * max(1, n - 1))
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The objective: the mean over examples of a loss, plus ½ λ‖δ‖²."""
+
+    # `"squared"` is ½ ‖t − f‖² summed over outputs, with α-scaled one-hot t for classes. Its Hessian is JᵀJ/N
+    # + λI, so the optimum is that of `linnet.fit` at ridge ρ = N λ.
+    #
+    # Source: Achille et al., CVPR 2021, eq. (3), halved and averaged as in section A.3.
+
+    loss: str  # ``"squared"`` or ``"cross-entropy"``
+    outputs: int  # C
+    scale: float  # α
+    weight_decay: float  # λ, on the displacement δ of a linear model and on the weights of a plain network
+
+    def __call__(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """The mean loss of a batch, without the weight decay."""
+        f = outputs.reshape(outputs.shape[0], -1)
+        if self.loss == "cross-entropy":
+            return F.cross_entropy(f, y.long().flatten())
+        y = make_targets(y, self.outputs, self.scale, varied=False, dtype=f.dtype).values
+        # ½ Σᵢ ‖tᵢ − fᵢ‖² / N
+        return 0.5 * (y.to(f).reshape(f.shape) - f).square().sum() / f.shape[0]
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """The steps of a run, every setting with its value."""
+
+    learning_rate: float  # η
+    steps: int = 1
+    batch_size: int = 28  # examples a step; all of them if there are fewer
+    momentum: float = 0.9  # of SGD, or β₁ of Adam
+    schedule: str = "constant"  # or `"cosine"` down to zero
+    clip: float | None = None  # largest norm of the whole gradient, after preconditioning
+    optimizer: str = "sgd"  # or `"adam"`
+    training_mode: bool = False  # whether BatchNorm uses the batch and dropout is on
+
+    def build(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
+        """The torch optimizer."""
+        if self.optimizer == "adam":
+            return torch.optim.Adam(parameters, lr=self.learning_rate, betas=(self.momentum, 0.999))
+        return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=self.momentum)
+
+    def rate(self, step: int) -> float:
+        """η at a step."""
+        return self.learning_rate * (cosine(step, self.steps) if self.schedule == "cosine" else 1.0)
 
 
 class Trainer:
@@ -59,11 +294,11 @@ class Trainer:
         data: Examples,
         objective: Objective,
         optimization: Optimization,
-        course: Course,
-        watched: Run | None = None,
+        seed: int = 0,
+        run: Run | None = None,
     ) -> None:
         self.module, self.data, self.objective = module, data, objective
-        self.optimization, self.course, self.watched = optimization, course, watched or Run()
+        self.optimization, self.seed, self.watched = optimization, seed, run or Run()
         self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.optimizer = optimization.build(list(self.parameters.values()))
         self.augmentation = Augmentation()
@@ -71,39 +306,39 @@ class Trainer:
         self.validation: Examples | None = None
         self.output: OutputAdapter = None
         self.description = "training"
-        self.state = State(curve=LossCurve.of(data.n, min(course.batch_size, data.n)))
+        self.step = 0  # steps done
+        self.history: list[dict[str, float]] = []  # what was logged
+        self.best = -math.inf  # best validation score
+        self.best_tensors: dict[str, Tensor] = {}  # weights and buffers that had it
+        self.curve = LossCurve.of(data.n, min(optimization.batch_size, data.n))
         self._identity = ""
 
-    def run(self) -> State:
+    def run(self) -> None:
         """Train to the end, from the last state kept if there is one."""
         self._check_batch()
-        self._identity = self._fingerprint() if self.watched.checkpoint is not None else ""
         self._resume()
-        steps = self.course.steps
-        was_training = self.module.training
-        self.module.train(self.course.training_mode)
-        begin = self.state.step
-        batches = islice(enumerate(self._batches(begin), begin), steps - begin)
+        begin, steps = self.step, self.optimization.steps
+        n, size = self.data.n, min(self.optimization.batch_size, self.data.n)
+        each = self.watched.evaluate_every or math.ceil(n / size)
+        batches = islice(enumerate(stream(n, size, self._order, begin), begin), steps - begin)
         ahead = track(batches, self.description, steps - begin, self.watched.progress)
-
-        def rate(step: int) -> float:
-            return self.optimization.rate(step, steps)
-
+        rate = self.optimization.rate
+        was_training = self.module.training
+        self.module.train(self.optimization.training_mode)
         try:
             for step, loss in train(self.optimizer, ahead, self._gradient, rate, begin):
-                self.state.curve.add(loss)
+                self.curve.add(loss)
                 if step % self.watched.log_every == 0 or step + 1 == steps:
                     self._note({"loss": loss, "learning_rate": rate(step)}, step)
-                if (step + 1) % self.course.evaluate_every == 0 or step + 1 == steps:
+                if (step + 1) % each == 0 or step + 1 == steps:
                     self._validate(step + 1)
-                self.state.step = step + 1
+                self.step = step + 1
                 if self._saves(step + 1):
                     self._save()
         finally:
             self.module.train(was_training)
-        if self.course.keep == "best" and self.state.best_tensors:
-            self._put(self.state.best_tensors)
-        return self.state
+        if self.best_tensors:
+            self._put(self.best_tensors)
 
     def score(self, examples: Examples) -> dict[str, float]:
         """Mean loss on examples, and accuracy for classes; from center crops if images are cropped."""
@@ -120,13 +355,17 @@ class Trainer:
         scores = {"loss": loss / examples.n}
         return scores | {"accuracy": right / examples.n} if classes else scores
 
+    def _order(self, epoch: int) -> Tensor:
+        """Positions of all examples in the order of an epoch."""
+        return torch.randperm(self.data.n, generator=_generator(self.seed, epoch, 0))
+
     def _gradient(self, batch: tuple[int, Tensor]) -> float:
         """The loss of a step, and the gradients that the optimizer takes."""
         step, rows = batch
         x, y = self.data.batch(rows)
         if self.augmentation.kind != "none":
-            x = self.augmentation(x, _generator(self.course.seed, step, 1))
-        with _seeded(self.course, step, self.data.device):
+            x = self.augmentation(x, _generator(self.seed, step, 1))
+        with self._seeded(step):
             loss = self.objective(outputs_of(self.module, x, self.output), y)
             loss.backward()
         value = float(loss.detach())
@@ -145,11 +384,16 @@ class Trainer:
             nn.utils.clip_grad_norm_(list(self.parameters.values()), self.optimization.clip)
         return value
 
-    def _batches(self, begin: int) -> Iterator[Tensor]:
-        """Positions of the examples of each step."""
-        n, seed = self.data.n, self.course.seed
-        order = partial(_order, n, seed)
-        return stream(n, self.course.batch_size, order, begin)
+    @contextlib.contextmanager
+    def _seeded(self, step: int) -> Iterator[None]:
+        """Dropout and the like drawn for this step; torch's own generators are left as they were."""
+        device = self.data.device
+        if not self.optimization.training_mode:
+            yield
+            return
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(_generator(self.seed, step, 2).initial_seed())
+            yield
 
     def _validate(self, step: int) -> None:
         """Score the validation examples, and keep the weights if they are the best so far."""
@@ -158,27 +402,25 @@ class Trainer:
         scores = self.score(self.validation)
         self._note({f"validation_{name}": value for name, value in scores.items()}, step)
         score = rank(scores)
-        if score > self.state.best:
-            self.state.best = score
-            if self.course.keep == "best":
-                self.state.best_tensors = {name: t.clone() for name, t in self._tensors().items()}
+        if score > self.best:
+            self.best = score
+            if self.watched.keep == "best":
+                self.best_tensors = {name: t.clone() for name, t in self._tensors().items()}
 
     def _note(self, values: dict[str, float], step: int) -> None:
         """Keep numbers in the history and hand them to the logger."""
-        self.state.history.append({"step": step, **values})
-        if self.watched.log is not None:
-            tell(self.watched.log, dict(values), step, self._kept())
-
-    def _kept(self) -> str:
-        """What is left of a run that ends."""
-        if self.watched.checkpoint is None:
-            return "the run ends here; with Run(checkpoint=FOLDER) the same call would go on"
-        return f"the run ends here; the same call goes on from the last state in {self.watched.checkpoint}"
+        self.history.append({"step": step, **values})
+        if self.watched.log is None:
+            return
+        place = self.watched.checkpoint
+        after = f"the same call goes on from {place}" if place else "Run(checkpoint=FOLDER) would keep it"
+        tell(self.watched.log, dict(values), step, f"the run ends here; {after}")
 
     def _check_batch(self) -> None:
         """Raise if BatchNorm would normalize single examples."""
         normalized = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
-        if self.course.training_mode and normalized and min(self.course.batch_size, self.data.n) == 1:
+        single = min(self.optimization.batch_size, self.data.n) == 1
+        if self.optimization.training_mode and normalized and single:
             raise InputError(
                 "batch_size=1 with BatchNorm in training mode",
                 expected="at least two examples a step, whose statistics normalize them",
@@ -195,15 +437,16 @@ class Trainer:
         }
 
     @torch.no_grad()
-    def _put(self, tensors: dict[str, Tensor]) -> None:
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers."""
         for name, target in self._tensors().items():
             target.copy_(tensors[name])
 
     def _saves(self, step: int) -> bool:
         """Whether the state is kept after this step."""
-        every = self.watched.save_every or max(1, self.course.steps // 20)
-        return self.watched.checkpoint is not None and (step % every == 0 or step == self.course.steps)
+        steps = self.optimization.steps
+        every = self.watched.save_every or max(1, steps // 20)
+        return self.watched.checkpoint is not None and (step % every == 0 or step == steps)
 
     def _save(self) -> None:
         """Keep the state: a whole new file takes the place of the old one."""
@@ -213,12 +456,12 @@ class Trainer:
             for key, value in values.items():
                 if isinstance(value, Tensor):
                     tensors[f"optimizer/{names[id(p)]}/{key}"] = value
-        tensors |= {f"best/{name}": value for name, value in self.state.best_tensors.items()}
+        tensors |= {f"best/{name}": value for name, value in self.best_tensors.items()}
         metadata = {
-            "step": self.state.step,
-            "history": self.state.history,
-            "best": None if self.state.best == -math.inf else self.state.best,
-            "curve": self.state.curve.state(),
+            "step": self.step,
+            "history": self.history,
+            "best": None if self.best == -math.inf else self.best,
+            "curve": asdict(self.curve),
             "run": self._identity,
         }
         assert self.watched.checkpoint is not None
@@ -228,44 +471,47 @@ class Trainer:
         """Take up the state in the folder, if there is one."""
         if self.watched.checkpoint is None:
             return
-        path = checked_path("checkpoint", self.watched.checkpoint) / f"{KIND}.safetensors"
-        if not path.exists():
+        self._identity = self._fingerprint()
+        place = path("checkpoint", self.watched.checkpoint) / f"{KIND}.safetensors"
+        if not place.exists():
             return
-        tensors, metadata = load_tensors(path, KIND)
+        tensors, metadata = load_tensors(place, KIND)
         if metadata["run"] != self._identity:
             raise InputError(
-                f"{path} belongs to a run with other settings, data or starting weights",
+                f"{place} belongs to a run with other settings, data or starting weights",
                 expected="the same call as the one that was interrupted",
                 remedy="pass another checkpoint= folder, or remove this one to start again",
             )
-        device = self.data.device
-        self._put({name: t for name, t in tensors.items() if name.startswith(("parameter/", "buffer/"))})
+        self._put(tensors)
         for name, p in self.parameters.items():
             prefix = f"optimizer/{name}/"
             kept = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
             if kept:  # Adam counts its steps on the CPU
+                device = self.data.device
                 self.optimizer.state[p] = {k: t if t.ndim == 0 else t.to(device) for k, t in kept.items()}
-        best = -math.inf if metadata["best"] is None else metadata["best"]
-        best_tensors = {n.removeprefix("best/"): t for n, t in tensors.items() if n.startswith("best/")}
-        curve = LossCurve(**metadata["curve"])
-        self.state = State(metadata["step"], metadata["history"], best, best_tensors, curve)
+        self.step, self.history = metadata["step"], metadata["history"]
+        self.best = -math.inf if metadata["best"] is None else metadata["best"]
+        self.best_tensors = {n.removeprefix("best/"): t for n, t in tensors.items() if n.startswith("best/")}
+        self.curve = LossCurve(**metadata["curve"])
 
     def _fingerprint(self) -> str:
         """A hash of all that decides what the run computes."""
+        function = getattr(self.module, "_function", None)
         settings: dict[str, Any] = {
             "objective": asdict(self.objective),
             "optimization": asdict(self.optimization),
-            "course": asdict(self.course),
+            "seed": self.seed,
             "augmentation": asdict(self.augmentation),
             "log_every": self.watched.log_every,
+            "evaluate_every": self.watched.evaluate_every,
+            "keep": self.watched.keep,
             "data": self.data.fingerprint(),
             "validation": self.validation and self.validation.fingerprint(),
             "start": hash_tensors(list(self._tensors().values())),
             "damping": self.preconditioner and float(self.preconditioner.damping),
             "curvature": self.preconditioner and repr(self.preconditioner.curvature.made),
+            "network": function.fingerprint() if function is not None else None,
         }
-        function = getattr(self.module, "_function", None)
-        settings["network"] = function.fingerprint() if function is not None else None
         return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -277,23 +523,15 @@ def rank(scores: dict[str, float]) -> float:
     return scores["accuracy"] - 1e-9 * min(loss, 1e6) if "accuracy" in scores else -loss
 
 
-def _generator(seed: int, counter: int, stream: int) -> torch.Generator:
+def warn_of_large_steps(learning_rate: float) -> None:
+    """Tell the user that the loss went up again."""
+    warn(
+        f"the training loss went up again with learning_rate={learning_rate:g}: the steps are too large for "
+        "this problem, and the result is not to be trusted; pass a smaller learning_rate=, or leave it out"
+    )
+
+
+def _generator(seed: int, counter: int, kind: int) -> torch.Generator:
     """A generator for one epoch's order or one step's randomness."""
-    digest = hashlib.sha256(f"{seed} {counter} {stream}".encode()).digest()
+    digest = hashlib.sha256(f"{seed} {counter} {kind}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def _order(n: int, seed: int, epoch: int) -> Tensor:
-    """Positions of all examples in the order of an epoch."""
-    return torch.randperm(n, generator=_generator(seed, epoch, 0))
-
-
-@contextlib.contextmanager
-def _seeded(course: Course, step: int, device: torch.device) -> Iterator[None]:
-    """Dropout and the like drawn for this step; torch's own generators are left as they were."""
-    if not course.training_mode:
-        yield
-        return
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(_generator(course.seed, step, 2).initial_seed())
-        yield

@@ -131,20 +131,8 @@ class KroneckerPreconditioner(Shown):
         Returns:
             gain · (s G + τ I)⁻¹ v, of the shape of v.
         """
-        self._require_vector(v, 1, "(P,)")
+        self._require_vector(v)
         return self.gain * self._inverse.mm(v.to(self._inverse.dtype)[:, None])[:, 0].to(v)
-
-    def half(self, v: Tensor) -> Tensor:
-        """Hᵀ v for the root H of the preconditioner at gain 1: (s G + τ I)⁻¹ = H Hᵀ.
-
-        Args:
-            v: Columns, (P, K), in the order of ``parameters``.
-
-        Returns:
-            (P, K).
-        """
-        self._require_vector(v, 2, "(P, K)")
-        return self._inverse._root_transposed(v.to(self._inverse.dtype)).to(v)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Precondition before every ``optimizer.step()``.
@@ -188,12 +176,12 @@ class KroneckerPreconditioner(Shown):
 
         return optimizer.register_step_pre_hook(before)
 
-    def _require_vector(self, v: Any, axes: int, shape: str) -> None:
-        """Raise unless v holds vectors in parameter space."""
+    def _require_vector(self, v: Any) -> None:
+        """Raise unless v is a vector in parameter space."""
         size = self._inverse.shape[0]
-        expected = f"a dense floating-point tensor {shape} with P = {size}"
+        expected = f"a dense floating-point tensor (P,) with P = {size}"
         tensor("v", v, expected, convert=False)
-        if v.ndim != axes or v.shape[0] != size or not v.is_floating_point():
+        if v.shape != (size,) or not v.is_floating_point():
             refuse("v", v, expected, "flatten the tensors of .parameters in their order")
 
     def _taken(self, optimizer: torch.optim.Optimizer | None) -> set[str]:
