@@ -18,7 +18,7 @@ from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.running import RunningCurvature
 from linnet.curvatures.stream import Batch
 from linnet.curvatures.treatments import make_sums
-from linnet.errors import DataError, InputError, ModelError, WeightsError
+from linnet.errors import DataError
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import linearize
@@ -174,17 +174,6 @@ def test_state_before_the_first_batch() -> None:
     assert_near(average.curvature().dense(), once(batch(0), "ekfac"), 1e-10)
 
 
-def test_state_of_another_kind_is_refused() -> None:
-    average = running("kfac")
-    average.add(*batch(0))
-    for wrong in ("ekfac", "diagonal"):
-        with pytest.raises(InputError, match="state"):
-            running(wrong).load_state_dict(average.state_dict(), batch(0)[0])
-    other = RunningCurvature(nn.Linear(3, 2).double(), Gaussian(), "kfac")
-    with pytest.raises(InputError, match="state"):
-        other.load_state_dict(average.state_dict(), torch.ones(1, 3).double())
-
-
 def test_random_labels_differ_from_batch_to_batch() -> None:
     data, average = batch(0), running("diagonal", 1.0, expectation="mc")
     average.add(*data)
@@ -299,56 +288,6 @@ def test_state_of_an_accumulator_goes_round() -> None:
 
 
 # --- input that cannot be ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"decay": 0.0}, "decay=0.0"),
-        ({"decay": 1.5}, "decay=1.5"),
-        ({"decay": True}, "decay=True"),
-        ({"decay": float("nan")}, "decay=nan"),
-        ({"decay": "slow"}, "decay='slow'"),
-        ({"structure": "kfra"}, "kfra"),
-        ({"structure": "low-rank"}, "low-rank"),
-        ({"structure": "kfactor"}, "kfactor"),
-        ({"expectation": "recursion"}, "recursion"),
-        ({"expectation": "guess"}, "guess"),
-        ({"sharing": "none"}, "sharing='none'"),
-    ],
-)
-def test_arguments_that_cannot_be(options: dict[str, Any], word: str) -> None:
-    with pytest.raises(InputError) as caught:
-        running(**options)
-    assert word in str(caught.value)
-    assert caught.value.expected
-    assert caught.value.remedy
-
-
-def test_batches_and_numbers_that_cannot_be() -> None:
-    average = running()
-    with pytest.raises(DataError, match="no batch"):
-        average.curvature()
-    x, y = batch(0)
-    with pytest.raises(DataError, match="empty"):
-        average.add(x[:0], y[:0])
-    with pytest.raises(DataError, match="finite"):
-        average.add(x * float("nan"), y)
-    with pytest.raises(DataError, match="targets"):
-        running(expectation="empirical").add(x)
-    with pytest.raises(ModelError, match="cannot run"):
-        running().add(x[:, :1], y)
-    average.add(x, y)
-    for wrong in (0, -1.0, float("inf"), True, "many"):
-        with pytest.raises(InputError, match="examples="):
-            average.curvature(examples=wrong)  # type: ignore[arg-type]
-    with pytest.raises(WeightsError):
-        average.refresh({"0.weight": torch.ones(1)})
-    bad = network()
-    with torch.no_grad():
-        bad[0].weight.fill_(float("nan"))  # type: ignore[index]
-    with pytest.raises(ModelError, match="NaN"):
-        average.refresh(bad)
 
 
 def test_a_failed_batch_leaves_the_average_as_it_was() -> None:

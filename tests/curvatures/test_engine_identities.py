@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
 from linnet.curvatures.curvature import Curvature
-from linnet.errors import InputError
 from linnet.likelihoods import Categorical, Gaussian
 from tests.curvatures.curvature_oracles import Expected, Problem, families, indices
 from tests.curvatures.side_by_side import curvature_of
@@ -182,20 +181,6 @@ def test_kfra_implies_its_recursion() -> None:
     problem = Problem("mlp-tanh", "categorical")
     said = problem.curvature("kfra", expectation="recursion")
     torch.testing.assert_close(problem.curvature("kfra").dense(), said.dense())
-
-
-@pytest.mark.parametrize(
-    "structure", ["diag", "kron", "kflr", "KFAC", "kfac-mc", "low_rank", "block-diagonal"]
-)
-def test_a_structure_has_one_name(structure: str) -> None:
-    with pytest.raises(InputError, match=f"structure='{structure}'"):
-        Problem("mlp-tanh", "categorical").curvature(structure)
-
-
-@pytest.mark.parametrize("expectation", ["kfac", "kflr", "monte-carlo", "random_projection"])
-def test_an_expectation_has_one_name(expectation: str) -> None:
-    with pytest.raises(InputError, match=f"expectation='{expectation}'"):
-        Problem("mlp-tanh", "categorical").curvature("kfac", expectation=expectation)
 
 
 def test_tied_and_reused_weights_are_those_of_one_layer_with_all_its_positions() -> None:

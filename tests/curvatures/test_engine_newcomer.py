@@ -15,7 +15,7 @@ import linnet
 from linnet.curvatures import engine
 from linnet.curvatures.accumulate import Chunks, plan_chunks
 from linnet.curvatures.stream import Batches
-from linnet.errors import DataError, InputError, ModelError, NumericalError
+from linnet.errors import InputError, ModelError, NumericalError
 
 P = 51
 CATEGORICAL = linnet.likelihoods.Categorical()
@@ -89,17 +89,6 @@ def test_factors_of_half_precision_networks_are_semidefinite(
         assert torch.linalg.eigvalsh(half.dense().double()).min() > -1e-6 * half.trace()
         assert (half.dense() - whole.dense()).norm() < 0.05 * whole.dense().norm()
         assert half.damped(0.1).inverse().output_covariance(x.to(dtype)).isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_has_no_eigenpairs(
-    dtype: torch.dtype, net: nn.Module, data: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    half, x = net.to(dtype), data[0].to(dtype)
-    with pytest.raises(ModelError, match=r"(?s)float32 or float64.*model.float\(\)"):
-        linnet.curvature(half, (x, data[1]), CATEGORICAL, "low-rank")
-    with pytest.raises(ModelError, match=r"(?s)float32 or float64.*model.float\(\)"):
-        linnet.curvature(half, (x, data[1]), CATEGORICAL, "full", matrix="hessian")
 
 
 def test_columns_go_together_where_there_are_few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,12 +172,6 @@ def test_a_number_is_no_operator(net: nn.Module, data: tuple[torch.Tensor, torch
     with pytest.raises(InputError, match=r"(?s)1\.0 is added to a curvature.*another operator.*damped"):
         made + 1.0
     torch.testing.assert_close((made + made) @ torch.ones(P), 2 * (made @ torch.ones(P)))
-
-
-def test_output_covariance_of_no_example(net: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> None:
-    posterior = linnet.curvature(net, data, CATEGORICAL).damped(1.0).inverse()
-    with pytest.raises(DataError, match=r"(?s)x is empty.*at least one example"):
-        posterior.output_covariance(data[0][:0])
 
 
 def test_a_precision_and_a_covariance_look_different(tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ from linnet.curvatures import LowRank, MonteCarlo, Passes
 from linnet.curvatures import expectation_cost as cost
 from linnet.curvatures.expectation_cost import LIMIT, SAMPLES, exact_passes
 from linnet.curvatures.layers import Form, Layer
-from linnet.curvatures.running import RunningCurvature
-from linnet.errors import InputError
 from linnet.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian
 from tests.zoo import assert_near
 
@@ -148,23 +146,6 @@ def test_more_samples_come_nearer_to_the_exact_matrix() -> None:
         for how in ("mc", "auto")
     ]
     assert errors[1] < 0.7 * errors[0]
-
-
-def test_who_takes_no_choice_says_which_words_are_known() -> None:
-    net, _ = problem(3)
-    with pytest.raises(InputError, match="expectation='auto'"):
-        linnet.optim.GaussNewton(net, Categorical(), expectation="auto")
-    with pytest.raises(InputError, match="expectation='auto'"):
-        RunningCurvature(net, Categorical(), expectation="auto")
-
-
-@pytest.mark.parametrize("wrong", ["Auto", "automatic", None, 3])
-def test_other_words_are_refused(wrong: Any) -> None:
-    net, data = problem(3)
-    with pytest.raises(InputError, match="expectation"):
-        linnet.curvature(net, data, Categorical(), "kfac", wrong)
-    with pytest.raises(InputError, match="expectation"):
-        linnet.Laplace(net, Categorical(), expectation=wrong)
 
 
 def test_the_choice_does_not_depend_on_memory() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch import distributions as D
 
-from linnet.errors import InputError
+from linnet.errors import InputError, NumericalError
 from linnet.likelihoods import (
     Bernoulli,
     Categorical,
@@ -468,3 +468,39 @@ def test_the_fitted_variance_is_the_mean_squared_residual() -> None:
     assert least < min(float(x.nll(f, y).sum()) for x in (better, worse))
     last = Gaussian.fitted(f, y, per_output=True, masked=True, axis=-1)
     close(last.noise, torch.tensor([10 / 4, 26 / 3], dtype=torch.float64))
+
+
+def test_an_indefinite_hessian_names_its_eigenvalue_and_example() -> None:
+    f = torch.zeros(3, 2, dtype=torch.float64)
+    y = torch.tensor([[0.0], [0.0], [2.0]], dtype=torch.float64)
+    likelihood = HeteroscedasticGaussian()
+    # [[1, 2], [2, 2]]: (3 − √17) / 2
+    with pytest.raises(NumericalError, match=r"eigenvalue -0\.5616 at example 2 .*position 0.*psd=\"clip\""):
+        likelihood.root(f, y)
+    with pytest.raises(NumericalError, match=r"-0\.5616"):
+        likelihood.project(f, 1, 0, y)
+    smallest = float(torch.linalg.eigvalsh(likelihood.hessian(f, y)).min())
+    assert smallest == pytest.approx((3 - 17**0.5) / 2)
+    # semi-definite at the mean
+    root = likelihood.root(f, torch.zeros_like(y))
+    torch.testing.assert_close(
+        torch.einsum("kni,knj->nij", root, root), likelihood.hessian(f, torch.zeros_like(y))[:, 0]
+    )
+
+
+def test_missing_targets_do_not_make_a_hessian_indefinite() -> None:
+    f, y = torch.tensor([[5.0, 0.0]]), torch.tensor([[math.nan]])
+    assert not HeteroscedasticGaussian(masked=True).root(f, y).any()
+
+
+def test_one_output_takes_targets_without_its_axis() -> None:
+    f, y = torch.randn(4, 1), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    for likelihood in (Bernoulli(), Gaussian()):
+        assert torch.equal(likelihood.nll(f, y), likelihood.nll(f, y[:, None]))
+        assert likelihood.gradient(f, y).shape == f.shape
+
+
+def test_labels_of_classes_may_be_a_column() -> None:
+    for shape in ((4, 3), (4, 3, 5)):
+        f, y = torch.randn(shape), torch.randint(3, (4, *shape[2:]))
+        assert torch.equal(Categorical(axis=1).nll(f, y), Categorical(axis=1).nll(f, y[..., None]))

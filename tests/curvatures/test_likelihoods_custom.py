@@ -168,40 +168,6 @@ def lacking(**settings: Any) -> Custom:
     return Custom(softmax_nll, **settings)
 
 
-@pytest.mark.parametrize(
-    ("likelihood", "method", "arguments", "message"),
-    [
-        (lacking(), "fisher", (), r"Custom\(nll=.*cannot compute .*Fisher.*pass support="),
-        (lacking(), "fisher_root", (), "exact Fisher information.*pass support="),
-        (lacking(), "sample", (2,), "a sample of labels.*pass sample= or support="),
-        (lacking(), "sample_gradients", (2,), "a sample of labels.*pass sample= or support="),
-        (lacking(), "kl", (torch.zeros(2, 3),), "divergence from itself.*pass support="),
-        (lacking(), "mean", (), "mean of labels.*pass moments= or support="),
-        (lacking(), "variance", (), "mean of labels.*pass moments= or support="),
-        (lacking(), "predictive", (torch.ones(2, 3),), "mean of labels.*pass moments= or support="),
-        (
-            lacking(canonical=True),
-            "hessian",
-            (),
-            "Hessian without labels.*pass labels y, sample= or support=",
-        ),
-        (
-            lacking(support=(0, 1)),
-            "fisher",
-            (),
-            "2 labels of support sum to 0.6667 at example 0.*complete support",
-        ),
-        (lacking(sample=lambda f, g: 0), "sample", (2,), r"sample returned int for outputs \(4, 3\)"),
-        (lacking(sample=lambda f, g: f[:1]), "sample", (2,), r"sample returned \(1, 3\)"),
-    ],
-)
-def test_what_is_not_defined_is_not_made_up(
-    likelihood: Custom, method: str, arguments: tuple[Any, ...], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        getattr(likelihood, method)(torch.zeros(2, 3), *arguments)
-
-
 def test_a_false_claim_of_canonicity_is_found() -> None:
     likelihood = Custom(CASES["mixture"].make()._function, support=(0, 1), canonical=True)  # type: ignore[attr-defined]
     f, y = torch.randn(3, 3), torch.tensor([0, 1, 1])

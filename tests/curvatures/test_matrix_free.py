@@ -14,7 +14,7 @@ from linnet.curvatures.fisher import FisherOperator
 from linnet.curvatures.ggn import GaussNewtonOperator, SummedOperator
 from linnet.curvatures.hessian import HessianOperator
 from linnet.curvatures.stream import Batches
-from linnet.errors import DataError, InputError, ModelError
+from linnet.errors import DataError, ModelError
 from linnet.likelihoods import Categorical, Custom, Gaussian
 from linnet.tangent.functional import Functional
 from linnet.tangent.modes import differentiable_kernels
@@ -359,14 +359,6 @@ def test_missing_targets_are_named() -> None:
         HessianOperator(function_of("mlp-tanh"), data, Categorical()) @ v
 
 
-def test_unknown_expectations_are_refused() -> None:
-    data = Batches(case("mlp-tanh").x1, CPU)
-    with pytest.raises(InputError, match="expectation='mc'"):
-        GaussNewtonOperator(function_of("mlp-tanh"), data, Categorical(), "mc")
-    with pytest.raises(InputError, match="expectation='random-projection'"):
-        FisherOperator(function_of("mlp-tanh"), data, Categorical(), "random-projection")
-
-
 class Blows(nn.Module):
     """Infinite where an input is large."""
 
@@ -392,14 +384,6 @@ def test_outputs_that_are_not_finite_are_named(columns: int) -> None:
     ):
         with pytest.raises(ModelError, match="example 1 of batch 1"):
             _ = operator @ torch.ones(6, columns)
-
-
-def test_wrong_vectors_are_refused() -> None:
-    operator = GaussNewtonOperator(function_of("mlp-tanh"), batches("mlp-tanh", "gaussian"), Gaussian())
-    with pytest.raises(InputError, match="shape"):
-        _ = operator @ torch.ones(3, dtype=torch.float64)
-    with pytest.raises(InputError, match="float32"):
-        _ = operator @ case("mlp-tanh").direction().float()
 
 
 @pytest.mark.parametrize("mode", ["inference", "autocast"])

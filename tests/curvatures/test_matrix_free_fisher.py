@@ -8,8 +8,8 @@ import torch
 from linnet.curvatures.fisher import FiniteDifferenceFisher, FisherOperator
 from linnet.curvatures.ggn import GaussNewtonOperator
 from linnet.curvatures.stream import Batches
-from linnet.errors import InputError, ModelError
-from linnet.likelihoods import Categorical, Gaussian
+from linnet.errors import ModelError
+from linnet.likelihoods import Categorical
 from linnet.tangent.functional import Functional
 from tests.curvatures.matrix_free_cases import CPU, FEW, batches, function_of, likelihood_of, output_hessian
 from tests.oracles.conformance import check_operator
@@ -104,11 +104,6 @@ def test_finite_differences_along_a_parameter_without_effect() -> None:
     useless = (case(name).j1.abs().sum((0, 1)) == 0).double()
     assert useless.any()
     assert not (operator @ useless).any()
-
-
-def test_steps_must_be_positive() -> None:
-    with pytest.raises(InputError, match="step=0"):
-        FiniteDifferenceFisher(function_of("mlp-tanh"), batches("mlp-tanh", "gaussian"), Gaussian(), 0)
 
 
 class TiedPadding(torch.nn.Module):

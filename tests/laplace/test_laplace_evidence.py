@@ -179,27 +179,6 @@ def test_evidence_of_a_linear_model_recovers_noise_and_prior() -> None:
     assert fixed.likelihood.describe()["variance"] == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"noise": True}, "noise=True"),
-        ({"search": "newton"}, "search"),
-        ({"prior": "neuron"}, "prior"),
-        ({"steps": 0}, "steps"),
-        ({"data_scale": True}, "scale"),
-        ({"search": linnet.Grid(prior_precision=[1.0, 2.0])}, "grid"),
-        ({"search": linnet.Grid(noise_variance=[1.0, 2.0])}, "noise_variance"),
-        ({"method": "cross-validation"}, "method"),
-        ({"method": "validation"}, "without data"),
-        ({"data": (torch.zeros(1, 3), torch.zeros(1))}, "with data"),
-    ],
-)
-def test_tune_refuses(options: Any, match: str) -> None:
-    la, *_ = fitted("kfac")
-    with pytest.raises(InputError, match=match):
-        la.tune(**options)
-
-
 def test_empirical_curvature_does_not_tell_the_noise() -> None:
     model, x, y = numbers()
     la = Laplace(model, L.Gaussian(variance=0.5), "diagonal", expectation="empirical").fit((x, y))

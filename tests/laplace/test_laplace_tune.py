@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.curvatures.curvature import Curvature
-from linnet.errors import InputError
 from linnet.laplace.laplace import Laplace
 from linnet.laplace.outputs import Draws
 from linnet.laplace.posterior import Hyper
@@ -260,46 +259,6 @@ def test_leave_one_out_by_gradient_beats_the_grid() -> None:
     assert by_grid is not None
     assert by_gradient is not None
     assert by_gradient.value >= by_grid.value - 1e-9
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "match"),
-    [
-        ("grid", {"search": "gradient"}, "grid"),
-        ("grid", {"link": "logit"}, "link"),
-        ("grid", {"data_scale": [1.0]}, "linnet.Grid"),
-        ("validation", {"search": "fixed-point"}, "search"),
-        ("validation", {"noise": True}, "noise"),
-        ("loo", {"search": linnet.Grid(predict="mc")}, "predict"),
-    ],
-)
-def test_tune_refuses(method: str, options: Any, match: str) -> None:
-    la, _, held = posterior()
-    with pytest.raises(InputError, match=match):
-        la.tune(method, held, **options)
-    for wrong in (
-        {"predict": "exact"},
-        {"samples": 0},
-        {"data_scale": True},
-        {"seed": -1},
-        {"prior_precision": [1.0, -1.0]},
-        {"prior_precision": []},
-    ):
-        with pytest.raises(InputError, match=next(iter(wrong))):
-            linnet.Grid(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="no targets"):
-        la.tune("grid", held[0])
-
-
-def test_gradient_in_very_many_precisions_is_refused() -> None:
-    model = torch.nn.Linear(20, 15).double()
-    x, y = real(9, 20), torch.arange(9)
-    la = Laplace(model, CATEGORICAL, "diagonal", torch.ones(315)).fit((x, y))
-    with pytest.raises(InputError, match="315"):
-        la.tune("validation", (x, y))
-    low, _, held = posterior("low-rank", prior_precision={"0": 1.0, "2": 2.0})
-    with pytest.raises(InputError, match="low-rank"):
-        low.tune("validation", held)
 
 
 def test_a_grid_says_where_it_was_too_short() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import hypothesis
 import hypothesis.strategies as st
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
-from linnet.errors import DataError, InputError, MemoryBudgetError
+from linnet.errors import MemoryBudgetError
 from tests.fitting.problems import near, network, problem, real, refused
 from tests.oracles.dense import kernel_oracle
 from tests.zoo import case, every_animal, linearize
@@ -173,39 +173,6 @@ def test_the_bound_of_functions_without_norm_or_alignment() -> None:
 
 
 # What cannot be.
-
-
-@pytest.mark.parametrize("call", [linnet.spectrum.alignment, linnet.spectrum.kernel_norm_bound])
-@pytest.mark.parametrize(
-    ("model", "y", "outputs", "kind", "words"),
-    [
-        (ONE, real(9, 2, 2), "full", InputError, ["y has shape (9, 2, 2)", "(N, T)"]),
-        (ONE, real(9, 0), "full", InputError, ["y has shape (9, 0)"]),
-        (ONE, real(8), "full", DataError, ["9 inputs", "(8,)"]),
-        (ONE, torch.arange(9), "full", InputError, ["integers 0, 1, 2", "0 and 1"]),
-        (ONE, real(9).to(torch.complex128), "full", DataError, ["complex"]),
-        (ONE, real(9), "diagonal", InputError, ["form='diagonal'"]),
-        (MANY, real(9), "full", InputError, ["y has shape (9,)", "trace"]),
-        (MANY, real(9, 4), "full", InputError, ["y has shape (9, 4)", "(N, 3, T)"]),
-        (MANY, torch.full((9,), 3), "full", DataError, ["first 3 at index 0", "0 to 2"]),
-        (MANY, torch.zeros(9, 3, dtype=torch.long), "full", InputError, ["y has integers of shape (9, 3)"]),
-        (MANY, real(9, 3, 2), "trace", InputError, ["y has shape (9, 3, 2)", 'form="full"']),
-        (MANY, real(9).log(), "sum", DataError, ["y holds NaN"]),
-    ],
-)
-def test_targets_that_cannot_be(
-    call: Any, model: Any, y: Tensor, outputs: Any, kind: Any, words: list[str]
-) -> None:
-    refused(kind, lambda: call(model.model, (model.x, y), outputs), *words)
-
-
-def test_inputs_that_cannot_be() -> None:
-    refused(
-        DataError, lambda: linnet.spectrum.alignment(ONE.model, (ONE.x[:0], real(9)[:0])), "data is empty"
-    )
-    refused(InputError, lambda: linnet.spectrum.alignment(ONE.model, ONE.x), "data is Tensor")
-    with pytest.raises(InputError, match="model is str"):
-        linnet.spectrum.alignment("net", (ONE.x, real(9)))  # type: ignore[arg-type]
 
 
 def test_the_network_is_not_touched() -> None:

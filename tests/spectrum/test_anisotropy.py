@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import DataError, InputError, ModelError, NumericalError
+from linnet.errors import InputError, NumericalError
 from linnet.spectrum.anisotropy import MixedDerivative
 from tests.fitting.problems import near, real, refused
 
@@ -212,91 +212,3 @@ def test_inference_mode_and_training_mode_do_not_matter() -> None:
 
 
 # What cannot be.
-
-
-@pytest.mark.parametrize(
-    ("at", "options", "kind", "words"),
-    [
-        (torch.zeros(6, dtype=torch.long), {}, InputError, ["torch.int64", "x.float()"]),
-        ([0.0] * 6, {}, InputError, ["at is list"]),
-        (torch.tensor(1.0), {}, InputError, ["shape ()"]),
-        (torch.zeros(0, 6), {}, InputError, ["at is empty"]),
-        (torch.full((6,), float("nan")), {}, DataError, ["at holds NaN"]),
-        (torch.zeros(5), {}, ModelError, ["cannot run"]),
-        (torch.zeros(6), {"k": 7}, InputError, ["k=7", "1 to 6"]),
-        (torch.zeros(6), {"k": 0}, InputError, ["k=0"]),
-        (torch.zeros(6), {"form": "diagonal"}, InputError, ["form='diagonal'"]),
-    ],
-)
-def test_arguments_that_cannot_be(at: Any, options: dict[str, Any], kind: Any, words: list[str]) -> None:
-    call = {"k": 2, **options}
-    refused(kind, lambda: linnet.spectrum.anisotropy_directions(mlp(), at, **call), *words)
-
-
-class Once(torch.autograd.Function):
-    """A square that can be differentiated once; a second time torch gives wrong numbers without a word."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.square()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * g
-
-
-def test_networks_without_a_second_derivative() -> None:
-    class Rough(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            """One output."""
-            return Once.apply(self.layer(x)).square()  # type: ignore[no-untyped-call,no-any-return]
-
-    refused(
-        ModelError,
-        lambda: linnet.spectrum.anisotropy_directions(Rough(), torch.ones(6), 2),
-        "Rough",
-        "no second derivative",
-    )
-
-    class Fused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            """Distances to the unit vectors."""
-            return torch.cdist(self.layer(x), torch.eye(4))
-
-    refused(
-        ModelError,
-        lambda: linnet.spectrum.anisotropy_directions(Fused(), torch.ones(6), 2),
-        "Fused",
-        "no second derivative",
-        "cdist",
-    )
-    with torch.no_grad():
-        dead = nn.Sequential(nn.Linear(6, 4, bias=False), nn.ReLU(), nn.Linear(4, 1))
-    refused(
-        ModelError,
-        lambda: linnet.spectrum.anisotropy_directions(dead, torch.zeros(6), 2),
-        "vanishes",
-        "GELU",
-    )
-
-    class Bias(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            """A sum of a function of x and a function of θ."""
-            return x.square().sum(1, keepdim=True) + self.bias
-
-    refused(ModelError, lambda: linnet.spectrum.anisotropy_directions(Bias(), torch.ones(6), 2), "vanishes")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import linnet
-from linnet.errors import DataError, InputError, MemoryBudgetError, NumericalError
+from linnet.errors import InputError, NumericalError
 from linnet.spectrum import kernel_eigenpairs
 from linnet.spectrum.kernel_matrix import KernelOperator
 from tests.fitting.problems import near, problem, real, refused
@@ -232,78 +232,6 @@ def test_binarization_keeps_most_of_the_direction() -> None:
 # What cannot be.
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"k": 17}, ["k is 17", "1 to 16"]),
-        ({"k": 0}, ["k is 0"]),
-        ({"k": 2.5}, ["k is 2.5", "an integer"]),
-        ({"k": True}, ["k is True"]),
-        ({"k": 2, "form": "diagonal"}, ["form='diagonal'"]),
-        ({"k": 2, "method": "qr"}, ["method='qr'", '"lanczos"']),
-        ({"k": 2, "gram": real(4, 4)}, ["gram has shape (4, 4)", "16 rows"]),
-        ({"k": 2, "gram": real(16, 4)}, ["gram has shape (16, 4)"]),
-        ({"k": 2, "gram": torch.ones(16, 16, dtype=torch.long)}, ["gram has type torch.int64"]),
-        ({"k": 2, "gram": real(16, 16), "method": "matrix-free"}, ["matrix-free"]),
-        ({"k": 2, "gram": real(16, 16)}, ["gram is not symmetric", "with itself"]),
-        ({"k": 2, "gram": np.eye(16)}, ["gram is ndarray", "torch.as_tensor"]),
-        ({"k": 2, "method": 3}, ["method=3"]),
-    ],
-)
-def test_arguments_that_cannot_be(options: dict[str, Any], words: list[str]) -> None:
-    refused(InputError, lambda: linnet.spectrum.eigenfunctions(ONE.model, ONE.x, **options), *words)
-
-
-def test_targets_and_indices_that_cannot_be() -> None:
-    refused(InputError, lambda: exactly("lanczos", -1.0), "tolerance=-1.0")
-    refused(InputError, lambda: exactly("qr"), "method='qr'")
-    spectrum, data = linnet.spectrum, (ONE.x, ONE.y)
-    refused(InputError, lambda: spectrum.energy_concentration(ONE.model, data), "k is 50", "1 to 16")
-    refused(InputError, lambda: spectrum.energy_concentration(ONE.model, (ONE.x, 0 * ONE.y), 2), "zero")
-    refused(
-        InputError, lambda: spectrum.energy_concentration(ONE.model, (ONE.x, real(16, 2, 2)), 2), "(16, 2, 2)"
-    )
-    empty = (ONE.x[:0], ONE.y[:0])
-    refused(DataError, lambda: spectrum.energy_concentration(ONE.model, empty, 2), "empty")
-    refused(InputError, lambda: spectrum.eigenfunctions(ONE.model, ONE.x[:0], 2), "x is empty")
-    found = spectrum.eigenfunctions(ONE.model, ONE.x, 2)
-    refused(InputError, lambda: found(ONE.x, [2]), "indices holds [2]", "0 to 1")
-    refused(InputError, lambda: found(ONE.x[:0]), "x is empty")
-    refused(InputError, lambda: found.binarized(-1), "index=-1")
-    refused(InputError, lambda: found.binarized(0, labels="letters"), "labels='letters'")
-    refused(InputError, lambda: found.energy_concentration(ONE.y[:3]), "y has shape (3, 1)", "16 examples")
-    refused(InputError, lambda: found.energy_concentration(ONE.y, 3), "k is 3")
-    refused(DataError, lambda: found.energy_concentration(ONE.y * float("nan")), "y holds NaN")
-
-
-def test_too_little_memory_for_a_full_decomposition() -> None:
-    given = dense(ONE, "full")
-
-    def run() -> object:
-        return linnet.spectrum.eigenfunctions(ONE.model, ONE.x, None, gram=given, memory=2000)
-
-    refused(MemoryBudgetError, run, "16 rows", "lanczos")
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda s, **m: s.eigenfunctions(ONE.model, ONE.x, 2, method="lanczos", **m),
-        lambda s, **m: s.energy_concentration(ONE.model, (ONE.x, ONE.y), 2, method="eigh", **m),
-        lambda s, **m: s.kernel_norm_bound(ONE.model, (ONE.x, ONE.y), **m),
-        lambda s, **m: s.kernel_distance(ONE.model, ONE.lin, ONE.x, **m),
-        lambda s, **m: s.centered_alignment(ONE.model, ONE.lin, ONE.x, **m),
-        lambda s, **m: s.effective_dimension(ONE.model, 1.0, ONE.x, **m),
-        lambda s, **m: s.condition_number(ONE.model, ONE.x, **m),
-        lambda s, **m: s.spectral_density(ONE.model, ONE.x, **m),
-        lambda s, **m: s.Recorder(ONE.x, k=2, **m).note(ONE.model, 0),
-    ],
-)
-def test_every_budget_is_kept(call: Any) -> None:
-    call(linnet.spectrum, memory="1GB")
-    refused(MemoryBudgetError, lambda: call(linnet.spectrum, memory=700), "700 B")
-
-
 def test_concentration_from_a_gram_matrix_in_a_file(tmp_path: Path) -> None:
     kept = linnet.spectrum.gram(ONE.model, ONE.x, file=tmp_path / "kernel.npy")
     share = linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 2, gram=kept)
@@ -325,12 +253,3 @@ def test_a_long_decomposition_says_what_it_does(
         shown = capsys.readouterr().err
         assert ("alignment of 1 targets" in shown) == (progress is None)
         assert ("kernel of 16" in shown) == (progress is None)
-
-
-@pytest.mark.parametrize("method", ["lanczos", "eigh"])
-def test_a_matrix_that_is_no_kernel_is_refused(method: Any) -> None:
-    given = linnet.spectrum.gram(ONE.model, ONE.x)[:, 0, :, 0]
-    size = float(torch.linalg.eigvalsh(given)[-1])
-    bad = given - 0.5 * size * torch.eye(len(given), dtype=given.dtype)
-    with pytest.raises(NumericalError, match="gram is not positive semi-definite"):
-        linnet.spectrum.eigenfunctions(ONE.model, ONE.x, None, gram=bad, method=method)

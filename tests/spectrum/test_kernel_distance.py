@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import InputError, NumericalError
+from linnet.errors import InputError
 from tests.fitting.problems import near, network, problem, real, refused
 from tests.oracles.dense import jacobian_oracle, kernel_oracle
 
@@ -70,20 +70,6 @@ def test_equivariance(scale: float, seed: int) -> None:
     shifted = linnet.spectrum.centered_alignment(a + scale, b)  # constants do not count
     assert shifted == pytest.approx(linnet.spectrum.centered_alignment(a, b), abs=1e-9)
     assert linnet.spectrum.kernel_distance(a, a) == pytest.approx(0, abs=1e-12)
-
-
-def test_what_cannot_be() -> None:
-    spectrum = linnet.spectrum
-    refused(InputError, lambda: spectrum.kernel_distance(P.model, OTHER), "x is missing", "first")
-    refused(InputError, lambda: spectrum.kernel_distance(K1, OTHER), "x is missing", "second")
-    refused(InputError, lambda: spectrum.kernel_distance(K1, K2, P.x), "x is given")
-    refused(InputError, lambda: spectrum.kernel_distance(K1, OTHER, P.x[:4]), "shape")
-    refused(InputError, lambda: spectrum.kernel_distance(K1, real(3, 4)), "second has shape (3, 4)")
-    refused(InputError, lambda: spectrum.kernel_distance(torch.zeros(2, 2), torch.eye(2)), "first", "zero")
-    ones = torch.ones(2, 2)
-    refused(InputError, lambda: spectrum.centered_alignment(torch.eye(2), ones), "second", "zero")
-    refused(NumericalError, lambda: spectrum.kernel_distance(torch.eye(2), torch.eye(2) / 0), "NaN")
-    refused(InputError, lambda: spectrum.kernel_distance(3, K1), "first is int")  # type: ignore[arg-type]
 
 
 # The recorder.
@@ -183,28 +169,3 @@ def test_training_is_the_same_with_and_without_a_recorder() -> None:
         trained(3, recorder, x, y).state_dict() for recorder in (linnet.spectrum.Recorder(x, y, k=2), Deaf())
     ]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"k": 0}, ["k=0"]),
-        ({"every": 0}, ["every=0"]),
-        ({"every": 1.5}, ["every=1.5"]),
-        ({"form": "diagonal"}, ["form='diagonal'"]),
-        ({"keep": "no/such/folder"}, ["keep='no/such/folder'"]),
-    ],
-)
-def test_recorders_that_cannot_be(options: dict[str, Any], words: list[str]) -> None:
-    refused(InputError, lambda: linnet.spectrum.Recorder(P.x, **options), *words)
-
-
-def test_notes_that_cannot_be() -> None:
-    recorder = linnet.spectrum.Recorder(P.x, k=2, memory="1GB")
-    recorder.note(P.model, 3)
-    refused(InputError, lambda: recorder.note(P.model, 3), "step is 3 after a note at step 3")
-    refused(InputError, lambda: recorder.note(P.model, "4"), "step='4'", "an integer")  # type: ignore[arg-type]
-    many = linnet.spectrum.Recorder(P.x, k=25)
-    refused(InputError, lambda: many.note(P.model, 0), "k is 25", "1 to 24")
-    wrong = linnet.spectrum.Recorder(P.x, real(8, 2), k=2)
-    refused(InputError, lambda: wrong.note(P.model, 0), "y has shape (8, 2)")

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import linnet
-from linnet.errors import InputError, NumericalError
+from linnet.errors import NumericalError
 from linnet.linalg import Diagonal, FunctionOperator
 from linnet.linalg.kronecker import Kronecker
-from linnet.spectrum.kernel_matrix import kernel_matrix, stored_operator
-from tests.fitting.problems import near, problem, real, refused
+from linnet.spectrum.kernel_matrix import kernel_matrix
+from tests.fitting.problems import near, problem, real
 from tests.oracles.dense import kernel_oracle
 
 P = problem(n=12, outputs=2, classes=False, hidden=20)
@@ -151,55 +151,6 @@ def test_condition_number() -> None:
     assert linnet.spectrum.condition_number(rotated(singular), ridge=1.0) == pytest.approx(6)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda s: s.spectral_density(P.model), ["x is missing"]),
-        (lambda s: s.spectral_density(K, P.x), ["x is given"]),
-        (lambda s: s.spectral_density(Diagonal(VALUES), P.x), ["x is given"]),
-        (lambda s: s.spectral_density("net"), ["source is str"]),
-        (lambda s: s.spectral_density(K[:3]), ["source has shape (3, 24)"]),
-        (lambda s: s.spectral_density(K, samples=0), ["samples=0"]),
-        (lambda s: s.spectral_density(P.model, P.x, form="diagonal"), ["form='diagonal'"]),
-        (lambda s: s.spectral_density(K).density(width=0.0), ["width=0.0"]),
-        (lambda s: s.spectral_density(K).density(scale="sqrt"), ["scale='sqrt'"]),
-        (lambda s: s.effective_dimension(K, 0.0), ["ridge=0.0"]),
-        (lambda s: s.effective_dimension(P.model, 1.0), ["x is missing"]),
-        (lambda s: s.condition_number(P.model, P.x[:0]), ["x1 is empty"]),
-    ],
-)
-def test_arguments_that_cannot_be(call: Any, words: list[str]) -> None:
-    refused(InputError, lambda: call(linnet.spectrum), *words)
-
-
-def test_matrices_that_cannot_be() -> None:
-    for call in (
-        lambda: linnet.spectrum.effective_dimension(-K, 1.0),
-        lambda: linnet.spectrum.condition_number(Diagonal(line(3)) - 2.5 * Diagonal(torch.ones(3).double())),
-        lambda: linnet.spectrum.spectral_density(K.log()),
-    ):
-        with pytest.raises(NumericalError):
-            call()
-    rectangular = FunctionOperator(lambda v: v[:2], (2, 3))
-    refused(InputError, lambda: linnet.spectrum.spectral_density(rectangular), "square")
-
-
-def test_matrices_and_operators_that_are_no_kernels() -> None:
-    lopsided = torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
-    for call in (
-        lambda: linnet.spectrum.spectral_density(lopsided),
-        lambda: linnet.spectrum.effective_dimension(lopsided, 1.0),
-        lambda: linnet.spectrum.condition_number(lopsided),
-    ):
-        with pytest.raises(InputError, match="source is not symmetric"):
-            call()
-    indefinite = stored_operator(torch.diag(torch.tensor([2.0, 1.0, -1.0], dtype=torch.float64)))
-    with pytest.raises(NumericalError, match="eigenvalues down to -1"):
-        linnet.spectrum.effective_dimension(indefinite, 0.5)
-    with pytest.raises(InputError, match="ridge=-1"):
-        linnet.spectrum.condition_number(torch.eye(2), ridge=-1.0)
-
-
 def test_an_operator_becomes_the_same_matrix_in_every_mode() -> None:
     torch.manual_seed(0)
     a, b = torch.randn(3, 3), torch.randn(4, 4)
@@ -213,9 +164,3 @@ def test_an_operator_becomes_the_same_matrix_in_every_mode() -> None:
     torch.testing.assert_close(mixed, plain)
     torch.testing.assert_close(inferred, plain)
     assert not inferred.is_inference()
-
-
-@pytest.mark.parametrize("steps", [None, "many", 2.5, 0])
-def test_steps_are_a_number_of_them(steps: Any) -> None:
-    source = torch.eye(4, dtype=torch.float64)
-    refused(InputError, lambda: linnet.spectrum.spectral_density(source, steps=steps), "steps=")

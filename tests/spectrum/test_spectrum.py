@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
 import linnet
-from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError
-from tests.fitting.problems import near, problem, real, refused
+from linnet.errors import MemoryBudgetError
+from tests.fitting.problems import near, problem, refused
 from tests.oracles.dense import kernel_oracle
 
 P = problem()
@@ -44,33 +44,6 @@ def test_accumulation_changes_the_type_of_a_float32_kernel() -> None:
     narrow, wide = (linnet.spectrum.gram(model, x, accumulate=a) for a in ("float32", "float64"))
     assert (narrow.dtype, wide.dtype) == (torch.float32, torch.float64)
     near(wide, kernel_oracle(P.j), 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"form": "nuclear"}, ["form='nuclear'", "'trace'"]),
-        ({"accumulate": "float16"}, ["accumulate='float16'", "float64"]),
-        ({"accumulate": torch.float64}, ["accumulate is torch.float64"]),
-        ({"memory": "much"}, ["memory", "'much'"]),
-        ({"file": "kernel.pt"}, ["file='kernel.pt'", ".npy"]),
-        ({"x2": P.x[:0]}, ["x2 is empty"]),
-        ({"x2": "test"}, ["x", "str"]),
-    ],
-)
-def test_arguments_that_cannot_be(options: dict[str, Any], words: list[str]) -> None:
-    refused(InputError, lambda: linnet.spectrum.gram(P.lin, P.x, **options), *words)
-
-
-def test_inputs_that_cannot_be() -> None:
-    bad = P.x.clone()
-    bad[2, 1] = float("inf")
-    refused(InputError, lambda: linnet.spectrum.gram(P.lin, P.x[:0]), "x1 is empty")
-    refused(DataError, lambda: linnet.spectrum.gram(P.lin, bad), "x1", "index 2")
-    refused(DataError, lambda: linnet.spectrum.gram(P.lin, P.x, bad), "x2", "index 2")
-    refused(ModelError, lambda: linnet.spectrum.gram(P.lin, P.x, real(2, 4)), "x", "(2, 4)")
-    with pytest.raises(InputError, match="model is str"):
-        linnet.spectrum.gram("resnet", P.x)  # type: ignore[arg-type]
 
 
 def test_a_budget_too_small_says_what_to_do(tmp_path: Path) -> None:
