@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from linnet.errors import DataError, InputError
 from linnet.tangent.batch import (
     batch_size,
     check_finite,
@@ -25,7 +24,7 @@ from linnet.tangent.batch import (
     tensors_in,
 )
 from linnet.tangent.gather import gather_data
-from tests.fitting.problems import real, refused
+from tests.fitting.problems import real
 
 A, B, SHARED = real(5, 2), real(5, 3, seed=1), real(7, seed=2)
 FORMS: dict[str, Any] = {
@@ -45,16 +44,6 @@ def equal(x: Any, y: Any) -> bool:
 @pytest.mark.parametrize("form", FORMS)
 def test_number_of_examples(form: str) -> None:
     assert batch_size(FORMS[form]) == 5
-
-
-@pytest.mark.parametrize("x", [torch.tensor(1.0), {"n": torch.tensor(1)}])
-def test_no_examples_at_all(x: Any) -> None:
-    refused(InputError, lambda: batch_size(x), "x is", type(x).__name__, "example axis", "x[None]")
-
-
-@pytest.mark.parametrize("x", [{}, (), None, 3.0, "text", [[1.0, 2.0]], np.ones((4, 3)), {"a": np.ones(4)}])
-def test_no_tensors_at_all(x: Any) -> None:
-    refused(InputError, lambda: batch_size(x), "x is", type(x).__name__, "torch.as_tensor")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -81,13 +70,6 @@ def test_splitting_a_batch_that_fits_copies_nothing() -> None:
     assert part is FORMS["dict"]
 
 
-def test_joining_what_cannot_be() -> None:
-    refused(DataError, lambda: concatenate([real(2, 3), real(2, 4)]), "ragged", "(3,)", "(4,)", "resize")
-    refused(InputError, lambda: concatenate([A, (A, B)]), "structure", "Tensor", "tuple")
-    refused(InputError, lambda: concatenate([{"a": A}, {"b": A}]), "structure", "keys")
-    refused(InputError, lambda: concatenate([(A, B), (A,)]), "structure")
-
-
 def test_mapping_keeps_structure_and_other_values() -> None:
     doubled = map_tensors(lambda t: 2 * t, FORMS["nested"])
     assert torch.equal(doubled[1]["b"], 2 * B)
@@ -100,14 +82,6 @@ def test_tensors_in_order() -> None:
 
 
 # --- finiteness -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_the_first_example_that_is_not_finite_is_named(value: float) -> None:
-    x = B.clone()
-    x[3, 1] = x[4, 0] = value
-    refused(DataError, lambda: check_finite((A, x), "x2"), "x2", "2 example(s)", "index 3")
-    refused(DataError, lambda: check_finite(torch.tensor(value), "x"), "x", "index 0")
 
 
 def test_integers_and_empty_tensors_are_finite() -> None:
@@ -224,45 +198,6 @@ def test_a_tensor_shared_by_all_examples_is_not_repeated() -> None:
 def test_device() -> None:
     x, y = gather_data((A, Y), torch.nn.Linear(2, 1, device="meta"))
     assert (x.device.type, y.device.type) == ("cpu", "meta")  # inputs go there batch by batch
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        ((A[:0], Y[:0]), ["data is empty", "0 examples"]),
-        (Pairs(0, lambda i: (A[i], Y[i])), ["data is empty"]),
-        ((A, Y[:4]), ["5 inputs", "(4,)"]),
-        ((A, torch.tensor(0)), ["5 inputs", "()"]),
-        ((A, torch.tensor([0, 1, 0, 1, float("nan")])), ["y", "index 4"]),
-        (Pairs(3, lambda i: (torch.zeros(2 + i), 0)), ["ragged", "(2,)", "(3,)"]),
-        (Pairs(3, lambda i: (torch.zeros(2), torch.zeros(1 + i))), ["ragged", "(1,)", "(2,)"]),
-    ],
-)
-def test_data_that_cannot_be_used(data: Any, words: list[str]) -> None:
-    refused(DataError, lambda: gather_data(data), *words)
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (None, ["data is NoneType"]),
-        ("train.npz", ["data is str", "(x, y)"]),
-        ({"train": 1}, ["data is dict of length 1"]),
-        (A, ["data is Tensor"]),
-        (torch.tensor(1.0), ["data is Tensor without an axis"]),
-        ((A.to_sparse(), Y), ["x is a tensor of layout torch.sparse_coo", "to_dense()"]),
-        ((A, Y.to_sparse()), ["y is a tensor of layout torch.sparse_coo", "to_dense()"]),
-        ((A, Y, Y), ["data is tuple of length 3"]),
-        (Pairs(2, lambda i: A[i]), ["sample 0 of the data set is Tensor"]),
-        (Pairs(2, lambda i: ("a", 0)), ["x is str"]),
-        (Pairs(2, lambda i: (A[i], "cat")), ["y is text"]),
-        (Pairs(2, lambda i: (A[i] if i else (A[i], A[i]), 0)), ["structure"]),
-        ((object(), Y), ["x is object"]),
-        ((A, object()), ["y is object"]),
-    ],
-)
-def test_what_is_no_data(data: Any, words: list[str]) -> None:
-    refused(InputError, lambda: gather_data(data), *words)
 
 
 def test_the_users_tensors_are_not_changed() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import linnet
 from tests.oracles.dense import jacobian_oracle, kernel_oracle
-from tests.zoo import BY_NAME, Case, assert_near, case, every_animal, flat
+from tests.zoo import Case, assert_near, case, every_animal, flat
 
 
 def check(expected: Case, params: Any, names: list[str], model: nn.Module | None = None) -> None:
@@ -138,12 +138,3 @@ def test_all_takes_frozen_parameters_too() -> None:
 
 def test_second_name_of_a_tied_parameter_stands_for_its_first() -> None:
     check(case("tied-linears"), ["second.weight"], ["first.weight"])
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [(["nothing"], "nothing"), ("nothing", "nothing"), ([], "none"), (nn.Linear(1, 1), "none")],
-)
-def test_selections_of_nothing_are_refused(params: Any, message: str) -> None:
-    with pytest.raises(linnet.errors.InputError, match=message):
-        linnet.linearize(BY_NAME["mlp-tanh"].factory(0), params=params)

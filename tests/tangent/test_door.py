@@ -211,22 +211,6 @@ def hidden(values: Any, masked: bool = True) -> Any:
     return np.ma.array(values, mask=[masked] + [False] * (N - 1))  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize(
-    ("y", "word"),
-    [
-        ([None, *NAMES[1:].tolist()], "index 0"),
-        ([*NAMES[:3].tolist(), float("nan"), *NAMES[4:].tolist()], "index 3"),
-        (pd.Series([None, *NAMES[1:]]), "index 0"),
-        (hidden(NAMES), "index 0"),
-        (hidden(Y.numpy()), "mask"),
-        (pd.Series([None, 1, 2] * 4, dtype="Int64"), "NaN"),
-    ],
-)
-def test_a_missing_label_is_refused(y: Any, word: str) -> None:
-    with pytest.raises(LinnetError, match=word):
-        linnet.adapt(of_tables(), TABLE, y)
-
-
 @pytest.mark.parametrize("gap", [None, float("nan"), 1])
 @pytest.mark.parametrize("place", [0, 4])
 def test_a_missing_label_among_samples_is_refused(gap: Any, place: int) -> None:
@@ -498,12 +482,6 @@ def test_booleans_are_two_classes(y: Any) -> None:
     expected = linnet.adapt(of_tables(), TABLE, (Y > 0).long(), weight=0.5, ridge=1.0)
     found = linnet.adapt(of_tables(), TABLE, y, weight=0.5, ridge=1.0)
     assert torch.equal(found.targets, expected.targets)
-
-
-@pytest.mark.parametrize("x", [["a b", "c"], np.array(["a b", "c"]), [[1, 2], [3]]])
-def test_texts_are_for_a_tokenizer(x: Any) -> None:
-    with pytest.raises(InputError, match="padding=True"):
-        linnet.adapt(of_tables(), x, [0, 1])
 
 
 # -- sequences -----------------------------------------------------------------------------------------

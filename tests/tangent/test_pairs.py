@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import linnet
-from linnet.errors import DataError, InputError
+from linnet.errors import DataError
 from linnet.tangent.gather import gather_data, in_batches, pairs
 
 N = 23
@@ -136,25 +136,6 @@ def test_every_call_takes_batches(call: str, kind: str) -> None:
     torch.testing.assert_close(make(KINDS[kind](targets)), make((X, targets)), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    ("data", "error", "words"),
-    [
-        ([X, X, Y], InputError, "data is list of length 3"),
-        (tuple(batches()), InputError, "data is tuple of length 5"),
-        ([(X, Y), (X,), (X, Y)], InputError, "batch 1 of data is tuple of length 1"),
-        (iter([X, Y]), InputError, "batch 0 of data is Tensor"),
-        ([{"input": X}, {"input": X}], InputError, "batch 0 of data is dict .*without targets"),
-        ([(X, Y), (X[:5], Y[:4])], DataError, r"batch 1 of data has 5 inputs but targets of shape \(4,\)"),
-        ([(X[:5], Y[:4]), (X[:4], Y[:5])], DataError, "batch 0 of data has 5 inputs"),
-        ([], DataError, "yields no example"),
-        (Again, InputError, "data is type"),
-    ],
-)
-def test_batches_that_cannot_be(data: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        gather_data(data)
-
-
 class Once:
     """Batches that look as if they could be read again."""
 
@@ -202,16 +183,6 @@ def test_iterators_last_for_calls_that_read_them_twice() -> None:
         evidence.append(online.log_evidence(make()))
     torch.testing.assert_close(*penalties)
     assert evidence[0] == pytest.approx(evidence[1])
-
-
-@pytest.mark.parametrize(
-    "x", [iter([X]), Again(), Samples(), DataLoader(TensorDataset(X, Y)), TensorDataset(X)]
-)
-def test_inputs_that_come_in_batches_are_refused_in_words_where_no_answer_is_one_of_all(x: Any) -> None:
-    lin = linnet.linearize(network())
-    for call in (lin.kernel, lambda x: linnet.spectrum.gram(lin, x)):
-        with pytest.raises(InputError, match=f"x is {type(x).__name__} .*a batch at a time"):
-            call(x)
 
 
 def test_samples_come_together_as_far_as_they_have_one_shape() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import DataError, InputError, ModelError
+from linnet.errors import ModelError
 from tests.fitting.problems import network, real, refused
 from tests.zoo import BY_NAME
 
@@ -261,13 +261,3 @@ def test_the_network_is_left_alone() -> None:
 
 
 # --- bad input ---------------------------------------------------------------------------------------
-
-
-def test_batches_that_the_network_cannot_take() -> None:
-    refused(ModelError, lambda: linnet.preflight(network(), X > 0), "Sequential", "bool(4, 3)", "x.float()")
-    refused(ModelError, lambda: linnet.preflight(network(), real(4, 5)), "float64(4, 5)")
-    refused(InputError, lambda: linnet.preflight(network(), "image.png"), "x", "str")
-    refused(InputError, lambda: linnet.preflight("resnet", X), "model", "str")
-    refused(InputError, lambda: linnet.preflight(network(), X, params="encoder"), "params='encoder'")
-    refused(InputError, lambda: linnet.preflight(network(), X, memory="much"), "memory", "'much'")
-    refused(DataError, lambda: linnet.preflight(network(), X[:0]), "empty")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import LinnetError, ModelError
+from linnet.errors import ModelError
 from tests.fitting.problems import network, real
 from tests.hangs import HANGS
 from tests.oracles.dense import jacobian_oracle, kernel_oracle
@@ -21,50 +19,6 @@ from tests.zoo import assert_near
 
 X = real(4, 3)
 LIN = linnet.linearize(network())
-V, U = torch.ones(LIN.space.dim).double(), torch.ones(4, 3).double()
-
-CALLS: dict[str, Callable[[Any], Any]] = {
-    "lin": LIN,
-    "base": LIN.base,
-    "jvp": lambda x: LIN.jvp(x, V),
-    "vjp": lambda x: LIN.vjp(x, U),
-    "jacobian": LIN.jacobian,
-    "gap": LIN.gap,
-    "kernel": LIN.kernel,
-}
-BAD: dict[str, Any] = {
-    "none": None,
-    "text": "x.png",
-    "scalar": torch.tensor(1.0),
-    "class": torch.Tensor,
-    "bytes": X.byte(),
-    "complex": X.to(torch.complex128),
-    "too wide": real(4, 5),
-    "too many axes": real(4, 2, 5),
-    "empty": X[:0],
-    "meta": X.to("meta"),
-    "sparse": X.to_sparse(),
-    "nan": X.clone().fill_(torch.nan),
-    "infinite": X / 0,
-    "no tensor": {"a": 1},
-}
-
-
-@pytest.mark.parametrize("x", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_inputs_that_cannot_be_used(call: Callable[[Any], Any], x: Any) -> None:
-    with torch.no_grad(), pytest.raises(LinnetError) as told:
-        call(x)
-    assert "Expected: " in str(told.value)
-    assert "To fix it: " in str(told.value)
-
-
-@pytest.mark.parametrize("call", [LIN, CALLS["jvp"], CALLS["vjp"], CALLS["gap"]])
-def test_the_first_example_that_is_not_finite_is_named(call: Callable[[Any], Any]) -> None:
-    x = X.clone()
-    x[2, 1] = torch.nan
-    with torch.no_grad(), pytest.raises(LinnetError, match="first at index 2"):
-        call(x)
 
 
 def test_training_does_not_look_at_the_numbers() -> None:
@@ -94,39 +48,6 @@ def test_an_infinite_mask_that_gives_finite_outputs_is_an_input() -> None:
         assert_near(lin((X, mask)), net(X, mask))
 
 
-@pytest.mark.parametrize(
-    "v",
-    [
-        None,
-        "v",
-        1.0,
-        V.to(torch.complex128) * 1j,
-        V[:-1],
-        V / 0,
-        V.to("meta"),
-        V.to_sparse(),
-        [V],
-        {"0.weight": torch.ones(5, 3)},
-        {**LIN.theta0, "0.weight": None},
-        {**LIN.theta0, "0.weight": LIN.theta0["0.weight"] * 1j},
-    ],
-    ids=str,
-)
-def test_directions_that_cannot_be_used(v: Any) -> None:
-    with pytest.raises(LinnetError, match="Expected"):
-        LIN.jvp(X, v)
-
-
-@pytest.mark.parametrize(
-    "u", [None, "u", U * 1j, U[:, :2], U[0], U / 0, U.to("meta"), U.to_sparse()], ids=lambda u: str(u)[:20]
-)
-def test_cotangents_that_cannot_be_used(u: Any) -> None:
-    with pytest.raises(LinnetError, match=r"^u\b"):
-        LIN.vjp(X, u)
-    with pytest.raises(LinnetError, match="like='dict'"):
-        LIN.vjp(X, U, like="dict")
-
-
 # --- networks ----------------------------------------------------------------------------------------
 
 
@@ -135,11 +56,6 @@ def test_a_sum_over_the_batch_is_no_output() -> None:
     for call in (lin, lin.base, lin.kernel, lin.jacobian, lin.gap):
         with pytest.raises(ModelError, match="one number for the whole batch"):
             call(X)
-
-
-def test_a_data_parallel_network_is_told_to_be_unwrapped() -> None:
-    with pytest.raises(ModelError, match=r"pass model\.module"):
-        linnet.linearize(nn.DataParallel(network()))
 
 
 def test_embeddings_with_sparse_gradients() -> None:
@@ -153,38 +69,6 @@ def test_embeddings_with_sparse_gradients() -> None:
     assert_near(lin.jvp(x, torch.ones(j.shape[2]).double()), j.sum(2))
     assert_near(lin.vjp(x, torch.ones(4, 2).double(), like="flat"), j.sum((0, 1)))
     assert net[0].sparse
-
-
-class Failing(nn.Module):
-    """Raises, or returns no tensor."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.layer, self.result = nn.Linear(3, 2), result
-
-    def forward(self, x: Tensor) -> Any:
-        self.layer(x.float())
-        if isinstance(self.result, Exception):
-            raise self.result
-        return self.result
-
-
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        ([1.0], "returns list, not a tensor"),
-        (None, "returns NoneType"),
-        (KeyError("vocabulary"), "vocabulary"),
-        (RuntimeError("no service"), "no service"),
-    ],
-    ids=["list", "none", "key", "runtime"],
-)
-def test_the_shape_is_blamed_for_errors_of_shape_only(result: Any, words: str) -> None:
-    with pytest.raises(ModelError, match=words) as told:
-        linnet.linearize(Failing(result)).base(X)
-    assert "check x's shape" not in str(told.value)
-    with pytest.raises(ModelError, match="check x's shape"):
-        linnet.linearize(network()).base(real(4, 5))
 
 
 def test_group_normalization_of_images_with_channels_last() -> None:

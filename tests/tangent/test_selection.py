@@ -101,32 +101,9 @@ def test_the_last_layer_of_a_network_that_ends_in_a_norm_or_a_bare_parameter() -
     assert select_parameters(nn.Conv1d(1, 2, 3), "last-layer") == ["weight", "bias"]
 
 
-@pytest.mark.parametrize(
-    ("params", "words"),
-    [
-        ("encoder", ["'encoder'", "none of the", "'embed.weight'"]),
-        ([], ["[]", "none of the"]),
-        (lambda *_: False, ["none of the"]),
-        (nn.Linear(2, 2), ["none of the"]),
-        (["head.bias", "tail.bias"], ["'tail.bias'", "'embed.weight'"]),
-        (["blocks.0.steps"], ["'blocks.0.steps'", "floating-point"]),
-        ("(", ["'('", "regular expression"]),
-        (5, ["5", "int"]),
-        ([3], ["3"]),
-    ],
-)
-def test_selections_of_nothing(params: Any, words: list[str]) -> None:
-    refused(InputError, lambda: select_parameters(NET, params), "params", *words)
-
-
 def test_many_names_are_cut_short() -> None:
     error = refused(InputError, lambda: select_parameters(NET, "encoder"), "and ")
     assert str(error).count("'") < 25
-
-
-@pytest.mark.parametrize("model", [nn.ReLU(), nn.Sequential(), nn.Flatten()])
-def test_networks_without_weights(model: nn.Module) -> None:
-    refused(ModelError, lambda: select_parameters(model), type(model).__name__, "no floating-point parameter")
 
 
 def test_complex_parameters_are_named() -> None:

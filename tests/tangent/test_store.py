@@ -142,7 +142,3 @@ def test_a_matrix_that_was_taken_away_leaves_its_name(tmp_path: Path) -> None:
 def test_other_suffixes(name: str, tmp_path: Path) -> None:
     refused(InputError, lambda: opened(tmp_path / name), "file", name, ".npy")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_folder(tmp_path: Path) -> None:
-    refused(InputError, lambda: opened(tmp_path / "runs" / "k.npy"), "file", "folder", "create", "runs")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -326,15 +324,3 @@ def test_bad_input() -> None:
     rnn = nn.Sequential(nn.RNN(2, 3, nonlinearity="relu"))
     refused(ModelError, lambda: leaky_relu(rnn), "'0'", "recurrent kernel")
     assert report(leaky_relu(rnn, keep=["0"])).left[0].where == "0"
-
-
-def test_compiled_scripts_are_refused() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        script = torch.jit.script(nn.ReLU())
-    refused(ModelError, lambda: leaky_relu(nn.Sequential(script)), "torch.jit")
-
-
-@pytest.mark.parametrize("keep", [None, 3, 0.5])
-def test_names_to_keep_are_a_list(keep: Any) -> None:
-    refused(InputError, lambda: leaky_relu(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), keep=keep), "keep is")
