@@ -20,7 +20,6 @@ from linnet.errors import MemoryBudgetError
 from linnet.fitting.head import with_head
 from linnet.likelihoods import Categorical
 from linnet.linalg import random as random_numbers
-from linnet.metrics.adversarial import fgsm
 from linnet.tangent.capture import capture, hollow_capture
 from linnet.tangent.features import Fit, choose, outline, treatment_within
 from linnet.tangent.functional import Functional
@@ -294,7 +293,6 @@ def test_counts_that_no_memory_holds_are_refused() -> None:
     G = linnet.curvature(net, (x, y), Categorical(), structure="kfac").damped(1.0).inverse()
     la = linnet.Laplace(net, Categorical(), structure="diagonal").fit((x, y))
     f, huge = torch.zeros(2, 3), 10**11
-    predict = lambda part: net(part).softmax(1)  # noqa: E731
     calls: list[Callable[[], Any]] = [
         lambda: with_head(net, huge, data=(x, y)),
         lambda: with_head(net, huge, init="random"),
@@ -304,7 +302,6 @@ def test_counts_that_no_memory_holds_are_refused() -> None:
         lambda: la.predictive(x[:2]).sample(huge),
         lambda: Categorical().sample(f, huge),
         lambda: Categorical().project(f, huge),
-        lambda: fgsm(predict, (x, y), step=0.1, iterations=huge),
     ]
     for call in calls:
         refused(call, "would need", "To fix it")

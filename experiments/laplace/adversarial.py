@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import linnet
 from experiments.figures import COLORS, figure, save
+from experiments.laplace import attack
 from experiments.laplace.networks import (
     METHODS,
     Predict,
@@ -49,20 +49,26 @@ def in_float64(predict: Predict) -> Predict:
 
 def untargeted(predict: Predict, data: tuple[Tensor, Tensor], span: Tensor) -> dict[str, Any]:
     """Accuracy, share kept, and entropy against η, which is in units of each pixel's range."""
-    attack = linnet.fgsm(predict, data, STEPS, scale=span, batch_size=500)
-    curves = {name: getattr(attack, name).tolist() for name in ("accuracy", "kept", "entropy")}
-    return {"steps": list(STEPS), "unmoved": attack.unmoved, **curves}
+    x, y = data
+    points, unmoved = attack.untargeted(predict, x, STEPS, span)
+    before = attack.probabilities(predict, x).argmax(1)
+    return {
+        "steps": list(STEPS),
+        "unmoved": unmoved,
+        **attack.curves(predict, points, accuracy=y, kept=before),
+    }
 
 
 def targeted(predict: Predict, data: tuple[Tensor, Tensor], span: Tensor, iterations: int) -> dict[str, Any]:
     """The same against the number of steps, and the share that is predicted as 0."""
-    attack = linnet.fgsm(
-        predict, data, SIZE, target=TARGET, iterations=iterations, scale=span, batch_size=500
-    )
-    curves = {name: getattr(attack, name).tolist() for name in ("accuracy", "kept", "entropy", "reached")}
-    over = (attack.reached >= 0.5).nonzero()
-    half = int(attack.iterations[over[0, 0]]) if len(over) else iterations + 1
-    return {"steps": attack.iterations.tolist(), "half": half, "unmoved": attack.unmoved, **curves}
+    before = attack.probabilities(predict, data[0]).argmax(1)
+    others = before != TARGET
+    (x, y), before = (part[others] for part in data), before[others]
+    points, unmoved = attack.targeted(predict, x, SIZE, span, TARGET, iterations)
+    aims = torch.full_like(before, TARGET)
+    curves = attack.curves(predict, points, accuracy=y, kept=before, reached=aims)
+    half = next((k for k, share in enumerate(curves["reached"], 1) if share >= 0.5), iterations + 1)
+    return {"steps": list(range(1, iterations + 1)), "half": half, "unmoved": unmoved, **curves}
 
 
 def draw(study: Study, cells: list[dict[str, Any]]) -> None:

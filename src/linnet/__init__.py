@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from linnet.laplace.training import EvidenceSchedule as EvidenceSchedule
     from linnet.laplace.training import train_with_evidence as train_with_evidence
     from linnet.laplace.tune import Grid as Grid
-    from linnet.metrics.adversarial import Attack as Attack
     from linnet.metrics.adversarial import fgsm as fgsm
     from linnet.metrics.evaluate import evaluate as evaluate
     from linnet.metrics.ood import Separation as Separation
@@ -130,7 +129,6 @@ _HOME = {
     "ood": "linnet.metrics.ood",
     "Separation": "linnet.metrics.ood",
     "fgsm": "linnet.metrics.adversarial",
-    "Attack": "linnet.metrics.adversarial",
     "finetune": "linnet.finetuning.finetune",
     "Finetuned": "linnet.finetuning.finetuned",
     "load_finetuned": "linnet.finetuning.finetuned",

@@ -222,11 +222,6 @@ def separation() -> Any:
 
 
 @cache
-def attack() -> Any:
-    return linnet.fgsm(differentiable, classes(), 0.1)
-
-
-@cache
 def finetuned() -> Any:
     return linnet.finetune(
         relu_net(), classes(), training=linnet.Training(steps=2, learning_rate=0.01, batch_size=5)

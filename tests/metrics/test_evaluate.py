@@ -174,27 +174,6 @@ def test_the_two_kinds_of_uncertainty() -> None:
     assert agreeing.mutual_information == 0.0
 
 
-def test_inverse_cumulative_entropy() -> None:
-    p, y = probabilities(), labels()
-    found = report(p, y)
-    entropy = found.examples.entropy
-    curve = found.inverse_cumulative_entropy(points=11)
-    near(curve.threshold, torch.linspace(0, math.log(4), 11, dtype=torch.float64), 1e-12)
-    near(curve.share, torch.stack([(entropy > c).double().mean() for c in curve.threshold]), 1e-12)
-    assert curve.share[0] == 1.0
-    assert curve.share[-1] == 0.0
-    parts = [found.inverse_cumulative_entropy(of, points=11).share for of in ("correct", "wrong")]
-    near(found.accuracy * parts[0] + (1 - found.accuracy) * parts[1], curve.share, 1e-12)
-
-
-def test_uniform_predictions_are_at_the_end_of_the_curve() -> None:
-    """log C exactly, whatever the rounding: the curve stays at one up to the last threshold."""
-    found = report(torch.full((3, 7), 1 / 7), torch.zeros(3, dtype=torch.long))
-    curve = found.inverse_cumulative_entropy()
-    assert curve.share[:-1].tolist() == [1.0] * 100
-    assert curve.share[-1] == 0.0
-
-
 # Errors of the means
 
 
@@ -379,6 +358,5 @@ def test_questions_that_cannot_be_answered() -> None:
     refused(InputError, lambda: found.bootstrap("ecee"), "name='ecee'")
     refused(InputError, lambda: found.bootstrap("mutual_information"), "name='mutual_information'")
     refused(InputError, lambda: found.bootstrap("ece", draws=1), "draws=1")
-    refused(InputError, lambda: found.inverse_cumulative_entropy("right"), "of='right'")
     refused(InputError, lambda: found.risk_coverage("mutual-information"), "samples")
     refused(InputError, lambda: found.risk_coverage("gut feeling"), "score='gut feeling'")

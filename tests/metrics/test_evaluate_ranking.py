@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from linnet.errors import DataError, InputError
 from linnet.metrics.evaluate import evaluate
 from linnet.metrics.ood import ood
-from linnet.metrics.ranking import Detection, inverse_cumulative, risk_coverage
+from linnet.metrics.ranking import Detection, risk_coverage
 from linnet.metrics.reports import Report
 from tests.fitting.problems import near, real, refused
 
@@ -168,15 +168,6 @@ def test_report_orders_by_the_chosen_score() -> None:
     near(found.risk_coverage("mutual-information").risk, risk_coverage(disagreement, wrong).risk, 1e-12)
     assert found.aurc == found.risk_coverage().area
     assert len({found.risk_coverage(s).area for s in ("max-probability", "mutual-information")}) == 2
-    assert found.misclassification().auroc == pytest.approx(metrics.roc_auc_score(wrong, entropy), abs=1e-12)
-    perfect = lookup(torch.eye(2), torch.tensor([0, 1]))
-    refused(DataError, perfect.misclassification, "outside is empty")
-
-
-def test_no_values_no_curve() -> None:
-    refused(DataError, lambda: inverse_cumulative(torch.zeros(0), torch.zeros(1)), "no such example")
-    perfect = lookup(torch.eye(2), torch.tensor([0, 1]))
-    refused(DataError, lambda: perfect.inverse_cumulative_entropy("wrong"), "no such example")
 
 
 # linnet.ood
@@ -213,17 +204,6 @@ def test_scores_of_ood() -> None:
     assert found.auroc != found.detections["mutual-information"].auroc
     assert found.entropy_inside == pytest.approx(values["inside"]["entropy"].mean().item())
     assert found.entropy_outside == pytest.approx(values["outside"]["entropy"].mean().item())
-
-
-def test_curves_of_ood() -> None:
-    found = ood(logistic, 3 + real(40, 1), real(30, 1, seed=1))
-    for of, judged in (("inside", found.inside), ("outside", found.outside)):
-        curve = found.inverse_cumulative_entropy(of, points=7)
-        near(curve.threshold, torch.linspace(0, math.log(2), 7, dtype=torch.float64), 1e-12)
-        near(curve.share, torch.stack([(judged.entropy > c).double().mean() for c in curve.threshold]), 1e-12)
-    default = found.inverse_cumulative_entropy()
-    near(default.share, found.inverse_cumulative_entropy("outside", points=101).share, 1e-15)
-    refused(InputError, lambda: found.inverse_cumulative_entropy("all"), "of='all'")
 
 
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(1, 9))

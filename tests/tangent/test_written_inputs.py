@@ -54,7 +54,7 @@ def of_gradients(net: nn.Module, x: Tensor) -> Tensor:
 
 def of_attack(net: nn.Module, x: Tensor) -> Tensor:
     """How far an attack on the network itself, of two steps, moves the inputs."""
-    attack = fgsm(lambda z: net(z).softmax(1), (x, Y), step=0.1, iterations=2)
+    attack = fgsm(lambda z: net(z).softmax(1), (x, Y), step=0.1)
     assert attack.inputs is not None
     return attack.inputs - x
 

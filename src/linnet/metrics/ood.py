@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,8 @@ from linnet.metrics.answers import ask, class_probabilities
 from linnet.metrics.evaluate import Predict, asked, batches_of, same_classes
 from linnet.metrics.judged import SCORES, Judged, join, judge
 from linnet.metrics.plots import SeparationPlots
-from linnet.metrics.ranking import MOST_POINTS, Detection, InverseCumulative, inverse_cumulative
-from linnet.params import choice, integer
+from linnet.metrics.ranking import Detection
+from linnet.params import choice
 from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
 from linnet.shown import Record
@@ -98,24 +97,6 @@ class Separation(Record):
         name = self.score if score is None else score
         return Detection(name, self.inside.uncertainty(name), self.outside.uncertainty(name))
 
-    def inverse_cumulative_entropy(self, of: str = "outside", points: int = 101) -> InverseCumulative:
-        """The share of examples whose entropy is above c, for c from 0 to log C.
-
-        Args:
-            of: "outside" or "inside".
-            points: Number of thresholds.
-
-        Returns:
-            The curve.
-
-        Raises:
-            InputError: If ``of`` is neither.
-        """
-        choice("of", of, ("inside", "outside"))
-        integer("points", points, 2, MOST_POINTS)
-        grid = torch.linspace(0, math.log(self.classes), points, dtype=torch.float64)
-        return inverse_cumulative((self.outside if of == "outside" else self.inside).entropy, grid)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON.
 
@@ -171,7 +152,7 @@ def ood(
         device: Where inputs are put; by default they stay where they are.
 
     Returns:
-        AUROC, AUPR, FPR95, entropies and their curves.
+        AUROC, AUPR, FPR95 and entropies.
 
     Raises:
         DataError: If either data set is empty or not finite.

@@ -13,8 +13,6 @@ from linnet.errors import DataError, InputError
 from linnet.metrics.calibration import tied_mean
 from linnet.shown import Record
 
-MOST_POINTS = 1 << 20  # thresholds of a curve: more than any figure or table shows
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Detection(Record):
@@ -172,24 +170,6 @@ def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
     ordered = tied_mean(loss, uncertainty)[uncertainty.argsort()]
     k = torch.arange(1, n + 1, dtype=torch.float64, device=ordered.device)
     return RiskCoverage(k / n, ordered.cumsum(0) / k)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class InverseCumulative(Record):
-    """The share of examples whose value is above c: one minus the empirical distribution function."""
-
-    threshold: Tensor  # c, (T,)
-    share: Tensor  # share of examples above it, (T,)
-
-
-def inverse_cumulative(values: Tensor, threshold: Tensor) -> InverseCumulative:
-    """The inverse empirical cumulative distribution, 1 − F(c), at given thresholds."""
-    # values (N,), threshold (T,)
-    if values.numel() == 0:
-        raise DataError("there is no such example", expected="at least one", remedy="leave this curve out")
-    # 1 − F(c), F(c) = #{values ≤ c} / N
-    at_most = torch.searchsorted(values.double().sort().values, threshold.double(), right=True)
-    return InverseCumulative(threshold.double(), 1 - at_most.double() / values.numel())
 
 
 def plain(value: float | None) -> float | None:

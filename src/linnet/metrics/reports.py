@@ -11,19 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
 from linnet.metrics.calibration import CalibrationBins, equal_mass, equal_width
 from linnet.metrics.judged import Judged
 from linnet.metrics.plots import RegressionPlots, ReportPlots
-from linnet.metrics.ranking import (
-    MOST_POINTS,
-    Detection,
-    InverseCumulative,
-    RiskCoverage,
-    inverse_cumulative,
-    plain,
-    risk_coverage,
-)
+from linnet.metrics.ranking import RiskCoverage, plain, risk_coverage
 from linnet.params import choice, flag, integer, refuse, tensor
 from linnet.params import seed as checked_seed
 from linnet.shown import Record
@@ -160,35 +151,6 @@ class Report(Record):
         """
         return risk_coverage(self.examples.uncertainty(score), ~self.examples.correct)
 
-    def inverse_cumulative_entropy(self, of: str = "all", points: int = 101) -> InverseCumulative:
-        """The share of examples whose entropy is above c, for c from 0 to log C.
-
-        Args:
-            of: "all" examples, "correct" or "wrong" predictions.
-            points: Number of thresholds.
-
-        Returns:
-            The curve.
-
-        Raises:
-            InputError: If ``of`` is none of these.
-        """
-        integer("points", points, 2, MOST_POINTS)
-        grid = torch.linspace(0, math.log(self.classes), points, dtype=torch.float64)
-        return inverse_cumulative(self._entropies(of), grid)
-
-    def misclassification(self, score: str = "entropy") -> Detection:
-        """Detection of wrong predictions ("outside") by uncertainty.
-
-        Args:
-            score: "entropy", "max-probability" or "mutual-information".
-
-        Returns:
-            The detection; its construction fails if all predictions are right, or all wrong.
-        """
-        values, correct = self.examples.uncertainty(score), self.examples.correct
-        return Detection(score, values[correct], values[~correct])
-
     def bootstrap(self, name: str, draws: int = 200, seed: int = 0) -> Estimate:
         """A score with its standard error by resampling examples with replacement.
 
@@ -272,11 +234,8 @@ class Report(Record):
         return name not in _NEED_LABELS or self.examples.label is not None
 
     def _entropies(self, of: str) -> Tensor:
-        """Entropies of some of the examples."""
-        if of not in ("all", "correct", "wrong"):
-            raise InputError(f"of={of!r}", expected="'all', 'correct' or 'wrong'", remedy="pass of='all'")
-        entropy = self.examples.entropy
-        return entropy if of == "all" else entropy[self.examples.correct == (of == "correct")]
+        """Entropies of correct or of wrong predictions."""
+        return self.examples.entropy[self.examples.correct == (of == "correct")]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
