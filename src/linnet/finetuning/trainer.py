@@ -413,7 +413,8 @@ class Trainer:
         if self.watched.log is None:
             return
         place = self.watched.checkpoint
-        after = f"the same call goes on from {place}" if place else "Run(checkpoint=FOLDER) would keep it"
+        after = "with Run(checkpoint=FOLDER) the same call would go on"
+        after = f"the same call goes on from the last state in {place}" if place else after
         tell(self.watched.log, dict(values), step, f"the run ends here; {after}")
 
     def _check_batch(self) -> None:
