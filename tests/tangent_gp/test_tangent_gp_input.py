@@ -13,7 +13,7 @@ import linnet
 from linnet.errors import DataError, InputError, MemoryBudgetError
 from linnet.likelihoods import Gaussian, HeteroscedasticGaussian
 from linnet.tangent.functional import Functional
-from linnet.tangent_gp.plan import choose
+from linnet.tangent_gp.solving import choose
 from linnet.tangent_gp.tangent_gp import TangentGP
 from tests.fitting.problems import near, network, real
 from tests.laplace.laplace_problems import numbers

@@ -56,20 +56,17 @@ class Size:
 
     def _kernel(self, n: int) -> list[tuple[str, int]]:
         """A kernel of n equations and its factorization."""
-        square = 8 * n * n
-        return [("kernel in float64", square), *_factors("kernel", square, self.searched)]
+        return factorized("kernel", n, self.searched)
 
     def primal_memory(self) -> Plan:
         """Bytes of a primal fit: the P × P matrix and its factorization."""
-        square = 8 * self.function.space.dim**2
-        items = [("Fisher matrix in float64", square), *_factors("Fisher matrix", square, self.searched)]
+        items = factorized("Fisher matrix", self.function.space.dim, self.searched)
         items.append(("rows of the examples", self._rows(self.function.space.dim)))
         return Plan(f"primal fit of {self.function.space.dim} weights", self.budget, tuple(items))
 
     def sketch_memory(self, dim: int) -> Plan:
         """Bytes of a sketched fit: the D × D matrix and its factorization, whatever the ridge."""
-        square = 8 * min(dim, self.function.space.dim) ** 2
-        items = [("matrix of the sketch in float64", square), *_factors("matrix", square, searched=True)]
+        items = factorized("matrix of the sketch", min(dim, self.function.space.dim), searched=True)
         items.append(("rows of the examples", self._rows(dim)))
         items.append(("the network along directions", sketch_bytes(self.function)))
         space = self.function.space  # δ, and two gradients of the largest parameter, which the checks hold
@@ -96,22 +93,43 @@ class Size:
         exact = min(self.dual_memory().peak, self.primal_memory().peak)
         return exact > self.budget and self.default_dim() is not None
 
+    @property
+    def equations(self) -> int:
+        """N·C."""
+        return batch_size(self.x) * self.c
+
+    @property
+    def forward(self) -> float:
+        """Operations of a forward pass over the examples; a JVP costs two of them, a VJP three."""
+        return NETWORK_PENALTY * batch_size(self.x) * forward_operations(self.function, self.x)
+
+    @property
+    def derivatives(self) -> float:
+        """Operations of all rows of J."""
+        return self.forward * (1 + 2 * self.c)
+
+    @property
+    def kernel_operations(self) -> float:
+        """Operations of K = JJᵀ: half of 2 (N·C)² P, symmetric."""
+        return self.derivatives + float(self.equations) ** 2 * self.function.space.dim
+
+    @property
+    def fisher_operations(self) -> float:
+        """Operations of JᵀJ."""
+        return self.derivatives + 2.0 * self.equations * self.function.space.dim**2
+
     def operations(self) -> dict[str, float]:
         """Predicted operations of each solver."""
-        n, p = batch_size(self.x), self.function.space.dim
-        m = n * self.c
-        forward = NETWORK_PENALTY * forward_operations(self.function, self.x)  # one example
-        derivatives = n * forward * (1 + 2 * self.c)
-        kernel = float(m) ** 2 * p  # half of 2 (N·C)² P, symmetric
+        m, p = self.equations, self.function.space.dim
         found = {
-            "dual": derivatives + kernel + 2 * float(m) ** 3 / 3,
-            # a JVP costs two forward passes, a VJP three; the first leave-one-out or influence N·C solves
-            "cg": CG_STEPS * (n * forward * 5 + 4.0 * float(m) ** 2 * p),
-            "primal": derivatives + 2.0 * m * p**2 + 2 * float(p) ** 3 / 3,
+            "dual": self.kernel_operations + 2 * float(m) ** 3 / 3,
+            # the first leave-one-out or influence takes N·C solves
+            "cg": CG_STEPS * (5 * self.forward + 4.0 * float(m) ** 2 * p),
+            "primal": self.fisher_operations + 2 * float(p) ** 3 / 3,
         }
         if self.searched:
             found["dual"] += EIGEN * float(m) ** 3 + RIDGES * 2.0 * (self.c + 1) * float(m) ** 2
-            found["primal"] += derivatives + EIGEN * float(p) ** 3 + 2.0 * m * p**2
+            found["primal"] += self.derivatives + EIGEN * float(p) ** 3 + 2.0 * m * p**2
             found["primal"] += RIDGES * 2.0 * (self.c + 1) * m * p
         return found
 
@@ -183,11 +201,13 @@ def _larger(name: str, forming: Plan, solving: list[tuple[str, int]]) -> Plan:
     return solved if solved.peak > forming.peak else Plan(name, forming.budget, forming.items)
 
 
-def _factors(name: str, square: int, searched: bool) -> list[tuple[str, int]]:
-    """Memory of a factorization beside the matrix: of one ridge, or of every one."""
+def factorized(name: str, size: int, searched: bool = False) -> list[tuple[str, int]]:
+    """Memory of a matrix and its factorization: of one ridge, or of every one."""
+    square = 8 * size**2
+    items = [(f"{name} in float64", square)]
     if searched:
-        return [("eigenvectors", square), ("workspace of the eigendecomposition", 3 * square)]
-    return [(f"{name} + ridge", square), ("factor", square)]
+        return [*items, ("eigenvectors", square), ("workspace of the eigendecomposition", 3 * square)]
+    return [*items, (f"{name} + ridge", square), ("factor", square)]
 
 
 def _iterated_memory(function: Functional, x: Inputs, settings: CGSettings, budget: int) -> Plan:

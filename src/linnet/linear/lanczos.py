@@ -25,6 +25,7 @@ from linnet.linear.iteration import CGSettings
 from linnet.linear.operators import KernelOperator
 from linnet.linear.problem import Memory, Problem
 from linnet.memory import parse_bytes
+from linnet.params import integer, number
 from linnet.solvers.krylov import krylov
 from linnet.tangent.batch import Inputs
 from linnet.tangent.gram import gram, own_kernels
@@ -49,6 +50,12 @@ class Iteration:
     tolerance: float = 1e-6  # relative residual of conjugate gradients
     max_steps: int = 2000  # largest number of their steps
     seed: int = 0  # seed of everything random
+
+    def __post_init__(self) -> None:
+        """Raise on values of the wrong kind."""
+        number("tolerance", self.tolerance, above=0, remedy="leave tolerance= out for 1e-6")
+        for name, least in (("rank", 0), ("max_steps", 1), ("seed", 0)):
+            integer(name, getattr(self, name), least)
 
     def settings(self, unknowns: int) -> CGSettings:
         """Those of conjugate gradients."""

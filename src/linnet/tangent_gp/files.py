@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from linnet.linear.files import system_state, write_solution
 from linnet.linear.system import System
 from linnet.tangent.functional import Functional
-from linnet.tangent_gp.options import Options
 
 KIND = "tangent-gp"
 
@@ -23,10 +21,3 @@ def write_gp(directory: str | Path, state: dict[str, Any], system: System, base:
     tensors |= {"y": problem.y, "weights": problem.weights, "residual": problem.residual}
     told = state | {"log_noise": problem.log_noise}
     return write_solution(directory, KIND, base, problem.x, (tensors, how), told)
-
-
-def options_of(options: Options) -> dict[str, Any]:
-    """Options as JSON, those of the network apart."""
-    plain = type(options.iteration)()
-    found = {k: v for k, v in asdict(options.iteration).items() if v != getattr(plain, k)}
-    return {**found, "solver": options.solver, "memory": options.memory, "mean": options.mean}

@@ -51,9 +51,8 @@ def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = Non
     gp = TangentGP(
         network,
         from_description(metadata["likelihood"]),
-        metadata["space_asked"],
-        metadata["prior_precision"],
-        metadata["noise_scale"],
+        prior_precision=metadata["prior_precision"],
+        noise_scale=metadata["noise_scale"],
         **given,
     )
     residual, weights, y = (tensors[key] for key in ("residual", "weights", "y"))

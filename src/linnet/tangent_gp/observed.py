@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -44,13 +43,6 @@ class Observed:
                 return known.mean(adapt_outputs(result, output))
 
             self.function = Functional(base.model, base.names, means)
-
-    def with_likelihood(self, likelihood: Likelihood) -> Observed:
-        """The same network with another noise."""
-        assert isinstance(likelihood, Gaussian | HeteroscedasticGaussian)
-        twin = copy.copy(self)
-        twin.likelihood = likelihood
-        return twin
 
     def shape_of(self, x: Inputs) -> torch.Size:
         """The shape of targets, (N, ...)."""

@@ -40,14 +40,11 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.gather import copied, examples, gather_data
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.linearized import Linearized
-from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.modes import differentiable_kernels, in_exact_mode
 from linnet.tangent.output_scale import warn_of_scale
-from linnet.tangent_gp.files import options_of, write_gp
-from linnet.tangent_gp.gradients import differentiable_moments
+from linnet.tangent_gp.files import write_gp
 from linnet.tangent_gp.observed import BATCH, Observed
-from linnet.tangent_gp.options import GPOptions, Options
-from linnet.tangent_gp.plan import GPPlan
-from linnet.tangent_gp.solve import describe, planned, solve
+from linnet.tangent_gp.solving import GPOptions, GPPlan, Options, describe, planned, solve
 from linnet.tangent_gp.tune import (
     LEAST,
     NEAR,
@@ -121,7 +118,7 @@ class TangentGP(PredictiveModel):
         self.prior_precision, self.noise_scale = float(prior_precision), float(noise_scale)
         self._options = Options.of(space, options, isinstance(model, Linearized))
         self._model = model
-        self._observed = Observed(self._functional(), likelihood, self._options.mean)
+        self._observed = self._observed_by(likelihood)
         self._likelihood = likelihood
         self._system: System | None = None
         self._plan: GPPlan | None = None
@@ -137,7 +134,12 @@ class TangentGP(PredictiveModel):
         """The network as it is now."""
         if isinstance(self._model, Linearized):
             return self._model.function
-        return Functional(self._model, self._options.params, self._options.output)
+        given = self._options.given
+        return Functional(self._model, given.get("params"), given.get("output"))
+
+    def _observed_by(self, likelihood: Likelihood) -> Observed:
+        """The outputs of the network as it is now, and their noise."""
+        return Observed(self._functional(), likelihood, self._options.given.get("mean", "network"))
 
     # -- data ------------------------------------------------------------------------------------
 
@@ -159,7 +161,7 @@ class TangentGP(PredictiveModel):
                 semi-definite.
         """
         twin = copy.copy(self)  # this object stays as it is where the data cannot be used
-        twin._observed = Observed(self._functional(), self._likelihood, self._options.mean)
+        twin._observed = self._observed_by(self._likelihood)
         with sharing("TangentGP.fit", twin._observed.base.device):
             vars(self).update(vars(twin._condition(twin._gathered(x, y), None)))
         return self
@@ -231,7 +233,7 @@ class TangentGP(PredictiveModel):
         """What all processes that share the work must have alike."""
         past = {} if before is None else {"x before": before.problem.x, "y before": before.problem.y}
         scales = {"prior_precision": self.prior_precision, "noise_scale": self.noise_scale}
-        settings = {"likelihood": self._likelihood, **vars(self._options)}
+        settings = {"likelihood": self._likelihood, **self._options.given}
         return {"model": self._observed.base, "x": x, "y": y, **past, **scales, **settings}
 
     def _take(self, problem: Problem, before: System | None) -> TangentGP:
@@ -280,7 +282,7 @@ class TangentGP(PredictiveModel):
         flag("joint", joint)
         system, x = self._fitted, self._checked(x)
         if any(t.requires_grad for t in tensors_in(x)) and torch.is_grad_enabled():
-            mean, covariance = differentiable_moments(system, x, joint, self._observed.centered)
+            mean, covariance = _differentiable_moments(system, x, joint, self._observed.centered)
             f = self._observed.base(self._observed.base.theta, x)
             noise = self.noise_scale * self._likelihood.variance(f).flatten(1)
             return GaussianPredictive(mean, covariance / self.prior_precision, Noise(noise), joint=joint)
@@ -389,7 +391,7 @@ class TangentGP(PredictiveModel):
         at = self.prior_precision, self.noise_scale
         found, precision = per_output(system, self._likelihood, *at, prior, least)
         self.prior_precision, self.noise_scale, self._likelihood = precision, 1.0, found
-        self._observed = self._observed.with_likelihood(found)
+        self._observed = Observed(self._observed.base, found, self._options.given.get("mean", "network"))
         problem = system.problem
         assert problem.y is not None
         self._condition((problem.x, problem.y.reshape(self._observed.shape_of(problem.x))), system)
@@ -450,11 +452,46 @@ class TangentGP(PredictiveModel):
             "likelihood": self._likelihood.describe(),
             "prior_precision": self.prior_precision,
             "noise_scale": self.noise_scale,
-            "space_asked": self._options.space,
-            "options": options_of(self._options),
+            "options": {k: v for k, v in self._options.given.items() if k not in ("params", "output")},
         }
         return write_gp(directory, state, self._fitted, self._observed.base)
 
     def _restore(self, system: System) -> None:
         """Take equations that were solved before."""
         self._system, self._plan = system, planned(system.problem, self._options)
+
+
+def _differentiable_moments(
+    system: System, x: Inputs, joint: bool, centered: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The posterior mean and λ times the covariance, differentiable once in x, (T, C)."""
+    # With R = J(x) and S = λ Cov[δ], R S Rᵀ and its derivative are those of R W + Wᵀ Rᵀ − (R W)ᵒ with
+    # W = (S Rᵀ)ᵒ, where ᵒ marks what is held constant: S is symmetric, so d(R S Rᵀ) = dR W + Wᵀ dRᵀ.
+    # Costs one backward pass with its graph for each example and output.
+    function = system.function
+    outputs, rows = _rows(function, x)
+    n, c = outputs.shape
+    mean = (rows @ system.delta).view(n, c) + (outputs if centered else 0.0)
+    held = system.spread(rows.detach().T.contiguous())  # W, (P, T·C)
+    if joint:
+        product = rows @ held
+        return mean, (product + product.T - product.detach()).view(n, c, n, c)
+    own = rows.view(n, c, -1) @ held.T.reshape(n, c, -1).mT
+    return mean, own + own.mT - own.detach()
+
+
+def _rows(function: Functional, x: Inputs) -> tuple[Tensor, Tensor]:
+    """f₀(x) (T, C) and J(x) (T·C, P), both with their history."""
+    outputs, rows = [], []
+    with torch.enable_grad(), differentiable_kernels(function.recurrent):
+        for part in split(x, 1):
+            leaves = {name: t.detach().requires_grad_() for name, t in function.theta.items()}
+            value = function.flat(leaves, part)[0]
+            outputs.append(value)
+            for one in value:
+                grads = torch.autograd.grad(one, list(leaves.values()), create_graph=True, allow_unused=True)
+                pairs = zip(grads, leaves.values(), strict=True)
+                rows.append(
+                    torch.cat([(torch.zeros_like(t) if g is None else g).flatten() for g, t in pairs])
+                )
+    return torch.stack(outputs), torch.stack(rows)
