@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from linnet.continual.plots import StreamPlots
 from linnet.errors import InputError
 from linnet.params import number, refuse, tensor
+from linnet.plots import displays
+from linnet.plots.displays import Display, Plots
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass
@@ -188,3 +193,18 @@ def _numbers(name: str, values: Sequence[float]) -> list[float]:
     if isinstance(values, bytes) or found.ndim != 1 or not found.numel() or found.dtype == torch.bool:
         refuse(name, values, expected, "pass the accuracy on every task, such as [0.9, 0.8]")
     return [number(name, value, remedy="look for NaN in the predictions") for value in found.tolist()]
+
+
+class StreamPlots(Plots):
+    """``metrics.plot`` of a stream of tasks."""
+
+    def accuracy(self, ax: Axes | None = None) -> Display:
+        """The accuracy on each task from when it was learned, and the average over those learned."""
+        rows = self._of.accuracy
+        if not rows:
+            raise InputError("0 tasks are recorded", "at least 1", "call record(accuracies) after every task")
+        learned = np.arange(1, len(rows) + 1)
+        lines = {"average": (learned, np.array(self._of.averages()))}
+        for task in range(len(rows)):
+            lines[f"task {task + 1}"] = (learned[task:], np.array([row[task] for row in rows[task:]]))
+        return displays.lines(lines, "tasks learned", "accuracy").plot(ax)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from linnet.plots.measures import Array, ReliabilityBin, wilson_interval
+from linnet.plots.measures import Array, ReliabilityBin, reliability_bins, wilson_interval
 from linnet.plots.style import (
     ACCENT,
     DOWN,
@@ -32,24 +32,27 @@ _MANY_POINTS = 1500  # a scatter beyond this is drawn as pixels
 
 
 def over_ridges(
-    axes: Axes, ridges: Array, lines: Sequence[tuple[str, Array, str]], chosen: float | None = None
+    axes: Axes, ridges: Array, scores: Mapping[str, Array], chosen: float | None, label: str = ""
 ) -> None:
-    """Scores over the ridge, with the chosen one marked."""
+    """Scores over the ridge, the first in front, with the chosen ridge marked on it."""
     order = np.argsort(ridges)
     x = np.asarray(ridges, dtype=float)[order]
-    for name, values, color in lines:
-        main = color == ACCENT
-        y = np.asarray(values, dtype=float)[order]
-        style = "-" if main else (0, (4, 3))
-        axes.plot(x, y, color=color, linestyle=style, label=name, lw=2.0 if main else 1.4)
+    curves = {name: np.asarray(values, dtype=float)[order] for name, values in scores.items()}
+    first = next(iter(curves))
+    for name, y in curves.items():
+        main = name == first
+        look: dict[str, Any] = {"color": ACCENT if main else QUIET, "lw": 2.0 if main else 1.4}
+        axes.plot(x, y, linestyle="-" if main else (0, (4, 3)), label=name, **look)
     if chosen is not None:
-        height = np.interp(math.log(chosen), np.log(x), np.asarray(lines[0][1], dtype=float)[order])
+        height = np.interp(math.log(chosen), np.log(x), curves[first])
         axes.axvline(chosen, color=INK, linewidth=0.9, alpha=0.6, linestyle=(0, (1, 2)))
         axes.plot([chosen], [height], marker="o", ms=8, color=ACCENT, mec=PAPER, mew=1.8)
     axes.set_xscale("log")
     log_ticks(axes, "x")
-    axes.set_xlabel("ridge")
+    axes.set(xlabel="ridge", ylabel=label)
     axes.margins(y=0.12)
+    if len(curves) > 1:
+        axes.legend(loc="best", handlelength=1.6)
 
 
 def reliability(axes: Axes, bins: Sequence[ReliabilityBin], color: str = ACCENT) -> None:
@@ -59,6 +62,15 @@ def reliability(axes: Axes, bins: Sequence[ReliabilityBin], color: str = ACCENT)
     axes.fill_between(x, [b.low for b in bins], [b.high for b in bins], color=color, alpha=0.16, lw=0)
     axes.plot(x, [b.accuracy for b in bins], color=color, marker="o", markersize=4.5)
     axes.set(xlim=(0, 1), ylim=(0, 1.02))
+
+
+def calibration(axes: Axes, confidence: Array, correct: Array, bins: int, error: float) -> None:
+    """Accuracy against confidence, with the calibration error above."""
+    reliability(axes, reliability_bins(confidence, correct, bins))
+    percent_ticks(axes, "x")
+    percent_ticks(axes, "y")
+    axes.set(xlabel="confidence", ylabel="correct")
+    axes.set_title(f"calibration error {100 * error:.1f} %")
 
 
 def coverage(axes: Axes, levels: Array, observed: Array, trials: int) -> None:
@@ -73,29 +85,31 @@ def coverage(axes: Axes, levels: Array, observed: Array, trials: int) -> None:
 
 
 def spectrum(
-    axes: Axes, eigenvalues: Array, ridge: tuple[float, str] | None, effective: tuple[float, str] | None
-) -> None:
-    """Eigenvalues by rank, both on logarithmic scales."""
+    axes: Axes, eigenvalues: Array, ridge: float | None, degrees_of_freedom: float | None,
+    notes: tuple[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Eigenvalues by rank, both on logarithmic scales; ``notes`` at the ridge and the degrees of freedom."""
+    if notes is None:
+        freedom = "" if degrees_of_freedom is None else f"{degrees_of_freedom:.3g}"
+        notes = ("" if ridge is None else f"ridge {ridge:.3g}", f"{freedom} effective\ndegrees of freedom")
     values = positive(eigenvalues)
     rank = np.arange(1, len(values) + 1)
     axes.set(xscale="log", yscale="log", xlabel="rank", ylabel="eigenvalue")
     axes.plot(rank, values, color=ACCENT, marker="o" if len(values) <= 60 else "", markersize=3)
     if not len(values):
         return
-    low = min(values[-1], ridge[0] if ridge and ridge[0] else values[-1]) / 2
+    low = min(values[-1], ridge or values[-1]) / 2
     axes.set_ylim(low, values[0] * 2.5)
     axes.set_xlim(0.9, max(len(values) * 1.1, 2))
-    if ridge is not None and ridge[0] > 0:
-        height, note = ridge
-        axes.axhline(height, color=DOWN, linewidth=1.2, linestyle=(0, (4, 3)))
-        axes.annotate(note, (0.95, height), xytext=(2, 5), textcoords="offset points", color=DOWN)
-        axes.fill_between(rank, np.maximum(values, height), height, color=ACCENT, alpha=0.12, linewidth=0)
-    if effective is not None and 0.9 < effective[0] <= len(values):
-        place, note = effective
-        axes.axvline(place, color=INK, linewidth=0.9, alpha=0.6, linestyle=(0, (1, 2)))
+    if ridge is not None and ridge > 0:
+        axes.axhline(ridge, color=DOWN, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.annotate(notes[0], (0.95, ridge), xytext=(2, 5), textcoords="offset points", color=DOWN)
+        axes.fill_between(rank, np.maximum(values, ridge), ridge, color=ACCENT, alpha=0.12, linewidth=0)
+    if degrees_of_freedom is not None and 0.9 < degrees_of_freedom <= len(values):
+        axes.axvline(degrees_of_freedom, color=INK, linewidth=0.9, alpha=0.6, linestyle=(0, (1, 2)))
         axes.annotate(
-            note, (place, 1), xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
-            xytext=(-6, -4), ha="right", color=MUTED, fontsize=10.5,
+            notes[1], (degrees_of_freedom, 1), xycoords=("data", "axes fraction"), va="top", ha="right",
+            xytext=(-6, -4), textcoords="offset points", color=MUTED, fontsize=10.5,
         )  # fmt: skip
     log_ticks(axes, "x")
     log_ticks(axes, "y")
@@ -128,22 +142,25 @@ def energy(axes: Axes, shares: Array, rows: int, top: int) -> None:
     axes.minorticks_off()
 
 
-def lines(axes: Axes, drawn: Mapping[str, tuple[Array, Array]]) -> None:
+def lines(axes: Axes, lines: Mapping[str, tuple[Array, Array]], xlabel: str, ylabel: str, title: str) -> None:
     """Functions of one variable, the first in front, with a legend where there are several."""
-    for index, (name, (x, y)) in enumerate(drawn.items()):
+    for index, (name, (x, y)) in enumerate(lines.items()):
         look: dict[str, Any] = {"marker": "o" if len(x) <= 60 else "", "markersize": 4.0, "label": name}
         color, width = (class_color(index - 1), 1.3) if index else (ACCENT, 2.0)
         axes.plot(x, y, color=color, lw=width, zorder=2 if index else 3, **look)
-    if len(drawn) > 1:
-        axes.legend(ncols=1 + len(drawn) // 12)
+    if len(lines) > 1:
+        axes.legend(ncols=1 + len(lines) // 12)
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    if all(np.all(x == np.round(x)) for x, _ in lines.values()):
+        axes.locator_params(axis="x", integer=True)
 
 
-def histograms(axes: Axes, values: Mapping[str, Array]) -> None:
+def histograms(axes: Axes, values: Mapping[str, Array], label: str, title: str) -> None:
     """Distributions over the same bins, each of area one."""
     edges = np.histogram_bin_edges(np.concatenate(list(values.values())), bins=30)
     for (name, each), color in zip(values.items(), (ACCENT, DOWN, QUIET), strict=False):
         axes.hist(each, edges.tolist(), density=True, color=color, alpha=0.55, label=name)
-    axes.set_ylabel("density")
+    axes.set(xlabel=label, ylabel="density", title=title)
     axes.legend()
 
 
@@ -168,7 +185,7 @@ def against_truth(axes: Axes, mean: Array, target: Array, std: Array | None = No
     axes.locator_params(nbins=6)
 
 
-def influences(axes: Axes, names: Sequence[str], values: Array) -> None:
+def influences(axes: Axes, values: Array, names: Sequence[str], output: int) -> None:
     """Bars of what each training example adds to a prediction, the first on top."""
     places = np.arange(len(names))[::-1]
     axes.barh(places, values, height=0.7, color=[ACCENT if value >= 0 else DOWN for value in values])
@@ -176,6 +193,7 @@ def influences(axes: Axes, names: Sequence[str], values: Array) -> None:
     axes.set_yticks(places, names)
     axes.grid(False, axis="y")
     axes.set(xlabel="prediction with the example minus without it", ylabel="training example")
+    axes.set_title(f"output {output}")
 
 
 def band(axes: Axes, x: Array, mean: Array, std: Array, color: str = ACCENT) -> None:
@@ -184,3 +202,11 @@ def band(axes: Axes, x: Array, mean: Array, std: Array, color: str = ACCENT) -> 
     at, middle, half = (np.asarray(part, dtype=float)[order] for part in (x, mean, 2 * np.asarray(std)))
     axes.fill_between(at, middle - half, middle + half, color=color, alpha=0.16, linewidth=0)
     axes.plot(at, middle, color=color)
+
+
+def curve(axes: Axes, x: Array, mean: Array, std: Array, noise: Array | None) -> None:
+    """A function of one variable with its band; the outer one is that of new targets."""
+    if noise is not None:
+        band(axes, x, mean, noise, QUIET)
+    band(axes, x, mean, std)
+    axes.set(xlabel="x", ylabel="output")

@@ -1,21 +1,15 @@
-"""``model.plot``: what a fitted model predicts, drawn. matplotlib axes in, a display out."""
+"""``model.plot``: what a fitted model predicts, drawn."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
 from linnet.params import integer, tensor
-from linnet.plots.displays import (
-    CalibrationDisplay,
-    CoverageDisplay,
-    CurveDisplay,
-    Plots,
-    PredictionDisplay,
-    axes_of,
-)
+from linnet.plots import displays
+from linnet.plots.displays import Display, Plots, array
 from linnet.plots.measures import Array
 from linnet.predictive.classes import exclusive
 from linnet.predictive.distribution import Predictive
@@ -26,106 +20,34 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class Predicting(Protocol):
-    """A model with a predictive distribution."""
+class ModelPlots(Plots):
+    """``model.plot``: predictions for N test examples x, and their classes (N,) or targets (N, C) as y."""
 
-    def predictive(self, x: Inputs) -> Predictive:
-        """The distribution of the outputs."""
-
-
-class ModelPlots(Plots[Predicting]):
-    """Plots of a model's predictions; ``model.plot`` makes it.
-
-    Every method takes matplotlib axes, by default those of a new figure, and returns a display: its ``ax_``
-    and ``figure_`` are what was drawn on, its fields the numbers, and ``plot(ax)`` draws them again.
-
-    Args:
-        model: A fitted model.
-
-    Example:
-        >>> import torch, linnet
-        >>> x = torch.linspace(-2, 2, 20)[:, None]
-        >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-        >>> process = linnet.TangentGP(net, linnet.likelihoods.Gaussian(variance=0.1)).fit(x, x.sin())
-        >>> process.plot.curve(x).ax_.get_xlabel()
-        'x'
-    """
-
-    def __init__(self, model: Predicting) -> None:
-        super().__init__(model)
-        self._model = model
-
-    def calibration(
-        self, x: Inputs, y: Any, ax: Axes | None = None, *, bins: int = 10
-    ) -> CalibrationDisplay | CoverageDisplay:
-        """How far probabilities are right, or for numbers how many lie inside predictive intervals.
-
-        Args:
-            x: N test examples.
-            y: Their classes (N,), or targets (N, C).
-            ax: matplotlib axes; by default those of a new figure.
-            bins: Number of bins of confidence, for classes.
-
-        Returns:
-            The display.
-
-        Raises:
-            DataError: If x is empty or not finite, or y is not finite or has labels out of range.
-            DependencyError: If matplotlib is missing.
-            InputError: If y does not go with the predictions.
-        """
-        axes, bins = axes_of(ax), integer("bins", bins)
-        prediction = self._model.predictive(x)
+    def calibration(self, x: Inputs, y: Any, ax: Axes | None = None, *, bins: int = 10) -> Display:
+        """How far probabilities are right, or for numbers how many lie inside predictive intervals."""
+        bins = integer("bins", bins)
+        prediction = self._of.predictive(x)
         p = _probabilities(prediction)
         if p is None:
-            return CoverageDisplay(*_values(prediction, y)).plot(axes)
+            return displays.coverage(*_values(prediction, y)).plot(ax)
         likeliest = p.max(1)
-        names = getattr(self._model, "class_names", None) or ()
+        names = getattr(self._of, "class_names", None) or ()
         correct = likeliest.indices == _labels(known_answers(y, names), p)
-        return CalibrationDisplay(_array(likeliest.values), correct.cpu().numpy(), bins).plot(axes)
+        return displays.calibration(array(likeliest.values), correct.cpu().numpy(), bins).plot(ax)
 
-    def predicted(self, x: Inputs, y: Any, ax: Axes | None = None) -> PredictionDisplay:
-        """Predicted against true values, with the standard deviation of a target; regression alone.
-
-        Args:
-            x: N test examples.
-            y: Their targets, (N, C), or (N,) for one output.
-            ax: matplotlib axes; by default those of a new figure.
-
-        Returns:
-            The display.
-
-        Raises:
-            DataError: If x is empty or not finite, or y is not finite.
-            DependencyError: If matplotlib is missing.
-            InputError: If the model predicts classes, or y has another shape than the predictions.
-        """
-        axes, prediction = axes_of(ax), self._model.predictive(x)
+    def predicted(self, x: Inputs, y: Any, ax: Axes | None = None) -> Display:
+        """Predicted against true values, with the standard deviation of a target; regression alone."""
+        prediction = self._of.predictive(x)
         if _probabilities(prediction) is not None:
             raise InputError(
                 "predicted() of a model that predicts classes",
                 expected="a model of values",
                 remedy="draw .plot.calibration(x, y)",
             )
-        return PredictionDisplay(*_values(prediction, y)).plot(axes)
+        return displays.prediction(*_values(prediction, y)).plot(ax)
 
-    def curve(self, x: Inputs, ax: Axes | None = None, *, output: int = 0) -> CurveDisplay:
-        """An output over inputs of one number each, with two standard deviations; regression alone.
-
-        Args:
-            x: T places, (T, 1) or (T,).
-            ax: matplotlib axes; by default those of a new figure.
-            output: Which output.
-
-        Returns:
-            The display; the outer band is that of new targets.
-
-        Raises:
-            DataError: If x is empty or not finite.
-            DependencyError: If matplotlib is missing.
-            InputError: If an example of x is more than one number, or there is no such output.
-        """
-        axes = axes_of(ax)
+    def curve(self, x: Inputs, ax: Axes | None = None, *, output: int = 0) -> Display:
+        """An output over places (T, 1), with two standard deviations of it and of new targets."""
         if not isinstance(x, Tensor) or not x.ndim or not len(x) or x[0].numel() != 1:
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise InputError(
@@ -133,18 +55,11 @@ class ModelPlots(Plots[Predicting]):
                 expected="a tensor of places on a line, (T, 1)",
                 remedy="draw .plot.predicted(x, y) for inputs of several numbers",
             )
-        prediction = self._model.predictive(x)
+        prediction = self._of.predictive(x)
         integer("output", output, 0, prediction.mean.shape[1] - 1)
         noisy = prediction if _probabilities(prediction) is not None else prediction.with_noise()
-        deviations = [_array(part.variance[:, output].clamp_min(0).sqrt()) for part in (prediction, noisy)]
-        place, mean = _array(x.detach().reshape(-1)), _array(prediction.mean[:, output])
-        return CurveDisplay(place, mean, *deviations).plot(axes)
-
-
-def _array(value: Tensor) -> Array:
-    """A tensor as an array of floats."""
-    found: Array = value.detach().double().cpu().numpy()
-    return found
+        deviations = [array(part.variance[:, output].clamp_min(0).sqrt()) for part in (prediction, noisy)]
+        return displays.curve(array(x.reshape(-1)), array(prediction.mean[:, output]), *deviations).plot(ax)
 
 
 def _probabilities(prediction: Predictive) -> Tensor | None:
@@ -187,4 +102,4 @@ def _values(prediction: Predictive, y: Any) -> tuple[Array, Array, Array]:
             f"y has shape {tuple(target.shape)}", f"{shape}, a target for each output", "pass y of the same x"
         )
     std = noisy.variance.clamp_min(0).sqrt()
-    return _array(noisy.mean), _array(std), _array(target.reshape(shape))
+    return array(noisy.mean), array(std), array(target.reshape(shape))

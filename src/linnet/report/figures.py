@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from linnet.plots import panels
 from linnet.plots.measures import Array, calibration_error, interval_coverage, ranking, reliability_bins
-from linnet.plots.style import ACCENT, DOWN, MUTED, QUIET, UP, bare, brief, class_color, percent_ticks
+from linnet.plots.style import ACCENT, DOWN, MUTED, UP, bare, brief, class_color, percent_ticks
 from linnet.report.records import Reliability, RidgeChoice, RidgePath, Spectrum
 from linnet.report.svg import draw
 from linnet.report.wording import loo_name, number
@@ -81,38 +81,32 @@ def uncertainty_histogram(uncertainty: Array, correct: Array | None = None, name
 
 def ridge_curves(path: RidgePath, choice: RidgeChoice | None = None) -> list[str]:
     """Scores over the ridge, with the chosen value marked, a figure for each kind of score that is there."""
-    drawn: list[tuple[str, list[tuple[str, Array, str]]]] = []
-    error = [("leave-one-out", path.loo_error, ACCENT)]
-    if path.gcv is not None:
-        error.append(("generalized cross-validation", path.gcv, QUIET))
-    drawn.append((loo_name(choice), error))
-    accuracy = [("leave-one-out", path.loo_accuracy, ACCENT), ("test", path.test_accuracy, QUIET)]
-    known = [(name, values, color) for name, values, color in accuracy if values is not None]
-    if known:
-        drawn.append(("Accuracy", known))
-    if path.evidence is not None:
-        drawn.append(("Log evidence (nats)", [("evidence", path.evidence, ACCENT)]))
+    drawn = {loo_name(choice): {"leave-one-out": path.loo_error, "generalized cross-validation": path.gcv}}
+    drawn["Accuracy"] = {"leave-one-out": path.loo_accuracy, "test": path.test_accuracy}
+    drawn["Log evidence (nats)"] = {"evidence": path.evidence}
     ends = f"for ridges from {number(min(path.ridges))} to {number(max(path.ridges))}"
     ends += "" if path.chosen is None else f"; chosen: {number(path.chosen)}"
 
-    def curve(title: str, lines: list[tuple[str, Array, str]]) -> Callable[[Figure], None]:
+    def curve(title: str, scores: Mapping[str, Array]) -> Callable[[Figure], None]:
         def paint(figure: Figure) -> None:
             from matplotlib.ticker import MaxNLocator
 
             panel = figure.subplots()
-            panels.over_ridges(panel, path.ridges, lines, path.chosen)
+            panels.over_ridges(panel, path.ridges, scores, path.chosen)
             panel.set_title(title)
             if title == "Accuracy":
                 panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
                 panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
-            if len(lines) > 1:
-                panel.legend(loc="best", handlelength=1.6)
 
         return paint
 
+    known = {
+        title: {name: values for name, values in scores.items() if values is not None}
+        for title, scores in drawn.items()
+    }
     return [
-        draw(f"ridge-{index}", f"{title} {ends}", (_PANEL, 290.0), curve(title, lines))
-        for index, (title, lines) in enumerate(drawn)
+        draw(f"ridge-{index}", f"{title} {ends}", (_PANEL, 290.0), curve(title, scores))
+        for index, (title, scores) in enumerate((t, s) for t, s in known.items() if s)
     ]
 
 
@@ -121,11 +115,10 @@ def kernel_spectrum(spectrum: Spectrum, name: str = "spectrum") -> str:
     ridge, effective = spectrum.ridge, spectrum.effective()
     alt = f"{len(spectrum.eigenvalues)} eigenvalues of the kernel by rank"
     alt += "" if effective is None else f"; effective parameters {number(effective)}"
-    level = None if ridge is None else (ridge, f"ridge {number(ridge, trim=True)}")
-    count = None if effective is None else (effective, f"{number(effective)} effective\nparameters")
+    notes = (f"ridge {number(ridge, trim=True)}", f"{number(effective)} effective\nparameters")
 
     def paint(figure: Figure) -> None:
-        panels.spectrum(figure.subplots(), spectrum.eigenvalues, level, count)
+        panels.spectrum(figure.subplots(), spectrum.eigenvalues, ridge, effective, notes)
 
     return draw(name, alt, (_HALF, 320.0), paint)
 
