@@ -22,9 +22,8 @@ from linnet.curvatures.stream import Batches
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.operator import LinearOperator
-from linnet.optim.gauss_newton_average import average_of
 from linnet.optim.gauss_newton_inverse import Undamped
-from linnet.optim.gauss_newton_model import Network
+from linnet.optim.gauss_newton_model import Network, average_of
 from linnet.optim.gauss_newton_settings import Settings
 from linnet.params import instance, number, refuse
 from linnet.solvers.cg import cg

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from linnet.curvatures.chain import ChainPass
 from linnet.optim.gauss_newton import GaussNewton
-from linnet.optim.gauss_newton_pass import OnePass
+from linnet.optim.gauss_newton_model import OnePass
 from linnet.optim.gauss_newton_settings import StepReport
 from tests.optim.gauss_newton_cases import classes, classifier, flat, mlp, weight_of
 

@@ -12,7 +12,7 @@ from torch import nn
 import linnet
 from linnet.errors import ModelError
 from linnet.optim import Converged, IterativeLinearization, KernelDrift, OutputGap
-from linnet.optim.relinearize_report import LinearizationReport
+from linnet.optim.relinearize import LinearizationReport
 from tests.fitting.problems import near, real, refused
 from tests.optim.relinearize_cases import OPTIMIZERS, batches, cross_entropy, mlp, run, values
 from tests.oracles.dense import jacobian_oracle, output_oracle

@@ -15,8 +15,7 @@ from linnet.optim.gauss_newton_batch import GrowingBatches
 from linnet.optim.gauss_newton_settings import Damping, Settings, StepReport
 from linnet.optim.gradient_flow import Flow, gradient_flow
 from linnet.optim.preconditioner import KroneckerPreconditioner
-from linnet.optim.relinearize import IterativeLinearization
-from linnet.optim.relinearize_report import LinearizationReport
+from linnet.optim.relinearize import IterativeLinearization, LinearizationReport
 
 __all__ = [
     "GaussNewton",

@@ -22,31 +22,38 @@ from linnet.distributed import together, world
 from linnet.errors import InputError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.logged import tell
-from linnet.optim.gauss_newton_average import EXPECTATION, average_of, require_alike
 from linnet.optim.gauss_newton_batch import suggested_batch
-from linnet.optim.gauss_newton_checks import check_given, checked_group, checked_state, parameters_of
-from linnet.optim.gauss_newton_inverse import Inverse, Undamped
+from linnet.optim.gauss_newton_inverse import Inverse, Search, Undamped, adapted, hopeless
 from linnet.optim.gauss_newton_model import (
+    EXPECTATION,
     Batch,
     Examples,
     Network,
+    OnePass,
     Quadratic,
+    average_of,
     combined,
     evaluated,
     given_gradient,
     in_parts,
+    is_finite,
+    norm_of,
+    put,
+    remember,
+    require_alike,
     with_pending,
 )
-from linnet.optim.gauss_newton_pass import OnePass
-from linnet.optim.gauss_newton_search import Search, adapted, hopeless
 from linnet.optim.gauss_newton_settings import (
     Damping,
     GaussNewtonOptions,
     StepReport,
+    check_given,
     checked_damping,
+    checked_group,
     checked_settings,
+    checked_state,
+    parameters_of,
 )
-from linnet.optim.gauss_newton_vectors import is_finite, norm_of, put, remember
 from linnet.params import number, tensor
 from linnet.tangent.batch import Inputs, batch_size, concatenate
 from linnet.tangent.door import taken

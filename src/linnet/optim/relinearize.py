@@ -13,7 +13,10 @@ Source: Goldwaser, Ge, "Understanding sparse feature updates in deep networks us
 from __future__ import annotations
 
 import contextlib
+import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from linnet.distributed import apart, of_first, together, world
+from linnet.distributed import all_sum, apart, of_first, together, world
 from linnet.errors import InputError, ModelError, NumericalError, WeightsError
 from linnet.fitting.fit import fit
 from linnet.fitting.linear_fit import LinearFit
@@ -36,20 +39,157 @@ from linnet.optim.feature_schedules import (
     schedule_of,
 )
 from linnet.optim.gradient_flow import Flow, gradient_flow
-from linnet.optim.relinearize_checks import (
-    INDEPENDENT,
-    average_gradients,
-    checked_loss,
-    evaluates,
-    made_optimizer,
-)
-from linnet.optim.relinearize_report import LinearizationReport
-from linnet.params import call, flag, number
-from linnet.shown import Shown
+from linnet.params import call, flag, instance, number, refuse
+from linnet.shown import Record, Shown
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import OutputAdapter, check_output, tensors_by_name
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.selection import Selector, select_parameters
+
+
+@dataclass(frozen=True, repr=False)
+class LinearizationReport(Record):
+    """Feature updates and their measurements.
+
+    Args:
+        schedule: The schedule in words.
+        steps: Optimization steps taken.
+        updates: Steps after which the network was linearized again, in order.
+        measured: (step, kind, value) of every measurement; kinds are ``"gap"`` (‖f − f_lin‖ / ‖f_lin − f₀‖),
+            ``"drift"`` (kernel distance) and ``"gradient"`` (norm).
+        notes: What a reader of the numbers must know.
+
+    Example:
+        >>> print(LinearizationReport("Every(4)", 9, (4, 8), ((4, "gap", 0.1), (8, "gap", 0.3))))
+        Every(4): 9 steps, 2 feature updates, one in 4.0 steps
+        gap: 2 measured, mean 0.2, largest 0.3 after step 8
+    """
+
+    schedule: str
+    steps: int
+    updates: Sequence[int]
+    measured: tuple[tuple[int, str, float], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def relinearizations(self) -> int:
+        """Number of feature updates."""
+        return len(self.updates)
+
+    @property
+    def gaps(self) -> tuple[tuple[int, float], ...]:
+        """(step, linearity gap) of every measurement."""
+        return tuple((step, value) for step, kind, value in self.measured if kind == "gap")
+
+    @property
+    def drifts(self) -> tuple[tuple[int, float], ...]:
+        """(step, kernel distance) of every measurement."""
+        return tuple((step, value) for step, kind, value in self.measured if kind == "drift")
+
+    @property
+    def mean_period(self) -> float | None:
+        """Mean number of steps between updates; ``None`` without one."""
+        return self.updates[-1] / len(self.updates) if self.updates else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain numbers and text.
+
+        Returns:
+            A dict that ``json`` can write.
+        """
+        return {
+            "schedule": self.schedule,
+            "steps": self.steps,
+            "relinearizations": self.relinearizations,
+            "mean_period": self.mean_period,
+            "updates": list(self.updates),
+            "measured": [list(item) for item in self.measured],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        """A few lines for people."""
+        period = self.mean_period
+        often = "" if period is None else f", one in {period:.1f} steps"
+        lines = [f"{self.schedule}: {self.steps} steps, {self.relinearizations} feature updates{often}"]
+        for kind in dict.fromkeys(kind for _, kind, _ in self.measured):
+            found = [(value, step) for step, k, value in self.measured if k == kind]
+            mean, (largest, step) = sum(value for value, _ in found) / len(found), max(found)
+            lines.append(
+                f"{kind}: {len(found)} measured, mean {mean:.3g}, largest {largest:.3g} after step {step}"
+            )
+        return "\n".join([*lines, *self.notes])
+
+
+INDEPENDENT = (
+    "the loss that closure returned does not depend on its module",
+    "a loss of closure(module), computed from module(x) with gradients on",
+    "call the module that the closure is given, not the network, and detach nothing",
+)
+
+
+def made_optimizer(
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer], parameters: dict[str, nn.Parameter]
+) -> Optimizer:
+    """The optimizer of some parameters, once it is known to train exactly these."""
+    expected = "a function from a list of parameters to an optimizer"
+    remedy = "pass make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1)"
+    if not callable(make_optimizer):
+        refuse("make_optimizer", make_optimizer, expected, remedy)
+    made = call("make_optimizer", make_optimizer, [*parameters.values()], expected=expected, remedy=remedy)
+    optimizer: Optimizer = instance("make_optimizer(...)", made, Optimizer, "a torch.optim.Optimizer", remedy)
+    used = {id(p): tuple(p.shape) for group in optimizer.param_groups for p in group["params"]}
+    ours = {id(p): name for name, p in parameters.items()}
+    others = [shape for key, shape in used.items() if key not in ours]
+    missing = [name for key, name in ours.items() if key not in used]
+    if others or missing:
+        found = [f"has {len(others)} others, one of shape {others[0]}"] if others else []
+        found += [f"lacks {missing[0]!r} ({len(missing)} in all)"] if missing else []
+        raise InputError(
+            f"the optimizer that make_optimizer returned {' and '.join(found)}",
+            expected=f"exactly the {len(ours)} parameters it was given",
+            remedy="make it from its argument, and choose parameters with params=",
+        )
+    return optimizer
+
+
+def evaluates(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step needs the closure, as that of LBFGS does."""
+    parameters = inspect.signature(type(optimizer).step).parameters.values()
+    return any(p.name == "closure" and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def checked_loss(loss: Any, steps: int) -> Tensor:
+    """A closure's loss, if it can be differentiated."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(
+            f"closure returned {kind}",
+            expected="the loss, a tensor with one floating point number",
+            remedy="end it with return loss, summed or averaged over the batch",
+        )
+    if not loss.requires_grad:
+        raise InputError(*INDEPENDENT)
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise NumericalError(
+            f"the loss is {value:g} after {steps} steps",
+            expected="a finite loss",
+            remedy="lower the learning rate; the weights are those before this step",
+        )
+    return loss
+
+
+def average_gradients(parameters: Sequence[Tensor]) -> None:
+    """Make the gradients their mean over all processes, zero where one process has none."""
+    gradients = []
+    for p in parameters:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        gradients.append(p.grad)
+    all_sum(gradients)
+    for gradient in gradients:
+        gradient /= world()[1]
+
 
 Closure = Callable[[nn.Module], Tensor]
 CLOSURE = "a function from a module to the loss of the batch"
