@@ -21,7 +21,7 @@ from linnet.fitting.head import with_head
 from linnet.likelihoods import Categorical
 from linnet.linalg import random as random_numbers
 from linnet.tangent.capture import capture, hollow_capture
-from linnet.tangent.features import Fit, choose, outline, treatment_within
+from linnet.tangent.features import Footprint, choose, outline, treatment_within
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import GramTask, gram, plan_gram
 from linnet.tangent.preflight import preflight
@@ -245,7 +245,7 @@ def test_a_small_budget_takes_factors_where_gradients_would_be_captured_again() 
     roomy, tight = plan_gram(task, "1GB"), plan_gram(task, "8MB")
     assert set(roomy.treatment.factored) == {"7.weight"}
     assert set(tight.treatment.factored) == {"0.weight", "2.weight", "4.weight", "7.weight"}
-    assert roomy.hold == tight.hold == 24
+    assert roomy.sizes.hold == tight.sizes.hold == 24
     assert tight.memory.peak <= 8_000_000
     assert_near(gram(function, x, memory="8MB"), kernel_oracle(jacobian_oracle(deep(), x)))
 
@@ -254,10 +254,10 @@ def test_the_choice_stays_where_everything_fits_and_is_the_smallest_where_nothin
     function, x = Functional(deep()), inputs(3)
     found = outline(hollow_capture(function, x, 2), function.names, (24, 24), "full")
     cheapest = found.treatment(found.cheapest)
-    roomy = lambda _: Fit(peak=10, captured=60)  # noqa: E731
+    roomy = lambda _: Footprint(peak=10, captured=60)  # noqa: E731
     assert treatment_within(found, 10, roomy, 60, True) == cheapest
     least = min(found.features(found.treatment(some)).nbytes for some in (found.cheapest, {*found.choices}))
-    by_bytes = lambda features: Fit(peak=features.nbytes, captured=600)  # noqa: E731
+    by_bytes = lambda features: Footprint(peak=features.nbytes, captured=600)  # noqa: E731
     chosen = treatment_within(found, 1, by_bytes, 60, True)
     assert found.features(chosen).nbytes <= least
 

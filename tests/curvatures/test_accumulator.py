@@ -192,13 +192,13 @@ def test_it_follows_the_network() -> None:
     """After refresh: the curvature of the new weights; nothing is planned or found again."""
     data, average = batch(0), running("kfac", 0.5)
     average.add(*data)
-    plans = dict(average.function.cache["plans"])
+    plans = dict(average.function.cache.plans)
     trained = network(seed=1)
     average.refresh(trained)
     for name, tensor in average.function.theta.items():
         assert torch.equal(tensor, dict(trained.named_parameters())[name])
-    assert average.function.cache["plans"] == plans
-    assert all(average.function.cache["plans"][key] is plan for key, plan in plans.items())
+    assert average.function.cache.plans == plans
+    assert all(average.function.cache.plans[key] is plan for key, plan in plans.items())
     for _ in range(60):
         average.add(*data)
     expected = linnet.curvature(trained, data, Categorical(), "kfac").dense()

@@ -14,7 +14,7 @@ from linnet.curvatures import kfac, products
 from linnet.curvatures.ggn import GaussNewtonOperator
 from linnet.curvatures.stream import Batches
 from linnet.likelihoods import Categorical, Gaussian, Poisson
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import Findings, Functional
 from tests.curvatures.side_by_side import curvature_of, grouped
 from tests.zoo import assert_near
 
@@ -119,7 +119,7 @@ def test_products_in_parts_are_those_of_the_whole_batch(
     monkeypatch.setattr(products, "_by_tangents", watched)
     monkeypatch.setattr(products, "TANGENT_BYTES", {"cpu": 1})
     monkeypatch.setattr(products, "FEWEST_TANGENTS", 3)
-    function.cache.clear()
+    function.cache = Findings()
     parts = GaussNewtonOperator(function, Batches((x, y), function.device), likelihood) @ v
     assert sizes[-4:] == [3, 3, 3, 2]
     assert_near(parts, whole)

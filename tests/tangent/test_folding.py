@@ -56,7 +56,7 @@ def test_folded_derivatives_are_exact(options: dict[str, bool], folds: int) -> N
     v = torch.randn(lin.space.dim, dtype=torch.float64)
     wanted = torch.einsum("ncp,p->nc", jacobian_oracle(net, x), v)
     torch.testing.assert_close(lin.jvp(x, v), wanted, rtol=1e-10, atol=1e-12)
-    assert len(lin.function.cache["folds"]) == folds
+    assert len(lin.function.cache.folds) == folds
 
 
 def test_parameters_that_are_not_tracked_are_folded_too() -> None:
@@ -66,7 +66,7 @@ def test_parameters_that_are_not_tracked_are_folded_too() -> None:
     v = torch.randn(lin.space.dim, dtype=torch.float64)
     wanted = torch.einsum("ncp,p->nc", jacobian_oracle(net, x, lin.parameter_names), v)
     torch.testing.assert_close(lin.jvp(x, v), wanted, rtol=1e-10, atol=1e-12)
-    assert len(lin.function.cache["folds"]) == 2
+    assert len(lin.function.cache.folds) == 2
 
 
 def test_a_pass_that_takes_another_way_is_run_without_folding() -> None:
@@ -75,11 +75,11 @@ def test_a_pass_that_takes_another_way_is_run_without_folding() -> None:
     lin = linnet.linearize(net)
     v = torch.randn(lin.space.dim, dtype=torch.float64)
     lin.jvp(x, v)
-    assert lin.function.cache["folds"]
+    assert lin.function.cache.folds
     lin.model.detour = net.detour = True  # now the first map is used before it is normalized
     wanted = torch.einsum("ncp,p->nc", jacobian_oracle(net, x), v)
     torch.testing.assert_close(lin.jvp(x, v), wanted, rtol=1e-10, atol=1e-12)
-    assert lin.function.cache["folds"] == {}
+    assert lin.function.cache.folds == {}
 
 
 def test_training_statistics_are_not_folded() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import MemoryBudgetError
 from linnet.tangent import gram as gram_module
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import Findings, Functional
 from linnet.tangent.gram import GramTask, gram, plan_gram
 from linnet.tangent.jacobian import jacobian
 from tests.fitting.problems import near, network, peak_bytes, real, refused
@@ -74,7 +74,7 @@ def test_any_blocking(
     name: str, outputs: Any, block: int, product: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function, x1, x2, j1, j2 = case(name)
-    function.cache.pop("gram", None)
+    function.cache.kernels.clear()
     monkeypatch.setattr(gram_file, "CAPTURE", block)
     monkeypatch.setattr(gram_file, "PRODUCT", product * 3)
     monkeypatch.setattr(gram_file, "SMALLEST_PRODUCT", 1)
@@ -116,9 +116,9 @@ def test_small_budgets_hold_fewer_examples_and_never_fewer_than_one(name: str) -
     task = GramTask(function, x1, None, "full")
     least = smallest(task)
     plans = [plan_gram(task, budget) for budget in (least, 2 * least, 10**8)]
-    assert 1 <= plans[0].hold < 11
-    assert plans[0].hold <= plans[1].hold <= plans[2].hold == 11
-    assert plans[0].capture <= plans[2].capture
+    assert 1 <= plans[0].sizes.hold < 11
+    assert plans[0].sizes.hold <= plans[1].sizes.hold <= plans[2].sizes.hold == 11
+    assert plans[0].sizes.capture <= plans[2].sizes.capture
     for plan, budget in zip(plans, (least, 2 * least, 10**8), strict=True):
         assert plan.memory.peak <= budget
 
@@ -202,7 +202,7 @@ def test_the_plan_in_words() -> None:
     plan = plan_gram(GramTask(function, x1, None, "full"), "1MB")
     text = str(plan.memory)
     assert "kernel of 11 × 11 examples" in text
-    assert (plan.capture, plan.hold) == (11, 11)
+    assert (plan.sizes.capture, plan.sizes.hold) == (11, 11)
     assert "budget of 1.00 MB" in text
 
 
@@ -244,7 +244,7 @@ def test_accumulation_in_float64_is_closer_to_the_truth() -> None:
     truth = kernel_oracle(jacobian(function, x).double())  # of the rows as they are, rounded to float32
     errors = {}
     for accumulate in ("float32", "float64"):
-        function.cache.clear()
+        function.cache = Findings()
         kernel = gram(function, x, accumulate=accumulate)
         errors[accumulate] = ((kernel.double() - truth).norm() / truth.norm()).item()
     assert gram(function, x, accumulate="float64").dtype == torch.float64
@@ -304,7 +304,7 @@ def streaming(name: str = "mlp", x2: bool = False) -> tuple[Functional, Tensor, 
     second = other if x2 else None
     task = GramTask(function, x1, second, "full")
     budget = smallest(task, to_disk=True)
-    assert plan_gram(task, budget, to_disk=True).hold < 6
+    assert plan_gram(task, budget, to_disk=True).sizes.hold < 6
     return function, x1, second, budget
 
 
@@ -335,7 +335,7 @@ def test_a_run_whose_features_fit_resumes_as_well(tmp_path: Path, monkeypatch: p
     function, x1, *_ = case("mlp")
     monkeypatch.setattr(gram_file, "PRODUCT", 2 * 3)
     monkeypatch.setattr(gram_file, "SMALLEST_PRODUCT", 1)
-    function.cache.pop("gram", None)
+    function.cache.kernels.clear()
     tile, done = gram_file.kernel_tile, [0]
 
     def counted(*args: Any) -> Tensor:
@@ -516,7 +516,7 @@ def test_tiles_of_summed_outputs_do_not_shrink_with_their_number() -> None:
     """A product of a trace kernel has one row an example, one of the full kernel one an output."""
     function, x1, *_ = many_outputs()
     x = x1.repeat(100, 1)
-    products = {form: plan_gram(GramTask(function, x, None, form), "2GB").product for form in OUTPUTS}
+    products = {form: plan_gram(GramTask(function, x, None, form), "2GB").sizes.product for form in OUTPUTS}
     assert products["trace"] == products["diagonal"] == products["sum"] > 5 * products["full"]
 
 

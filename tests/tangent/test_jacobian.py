@@ -125,11 +125,11 @@ def test_each_product_runs_the_network_once() -> None:
 def test_the_way_is_found_once_and_remembered() -> None:
     function = Functional(MODEL)
     assert jvp_path(function, X) == ("forward", "")
-    function.cache["jvp"] = ("double-backward", "told to")
+    function.cache.jvp = ("double-backward", "told to")
     assert jvp_path(function, X) == ("double-backward", "told to")
     v = real(38)
     near(jvp_columns(function, X, v), J @ v)
-    function.cache["jvp"] = ("rows", "told to")
+    function.cache.jvp = ("rows", "told to")
     near(jvp_columns(function, X, v), J @ v)
 
 

@@ -38,7 +38,6 @@ from linnet.progress import track
 from linnet.shown import Shown
 from linnet.tangent.batch import EMPTY, batch_size, hash_examples, take
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
-from linnet.tangent.independence import PROBE
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import (
     given_network,
@@ -212,7 +211,7 @@ class GradientStore(Shown):
             )
         if shard.count:
             self._close(shard, whole, shard.number % parts == index)
-        self.folder.witness(partial(witness, self.function.check_runs, self.function.cache.get(PROBE)))
+        self.folder.witness(partial(witness, self.function.check_runs, self.function.cache.probe))
         self.folder.finish(count, whole.hexdigest(), index, parts)
         return self
 

@@ -21,7 +21,6 @@ from linnet.linalg.stored import to_tensors
 from linnet.linalg.structured import StructuredOperator
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
-from linnet.tangent.independence import PROBE
 from linnet.tangent.matching import witness
 from linnet.tangent.modes import in_exact_mode
 
@@ -266,7 +265,7 @@ class Curvature(StructuredOperator):
             tensors |= {f"{i}/{name}": tensor for name, tensor in own.items()}
             entries.append({**part.describe(), "operator": spec})
         adapter = self.function.output
-        seen, layout = witness(self.function.check_runs, self.function.cache.get(PROBE))
+        seen, layout = witness(self.function.check_runs, self.function.cache.probe)
         metadata = {
             "parts": entries,
             "witness": layout,

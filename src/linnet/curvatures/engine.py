@@ -205,7 +205,7 @@ def layers_of(function: Functional, batch: Batch, run: Trace | None = None) -> t
     """The layers of a network, found on a few examples."""
     few = take(batch.x, slice(0, min(PROBES, batch.size)))
     captured = planned(function, few, run or trace(function, few))
-    plans = function.cache.get("plans", {}).values()
+    plans = function.cache.plans.values()
     reasons = {name: why for plan in plans for name, why in plan.exact.items()}
     return find_layers(captured, function.names, reasons)
 

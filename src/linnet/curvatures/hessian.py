@@ -63,7 +63,7 @@ class HessianOperator(SummedOperator):
 def _probe(function: Functional, batch: Batch, likelihood: Likelihood) -> None:
     """Raise where torch's second derivative is not symmetric, hence wrong; tried once, on two examples."""
     # That of `torch.nn.utils.parametrizations.weight_norm` is such a one in torch 2.13.
-    if PROBED in function.cache:
+    if PROBED in function.cache.others:
         return
     assert batch.y is not None
     few = slice(0, min(2, batch.size))
@@ -75,7 +75,7 @@ def _probe(function: Functional, batch: Batch, likelihood: Likelihood) -> None:
     difference, size = (terms[:, 0].sum() - terms[:, 1].sum()).abs(), torch.linalg.vector_norm(terms)
     if difference > (1e-6 if function.dtype == torch.float64 else 1e-2) * size:
         raise RuntimeError("the second derivative of one of its operations is wrong: it is not symmetric")
-    function.cache[PROBED] = True
+    function.cache.others[PROBED] = True
 
 
 @in_exact_mode
@@ -94,7 +94,7 @@ def _hessian_product(function: Functional, batch: Batch, likelihood: Likelihood,
         used = [(g, name) for g, name in zip(found, leaves, strict=True) if g is not None and g.requires_grad]
         if not used:  # linear in every parameter
             return torch.zeros_like(v)
-        if PROBED not in function.cache:
+        if PROBED not in function.cache.others:
             _require_second(used)
         return torch.stack([_along(function, inputs, used, v[:, k]) for k in range(v.shape[1])], 1)
 

@@ -82,8 +82,7 @@ def has_closed_form(function: Functional, expectation: Expectation, sums: Sequen
 
 def _inner(function: Functional) -> set[tuple[str, ...]]:
     """Layers, by their parameters, whose result some pass has shown not to be the output."""
-    found: set[tuple[str, ...]] = function.cache.setdefault("inner layers", set())
-    return found
+    return function.cache.inner_layers
 
 
 def _is_known(statistic: Sums) -> bool:

@@ -132,15 +132,15 @@ def _placed(weigh: Weigh, start: int, f: Tensor, t: Tensor, place: slice) -> Ten
 def _tangent_examples(function: Functional, x: Inputs) -> int:
     """Examples that are run with their tangents at once, so that what autograd keeps is bounded."""
     key = ("examples with tangents", example_shapes(x))
-    if key not in function.cache:
+    if key not in function.cache.others:
         few = take(x, list(range(min(PROBES, batch_size(x)))))
         zero = torch.zeros(function.space.dim, 1, dtype=function.dtype, device=function.device)
         with weighing(function) as kept:
             _by_tangents(function, few, zero, lambda f, t, place: t)
         each = sum(kept.values()) // batch_size(few)
         budget = TANGENT_BYTES.get(function.device.type, ACCELERATED_BYTES)
-        function.cache[key] = max(FEWEST_TANGENTS, budget // max(1, each))
-    found: int = function.cache[key]
+        function.cache.others[key] = max(FEWEST_TANGENTS, budget // max(1, each))
+    found: int = function.cache.others[key]
     return found
 
 
@@ -199,14 +199,14 @@ def _gradient(value: Tensor, leaves: Params, cotangents: Tensor) -> Tensor:
 def _part_size(function: Functional, x: Inputs, columns: int) -> int:
     """Examples that are captured at once."""
     key = ("captured examples", columns, example_shapes(x))
-    if key not in function.cache:
+    if key not in function.cache.others:
         captured = CAPTURED_BYTES // max(1, capture_bytes(function, x, columns))
         rows = ROWS_BYTES // max(1, columns * function.space.dim * function.dtype.itemsize)
         # rows of all parameters do not fit: most are contracted
         if rows < min(MANY, captured, batch_size(x)):
             rows = ROWS_BYTES // max(1, columns * _always_formed(function, x) * function.dtype.itemsize)
-        function.cache[key] = max(1, min(captured, max(FEWEST, rows)))
-    found: int = function.cache[key]
+        function.cache.others[key] = max(1, min(captured, max(FEWEST, rows)))
+    found: int = function.cache.others[key]
     return found
 
 

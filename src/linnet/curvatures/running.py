@@ -54,7 +54,6 @@ from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
 RENEWAL = 10  # batches between two bases of EKFAC
-KEPT = ("plans", "plans by shape", "output shapes")  # what is known of the architecture, whatever the weights
 
 
 class RunningCurvature(Shown):
@@ -310,9 +309,7 @@ class RunningCurvature(Shown):
             model = getattr(model, "_orig_mod", model)
             model = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         require_params(model, "model")
-        kept = {key: self.function.cache[key] for key in KEPT if key in self.function.cache}
-        self.function.moved(model, in_place=True)
-        self.function.cache.update(kept)
+        self.function.moved(model, in_place=True, plans=True)
 
     # -- keeping ---------------------------------------------------------------------------------
 

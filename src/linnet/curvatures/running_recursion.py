@@ -33,7 +33,6 @@ UNCOUNTED = (  # an error: what was wrong, expected, to do
     "at least one example that counts",
     "leave such batches out",
 )
-KEPT = ("plans", "plans by shape", "output shapes")  # what is known of the architecture, whatever the weights
 
 
 class RunningRecursion:
@@ -140,9 +139,8 @@ class RunningRecursion:
 
     def refresh(self, model: nn.Module | Mapping[str, Tensor]) -> None:
         """Take over the weights and buffers of a network that has been trained on."""
-        kept = {key: self.function.cache[key] for key in KEPT if key in self.function.cache}
-        self.function.moved(tensors_by_name(model) if isinstance(model, nn.Module) else model, in_place=True)
-        self.function.cache.update(kept)
+        tensors = tensors_by_name(model) if isinstance(model, nn.Module) else model
+        self.function.moved(tensors, in_place=True, plans=True)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All averages; copies."""

@@ -13,7 +13,6 @@ from linnet.curvatures.parts import Part
 from linnet.files import as_path, load_tensors
 from linnet.linalg.stored import from_tensors
 from linnet.tangent.functional import OutputAdapter
-from linnet.tangent.independence import PROBE
 from linnet.tangent.matching import given_network, matching_function, require_witness
 from linnet.tangent.modes import in_exact_mode
 
@@ -54,7 +53,7 @@ def load_curvature(directory: str | Path, model: nn.Module, output: OutputAdapte
     tensors, metadata = load_tensors(path, KIND)
     model = given_network(model)
     function = matching_function(model, metadata, output, path, _OTHER)
-    function.cache[PROBE] = require_witness(
+    function.cache.probe = require_witness(
         function.check_runs, tensors, metadata.get("witness"), path, _OTHER
     )
     parts = tuple(

@@ -43,11 +43,11 @@ def is_head(covariance: Curvature, x: Inputs, positions: bool = False) -> bool:
     if not plain or not known or layer.groups > 1 or layer.transposed:
         return False
     key = f"outputs of {layer.name}"
-    if key not in function.cache:
+    if key not in function.cache.others:
         few = take(x, slice(0, 1))
         capture(function, few, "sum")  # raises where the outputs of examples depend on each other
-        function.cache[key] = output_inputs(trace(function, few), layer.names) is not None
-    found: bool = function.cache[key]
+        function.cache.others[key] = output_inputs(trace(function, few), layer.names) is not None
+    found: bool = function.cache.others[key]
     return found
 
 

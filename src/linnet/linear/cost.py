@@ -13,12 +13,12 @@ NETWORK_PENALTY = 4.0  # a network's operations take about four times as long as
 
 def forward_operations(function: Functional, x: Inputs) -> float:
     """Operations of one example's forward pass; at least two for each weight."""
-    if "operations" not in function.cache:
+    if function.cache.operations is None:
         counter, one = FlopCounterMode(display=False), take(x, slice(0, 1))
         try:
             with counter:
                 function.check_runs(one)
         except ModelError:  # the counter's hooks fail in networks that differentiate themselves
             function.check_runs(one)
-        function.cache["operations"] = max(counter.get_total_flops(), 2 * function.space.dim)
-    return float(function.cache["operations"])
+        function.cache.operations = max(counter.get_total_flops(), 2 * function.space.dim)
+    return float(function.cache.operations)

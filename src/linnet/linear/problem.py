@@ -200,10 +200,10 @@ class _Whitened(nn.Module):
 
 def whitened(function: Functional) -> Functional:
     """The network f̃(x, w) = w ∘ f(x), whose Jacobian is J̃ = diag(w) J; made once."""
-    if "whitened" not in function.cache:
+    if "whitened" not in function.cache.others:
         names = [f"network.{name}" for name in function.names]
-        function.cache["whitened"] = Functional(_Whitened(function.model, function.output), names)
-    double: Functional = function.cache["whitened"]
+        function.cache.others["whitened"] = Functional(_Whitened(function.model, function.output), names)
+    double: Functional = function.cache.others["whitened"]
     return double
 
 

@@ -140,7 +140,7 @@ def _traced(function: Functional, x: Inputs) -> Trace:
 @in_exact_mode
 def proved_plan(function: Functional, x: Inputs, run: Trace) -> Plan:
     """The plan for a pass; on the first batch of its kind, what the rules give is held against autograd."""
-    proved: dict[object, int] = function.cache.setdefault("proved", {})
+    proved = function.cache.proved
     size = min(run.n, MOST)
     if proved.get(run.signature, 0) >= min(size, LARGE):
         return plan_for(function, run, x)
@@ -249,7 +249,7 @@ def hollow_capture(function: Functional, x: Inputs, cotangents: int) -> Captured
         outputs = inside.flat(inside.theta, x)
         rows = outputs.new_empty(len(outputs), cotangents, function.space.dim, device="meta")
         return Captured(len(outputs), outputs, [], function.theta, {"epsilon": rows}, cotangents)
-    first = not function.cache.get("plans")  # weighed, a pass of a few examples can be their probe itself
+    first = not function.cache.plans  # weighed, a pass of a few examples can be their probe itself
     found = planned(function, x, (weighed_trace if first else trace)(function, x))
 
     def hollow(shape: Sequence[int], like: Tensor) -> Tensor:

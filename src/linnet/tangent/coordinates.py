@@ -123,12 +123,11 @@ def moved_network(function: Functional) -> Functional | None:
     """The network inside coordinates, at the weights where it stands; ``None`` for any other network."""
     if not isinstance(function.model, Coordinates):
         return None
-    if "in coordinates" not in function.cache:
+    if function.cache.inside is None:
         network, names = function.model.network_in_place()
-        made = function.cache["in coordinates"] = Functional(network, names, function.output)
+        made = function.cache.inside = Functional(network, names, function.output)
         made.source = None if function.source is None else moved_network(function.source)
-    found: Functional = function.cache["in coordinates"]
-    return found
+    return function.cache.inside
 
 
 def pulled_parts(function: Functional, parts: Iterator[Captured]) -> Iterator[Captured]:

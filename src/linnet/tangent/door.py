@@ -369,7 +369,7 @@ def _known(network: Functional | nn.Module, what: Any, find: Callable[[], Any]) 
     """What is found out once about a network that does not change."""
     if not isinstance(network, Functional):
         return find()
-    kept = network.cache.setdefault("taken", {})
+    kept = network.cache.admitted
     if what not in kept:
         kept[what] = find()
     return kept[what]

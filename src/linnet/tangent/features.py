@@ -389,15 +389,15 @@ CANDIDATES = 32  # treatments that are weighed at most: each takes a moment on a
 
 
 @dataclass(frozen=True)
-class Fit:
-    """The fit of a treatment into the memory."""
+class Footprint:
+    """What a treatment takes."""
 
     peak: int  # bytes
     captured: int  # examples that are differentiated, each as often as it is
 
 
 def treatment_within(
-    found: Outline, budget: int, fit: Callable[[Features], Fit], least: int, symmetric: bool
+    found: Outline, budget: int, fit: Callable[[Features], Footprint], least: int, symmetric: bool
 ) -> Treatment:
     """The treatment with the fewest multiplications under a budget."""
     cheapest = found.treatment(found.cheapest)
@@ -414,12 +414,12 @@ def treatment_within(
     return treatment
 
 
-def _order(fit: Fit, work: float, budget: int) -> tuple[int, float]:
+def _order(fit: Footprint, work: float, budget: int) -> tuple[int, float]:
     """The order of treatments: bytes over the budget, then the work."""
     return max(0, fit.peak - budget), work
 
 
-def _work(found: Outline, factored: frozenset[str], fit: Fit, symmetric: bool) -> float:
+def _work(found: Outline, factored: frozenset[str], fit: Footprint, symmetric: bool) -> float:
     """Multiplications of products and captures; parameters without factors are the same in all treatments."""
     products = forming = 0.0
     for name, choice in found.choices.items():

@@ -36,14 +36,10 @@ from linnet.tangent.batch import (
     take,
     tensors_in,
 )
-from linnet.tangent.forward_mode import Params
+from linnet.tangent.forward_mode import JvpPath, Params
 from linnet.tangent.modes import alone, differentiable_kernels, has_recurrence, in_exact_mode
 from linnet.tangent.selection import Selector, masks_of, selected, set_masks
 
-# what a cache knows that other weights do not change
-STRUCTURAL = frozenset(
-    {"jvp", "folds", "operations", "inner layers", "keeps inputs", "independent", "own rows", "probe"}
-)
 # Set where a pass takes no derivative that could reach the inputs: they keep their strides.
 STRIDES_KEPT: ContextVar[bool] = ContextVar("strides kept", default=False)
 # What errors of a wrong shape, type or device say.
@@ -58,6 +54,49 @@ RUNNING = (
 OWN_SHAPE = "inputs of the network's own shape"  # what the error of such a network expects
 IDLE = "_linnet_idle"  # attribute of a network: a place in it that its outputs do not depend on
 OutputAdapter = str | Callable[[Any], Tensor] | None
+
+
+class Findings:
+    """What has been found out about a network, each once."""
+
+    def __init__(self) -> None:
+        # what other weights do not change
+        self.jvp: tuple[JvpPath, str] | None = None  # how J v is formed, and why not by forward mode
+        self.folds: dict[int, Any] | None = None  # normalizations that convolutions take in
+        self.operations: float | None = None  # of one example's forward pass
+        self.inner_layers: set[tuple[str, ...]] = set()  # whose result is not the output
+        self.keeps_inputs: bool | None = None  # whether no pass writes to its inputs
+        self.independent: dict[Any, int] = {}  # how far examples are, by kind of batch
+        self.own_rows: dict[Any, int] = {}  # whether gradients are their own, by shapes
+        self.probe: Inputs = None  # made-up inputs
+        # plans of derivatives, which few other weights change
+        self.plans: dict[Any, Any] = {}  # by kind of pass
+        self.plans_by_shape: dict[Any, Any] = {}
+        self.output_shapes: dict[Any, torch.Size] = {}
+        # what holds for these weights
+        self.proved: dict[Any, int] = {}  # on how many examples a plan was
+        self.kernels: dict[Any, Any] = {}  # what kernels could keep of examples
+        self.formed: set[str] = set()  # parameters that batches use differently
+        self.admitted: dict[Any, Any] = {}  # what is done with inputs
+        self.unused: tuple[str, ...] = ()  # parameters that the outputs do not depend on
+        self.one_function: bool | None = None  # whether it was compared with itself in training mode
+        self.channels_last: bool | None = None  # whether passes over images are faster so
+        self.inside: Functional | None = None  # the network inside coordinates
+        self.others: dict[Any, Any] = {}  # of packages above
+
+    def forget_derivatives(self) -> None:
+        """What was found on an example that has no derivative holds for no other."""
+        for found in (self.plans, self.plans_by_shape, self.proved):
+            found.clear()
+        self.jvp = None
+
+    def of_other_weights(self, folds: bool, plans: bool) -> Findings:
+        """What holds for other weights as well."""
+        kept = ["jvp", "operations", "inner_layers", "keeps_inputs", "independent", "own_rows", "probe"]
+        kept += ["folds"] * folds + ["plans", "plans_by_shape", "output_shapes"] * plans
+        found = Findings()
+        vars(found).update({name: getattr(self, name) for name in kept})
+        return found
 
 
 class Functional:
@@ -80,7 +119,7 @@ class Functional:
         self.known: Any = None  # what a fit remembers of its inputs, where this is the network of one
         self.pinned: Precision | None = None  # the types of numbers that a fit was made with
         self.padding = padding_rows(self.model, self.names)
-        self.cache: dict[Any, Any] = {}
+        self.cache = Findings()
         self._takes_targets = _takes_targets(model)
         self._masked: tuple[nn.Module, tuple[str, ...]] | None = None
         self._walked: tuple[nn.Module, dict[str, nn.Parameter], dict[str, tuple[str, ...]]] | None = None
@@ -93,7 +132,7 @@ class Functional:
         """The same function on a network of its own, with nothing remembered."""
         twin = copy.copy(self)
         with alone():
-            twin.model, twin.cache = copied(self.model), {}
+            twin.model, twin.cache = copied(self.model), Findings()
         return twin
 
     @property
@@ -115,7 +154,7 @@ class Functional:
         """The same network with its result turned into a tensor otherwise; weights are shared, not copied."""
         check_output(output)
         twin = copy.copy(self)
-        twin.output, twin.cache = output, {}
+        twin.output, twin.cache = output, Findings()
         return twin
 
     def in_float64(self) -> Functional:
@@ -130,7 +169,7 @@ class Functional:
 
     @in_exact_mode
     @torch.no_grad()
-    def moved(self, tensors: Mapping[str, Tensor], in_place: bool = False) -> Functional:
+    def moved(self, tensors: Mapping[str, Tensor], in_place: bool = False, plans: bool = False) -> Functional:
         """The same function with other weights; what is known of the network's structure stays known."""
         mine = tensors_by_name(self.model)
         given = {name: (mine[name], t.detach()) for name, t in tensors.items() if name in mine}
@@ -146,8 +185,7 @@ class Functional:
         same = all(torch.equal(given[name][0], given[name][1].to(given[name][0])) for name in fixed)
         twin = self if in_place else self.copy()
         # How J v is formed depends on the architecture; folds also hold the network's fixed tensors.
-        kept = STRUCTURAL if in_place and same else STRUCTURAL - {"folds"}
-        twin.cache = {key: value for key, value in self.cache.items() if key in kept}
+        twin.cache = self.cache.of_other_weights(in_place and same, plans)
         theirs = tensors_by_name(twin.model)
         for name, (_, new) in given.items():
             if name in self.names or not same:
@@ -184,14 +222,14 @@ class Functional:
             x = map_tensors(lambda t: t.to(self.dtype) if t.is_floating_point() else t, x)
         if not torch.compiler.is_compiling() and not STRIDES_KEPT.get():
             x = map_tensors(_in_order, x)
-        if self.cache.get("keeps inputs", False):
+        if self.cache.keeps_inputs:
             yield x
             return
         own = map_tensors(torch.clone, x)
         before = _versions(own)
         yield own
-        if before is not None:
-            self.cache.setdefault("keeps inputs", _versions(own) == before)
+        if before is not None and self.cache.keeps_inputs is None:
+            self.cache.keeps_inputs = _versions(own) == before
 
     def run(self, params: Params, x: Inputs) -> Tensor:
         """f(θ, x) on inputs that may be overwritten, (N, ...)."""
@@ -242,8 +280,7 @@ class Functional:
 
     def output_shape(self, x: Inputs) -> torch.Size:
         """The shape of the outputs of one example, remembered for every shape of inputs."""
-        shapes: dict[object, torch.Size] = self.cache.setdefault("output shapes", {})
-        key = example_shapes(x)
+        shapes, key = self.cache.output_shapes, example_shapes(x)
         if key not in shapes:
             shapes[key] = self.check_runs(take(x, slice(0, 1))).shape[1:]
         return shapes[key]

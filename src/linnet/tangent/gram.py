@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,7 +47,7 @@ from linnet.tangent.capture import capture_bytes, capture_parts_for_products, ho
 from linnet.tangent.capture import capture_for_products as capture  # gradients are only multiplied here
 from linnet.tangent.features import (
     Features,
-    Fit,
+    Footprint,
     Outline,
     Treatment,
     TreatmentChanged,
@@ -75,6 +77,7 @@ from linnet.tangent.tiles import (
 )
 from linnet.unfinished import keeper
 
+T = TypeVar("T")
 OUTPUTS = ("full", "trace", "diagonal", "sum")
 CAPTURE = 64  # examples differentiated at once, memory permitting; products of fewer are too small
 PRODUCT = 512  # rows (examples, for full kernels × outputs) on each side of one matrix product, at most
@@ -93,21 +96,6 @@ class GramPlan:
     cotangents: int  # K, all of them
 
     @property
-    def capture(self) -> int:
-        """Examples differentiated at once."""
-        return self.sizes.capture
-
-    @property
-    def hold(self) -> int:
-        """Examples whose features stay in memory."""
-        return self.sizes.hold
-
-    @property
-    def product(self) -> int:
-        """Examples on each side of a matrix product."""
-        return self.sizes.product
-
-    @property
     def parts(self) -> list[Range]:
         """The cotangents that are taken in one pass over the data after another; most often all in one."""
         return ranges(0, self.cotangents, self.template.k)
@@ -122,7 +110,7 @@ class GramTask:
     x2: Inputs | None  # examples of the columns, or ``None`` for the same
     form: Form  # which kernel
     # this part among those that make a file by themselves
-    part: Writer = Writer()  # noqa: RUF009
+    part: Writer = field(default_factory=Writer)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -152,17 +140,10 @@ def gram(
     progress: bool | None = None,
 ) -> Tensor:
     """K(x1, x2) of the tangent kernel."""
-    function = _summing(function, accumulate)
-    task = GramTask(function, x1, x2, form)
-    _check(task)
-    while True:
-        try:
-            with products_in(function.precision, function.device):
-                kernel = _compute(task, memory, file, progress)
-            assert kernel is not None
-            return kernel
-        except TreatmentChanged as change:  # a later batch uses a parameter differently: form its gradients
-            _form(function, change.name)
+    task = _task(function, x1, x2, form, accumulate)
+    kernel = _settled(task.function, lambda: _compute(task, memory, file, progress))
+    assert kernel is not None
+    return kernel
 
 
 @in_exact_mode
@@ -179,15 +160,9 @@ def gram_part(
 ) -> Tensor | None:
     """One of several parts of K(x1, x2), which write to one file and exchange nothing else."""
     checked_name(file)
-    function = _summing(function, accumulate)
-    task = GramTask(function, x1, x2, form, Writer(*part_of(part), array=True))
-    _check(task)
-    while True:
-        try:
-            with products_in(function.precision, function.device):
-                return _compute(task, memory, file, None)
-        except TreatmentChanged as change:
-            _form(function, change.name)
+    task = _task(function, x1, x2, form, accumulate)
+    task = replace(task, part=Writer(*part_of(part), array=True))
+    return _settled(task.function, lambda: _compute(task, memory, file, None))
 
 
 @in_exact_mode
@@ -195,51 +170,60 @@ def gram_and_own(
     function: Functional, x1: Inputs, x2: Inputs, memory: str | int | None = None
 ) -> tuple[Tensor, Tensor]:
     """The trace kernel K(x1, x2), and of every example of ``x1`` with itself, in the same passes, (N, M)."""
-    task = GramTask(function, x1, x2, "trace")
-    _check(task)
-    while True:
+    task = _task(function, x1, x2, "trace")
+
+    def both() -> tuple[Tensor, Tensor]:
         own = torch.zeros(task.sizes[0], dtype=torch.float64, device=function.device)
-        try:
-            with products_in(function.precision, function.device):
-                kernel = _compute(task, memory, None, None, own)
-            assert kernel is not None
-            require_finite_products(function, x1, own)
-            return kernel, own
-        except TreatmentChanged as change:
-            _form(function, change.name)
+        kernel = _compute(task, memory, None, None, own)
+        assert kernel is not None
+        return kernel, own
+
+    kernel, own = _settled(function, both)
+    require_finite_products(function, x1, own)
+    return kernel, own
 
 
 @in_exact_mode
 def own_kernels(function: Functional, x: Inputs, memory: str | int | None = None) -> Tensor:
     """K(x_i, x_i) of every example with itself; no other entry of the kernel is formed, (N, C, C)."""
-    task = GramTask(function, x, x, "full")
-    plan = plan_gram(task, memory, to_disk=True)  # the N × N result is never formed
-    require(_own_plan(task, plan), _ways(task, to_disk=True))
-    share, n, k = current(), task.sizes[0], plan.template.k
-    own, parts = share.part(n), [torch.empty(0, k, k, dtype=plan.dtype, device=function.device)]
-    change = None
-    try:
-        with products_in(function.precision, function.device):
-            for wanted in ranges(own.start, own.stop, plan.capture):
-                parts.append(own_tile(_features(task, plan, x, wanted, (0, k)), plan.dtype))
-    except TreatmentChanged as found:
-        change = found
-    try:
-        _tell(change, share)
-    except TreatmentChanged as found:
-        _form(function, found.name)
-        return own_kernels(function, x, memory)
-    every = all_rows(torch.cat([part.to(parts[-1].dtype) for part in parts]), n)
+    every = _settled(function, lambda: _own_tiles(GramTask(function, x, x, "full"), memory))
     require_finite_products(function, x, every)
     return every
 
 
-def _tell(change: TreatmentChanged | None, share: Share) -> None:
-    """Raise on all processes what one has found of the network."""
-    if share.world == 1:
-        names = [None if change is None else change.name]
-    else:
-        names = gathered(None if change is None else change.name)
+def _own_tiles(task: GramTask, memory: str | int | None) -> Tensor:
+    """The blocks of the diagonal alone, (N, C, C)."""
+    plan = plan_gram(task, memory, to_disk=True)  # the N × N result is never formed
+    require(_own_plan(task, plan), _remedies(task, to_disk=True))
+    share, n, k = current(), task.sizes[0], plan.template.k
+    own = share.part(n)
+    parts = [torch.empty(0, k, k, dtype=plan.dtype, device=task.function.device)]
+    with _found_by_all(share):
+        for wanted in ranges(own.start, own.stop, plan.sizes.capture):
+            parts.append(own_tile(_features(task, plan, task.x1, wanted, (0, k)), plan.dtype))
+    return all_rows(torch.cat([part.to(parts[-1].dtype) for part in parts]), n)
+
+
+def _settled(function: Functional, compute: Callable[[], T]) -> T:
+    """What is computed, once every parameter is treated as all batches use it."""
+    while True:
+        try:
+            with products_in(function.precision, function.device):
+                return compute()
+        except TreatmentChanged as change:  # a later batch uses it differently: its gradients are formed
+            function.cache.formed.add(change.name)
+            function.cache.kernels.clear()
+
+
+@contextmanager
+def _found_by_all(share: Share) -> Iterator[None]:
+    """What one process finds of the network is raised on all."""
+    change = None
+    try:
+        yield
+    except TreatmentChanged as found:
+        change = found.name
+    names = [change] if share.world == 1 else gathered(change)
     for name in names:
         if name is not None:
             raise TreatmentChanged(name)
@@ -248,7 +232,7 @@ def _tell(change: TreatmentChanged | None, share: Share) -> None:
 def _own_plan(task: GramTask, plan: GramPlan) -> Plan:
     """The memory of the blocks of the diagonal alone."""
     n, k, sizes = task.sizes[0], plan.template.k, dict(plan.memory.items)
-    held = plan.capture * -(-plan.template.nbytes // plan.template.n)
+    held = plan.sizes.capture * -(-plan.template.nbytes // plan.template.n)
     working = sizes["derivatives of one block"]
     items = (
         ("kernel", n * k * k * plan.dtype.itemsize),
@@ -256,12 +240,6 @@ def _own_plan(task: GramTask, plan: GramPlan) -> Plan:
         ("derivatives of one block", working),
     )
     return Plan(f"kernels of {n} examples with themselves", plan.memory.budget, items)
-
-
-def _form(function: Functional, name: str) -> None:
-    """From now on, form the gradients of a parameter that batches use differently."""
-    function.cache.setdefault("formed", set()).add(name)
-    function.cache.pop("gram", None)
 
 
 def _compute(
@@ -280,7 +258,7 @@ def _compute(
             discard(kept)
         return found
     plan = plan_gram(task, memory, to_disk=file is not None)
-    require(plan.memory, _ways(task, to_disk=file is not None))
+    require(plan.memory, _remedies(task, to_disk=file is not None))
     identity: dict[str, object] = {} if file is None else _identity(task)
     sizes = None if file is None else begun_sizes(file, identity, memory is None)
     if file is not None and current().world > 1:
@@ -338,17 +316,13 @@ def _run_blocks(
         held = _hold(task, plan, rows, out[0].outputs, share)
         if out[1] is not None:
             out[1][slice(*rows)] += own_traces(held).double()
-        change = None
-        try:
+        with _found_by_all(share):
             for _ in parts[share.rank]:
                 step = next(ticks)
                 look_around()
                 _run(step, held, task, plan, out[0])
                 if store is not None:
                     store.mark_done(step)
-        except TreatmentChanged as found:
-            change = found
-        _tell(change, share)
         del held  # the old block goes before the new one comes
     next(ticks, None)
     return shares
@@ -408,7 +382,7 @@ def _exchange(shares: list[list[Step]], result: Tensor, symmetric: bool, share: 
         mirrored.copy_(_transposed(view(step).clone()))
 
 
-def _ways(task: GramTask, to_disk: bool) -> dict[str, list[str]]:
+def _remedies(task: GramTask, to_disk: bool) -> dict[str, list[str]]:
     """Remedies for each item of a plan that is too large."""
     disk = [] if to_disk else ["keep it on disk with linnet.spectrum.gram(..., file='kernel.npy')"]
     trace = ['take form="trace"'] if task.form == "full" else []
@@ -436,7 +410,7 @@ def plan_gram(task: GramTask, memory: str | int | None = None, to_disk: bool = F
 
     def order(plan: GramPlan, parts: int) -> tuple[int, int]:
         """Bytes over the budget, then passes: every part of the outputs runs the network again."""
-        captured = captured_examples(n, m, symmetric, plan.hold)
+        captured = captured_examples(n, m, symmetric, plan.sizes.hold)
         return max(0, plan.memory.peak - budget), captured * (parts + k)
 
     found_order = order(best, 1)
@@ -458,10 +432,10 @@ def _planned(task: GramTask, found: _Probed, budget: int, to_disk: bool, outputs
             task, found, features if outputs == k else features.columns(0, outputs), budget, to_disk
         )
 
-    def fit(features: Features) -> Fit:
+    def fit(features: Features) -> Footprint:
         plan = sized(features)
-        captured = captured_examples(n, m, symmetric, plan.hold)
-        return Fit(plan.memory.peak, captured)
+        captured = captured_examples(n, m, symmetric, plan.sizes.hold)
+        return Footprint(plan.memory.peak, captured)
 
     treatment = treatment_within(found.outline, budget, fit, n if symmetric else n + m, symmetric)
     return replace(sized(found.outline.features(treatment)), treatment=treatment)
@@ -569,7 +543,7 @@ def _probe(task: GramTask) -> _Probed:
     n, m = task.sizes
     form = _form_of(task.x1)
     function = task.function
-    known = function.cache.setdefault("gram", {})
+    known: dict[Any, _Probed] = function.cache.kernels
     types = function.precision
     key = (form, task.form, n, m, types.capture)
     if key not in known:
@@ -578,13 +552,11 @@ def _probe(task: GramTask) -> _Probed:
                 function.check_runs(take(x, slice(0, 2)))
         k = 1 if task.form == "sum" else function.output_shape(task.x1).numel()
         hollow = hollow_capture(function, take(task.x1, slice(0, min(n, PROBES))), k)
-        formed = function.cache.get("formed", set())
         kept = types.kept(hollow.outputs.dtype)
-        found = outline(hollow, function.names, (n, m), task.form, formed, kept)
+        found = outline(hollow, function.names, (n, m), task.form, function.cache.formed, kept)
         inputs = capture_bytes(function, task.x1, 0)
         known[key] = _Probed(found, inputs, capture_bytes(function, task.x1, 1) - inputs)
-    probed: _Probed = known[key]
-    return probed
+    return known[key]
 
 
 @dataclass(frozen=True)
@@ -619,7 +591,7 @@ def _run(step: Step, held: Features, task: GramTask, plan: GramPlan, target: _Ta
     if step.columns is not None:
         x = task.x1 if task.x2 is None else task.x2
         features = _features(task, plan, x, step.columns, target.outputs)
-        for left in ranges(0, held.n, plan.product):
+        for left in ranges(0, held.n, plan.sizes.product):
             tile = kernel_tile(held.part(*left), features, task.form, plan.dtype)
             target.write(tile, step.rows[0] + left[0], step.columns[0], mirror=task.x2 is None)
 
@@ -628,15 +600,12 @@ def _hold(task: GramTask, plan: GramPlan, rows: Range, outputs: Range, share: Sh
     """Features of a range of x1, side by side; each process captures its share, and all exchange them."""
     n = rows[1] - rows[0]
     held = _room(plan, n, task.function.device, outputs)
-    own, change = share.part(n), None
-    try:
-        for start, stop in ranges(own.start, own.stop, plan.capture):
+    own = share.part(n)
+    with _found_by_all(share):
+        for start, stop in ranges(own.start, own.stop, plan.sizes.capture):
             look_around()
             wanted = rows[0] + start, rows[0] + stop
             _features(task, plan, task.x1, wanted, outputs, held.part(start, stop))
-    except TreatmentChanged as found:
-        change = found
-    _tell(change, share)
     if share.world > 1:
         every = [Share(rank, share.world).part(n) for rank in range(share.world)]
         all_filled([held.part(part.start, part.stop).tensors for part in every])
@@ -673,7 +642,7 @@ def _symmetric_tiles(step: Step, held: Features, task: GramTask, plan: GramPlan,
     offset = step.rows[0]
     left = (step.own[0] - offset, step.own[1] - offset)
     pairs = _on_diagonal(*left, max(1, SMALLEST_PRODUCT // _product_rows(task.form, held.k)))
-    pairs += [(left, right) for right in ranges(left[1], held.n, plan.product)]
+    pairs += [(left, right) for right in ranges(left[1], held.n, plan.sizes.product)]
     for rows, columns in pairs:
         tile = kernel_tile(held.part(*rows), held.part(*columns), task.form, plan.dtype)
         if rows == columns:
@@ -703,22 +672,15 @@ def _shape(n: int, m: int, c: int, form: Form) -> tuple[int, ...]:
     return (n, m, c) if form == "diagonal" else (n, m)
 
 
-def _summing(function: Functional, accumulate: str | None) -> Functional:
-    """The network with its sums over parameters in the type named by ``accumulate``."""
-    if accumulate is None:
-        return function
-    choice("accumulate", accumulate, ("float32", "float64"))
-    return function.under(replace(function.precision, sums=accumulate))
-
-
-def _check(task: GramTask) -> None:
-    """Raise on values that cannot work."""
-    if task.form not in OUTPUTS:
-        raise InputError(
-            f"form={task.form!r}",
-            expected=", ".join(map(repr, OUTPUTS)),
-            remedy='leave form= out for "full"',
-        )
+def _task(
+    function: Functional, x1: Inputs, x2: Inputs | None, form: Form, accumulate: str | None = None
+) -> GramTask:
+    """A kernel that can be computed; sums over parameters in the type named by ``accumulate``."""
+    choice("form", form, OUTPUTS)
+    if accumulate is not None:
+        choice("accumulate", accumulate, ("float32", "float64"))
+        function = function.under(replace(function.precision, sums=accumulate))
+    task = GramTask(function, x1, x2, form)
     for name, x in (("x1", task.x1), ("x2", task.x2)):
         if x is None:
             continue
@@ -727,6 +689,7 @@ def _check(task: GramTask) -> None:
         check_finite(x, name)
     if task.x2 is not None and _form_of(task.x1) != _form_of(task.x2):
         task.function.check_runs(take(task.x2, slice(0, 2)))
+    return task
 
 
 def _form_of(x: Inputs) -> tuple[Any, ...]:

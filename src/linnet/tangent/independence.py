@@ -38,10 +38,9 @@ from linnet.tangent.batch import (
     take,
 )
 from linnet.tangent.forward_mode import COARSE, ROUNDING, SWITCHING, Params, hand_over, sketch
-from linnet.tangent.functional import FAILURES, RUNNING, Functional, batch_statistics
+from linnet.tangent.functional import FAILURES, RUNNING, Findings, Functional, batch_statistics
 from linnet.tangent.modes import alone, in_exact_mode
 
-PROBE = "probe"  # what a cache calls made-up inputs of the network
 MOST = 32  # examples that are run twice: enough for every pattern of places that a program writes by hand
 
 OWN = "the outputs of an example depend on the other examples in its batch"
@@ -181,7 +180,7 @@ def require_independence(function: Functional, x: Inputs, kind: Any = None, seen
     if torch.compiler.is_compiling():
         return
     level = min(batch_size(x), 4) // 2  # 0 for one example, 1 for two or three, 2 for more
-    known: dict[Any, int] = function.cache.setdefault("independent", {})
+    known: dict[Any, int] = function.cache.independent
     shapes = example_shapes(x)
     key = shapes if kind is None else kind
     if known.get(key, -1) >= level:
@@ -190,8 +189,8 @@ def require_independence(function: Functional, x: Inputs, kind: Any = None, seen
     if found is not None:
         _refuse(function, found, x)
     known[key] = known[shapes] = level
-    if function.cache.get(PROBE) is None:
-        function.cache[PROBE] = made_up(x)
+    if function.cache.probe is None:
+        function.cache.probe = made_up(x)
 
 
 def _refuse(function: Functional, found: str, x: Inputs) -> NoReturn:
@@ -261,7 +260,7 @@ def require_own_rows(function: Functional, x: Inputs) -> None:
     """Raise if an example alone has another output or gradient than in its batch; without a plan."""
     require_independence(function, x)
     key, n = example_shapes(x), min(batch_size(x), 3)
-    known: dict[Any, int] = function.cache.setdefault("own rows", {})
+    known: dict[Any, int] = function.cache.own_rows
     if known.get(key, 0) >= n:
         return
     few = take(x, [i % n for i in range(3)])
@@ -279,8 +278,6 @@ def require_own_rows(function: Functional, x: Inputs) -> None:
     known[key] = n
 
 
-UNUSED = "unused"  # what a cache calls them
-ALIKE = "alike in both modes"  # and whether gradients were compared, or need not be
 REMEDY = (
     "compute the weight in every pass: merge_weights=False for loralib, model.unmerge_adapter() for peft, no "
     "cache in eval(); or leave these parameters out with params="
@@ -293,24 +290,25 @@ _SWITCHED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 @in_exact_mode
 def settle_unused(function: Functional, x: Inputs, names: Iterable[str]) -> None:
     """Warn once of selected parameters that no output depends on; raise if some do in training mode."""
-    found = set(names) - set(function.cache.setdefault(UNUSED, ()))
+    found = set(names) - set(function.cache.unused)
     if not found:
         return
     unused = tuple(name for name in function.names if name in found)
     moving = _in_training(function, take(x, slice(0, min(2, batch_size(x)))), unused)
     if moving:
         _refuse_mode(function, moving, "depends on {} in training mode alone")
-    function.cache[UNUSED] = (*function.cache[UNUSED], *unused)
+    function.cache.unused += unused
     warnings.warn(unused_remark(function), stacklevel=2)
 
 
 @in_exact_mode
 def require_one_function(function: Functional, x: Inputs) -> None:
     """Raise if training mode has other gradients than evaluation mode where outputs are the same."""
-    alike = _wrapped(function) or not any(map(_switches, function.model.modules()))
-    if function.cache.setdefault(ALIKE, alike):
+    if function.cache.one_function:
         return
-    function.cache[ALIKE] = True
+    function.cache.one_function = True
+    if _wrapped(function) or not any(map(_switches, function.model.modules())):
+        return
     one, found = take(x, slice(0, 1)), []
     for network in (_training_twin(function, ()), function):
         leaves = {name: t.requires_grad_() for name, t in network.theta.items()}
@@ -385,7 +383,7 @@ def _words(code: CodeType) -> Iterator[str]:
 
 def unused_remark(function: Functional) -> str:
     """A sentence on selected parameters that no output depends on, as far as passes have shown."""
-    unused = function.cache.get(UNUSED, ())
+    unused = function.cache.unused
     if not unused:
         return ""
     merged = any(getattr(module, "merged", False) is True for module in function.model.modules())
@@ -424,7 +422,7 @@ def _random_state_kept(function: Functional) -> AbstractContextManager[None]:
 def _training_twin(function: Functional, names: tuple[str, ...]) -> Functional:
     """The same function in training mode."""
     twin = copy.copy(function)
-    twin.cache, twin.model = {}, _training_copy(function.model, names)
+    twin.cache, twin.model = Findings(), _training_copy(function.model, names)
     return twin
 
 

@@ -263,23 +263,23 @@ def _marks(items: Any) -> list[int]:
 
 def jvp_path(function: Functional, x: Inputs) -> tuple[JvpPath, str]:
     """Which directional derivative works for this network; probed once, then remembered."""
-    if "jvp" not in function.cache:
-        probe = take(x, slice(0, min(2, batch_size(x))))
-        function.check_runs(probe)
-        if any(tied for _, tied in function.padding.values()):
-            reason = (
-                "an embedding with a padding row shares its table with another layer; using double-backward"
-            )
-            function.cache["jvp"] = "double-backward", reason
-        else:
-            with differentiable_kernels(function.recurrent):
-                at = function.theta
-                path = probe_jvp(lambda p: function(_padded(function, p, at), probe), at)
-            if path[0] == "rows":  # no way agrees with one that is not finite
-                refuse_derivative(function, probe)
-            function.cache["jvp"] = path
-    found: tuple[JvpPath, str] = function.cache["jvp"]
-    return found
+    if function.cache.jvp is None:
+        function.cache.jvp = _found_path(function, take(x, slice(0, min(2, batch_size(x)))))
+    return function.cache.jvp
+
+
+def _found_path(function: Functional, probe: Inputs) -> tuple[JvpPath, str]:
+    """The way that works on a few examples."""
+    function.check_runs(probe)
+    if any(tied for _, tied in function.padding.values()):
+        reason = "an embedding with a padding row shares its table with another layer; using double-backward"
+        return "double-backward", reason
+    with differentiable_kernels(function.recurrent):
+        at = function.theta
+        path, why = probe_jvp(lambda p: function(_padded(function, p, at), probe), at)
+    if path == "rows":  # no way agrees with one that is not finite
+        refuse_derivative(function, probe)
+    return path, why
 
 
 def _padded(function: Functional, params: Params, at: Params) -> Params:
@@ -322,7 +322,7 @@ def _jvp(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Te
             try:
                 return _jvp_folded(function, x, direction, folds)
             except Unfoldable:
-                function.cache["folds"] = {}
+                function.cache.folds = {}
         return _jvp_plain(function, x, direction)
 
 
@@ -337,14 +337,13 @@ def _folds(function: Functional, x: Inputs) -> dict[int, Normalization]:
     """Convolutions that take their normalization in; found and proved on two examples, then remembered."""
     if torch.compiler.is_compiling() or function.padding:
         return {}
-    if "folds" not in function.cache:
-        function.cache["folds"] = {}
+    if function.cache.folds is None:
+        function.cache.folds = {}
         probe = take(x, slice(0, min(2, batch_size(x))))
         folds = find_folds(function, probe)
         if folds and _proved(function, probe, folds):
-            function.cache["folds"] = folds
-    found: dict[int, Normalization] = function.cache["folds"]
-    return found
+            function.cache.folds = folds
+    return function.cache.folds
 
 
 @torch.no_grad()

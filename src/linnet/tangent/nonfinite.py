@@ -28,7 +28,6 @@ from linnet.tangent.gradients import batched_grad, random_cotangent, use_gradien
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.trace import trace
 
-FOUND = ("plans", "plans by shape", "proved", "jvp")  # what a cache knows of derivatives
 BLOCK = 64  # examples differentiated at once, in search of the one
 SMOOTH = (
     "add a small number where forward takes a root, a norm, a logarithm or a quotient of what can be 0, as "
@@ -59,13 +58,7 @@ def refuse_derivative(function: Functional, x: Inputs) -> None:
         i = _first(function, part)
         if i is None:
             continue
-        for key in (
-            "plans",
-            "plans by shape",
-            "proved",
-            "jvp",
-        ):  # what was found on this example holds for no other
-            function.cache.pop(key, None)
+        function.cache.forget_derivatives()
         layer = _layer(function, take(part, [i]))
         wide = _in_float64(function, take(part, [i]))
         raise NumericalError(

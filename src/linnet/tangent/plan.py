@@ -74,7 +74,7 @@ def plan_for(
     function: Functional, run: Trace, x: Inputs, renew: bool = False, turned: Tensor | None = None
 ) -> Plan:
     """The plan for passes like ``run``; made on first sight, then kept."""
-    plans: dict[Any, Plan] = function.cache.setdefault("plans", {})
+    plans: dict[Any, Plan] = function.cache.plans
     kind = run.signature
     seen = Seen(run.outputs.detach(), turned)
     require_independence(function, x, kind, seen)  # once more when the first larger batch comes
@@ -82,7 +82,7 @@ def plan_for(
         plans[kind] = _make_plan(function, run, x, None if renew else TRIES)
         settle_unused(function, x, _never_used(run, plans.values()))
         require_one_function(function, x)
-    plan = function.cache.setdefault("plans by shape", {})[example_shapes(x)] = plans[kind]
+    plan = function.cache.plans_by_shape[example_shapes(x)] = plans[kind]
     return plan
 
 
@@ -94,7 +94,7 @@ def _never_used(run: Trace, plans: Collection[Plan]) -> set[str]:
 
 def amend(function: Functional, run: Trace, x: Inputs, wrong: set[str]) -> Plan:
     """The plan with more parameters differentiated example by example."""
-    plans: dict[Any, Plan] = function.cache["plans"]
+    plans: dict[Any, Plan] = function.cache.plans
     old = plans[run.signature]
     reasons = dict.fromkeys(sorted(sharing(wrong, run.uses)), HIDDEN)
     unused = tuple(name for name in old.unused if name not in reasons)
@@ -104,7 +104,7 @@ def amend(function: Functional, run: Trace, x: Inputs, wrong: set[str]) -> Plan:
 
 def expected_plan(function: Functional, x: Inputs) -> Plan:
     """The plan of the last pass over examples of these shapes, for predictions of memory."""
-    known: Plan | None = function.cache.get("plans by shape", {}).get(example_shapes(x))
+    known: Plan | None = function.cache.plans_by_shape.get(example_shapes(x))
     if known is not None:
         return known
     few = take(x, slice(0, min(PROBES, batch_size(x))))

@@ -67,7 +67,7 @@ def trace(function: Functional, x: Inputs) -> Trace:
     with function.inputs(x) as own, torch.enable_grad(), first_order(), recorder:
         value = function.run(leaves, map_tensors(_as_data, own))
         outputs = value.reshape(value.shape[0], -1)
-    function.cache.setdefault("output shapes", {})[example_shapes(x)] = value.shape[1:]
+    function.cache.output_shapes[example_shapes(x)] = value.shape[1:]
     found = Trace(recorder.n, outputs, leaves, recorder.uses, recorder.unhandled, recorder.moved)
     if value.requires_grad:
         edge = get_gradient_edge(value)
@@ -296,9 +296,6 @@ def _with_keyword_defaults(composite: types.FunctionType, scope: dict[str, Any])
 _attention_body = _without_override_check(F.multi_head_attention_forward)
 
 
-KEY = "channels last"
-
-
 def channels_last(x: Tensor) -> Tensor:
     """Images with their channels last in memory, also where there is one; other tensors as they are."""
     if not _is_image(x):
@@ -316,7 +313,7 @@ def forward_trace(function: Functional, x: Inputs) -> Trace:
     try:
         return trace(function, map_tensors(channels_last, x))
     except RuntimeError:  # a view of what is no longer in one piece
-        function.cache[KEY] = False
+        function.cache.channels_last = False
     finally:
         STRIDES_KEPT.reset(kept)
     return trace(function, x)
@@ -326,10 +323,9 @@ def _helps(function: Functional, x: Inputs) -> bool:
     """Whether convolutions may see images, on a CPU."""
     if function.device.type != "cpu" or not any(map(_is_image, tensors_in(x))):
         return False
-    if KEY not in function.cache:
-        function.cache[KEY] = any(isinstance(module, nn.Conv2d) for module in function.model.modules())
-    found: bool = function.cache[KEY]
-    return found
+    if function.cache.channels_last is None:
+        function.cache.channels_last = any(isinstance(m, nn.Conv2d) for m in function.model.modules())
+    return function.cache.channels_last
 
 
 def _is_image(x: Tensor) -> bool:
