@@ -67,6 +67,7 @@ MAY_EXTEND_CONCRETE: dict[str, str] = {
 }
 # Dotted names of records with a wide constructor, each with its reason.
 MAY_BE_WIDE: dict[str, str] = {
+    "linnet.audit.mislabel.LabelErrors": "the columns of a table, and the numbers under it",
     "linnet.finetuning.recipes.Recipe": "the parts of a method that are changed one by one",
     "linnet.nested.rungs.Rung": "one column of a table each",
     "linnet.app.runs.folder.Origin": "the fields of a record on disk",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.audit import influence, label_errors, mislabeled, ridge_path
+from linnet.audit import influence, mislabeled, ridge_path
 from linnet.errors import DependencyError
 from linnet.frames import frame
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian
@@ -126,20 +126,6 @@ def test_influence_is_a_table_of_examples_and_predictions() -> None:
     assert "loss" not in influence(fitted("classes"), X[:3]).to_frame().columns
 
 
-def test_label_errors_are_a_table_in_the_order_of_the_data() -> None:
-    odds = torch.linspace(-8, 8, 40)[:, None]
-    labels = (odds[:, 0] > 0).long()
-    labels[38] = 0
-    errors = label_errors(odds, labels)
-    table = errors.to_frame()
-    assert len(errors.indices) >= 1
-    assert same(table, "wrong", errors.wrong)
-    assert same(table, "suggested", errors.suggested)
-    assert np.flatnonzero(np.asarray(table["doubted"])).tolist() == sorted(errors.indices.tolist())
-    assert repr(errors).startswith(f"LabelErrors(labels=40, look wrong={len(errors.indices)}, ")
-    assert f"example {int(errors.indices[0])}: " in errors._repr_html_()
-
-
 def test_a_ranking_of_labels_is_a_table_with_the_worst_first() -> None:
     found = mislabeled(fitted("classes"))
     table = found.to_frame()
@@ -148,6 +134,8 @@ def test_a_ranking_of_labels_is_a_table_with_the_worst_first() -> None:
     assert same(table, "score", found.scores[found.order])
     assert same(table, "left out", found.predicted[found.order])
     assert np.all(np.diff(np.asarray(table["score"])) <= 0)
+    assert same(table, "wrong", found.wrong[found.order])
+    assert "LabelErrors(examples=" in repr(found)
     assert "label" not in mislabeled(fitted("values")).to_frame().columns
 
 

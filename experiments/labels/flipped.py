@@ -4,7 +4,7 @@ A random network of one hidden layer is linearized and fitted in closed form to 
 which are flipped to another class. "Disagrees" doubts every label that is not the leave-one-out prediction;
 "confident learning" is the rule of Northcutt, Jiang and Chuang (JAIR 2021): the off-diagonal of the confident
 joint, with the mean leave-one-out probability of each class as its threshold; the last is
-``linnet.audit.label_errors``.
+``linnet.audit.mislabeled``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def compared(name: str, share: float, seed: int, count: int, data_dir: str | Non
     fit = linnet.fit(linnet.linearize(net), (x, labels), ridge="loo", solver="dual")
     outputs, temperature = fit.loo().double(), fit.point_temperature
     assert temperature is not None
-    found = linnet.audit.label_errors(outputs, labels)
+    found = linnet.audit.mislabeled(outputs, labels)
     doubted = torch.zeros_like(wrong)
     doubted[found.indices] = True
     rules = (outputs.argmax(1) != labels, confident_learning((outputs / temperature).softmax(1), labels))

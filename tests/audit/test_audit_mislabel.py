@@ -1,4 +1,4 @@
-"""DoubtedLabel labels: exact leave-one-out against brute force, and planted noise found."""
+"""Doubted labels: exact leave-one-out against brute force, and planted noise found."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_scores_are_those_of_retraining(solver: str) -> None:
 
 @pytest.mark.parametrize("score", ["margin", "residual", "self-influence"])
 def test_each_score_orders_by_itself(score: str) -> None:
-    found = audit.mislabeled(problem(n=9).fit(ridge=1.0), score)
+    found = audit.mislabeled(problem(n=9).fit(ridge=1.0), score=score)
     assert found.score == score
     wanted = {"residual": found.residual, "self-influence": found.self_influence}.get(score, found.scores)
     assert torch.equal(found.scores, wanted)
@@ -64,8 +64,8 @@ def test_regression_ranks_by_the_residual() -> None:
     assert int(found.order[0]) == 4
     assert found.predicted is None
     refused(InputError, found.flagged, "classes")
-    refused(InputError, lambda: audit.mislabeled(p.fit(ridge=0.5), "margin"), "margin")
-    refused(InputError, lambda: audit.mislabeled(p.fit(ridge=0.5), "loss"), "loss")
+    refused(InputError, lambda: audit.mislabeled(p.fit(ridge=0.5), score="margin"), "margin")
+    refused(InputError, lambda: audit.mislabeled(p.fit(ridge=0.5), score="loss"), "loss")
 
 
 def test_planted_noise_on_real_digits_is_found(data_file: Callable[[str], Path]) -> None:
@@ -89,3 +89,15 @@ def test_planted_noise_on_real_digits_is_found(data_file: Callable[[str], Path])
     # what is left of the residual after training misses wrong labels that were fitted
     training = (fit.targets - fit.predict(x[:130])).norm(dim=1)
     assert auroc(found.scores, wrong) >= auroc(training, wrong)
+
+
+def test_outputs_of_any_model_are_ranked_as_those_of_a_fit() -> None:
+    p = problem(n=9)
+    fit = p.fit(ridge=1.0)
+    own, found = audit.mislabeled(fit), audit.mislabeled(fit.loo(), p.y)
+    near(found.scores, own.scores, 1e-12)
+    assert torch.equal(found.order, own.order)
+    assert torch.equal(found.doubted(), own.doubted())
+    assert found.self_influence is None
+    refused(InputError, lambda: audit.mislabeled(fit.loo(), p.y, score="self-influence"), "self-influence")
+    refused(InputError, lambda: audit.mislabeled(fit, p.y), "labels")

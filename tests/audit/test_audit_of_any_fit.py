@@ -80,7 +80,7 @@ def test_influence_is_what_the_fit_without_the_example_says(kind: str) -> None:
 def test_the_wrong_label_leads_the_ranking(kind: str) -> None:
     fit, x, y, _, _ = fitted(kind)
     for score in ("auto", "margin", "residual"):
-        found = mislabeled(fit, score)
+        found = mislabeled(fit, score=score)
         assert int(found.order[0]) == 5, score
         assert torch.equal(found.labels, y)
     assert found.predicted is not None
@@ -89,7 +89,7 @@ def test_the_wrong_label_leads_the_ranking(kind: str) -> None:
     own = fit.predict(x[i : i + 1])
     without = fit.loo()[i] if isinstance(fit, SoftmaxFit) else fit.forget([i]).predict(x[i : i + 1])
     assert float(found.self_influence[i]) == pytest.approx(float((own - without).norm()), rel=1e-6)
-    assert found.errors is not None
+    assert found.indices is not None
 
 
 def test_what_these_fits_have_in_closed_form_takes_no_other_method() -> None:

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import linnet
-from linnet.audit.label_errors import GAIN, label_errors
-from linnet.audit.mislabel import labels_in_words
+from linnet.audit.mislabel import GAIN, labels_in_words, mislabeled
 from linnet.errors import InputError
 from tests.fitting.problems import problem, refused
 
@@ -29,7 +27,7 @@ def drawn(n: int, classes: int, rate: float, seed: int, sharp: float = 1.0) -> t
 @pytest.mark.parametrize(("classes", "rate"), [(2, 0.1), (3, 0.0), (4, 0.3)])
 def test_every_label_by_the_definition(classes: int, rate: float) -> None:
     outputs, labels, _ = drawn(60, classes, rate, seed=classes, sharp=3.0)
-    found = label_errors(outputs, labels)
+    found = mislabeled(outputs, labels)
     q = (outputs / found.temperature).softmax(1).tolist()
     y = labels.tolist()
     means = []
@@ -54,7 +52,7 @@ def test_every_label_by_the_definition(classes: int, rate: float) -> None:
 @pytest.mark.parametrize(("n", "lost"), [(300, 1e-3), (80, GAIN)])
 def test_temperature_and_rate_are_of_highest_likelihood(n: int, lost: float) -> None:
     outputs, labels, _ = drawn(n, 3, 0.15, seed=5)
-    found = label_errors(outputs, labels)
+    found = mislabeled(outputs, labels)
     assert (found.rate == 0) == (lost == GAIN)  # of 80 labels, hard examples explain these as well
 
     def likelihood(t: float, rate: float) -> float:
@@ -73,7 +71,7 @@ def test_right_labels_look_wrong_as_often_as_expected(classes: int, sharp: float
     right, expected, seen, recall = [], [], [], []
     for seed in range(15):
         outputs, labels, wrong = drawn(120, classes, rate, seed, sharp)
-        found = label_errors(outputs, labels)
+        found = mislabeled(outputs, labels)
         right.append(float((~wrong[found.indices]).sum()))
         expected.append(found.expected)
         seen.append(float(wrong[found.indices].sum() / wrong.sum().clamp_min(1)))
@@ -86,11 +84,11 @@ def test_right_labels_look_wrong_as_often_as_expected(classes: int, sharp: float
 
 def test_what_cannot_be_seen_is_said() -> None:
     hard, sure = (drawn(100, 4, 0.1, 1, sharp) for sharp in (0.5, 30.0))
-    found = label_errors(*hard[:2])
+    found = mislabeled(*hard[:2])
     assert found.recall < 0.2
     assert str(int((hard[0].argmax(1) != hard[1]).sum())) in found.limits
-    assert label_errors(*sure[:2]).limits == ""
-    assert label_errors(*sure[:2]).recall > 0.5
+    assert mislabeled(*sure[:2]).limits == ""
+    assert mislabeled(*sure[:2]).recall > 0.5
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -99,7 +97,7 @@ def test_outputs_that_say_nothing_doubt_no_label(seed: int) -> None:
     labels = labels[torch.randperm(80, generator=torch.Generator().manual_seed(seed))]
     against = outputs - 3 * torch.nn.functional.one_hot(labels, 5)  # as leaving out makes a class rarer
     for nothing in (outputs, against, torch.zeros(80, 5)):
-        found = label_errors(nothing, labels)
+        found = mislabeled(nothing, labels)
         assert not len(found.indices)
         assert found.rate == 0
         assert found.expected < 4
@@ -109,7 +107,7 @@ def test_outputs_that_say_nothing_doubt_no_label(seed: int) -> None:
 @pytest.mark.parametrize("rate", [0.0, 0.2])
 def test_hard_examples_are_told_from_wrong_labels(rate: float) -> None:
     outputs, labels, wrong = drawn(1500, 4, rate, seed=1, sharp=2.0)
-    found = label_errors(outputs, labels)
+    found = mislabeled(outputs, labels)
     assert found.rate == pytest.approx(rate, abs=0.03)
     disagree = int((outputs.argmax(1) != labels).sum())
     if rate:
@@ -128,26 +126,24 @@ def test_hard_examples_are_told_from_wrong_labels(rate: float) -> None:
 def test_one_output_is_the_log_odds_of_the_second_class() -> None:
     outputs, labels, _ = drawn(100, 2, 0.1, seed=2, sharp=2.0)
     odds = outputs[:, 1:] - outputs[:, :1]
-    wide = label_errors(torch.cat([-odds / 2, odds / 2], 1), labels)
-    narrow = label_errors(odds, labels)
+    wide = mislabeled(torch.cat([-odds / 2, odds / 2], 1), labels)
+    narrow = mislabeled(odds, labels)
     assert narrow.rate == pytest.approx(wide.rate, abs=0.02)
     assert torch.equal(narrow.suggested, wide.suggested)
 
 
 def test_a_fit_says_it_in_words() -> None:
     p = problem(n=12)
-    found = linnet.audit.mislabeled(p.fit(ridge=1.0))
-    assert found.errors is not None
-    assert (
-        set(found.doubted().tolist()) == set(found.errors.indices.tolist()) <= set(found.flagged().tolist())
-    )
-    told = labels_in_words(len(found.doubted()), 12, found.errors.expected, found.errors.limits)
+    found = mislabeled(p.fit(ridge=1.0))
+    assert found.indices is not None
+    assert set(found.doubted().tolist()) == set(found.indices.tolist()) <= set(found.flagged().tolist())
+    told = labels_in_words(len(found.doubted()), 12, found.expected, found.limits)
     assert str(found) == told
     assert labels_in_words(1, 9, 0.1) == "1 of 9 training labels looks wrong (none expected by chance)"
-    regression = linnet.audit.mislabeled(problem(n=6, outputs=1, classes=False).fit(ridge=1.0))
+    regression = mislabeled(problem(n=6, outputs=1, classes=False).fit(ridge=1.0))
     refused(InputError, regression.doubted, "classes")
     assert str(regression) == "6 training targets, ranked by residual"
 
 
 def test_labels_must_go_with_the_outputs() -> None:
-    refused(InputError, lambda: label_errors(torch.zeros(3, 2), torch.zeros(2)), "labels")
+    refused(InputError, lambda: mislabeled(torch.zeros(3, 2), torch.zeros(2)), "labels")

@@ -190,7 +190,7 @@ OF_CALL: dict[str, str] = {
     "NestedFit.calibrate(temperature)": "positive or none",
     "NestedFit.calibrate(point_temperature)": "positive or none",
     "NestedFit.calibrate(noise)": "positive or none",
-    "audit.label_errors(outputs)": "scores",
+    "audit.mislabeled(fit)": "scores",
     "Linearized.base(x)": "kept inputs",
     "Linearized.jvp(v)": "tangents",
     "Linearized.relinearize(at)": "weights by name",

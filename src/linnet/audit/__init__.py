@@ -12,9 +12,8 @@ from linnet.audit.fairness import GroupMeans, group_means
 from linnet.audit.forgetting import ForgettingCertificate, forgetting_certificate
 from linnet.audit.gradient_store import GradientStore, TopExamples
 from linnet.audit.influence import Influence, influence, weight_changes
-from linnet.audit.label_errors import LabelErrors, label_errors
 from linnet.audit.loss_influence import loss_influence
-from linnet.audit.mislabel import LabelRanking, mislabeled
+from linnet.audit.mislabel import mislabeled
 from linnet.audit.private_release import PrivacyCertificate, Release, release
 from linnet.audit.selection import Selection, select
 from linnet.audit.sketch import SketchError, sketch_error
@@ -31,9 +30,6 @@ __all__ = [
     "GradientStore",
     "TopExamples",
     "mislabeled",
-    "label_errors",
-    "LabelErrors",
-    "LabelRanking",
     "sketch_error",
     "SketchError",
     "summarize",

@@ -1,4 +1,4 @@
-"""Label error detection by leave-one-out predictions.
+"""Wrong labels among training data, with the number that would look wrong by chance.
 
 The leave-one-out residual eᵢ = tᵢ − f₋ᵢ(xᵢ) is the training residual plus the self-influence,
 
@@ -6,122 +6,158 @@ The leave-one-out residual eᵢ = tᵢ − f₋ᵢ(xᵢ) is the training residua
 
 so that it sees a wrong label that was fitted as well as one that was not. All of it is exact and trains
 nothing; a head that was fitted on the same labels hides some, which cross-fitted heads undo.
+
+The leave-one-out error rate says how often examples are hard, not how often labels are wrong. Let qᵢ be the
+softmax of the leave-one-out outputs of example i at temperature T, and let a label be wrong with probability
+η, and then be any other class alike:
+
+    p(yᵢ) = (1 − η) qᵢ(yᵢ) + η (1 − qᵢ(yᵢ))/(C − 1)
+
+T and η are those of highest likelihood. Hard examples ask for a higher T, wrong labels of easy examples for
+a higher η; near chance the two cannot be told apart. There, where the outputs agree with less of the labels
+than halfway from chance to all, η is 0 unless a likelihood-ratio test says that wrong labels are needed. A
+label is doubted where it is likelier wrong than right, and where another class is the likeliest of those that
+reach the probability that they have on average among the examples labeled so (the confident joint of
+confident learning).
+
+How many right labels are doubted, and how many wrong ones are found, is counted in sets of labels drawn from
+the fitted model, with T and η fitted to each set again (parametric bootstrap): under the T and η that were
+fitted to them, the labels look more likely than they are.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from linnet.audit.label_errors import LabelErrors, label_errors
 from linnet.audit.predictors import check_fitted
 from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted, SquaredFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.frames import frame
+from linnet.linalg.host import searched
+from linnet.params import choice, refuse, tensor
+from linnet.predictive.temperature import probabilities
 from linnet.shown import Record
 from linnet.tangent.modes import in_exact_mode
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-TOLD = 6  # examples that are named where the result is shown
+HALVINGS = 20  # of the range of η, which is then known to 10⁻⁶
+GOLDEN = 14  # sections of the range of log T, which is then known to 10⁻³
+DRAWN = 4_000  # labels that are drawn, in 2 to 20 sets: the more labels a set has, the less sets differ
+FLIPS = 0.05  # of labels that are wrong where it is asked how many would be found, if not more are
+TOLD = 6  # labels that are named where the result is shown
+EVEN = 0.5  # probability of being wrong from which a label is doubted; and η is at most that
+# Gain in log likelihood that wrong labels must bring near chance: half the 90 % point of χ² with one degree
+# of freedom, exceeded in 5 % of cases where η = 0, the end of its range, is true (Self and Liang, JASA 1987)
+GAIN = 1.353
 SCORES = ("auto", "margin", "residual", "self-influence")
 
 
-@dataclass(frozen=True, repr=False)
-class LabelRanking(Record):
-    """Training examples in the order in which their labels should be looked at.
+@dataclass(frozen=True, eq=False, repr=False)
+class LabelErrors(Record):
+    """Training examples by how suspect their labels are, and which look wrong; ``mislabeled`` makes it."""
 
-    Args:
-        order: Positions, most suspect first, (N,).
-        scores: Suspicion of each training example, larger is worse, (N,).
-        labels: Classes as given, (N,); ``None`` for regression.
-        predicted: Classes by the fit without the example, (N,); ``None`` for regression.
-        residual: ‖tᵢ − f₋ᵢ(xᵢ)‖, (N,); of probabilities under the cross-entropy.
-        self_influence: ‖f(xᵢ) − f₋ᵢ(xᵢ)‖, (N,).
-        score: Which score it is.
-        errors: Which labels look wrong, and how many would by chance; ``None`` for regression.
-
-    Example:
-        >>> import linnet
-        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-        >>> x, y = torch.randn(8, 2), torch.arange(8) % 2
-        >>> fit = linnet.fit(linnet.linearize(net), (x, y))
-        >>> linnet.audit.mislabeled(fit).order.shape
-        torch.Size([8])
-    """
-
-    order: Tensor
-    scores: Tensor
-    labels: Tensor | None
-    predicted: Tensor | None
-    residual: Tensor
-    self_influence: Tensor
-    score: str
-    errors: LabelErrors | None = None
+    score: str  # which score it is
+    scores: Tensor  # suspicion of each training example, larger is worse, (N,)
+    residual: Tensor  # ‖tᵢ − f₋ᵢ(xᵢ)‖, (N,); of probabilities for outputs and under the cross-entropy
+    self_influence: Tensor | None  # ‖f(xᵢ) − f₋ᵢ(xᵢ)‖, (N,); None for outputs without a fit
+    labels: Tensor | None = None  # classes as given, (N,); None for a regression, as what follows
+    predicted: Tensor | None = None  # classes without the example, (N,)
+    wrong: Tensor | None = None  # probability that each label is wrong, (N,)
+    suggested: Tensor | None = None  # the likeliest class that reaches its threshold, -1 where none, (N,)
+    indices: Tensor | None = None  # positions of the labels that look wrong, likeliest first, (K,)
+    rate: float = math.nan  # η, the share of wrong labels of highest likelihood; 0 where not significant
+    temperature: float = math.nan  # T of the same
+    expected: float = math.nan  # how many right labels look wrong by chance
+    recall: float = math.nan  # share of wrong labels that would be found, if 5 % were wrong, or η of them
 
     def __len__(self) -> int:
         """N."""
-        return len(self.order)
+        return len(self.scores)
+
+    @property
+    def order(self) -> Tensor:
+        """Positions, most suspect first, (N,)."""
+        return self.scores.argsort(descending=True, stable=True)
 
     def flagged(self) -> Tensor:
-        """Positions whose class is not the one that the others predict, most suspect first; classes alone.
-
-        They are as many as leave-one-out errors, right labels of hard examples among them; ``doubted`` leaves
-        those out.
-
-        Returns:
-            Positions, (K,).
-        """
-        if self.labels is None or self.predicted is None:
-            _refuse_regression()
-        return self.order[(self.labels != self.predicted)[self.order]]
+        """Positions (K,) whose class is not the one that the others predict, most suspect first."""
+        # as many as leave-one-out errors, right labels of hard examples among them; doubted leaves those out
+        return self.order[(self._known(self.labels) != self._known(self.predicted))[self.order]]
 
     def doubted(self) -> Tensor:
-        """Positions (K,) of labels that are likelier wrong than right, most suspect first; classes alone."""
-        if self.errors is None:
-            _refuse_regression()
+        """Positions (K,) of labels that are likelier wrong than right, most suspect first."""
         doubted = torch.zeros_like(self.order, dtype=torch.bool)
-        doubted[self.errors.indices] = True
+        doubted[self._known(self.indices)] = True
         return self.order[doubted[self.order]]
 
+    @property
+    def limits(self) -> str:
+        """What cannot be seen, as a clause; empty where most wrong labels would be found."""
+        if self.labels is None or self.recall >= EVEN:
+            return ""
+        contradicted = int((self._known(self.predicted) != self.labels).sum())
+        accuracy = 100 * (1 - contradicted / len(self))
+        share = "hardly any" if self.recall < FLIPS else f"about {100 * self.recall:.0f} % of"
+        return (
+            f"at {accuracy:.0f} % leave-one-out accuracy {share} wrong labels can be told from hard samples: "
+            f"the {contradicted} that leave-one-out contradicts are worth a look"
+        )
+
     def to_frame(self) -> DataFrame:
-        """A pandas table, one row a training example, most suspect first.
-
-        Returns:
-            The score, the two parts that it is made of, and for classes the label, the class by the fit
-            without the example, and the probability that the label is wrong.
-
-        Raises:
-            DependencyError: If pandas is missing.
-        """
+        """A pandas table, one row a training example, most suspect first."""
         columns = {
-            "example": torch.arange(len(self), device=self.order.device),
+            "example": torch.arange(len(self), device=self.scores.device),
             "score": self.scores,
             "residual": self.residual,
             "self influence": self.self_influence,
             "label": self.labels,
             "left out": self.predicted,
-            "wrong": None if self.errors is None else self.errors.wrong,
+            "wrong": self.wrong,
         }
         at = self.order.cpu()
         return frame({name: None if value is None else value.cpu()[at] for name, value in columns.items()})
 
     def _shown(self) -> dict[str, Any]:
         known = {"examples": len(self), "score": self.score, "most suspect": self.order[:TOLD]}
-        found = {} if self.errors is None else self.errors._shown()
-        return known | {name: value for name, value in found.items() if name != "labels"}
+        if self.indices is None:
+            return known
+        wrong, suggested = self._known(self.wrong), self._known(self.suggested)
+        return {
+            **known,
+            "look wrong": len(self.indices),
+            "right ones among them by chance": self.expected,
+            "share of wrong labels that would be found": self.recall,
+            "share of wrong labels": self.rate,
+            "likeliest wrong": {
+                f"example {i}": f"{float(wrong[i]):.3f}, rather class {int(suggested[i])}"
+                for i in self.indices[:TOLD].tolist()
+            },
+        }
 
     def __str__(self) -> str:
         """The number of labels that look wrong, in words."""
-        if self.errors is None:
+        if self.indices is None:
             return f"{len(self)} training targets, ranked by {self.score}"
-        found = self.errors
-        return labels_in_words(len(found.indices), len(self), found.expected, found.limits)
+        return labels_in_words(len(self.indices), len(self), self.expected, self.limits)
+
+    @staticmethod
+    def _known(column: Tensor | None) -> Tensor:
+        """A column of classes."""
+        if column is None:
+            raise InputError(
+                "targets of a regression have no classes",
+                expected="a fit of integer classes",
+                remedy="take the first of .order",
+            )
+        return column
 
 
 def labels_in_words(doubted: int, count: int, expected: float, limits: str = "") -> str:
@@ -132,34 +168,33 @@ def labels_in_words(doubted: int, count: int, expected: float, limits: str = "")
     return f"{text}; {limits}" if limits else text
 
 
-def _refuse_regression() -> NoReturn:
-    """Raise the error of asking a regression for classes."""
-    raise InputError(
-        "targets of a regression have no classes",
-        expected="a fit of integer classes",
-        remedy="take the first of .order",
-    )
-
-
 @in_exact_mode
 @torch.no_grad()
-def mislabeled(fit: Fitted, score: str = "auto") -> LabelRanking:
-    """Rank training examples by how much the fit without them contradicts their labels.
+def mislabeled(fit: Fitted | Tensor, labels: Tensor | None = None, *, score: str = "auto") -> LabelErrors:
+    """Rank training examples by how much what the others say contradicts their labels, and doubt some.
 
     Args:
-        fit: A fit of ``linnet.adapt`` or ``linnet.fit``, of either loss.
+        fit: A fit of ``linnet.adapt`` or ``linnet.fit``, of either loss; or, of any other model, outputs
+            (N, C) that were left out or cross-validated, or (N, 1) for log odds of the second class.
+        labels: Classes (N,) to go with outputs; a fit has its own.
         score: ``"margin"``, the largest leave-one-out output of another class less that of the given one;
-            ``"residual"``, ‖tᵢ − f₋ᵢ(xᵢ)‖; ``"self-influence"``, ‖f(xᵢ) − f₋ᵢ(xᵢ)‖. ``"auto"`` is the margin
-            for classes and the residual for regression.
+            ``"residual"``, ‖tᵢ − f₋ᵢ(xᵢ)‖; ``"self-influence"``, ‖f(xᵢ) − f₋ᵢ(xᵢ)‖, of fits. ``"auto"`` is
+            the margin for classes and the residual for regression.
 
     Returns:
-        The ranking.
+        The ranking: ``order`` and ``scores`` (N,), and their parts ``residual`` and ``self_influence`` (N,).
+        Of classes also ``doubted()``, the positions (K,) of labels that are likelier wrong than right, of
+        which ``expected`` would be there by chance, and ``flagged()``, all that leave-one-out contradicts; by
+        label ``predicted``, ``suggested`` and ``wrong``, the probability that it is wrong, (N,). In words by
+        ``print``, as a table by ``to_frame()``.
 
     Raises:
-        InputError: If the score is none of these, or the margin is asked of a regression.
+        InputError: If the score is none of these, the margin is asked of a regression, outputs are not
+            finite, or labels are no classes, or not as many as outputs.
 
     Source:
-        Achille et al., CVPR 2021, appendix A.3, at the example itself.
+        Achille et al., CVPR 2021, appendix A.3, at the example itself; Northcutt, Jiang and Chuang, JAIR 2021
+        (class thresholds).
 
     Example:
         >>> import linnet
@@ -169,8 +204,20 @@ def mislabeled(fit: Fitted, score: str = "auto") -> LabelRanking:
         >>> y[2] = 1  # wrong
         >>> mislabeled(linnet.fit(linnet.linearize(net), (x, y), ridge=0.1)).order[:1]
         tensor([2])
+        >>> odds, labels = torch.linspace(-8, 8, 40)[:, None], torch.arange(40) >= 20
+        >>> labels[38] = False
+        >>> mislabeled(odds, labels.long()).doubted()
+        tensor([38])
     """
+    choice("score", score, SCORES)
+    if isinstance(fit, Tensor):
+        outputs, labels = _checked(fit, labels)
+        loo = _both(outputs, torch.zeros_like(outputs))
+        residual = torch.nn.functional.one_hot(labels, loo.shape[1]) - loo.softmax(1)
+        return _judged(outputs, loo, labels, residual.norm(dim=1), None, score)
     fit = check_fitted(fit)
+    if labels is not None:
+        raise InputError("labels= with a fit", expected="those of the fit", remedy="leave labels= out")
     if isinstance(fit, SquaredFit):
         loo, solved = fit._left_out().double(), fit._solved
         residual = fit.targets.to(loo) - loo
@@ -182,18 +229,31 @@ def mislabeled(fit: Fitted, score: str = "auto") -> LabelRanking:
         loo = _both(odds, torch.zeros_like(odds))
         residual = _both(targets, 1 - targets).to(loo) - loo.softmax(1)
         own = fit.system.outputs - fit.system.loo_outputs()
-    chosen = _score(fit.labels, loo.shape[1], score)
-    size, change = residual.norm(dim=1), own.double().norm(dim=1)
-    labels = fit.labels
-    predicted = None if labels is None else loo.argmax(1)
+    return _judged(loo, loo, fit.labels, residual.norm(dim=1), own.double().norm(dim=1), score)
+
+
+def _judged(
+    outputs: Tensor, loo: Tensor, labels: Tensor | None, residual: Tensor, own: Tensor | None, score: str
+) -> LabelErrors:
+    """The ranking by a score, and for classes the labels that look wrong."""
+    classes = labels is not None and loo.shape[1] > 1
+    chosen = ("margin" if classes else "residual") if score == "auto" else score
+    if chosen == "margin" and not classes:
+        raise InputError(
+            'score="margin" of a regression',
+            expected="a fit of integer classes",
+            remedy='pass score="residual"',
+        )
+    if chosen == "self-influence" and own is None:
+        raise InputError('score="self-influence" of outputs', expected="a fit", remedy='pass score="margin"')
     if chosen == "margin":
         assert labels is not None
         scores = _margin(loo, labels)
     else:
-        scores = size if chosen == "residual" else change
-    order = scores.argsort(descending=True, stable=True)
-    errors = None if labels is None else label_errors(loo, labels)
-    return LabelRanking(order, scores, labels, predicted, size, change, chosen, errors)
+        scores = own if chosen == "self-influence" and own is not None else residual
+    if labels is None:
+        return LabelErrors(chosen, scores, residual, own)
+    return LabelErrors(chosen, scores, residual, own, labels, loo.argmax(1), **_doubts(outputs, labels))
 
 
 def _margin(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -208,19 +268,125 @@ def _both(second: Tensor, first: Tensor) -> Tensor:
     return second if second.shape[1] > 1 else torch.cat([first, second], 1)
 
 
-def _score(labels: Tensor | None, outputs: int, score: str) -> str:
-    """The score that is used."""
-    classes = labels is not None and outputs > 1
-    if score not in SCORES:
+def _checked(outputs: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Outputs (N, C) in float64, and a class for each, (N,)."""
+    outputs = tensor("outputs", outputs, "held-out outputs (N, C)").detach().double()
+    if not bool(outputs.isfinite().all()):
+        refuse("outputs", outputs, "finite numbers", "look for divergence of the training")
+    given = tensor("labels", labels, "classes (N,)", "pass those that go with the outputs").to(outputs.device)
+    classes = given.long()
+    if outputs.ndim != 2 or classes.shape != outputs.shape[:1] or not len(classes):
         raise InputError(
-            f"score={score!r}",
-            expected=", ".join(f'"{name}"' for name in SCORES),
-            remedy='leave score= out for "auto"',
+            f"outputs has shape {tuple(outputs.shape)} and labels {tuple(classes.shape)}",
+            expected="outputs (N, C) and one class for each example, (N,)",
+            remedy="pass fit.loo() and fit.labels",
         )
-    if score == "margin" and not classes:
-        raise InputError(
-            'score="margin" of a regression',
-            expected="a fit of integer classes",
-            remedy='pass score="residual"',
-        )
-    return ("margin" if classes else "residual") if score == "auto" else score
+    count = max(2, outputs.shape[1])
+    if not bool(((given == classes) & (classes >= 0) & (classes < count)).all()):
+        refuse("labels", given, f"whole numbers from 0 to {count - 1}", "pass fit.labels")
+    return outputs, classes
+
+
+def _doubts(outputs: Tensor, labels: Tensor) -> dict[str, Any]:
+    """The labels that held-out outputs contradict more than the difficulty of the examples explains."""
+    place = labels.device
+    outputs, labels = searched(outputs, labels)
+    found = _Fitted.of(outputs, labels[None])
+    suggested, wrong, doubted = (one[0] for one in found.doubts(labels[None]))
+    order = wrong.argsort(descending=True, stable=True)
+    t, rate = float(found.temperature[0]), float(found.rate[0])
+    expected, recall = _simulated(outputs, t, rate)
+    rest = _simulated(outputs, t, FLIPS) if rate < FLIPS else (expected, recall)
+    columns = {"wrong": wrong, "suggested": suggested, "indices": order[doubted[order]]}
+    numbers = {"rate": rate, "temperature": t, "expected": expected, "recall": rest[1]}
+    return {name: column.to(place) for name, column in columns.items()} | numbers
+
+
+@dataclass(frozen=True, eq=False)
+class _Fitted:
+    """T and η of highest likelihood for each of several sets of labels of the same outputs."""
+
+    loss: Tensor  # negative log likelihood, (B,)
+    temperature: Tensor  # T, (B,)
+    rate: Tensor  # η, (B,)
+    q: Tensor  # softmax of the outputs at T, (B, N, C)
+
+    @classmethod
+    def of(cls, outputs: Tensor, labels: Tensor) -> _Fitted:
+        """With wrong labels, but near chance only where they are significant; labels (B, N)."""
+        wrong, right = _best(outputs, labels, True), _best(outputs, labels, False)
+        predicted = probabilities(outputs, None, 1.0)
+        agreed = (predicted.argmax(1) == labels).double().mean(1)
+        sure = (agreed >= (1 + 1 / predicted.shape[1]) / 2) | (right.loss - wrong.loss > GAIN)
+        pairs = ((vars(wrong)[name], vars(right)[name]) for name in vars(wrong))
+        return cls(*(torch.where(sure.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs))
+
+    def doubts(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The class that each label rather is, the probability that it is wrong, whether it is doubted."""
+        known = torch.nn.functional.one_hot(labels, self.q.shape[2]).to(self.q)
+        thresholds = (self.q * known).sum(1) / known.sum(1)
+        thresholds[known.sum(1) == 0] = math.inf
+        best = torch.where(self.q >= thresholds[:, None], self.q, -1.0).max(2)
+        suggested = torch.where(best.values >= 0, best.indices, -1)
+        own, away = _own_and_away(self.q, labels)
+        wrong = self.rate[:, None] * away / _mixed(own, away, self.rate).clamp_min(1e-300)
+        return suggested, wrong, (suggested >= 0) & (suggested != labels) & (wrong > EVEN)
+
+
+def _simulated(outputs: Tensor, t: float, rate: float) -> tuple[float, float]:
+    """How many right labels are doubted, and the share of wrong ones, in sets drawn from the model."""
+    q = probabilities(outputs, None, t)
+    n, c = q.shape
+    count, generator = max(2, min(20, DRAWN // n)), torch.Generator().manual_seed(0)
+    right = torch.multinomial(q.cpu(), count, replacement=True, generator=generator).T
+    flipped = torch.rand(count, n, generator=generator) < rate
+    shift = torch.randint(1, c, (count, n), generator=generator)
+    labels = torch.where(flipped, (right + shift) % c, right).to(q.device)
+    doubted = torch.cat([_Fitted.of(outputs, part).doubts(part)[2].cpu() for part in labels.split(20)])
+    found = int((doubted & flipped).sum()) / max(int(flipped.sum()), 1)
+    return int((doubted & ~flipped).sum()) / count, found
+
+
+def _own_and_away(q: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The probability of each label, and of one that is another by mistake, (B, N)."""
+    own = q.gather(2, labels[:, :, None])[:, :, 0]
+    return own, (1 - own) / max(q.shape[2] - 1, 1)
+
+
+def _mixed(own: Tensor, away: Tensor, rate: Tensor) -> Tensor:
+    """The probability of labels of which a share η is wrong, (B, N)."""
+    return own + rate[:, None] * (away - own)
+
+
+def _best(outputs: Tensor, labels: Tensor, free: bool) -> _Fitted:
+    """T and η of highest likelihood, with one more example that is of no class; or η = 0."""
+
+    def solved(log_t: Tensor) -> _Fitted:
+        scaled = (outputs / log_t.exp()[:, None, None]).flatten(0, 1)
+        q = probabilities(scaled, None, 1.0).view(len(log_t), len(outputs), -1)
+        own, away = _own_and_away(q, labels)
+        low, high = torch.zeros_like(log_t), torch.full_like(log_t, EVEN)
+        for _ in range(HALVINGS if free else 0):  # the likelihood is concave in η
+            middle = (low + high) / 2
+            rises = ((away - own) / _mixed(own, away, middle).clamp_min(1e-300)).sum(1) > 0
+            low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
+        log_p = _mixed(own, away, low).clamp_min(1e-300).log().sum(1)
+        loss = -(log_p + q.clamp_min(1e-300).log().mean((1, 2)))
+        return _Fitted(loss, log_t.exp(), low, q)
+
+    scale = math.log(float(outputs.std(correction=0)) + 1e-12)
+    grid = torch.linspace(-6, 4, 21, dtype=torch.float64, device=outputs.device) + scale
+    losses = torch.stack([solved(at.expand(len(labels))).loss for at in grid])
+    best = losses.argmin(0)
+    low, high = grid[(best - 1).clamp_min(0)], grid[(best + 1).clamp_max(len(grid) - 1)]
+    ratio = (math.sqrt(5) - 1) / 2
+    a, b = high - ratio * (high - low), low + ratio * (high - low)
+    of_a, of_b = solved(a).loss, solved(b).loss
+    for _ in range(GOLDEN):
+        left = of_a < of_b
+        low, high = torch.where(left, low, a), torch.where(left, b, high)
+        fresh = torch.where(left, high - ratio * (high - low), low + ratio * (high - low))
+        loss = solved(fresh).loss
+        a, b = torch.where(left, fresh, b), torch.where(left, a, fresh)
+        of_a, of_b = torch.where(left, loss, of_b), torch.where(left, of_a, loss)
+    return solved((low + high) / 2)

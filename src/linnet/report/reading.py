@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linnet import __version__
-from linnet.audit.label_errors import label_errors
+from linnet.audit.mislabel import mislabeled
 from linnet.fitting.metric import MetricNetwork
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.nested.nested_fit import NestedFit
@@ -82,7 +82,10 @@ def suspects(fit: Fit) -> tuple[tuple[DoubtedLabel, ...], float | None, str]:
     """Training samples whose label looks wrong to the fit of all the others."""
     if fit.labels is None:
         return (), None, ""
-    errors = label_errors(fit.loo(), fit.labels)
+    errors = mislabeled(fit.loo(), fit.labels)
+    assert errors.suggested is not None
+    assert errors.wrong is not None
+    assert errors.indices is not None
     given, suggested, wrong = fit.labels.cpu(), errors.suggested.cpu(), errors.wrong.cpu()
     order = errors.indices.tolist()
     found = tuple(DoubtedLabel(i, int(given[i]), int(suggested[i]), float(wrong[i])) for i in order)
