@@ -22,7 +22,7 @@ from linnet.app import cli
 from linnet.app.runs.queries import write_rows
 from linnet.disk import process_mark, reserve
 from linnet.errors import DiskSpaceError, InputError
-from linnet.files import load_tensors, remove_partial, save_tensors, write_atomic, write_json, write_text
+from linnet.files import load, remove_partial, save, write_atomic, write_json, write_text
 from linnet.report import Run, write_report
 from linnet.tangent.store import GramFile
 from tests.fitting.problems import refused
@@ -42,7 +42,7 @@ def short_files() -> Iterator[None]:
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "tensors.safetensors": lambda path: save_tensors(path.parent, path.stem, {"a": BIG}, {}),
+    "tensors.safetensors": lambda path: save(path.parent, path.stem, {"a": BIG}),
     "run.json": lambda path: write_json(path, {"a": BIG}, kind="run"),
     "plain.json": lambda path: write_json(path, list(range(SIZE))),
     "rows.csv": lambda path: write_rows(path, [{"id": "x" * SIZE, "value": 1.0}]),
@@ -279,7 +279,7 @@ def test_names_that_text_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_a_saved_file_is_none_the_worse(tmp_path: Path) -> None:
-    path = save_tensors(tmp_path, "a", {"a": BIG}, {})
-    assert torch.equal(load_tensors(path, "a")[0]["a"], BIG)
+    path = save(tmp_path, "a", {"a": BIG})
+    assert torch.equal(load(path, "a")["a"], BIG)
     assert disk.is_of_the_system(OSError()) is True
     assert disk.is_of_the_system(ValueError("os error 28")) is False

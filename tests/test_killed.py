@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from linnet.files import load_tensors
+from linnet.files import load
 from tests.grids import grid
 from tests.killing import start
 
@@ -24,7 +24,7 @@ def numbers(kind: str, run: Path) -> dict[str, torch.Tensor]:
     """The tensors of a result."""
     file = run / RESULTS[kind]
     if kind != "stream":
-        return load_tensors(file, file.stem)[0]
+        return load(file, file.stem)
     state = torch.load(file, weights_only=True)
     found = dict(state["net"])
     pending = [("method", state["method"]), ("optimizer", state["optimizer"])]

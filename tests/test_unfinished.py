@@ -174,7 +174,7 @@ def test_writing_takes_a_small_share_of_the_time(tmp_path: Path, monkeypatch: py
         writes.append(now[0])
         now[0] += 5.0
 
-    monkeypatch.setattr("linnet.unfinished.save_tensors", slow)
+    monkeypatch.setattr("linnet.unfinished.save", slow)
     for place in range(400):
         now[0] += 1.0
         file.note(0, place, {})

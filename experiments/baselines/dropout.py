@@ -29,9 +29,10 @@ from linnet.predictive.labels import Labels
 from linnet.predictive.links import Link
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import SampledPredictive
-from linnet.tangent.batch import Inputs, map_tensors, take
+from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gather import examples
+from linnet.tree import map_tensors
 
 
 class Baseline(PredictiveModel):

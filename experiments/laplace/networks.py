@@ -209,7 +209,7 @@ def fitted(
     of = f"{structure}-{arguments.posterior_of}-{_name(arguments)}"
     place = folder / f"{of}-{arguments.draws}-{arguments.validation}-{arguments.predict}-{seed}"
     if place.exists():
-        return linnet.load_laplace(place, model)
+        return linnet.load(place, model)
     x, y = data.train
     drawn = torch.cat([binarized(x, 5000 + k) for k in range(arguments.draws)])
     expectation = "exact" if structure == "kfac" else MonteCarlo(seed=seed)

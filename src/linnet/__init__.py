@@ -33,11 +33,9 @@ if TYPE_CHECKING:
     from linnet.curvatures.build import curvature as curvature
     from linnet.curvatures.curvature import Curvature as Curvature
     from linnet.curvatures.running import RunningCurvature as RunningCurvature
-    from linnet.curvatures.saved import load_curvature as load_curvature
     from linnet.finetuning.augment import Augmentation as Augmentation
     from linnet.finetuning.finetune import finetune as finetune
     from linnet.finetuning.finetuned import Finetuned as Finetuned
-    from linnet.finetuning.finetuned import load_finetuned as load_finetuned
     from linnet.finetuning.recipes import ClosedForm as ClosedForm
     from linnet.finetuning.recipes import Recipe as Recipe
     from linnet.finetuning.trainer import Run as Run
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
     from linnet.fitting.sketch import with_sketch as with_sketch
     from linnet.fitting.softmax_fit import SoftmaxFit as SoftmaxFit
     from linnet.laplace.laplace import Laplace as Laplace
-    from linnet.laplace.load import load_laplace as load_laplace
     from linnet.laplace.training import EvidenceSchedule as EvidenceSchedule
     from linnet.laplace.training import train_with_evidence as train_with_evidence
     from linnet.laplace.tune import Grid as Grid
@@ -62,7 +59,6 @@ if TYPE_CHECKING:
     from linnet.metrics.reports import RegressionReport as RegressionReport
     from linnet.metrics.reports import Report as Report
     from linnet.nested.adapt import adapt as adapt
-    from linnet.nested.adapt import load_adapted as load_adapted
     from linnet.nested.nested_fit import NestedFit as NestedFit
     from linnet.number_types import precision as precision
     from linnet.optim.gradient_flow import Flow as Flow
@@ -80,7 +76,6 @@ if TYPE_CHECKING:
     from linnet.tangent.linearized import linearize as linearize
     from linnet.tangent.preflight import Preflight as Preflight
     from linnet.tangent.preflight import preflight as preflight
-    from linnet.tangent_gp.load import load_gp as load_gp
     from linnet.tangent_gp.tangent_gp import TangentGP as TangentGP
     from linnet.training import Training as Training
 
@@ -96,7 +91,6 @@ _HOME = {
     "with_metric": "linnet.fitting.metric",
     "with_sketch": "linnet.fitting.sketch",
     "adapt": "linnet.nested.adapt",
-    "load_adapted": "linnet.nested.adapt",
     "NestedFit": "linnet.nested.nested_fit",
     "precision": "linnet.number_types",
     "fit": "linnet.fitting.fit",
@@ -111,14 +105,11 @@ _HOME = {
     "curvature": "linnet.curvatures.build",
     "Curvature": "linnet.curvatures.curvature",
     "RunningCurvature": "linnet.curvatures.running",
-    "load_curvature": "linnet.curvatures.saved",
     "Laplace": "linnet.laplace.laplace",
-    "load_laplace": "linnet.laplace.load",
     "EvidenceSchedule": "linnet.laplace.training",
     "Grid": "linnet.laplace.tune",
     "train_with_evidence": "linnet.laplace.training",
     "TangentGP": "linnet.tangent_gp.tangent_gp",
-    "load_gp": "linnet.tangent_gp.load",
     "linear_posterior": "linnet.posterior.posterior",
     "LinearPosterior": "linnet.posterior.posterior",
     "Newton": "linnet.posterior.posterior",
@@ -131,7 +122,6 @@ _HOME = {
     "fgsm": "linnet.metrics.adversarial",
     "finetune": "linnet.finetuning.finetune",
     "Finetuned": "linnet.finetuning.finetuned",
-    "load_finetuned": "linnet.finetuning.finetuned",
     "Recipe": "linnet.finetuning.recipes",
     "ClosedForm": "linnet.finetuning.recipes",
     "Training": "linnet.training",

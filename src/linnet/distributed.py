@@ -18,7 +18,6 @@ process one by itself for a while.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import pickle
 import re
@@ -33,7 +32,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from linnet import errors
+from linnet import errors, tree
 from linnet.errors import InputError, LinnetError, ProcessGroupError
 from linnet.memory import assumed, parse_bytes
 from linnet.progress import waiting
@@ -242,52 +241,16 @@ def of_first(value: _Result | None, device: torch.device) -> _Result:
     if size == 1:
         assert value is not None
         return value
-    tensors: list[Tensor] = []
-    bare = _bare(value, tensors) if rank == 0 else None
-    bare, forms = gathered((bare, [(t.dtype, tuple(t.shape)) for t in tensors]))[0]
+    plain, tensors = tree.flatten(value) if rank == 0 else (None, {})
+    plain, forms = gathered((plain, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}))[0]
     if rank:
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in forms]
-    tensors = [t.contiguous() for t in tensors]
-    all_same(tensors)
-    found: _Result = _filled(bare, tensors)
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in forms.items()
+        }
+    tensors = {name: t.contiguous() for name, t in tensors.items()}
+    all_same(list(tensors.values()))
+    found: _Result = tree.rebuild(plain, tensors)
     return found
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands for a tensor of a result; ``kind`` a class for what a dict of fields is of."""
-
-    index: int = -1
-    kind: Any = None
-    fields: Any = None
-
-
-def _bare(value: Any, tensors: list[Tensor]) -> Any:
-    """A value with its tensors taken out, into the list."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _Place(len(tensors) - 1)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _bare(getattr(value, f.name), tensors) for f in dataclasses.fields(value)}
-        return _Place(kind=type(value), fields=fields)
-    if isinstance(value, dict):
-        return {key: _bare(one, tensors) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_bare(one, tensors) for one in value)
-    return value
-
-
-def _filled(bare: Any, tensors: Sequence[Tensor]) -> Any:
-    """Undo :func:`_bare`."""
-    if isinstance(bare, _Place):
-        if bare.kind is None:
-            return tensors[bare.index]
-        return bare.kind(**{name: _filled(one, tensors) for name, one in bare.fields.items()})
-    if isinstance(bare, dict):
-        return {key: _filled(one, tensors) for key, one in bare.items()}
-    if type(bare) in (list, tuple):
-        return type(bare)(_filled(one, tensors) for one in bare)
-    return bare
 
 
 def sum_numbers(numbers: Sequence[float]) -> list[float]:

@@ -3,15 +3,14 @@
 A file is written in a temporary folder beside it, forced to disk and renamed over the old one, so a crash at
 any moment leaves the old file or the new one, and at worst a temporary folder that nothing reads and that the
 next write removes, with all that a library's own writer left there.
-What linnet saves carries its kind, a format version and the SHA-256 of its content: tensors in a label in the
-file's header, or, inside :func:`labels_apart`, in one JSON file beside them. Nothing is pickled, in or out.
-
-Formats: safetensors (https://github.com/huggingface/safetensors) for tensors, JSON for the rest, which has no
-NaN and no infinities: in what linnet reads back they are ``{"not finite": "nan"}``, ``"inf"`` or ``"-inf"``.
+What linnet saves carries its kind, a format version and the SHA-256 of its content. A :mod:`linnet.tree` is
+one safetensors file (https://github.com/huggingface/safetensors): its tensors, and in the file's header the
+rest as JSON. Nothing is pickled, in or out, and what is read is a regular file that fits into memory.
 """
 
 from __future__ import annotations
 
+import difflib
 import errno
 import hashlib
 import json
@@ -19,33 +18,27 @@ import math
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from linnet import params
+from linnet import params, tree
 from linnet.disk import is_of_the_system, is_over, process_mark, refuse_write
-from linnet.errors import FileFormatError, InputError, LinnetError
-from linnet.limits import require_file, require_room
-from linnet.memory import format_bytes
+from linnet.errors import FileFormatError, InputError, LinnetError, MemoryBudgetError
+from linnet.memory import available_bytes, format_bytes
 
-FORMAT_VERSION = 1
-"""Version of what is written; files of this version and of older ones are read."""
+VERSION = 1  # of what is written, and of what is read
 
-LABELS = "linnet.json"
-"""The file with the labels of a folder whose safetensors files hold tensors alone."""
-
-LABELS_KIND = "folder"
 _FORMAT = "linnet"
 _PARTIAL = ".partial"
-_LOST = "not finite"
 _LARGEST_JSON = 1 << 28  # bytes; a record with ten million row numbers takes 90 MB
-_apart: ContextVar[dict[str, Any] | None] = ContextVar("apart", default=None)
+_NAMES = 8  # of files beside a missing one that an error names
+_SMALL = 1 << 20  # bytes that are always available; free memory is not queried for less
 
 
 def as_path(value: Any, name: str = "directory") -> Path:
@@ -127,15 +120,44 @@ def force_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def labels_apart() -> Iterator[dict[str, Any]]:
-    """Collect the labels of what ``save_tensors`` writes in the block, and leave them out of the files."""
-    labels: dict[str, Any] = {}
-    token = _apart.set(labels)
+def save(directory: str | os.PathLike[str], name: str, value: object, kind: str | None = None) -> Path:
+    """Write a tree of tensors and plain values to one checksummed safetensors file."""
+    from safetensors.torch import save_file
+
+    content, named = tree.flatten(value)
+    tensors = _own_memory(named)
+    label = {"format": _FORMAT, "kind": kind or name, "version": VERSION, "content": content}
+    text = _dump(label)
+    header = {_FORMAT: f"{_digest(text, tensors)} {text}"}  # one entry: several come in random order
+    path = as_path(directory) / f"{name}.safetensors"
+    size = sum(t.nbytes for t in tensors.values()) + len(text)
+    return write_atomic(path, lambda temporary: save_file(tensors, str(temporary), metadata=header), size)
+
+
+def load(path: str | os.PathLike[str], kind: str) -> Any:
+    """Read what ``save`` wrote, exactly or not at all."""
+    path = require_file(path)
+    header, tensors = _read_safetensors(path)
+    if _FORMAT not in header:
+        raise FileFormatError(
+            f"{path} is a safetensors file, but not one that linnet saved: no label is in it",
+            expected=f"a file of kind {kind!r} written by linnet",
+            remedy="give a saved one; network weights are read by load_weights",
+        )
+    digest, _, text = header[_FORMAT].partition(" ")
+    label = _parse(path, text)
+    _check_label(path, label, kind)
+    if digest != _digest(text, tensors):
+        _refuse_altered(path)
+    return _put_together(path, label.get("content"), tensors)
+
+
+def _put_together(path: Path, content: object, tensors: Mapping[str, Tensor]) -> Any:
+    """What a file holds, or an error that names the file."""
     try:
-        yield labels
-    finally:
-        _apart.reset(token)
+        return tree.rebuild(content, tensors)
+    except FileFormatError as error:
+        raise FileFormatError(f"{path}: {error.what}", error.expected, error.remedy) from error
 
 
 def save_tensors(
@@ -145,85 +167,14 @@ def save_tensors(
     metadata: Mapping[str, Any],
     kind: str | None = None,
 ) -> Path:
-    """Write named tensors and their metadata to one checksummed safetensors file."""
-    from safetensors.torch import save_file
-
-    content = _own_memory(tensors)
-    label = {
-        "format": _FORMAT,
-        "kind": kind or name,
-        "version": FORMAT_VERSION,
-        "order": list(content),
-        "metadata": dict(metadata),
-    }
-    text = _dump(_as_json(label, _marked))
-    digest, apart = _digest(text, content), _apart.get()
-    header = {_FORMAT: f"{digest} {text}"}  # one entry: several come in random order
-    if apart is not None:
-        apart[f"{name}.safetensors"] = {"sha256": digest, **label}
-        header = {"format": "pt"}  # as other programs expect it
-    path = as_path(directory) / f"{name}.safetensors"
-    size = sum(t.numel() * t.element_size() for t in content.values()) + len(text)
-    return write_atomic(path, lambda temporary: save_file(content, str(temporary), metadata=header), size)
+    """Write named tensors and their metadata."""
+    return save(directory, name, {"tensors": dict(tensors), "metadata": dict(metadata)}, kind)
 
 
 def load_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what ``save_tensors`` wrote, exactly or not at all."""
-    path = require_file(path)
-    header, tensors = _read_safetensors(path)
-    digest, _, text = header.get(_FORMAT, "").partition(" ")
-    if text:
-        label, texts = _unmarked(path, _parse(path, text)), [text]
-    else:
-        digest, label = _label_beside(path, kind)
-        texts = list(dict.fromkeys([_dump(_marked(label)), json.dumps(label)]))  # the latter is older
-    _check_label(path, label, kind)
-    order = label.get("order")
-    named = isinstance(order, list) and all(isinstance(name, str) for name in order)
-    if not named or set(order) != set(tensors) or not isinstance(label.get("metadata"), dict):
-        _refuse_altered(path)
-    ordered = {key: tensors[key] for key in order}
-    if all(digest != _digest(text, ordered) for text in texts):
-        _refuse_altered(path)
-    return ordered, label["metadata"]
-
-
-def _label_beside(path: Path, kind: str) -> tuple[str, dict[str, Any]]:
-    """The digest and the label of a file that has none in its header."""
-    beside = path.with_name(LABELS)
-    if not beside.exists():
-        raise FileFormatError(
-            f"{path} is a safetensors file, but not one that linnet saved: no label is in it or beside it",
-            expected=f"a file of kind {kind!r} written by linnet",
-            remedy=f"give a saved one, with its {LABELS}; network weights are read by load_weights",
-        )
-    label = read_labels(beside)["files"].get(path.name)
-    if label is None:
-        raise FileFormatError(
-            f"{beside} says nothing of {path.name}",
-            expected="the files of one folder, as they were saved",
-            remedy="save or download the folder again",
-        )
-    return label["sha256"], {key: value for key, value in label.items() if key != "sha256"}
-
-
-def read_labels(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the labels of a folder, which ``labels_apart`` has collected."""
-    content = read_json(path, LABELS_KIND)
-    files = content.get("files") if isinstance(content, dict) else None
-    for name, label in files.items() if isinstance(files, dict) else [("", None)]:
-        if not (isinstance(label, dict) and isinstance(label.get("sha256"), str) and _is_plain(name)):
-            raise FileFormatError(
-                f"{path} has no label that can be read for the file {name!r}",
-                expected="labels of safetensors files in its own folder",
-                remedy="save or download the folder again",
-            )
-    return dict(content)
-
-
-def _is_plain(name: str) -> bool:
-    """Whether a name is that of a safetensors file, without a folder."""
-    return name.endswith(".safetensors") and not set(name) & set("/\\:\0")
+    """Read what ``save_tensors`` wrote."""
+    found = load(path, kind)
+    return found["tensors"], found["metadata"]
 
 
 def _own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -242,11 +193,9 @@ def _own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over the label's text and every tensor's name, type, shape and bytes."""
-    digest = hashlib.sha256(text.encode())
-    for name, tensor in tensors.items():
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    names = sorted(tensors)
+    content = json.dumps([text, names, tree.hash_tensors(tensors[name] for name in names)])
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -267,17 +216,6 @@ def _read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     return header, tensors
 
 
-def has_label(path: Path) -> bool:
-    """Whether a safetensors file has its label inside, and can be read without a ``linnet.json``."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            return _FORMAT in (file.metadata() or {})
-    except (SafetensorError, ValueError, RuntimeError, OSError):
-        return False
-
-
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read the tensors of any safetensors file, whoever wrote it."""
     return _read_safetensors(require_file(path))[1]
@@ -285,11 +223,12 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 def write_json(path: str | os.PathLike[str], value: object, kind: str | None = None) -> Path:
     """Write JSON atomically."""
+    plain = _as_json(value)
     if kind is None:
-        text = _dump(_as_json(value, finite), indent=2)
+        text = _dump(finite(plain), indent=2)
     else:
-        content = _as_json(value, _marked)
-        label = {"format": _FORMAT, "kind": kind, "version": FORMAT_VERSION}
+        content = tree.to_plain(plain)
+        label = {"format": _FORMAT, "kind": kind, "version": VERSION}
         text = _dump({**label, "sha256": _json_digest(kind, content), "content": content}, indent=2)
     return write_text(path, text + "\n")
 
@@ -317,7 +256,7 @@ def read_json(path: str | os.PathLike[str], kind: str | None = None) -> Any:
     _check_label(path, value, kind)
     if value.get("sha256") != _digest_of_read(path, kind, value.get("content")):
         _refuse_altered(path)
-    return _unmarked(path, value["content"])
+    return _put_together(path, value["content"], {})
 
 
 def _digest_of_read(path: Path, kind: str, content: object) -> str:
@@ -338,10 +277,10 @@ def _dump(value: object, indent: int | None = None) -> str:
     return json.dumps(value, indent=indent, allow_nan=False)
 
 
-def _as_json(value: object, strict: Callable[[Any], Any]) -> Any:
-    """A value in the types of JSON, with what stands in for NaN and infinities."""
+def _as_json(value: object) -> Any:
+    """A value in the types of JSON, NaN and infinities among its numbers."""
     try:
-        return strict(json.loads(json.dumps(value, default=_plain)))
+        return json.loads(json.dumps(value, default=_plain))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"a value cannot be written as JSON ({error})",
@@ -361,40 +300,11 @@ def _plain(value: Any) -> object:
 
 def finite(value: Any) -> Any:
     """A value in the types of JSON, with null for NaN and infinities."""
-    return _replaced(value, lambda number: None)
-
-
-def _marked(value: Any) -> Any:
-    """A value with NaN and infinities as dictionaries that :func:`_unmarked` knows."""
-    return _replaced(value, lambda number: {_LOST: str(number)}, marks=True)
-
-
-def _replaced(value: Any, replace: Callable[[float], Any], marks: bool = False) -> Any:
-    """A value with something in place of NaN and infinities."""
     if isinstance(value, dict):
-        inner = {key: _replaced(item, replace, marks) for key, item in value.items()}
-        return {_LOST: inner} if marks and list(inner) == [_LOST] else inner
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_replaced(item, replace, marks) for item in value]
-    return replace(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _unmarked(path: Path, value: Any) -> Any:
-    """The value of which :func:`_marked` was written to a file."""
-
-    def read(value: Any) -> Any:
-        if isinstance(value, dict):
-            lost = value.get(_LOST) if len(value) == 1 else None
-            if isinstance(lost, str) and lost in ("nan", "inf", "-inf"):
-                return float(lost)
-            inside = lost if isinstance(lost, dict) else value  # a dictionary that only looked like one
-            return {key: read(item) for key, item in inside.items()}
-        return [read(item) for item in value] if isinstance(value, list) else value
-
-    try:
-        return read(value)
-    except RecursionError:
-        _refuse_altered(path)
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _parse(path: Path, text: str) -> Any:
@@ -417,14 +327,11 @@ def _check_label(path: Path, label: Any, kind: str) -> None:
             expected=f"a file of kind {kind!r} written by linnet",
             remedy="give the path of a saved one",
         )
-    version = label.get("version")
-    if not isinstance(version, int):
-        _refuse_altered(path)
-    if version > FORMAT_VERSION:
+    if label.get("version") != VERSION:
         raise FileFormatError(
-            f"{path} has format version {version}",
-            expected=f"version {FORMAT_VERSION} or older",
-            remedy="upgrade linnet: the file was written by a newer one",
+            f"{path} has format version {label.get('version')!r}",
+            expected=f"version {VERSION}",
+            remedy="read it with the version of linnet that wrote it",
         )
     if label.get("kind") != kind:
         raise FileFormatError(
@@ -441,3 +348,56 @@ def _refuse_altered(path: Path) -> NoReturn:
         expected="the file exactly as linnet wrote it",
         remedy="restore it from a copy or write it again",
     )
+
+
+def require_file(path: str | os.PathLike[str], name: str | None = None) -> Path:
+    """The path, if a regular file lies there: pipes and devices have no end, or wait for a writer."""
+    path = params.path("path", path)
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        what = f"there is no file {path}" if name is None else f"{name} is {path}, and there is no such file"
+        raise InputError(what, "an existing file", suggestion(path)) from error
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read: {error.strerror}", "an existing file", "check the path"
+        ) from error
+    if stat.S_ISDIR(mode):
+        raise InputError(f"{path} is a folder", expected="a file", remedy="pass the file inside it")
+    if not stat.S_ISREG(mode):
+        raise InputError(
+            f"{path} is {special_file(mode)}",
+            expected="a regular file",
+            remedy="write its content to a file, and name that",
+        )
+    return path
+
+
+def suggestion(path: Path) -> str:
+    """Remedy for a path that does not exist."""
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir() if not entry.name.startswith("."))
+    except OSError:
+        names = []
+    close = difflib.get_close_matches(path.name, names, 1)
+    if close:
+        return f"did you mean {path.parent / close[0]}?"
+    beside = f"beside it are: {', '.join(names[:_NAMES])}" if names else "its folder is empty or missing"
+    return f"check the path; {beside}"
+
+
+def special_file(mode: int) -> str:
+    """The kind of a file that is neither regular nor a folder."""
+    kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def require_room(path: Path, size: int, what: str = "its content") -> None:
+    """Stop before more is read from a file than there is memory."""
+    # Unlike a computation, which is planned for half of what is free, a file is read whole: the limit is all.
+    if size > _SMALL and size > (free := available_bytes()):
+        raise MemoryBudgetError(
+            f"{path} would take {format_bytes(size)} of memory for {what}",
+            expected=f"at most {format_bytes(free)}, which are free",
+            remedy="check where the file comes from; if it is right, read it on a machine with more memory",
+        )

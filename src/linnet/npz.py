@@ -25,7 +25,7 @@ from typing import IO, Any
 import numpy as np
 
 from linnet.errors import FileFormatError, LinnetError, MemoryBudgetError
-from linnet.limits import require_file, require_room
+from linnet.files import require_file, require_room
 from linnet.memory import format_bytes
 
 # What the decoders raise on damaged bytes.

@@ -8,27 +8,26 @@ from typing import Any
 from torch import nn
 
 from linnet import params as check
-from linnet.curvatures.curvature import Curvature
-from linnet.curvatures.saved import load_curvature
+from linnet.curvatures.saved import restored_curvature
 from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.files import as_path
-from linnet.finetuning.finetuned import load_finetuned
+from linnet.files import load as load_tree
+from linnet.finetuning.finetuned import restored_finetuned
 from linnet.fitting.load_fit import load_fit
-from linnet.laplace.load import load_laplace
+from linnet.laplace.saved import restored_laplace
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.nested.adapt import load_adapted
-from linnet.predictive.model import PredictiveModel
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent_gp.load import load_gp
 
 # By the name of the file, less its ending. Each knows how to check what it reads.
 READERS: dict[str, Any] = {
-    "linear-fit": load_fit,
-    "nested-fit": load_adapted,
-    "laplace": load_laplace,
-    "tangent-gp": load_gp,
-    "finetuned": load_finetuned,
-    "curvature": load_curvature,
+    "linear-fit": lambda file, model, **options: load_fit(file.parent, model, **options),
+    "nested-fit": lambda file, model, **options: load_adapted(file.parent, model, **options),
+    "laplace": lambda file, *given, **options: restored_laplace(_tree(file), file, *given, **options),
+    "tangent-gp": lambda file, model, **options: load_gp(file.parent, model, **options),
+    "finetuned": lambda file, *given, **options: restored_finetuned(_tree(file), file, *given, **options),
+    "curvature": lambda file, *given, **options: restored_curvature(_tree(file), file, *given, **options),
 }
 OPTIONS = {  # what a reader takes besides the folder and the network
     "linear-fit": ("output",),
@@ -46,7 +45,7 @@ def load(
     *,
     likelihood: Likelihood | None = None,
     output: OutputAdapter = None,
-) -> PredictiveModel | Curvature:
+) -> Any:
     """Read what a ``save`` of linnet wrote, whatever it is.
 
     Args:
@@ -61,8 +60,8 @@ def load(
 
     Raises:
         FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
-        InputError: If there is no such folder, it holds nothing that linnet wrote or several
-            such things, or an argument does not go with what it holds.
+        InputError: If there is no such folder, it holds nothing that linnet wrote or several such things, or
+            an argument does not go with what it holds.
 
     Example:
         >>> import linnet, tempfile, torch
@@ -77,8 +76,6 @@ def load(
     is_file = bool(place.suffix) and not place.is_dir()
     there = [place] if is_file else sorted(place.glob("*.safetensors"))
     found = [file for file in there if file.stem in READERS and file.is_file()]
-    if {file.stem for file in found} == {"laplace", "curvature"}:  # a posterior keeps its curvature beside it
-        found = [file for file in found if file.stem == "laplace"]
     if len(found) != 1:
         names = ", ".join(f"{name}.safetensors" for name in READERS)
         several = f"{directory} holds {', '.join(file.name for file in found)}"
@@ -100,17 +97,21 @@ def load(
     return _read(kind, found[0], model, options)
 
 
-def _read(kind: str, file: Path, model: nn.Module, options: dict[str, Any]) -> PredictiveModel | Curvature:
+def _tree(file: Path) -> Any:
+    """What a file holds, network and checks apart."""
+    return load_tree(file, file.stem)
+
+
+def _read(kind: str, file: Path, model: nn.Module, options: dict[str, Any]) -> Any:
     """What a file holds; checksums say that it is as it was written, not that linnet wrote it."""
     try:
-        made: PredictiveModel | Curvature = READERS[kind](file.parent, model, **options)
+        return READERS[kind](file, model, **options)
     except LinnetError:
         raise
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FileFormatError(
             f"{file} is whole, but lacks what it must say, or the model cannot be run with it "
             f"({type(error).__name__}: {error})",
             expected="what save(...) of this version of linnet wrote, and the network that it was made of",
             remedy="save it again; the error above this one says where reading it ended",
         ) from error
-    return made

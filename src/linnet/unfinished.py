@@ -25,7 +25,7 @@ from torch import Tensor
 
 from linnet.distributed import Share, agree, world
 from linnet.errors import InputError
-from linnet.files import load_tensors, remove_partial, save_tensors
+from linnet.files import load, remove_partial, save
 from linnet.params import number, path
 from linnet.progress import waiting
 
@@ -57,13 +57,13 @@ class Checkpoint:
         """The pass, the place in it and the tensors; ``None`` if there is no file."""
         if not self.path.exists():
             return None
-        tensors, metadata = load_tensors(self.path, KIND)
-        found = metadata.get("identity", {})
+        saved = load(self.path, KIND)
+        found = saved["identity"]
         different = [key for key, value in self.identity.items() if found.get(key) != value]
         if different:
             self.refuse([_change(key, found.get(key), self.identity[key]) for key in different])
         # where torch itself puts tensors: factors that lie elsewhere give products other last bits
-        return int(metadata["pass"]), int(metadata["place"]), {key: t.clone() for key, t in tensors.items()}
+        return saved["pass"], saved["place"], {key: t.clone() for key, t in saved["sums"].items()}
 
     def refuse(self, different: Sequence[str]) -> NoReturn:
         """Raise because the file belongs to something else."""
@@ -81,8 +81,8 @@ class Checkpoint:
     def write(self, turn: int, place: int, tensors: Mapping[str, Tensor]) -> None:
         """Write now."""
         begin = time.monotonic()
-        metadata = {"identity": self.identity, "pass": turn, "place": place}
-        save_tensors(self.path.parent, self.path.stem, tensors, metadata, KIND)
+        state = {"identity": self.identity, "pass": turn, "place": place, "sums": tensors}
+        save(self.path.parent, self.path.stem, state, KIND)
         self._written = time.monotonic()
         self._took = self._written - begin if self.interval else 0.0
 

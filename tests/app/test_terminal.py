@@ -22,7 +22,7 @@ from linnet.app.data import load_data
 from linnet.app.runs import settings as accepted
 from linnet.app.terminal import accept_any_character, folding, kept
 from linnet.errors import InputError
-from linnet.limits import require_file
+from linnet.files import require_file
 from tests.hangs import HANGS
 
 DOCTOR = ["doctor", "--seconds", "0.01"]

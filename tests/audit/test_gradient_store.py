@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import linnet
 from linnet.audit import GradientStore
 from linnet.errors import DataError, FileFormatError, InputError, MemoryBudgetError
-from linnet.files import load_tensors, save_tensors
+from linnet.files import load, save
 from linnet.likelihoods import Categorical, Custom
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -376,8 +376,8 @@ def test_what_does_not_belong_to_a_store(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="altered"):
         store.scores(iter(batches(1)))
     file.write_bytes(whole)
-    tensors, facts = load_tensors(file, "gradient-store-rows")
-    save_tensors(tmp_path, file.stem, tensors, {**facts, "store": "another"}, "gradient-store-rows")
+    content = load(file, "gradient-store-rows")
+    save(tmp_path, file.stem, {**content, "store": "another"}, "gradient-store-rows")
     with pytest.raises(FileFormatError, match="the mark another"):
         store.scores(iter(batches(1)))
     file.unlink()

@@ -20,9 +20,9 @@ import linnet
 from linnet.curvatures import stream
 from linnet.curvatures.curvature import Curvature
 from linnet.errors import DataError, FileFormatError, InputError
-from linnet.files import load_tensors, save_tensors
+from linnet.files import load, save
 from linnet.likelihoods import Categorical, Gaussian
-from linnet.linalg.stored import to_tensors
+from linnet.tree import flatten
 from linnet.unfinished import Checkpoint
 from tests.curvatures.curvature_oracles import Problem
 from tests.curvatures.side_by_side import curvature_of
@@ -37,8 +37,8 @@ FILE = "curvature.safetensors"
 def assert_same_bits(found: Curvature, expected: Curvature) -> None:
     """All that is stored is equal to the bit; products may round otherwise where the layout differs."""
     for mine, its in zip(found.parts, expected.parts, strict=True):
-        spec, tensors = to_tensors(mine.operator)
-        other_spec, others = to_tensors(its.operator)
+        spec, tensors = flatten(mine.operator)
+        other_spec, others = flatten(its.operator)
         assert spec == other_spec
         assert tensors.keys() == others.keys()
         assert all(torch.equal(tensor, others[key]) for key, tensor in tensors.items())
@@ -57,13 +57,13 @@ def test_what_is_saved_comes_back_to_the_bit(name: str, structure: str, tmp_path
     for i, M in enumerate([G, G.damped(0.5), G.damped(0.5).inverse(), G.scaled(3.0)]):
         path = M.save(tmp_path / str(i))
         assert path == tmp_path / str(i) / FILE
-        back = linnet.load_curvature(tmp_path / str(i), problem.case.model())
+        back = linnet.load(tmp_path / str(i), problem.case.model())
         assert_same_bits(back, M)
         assert repr(back) == repr(M)
         assert back.coverage() == M.coverage()
         assert back.made == M.made
     b = torch.ones(G.shape[0]).double()
-    damped = linnet.load_curvature(tmp_path / "1", problem.case.model())
+    damped = linnet.load(tmp_path / "1", problem.case.model())
     assert_near(damped.solve(b), G.damped(0.5).solve(b))
     assert_near(damped.output_covariance(problem.case.x2), G.damped(0.5).output_covariance(problem.case.x2))
 
@@ -72,17 +72,17 @@ def test_mixtures_subsets_and_adapters_come_back(tmp_path: Path) -> None:
     problem = Problem("lenet", "categorical")
     G = problem.curvature({"^0": "ekfac", ".*": "kfac"}, params=["0.weight", "3.weight", "3.bias"], samples=2)
     G.save(tmp_path)
-    back = linnet.load_curvature(tmp_path, problem.case.model())
+    back = linnet.load(tmp_path, problem.case.model())
     assert_same_bits(back, G)
     assert back.function.names == G.function.names
     problem = Problem("dict-output", "categorical")
     adapter = BY_NAME["dict-output"].output
     problem.curvature("kfac").save(tmp_path)
     with pytest.raises(InputError, match=r"(?s)output is missing.*output="):
-        linnet.load_curvature(tmp_path, problem.case.model())
-    back = linnet.load_curvature(tmp_path, problem.case.model(), output=adapter)
+        linnet.load(tmp_path, problem.case.model())
+    back = linnet.load(tmp_path, problem.case.model(), output=adapter)
     assert_same_bits(back, problem.curvature("kfac"))
-    back = linnet.load_curvature(tmp_path, problem.case.model(), adapter)
+    back = linnet.load(tmp_path, problem.case.model(), output=adapter)
     assert back.output_covariance(problem.case.x2).shape == (3, 3, 3)
 
 
@@ -90,33 +90,33 @@ def test_another_network_is_refused(tmp_path: Path) -> None:
     problem = Problem("mlp-tanh", "categorical")
     problem.curvature("kfac").save(tmp_path)
     with pytest.raises(FileFormatError, match=r"(?s)another network: its weights differ.*same checkpoint"):
-        linnet.load_curvature(tmp_path, BY_NAME["mlp-tanh"].factory(1))
+        linnet.load(tmp_path, BY_NAME["mlp-tanh"].factory(1))
     with pytest.raises(FileFormatError, match=r"(?s)another network: it lacks '0\.weight'"):
-        linnet.load_curvature(tmp_path, nn.Bilinear(2, 2, 2))
+        linnet.load(tmp_path, nn.Bilinear(2, 2, 2))
     with pytest.raises(FileFormatError, match="its weights differ"):
-        linnet.load_curvature(tmp_path, nn.Sequential(*problem.case.model()[:3], nn.ReLU(), nn.Linear(8, 3)))
+        linnet.load(tmp_path, nn.Sequential(*problem.case.model()[:3], nn.ReLU(), nn.Linear(8, 3)))
 
 
 def test_missing_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
     problem = Problem("mlp-tanh", "categorical")
     model = problem.case.model()
     with pytest.raises((InputError, FileFormatError), match=FILE):
-        linnet.load_curvature(tmp_path, model)
+        linnet.load(tmp_path, model)
     path = problem.curvature("kfac").save(tmp_path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-100])
     with pytest.raises(FileFormatError, match="truncated"):
-        linnet.load_curvature(tmp_path, model)
+        linnet.load(tmp_path, model)
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(FileFormatError, match=r"(?i)checksum|altered|damaged"):
-        linnet.load_curvature(tmp_path, model)
+        linnet.load(tmp_path, model)
     path.write_bytes(b"not at all")
     with pytest.raises(FileFormatError, match=FILE):
-        linnet.load_curvature(tmp_path, model)
+        linnet.load(tmp_path, model)
     path.unlink()
-    save_tensors(tmp_path, "curvature", {"a": torch.ones(2)}, {"note": "of another kind"}, "fit")
+    save(tmp_path, "curvature", {"note": "of another kind"}, "fit")
     with pytest.raises(FileFormatError, match=r"(?s)fit.*curvature"):
-        linnet.load_curvature(tmp_path, model)
+        linnet.load(tmp_path, model)
 
 
 class Stop(Exception):
@@ -192,7 +192,7 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     file = tmp_path / "sums.safetensors"
     with pytest.raises(Stop):
         compute(Breaking(x, y, 7), "kfac", file)
-    _, metadata = load_tensors(file, "unfinished-sums")
+    metadata = load(file, "unfinished-sums")
     done = metadata["place"]
     assert 1 <= done < 5
     added, original = [], Accumulator.add
@@ -256,7 +256,7 @@ def test_data_that_change_after_the_first_pass_are_refused(reads: int, tmp_path:
     file = tmp_path / "sums.safetensors"
     with pytest.raises(Stop):
         compute(Breaking(x, y, reads), "ekfac", file)
-    assert load_tensors(file, "unfinished-sums")[1]["pass"] == 1
+    assert load(file, "unfinished-sums")["pass"] == 1
     later = x.clone()
     later[9] += 1.0  # read in the first pass, and not yet in the second
     with pytest.raises((InputError, DataError), match="data"):
@@ -300,9 +300,9 @@ def test_the_likelihood_is_described_in_what_is_saved(tmp_path: Path) -> None:
     expected = case("mlp-tanh")
     G = linnet.curvature(expected.model(), expected.x1, Gaussian(torch.tensor([1.0, 2.0, 3.0])), "kfac")
     path = G.save(tmp_path)
-    _, metadata = load_tensors(path, "curvature")
-    assert json.dumps(metadata["made"]["likelihood"])
-    assert linnet.load_curvature(tmp_path, expected.model()).made == G.made
+    metadata = load(path, "curvature")
+    assert json.dumps(metadata["made"].likelihood)
+    assert linnet.load(tmp_path, expected.model()).made == G.made
 
 
 SCRIPT = """
@@ -340,7 +340,7 @@ def test_a_killed_process_leaves_sums_to_go_on_from(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait(timeout=HANGS)
-    _, metadata = load_tensors(file, "unfinished-sums")
+    metadata = load(file, "unfinished-sums")
     assert metadata["place"] >= 1
     G = compute(Breaking(*long_data(), None), "ekfac", file)
     assert torch.equal(G.dense(), compute(Breaking(*long_data(), None), "ekfac").dense())

@@ -164,7 +164,7 @@ def test_load_takes_what_save_returned(
     made = linnet.curvature(net, data, CATEGORICAL)
     file = made.save(tmp_path)
     for path in (file, str(file), tmp_path):
-        torch.testing.assert_close(linnet.load_curvature(path, net).dense(), made.dense())
+        torch.testing.assert_close(linnet.load(path, net).dense(), made.dense())
 
 
 def test_a_number_is_no_operator(net: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -180,7 +180,7 @@ def test_a_precision_and_a_covariance_look_different(tmp_path: Path) -> None:
     posterior = G.damped(2.0).inverse()
     assert posterior.applied == ("damped 2", "inverted")
     assert "damped 2, inverted" in repr(posterior)
-    assert repr(linnet.load_curvature(posterior.save(tmp_path), net)) == repr(posterior)
+    assert repr(linnet.load(posterior.save(tmp_path), net)) == repr(posterior)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

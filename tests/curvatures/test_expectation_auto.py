@@ -57,7 +57,7 @@ def test_many_outputs_are_sampled_and_it_is_said(structure: str, tmp_path: Path)
     passes = counted(net, MANY - 1)
     assert passes > LIMIT
     assert f"as long as {passes:,.0f} passes of training, more than {LIMIT}" in chosen.coverage()
-    assert linnet.load_curvature(chosen.save(tmp_path), net).coverage() == chosen.coverage()
+    assert linnet.load(chosen.save(tmp_path), net).coverage() == chosen.coverage()
 
 
 def test_the_choice_falls_where_the_counted_cost_crosses_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_every_operation_agrees_with_the_dense_matrix(structure: str, tmp_path: 
     assert_near(M.dense(), torch.linalg.inv(damped.dense()))
     rows = jacobian_oracle(net, data[0]).flatten(2)
     assert_near(M.output_covariance(data[0]), rows @ M.dense() @ rows.mT)
-    loaded = linnet.load_curvature(G.save(tmp_path), net)
+    loaded = linnet.load(G.save(tmp_path), net)
     assert_near(loaded.dense(), G.dense())
     assert loaded.coverage() == G.coverage()
 
@@ -167,7 +167,7 @@ def test_a_posterior_with_a_wide_side(structure: str, tmp_path: Path) -> None:
     expected = expected + 0.5 * theta @ theta - 0.5 * len(H) * torch.tensor(2.0).double().log()
     assert_near(other.log_evidence(), expected)
     la.save(tmp_path)
-    torch.testing.assert_close(linnet.load_laplace(tmp_path, net).predictive(x).probs, la.predictive(x).probs)
+    torch.testing.assert_close(linnet.load(tmp_path, net).predictive(x).probs, la.predictive(x).probs)
     if structure == "kfac":
         balanced = linnet.Laplace(
             net, Categorical(), "kfac", 2.0, damping="factored", passes=Passes(widest=6)

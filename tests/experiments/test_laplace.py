@@ -121,7 +121,7 @@ def test_posteriors_of_a_network_without_dropout(predict: str, tmp_path: Path, d
     model = networks.network(16, 0, 0.0)
     model.load_state_dict(plain)
     file = next(p for p in (tmp_path / "n").iterdir() if p.name.startswith("kfac-plain"))
-    assert linnet.load_laplace(file, model).data_scale in (1.0, 100.0)
+    assert linnet.load(file, model).data_scale in (1.0, 100.0)
 
 
 def test_sampled_networks_at_the_weights_are_the_network() -> None:

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
 from linnet.errors import DataError, FileFormatError, InputError, ModelError, NumericalError, WeightsError
-from linnet.finetuning.finetuned import load_finetuned
 from linnet.finetuning.recipes import RECIPES
 from linnet.surgery import leaky_relu
 from linnet.tangent.linearized import Linearized
@@ -302,7 +301,7 @@ def test_a_killed_process_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert second.returncode == 0
     assert 8 <= int(lines[0]) <= 12
     here = finetune(net(), images(), steps=40, batch_size=16, log_every=1, augmentation="random-crop")
-    assert same(here, load_finetuned(tmp_path, net()))
+    assert same(here, linnet.load(tmp_path, net()))
 
 
 def test_a_search_takes_the_best_and_trains_on_everything() -> None:
@@ -348,14 +347,14 @@ def test_results_are_kept(tmp_path: Path) -> None:
         options = {"pooling": linnet.surgery.Bilinear(channels=4)} if method == "b-lqf" else {}
         tuned = finetune(net(), images(), method, augmentation="center", **SHORT, **options)
         tuned.save(tmp_path / method)
-        loaded = load_finetuned(tmp_path / method, net())
+        loaded = linnet.load(tmp_path / method, net())
         torch.testing.assert_close(loaded.predict(x), tuned.predict(x))
         assert loaded.settings == tuned.settings
         assert loaded.history == tuned.history
         assert loaded.notes == tuned.notes
-    refused(InputError, lambda: load_finetuned(tmp_path / "none", net()), "no file")
+    refused(InputError, lambda: linnet.load(tmp_path / "none", net()), "no file")
     other = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
-    refused(WeightsError, lambda: load_finetuned(tmp_path / "nlft", other), "does not fit")
+    refused(WeightsError, lambda: linnet.load(tmp_path / "nlft", other), "does not fit")
 
 
 def test_values_instead_of_classes() -> None:

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import linnet
 import linnet.finetuning.search as search_module
 from linnet.errors import DataError, InputError, ModelError, NumericalError
-from linnet.finetuning.finetuned import load_finetuned
 from linnet.finetuning.trainer import LossCurve
 from linnet.fitting.comparisons import held_out_split
 from linnet.tangent.surgery import leaky_relu
@@ -91,7 +91,7 @@ def test_a_rate_beyond_the_threshold_is_told(tmp_path: Path) -> None:
     assert wild.diverged
     assert wild.settings.values["learning_rate"] == 1.1 * rate  # the user's word is kept
     wild.save(tmp_path)
-    assert load_finetuned(tmp_path, net()).diverged
+    assert linnet.load(tmp_path, net()).diverged
     assert wild.summary()["values"]["diverged"]
 
 

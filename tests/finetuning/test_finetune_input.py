@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import DataError, InputError, WeightsError
-from linnet.finetuning.finetuned import load_finetuned
 from tests.finetuning.by_name import finetune
 from tests.finetuning.test_finetune import SHORT, images, net
 from tests.fitting.problems import refused
@@ -42,13 +41,11 @@ def test_a_frozen_part_stays_frozen_in_every_recipe() -> None:
 def test_weights_of_a_network_with_other_layers_are_refused(method: str, tmp_path: Path) -> None:
     tuned = finetune(net(), images(), method, **SHORT)
     tuned.save(tmp_path)
-    torch.testing.assert_close(
-        load_finetuned(tmp_path, net()).predict(images()[0]), tuned.predict(images()[0])
-    )
+    torch.testing.assert_close(linnet.load(tmp_path, net()).predict(images()[0]), tuned.predict(images()[0]))
     other = net()
     other.norm = Scale(6)
     other.norm.load_state_dict(net().norm.state_dict())
-    refused(WeightsError, lambda: load_finetuned(tmp_path, other), "norm was BatchNorm2d and is Scale")
+    refused(WeightsError, lambda: linnet.load(tmp_path, other), "norm was BatchNorm2d and is Scale")
 
 
 def test_values_that_a_recipe_does_not_use_are_refused() -> None:
@@ -59,8 +56,8 @@ def test_values_that_a_recipe_does_not_use_are_refused() -> None:
 
 def test_what_is_no_network_has_no_weights_to_load(tmp_path: Path) -> None:
     finetune(net(), images(), **SHORT).save(tmp_path)
-    refused(InputError, lambda: load_finetuned(tmp_path, None), "model is NoneType")  # type: ignore[arg-type]
-    refused(InputError, lambda: load_finetuned(None, net()), "directory=None")  # type: ignore[arg-type]
+    refused(InputError, lambda: linnet.load(tmp_path, None), "model")  # type: ignore[arg-type]
+    refused(InputError, lambda: linnet.load(None, net()), "directory=None")  # type: ignore[arg-type]
 
 
 def test_validation_data_are_of_the_kind_of_the_training_data() -> None:

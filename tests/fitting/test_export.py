@@ -16,9 +16,10 @@ import linnet
 from linnet.errors import ModelError
 from linnet.fitting import Sketch
 from linnet.fitting.export import _off
-from linnet.tangent.batch import take, tensors_in
+from linnet.tangent.batch import take
 from linnet.tangent.functional import call_arguments
 from linnet.tangent.graph import FreeSize, resized
+from linnet.tree import tensors_in
 from tests import zoo
 from tests.hangs import HANGS
 

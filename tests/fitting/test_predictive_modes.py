@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.laplace.laplace import Laplace
-from linnet.laplace.load import load_laplace
 from linnet.laplace.training import train_with_evidence
 from linnet.metrics.adversarial import fgsm
 from linnet.posterior.posterior import linear_posterior
-from linnet.tangent_gp.load import load_gp
 from linnet.tangent_gp.tangent_gp import TangentGP
 from tests.fitting.problems import near
 
@@ -110,7 +108,7 @@ def test_what_was_made_in_inference_mode_is_used_outside(tmp_path: Path) -> None
         la = Laplace(net, L.Categorical()).fit((x.clone(), y)).tune()
         gp = TangentGP(net, L.Gaussian(variance=0.5)).fit(x.clone(), t.clone())
         lin = linnet.linearize(net)
-        loaded = load_laplace(la.save(tmp_path / "la"), net), load_gp(gp.save(tmp_path / "gp"), net)
+        loaded = linnet.load(la.save(tmp_path / "la"), net), linnet.load(gp.save(tmp_path / "gp"), net)
     for one in (la, loaded[0]):
         one.tune("validation", (x, y)).fit((x, y), add=True)
     for process in (gp, loaded[1]):

@@ -170,18 +170,18 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
         linnet.curvature(s.model, s.data, Categorical(), "matrix-free") @ torch.ones(s.lin().space.dim)
     ),
     "output covariance": lambda s: s.laplace().precision.inverse().output_covariance(s.x),
-    "save curvature": lambda s: _saved(s.laplace().curvature, linnet.load_curvature, s.model),
+    "save curvature": lambda s: _saved(s.laplace().curvature, linnet.load, s.model),
     "running curvature": _running,
     "laplace": lambda s: s.laplace().predictive(s.x).probs,
     "laplace mc": lambda s: s.laplace().predictive(s.x, "mc", samples=3, seed=3).probs,
     "laplace tune": lambda s: s.laplace().tune("evidence").log_evidence(),
     "laplace sample": lambda s: s.laplace().sample(2, 3),
-    "save laplace": lambda s: _saved(s.laplace(), linnet.load_laplace, s.model),
+    "save laplace": lambda s: _saved(s.laplace(), linnet.load, s.model),
     "tangent process": lambda s: s.gp().update(*s.values).predictive(s.x).covariance,
     "tangent process cg": lambda s: s.gp(solver="cg").predictive(s.x).covariance,
     "tangent process tune": lambda s: s.gp().tune().log_evidence(),
     "tangent process adapt": lambda s: s.gp().adapt(*s.values),
-    "save tangent process": lambda s: _saved(s.gp(), linnet.load_gp, s.model),
+    "save tangent process": lambda s: _saved(s.gp(), linnet.load, s.model),
     "linear posterior": lambda s: linnet.linear_posterior(s.lin(), s.data, Categorical()),
     "linear posterior svi": lambda s: linnet.linear_posterior(
         s.lin(), s.data, Categorical(), linnet.SVI(training=linnet.Training(epochs=1))

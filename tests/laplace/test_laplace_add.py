@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.laplace.laplace import Laplace
-from linnet.laplace.load import load_laplace
 from tests.curvatures.side_by_side import grouped
 from tests.fitting.problems import near, real
 from tests.laplace.laplace_problems import CATEGORICAL, classes
@@ -35,7 +34,7 @@ def test_examples_without_a_label_weigh_nothing(structure: str, tmp_path: Path) 
     halves = [(x[:8], y[:8]), (x[8:], y[8:])]
     near(added(model, CATEGORICAL, halves, structure=structure).covariance.dense(), whole.covariance.dense())
     first = Laplace(model, CATEGORICAL, structure).fit(halves[0])
-    again = load_laplace(first.save(tmp_path), model).fit(halves[1], add=True)
+    again = linnet.load(first.save(tmp_path), model).fit(halves[1], add=True)
     near(again.covariance.dense(), whole.covariance.dense())
     assert float(again.log_evidence()) == pytest.approx(float(whole.log_evidence()), rel=1e-10)
 

@@ -137,7 +137,7 @@ def test_a_logger_is_told_and_the_network_that_is_given_stays_as_it_is(
 def test_a_saved_fit_comes_back(tmp_path: Path, fits: tuple[NestedFit, NestedFit]) -> None:
     fit = fits[1]
     fit.save(tmp_path)
-    back = linnet.load_adapted(tmp_path, network())
+    back = linnet.load(tmp_path, network())
     assert back.trained
     assert back.rungs == fit.rungs
     assert (back.noise, back.temperature, back.variance_scale) == (

@@ -71,7 +71,7 @@ def test_classes_without_a_sample_have_no_probability(tmp_path: Path) -> None:
         fit = linnet.adapt(network(5), (X, GAPS))
     assert "8 classes, 6 of them" in repr(fit)
     fit.save(tmp_path)
-    for one in (fit, linnet.load_adapted(tmp_path, network(5))):
+    for one in (fit, linnet.load(tmp_path, network(5))):
         found, expected = one.predictive(X).probs, dense.predictive(X).probs
         assert found.shape == (24, 8)
         torch.testing.assert_close(found[:, [3, 7]], expected, rtol=1e-9, atol=1e-12)

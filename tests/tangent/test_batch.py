@@ -14,16 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from linnet.tangent.batch import (
-    batch_size,
-    check_finite,
-    concatenate,
-    map_tensors,
-    split,
-    take,
-    tensors_in,
-)
+from linnet.tangent.batch import batch_size, check_finite, concatenate, split, take
 from linnet.tangent.gather import gather_data
+from linnet.tree import map_tensors, tensors_in
 from tests.fitting.problems import real
 
 A, B, SHARED = real(5, 2), real(5, 3, seed=1), real(7, seed=2)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linnet.tangent import batch
-from linnet.tangent.batch import hash_examples, hash_tensors
+from linnet import tree
+from linnet.tangent.batch import hash_examples
+from linnet.tree import hash_tensors
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 1), (1,), (1, 1), ()])
@@ -35,5 +36,5 @@ def test_pieces_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.arange(30.0).view(10, 3), torch.ones(0, 2), torch.ones(7, 2)[:, :1], torch.tensor(2)]
     whole = hash_tensors(tensors)
     for size in (1, 24, 10**9):
-        monkeypatch.setattr(batch, "PIECE", size)
+        monkeypatch.setattr(tree, "PIECE", size)
         assert hash_tensors(tensors) == whole

@@ -33,9 +33,9 @@ def test_a_lazy_network_that_has_run_is_a_network() -> None:
 
 def test_a_curvature_knows_the_modules_of_its_network(tmp_path: Path) -> None:
     linnet.curvature(network(nn.ReLU()), (X, Y), Categorical()).save(tmp_path)
-    assert linnet.load_curvature(tmp_path, network(nn.ReLU())).shape == (26, 26)
+    assert linnet.load(tmp_path, network(nn.ReLU())).shape == (26, 26)
     with pytest.raises(FileFormatError, match="its module '1' is Tanh, and was ReLU"):
-        linnet.load_curvature(tmp_path, network(nn.Tanh()))
+        linnet.load(tmp_path, network(nn.Tanh()))
 
 
 class Named(nn.Module):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.likelihoods import Gaussian, HeteroscedasticGaussian
-from linnet.tangent_gp.load import load_gp
 from linnet.tangent_gp.tangent_gp import TangentGP
 from tests.fitting.problems import network, real
 from tests.tangent_gp.tangent_gp_cases import DENSE, WAYS, Dense, dense
@@ -61,7 +60,7 @@ def test_without_the_networks_output_it_is_regression_on_the_targets_alone(
     point = oracle.x_test.clone().requires_grad_()
     close(gp.predictive(point).mean.detach(), gp.predict(oracle.x_test))
     gp.save(tmp_path)
-    close(load_gp(tmp_path, oracle.model).predict(oracle.x_test), gp.predict(oracle.x_test))
+    close(linnet.load(tmp_path, oracle.model).predict(oracle.x_test), gp.predict(oracle.x_test))
     close(gp.adapt(oracle.x, 2 * oracle.y).predict(oracle.x_test), 2 * gp.predict(oracle.x_test))
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import linnet
 import linnet.tangent.gram as gram_module
 from linnet.errors import FileFormatError, InputError
 from linnet.likelihoods import Gaussian, HeteroscedasticGaussian
 from linnet.linalg.operator import LinearOperator
 from linnet.linear import kernel_system, normal_system
-from linnet.tangent_gp.load import load_gp
 from linnet.tangent_gp.tangent_gp import TangentGP
 from tests.fitting.problems import network, real
 from tests.grids import grid
@@ -139,7 +139,7 @@ def test_a_saved_process_comes_back(way: dict[str, Any], heteroscedastic: bool, 
     gp = TangentGP(model, likelihood, noise_scale=0.5, **way).fit(x, y)
     expected, evidence = gp.predictive(x_test, joint=True).joint_covariance, gp.log_evidence()
     gp.save(tmp_path)
-    back = load_gp(tmp_path, model)
+    back = linnet.load(tmp_path, model)
     torch.testing.assert_close(back.predictive(x_test).mean, gp.predictive(x_test).mean)
     close(back.predictive(x_test, joint=True).joint_covariance, expected, 1e-11)
     assert back.log_evidence().mean == pytest.approx(evidence.mean, rel=1e-10)
@@ -149,7 +149,7 @@ def test_a_saved_process_comes_back(way: dict[str, Any], heteroscedastic: bool, 
     with torch.no_grad():
         next(model.parameters()).add_(1e-3)
     with pytest.raises(FileFormatError, match="weights differ"):
-        load_gp(tmp_path, model)
+        linnet.load(tmp_path, model)
 
 
 def test_files_of_another_network_or_output_are_refused(tmp_path: Path) -> None:
@@ -157,14 +157,14 @@ def test_files_of_another_network_or_output_are_refused(tmp_path: Path) -> None:
     gp = TangentGP(model, Gaussian(variance=0.2), output=lambda f: 2 * f).fit(x, real(6, 2, seed=2))
     gp.save(tmp_path)
     with pytest.raises(InputError, match="output is missing"):
-        load_gp(tmp_path, model)
-    close(load_gp(tmp_path, model, lambda f: 2 * f).predictive(x).mean, gp.predictive(x).mean)
+        linnet.load(tmp_path, model)
+    close(linnet.load(tmp_path, model, output=lambda f: 2 * f).predictive(x).mean, gp.predictive(x).mean)
     with pytest.raises(FileFormatError, match="outputs differ"):
-        load_gp(tmp_path, model, lambda f: 3 * f)
+        linnet.load(tmp_path, model, output=lambda f: 3 * f)
     path = next(tmp_path.glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(FileFormatError):
-        load_gp(tmp_path, model, lambda f: 2 * f)
+        linnet.load(tmp_path, model, output=lambda f: 2 * f)
 
 
 def test_a_task_is_adapted_to_in_closed_form() -> None:

@@ -26,10 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import FileFormatError, InputError, LinnetError, ModelError, WeightsError
-from linnet.files import read_safetensors
+from linnet.files import read_safetensors, require_file, require_room
 from linnet.fitting.last_layer import mask_padding
 from linnet.integrations.pretrained import BUILDERS
-from linnet.limits import require_file, require_room
 from linnet.npz import read_npz
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".th", ".tar", ".bin", ".ckpt")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from linnet.errors import InputError
-from linnet.limits import require_file
+from linnet.files import require_file
 
 _WROTE = re.compile(r"# linnet [^\n]*\n#   linnet ([a-z]+) --config ")  # the head of a run's own settings
 _LARGEST = 1 << 18  # bytes; the settings of a run take one kilobyte

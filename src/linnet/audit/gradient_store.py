@@ -449,8 +449,7 @@ def _matching(folder: StoreFolder, model: nn.Module, output: OutputAdapter) -> F
         require_parameters(model, record["sketch"]["parameters"], path, _OTHER)
         model = restored_sketch(model, folder.basis(), record["sketch"])
     function = matching_function(model, record, output, path, _OTHER)
-    tensors, layout = folder.witness()
-    require_witness(function.check_runs, tensors, layout, path, _OTHER)
+    require_witness(function.check_runs, folder.witness(), path, _OTHER)
     return function
 
 

@@ -18,16 +18,7 @@ from linnet.curvatures.stream import usable
 from linnet.errors import DataError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.memory import parse_bytes
-from linnet.tangent.batch import (
-    EMPTY,
-    Inputs,
-    batch_size,
-    check_finite,
-    example_shapes,
-    map_tensors,
-    split,
-    take,
-)
+from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, example_shapes, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.door import answers, taken
 from linnet.tangent.functional import Functional
@@ -35,6 +26,7 @@ from linnet.tangent.gather import pairs, require_targets
 from linnet.tangent.independence import require_own_rows
 from linnet.tangent.loaders import Said
 from linnet.tangent.output_scale import warn_of_scale
+from linnet.tree import map_tensors
 
 Pair = tuple[Inputs, Tensor]
 

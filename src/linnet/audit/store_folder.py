@@ -19,7 +19,7 @@ from torch import Tensor
 
 from linnet.disk import locked
 from linnet.errors import DataError, FileFormatError, InputError
-from linnet.files import load_tensors, read_json, remove_partial, save_tensors, write_json
+from linnet.files import load, read_json, remove_partial, save, write_json
 from linnet.params import refuse
 
 RECORD, BASIS, END = "gradient-store", "gradient-store-basis", "gradient-store-end"  # kinds of files
@@ -56,28 +56,24 @@ class StoreFolder:
             if found is not None:
                 return found
             if basis is not None:
-                save_tensors(path, "basis", basis, {}, BASIS)
+                save(path, "basis", dict(basis), BASIS)
             write_json(path / "store.json", dict(record), RECORD)
         return cls(path, record)
 
     def basis(self) -> dict[str, Tensor]:
         """The tensors of the directions."""
-        return load_tensors(self.path / "basis.safetensors", BASIS)[0]
+        found: dict[str, Tensor] = load(self.path / "basis.safetensors", BASIS)
+        return found
 
-    def witness(
-        self, made: Callable[[], tuple[Mapping[str, Tensor], Any]] | None = None
-    ) -> tuple[Mapping[str, Tensor], Any]:
-        """What the network computes on made-up inputs, and their structure; the first writes them."""
+    def witness(self, made: Callable[[], dict[str, Any] | None] | None = None) -> dict[str, Any] | None:
+        """What the network computes on made-up inputs; the first writes it."""
         file = self.path / f"{WITNESS}.safetensors"
         if made is not None:
             with locked(self.path / "store.lock"):
                 if not file.is_file():
-                    tensors, layout = made()
-                    save_tensors(self.path, WITNESS, tensors, {"layout": layout}, WITNESS)
-        if not file.is_file():
-            return {}, None
-        tensors, metadata = load_tensors(file, WITNESS)
-        return tensors, metadata["layout"]
+                    save(self.path, WITNESS, made())
+        found: dict[str, Any] | None = load(file, WITNESS) if file.is_file() else None
+        return found
 
     @property
     def size(self) -> int:
@@ -116,20 +112,20 @@ class StoreFolder:
         # of length one, so that no type overflows or comes to nothing
         lengths = rows.double().norm(dim=1)
         unit = rows / lengths.clamp_min(torch.finfo(torch.float64).tiny)[:, None].to(rows.dtype)
-        tensors = {"rows": unit.to(DTYPES[self.record["dtype"]]), "lengths": lengths}
+        content = {"rows": unit.to(DTYPES[self.record["dtype"]]), "lengths": lengths}
         facts = {"shard": shard, "examples": digest, "store": self.record["id"]}
-        save_tensors(self.path, _name(shard), tensors, facts, SHARD)
+        save(self.path, _name(shard), content | facts, SHARD)
 
     def read(self, shard: int) -> tuple[Tensor, Tensor, str]:
         """A shard."""
-        tensors, facts = load_tensors(self.file(shard), SHARD)
-        if (facts["store"], facts["shard"]) != (self.record["id"], shard):
+        found = load(self.file(shard), SHARD)
+        if (found["store"], found["shard"]) != (self.record["id"], shard):
             raise FileFormatError(
-                f"{self.file(shard)} holds shard {facts['shard']} of a store with the mark {facts['store']}",
+                f"{self.file(shard)} holds shard {found['shard']} of a store with the mark {found['store']}",
                 expected=f"shard {shard} with the mark {self.record['id']}, which tells network and settings",
                 remedy="remove the file, and call add() again",
             )
-        return tensors["rows"], tensors["lengths"], str(facts["examples"])
+        return found["rows"], found["lengths"], str(found["examples"])
 
     def compare(self, shard: int, digest: str) -> None:
         """Raise if a shard that is there is of other examples."""

@@ -141,7 +141,7 @@ class EWC(ContinualMethod):
         return {**self._recipe.settings(), **words}
 
     def _state(self) -> dict[str, Any]:
-        return {"terms": [term.state() for term in self._terms]}
+        return {"terms": self._terms}
 
-    def _load(self, state: Mapping[str, Any], device: torch.device) -> None:
-        self._terms = [Quadratic.restored(term, device) for term in state["terms"]]
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._terms = list(state["terms"])

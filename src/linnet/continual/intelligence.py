@@ -254,14 +254,10 @@ class SynapticIntelligence(ContinualMethod):
         return {"strength": self.strength, "damping": self.damping}
 
     def _state(self) -> dict[str, Any]:
-        term = None if self._term is None else self._term.state()
-        return {"term": term, "path": dict(self._path), "start": dict(self._start)}
+        return {"term": self._term, "path": self._path, "start": self._start}
 
-    def _load(self, state: Mapping[str, Any], device: torch.device) -> None:
-        term = state["term"]
-        self._term = None if term is None else Quadratic.restored(term, device)
-        self._path = {name: t.detach().to(device, copy=True) for name, t in state["path"].items()}
-        self._start = {name: t.detach().to(device, copy=True) for name, t in state["start"].items()}
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._term, self._path, self._start = state["term"], state["path"], state["start"]
         self._forget_step()
 
 

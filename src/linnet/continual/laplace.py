@@ -284,12 +284,10 @@ class OnlineLaplace(ContinualMethod):
         return {**self._recipe.settings(), **words}
 
     def _state(self) -> dict[str, Any]:
-        return {"main": self._main.state(), "start": None if self._start is None else self._start.state()}
+        return {"main": self._main, "start": self._start}
 
-    def _load(self, state: Mapping[str, Any], device: torch.device) -> None:
-        self._main = Quadratic.restored(state["main"], device)
-        start = state["start"]
-        self._start = None if start is None else Quadratic.restored(start, device)
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._main, self._start = state["main"], state["start"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -438,10 +436,10 @@ class NonOnlineLaplace(ContinualMethod):
         return {**self._recipe.settings(), **words}
 
     def _state(self) -> dict[str, Any]:
-        return {"main": self._main.state()}
+        return {"main": self._main}
 
-    def _load(self, state: Mapping[str, Any], device: torch.device) -> None:
-        self._main, self._past = Quadratic.restored(state["main"], device), []
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._main, self._past = state["main"], []
 
 
 def _prior_anchor(model: nn.Module, mean: PriorMean, params: Selector, prior: float) -> Quadratic | None:

@@ -25,6 +25,7 @@ from linnet.errors import InputError, ModelError
 from linnet.linalg.space import Params
 from linnet.params import number
 from linnet.tangent.functional import OutputAdapter
+from linnet.tree import from_plain, map_tensors, to_plain
 
 VERSION = 1
 Prepare = Callable[[nn.Module], object]
@@ -144,10 +145,10 @@ class ContinualMethod(ABC):
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """The learned state, as tensors, numbers and names."""
+        """The learned state: tensors, numbers, names and terms of the penalty."""
 
     @abstractmethod
-    def _load(self, state: Mapping[str, Any], device: torch.device) -> None:
+    def _load(self, state: Mapping[str, Any]) -> None:
         """Undo :meth:`_state`."""
 
     @abstractmethod
@@ -173,7 +174,7 @@ class ContinualMethod(ABC):
             "version": VERSION,
             "settings": self._settings(),
             "tasks": self.tasks,
-            "state": self._state(),
+            "state": to_plain(self._state()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -199,7 +200,9 @@ class ContinualMethod(ABC):
                     remedy="make the method with the arguments of the run that saved the state",
                 )
         self.tasks = int(state["tasks"])
-        self._load(state["state"], next(iter(Live.of(self.model).tensors.values())).device)
+        device = next(iter(Live.of(self.model).tensors.values())).device
+        learned = from_plain(state["state"])
+        self._load(map_tensors(lambda t: t.detach().to(device, copy=True), learned))
 
     def _observe(self, factor: Tensor, gradients: Params) -> None:
         """The penalty's gradient, by parameter, has entered ``.grad`` times a factor."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,17 +11,18 @@ from torch import Tensor
 from linnet.continual.growth import grown, united
 from linnet.continual.merge import scaled, summed
 from linnet.continual.parameters import corner
-from linnet.curvatures.layers import Form, Layer
+from linnet.curvatures.layers import Layer
 from linnet.curvatures.parts import Part
 from linnet.errors import ModelError
 from linnet.linalg.kronecker import Kronecker
 from linnet.linalg.space import Params
-from linnet.linalg.stored import from_tensors, to_tensors
 from linnet.linalg.structured import Diagonal, StructuredOperator
+from linnet.tree import map_tensors, node, tensors_in
 
 WHOLE = ("full", "low-rank")  # one block for all parameters, whichever they are
 
 
+@node()
 @dataclass(frozen=True, eq=False)
 class Block:
     """A layer's part of Λ."""
@@ -97,30 +97,6 @@ class Block:
         v = layer.join(pieces)  # (R, rows, columns)
         return layer.part(_summed_products(self.terms, v.flatten()).view(v.shape))
 
-    def state(self) -> dict[str, Any]:
-        """Everything as tensors, numbers and names."""
-        terms = [dict(zip(("spec", "tensors"), to_tensors(term), strict=True)) for term in self.terms]
-        shapes = {name: list(shape) for name, shape in self.layer.shapes_by_name.items()}
-        about = {"name": self.layer.name, "why": self.layer.why, "form": asdict(self.layer.form)}
-        return {
-            **about,
-            "shapes": shapes,
-            "structure": self.structure,
-            "terms": terms,
-            "examples": self.examples,
-        }
-
-    @classmethod
-    def restored(cls, state: Mapping[str, Any], device: torch.device) -> Block:
-        """Undo ``state``."""
-        shapes = {name: tuple(shape) for name, shape in state["shapes"].items()}
-        layer = Layer(state["name"], shapes, Form(**state["form"]), state["why"])
-        terms = tuple(
-            from_tensors(t["spec"], {n: v.detach().to(device, copy=True) for n, v in t["tensors"].items()})
-            for t in state["terms"]
-        )
-        return cls(layer, state["structure"], terms, state["examples"])
-
 
 def _summed_products(terms: Sequence[StructuredOperator], v: Tensor) -> Tensor:
     """Σₖ Mₖ v."""
@@ -164,10 +140,11 @@ def moved(operator: StructuredOperator, device: torch.device, dtype: torch.dtype
     """A block on another device or in another type."""
     if operator.dtype == dtype and operator.device == device:
         return operator
-    spec, tensors = to_tensors(operator)
-    return from_tensors(spec, {name: t.to(device, dtype) for name, t in tensors.items()})
+    made: StructuredOperator = map_tensors(lambda t: t.to(device, dtype), operator)
+    return made
 
 
+@node()
 @dataclass(frozen=True, eq=False)
 class Precision:
     """Λ = p I + Σ of blocks; p I for the parameters that a task has reached, nothing for others."""
@@ -226,7 +203,7 @@ class Precision:
     def nbytes(self) -> int:
         """Memory of all blocks, in bytes."""
         terms = [term for block in self.blocks for term in block.terms]
-        return sum(tensor.nbytes for term in terms for tensor in to_tensors(term)[1].values())
+        return sum(tensor.nbytes for tensor in tensors_in(terms))
 
     def diagonal(self) -> Tensor:
         """The diagonal entries of all blocks one after another, with the prior's p."""
@@ -243,18 +220,6 @@ class Precision:
                 remedy='use merge="svd"',
             )
         return tuple(Part(b.layer, b.terms[0].damped(self.prior), b.structure) for b in self.blocks)
-
-    def state(self) -> dict[str, Any]:
-        """Everything as tensors, numbers and names."""
-        reached = {name: list(shape) for name, shape in self.reached.items()}
-        return {"blocks": [block.state() for block in self.blocks], "prior": self.prior, "reached": reached}
-
-    @classmethod
-    def restored(cls, state: Mapping[str, Any], device: torch.device) -> Precision:
-        """Undo ``state``."""
-        reached = {name: tuple(shape) for name, shape in state["reached"].items()}
-        blocks = tuple(Block.restored(one, device) for one in state["blocks"])
-        return cls(blocks, state["prior"], reached)
 
 
 def _with_curvature(block: Block) -> dict[str, tuple[int, ...]]:

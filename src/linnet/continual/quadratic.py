@@ -14,10 +14,12 @@ from linnet.continual.precision import Precision
 from linnet.linalg.space import Params
 from linnet.params import device as checked_device
 from linnet.params import real_type
+from linnet.tree import node
 
 Observe = Callable[[Tensor, Params], None]  # a factor, and gradients by parameter
 
 
+@node()
 @dataclass(frozen=True, eq=False)
 class Quadratic:
     """w/2 (θ − μ)ᵀ Λ (θ − μ)."""
@@ -30,16 +32,6 @@ class Quadratic:
         """The same on another device or in another type."""
         anchor = {name: mu.to(device, dtype) for name, mu in self.anchor.items()}
         return replace(self, anchor=anchor, precision=self.precision.to(device, dtype))
-
-    def state(self) -> dict[str, Any]:
-        """Everything as tensors, numbers and names."""
-        return {"anchor": dict(self.anchor), "precision": self.precision.state(), "weight": self.weight}
-
-    @classmethod
-    def restored(cls, state: Mapping[str, Any], device: torch.device) -> Quadratic:
-        """Undo ``state``."""
-        anchor = {name: mu.detach().to(device, copy=True) for name, mu in state["anchor"].items()}
-        return cls(anchor, Precision.restored(state["precision"], device), state["weight"])
 
 
 def value_and_gradient(quadratics: Sequence[Quadratic], live: Live) -> tuple[Tensor, Params]:

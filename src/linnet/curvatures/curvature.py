@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,22 @@ from torch import Tensor
 from linnet.curvatures.parts import Part, in_eigenbases
 from linnet.curvatures.variance import output_covariance, output_variance
 from linnet.errors import InputError, NumericalError
-from linnet.files import save_tensors
+from linnet.files import save
 from linnet.linalg.grouped import GroupedKronecker, grouped_factored_damping
 from linnet.linalg.kronecker import Kronecker, factored_damping
 from linnet.linalg.operator import LinearOperator, require_fit
-from linnet.linalg.stored import to_tensors
 from linnet.linalg.structured import StructuredOperator
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
-from linnet.tangent.matching import witness
+from linnet.tangent.matching import identity, witness
 from linnet.tangent.modes import in_exact_mode
+from linnet.tree import node
 
 KIND = "curvature"
 LEFT_OVER = 0.1  # share of the right-hand side up to which a solution is one
 
 
+@node()
 @dataclass(frozen=True)
 class Provenance:
     """Provenance of a curvature."""
@@ -99,7 +100,7 @@ class Curvature(StructuredOperator):
 
     def _compared(self) -> tuple[Any, ...]:
         """What processes that work with it together must have alike."""
-        return self.function, self.applied, [(part.describe(), part.operator) for part in self.parts]
+        return self.function, self.applied, self.parts
 
     def __repr__(self) -> str:
         kind = ", ".join((f"{self.made.structure} {self.made.matrix}", self.made.columns, *self.applied))
@@ -250,7 +251,7 @@ class Curvature(StructuredOperator):
         return output_variance(self.function, self.parts, x, memory)
 
     def save(self, directory: str | Path) -> Path:
-        """Write everything to one checksummed file; see :func:`linnet.load_curvature`.
+        """Write everything to one checksummed file; see :func:`linnet.load`.
 
         Args:
             directory: The folder; made if it is missing.
@@ -258,26 +259,17 @@ class Curvature(StructuredOperator):
         Returns:
             The file's path.
         """
-        tensors: dict[str, Tensor] = {}
-        entries = []
-        for i, part in enumerate(self.parts):
-            spec, own = to_tensors(part.operator)
-            tensors |= {f"{i}/{name}": tensor for name, tensor in own.items()}
-            entries.append({**part.describe(), "operator": spec})
-        adapter = self.function.output
-        seen, layout = witness(self.function.check_runs, self.function.cache.probe)
-        metadata = {
-            "parts": entries,
-            "witness": layout,
-            "made": asdict(self.made),
-            "applied": list(self.applied),
-            "parameters": self.function.names,
-            "weights": self.function.fingerprint(),
-            "modules": self.function.modules(),
-            "output": None if callable(adapter) else adapter,
-            "custom_output": callable(adapter),
+        return save(directory, KIND, self.state())
+
+    def state(self) -> dict[str, Any]:
+        """All but the network, as a tree."""
+        return {
+            "parts": self.parts,
+            "made": self.made,
+            "applied": self.applied,
+            "network": identity(self.function) | {"modules": self.function.modules()},
+            "witness": witness(self.function.check_runs, self.function.cache.probe),
         }
-        return save_tensors(directory, KIND, tensors | seen, metadata)
 
     def coverage(self) -> str:
         """A table: each layer, its parameters, and how it is represented."""

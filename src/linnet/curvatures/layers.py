@@ -17,10 +17,12 @@ from torch import Tensor
 
 from linnet.errors import ModelError
 from linnet.tangent.rules import Captured, Factors, Use, factors
+from linnet.tree import node
 
 PRODUCTS = ("linear", "conv", "conv-transposed")
 
 
+@node()
 @dataclass(frozen=True)
 class Form:
     """The use of a layer's weight."""
@@ -34,6 +36,7 @@ class Form:
     uses: int = 1  # how often a pass uses the weight
 
 
+@node()
 @dataclass(frozen=True)
 class Layer:
     """Parameters that are used together."""

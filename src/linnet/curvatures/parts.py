@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,8 +15,10 @@ from linnet.linalg.grouped import GroupedKronecker
 from linnet.linalg.kronecker import Kronecker
 from linnet.linalg.space import ParameterSpace
 from linnet.linalg.structured import StructuredOperator
+from linnet.tree import node
 
 
+@node()
 @dataclass(frozen=True, eq=False)
 class Part:
     """One layer's block."""
@@ -33,18 +34,6 @@ class Part:
     def joined(self) -> bool:
         """Whether the block's order is that of the matrix [W b]."""
         return self.structure in ("kfac", "ekfac", "kfra") and self.layer.factored
-
-    def describe(self) -> dict[str, Any]:
-        """The layer and what is kept of it, for JSON; the block itself apart."""
-        return {
-            "layer": self.layer.name,
-            "shapes": {name: list(shape) for name, shape in self.layer.shapes_by_name.items()},
-            "form": asdict(self.layer.form),
-            "why": self.layer.why,
-            "structure": self.structure,
-            "note": self.note,
-            "terms": self.terms,
-        }
 
     def gather(self, v: Tensor, space: ParameterSpace) -> Tensor:
         """The rows of v (P, K) that belong to the layer, in the block's order."""

@@ -47,11 +47,12 @@ from linnet.memory import parse_bytes
 from linnet.params import choice, flag, instance, integer, number, refuse
 from linnet.params import seed as checked_seed
 from linnet.shown import Shown
-from linnet.tangent.batch import Inputs, batch_size, example_shapes, take, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
 from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tree import tensors_in
 
 RENEWAL = 10  # batches between two bases of EKFAC
 

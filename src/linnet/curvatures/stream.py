@@ -32,19 +32,17 @@ from linnet.tangent.batch import (
     batch_size,
     check_finite,
     concatenate,
-    hash_tensors,
     is_data_set,
-    map_tensors,
     require_dense,
     split,
     take,
-    tensors_in,
     without_targets,
 )
 from linnet.tangent.door import as_batch, known_answers, taken, tensorize
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import as_sample, copied, gather_data, in_batches, require_targets, side_by_side
 from linnet.tangent.loaders import Said, Sharded, in_order, random_kept, sharded
+from linnet.tree import hash_tensors, map_tensors, tensors_in
 
 SAMPLES_A_READ = 256  # examples of a Dataset read at once
 FEW = 16  # examples that are kept, to see what kind of outputs they have

@@ -29,12 +29,13 @@ from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.structured import Diagonal
 from linnet.memory import Plan, parse_bytes, require
-from linnet.tangent.batch import Inputs, batch_size, map_tensors, split, take
+from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import capture, capture_bytes, capture_parts
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import examples
 from linnet.tangent.nonfinite import require_finite_products
 from linnet.tangent.rules import Captured, Factors, factors
+from linnet.tree import map_tensors
 
 TARGET = 128 << 20  # bytes of one captured batch
 

@@ -16,11 +16,13 @@ from linnet.errors import InputError
 from linnet.linalg.random import Seed, make_generator
 from linnet.params import choice, flag, integer, number
 from linnet.tangent.batch import Inputs, require_dense
+from linnet.tree import node
 
 KINDS = ("none", "center", "random-crop", "resized-crop")
 MARGIN = 8 / 7  # images are resized to 256 pixels and cropped to 224
 
 
+@node()
 @dataclass(frozen=True)
 class Augmentation:
     """Transforms of images for training and for prediction.

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.errors import FileFormatError, InputError, WeightsError
-from linnet.files import as_path, load_tensors, save_tensors
+from linnet.errors import InputError, WeightsError
+from linnet.files import save
 from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.bilinear import Bilinear, assemble
 from linnet.fitting.descent import outputs_of
@@ -26,6 +26,7 @@ from linnet.tangent.gather import examples
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.matching import given_network, require_witness, saved_output, witness
 from linnet.tangent.surgery import leaky_relu
+from linnet.tree import node
 
 KIND = "finetuned"
 _OTHER = (
@@ -35,6 +36,7 @@ _OTHER = (
 )
 
 
+@node()
 @dataclass(frozen=True)
 class Settings:
     """Settings of a result, as plain values."""
@@ -160,7 +162,7 @@ class Finetuned(PredictiveModel):
         }
 
     def save(self, directory: str | Path) -> Path:
-        """Write weights, history and settings to one checksummed file; see :func:`load_finetuned`.
+        """Write weights, history and settings to one checksummed file; see :func:`linnet.load`.
 
         Args:
             directory: The folder; made if it is missing.
@@ -168,97 +170,49 @@ class Finetuned(PredictiveModel):
         Returns:
             The file's path.
         """
-        linear = isinstance(self.module, Linearized)
-        network = self.module.model if isinstance(self.module, Linearized) else self.module
-        tensors = {f"network/{name}": t for name, t in network.state_dict().items() if isinstance(t, Tensor)}
-        names: list[str] = []
-        if isinstance(self.module, Linearized):
-            names = self.module.parameter_names
-            tensors |= {f"delta/{name}": t.detach() for name, t in self.module.delta.items()}
-        seen, layout = witness(self.predict, self.probe)
-        metadata = {
-            "settings": asdict(self.settings),
+        linear = self.module if isinstance(self.module, Linearized) else None
+        network = self.module if linear is None else linear.model
+        state = {
+            "network": {name: t for name, t in network.state_dict().items() if isinstance(t, Tensor)},
+            "modules": _kinds(network),
+            "delta": None if linear is None else dict(linear.delta),
+            "settings": self.settings,
             "history": self.history,
             "candidates": self.candidates,
-            "notes": list(self.notes),
-            "linear": linear,
-            "parameters": names,
+            "notes": self.notes,
             "output": None if callable(self.output) else self.output,
             "custom_output": callable(self.output),
-            "modules": _kinds(network),
-            "witness": layout,
+            "witness": witness(self.predict, self.probe),
         }
-        return save_tensors(directory, KIND, tensors | seen, metadata)
+        return save(directory, KIND, state)
 
 
-def load_finetuned(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> Finetuned:
-    """Read what ``Finetuned.save`` wrote.
-
-    Args:
-        directory: The folder.
-        model: A network of the architecture that was fine-tuned; its weights do not matter.
-        output: The output adapter, if there was a callable one.
-
-    Returns:
-        The result, without its closed-form fit (``linnet.load_fit`` keeps those).
-
-    Raises:
-        FileFormatError: If the file is truncated, altered or of another kind.
-        InputError: If there is no such file, or ``output`` is needed and not given.
-        WeightsError: If the network has another architecture.
-
-    Example:
-        >>> import tempfile
-        >>> import linnet
-        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 5))
-        >>> x, y, folder = torch.randn(24, 2), torch.arange(24) % 2, tempfile.mkdtemp()
-        >>> tuned = linnet.finetune(net, (x, y), training=linnet.Training(steps=5))
-        >>> _ = tuned.save(folder)
-        >>> torch.equal(load_finetuned(folder, net).predict(x), tuned.predict(x))
-        True
-    """
+def restored_finetuned(
+    saved: dict[str, Any], path: Path, model: nn.Module, output: OutputAdapter = None
+) -> Finetuned:
+    """The result that ``Finetuned.save`` wrote, without its closed-form fit."""
     model = given_network(model)
-    path = as_path(directory) / f"{KIND}.safetensors"
-    tensors, metadata = load_tensors(path, KIND)
-    adapter = saved_output(metadata, output)
-    told = dict(metadata["settings"])
-    settings = Settings(**{**told, "augmentation": Augmentation(**told["augmentation"])})
-    own = {name.removeprefix("network/"): t for name, t in tensors.items() if name.startswith("network/")}
-    network = _rebuilt(model, settings, own)
-    reference = next(model.parameters())
+    adapter = saved_output(saved, output)
+    network = _rebuilt(model, saved["settings"], saved["network"])
     try:
-        network.load_state_dict(own)
+        network.load_state_dict(saved["network"])
     except RuntimeError as error:
         raise WeightsError(
             f"{path} does not fit the network ({str(error).splitlines()[-1].strip()})",
             expected="a network of the architecture that was fine-tuned",
             remedy="pass the network that was given to linnet.finetune",
         ) from error
-    _check_kinds(network, metadata.get("modules"), path)
-    network = network.to(reference.device)
-    module: nn.Module = network
-    if metadata["linear"]:
-        module = lin = linearize(network, metadata["parameters"], adapter)
+    _check_kinds(network, saved["modules"], path)
+    module: nn.Module = network.to(next(model.parameters()).device)
+    if saved["delta"] is not None:
+        module = lin = linearize(module, list(saved["delta"]), adapter)
         with torch.no_grad():
             for name, value in lin.delta.items():
-                if f"delta/{name}" not in tensors:
-                    raise FileFormatError(
-                        f"{path} has no displacement of {name!r}",
-                        "a complete file",
-                        remedy="save the fine-tuned network again",
-                    )
-                value.copy_(tensors[f"delta/{name}"])
+                value.copy_(saved["delta"][name])
     found = Finetuned(
-        module,
-        settings,
-        metadata["history"],
-        metadata["candidates"],
-        tuple(metadata["notes"]),
-        output=adapter,
+        module, saved["settings"], saved["history"], saved["candidates"], saved["notes"], output=adapter
     )
-    return replace(
-        found, probe=require_witness(found.predict, tensors, metadata.get("witness"), path, _OTHER)
-    )
+    return replace(found, probe=require_witness(found.predict, saved["witness"], path, _OTHER))
 
 
 def _kinds(network: nn.Module) -> dict[str, str]:

@@ -53,12 +53,13 @@ from linnet.linear.targets import OneHot, check_arrangement, doubts, make_target
 from linnet.logged import Log
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import tensor, warn
-from linnet.tangent.batch import Inputs, concatenate, made_up, map_tensors
+from linnet.tangent.batch import Inputs, concatenate, made_up
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.selection import Selector, select_parameters
 from linnet.tangent.surgery import leaky_relu, report
 from linnet.training import Training
+from linnet.tree import map_tensors
 
 EPOCHS, FEWEST_STEPS = 30, 300
 RETRIES = 3  # of a run whose rate was not the user's, each with a third of it

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from linnet.errors import DataError, InputError, NumericalError
-from linnet.files import load_tensors, save_tensors
+from linnet.files import load, save
 from linnet.finetuning.augment import Augmentation
 from linnet.fitting.descent import outputs_of
 from linnet.linear.targets import make_targets
@@ -32,21 +32,12 @@ from linnet.memory import parse_bytes
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import choice, flag, instance, integer, path, warn, wrapped
 from linnet.progress import track
-from linnet.tangent.batch import (
-    Inputs,
-    as_pair,
-    batch_size,
-    concatenate,
-    hash_tensors,
-    is_data_set,
-    on_device,
-    take,
-    tensors_in,
-)
+from linnet.tangent.batch import Inputs, as_pair, batch_size, concatenate, is_data_set, on_device, take
 from linnet.tangent.door import as_batch, taken
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.gather import gather_data
 from linnet.training import cosine, stream, train
+from linnet.tree import hash_tensors, tensors_in
 
 KIND = "training"
 EVALUATED = 256  # examples predicted at once
@@ -466,7 +457,7 @@ class Trainer:
             "run": self._identity,
         }
         assert self.watched.checkpoint is not None
-        save_tensors(self.watched.checkpoint, KIND, tensors, metadata)
+        save(self.watched.checkpoint, KIND, {"tensors": tensors, **metadata})
 
     def _resume(self) -> None:
         """Take up the state in the folder, if there is one."""
@@ -476,7 +467,8 @@ class Trainer:
         place = path("checkpoint", self.watched.checkpoint) / f"{KIND}.safetensors"
         if not place.exists():
             return
-        tensors, metadata = load_tensors(place, KIND)
+        metadata = load(place, KIND)
+        tensors = metadata["tensors"]
         if metadata["run"] != self._identity:
             raise InputError(
                 f"{place} belongs to a run with other settings, data or starting weights",

@@ -27,12 +27,13 @@ from linnet.linear.dual import Spectrum, ridge_grid_of
 from linnet.linear.targets import ALPHA, Targets, check_names, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, integer, number
-from linnet.tangent.batch import Inputs, hash_tensors, on_device, split, tensors_in
+from linnet.tangent.batch import Inputs, on_device, split
 from linnet.tangent.functional import OutputAdapter, check_output, copied
 from linnet.tangent.gather import gather_data
 from linnet.tangent.loaders import Said
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import require_module
+from linnet.tree import hash_tensors, tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ def load_fit(
         raise InputError(
             f"{directory} holds a fit of linnet.adapt",
             expected="a fit of linnet.fit",
-            remedy="read it with linnet.load_adapted(directory, model)",
+            remedy="read it with linnet.load(directory, model)",
         )
     path, tensors, x, metadata = read_solution(directory, KIND)
     if metadata["sketch"] is not None and not isinstance(model, SketchedNetwork):

@@ -21,13 +21,12 @@ from linnet.curvatures.default_damping import default_damping
 from linnet.curvatures.variance import root_rows
 from linnet.errors import InputError
 from linnet.fitting.last_layer import RECORD
-from linnet.linalg.stored import to_tensors
 from linnet.params import number
-from linnet.tangent.batch import hash_tensors
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.rules import Captured
+from linnet.tree import flatten, hash_tensors
 
 HASHED = 8  # bytes of the hash that tells one metric from another
 
@@ -157,7 +156,7 @@ def with_metric(model: nn.Module, curvature: Curvature, damping: float | None = 
 
 def _identity(curvature: Curvature, tau: float) -> bytes:
     """A hash of G as it would be saved, and of τ: the same on every machine that loads it."""
-    stored = [to_tensors(part.operator)[1] for part in curvature.parts]
+    stored = [flatten(part.operator)[1] for part in curvature.parts]
     given = torch.tensor([curvature.made.examples, tau], dtype=torch.float64)
     return bytes.fromhex(hash_tensors([given, *(t for own in stored for _, t in sorted(own.items()))]))[
         :HASHED

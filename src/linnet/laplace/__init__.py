@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from linnet.laplace.laplace import Laplace
-from linnet.laplace.load import load_laplace
 from linnet.laplace.training import EvidenceSchedule, train_with_evidence
 from linnet.laplace.tune import Grid
 
-__all__ = ["EvidenceSchedule", "Grid", "Laplace", "load_laplace", "train_with_evidence"]
+__all__ = ["EvidenceSchedule", "Grid", "Laplace", "train_with_evidence"]

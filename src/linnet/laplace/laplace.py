@@ -15,8 +15,8 @@ from linnet.curvatures.settings import CurvatureOptions, expectation_of, passes_
 from linnet.curvatures.stream import held
 from linnet.distributed import Share, together
 from linnet.errors import InputError
+from linnet.files import save
 from linnet.laplace.evidence import Tuned
-from linnet.laplace.files import write_posterior
 from linnet.laplace.linearized import linearized
 from linnet.laplace.outputs import plain_outputs, requires_gradient, sampled_outputs
 from linnet.laplace.posterior import (
@@ -49,6 +49,7 @@ from linnet.tangent.batch import Inputs
 from linnet.tangent.gather import examples
 from linnet.tangent.modes import in_exact_mode
 
+KIND = "laplace"  # of the file
 SEARCHES = ("gradient", "fixed-point", "grid")
 PRIORS = ("isotropic", "layer", "parameter")
 
@@ -512,7 +513,7 @@ class Laplace(PredictiveModel):
     # Files
 
     def resume(self, state: State) -> Laplace:
-        """Take over what a fit has left, as :func:`linnet.load_laplace` does.
+        """Take over what a fit has left, as :func:`linnet.load` does.
 
         Args:
             state: The posterior, its hyper-parameters, and what outputs mean.
@@ -520,13 +521,13 @@ class Laplace(PredictiveModel):
         Returns:
             This object.
         """
-        how = "load a saved posterior with linnet.load_laplace, or fit one"
+        how = "load a saved posterior with linnet.load, or fit one"
         self._state = instance("state", state, State, "the state that another posterior has left", how)
         self._covariance = None
         return self
 
     def save(self, directory: str | Path) -> Path:
-        """Write the posterior: the curvature to one checksummed file, everything else to another.
+        """Write the posterior, its curvature included, to one checksummed file; see :func:`linnet.load`.
 
         Args:
             directory: The folder; made if it is missing.
@@ -535,9 +536,17 @@ class Laplace(PredictiveModel):
             The folder.
         """
         state = self._fitted
-        write_posterior(
-            directory, state.posterior, state.groups, state.hyper, self._base, tuple(state.labels.shape)
-        )
+        saved = {
+            "curvature": state.posterior.curvature.state(),
+            "form": state.groups.form,
+            "hyper": state.hyper,
+            "mean": state.posterior.mean,
+            "damping": state.posterior.damping,
+            "fitted": state.posterior.fitted,
+            "likelihood": self._base.describe(),
+            "shape": tuple(state.labels.shape),
+        }
+        save(directory, KIND, saved)
         return Path(directory)
 
 

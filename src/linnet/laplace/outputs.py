@@ -21,13 +21,14 @@ from linnet.curvatures.variance import batch_covariance, row_bytes, variance_blo
 from linnet.laplace.head import BLOCK, head_spreads, head_variances, is_head
 from linnet.linalg.random import make_generator
 from linnet.memory import Plan, parse_bytes, require
-from linnet.tangent.batch import Inputs, batch_size, check_finite, map_tensors, split, take, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, check_finite, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.nonfinite import require_finite_products
 from linnet.tangent.rules import Captured
+from linnet.tree import map_tensors, tensors_in
 
 TARGET = 128 << 20  # bytes of one captured batch
 MOST = 256  # examples captured at once

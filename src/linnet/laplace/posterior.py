@@ -37,8 +37,10 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.params import refuse, tensor
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
+from linnet.tree import node
 
 
+@node()
 @dataclass(frozen=True)
 class DataFit:
     """Sums of the network's loss on the data."""
@@ -63,6 +65,7 @@ class DataFit:
         return self.nll + 0.5 * self.squares * (1 / noise - 1) + 0.5 * self.targets * noise.log()
 
 
+@node()
 @dataclass(frozen=True, eq=False)
 class Hyper:
     """Hyper-parameters, float64."""

@@ -24,8 +24,10 @@ from linnet.linalg.factorize import cholesky, eigh, nonnegative_each, require_fi
 from linnet.linalg.operator import require_damping, require_factor
 from linnet.linalg.space import ParameterSpace
 from linnet.linalg.structured import StructuredOperator, require_space
+from linnet.tree import node
 
 
+@node("left", "right", "space", "name")
 class GroupedKronecker(StructuredOperator):
     """The block diagonal matrix of L_r ⊗ R_r for r = 1 ... R, symmetric positive semi-definite."""
 
@@ -104,6 +106,7 @@ class GroupedKronecker(StructuredOperator):
         return grouped_mm(left.mT, right.mT, v)
 
 
+@node("left_vectors", "right_vectors", "values", "space", "name")
 class GroupedKroneckerEigen(EigenbasisOperator):
     """The block diagonal matrix of (Q_Lr ⊗ Q_Rr) diag(λ_r) (Q_Lr ⊗ Q_Rr)ᵀ for r = 1 ... R."""
 

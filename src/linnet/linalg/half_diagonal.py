@@ -16,10 +16,12 @@ from linnet.linalg.factorize import eigh, nonnegative, require_finite, require_s
 from linnet.linalg.kronecker import left_product
 from linnet.linalg.space import ParameterSpace
 from linnet.params import choice
+from linnet.tree import node
 
 SIDES = ("left", "right")
 
 
+@node("vectors", "values", "side", "space", "name")
 class HalfDiagonal(EigenbasisOperator):
     """(I ⊗ Q) diag(λ) (I ⊗ Q)ᵀ, or (Q ⊗ I) diag(λ) (Q ⊗ I)ᵀ: one factor is diagonal."""
 

@@ -23,10 +23,12 @@ from linnet.linalg.structured import (
     require_space,
     require_symmetric,
 )
+from linnet.tree import node
 
 NARROW = 8  # columns up to which a matrix is cheaper to multiply side by side with others
 
 
+@node("left", "right", "space", "name")
 class Kronecker(StructuredOperator):
     """L ⊗ R for symmetric positive semi-definite L (n x n) and R (m x m)."""
 
@@ -113,6 +115,7 @@ class Kronecker(StructuredOperator):
         return kron_mm(left.T, right.T, v)
 
 
+@node("left_vectors", "right_vectors", "values", "space", "name")
 class KroneckerEigen(EigenbasisOperator):
     """(Q_L ⊗ Q_R) diag(λ) (Q_L ⊗ Q_R)ᵀ: any eigenvalues in a Kronecker product's eigenbasis."""
 

@@ -10,8 +10,10 @@ from linnet.linalg.factorize import eigh, nonnegative, require_finite
 from linnet.linalg.operator import require_damping, require_factor
 from linnet.linalg.space import ParameterSpace
 from linnet.linalg.structured import StructuredOperator, require_positive, require_space
+from linnet.tree import node
 
 
+@node("basis", "values", "rest", "scale", "space", "name")
 class LowRankMatrix(StructuredOperator):
     """M = D (W diag(λ) Wᵀ + c (I − W Wᵀ)) D with orthonormal columns W."""
 

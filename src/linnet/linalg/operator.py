@@ -18,6 +18,7 @@ from linnet.errors import InputError
 from linnet.linalg.space import ParameterSpace, Vector
 from linnet.params import instance, number, refuse
 from linnet.shown import Shown
+from linnet.tree import node
 
 
 class LinearOperator(Shown):
@@ -270,6 +271,7 @@ class FunctionOperator(LinearOperator):
         return FunctionOperator(self._adjoint, (n, m), self.dtype, self.device, adjoint=self._function)
 
 
+@node("terms")
 class Sum(LinearOperator):
     """A₁ + A₂ + ..."""
 
@@ -293,6 +295,7 @@ class Sum(LinearOperator):
         return Sum([term.T for term in self.terms])
 
 
+@node("operator", "scalar")
 class Scaled(LinearOperator):
     """A number times an operator, c A."""
 

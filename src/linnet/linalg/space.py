@@ -17,17 +17,22 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.params import instance, refuse, shown, tensor
+from linnet.tree import node
 
 Params = dict[str, Tensor]
 Vector = Params | Tensor
 
 
+@node("shapes")
 class ParameterSpace:
     """The parameters of a network as one vector space of dimension P."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
         if not shapes:
             raise InputError("shapes is empty", "at least one parameter", "pass a shape for each name")
+        for name, shape in shapes.items():
+            if any(size < 0 for size in shape):
+                raise InputError(f"shapes has {name!r} of shape {tuple(shape)}", "sizes from 0", "check it")
         self.names = tuple(shapes)
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         ends = list(accumulate((prod(shape) for shape in self.shapes.values()), initial=0))

@@ -28,6 +28,7 @@ from linnet.linalg.operator import (
 from linnet.linalg.random import Seed, normal
 from linnet.linalg.space import ParameterSpace, Vector
 from linnet.params import integer, refuse, tensor
+from linnet.tree import node
 
 
 class StructuredOperator(LinearOperator):
@@ -134,6 +135,7 @@ class StructuredOperator(LinearOperator):
         return half @ half if rows.ndim == 1 else half @ half.mT
 
 
+@node("matrix", "space", "name")
 class Dense(StructuredOperator):
     """A matrix without structure, factorized when first needed."""
 
@@ -193,6 +195,7 @@ class Dense(StructuredOperator):
         return self._square_root.T @ v
 
 
+@node("values", "space", "name")
 class Diagonal(StructuredOperator):
     """A diagonal matrix."""
 
@@ -249,6 +252,7 @@ class Diagonal(StructuredOperator):
         return self._root(v)
 
 
+@node("blocks", "space")
 class BlockDiagonal(StructuredOperator):
     """Blocks along the diagonal, each with its own structure."""
 
@@ -304,6 +308,7 @@ class BlockDiagonal(StructuredOperator):
         return self._each(lambda block, part: block._root_transposed(part), v)
 
 
+@node("operator", "order", "space")
 class Permuted(StructuredOperator):
     """A matrix with its rows and columns in another order, Π M Πᵀ."""
 

@@ -19,9 +19,10 @@ from linnet.linear.problem import Memory, Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
 from linnet.memory import parse_bytes
-from linnet.tangent.batch import Inputs, batch_size, hash_examples, hash_tensors, split, take, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, hash_examples, split, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram
+from linnet.tree import hash_tensors, tensors_in
 
 SHARE = 0.5  # of the budget that a block of K(x, X) and what is made of it may take
 

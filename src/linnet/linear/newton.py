@@ -45,10 +45,11 @@ from linnet.linear.system import require_digits
 from linnet.memory import parse_bytes
 from linnet.progress import track
 from linnet.solvers.nystrom import nystrom_preconditioner
-from linnet.tangent.batch import Inputs, batch_size, hash_tensors, split, take, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram, own_kernels
 from linnet.tangent.jacobian import jvp_columns, vjp_columns
+from linnet.tree import hash_tensors, tensors_in
 
 STEPS = 100  # of Newton's method: from any start a few tens suffice in float64
 # gradient up to which an answer at the limit of its precision is taken; the certificate says it

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from linnet.distributed import current
 from linnet.linear.formed_rows import FormedRows, Rows
-from linnet.tangent.batch import Inputs, concatenate, hash_examples, hash_tensors, observed, take, tensors_in
+from linnet.tangent.batch import Inputs, concatenate, hash_examples, observed, take
 from linnet.tangent.functional import Functional, adapt_outputs, call_arguments
 from linnet.tangent.jacobian import JacobianOperator
+from linnet.tree import hash_tensors, tensors_in
 from linnet.unfinished import Begun, checkpoint, summing
 
 Memory = str | int | None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.params import call, wrapped
-from linnet.tangent.batch import map_tensors
+from linnet.tree import map_tensors
 
 SHAPES = "probabilities (N, C), or S samples of them (S, N, C)"
 

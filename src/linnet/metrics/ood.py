@@ -19,8 +19,8 @@ from linnet.params import choice
 from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
 from linnet.shown import Record
-from linnet.tangent.batch import tensors_in
 from linnet.tangent.door import bare_inputs
+from linnet.tree import tensors_in
 
 Shapes = tuple[tuple[int, ...], ...]
 

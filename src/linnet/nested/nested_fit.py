@@ -308,7 +308,7 @@ class NestedFit(KernelFit):
             directory: The folder; made if missing.
 
         Returns:
-            The file that ``linnet.load_adapted`` reads.
+            The file that ``linnet.load`` reads.
         """
         tensors = {
             "targets": self.targets, "beta": self.system.beta, "kernel": self.system.kernel, "phi": self.phi

@@ -25,6 +25,7 @@ from linnet.tangent.door import tensorize
 from linnet.tangent.gather import copied
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.rules import Form
+from linnet.tree import node
 
 LONGEST = 2**63  # steps; more are "never", which is written as None
 
@@ -57,6 +58,7 @@ class Moment:
     output: Any = None
 
 
+@node()
 @dataclass(frozen=True)
 class Decision:
     """Decision of a schedule after a step.

@@ -19,13 +19,14 @@ from linnet.linalg.factorize import cholesky
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen, grouped_factored_damping
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen, factored_damping, kron_mm
 from linnet.linalg.space import ParameterSpace
-from linnet.linalg.stored import from_tensors, to_tensors
 from linnet.linalg.structured import StructuredOperator
 from linnet.optim.gauss_newton_model import Quadratic
 from linnet.optim.gauss_newton_settings import Damping
 from linnet.tangent.modes import in_exact_mode
+from linnet.tree import from_plain, node, to_plain
 
 
+@node()
 @dataclass(frozen=True)
 class Factors:
     """L ⊗ R of two inverses that were made here: a Kronecker product that need not be looked over again."""
@@ -63,9 +64,9 @@ class Inverse:
             all_sum([out])
         return out.to(g.dtype)
 
-    def state(self) -> list[tuple[str, dict[str, Any], dict[str, Tensor]]]:
-        """Layer name, description and tensors of every block."""
-        return [(part.layer.name, *to_tensors(_stored(block))) for part, block in self.blocks]
+    def state(self) -> Any:
+        """The blocks by layer name, as dictionaries, numbers and tensors."""
+        return to_plain({part.layer.name: block for part, block in self.blocks})
 
 
 class Undamped:
@@ -87,9 +88,9 @@ class Undamped:
         )
         return Inverse(made, self.space, self.shared)
 
-    def restored(self, state: list[tuple[str, dict[str, Any], dict[str, Tensor]]]) -> Inverse | None:
+    def restored(self, state: Any) -> Inverse | None:
         """An inverse that was saved."""
-        by_name = {name: _loaded(from_tensors(spec, tensors)) for name, spec, tensors in state}
+        by_name = from_plain(state)
         blocks = [(p, by_name[p.layer.name]) for p in self.parts if p.layer.name in by_name]
         complete = int(len(blocks) == len(self.parts))
         if not (least(complete) if self.shared else complete):  # else all invert anew
@@ -159,16 +160,6 @@ def _factors_inverted(block: Kronecker, shift: float) -> Factors:
         lower = cholesky(shifted, f"damped {side} factor of {block.name}")
         inverses.append(torch.cholesky_inverse(lower))
     return Factors(inverses[0], inverses[1], f"inverse of {block.name}")
-
-
-def _stored(block: Block) -> StructuredOperator:
-    """A block as what can be stored."""
-    return Kronecker(block.left, block.right, name=block.name) if isinstance(block, Factors) else block
-
-
-def _loaded(block: StructuredOperator) -> Block:
-    """Undo :func:`_stored`."""
-    return Factors(block.left, block.right, block.name) if isinstance(block, Kronecker) else block
 
 
 def _decay(layer: Layer, decays: Mapping[str, float]) -> float:

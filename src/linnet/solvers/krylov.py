@@ -18,8 +18,10 @@ from linnet.linalg.operator import LinearOperator, require_square
 from linnet.linalg.random import Seed, normal
 from linnet.params import integer
 from linnet.solvers.led import one_leads
+from linnet.tree import node
 
 
+@node()
 @dataclass(frozen=True)
 class Krylov:
     """A symmetric positive semi-definite A seen through a Krylov space."""

@@ -20,6 +20,7 @@ from linnet.params import flag, integer, refuse
 from linnet.solvers.cg import checked_limits
 from linnet.solvers.led import one_leads
 from linnet.solvers.solution import Solution, Status
+from linnet.tree import node
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def _normalized(w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_zero, 0.0, norms), torch.where(is_zero, 0.0, w / torch.where(is_zero, 1.0, norms))
 
 
+@node()
 @dataclass(frozen=True)
 class Eigenpairs:
     """Some eigenpairs of a symmetric operator.

@@ -12,10 +12,12 @@ from torch import Tensor
 from linnet.errors import NumericalError
 from linnet.params import refuse, tensor
 from linnet.shown import Record
+from linnet.tree import node
 
 V = TypeVar("V")
 
 
+@node()
 class Status(Enum):
     """Status of an iteration; the value states what it means and what to try.
 
@@ -36,6 +38,7 @@ class Status(Enum):
     )
 
 
+@node()
 @dataclass(frozen=True, repr=False)
 class Solution(Record, Generic[V]):
     """The result of an iterative method.
@@ -84,6 +87,7 @@ class Solution(Record, Generic[V]):
         )
 
 
+@node()
 @dataclass(frozen=True, repr=False)
 class Estimate(Record):
     """A random estimate with its own error.

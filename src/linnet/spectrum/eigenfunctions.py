@@ -39,14 +39,7 @@ from linnet.spectrum.kernel_matrix import (
 )
 from linnet.spectrum.plots import EigenfunctionPlots
 from linnet.tangent.alike import in_shares, require_alike
-from linnet.tangent.batch import (
-    Inputs,
-    batch_size,
-    check_examples,
-    check_finite,
-    map_tensors,
-    split,
-)
+from linnet.tangent.batch import Inputs, batch_size, check_examples, check_finite, split
 from linnet.tangent.door import taken, tensorize
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import copied, gather_data
@@ -54,6 +47,7 @@ from linnet.tangent.gram import gram as _gram
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.rules import Form
+from linnet.tree import map_tensors
 
 INDEFINITE = 1e-3  # share of the largest eigenvalue below zero from which a matrix is no kernel's
 

@@ -16,15 +16,7 @@ from linnet.errors import InputError
 from linnet.linalg.operator import FunctionOperator, LinearOperator
 from linnet.params import choice
 from linnet.tangent.alike import in_shares
-from linnet.tangent.batch import (
-    EMPTY,
-    Inputs,
-    batch_size,
-    check_finite,
-    require_dense,
-    take,
-    tensors_in,
-)
+from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, require_dense, take
 from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
@@ -33,6 +25,7 @@ from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.rules import Form
+from linnet.tree import tensors_in
 
 KERNELS = ("full", "trace", "sum")  # "diagonal" is C kernels, not one
 COLUMNS = 8  # vectors in parameter space held at once

@@ -17,11 +17,10 @@ from linnet.distributed import agree, current, sharing, world
 from linnet.errors import DataError, InputError, LinnetError, ModelError
 from linnet.likelihoods.distribution import Distribution
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.stored import to_tensors
 from linnet.number_types import current as precision_in_force
-from linnet.tangent.batch import hash_tensors, tensors_in
 from linnet.tangent.functional import Functional, require_whole_weights
 from linnet.tangent.linearized import Linearized
+from linnet.tree import flatten, hash_tensors, leaves, tensors_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 _DIGITS = 12  # of a hash in an error
@@ -104,21 +103,13 @@ def _described(value: Any) -> str:
 
 def _data(value: Any) -> str:
     """Tensors, or a container of whatever there is."""
-    leaves = _leaves(value)
-    if leaves and all(isinstance(leaf, Tensor) for leaf in leaves):
-        sizes = ", ".join(str(tuple(t.shape)) for t in leaves)
-        return f"{sizes} {_hashed(hash_tensors(leaves))}"
+    found = leaves(value)
+    if found and all(isinstance(leaf, Tensor) for leaf in found):
+        sizes = ", ".join(str(tuple(t.shape)) for t in found)
+        return f"{sizes} {_hashed(hash_tensors(found))}"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{name!r}: {_described(part)}' for name, part in value.items())}}}"
     return f"[{', '.join(map(_described, value))}]"
-
-
-def _leaves(value: Any) -> list[Any]:
-    """What containers hold in the end."""
-    if not isinstance(value, Mapping | list | tuple):
-        return [value]
-    parts = value.values() if isinstance(value, Mapping) else value
-    return [leaf for part in parts for leaf in _leaves(part)]
 
 
 def _made_of(value: Any) -> Any:
@@ -128,7 +119,7 @@ def _made_of(value: Any) -> Any:
     if not isinstance(value, LinearOperator):
         return None
     try:
-        return to_tensors(value)
+        return flatten(value)
     except InputError:  # a matrix of the user's own
         held = {name: part for name, part in vars(value).items() if isinstance(part, Tensor | LinearOperator)}
         return value.shape, {name: part for name, part in held.items() if not name.startswith("_")}

@@ -10,9 +10,8 @@ Fingerprints of tensors are made here, and inputs for files.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from linnet.distributed import current, look_around
 from linnet.errors import DataError, InputError
 from linnet.linalg.finite import is_finite
 from linnet.params import wrapped
+from linnet.tree import hash_tensors, map_tensors, tensors_in
 
 EMPTY = "check the path and the split that the data come from"
 
@@ -52,30 +52,11 @@ _CUT: Any = WeakIdKeyDictionary()
 Inputs = Any  # Tensor | Sequence[Any] | Mapping[str, Any]
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
-    """Apply ``function`` to every tensor in ``x``, keeping its structure."""
-    if isinstance(x, Tensor):
-        return function(x)
-    if isinstance(x, Mapping):
-        return {key: map_tensors(function, value) for key, value in x.items()}
-    if isinstance(x, list | tuple):
-        return tuple(map_tensors(function, value) for value in x)
-    return x
-
-
 def on_device(x: Inputs, device: torch.device) -> Inputs:
     """A batch where a network lives; what is there already is not copied."""
     # Data stay where the user has them, and every batch comes here on its way into a network.
     # from pinned memory the copy goes on beside the host's own work, and kernels wait for it by themselves
     return map_tensors(lambda t: t.to(device, non_blocking=device.type == "cuda"), x)
-
-
-def tensors_in(x: Inputs) -> list[Tensor]:
-    """Every tensor in ``x``, in order."""
-    if isinstance(x, Tensor):
-        return [x]
-    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
-    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 def example_shapes(x: Inputs) -> tuple[Any, ...]:
@@ -426,21 +407,6 @@ def check_finite(x: Inputs, name: str) -> None:
             expected="finite numbers",
             remedy="drop or repair these examples",
         )
-
-
-PIECE = 1 << 24  # bytes that are brought into one place at once
-
-
-def hash_tensors(tensors: Iterable[Tensor]) -> str:
-    """A SHA-256 of shapes, types and values."""
-    digest = hashlib.sha256()
-    for t in tensors:
-        digest.update(f"{tuple(t.shape)}{t.dtype}".encode())
-        rows = max(1, PIECE // max(1, t[:1].nbytes)) if t.ndim else 1
-        for part in t.detach().split(rows) if t.ndim else (t.detach(),):
-            plain = part.cpu().contiguous()  # one element of many keeps their stride, though it is contiguous
-            digest.update(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def hash_examples(x: Inputs) -> list[str]:

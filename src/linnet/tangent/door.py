@@ -39,16 +39,15 @@ from linnet.tangent.batch import (
     Inputs,
     concatenate,
     is_data_set,
-    map_tensors,
     named_tensor,
     observed,
     on_device,
     take,
-    tensors_in,
     yields,
 )
 from linnet.tangent.functional import FAILURES, Functional, adapt_outputs, call_arguments
 from linnet.tangent.loaders import Said, random_kept
+from linnet.tree import map_tensors, tensors_in
 
 IMAGE_MODES = {
     "1": "L", "L": "L", "LA": "RGBA", "P": "RGB", "RGB": "RGB", "RGBA": "RGBA", "CMYK": "RGB", "YCbCr": "RGB",

@@ -28,17 +28,15 @@ from linnet.tangent.batch import (
     ambiguity,
     batch_size,
     example_shapes,
-    hash_tensors,
-    map_tensors,
     observed,
     on_device,
     place_of,
     take,
-    tensors_in,
 )
 from linnet.tangent.forward_mode import JvpPath, Params
 from linnet.tangent.modes import alone, differentiable_kernels, has_recurrence, in_exact_mode
 from linnet.tangent.selection import Selector, masks_of, selected, set_masks
+from linnet.tree import hash_tensors, map_tensors, tensors_in
 
 # Set where a pass takes no derivative that could reach the inputs: they keep their strides.
 STRIDES_KEPT: ContextVar[bool] = ContextVar("strides kept", default=False)

@@ -40,12 +40,10 @@ from linnet.tangent.batch import (
     concatenate,
     example_shapes,
     is_data_set,
-    map_tensors,
     mask_of,
     padded,
     require_dense,
     take,
-    tensors_in,
     without_targets,
     yields,
 )
@@ -68,6 +66,7 @@ from linnet.tangent.door import (
 )
 from linnet.tangent.functional import Functional
 from linnet.tangent.loaders import Said, changing, in_order, mixing, random_kept, require_whole
+from linnet.tree import map_tensors, tensors_in
 
 TOGETHER = 32  # samples of a data set that are put side by side
 SPLIT = "check that x and y come from the same split"

@@ -33,16 +33,7 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.number_types import products_in
 from linnet.params import choice, part_of
 from linnet.progress import track
-from linnet.tangent.batch import (
-    EMPTY,
-    Inputs,
-    batch_size,
-    check_finite,
-    example_shapes,
-    hash_tensors,
-    take,
-    tensors_in,
-)
+from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, example_shapes, take
 from linnet.tangent.capture import capture_bytes, capture_parts_for_products, hollow_capture
 from linnet.tangent.capture import capture_for_products as capture  # gradients are only multiplied here
 from linnet.tangent.features import (
@@ -75,6 +66,7 @@ from linnet.tangent.tiles import (
     run_of,
     tile_bytes,
 )
+from linnet.tree import hash_tensors, tensors_in
 from linnet.unfinished import keeper
 
 T = TypeVar("T")

@@ -26,12 +26,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from linnet.errors import LinnetError, ModelError
-from linnet.tangent.batch import Inputs, batch_size, map_tensors, take, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
 from linnet.tangent.graph_rules import RULES, ZERO, Call, Tangent, bind
 from linnet.tangent.linearized import as_modules
 from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
+from linnet.tree import map_tensors, tensors_in
 
 Axis = tuple[int, int]  # which of the input tensors, and its dimension
 MOST = 2**31 - 1  # examples of a batch

@@ -20,11 +20,12 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from linnet.errors import LinnetError, ModelError
-from linnet.tangent.batch import batch_size, tensors_in
+from linnet.tangent.batch import batch_size
 from linnet.tangent.functional import Functional
 from linnet.tangent.graph import Prototype, Traced, finished, flat_values, name_of, network_graph
 from linnet.tangent.graph_rules import bind, normalized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tree import tensors_in
 
 FinishRows = Callable[[Tensor, Sequence[Tensor]], Any]  # from f₀(x) (N, C), and J(x) (N, C, *shape) by weight
 

@@ -27,19 +27,11 @@ from torch import Tensor, nn
 
 from linnet.errors import LinnetError, ModelError
 from linnet.linalg.host import read
-from linnet.tangent.batch import (
-    SHARED,
-    Inputs,
-    ambiguity,
-    batch_size,
-    example_shapes,
-    made_up,
-    map_tensors,
-    take,
-)
+from linnet.tangent.batch import SHARED, Inputs, ambiguity, batch_size, example_shapes, made_up, take
 from linnet.tangent.forward_mode import COARSE, ROUNDING, SWITCHING, Params, hand_over, sketch
 from linnet.tangent.functional import FAILURES, RUNNING, Findings, Functional, batch_statistics
 from linnet.tangent.modes import alone, in_exact_mode
+from linnet.tree import map_tensors
 
 MOST = 32  # examples that are run twice: enough for every pattern of places that a program writes by hand
 

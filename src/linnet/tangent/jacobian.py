@@ -30,7 +30,7 @@ from linnet.linalg.finite import is_finite
 from linnet.linalg.operator import Bidirectional, LinearOperator
 from linnet.linalg.space import Vector
 from linnet.memory import Plan, parse_bytes, require
-from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.forward_mode import (
     JvpPath,
@@ -45,6 +45,7 @@ from linnet.tangent.gradients import batched_grad
 from linnet.tangent.independence import require_independence, require_own_rows
 from linnet.tangent.modes import differentiable_kernels, first_order, in_exact_mode
 from linnet.tangent.nonfinite import refuse_derivative, require_finite_derivative
+from linnet.tree import tensors_in
 
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 Dual = tuple[Tensor | None, Tensor | None]  # a value and its tangent, None for zero

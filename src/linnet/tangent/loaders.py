@@ -37,7 +37,8 @@ from torch.utils.data import (
 )
 
 from linnet.errors import DataError
-from linnet.tangent.batch import is_data_set, tensors_in
+from linnet.tangent.batch import is_data_set
+from linnet.tree import tensors_in
 
 # How torch, accelerate and datasets call the number of parts and which of them this is.
 _NAMES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))

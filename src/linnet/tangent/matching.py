@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from linnet.errors import FileFormatError, InputError, LinnetError, ModelError
 from linnet.linalg.finite import is_finite
-from linnet.tangent.batch import Inputs, flatten_inputs, take, unflatten_inputs
+from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import FAILURES, Functional, OutputAdapter, check_output, without_wrapper
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import require_module
@@ -24,8 +24,6 @@ from linnet.tangent.selection import require_module
 COMPARED = 8  # kept examples whose outputs are compared: units that agree on one differ on another
 AGREEMENT = 1e-3  # of the largest output; the same network differs by rounding alone, on other machines too
 ROUNDED = 4.0  # units of rounding that half precision may differ by beyond that
-WITNESS = "witness"  # start of the names of made-up inputs, and of the outputs on them
-
 
 # Masks are no weights of the network: they come with its linearization.
 MASKS = "; where params= had masks, pass linnet.linearize(network, params=...) with the same"
@@ -47,6 +45,16 @@ def saved_output(metadata: Mapping[str, Any], output: OutputAdapter) -> OutputAd
             remedy="pass output= as it was then, or linnet.linearize(model, output=...)",
         )
     return output if callable(output) else metadata.get("output")
+
+
+def identity(function: Functional) -> dict[str, Any]:
+    """What tells a network and its parameters from others, for a file."""
+    return {
+        "parameters": list(function.names),
+        "weights": function.fingerprint(),
+        "output": function.output if isinstance(function.output, str) else None,
+        "custom_output": callable(function.output),
+    }
 
 
 def matching_function(
@@ -114,34 +122,29 @@ def _gap(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max())
 
 
-def witness(outputs: Callable[[Inputs], Tensor], x: Inputs | None) -> tuple[dict[str, Tensor], Any]:
+def witness(outputs: Callable[[Inputs], Tensor], x: Inputs | None) -> dict[str, Any] | None:
     """Made-up inputs and the outputs on them, for files of objects that keep no examples."""
     # outputs (N, ...)
     if x is None:
-        return {}, None
+        return None
     try:
         found = outputs(x)
     except (LinnetError, *FAILURES):
-        return {}, None
-    if not is_finite(found):
-        return {}, None
-    inputs, layout = flatten_inputs(x, f"{WITNESS}/x")
-    return inputs | {WITNESS: found}, layout
+        return None
+    return {"x": x, "outputs": found} if is_finite(found) else None
 
 
 def require_witness(
     outputs: Callable[[Inputs], Tensor],
-    tensors: Mapping[str, Tensor],
-    layout: Any,
+    seen: Mapping[str, Any] | None,
     path: Path,
     words: tuple[str, str, str],
 ) -> Inputs | None:
     """Raise if a network computes something else on the made-up inputs of a file."""
-    if layout is None:
+    if seen is None:
         return None
-    x = unflatten_inputs(tensors, layout, f"{WITNESS}/x")
-    require_outputs(outputs, x, tensors[WITNESS], path, words)
-    return x
+    require_outputs(outputs, seen["x"], seen["outputs"], path, words)
+    return seen["x"]
 
 
 def _refuse(detail: str, path: Path, words: tuple[str, str, str], cause: Exception | None = None) -> NoReturn:

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from linnet.tangent.batch import map_tensors, tensors_in
+from linnet.tree import map_tensors, tensors_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)

@@ -21,12 +21,13 @@ from torch import Tensor
 from linnet.errors import DataError, LinnetError, NumericalError
 from linnet.linalg.finite import is_finite
 from linnet.params import refuse, tensor
-from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, map_tensors, place_of, split, take
+from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, place_of, split, take
 from linnet.tangent.coordinates import moved_network
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad, random_cotangent, use_gradients
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.trace import trace
+from linnet.tree import map_tensors
 
 BLOCK = 64  # examples differentiated at once, in search of the one
 SMOOTH = (

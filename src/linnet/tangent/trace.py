@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from linnet.tangent.batch import Inputs, batch_size, example_shapes, map_tensors, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, example_shapes
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import STRIDES_KEPT, Functional
 from linnet.tangent.modes import first_order, in_exact_mode
 from linnet.tangent.operations import REPEATING, describe
 from linnet.tangent.rules import Operand, Result, Use
+from linnet.tree import map_tensors, tensors_in
 
 
 @dataclass(eq=False)

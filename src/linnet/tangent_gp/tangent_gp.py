@@ -28,13 +28,7 @@ from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
 from linnet.solvers.solution import Estimate
 from linnet.tangent.alike import require_alike
-from linnet.tangent.batch import (
-    Inputs,
-    map_tensors,
-    split,
-    take,
-    tensors_in,
-)
+from linnet.tangent.batch import Inputs, split, take
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import copied, examples, gather_data
@@ -54,6 +48,7 @@ from linnet.tangent_gp.tune import (
     searched,
     warn_at_floor,
 )
+from linnet.tree import map_tensors, tensors_in
 
 
 class TangentGP(PredictiveModel):
@@ -446,7 +441,7 @@ class TangentGP(PredictiveModel):
             directory: The folder; made if missing.
 
         Returns:
-            The file that ``linnet.load_gp`` reads.
+            The file that ``linnet.load`` reads.
         """
         state = {
             "likelihood": self._likelihood.describe(),

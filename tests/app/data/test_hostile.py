@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from linnet import limits
+from linnet import files
 from linnet.app.data import ImageTransform, load_data
 from linnet.errors import DataError, FileFormatError, InputError, LinnetError, MemoryBudgetError
 from linnet.npz import npz_headers, read_npz
@@ -41,7 +41,7 @@ def archive(path: Path, packed: int = zipfile.ZIP_DEFLATED, **members: bytes) ->
 
 
 def little_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(limits, "available_bytes", lambda: free)
+    monkeypatch.setattr(files, "available_bytes", lambda: free)
 
 
 class TestArchives:

@@ -25,7 +25,7 @@ from linnet.app.runs import quick
 from linnet.app.runs.adaptation import _trained_on, choose_head, ended
 from linnet.app.runs.folder import load_run, load_test
 from linnet.errors import FileFormatError, ModelError
-from linnet.files import load_tensors
+from linnet.files import load, load_tensors
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.rungs import verdict
 from tests.app.runs.small_tasks import pictures, write_folder, write_nets, write_pictures, write_table
@@ -385,7 +385,7 @@ def test_old_weights_go_into_the_old_head(folder: Path) -> None:
     torch.save({"state_dict": old.state_dict()}, folder / "old.pt")
     words = ("--weights", str(folder / "old.pt"), "--model-args", '{"classes": 7}')
     assert adapt(folder, *words, "--method", "linear") == 0
-    state, _ = load_tensors(folder / "run" / "model.safetensors", "model")
+    state = load(folder / "run" / "model.safetensors", "model")
     assert torch.equal(state["0.weight"], old.state_dict()["0.weight"])
     assert state["3.weight"].shape == (3, 72)
 

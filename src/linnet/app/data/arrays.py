@@ -17,7 +17,7 @@ from linnet.app.data.splits import split_at_random, split_by_class
 from linnet.app.data.task import Part, TaskData
 from linnet.app.data.transforms import ImageTransform, require_default
 from linnet.errors import DataError
-from linnet.limits import require_file, require_room
+from linnet.files import require_file, require_room
 from linnet.npz import ArrayHeader, npz_headers, read_npz, require_arrays
 
 Array = np.ndarray[Any, Any]

@@ -27,7 +27,7 @@ from linnet.app.data.splits import split_by_class
 from linnet.app.data.task import Part, TaskData
 from linnet.app.data.transforms import ImageTransform, scaled_size
 from linnet.errors import DataError, InputError
-from linnet.limits import special_file
+from linnet.files import special_file
 from linnet.progress import track
 
 Array = np.ndarray[Any, Any]

@@ -12,7 +12,7 @@ from linnet.app.data.table import read_table
 from linnet.app.data.task import TaskData
 from linnet.app.data.transforms import ImageTransform, require_default
 from linnet.errors import InputError
-from linnet.limits import require_file, suggestion
+from linnet.files import require_file, suggestion
 
 KINDS = "a folder of images, an .npz archive or a .csv table"
 

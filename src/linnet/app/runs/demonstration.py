@@ -22,7 +22,7 @@ from linnet.app.runs.pages import write
 from linnet.app.runs.settings import Network, Settings, Source
 from linnet.app.runs.summary import keep_adaptation
 from linnet.examples import load_digits
-from linnet.files import save_tensors, write_atomic
+from linnet.files import save, write_atomic
 from linnet.fitting.comparisons import nearest_class_mean
 from linnet.plots.measures import ranking
 from linnet.progress import track
@@ -76,7 +76,7 @@ def prepare(out: Path, seed: int) -> tuple[Files, dict[str, float]]:
     test, pool = new[: len(new) // 2], new[len(new) // 2 :]
     out.mkdir(parents=True, exist_ok=True)
     files = Files(out / "pretrained.safetensors", out / "digits.npz", out / "digits-flipped.npz")
-    save_tensors(out, files.weights.stem, network.state_dict(), {})
+    save(out, files.weights.stem, network.state_dict())
     _write_digits(files.digits, (images[pool], labels[pool] - 5), (images[test], labels[test] - 5))
     return files, {"accuracy": float(right.double().mean()), "seconds": seconds}
 

@@ -29,9 +29,9 @@ from linnet.app.runs.lock import check_free, writing
 from linnet.app.runs.place import RECORD, REPLAY, check_still, clear_run, note_record
 from linnet.app.runs.trust import absolute_spec, check_run, remember_run
 from linnet.curvatures.curvature import KIND as CURVATURE
-from linnet.curvatures.saved import load_curvature
 from linnet.errors import FileFormatError, InputError, LinnetError
-from linnet.files import load_tensors, read_json, save_tensors, write_json
+from linnet.files import load as load_tree
+from linnet.files import read_json, save, write_json
 from linnet.fitting.centered import with_centered_head
 from linnet.fitting.fitted import SquaredFit
 from linnet.fitting.head import with_head
@@ -44,6 +44,7 @@ from linnet.nested.nested_files import KIND as NESTED
 from linnet.nested.nested_fit import NestedFit
 from linnet.report import Samples
 from linnet.report.kinds import Fit, cross_fitted, in_closed_form, temperatures_of
+from linnet.saved import load
 from linnet.tangent.batch import take
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.functional import check_output
@@ -219,12 +220,12 @@ def _write_run(folder: Path, run: SavedRun) -> None:
         network = network.network
     if isinstance(run.fit, NestedFit):
         tensors = tuple(NESTED if name == "linear-fit" else name for name in tensors)
-    save_tensors(folder, "model", dict(network.state_dict()), {})
+    save(folder, "model", network.state_dict())
     run.fit.save(folder)
     arrays = {"answers": torch.from_numpy(run.samples.answers)}
     if run.samples.images is not None:
         arrays["images"] = torch.from_numpy(run.samples.images)
-    save_tensors(folder, "samples", arrays, {"ids": list(run.samples.ids)})
+    save(folder, "samples", {**arrays, "ids": tuple(run.samples.ids)})
     transform, scale = run.transforms
     record = {
         "origin": asdict(run.origin),
@@ -258,9 +259,9 @@ def load_run(
     network = _build(folder, origin).to(device)
     fit = load_fit(folder, network) if origin.heads is None else load_adapted(folder, network)
     fit.memory = memory
-    arrays, names = load_tensors(folder / "samples.safetensors", "samples")
-    images = arrays["images"].numpy() if "images" in arrays else None
-    samples = TrainingSamples(images, arrays["answers"].numpy(), tuple(names["ids"]))
+    kept = load_tree(folder / "samples.safetensors", "samples")
+    images = kept["images"].numpy() if "images" in kept else None
+    samples = TrainingSamples(images, kept["answers"].numpy(), kept["ids"])
     classes, test = _task_of(record)
     transforms = (
         _transform(record["transform"]),
@@ -387,7 +388,7 @@ def _check_record(folder: Path, record: Any) -> None:
 
 def _build(folder: Path, origin: Origin) -> nn.Module:
     """The network at θ₀."""
-    state, _ = load_tensors(folder / "model.safetensors", "model")
+    state = load_tree(folder / "model.safetensors", "model")
     widest = max((size for tensor in state.values() for size in tensor.shape), default=1)
     for width in (origin.head, origin.appended, *(origin.heads or ())[:1]):
         if width is not None and width > widest:
@@ -405,7 +406,7 @@ def _build(folder: Path, origin: Origin) -> nn.Module:
         return start.eval()
     if start is not model:  # the curvature is that of the probe, which has fewer tensors
         apply_weights(model, {name: state[name] for name in model.state_dict()})
-    return with_metric(start.eval(), load_curvature(folder, model.eval()), origin.metric)
+    return with_metric(start.eval(), load(folder / "curvature.safetensors", model.eval()), origin.metric)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from linnet.app.data.load import KINDS
 from linnet.app.data.table import Cells, read_like
 from linnet.app.runs.folder import SavedRun
 from linnet.errors import DataError, InputError
-from linnet.limits import require_file
+from linnet.files import require_file
 from linnet.npz import npz_headers, read_npz
 
 Array = np.ndarray[Any, Any]
