@@ -38,7 +38,7 @@ def adapt(run: Path) -> None:
     """The command line, with a kernel in several tiles."""
     store.RECORD_SECONDS = 0.0  # record every step at once
     words = ["--model", f"{run.parent / 'nets.py'}:conv", "--model-args", '{"width": 300}']
-    words += ["--memory", "1500kB", "--metric", "none", "--loss", "squared"]
+    words += ["--memory", "1500kB"]
     assert cli.main(["adapt", *words, "--data", str(run.parent / "pictures.npz"), "--out", str(run)]) == 0
 
 

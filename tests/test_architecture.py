@@ -41,10 +41,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("machine",),
     # The application, which stands on the library.
     ("app.data", "app.models", "app.terminal"),
+    ("app.options",),
     ("app.runs",),
     ("app.serve",),
     ("app.commands",),
-    ("app.completion", "app.help", "app.remedies", "app.settings_file"),
+    ("app.completion", "app.help", "app.settings_file"),
     ("app.cli",),
     ("__main__",),
     ("__init__", "app"),
@@ -62,6 +63,8 @@ OPTIONAL = (
 LIGHT = ("__init__", "errors", "app.commands", "app.cli")
 # Dotted names of classes that may extend a concrete class of the package, each with its reason.
 MAY_EXTEND_CONCRETE: dict[str, str] = {
+    "linnet.app.options.TaskOptions": "options, to which those of the data are added",
+    "linnet.app.options.AdaptOptions": "the same, to which those of one command are added",
     "linnet.laplace.training.LaplaceOptions": "keywords, to which others are added",
     "linnet.fitting.plots.FitPlots": "the plots of every model, to which those of a fit are added",
 }
@@ -70,9 +73,7 @@ MAY_BE_WIDE: dict[str, str] = {
     "linnet.audit.mislabel.LabelErrors": "the columns of a table, and the numbers under it",
     "linnet.finetuning.recipes.Recipe": "the parts of a method that are changed one by one",
     "linnet.nested.rungs.Rung": "one column of a table each",
-    "linnet.app.runs.folder.Origin": "the fields of a record on disk",
-    "linnet.app.runs.settings.Source": "the options of the command line that belong together",
-    "linnet.app.runs.settings.Solving": "the options of the command line that belong together",
+    "linnet.app.options.NetworkOptions": "the options of the command line that belong together",
 }
 
 # Dotted names of public functions with more parameters than the limit, each with its reason.

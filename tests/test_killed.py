@@ -14,7 +14,7 @@ from tests.killing import start
 
 KINDS = ("adapt", "finetune", "stream")
 RESULTS = {
-    "adapt": "linear-fit.safetensors",
+    "adapt": "nested-fit.safetensors",
     "finetune": "result/finetuned.safetensors",
     "stream": "stream.pt",
 }

@@ -2,7 +2,7 @@
 
 LQF takes its steps in the metric of K-FAC and stops early. Here the metric is kept and the optimum is taken:
 the ridge ρ δᵀ(G/N + τI)δ of ``linnet.with_metric`` beside ρ‖δ‖², from outputs of zero with the derivatives of
-a probe's head, as ``linnet adapt`` starts, or behind a random head.
+a probe's head, or behind a random head.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from experiments.lqf.tasks import PAIRS, Data, Pair, accuracy, load, log_loss
+from experiments.lqf.tasks import PAIRS, Data, Pair, accuracy, load, log_loss, loo_log_loss
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
-from linnet.app.runs.folder import temperatures_of
 from linnet.fitting import Dual
 from linnet.fitting.centered import with_centered_head
 from linnet.likelihoods import Gaussian
 from linnet.report.evaluation import predict
-from linnet.report.kinds import loo_log_loss
+from linnet.report.kinds import temperatures_of
 
 SHOTS = 10
 HEADS = ("probe", "random")

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import linnet
 from experiments.locate import find_data_dir
 from experiments.sources import Images, images, pixels, pretrained, shots
+from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.predictive.temperature import fit_temperature, probabilities
 
 METHODS = ("lqf", "lqf-fc", "gaf", "fc", "nlft")
 # Learning rates that each method is tried with, chosen on a fifth of the training images held out.
@@ -122,6 +124,13 @@ def log_loss(probs: Any, y: Tensor) -> float:
     """Mean of −log p of the right classes."""
     p = torch.as_tensor(probs).double().gather(1, y[:, None])
     return -float(p.clamp_min(1e-300).log().mean())
+
+
+def loo_log_loss(fit: Any) -> float:
+    """Log loss of the leave-one-out outputs; those of the squared loss at their best temperature."""
+    outputs, labels = fit.loo().double(), fit.labels
+    temperature = 1.0 if isinstance(fit, SoftmaxFit) else fit_temperature(outputs, labels)
+    return log_loss(probabilities(outputs, None, temperature), labels)
 
 
 def options(method: str, steps: int, batch: int = 16) -> dict[str, Any]:

@@ -11,13 +11,12 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
 from linnet import __version__
-from linnet.app import cli
+from linnet.app import cli, commands
 from linnet.app.cli import COMMANDS, Command, main
 from linnet.errors import InputError, MemoryBudgetError
 from tests.hangs import HANGS
@@ -64,8 +63,7 @@ def test_help_lists_every_command_with_its_purpose(words: tuple[str, ...]) -> No
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_explained(name: str) -> None:
     page = Command.load(name).help()
-    settings = Command.load(name).function.__kwdefaults__ or {}
-    for option in [*settings, "config", "json", "traceback", "print_config"]:
+    for option in [*Command.load(name).types, "config", "json", "traceback", "print_config"]:
         spelled = "--" + (option if option == "print_config" else option.replace("_", "-"))
         line = page[
             page.rindex(f"  {spelled} ") if f"  {spelled} " in page else page.rindex(f"  {spelled}\n") :
@@ -94,7 +92,7 @@ def test_errors_are_three_short_lines_without_traceback() -> None:
         (["doctor", "now"], "unexpected word 'now'", "linnet doctor --help"),
         (["doctor", "--config", "absent.yaml"], "absent.yaml", "--print_config"),
         (["--seconds", "1"], "unknown option --seconds before the command", "linnet --help"),
-        (["check"], "--model", "linnet check --help"),
+        (["check"], "--data", "linnet check --help"),
         (["xyzzy"], "there is no command 'xyzzy'", "linnet --help"),
     ],
 )
@@ -169,7 +167,7 @@ def small_task(tmp_path: Path) -> list[str]:
 
 
 def test_check_names_every_parameter(small_task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*small_task, "--json", "--model-args", '{"width": 3}', "--params", "0"]) == 0
+    assert cli.main([*small_task, "--json", "--model-args", '{"width": 3}']) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["ok"] is True
     assert [tuple(p["shape"]) for p in result["parameters"]] == [(3, 1, 3, 3), (3,)]
@@ -184,7 +182,7 @@ def test_check_names_every_parameter(small_task: list[str], capsys: pytest.Captu
     ("words", "what"),
     [
         (["--device", "gpu3"], "device is 'gpu3'"),
-        (["--batch", "0"], "batch is 0"),
+        (["--batch", "0"], "--batch 0"),
         (["--model-args", "[1]"], "--model-args is"),
         (["--params", "absent"], "absent"),
         (["--size", "large"], "--size is 'large'"),
@@ -240,9 +238,7 @@ def paint(
 @pytest.fixture
 def with_paint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "COMMANDS", (*COMMANDS, "paint"))
-    module = ModuleType("linnet.app.commands.paint")
-    module.paint = paint  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(commands, "paint", paint, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +322,7 @@ def test_a_failed_run_writes_no_settings(
     assert capsys.readouterr().err.splitlines()[-3:] == [
         "error:     the plan needs 8 GB",
         "expected:  4 GB",
-        "to fix it: use --memory 9GB of linnet adapt",
+        "to fix it: use --memory 9GB",
     ]
 
 
@@ -348,7 +344,7 @@ def test_a_reader_that_goes_away_takes_no_settings_along(with_paint: None, tmp_p
 INTERRUPTED = """
 import sys
 from linnet import machine
-from linnet.app import cli
+from linnet.app import cli, commands
 survey = machine.survey
 def watched(seconds):
     print("at work", flush=True)
@@ -387,3 +383,17 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert done.stdout.strip() == "0"
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "here"),
+    [
+        ("memory is 'banana'", "--memory is 'banana'"),
+        ("pass memory='2GB', or memory=None for half", "pass --memory 2GB, or no --memory for half"),
+        ("weight=-2.5, model_args=", "--weight -2.5, --model-args"),
+        ("numpy.savez(file, memory=array)", "numpy.savez(file, memory=array)"),
+        ("the model is large, out of memory; pass n=3", "the model is large, out of memory; pass n=3"),
+    ],
+)
+def test_arguments_are_options(said: str, here: str) -> None:
+    assert cli.in_options(said, Command.load("adapt").types) == here

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_args
 
 import pytest
 
@@ -19,7 +19,6 @@ from linnet.app import cli
 from linnet.app.cli import COMMANDS, Command
 from linnet.app.completion import completion
 from linnet.app.data import load_data
-from linnet.app.runs import settings as accepted
 from linnet.app.terminal import accept_any_character, folding, kept
 from linnet.errors import InputError
 from linnet.files import require_file
@@ -69,24 +68,6 @@ def test_flags_alone_answer_as_without_them(words: list[str], capsys: pytest.Cap
     assert "linnet" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("head", accepted.HEADS), ("solver", accepted.SOLVERS), ("metric", accepted.METRICS),
-        ("loss", accepted.LOSSES), ("compare", accepted.COMPARED), ("method", accepted.METHODS),
-        ("ridge", tuple(accepted.CRITERIA)), ("damaged", ("error", "skip")),
-    ],
-)  # fmt: skip
-def test_help_lists_the_choices_that_are_accepted(option: str, words: tuple[str, ...]) -> None:
-    page = Command.load("adapt").help()
-    shown = {word for word in words if f"--{option} {{" in page}
-    line = page[page.rindex(f"  --{option} {{") :].partition("}")[0]
-    assert shown == set(line.partition("{")[2].split(",")) - {"NUMBER"}
-    for name in ("spectrum", "check"):
-        there = get_type_hints(Command.load(name).function).get(option)
-        assert there in (None, get_type_hints(Command.load("adapt").function)[option])
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_speaks_no_python(name: str) -> None:
     page = Command.load(name).help()
@@ -97,8 +78,7 @@ def test_help_speaks_no_python(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "remedy"),
     [
-        (["--solver", "duel"], "did you mean --solver dual?"),
-        (["--head", "prob"], "did you mean --head probe?"),
+        (["--weight", "autp"], "did you mean --weight auto?"),
         (["--ridge", "lo"], "did you mean --ridge loo?"),
         (["--ridge", "xyzzy"], "linnet adapt --help shows every option"),
     ],
@@ -126,9 +106,9 @@ def test_bash_completes_commands_options_and_choices() -> None:
     assert complete("linnet", "expl") == ["explain"]
     assert complete("linnet", "--") == ["--help", "--version", "--completion"]
     assert complete("linnet", "--completion", "") == ["bash", "zsh", "fish"]
-    assert complete("linnet", "adapt", "--sol") == ["--solver"]
-    assert complete("linnet", "adapt", "--solver", "") == ["auto", "dual", "shared", "primal", "sketch", "cg"]
-    assert complete("linnet", "spectrum", "--head", "p") == ["probe"]
+    assert complete("linnet", "adapt", "--wei") == ["--weights", "--weight"]
+    assert complete("linnet", "adapt", "--compare", "") == ["probe", "finetune"]
+    assert complete("linnet", "spectrum", "--damaged", "s") == ["skip"]
     assert complete("linnet", "adapt", "--data", "ph") == []  # left to the shell: a path
 
 
@@ -137,7 +117,7 @@ def test_scripts_of_completion(shell: str, capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["--completion", shell]) == 0
     script = capsys.readouterr().out
     assert script.startswith("# To use it: ")
-    assert "auto dual shared primal sketch cg" in script
+    assert "probe finetune" in script
     if shutil.which(shell):
         done = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, timeout=HANGS)
         assert (done.returncode, done.stderr) == (0, "")
@@ -256,5 +236,4 @@ def test_help_fits_a_terminal_of_80_columns(name: str, monkeypatch: pytest.Monke
 
 
 def test_the_choices_of_a_type() -> None:
-    hints = get_type_hints(Command.load("adapt").function)
-    assert get_args(hints["solver"]) == ("auto", "dual", "shared", "primal", "sketch", "cg")
+    assert get_args(Command.load("adapt").types["compare"]) == ("probe", "finetune")

@@ -1,7 +1,7 @@
 """Entry point of the command line: dispatch, option parsing, results and errors.
 
 The options of a command are the parameters of its function (see `linnet.app.commands`), read by jsonargparse,
-which adds `--config FILE` and `--print_config`. Nothing here imports torch, so help answers at once.
+which adds `--config FILE` and `--print_config`. Nothing here imports torch, so that help answers at once.
 
 Exit status: 0 done, 1 done with a negative answer (a check that fails), 2 bad input, 130 interrupted.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib
 import inspect
 import io
 import itertools
@@ -22,32 +21,24 @@ import sys
 import textwrap
 import time
 from argparse import ArgumentError
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from linnet import __version__
+from linnet.app import commands
+from linnet.app.commands import COMMANDS
 from linnet.app.completion import completion
 from linnet.app.help import choices, kind, page
-from linnet.app.remedies import in_options
-from linnet.app.remedies import option as _option
 from linnet.app.terminal import accept_any_character, folded, folding
 from linnet.distribution import require_application, require_own_package
 from linnet.errors import InputError, LinnetError
 
 if TYPE_CHECKING:
     import jsonargparse
-
-COMMANDS = (
-    "demo", "adapt", "predict", "explain", "forget", "update", "compare", "serve",
-    "export", "spectrum", "check", "doctor",
-)  # fmt: skip
-# Functions that are not called like their command: one called adapt would be taken for linnet.adapt by
-# what reads its options, and torch would be imported for a page of help.
-_FUNCTIONS = {"adapt": "task_adaptation", "spectrum": "task_spectrum"}
-"""The commands, in the order in which help lists them."""
 
 _FLAGS = {
     "--json": "Print the result as JSON, and nothing else, on standard output.",
@@ -135,12 +126,12 @@ def _run(words: list[str]) -> int:
     if {"--quiet", "--verbose"} <= flags:
         raise InputError("--quiet and --verbose contradict each other", remedy="give one of them")
     settings = command.parse([word for word in options if word not in flags])
-    with _report_of(settings, flags):
+    with _messages(settings, flags):
         return _execute(command, settings, flags)
 
 
 @contextlib.contextmanager
-def _report_of(settings: Settings, flags: AbstractSet[str]) -> Iterator[None]:
+def _messages(settings: Settings, flags: AbstractSet[str]) -> Iterator[None]:
     """The level of messages on standard error: none, progress, or everything."""
     amount = "0" if "--quiet" in flags else "2" if "--verbose" in flags else os.environ.get("LINNET_PROGRESS")
     before, start = os.environ.get("LINNET_PROGRESS"), time.monotonic()
@@ -175,7 +166,7 @@ def _execute(command: Command, settings: Settings, flags: AbstractSet[str]) -> i
         from linnet.app.runs.trust import check_settings
 
         check_settings(values, settings.typed, trust)
-    if "trust" in command.parameters:
+    if "trust" in command.types:
         values["trust"] = trust
     result: Any = _NOTHING
     with _started(command, values) as goes_on, _claimed(command, settings, goes_on):
@@ -186,7 +177,7 @@ def _execute(command: Command, settings: Settings, flags: AbstractSet[str]) -> i
             with contextlib.redirect_stdout(io.StringIO()) if silent else folding():
                 if is_open:
                     print(f"device: {values['device']}")
-                result = command.function(**values)
+                result = command(values)
         except BrokenPipeError:  # what is printed last has no reader: all is written already
             _write_replay(command.name, settings, folder)
             raise
@@ -308,11 +299,32 @@ def _is_told(error: LinnetError) -> bool:
 def _print_error(error: LinnetError, words: Sequence[str]) -> None:
     """Three short lines: what was wrong, what was expected, what to do."""
     name = next((word for word in words if word in COMMANDS), "adapt")
-    own, others = ([*Command.load(each).parameters, "trust"] for each in (name, "adapt"))
+    names = {*Command.load(name).types, *Command.load("adapt").types}
     lines = [("error", error.what), ("expected", error.expected), ("to fix it", error.remedy)]
     for label, text in lines:
         if text:
-            print(f"{label + ':':<11}{in_options(text, own, others)}", file=sys.stderr)
+            print(f"{label + ':':<11}{in_options(text, names)}", file=sys.stderr)
+
+
+def in_options(text: str, names: Iterable[str]) -> str:
+    """The library's arguments as options of the same name: ``memory="2GB"`` becomes ``--memory 2GB``."""
+    mine = "|".join(sorted(names, key=len, reverse=True)) or "(?!)"
+    text = re.sub(rf"^({mine})(?= is )", lambda found: _option(found[1]), text)
+
+    def spelled(found: re.Match[str]) -> str:
+        if found[1] is None:
+            return found[0]
+        value = (found[2] or "").strip("'\"")
+        return f"no {_option(found[1])}" if value == "None" else f"{_option(found[1])} {value}".rstrip()
+
+    call = r"[\w.]+\([^()]*\)"  # such as linnet.linearize(net, params=...), which stays as it is
+    value = r"'[^']*'|\"[^\"]*\"|[\w.+-]*[\w+-]"
+    return re.sub(rf"{call}|(?<![\w.-])({mine})=({value})?", spelled, text)
+
+
+def _option(name: str) -> str:
+    """The option of a parameter."""
+    return "--" + name.replace("_", "-")
 
 
 def _unknown_command(name: str) -> InputError:
@@ -354,29 +366,43 @@ class Command:
 
     @classmethod
     def load(cls, name: str) -> Command:
-        """Import a command."""
-        module = importlib.import_module(f"linnet.app.commands.{name}")
-        return cls(name, getattr(module, _FUNCTIONS.get(name, name)))
+        """The command of a name."""
+        return cls(name, getattr(commands, name))
+
+    def __call__(self, values: Mapping[str, Any]) -> Any:
+        """Call the function with the values of all options."""
+        given = dict(values)
+        records = {
+            name: record(**{field.name: given.pop(field.name) for field in fields(record)})
+            for name, record in self.records.items()
+        }
+        return self.function(**given, **records)
 
     @property
     def summary(self) -> str:
         """The first line of the function's docstring."""
         return (inspect.getdoc(self.function) or "").partition("\n")[0]
 
-    @property
-    def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The parameters of the function, by name."""
-        return inspect.signature(self.function).parameters
+    @cached_property
+    def _parameters(self) -> dict[str, Any]:
+        """The types of the function's parameters."""
+        return {name: kind for name, kind in get_type_hints(self.function).items() if name != "return"}
 
-    @property
-    def types(self) -> Mapping[str, Any]:
-        """The types of the parameters, by name."""
-        return get_type_hints(self.function)
+    @cached_property
+    def records(self) -> dict[str, Any]:
+        """The parameters that stand for the fields of a record."""
+        return {name: kind for name, kind in self._parameters.items() if is_dataclass(kind)}
+
+    @cached_property
+    def types(self) -> dict[str, Any]:
+        """The types of the options, by name."""
+        own = {name: kind for name, kind in self._parameters.items() if name not in self.records}
+        return {k: v for record in self.records.values() for k, v in get_type_hints(record).items()} | own
 
     @property
     def flags(self) -> dict[str, str]:
         """The flags that commands share and this one takes, with their help."""
-        names = {"model", "run"} & set(self.parameters)
+        names = {"model", "run"} & set(self.types)
         return {flag: text for flag, text in _FLAGS.items() if flag != "--trust" or names}
 
     def help(self) -> str:
@@ -388,10 +414,9 @@ class Command:
 
     def completions(self) -> dict[str, tuple[str, ...]]:
         """The options with the words that may follow."""
-        kinds = self.types
         options = {
-            _option(name): ("true", "false") if kinds[name] is bool else choices(kinds[name])
-            for name in self.parameters
+            _option(name): ("true", "false") if kind is bool else choices(kind)
+            for name, kind in self.types.items()
             if name != "trust"
         }
         return {**options, **dict.fromkeys(["--config", "--help", *self.flags], ())}
@@ -412,7 +437,7 @@ class Command:
                 expected=f"the options of linnet {self.name}",
                 remedy=f"linnet {self.name} --help shows every option",
             ) from error
-        values = {name: getattr(found, name) for name in self.parameters if name != "trust"}
+        values = {name: getattr(found, name) for name in self.types if name != "trust"}
         return Settings(values, parser.dump(found), typed if files else None)
 
     def _parser(self) -> jsonargparse.ArgumentParser:
@@ -423,7 +448,13 @@ class Command:
             prog=f"linnet {self.name}", exit_on_error=False, allow_abbrev=False
         )
         # trust is a flag of the command line alone: no settings file can give it to itself
-        parser.add_function_arguments(self.function, as_positional=False, skip={"trust"})
+        for record in self.records.values():
+            parser.add_class_arguments(record, as_group=False, skip={"trust"})
+        parser.add_function_arguments(
+            self.function, as_group=False, as_positional=False, skip={"trust", *self.records}
+        )
+        for action in parser._actions:
+            action.help = self._help.get(action.dest, action.help)
         parser.add_argument(
             "--config",
             action="config",
@@ -431,9 +462,18 @@ class Command:
         )
         return parser
 
+    @property
+    def _help(self) -> dict[str, str]:
+        """What the docstrings of the function and its records say of each option."""
+        import docstring_parser
+
+        owners = [base for record in self.records.values() for base in reversed(record.__mro__)]
+        texts = [docstring_parser.parse(inspect.getdoc(owner) or "") for owner in (*owners, self.function)]
+        return {one.arg_name: one.description or "" for text in texts for one in text.params}
+
     def _normalize(self, words: Sequence[str]) -> list[str]:
         """Accept what people type: dashes in names, `--flag`, `--no-flag`, lists as words or with commas."""
-        kinds = {name: str(parameter.annotation) for name, parameter in self.parameters.items()}
+        kinds = self.types
         result: list[str] = []
         queue = list(words)
         if "runs" in kinds:  # linnet compare OLD NEW
@@ -449,11 +489,11 @@ class Command:
             following = [value] if equals else []
             while not equals and queue and not queue[0].startswith("--"):
                 following.append(queue.pop(0))
-            if kinds.get(name) == "bool" and not following:
+            if kinds.get(name) is bool and not following:
                 result.append(f"--{name}=true")
-            elif name.startswith("no_") and kinds.get(name[3:]) == "bool" and not following:
+            elif name.startswith("no_") and kinds.get(name[3:]) is bool and not following:
                 result.append(f"--{name[3:]}=false")
-            elif kinds.get(name, "").startswith("list[") and following and following[0][:1] != "[":
+            elif _is_list(kinds.get(name)) and following and following[0][:1] != "[":
                 result.append(f"--{name}={_as_list(following, kinds[name])}")
             else:
                 result += [f"--{name}={following[0]}" if following else f"--{name}", *following[1:]]
@@ -461,7 +501,7 @@ class Command:
 
     def _explain(self, message: str) -> InputError:
         """A parser's message as what, expected and remedy."""
-        parameters = self.parameters
+        parameters = self.types
         shown = f"linnet {self.name} --help shows every option"
         if match := re.match(r"unrecognized arguments: (\S+)|Option '(\S+)' is not accepted", message):
             word = (match[1] or f"--{match[2]}").partition("=")[0]
@@ -515,10 +555,15 @@ def _check_configs(command: str, words: Sequence[str]) -> None:
             check_settings(command, value)
 
 
-def _as_list(words: Sequence[str], kind: str) -> str:
+def _is_list(kind: Any) -> bool:
+    """Whether an option takes several values."""
+    return get_origin(kind) is list or any(get_origin(part) is list for part in get_args(kind))
+
+
+def _as_list(words: Sequence[str], kind: Any) -> str:
     """Words, or words with commas, as a YAML list."""
     items = [item for word in words for item in word.split(",") if item]
-    return json.dumps(items) if kind.startswith("list[str") else f"[{', '.join(items)}]"
+    return json.dumps(items) if "list[str]" in str(kind) else f"[{', '.join(items)}]"
 
 
 if __name__ == "__main__":

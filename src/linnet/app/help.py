@@ -71,12 +71,14 @@ def page(parser: jsonargparse.ArgumentParser, hints: Mapping[str, Any]) -> str:
             return text.replace(" ()", "").replace(", )", ")")
 
     parser.formatter_class = Formatter
+    for actions in (parser._actions, *(group._group_actions for group in parser._action_groups)):
+        actions.sort(key=lambda action: not action.required)
     for action in parser._actions:
         action.option_strings = [word for word in action.option_strings if not word.endswith("+")]
         if action.dest == "print_config":
             action.nargs, action.help = 0, "Print the settings, as --config reads them, and exit."
         if action.dest in hints:
-            action.metavar = value_name(hints[action.dest]) or action.metavar
+            action.metavar = value_name(hints[action.dest]) or action.dest.upper()
     text = parser.format_help().replace("``", "")
     text = re.sub(r"--(?!print_config)[a-z_]+", lambda match: match[0].replace("_", "-"), text).rstrip()
     return "\n".join(folded(line, 0) for line in text.split("\n"))  # headings are not

@@ -100,28 +100,12 @@ def adapt(
         torch.Size([40, 2])
     """
     check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
-    if weight is not None:
-        check.number("weight", weight, least=0, most=1)
-    if ridge == "loo":
-        ridge = None
-    if isinstance(ridge, str):
-        expected = (
-            'a positive number or "loo", the one criterion by which adapt chooses the share and the ridge'
-        )
-        check.refuse("ridge", ridge, expected, "leave ridge= out to have it chosen")
-    if ridge is not None:
-        check.number("ridge", ridge, above=0)
     check_output(output)
     model = without_wrapper(model)
     seed = check.integer("seed", seed, least=0, most=2**63 - 1)
     log = tune if callable(tune) else None
     tunes = log is not None or check.flag("tune", tune)
-    if tunes and (weight is not None or ridge is not None):
-        raise InputError(
-            f"tune={tunes} with {'weight' if weight is not None else 'ridge'} given",
-            expected="both free: held-out folds choose them",
-            remedy="leave weight= and ridge= out, or tune=",
-        )
+    weight, ridge = requested(weight, ridge, tunes)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with sharing("linnet.adapt", device):
         said = Said()
@@ -136,6 +120,30 @@ def adapt(
                 remedy="leave tune= out",
             )
         return tuned(fit, seed, log) if tunes else fit
+
+
+def requested(
+    weight: float | None, ridge: float | str | None, tunes: bool = False
+) -> tuple[float | None, float | None]:
+    """The weight and the ridge that are given; None for one that leave-one-out or held-out folds choose."""
+    if weight is not None:
+        check.number("weight", weight, least=0, most=1)
+    if ridge == "loo":
+        ridge = None
+    if isinstance(ridge, str):
+        expected = (
+            'a positive number or "loo", the one criterion by which adapt chooses the share and the ridge'
+        )
+        check.refuse("ridge", ridge, expected, "leave ridge= out to have it chosen")
+    if ridge is not None:
+        check.number("ridge", ridge, above=0)
+    if tunes and (weight is not None or ridge is not None):
+        raise InputError(
+            f"tune={tunes} with {'weight' if weight is not None else 'ridge'} given",
+            expected="both free: held-out folds choose them",
+            remedy="leave weight= and ridge= out, or tune=",
+        )
+    return weight, ridge
 
 
 def _adapted(

@@ -14,9 +14,7 @@ from linnet.linear.iterative import Iterative
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.newton import KernelNewton, WeightNewton
 from linnet.linear.normal_system import NormalSystem
-from linnet.linear.targets import OneHot
 from linnet.nested.nested_fit import NestedFit
-from linnet.predictive.temperature import fit_temperature, probabilities
 
 Fit: TypeAlias = LinearFit | SoftmaxFit | NestedFit | SharedFit
 PROBE = "linear probe"
@@ -62,33 +60,6 @@ def contradiction(fit: Fit) -> Tensor:
     return (fit.targets.to(outputs) - outputs).square().sum(1).sqrt()
 
 
-def loo_log_loss(fit: Fit) -> float:
-    """Log loss of the leave-one-out outputs; those of the squared loss at their best temperature."""
-    outputs, labels = fit.loo().double(), fit.labels
-    assert labels is not None
-    temperature = 1.0 if isinstance(fit, SoftmaxFit) else fit_temperature(outputs, labels)
-    p = probabilities(outputs, None, temperature).clamp_min(1e-300)
-    return -float(p.gather(1, labels[:, None]).log().mean())
-
-
-def solved_anew(fit: Fit) -> Tensor | None:
-    """Outputs on the training examples of a solution from scratch, with the same kernel or directions."""
-    system = equations_of(fit)
-    if system is None:
-        return None
-    if isinstance(system, KernelNewton):
-        again = KernelNewton(system.problem, system.kernel, fit.ridge)
-        return (again.outputs - system.outputs).flatten()
-    if isinstance(system, NormalSystem):
-        summed = NormalSystem.solved(system.problem, fit.ridge, system.memory)
-        return (fit.ridge * (system.beta - summed.beta)).flatten()  # f = t − ρβ
-    dual = system if isinstance(system, DualSystem) else system.dual
-    anew = DualSystem(dual.kernel, dual.residual, fit.ridge)
-    # outputs on the training samples are f₀ + Kβ
-    change: Tensor = dual.kernel @ (anew.beta - dual.beta).reshape(len(dual.kernel), -1)
-    return change.flatten()
-
-
 def equations_of(fit: Fit) -> KernelSystem | DualSystem | NormalSystem | KernelNewton | None:
     """The equations of a fit by a matrix with eigenvalues: the kernel, or JᵀJ."""
     system = fit.system
@@ -99,12 +70,3 @@ def equations_of(fit: Fit) -> KernelSystem | DualSystem | NormalSystem | KernelN
     form = system.kernel_form
     assert form is None or isinstance(form, KernelSystem)
     return form
-
-
-def refit_arguments(fit: Fit) -> dict[str, object]:
-    """Arguments of ``linnet.fit`` that make a fit anew: ridge, solver, targets and loss."""
-    kind = "cg" if isinstance(fit, SoftmaxFit) else "primal"  # a sketched network is solved in its directions
-    given = {"ridge": fit.ridge, "solver": kind if fit.solver == "sketch" else fit.solver}
-    if isinstance(fit, SoftmaxFit):
-        return {**given, "loss": "cross-entropy", "targets": fit.targets}
-    return {**given, "targets": OneHot(fit._targets.scale)}

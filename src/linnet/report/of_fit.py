@@ -50,7 +50,6 @@ class _Fitted:
     classes: tuple[str, ...] | None
     temperatures: tuple[float, float, float] | None
     scale = None
-    head = ""  # what became of the head, only the command line knows
 
     @property
     def network(self) -> str:

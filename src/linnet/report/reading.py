@@ -10,7 +10,6 @@ from torch import Tensor
 
 from linnet import __version__
 from linnet.audit.mislabel import mislabeled
-from linnet.fitting.metric import MetricNetwork
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.nested.nested_fit import NestedFit
 from linnet.plots.measures import Array, ranking
@@ -59,10 +58,6 @@ class Subject(Protocol):
     @property
     def network(self) -> str:
         """Name of the network."""
-
-    @property
-    def head(self) -> str:
-        """The head, in words; empty where nothing is known of it."""
 
     def inputs(self, x: Array) -> Tensor:
         """Samples as the network's inputs, on its device."""
@@ -151,28 +146,21 @@ def choices(run: Subject) -> tuple[Choice, ...]:
     fit, reasons = run.fit, run.fit.record.reasons
     ridge = reasons.get("ridge", "")
     made = [
-        Choice("head", run.head, reasons.get("head", "")),
         Choice("solver", fit.solver, solver_reason(reasons)),
         # a change of the training samples keeps the ridge, and so what was said of the samples before
         Choice("ridge", number(fit.ridge), f"of the fit before: {ridge}" if "change" in reasons else ridge),
     ]
     if isinstance(fit, NestedFit):
-        made[0] = Choice("head", f"new, {fit.system.c} outputs", "a linear probe, part of the fit")
-        made.insert(
-            1, Choice(f"weight of the {fit.module.below}", f"{fit.body_weight:g}", reasons.get("body", ""))
-        )
+        below = fit.module.below
+        parts = [
+            Choice("head", f"new, {fit.system.c} outputs", "a linear probe, part of the fit"),
+            Choice(f"weight of the {below}", f"{fit.body_weight:g}", reasons.get("body", "")),
+        ]
         if fit.trained:
-            made.insert(
-                2, Choice(f"training of the {fit.module.below}", reasons["training"], reasons["retraining"])
-            )
-    if "metric" in reasons:
-        function = fit.module.function
-        network = (function.source or function).model
-        metric = "K-FAC" if isinstance(network, MetricNetwork) else "one for all weights"
-        made.insert(2, Choice("metric of the ridge", metric, reasons["metric"]))
-    if "loss" in reasons or isinstance(fit, SoftmaxFit):
-        made.insert(1, Choice("loss", loss_of(fit), reasons.get("loss", "set by the user")))
+            parts.append(Choice(f"training of the {below}", reasons["training"], reasons["retraining"]))
+        made = [*parts, *made]
     if isinstance(fit, SoftmaxFit):
+        made.insert(0, Choice("loss", loss_of(fit), "set by the user"))
         made.append(Choice("optimum", f"{fit.system.steps} Newton steps", reasons.get("newton", "")))
         if "leave-one-out" in reasons:
             made.append(Choice("leave-one-out", "approximate", reasons["leave-one-out"]))
@@ -186,7 +174,7 @@ def choices(run: Subject) -> tuple[Choice, ...]:
         )
     if "change" in reasons:
         made.append(Choice("change", reasons["change"], "by linear algebra on the fit before"))
-    return tuple(choice for choice in made if choice.chosen)
+    return tuple(made)
 
 
 def solver_reason(reasons: dict[str, str]) -> str:
@@ -199,8 +187,7 @@ def _moderation(fit: Fit, scale: float) -> str:
     """The words on how probabilities were calibrated."""
     counted = "" if scale == 1 else f"; variances count {scale:g}-fold"
     kind = "held-out" if cross_fitted(fit) else "leave-one-out"
-    part = "" if in_closed_form(fit) else " of the small fit that chose the ridge"
-    return f"likeliest {kind} predictions{part}{counted}"
+    return f"likeliest {kind} predictions{counted}"
 
 
 def facts(run: Subject) -> tuple[tuple[str, str], ...]:

@@ -22,14 +22,13 @@ from linnet.app.data import load_data
 from linnet.app.data.task import InMemory
 from linnet.app.models import load_model
 from linnet.app.runs import quick
-from linnet.app.runs.adaptation import _trained_on, choose_head, ended
+from linnet.app.runs.adaptation import ending, trained_on
 from linnet.app.runs.folder import load_run, load_test
-from linnet.errors import FileFormatError, ModelError
+from linnet.errors import ModelError
 from linnet.files import load, load_tensors
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.rungs import verdict
 from tests.app.runs.small_tasks import pictures, write_folder, write_nets, write_pictures, write_table
-from tests.grids import grid
 
 RUN_FILES = {
     "model.safetensors", "nested-fit.safetensors", "samples.safetensors", "run.json",
@@ -87,12 +86,12 @@ def test_test_samples_that_were_trained_on_are_told(folder: Path) -> None:
     assert adapt(folder, "--quiet", data="twice.npz") == 0
     assert sum(told in one for one in result(folder / "run")["data"]["findings"]) == 1
     task = load_data(folder / "twice.npz")
-    assert len(_trained_on(task)) == 1
-    assert _trained_on(replace(task, train=task.train.take(np.arange(5)))) == []
+    assert len(trained_on(task)) == 1
+    assert trained_on(replace(task, train=task.train.take(np.arange(5)))) == []
     for kinds, count in ((5, 0), (24, 1)):  # rows of few categories are no copies
         rows = InMemory(np.arange(30)[:, None] % kinds)
         train, test = (replace(part, source=rows) for part in (task.train, task.test))
-        assert len(_trained_on(replace(task, train=train, test=test))) == count
+        assert len(trained_on(replace(task, train=train, test=test))) == count
 
 
 def test_the_test_accuracy_is_that_of_the_kernel(workshop: Path) -> None:
@@ -112,12 +111,11 @@ def test_the_same_command_gives_the_same_fit(workshop: Path, folder: Path) -> No
 
 
 def test_options_change_the_outcome(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--shots", "4", "--ridge", "2.5", "--params", "^3", "--tests", "9", "--json"]
+    words = ["--shots", "4", "--ridge", "2.5", "--params", "^0", "--tests", "9", "--json"]
     assert adapt(folder, *words, "--mean", "half", "--size", "8") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["train"], found["test"], found["fit"]["ridge"]) == (12, 9, 2.5)
-    assert found["fit"]["parameters"] == 9 * 8 * 3 + 3
-    assert len(found["scores"]) == 2
+    assert found["fit"]["parameters"] == 8 * 9 + 8
     assert "report" not in found
     record = json.loads((folder / "run" / "run.json").read_text())["content"]
     assert record["transform"] == {
@@ -127,131 +125,6 @@ def test_options_change_the_outcome(folder: Path, capsys: pytest.CaptureFixture[
         "size": 8,
         "channels": None,
     }
-
-
-@pytest.mark.parametrize("criterion", grid(("gcv", "evidence"), ("evidence",)))
-def test_other_criteria(folder: Path, criterion: str) -> None:
-    assert adapt(folder, "--ridge", criterion) == 0
-    found = result(folder / "run")
-    path = found["report"]["ridge_path"]
-    scores = path["gcv"] if criterion == "gcv" else [-value for value in path["evidence"]]
-    assert found["fit"]["ridge"] == pytest.approx(path["ridges"][int(np.argmin(scores))])
-    page = (folder / "run" / "report.html").read_text()
-    chosen = {
-        "gcv": "It was chosen by generalized cross-validation",
-        "evidence": "It was chosen by the evidence",
-    }
-    assert chosen[criterion] in page
-    assert page.count("It was chosen by") == 1
-
-
-@pytest.mark.parametrize(
-    ("head", "rows"), [("random", "linear probe"), ("zero", "linear probe"), ("keep", "network as it is")]
-)
-def test_heads(folder: Path, head: str, rows: str) -> None:
-    assert adapt(folder, "--head", head, "--ridge", "1") == 0
-    found = result(folder / "run")
-    assert found["fit"]["warnings"] == []
-    assert found["scores"][1]["name"] == rows
-    page, choice = (folder / "run" / "report.html").read_text(), found["report"]["choices"][0]
-    assert "It was set by the user." in page
-    assert not [said for said in ("How the ridge was chosen", "It was chosen by") if said in page]
-    assert choice["chosen"] == ("kept" if head == "keep" else f"new, 3 outputs, {head}")
-    assert choice["why"].startswith("set by the user")
-    assert ("the labels have no part in it" in choice["why"]) == (head != "keep")
-
-
-def test_a_probe_head_starts_at_zero(folder: Path) -> None:
-    assert adapt(folder, "--head", "probe") == 0
-    assert "linear probe" in result(folder / "run")["fit"]["warnings"][0]
-    run = load_run(folder / "run")
-    assert float(run.fit.module.base(run.fit.x).abs().max()) == 0
-    choice = result(folder / "run")["report"]["choices"][0]
-    assert choice["chosen"] == "new, 3 outputs, linear probe"
-    assert choice["why"].startswith("set by the user;")  # 24 samples are fewer than 72 features
-    assert cli.main(["predict", "--run", str(folder / "run"), "--data", str(folder / "pictures.npz")]) == 0
-
-
-@pytest.mark.parametrize("more", grid(("", "--head probe --params 3", "--loss cross-entropy"), ("",)))
-def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: str) -> None:
-    assert adapt(folder, "--metric", "kfac", *more.split()) == 0
-    found, run = result(folder / "run"), load_run(folder / "run")
-    assert ("by evidence" in found["fit"]["reasons"]["ridge"]) == run.origin.centered
-    assert any("metric" in choice["what"] for choice in found["report"]["choices"])
-    assert run.origin.metric is not None
-    assert run.fit.module.parameter_names == ["epsilon"]
-    kept = run.fit.predict(run.fit.x)
-    out = str(folder / "less")
-    assert cli.main(["forget", "--run", str(folder / "run"), "--ids", "1,4", "--out", out, "--verify"]) == 0
-    change = result(folder / "less")
-    assert change["difference"] < 1e-3 * float(kept.abs().max())
-    assert load_run(folder / "less").origin.metric == run.origin.metric
-    state = (folder / "run" / "curvature.safetensors").read_bytes()
-    (folder / "run" / "curvature.safetensors").write_bytes(state[:-9])
-    with pytest.raises(FileFormatError, match=r"curvature\.safetensors"):
-        load_run(folder / "run")
-
-
-def test_nothing_is_decomposed_when_a_run_is_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert adapt(folder, "--metric", "kfac") == 0
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("an eigendecomposition")
-
-    monkeypatch.setattr("torch.linalg.eigh", refuse)
-    run = load_run(folder / "run")
-    assert run.fit.predict(run.fit.x).isfinite().all()
-
-
-def metric_taken(folder: Path, *words: str) -> tuple[bool, str]:
-    """Whether a run holds weights by the metric, and the reason that it tells."""
-    assert adapt(folder, "--overwrite", "--method", "linear", *words) == 0
-    metric = load_run(folder / "run").origin.metric
-    return metric is not None, result(folder / "run")["fit"]["reasons"]["metric"]
-
-
-def test_the_metric_is_chosen(folder: Path) -> None:
-    taken = partial(metric_taken, folder)
-    why = "directions of high curvature are regularized more; ahead on every pair of a study"
-    assert taken() == (True, why)
-    assert "leave-one-out" in result(folder / "run")["fit"]["reasons"]["ridge"]  # behind a random head
-    assert taken("--ridge", "2.5") == (False, "a ridge was given, which is one for all weights")
-
-
-@pytest.mark.long
-def test_the_metric_beside_other_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = partial(metric_taken, folder)
-    probe = ("--head", "probe")
-    assert taken(*probe)[0]
-    assert "by evidence" in result(folder / "run")["fit"]["reasons"]["ridge"]
-    assert taken(*probe, "--ridge", "loo")[0]
-    assert taken(*probe, "--metric", "none") == (False, "set by the user")
-    assert taken(*probe, "--cross-fit", "2")[1].startswith("each fold")
-    assert taken("--solver", "cg")[1] == "conjugate gradients are preconditioned instead"
-    monkeypatch.setattr("linnet.app.runs.metrics.SMALL", 0.0)
-    assert taken(*probe)[1] == "its eigenvectors would take longer than the kernel"
-
-
-NESTED = [["--weight", "0.4"], ["--ridge", "0.1", "--method", "nested"]]
-LINEAR = [["--head", "random"], ["--ridge", "gcv"], ["--params", "^3"], ["--method", "linear"]]
-
-
-@pytest.mark.parametrize("words", grid(NESTED + LINEAR, [["--method", "linear"]]))
-def test_the_method_is_chosen(folder: Path, words: list[str]) -> None:
-    assert adapt(folder, *words) == 0
-    assert (load_run(folder / "run").origin.heads is not None) == (words in NESTED)
-    if "0.1" in words:
-        assert result(folder / "run")["fit"]["ridge"] == 0.1
-
-
-def test_nested_beside_other_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert adapt(folder) == 0
-    assert load_run(folder / "run").origin.heads is not None
-    for words in (["--head", "random"], ["--cross-fit", "3"], ["--solver", "cg"], ["--ridge", "gcv"]):
-        assert adapt(folder, "--method", "nested", "--overwrite", *words) == 2
-        assert f"{words[0]} is given with method nested" in capsys.readouterr().err
-    assert adapt(folder, "--weight", "2", "--overwrite") == 2
-    assert "--weight 2.0" in capsys.readouterr().err
 
 
 def test_the_verdict_is_told(workshop: Path) -> None:
@@ -331,10 +204,8 @@ def test_trained_lower_layers(
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--weight", "0.5"], "weight is given with tune"),
-        (["--ridge", "0.1"], "ridge is given with tune"),
-        (["--method", "linear"], "tune is given with method linear"),
-        (["--metric", "kfac"], "metric is given with method nested"),
+        (["--weight", "0.5"], "--tune True with weight given"),
+        (["--ridge", "0.1"], "--tune True with ridge given"),
     ],
 )
 def test_what_cannot_be_tuned(
@@ -342,24 +213,6 @@ def test_what_cannot_be_tuned(
 ) -> None:
     assert adapt(folder, "--tune", *words) == 2
     assert what in capsys.readouterr().err
-
-
-def test_a_metric_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert adapt(folder, "--metric", "fisher") == 2
-    assert "auto, none or kfac" in capsys.readouterr().err
-    assert adapt(folder, "--metric", "kfac", "--cross-fit", "3") == 2
-    assert "each fold would need its own metric" in capsys.readouterr().err
-
-
-def test_the_head_is_a_probe_where_there_are_more_samples_than_features(folder: Path) -> None:
-    network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
-    x = torch.ones(1, 4)
-    assert (choose_head(network, x, 6), choose_head(network, x, 5)) == ("probe", "random")
-    words = ("--method", "linear")
-    assert adapt(folder, *words, "--model-args", '{"width": 2}') == 0  # 18 features, 24 samples
-    assert load_run(folder / "run").origin.centered
-    assert adapt(folder, *words, "--overwrite") == 0  # 72 features
-    assert not load_run(folder / "run").origin.centered
 
 
 def test_a_run_with_rounding_errors_says_so_and_opens_again(folder: Path) -> None:
@@ -384,17 +237,17 @@ def test_old_weights_go_into_the_old_head(folder: Path) -> None:
         old[0].weight.mul_(2)  # type: ignore[index, operator]
     torch.save({"state_dict": old.state_dict()}, folder / "old.pt")
     words = ("--weights", str(folder / "old.pt"), "--model-args", '{"classes": 7}')
-    assert adapt(folder, *words, "--method", "linear") == 0
+    assert adapt(folder, *words) == 0
     state = load(folder / "run" / "model.safetensors", "model")
     assert torch.equal(state["0.weight"], old.state_dict()["0.weight"])
-    assert state["3.weight"].shape == (3, 72)
+    assert state["3.weight"].shape == (4, 72)  # four random heads
 
 
 def test_regression(workshop: Path) -> None:
     found = result(workshop / "prices")
-    fit, as_it_is = found["scores"]
-    assert (fit["name"], as_it_is["name"]) == ("linear fit", "network as it is")
-    assert fit["rmse"] < 12 < as_it_is["rmse"]  # the target's deviation is about 22
+    fit, probe = found["scores"]
+    assert (fit["name"], probe["name"]) == ("linear fit", "linear probe")
+    assert fit["rmse"] < 12  # the target's deviation is about 22
     assert fit["accuracy"] is None
     assert "Interval" in (workshop / "prices" / "report.html").read_text() or fit["nll"] is not None
 
@@ -413,31 +266,6 @@ def test_regression_with_a_new_head_and_fine_tuning(folder: Path) -> None:
     assert adapt(folder, *words, model="mlp", data="prices.csv") == 0
     names = [row["name"] for row in result(folder / "run")["scores"]]
     assert names == ["linear probe", "plain fine-tuning"]
-
-
-def test_the_matrix_of_the_weights_gives_the_fit_of_the_kernel(folder: Path) -> None:
-    found = []
-    for solver in ("dual", "primal"):
-        words = ["--solver", solver, "--method", "linear", "--ridge", "2", "--overwrite"]
-        assert adapt(folder, *words, "--target", "a", model="mlp", data="prices.csv") == 0
-        found.append(result(folder / "run"))
-    assert [one["fit"]["solver"] for one in found] == ["dual", "primal"]
-    first, second = (one["scores"][0] for one in found)
-    assert first["rmse"] == pytest.approx(second["rmse"], rel=1e-3)
-
-
-def test_conjugate_gradients_take_over_where_the_kernel_is_too_large(folder: Path) -> None:
-    assert adapt(folder, "--solver", "cg") == 0
-    found = result(folder / "run")
-    assert found["fit"]["solver"] == "cg"
-    assert "chosen by leave-one-out on all samples" in found["fit"]["reasons"]["ridge"]
-    assert found["fit"]["criterion"] == "loo"
-    temperature = next(c for c in found["report"]["choices"] if c["what"] == "softmax temperature")
-    assert "of the small fit that chose the ridge" in temperature["why"]
-    assert found["scores"][0]["accuracy"] > 0.8
-    assert (
-        cli.main(["forget", "--run", str(folder / "run"), "--ids", "1", "--out", str(folder / "less")]) == 0
-    )
 
 
 KILLED_AT_THE_FOURTH_STEP = """
@@ -478,18 +306,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="kills with SIGKILL")
-@pytest.mark.parametrize(
-    ("width", "memory", "metric"),
-    grid(
-        [(300, "1500kB", "auto"), (300, "1500kB", "none"), (300, "1800kB", "kfac")], [(300, "1500kB", "auto")]
-    ),
-)
 def test_a_killed_run_resumes_to_the_same_result(
-    width: int, memory: str, metric: str, folder: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+    folder: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
     write_pictures(folder / "many.npz", train=10, test=2)
-    words = ["--model", f"{folder / 'nets.py'}:conv", "--model-args", f'{{"width": {width}}}']
-    words += ["--memory", memory, "--metric", metric, "--data", str(folder / "many.npz")]
+    words = ["--model", f"{folder / 'nets.py'}:conv", "--model-args", '{"width": 300}']
+    words += ["--memory", "1500kB", "--data", str(folder / "many.npz")]
     run, whole = folder / "killed", folder / "whole"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -508,9 +330,8 @@ def test_a_killed_run_resumes_to_the_same_result(
     assert cli.main(["adapt", *words, "--out", str(whole)]) == 0
     assert resumed == len(counted) - resumed - len(finished)  # what was done is not done again
     assert not list(run.glob("*kernel*")) + list(whole.glob("*kernel*"))
-    kind = "nested-fit" if metric == "auto" else "linear-fit"
-    first, _ = load_tensors(run / f"{kind}.safetensors", kind)
-    second, _ = load_tensors(whole / f"{kind}.safetensors", kind)
+    first, _ = load_tensors(run / "nested-fit.safetensors", "nested-fit")
+    second, _ = load_tensors(whole / "nested-fit.safetensors", "nested-fit")
     assert all(torch.equal(first[name], second[name]) for name in second)
 
 
@@ -575,10 +396,10 @@ def refused(
     [
         (["--shots", "9"], "shots is 9"),
         (["--tests", "0"], "tests is 0"),
-        (["--ridge", "-1"], "ridge is -1"),
+        (["--ridge", "-1"], "--ridge -1"),
         (["--ridge", "best"], "ridge is 'best'"),
-        (["--head", "new"], "head is 'new'"),
-        (["--solver", "lu"], "solver"),
+        (["--weight", "2"], "--weight 2"),
+        (["--params", "^3"], "all chosen parameters are in the last layer"),
         (["--memory", "2kB"], "need"),
         (["--memory", "much"], "memory is 'much'"),
         (["--device", "abacus"], "device is 'abacus'"),
@@ -614,7 +435,7 @@ def test_data_of_another_shape_say_what_they_became(tmp_path: Path) -> None:
     ):
         task = load_data(tmp_path / name)
         with pytest.raises(ModelError, match=words):
-            ended(net, task, task.tensors("train")[0])
+            ending(net, task, task.tensors("train")[0])
 
 
 def test_bad_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -680,8 +501,8 @@ def test_check_says_what_adapt_would_do(folder: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(("data", "words", "shown", "sizes"), [
     ("pictures.npz", (), "all 24 training images, all 30 test images", (24, 30)),
     ("pictures.npz", ("--weight", "0.5"), "5 of 8 training images per class, 4 of 30 test images", (15, 4)),
-    ("pictures.npz", ("--head", "random", "--shots", "3"), "3 of 8 training images per class, 4 of", (9, 4)),
-    ("prices.csv", (), "16 of 48 training samples, 4 of 12 test samples", (16, 4)),
+    ("pictures.npz", ("--weight", "0.5", "--shots", "3"), "3 of 8 training images per class, 4 of", (9, 4)),
+    ("prices.csv", ("--weight", "0.5"), "16 of 48 training samples, 4 of 12 test samples", (16, 4)),
 ])  # fmt: skip
 def test_a_quick_first_answer(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: str,

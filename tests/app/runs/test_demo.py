@@ -14,7 +14,7 @@ from linnet.app import cli
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """The result of the demo and its folder."""
-    from linnet.app.commands.demo import demo as run_demo
+    from linnet.app.commands import demo as run_demo
 
     out = tmp_path_factory.mktemp("demo")
     return run_demo(out=out), out

@@ -91,7 +91,7 @@ def test_a_network_with_merged_weights_as_a_file(
     workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--model", f"{workshop / 'nets.py'}:conv", "--data", workshop / "pictures.npz"]
-    linnet("adapt", *words, "--method", "linear", "--out", tmp_path / "linear")
+    linnet("adapt", *words, "--weight", "0", "--out", tmp_path / "linear")
     linnet("adapt", *words, "--weight", "0.5", "--out", tmp_path / "lower")
     out = ["--out", tmp_path / "model.pt2", "--merge"]
     linnet("export", "--run", tmp_path / "linear", *out)
@@ -113,19 +113,6 @@ def test_a_run_of_a_table_as_a_file(workshop: Path, tmp_path: Path) -> None:
     assert run.transforms[1] is not None
     expected = run.transforms[1].inverse(run.fit.predict(inputs))
     torch.testing.assert_close(torch.from_numpy(found["values"]), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_run_whose_ridge_asks_for_float64_as_a_file(workshop: Path, tmp_path: Path) -> None:
-    words = ["--data", workshop / "prices.csv", "--model", f"{workshop / 'nets.py'}:mlp", "--ridge", 1e-7]
-    linnet("adapt", *words, "--out", tmp_path / "run")
-    linnet("export", "--run", tmp_path / "run", "--out", tmp_path / "model.pt2")
-    run = load_run(tmp_path / "run")
-    assert run.fit.module.function.dtype == torch.float64
-    x, inputs = raw(run)
-    (found,) = torch.export.load(tmp_path / "model.pt2").module()(torch.from_numpy(x.astype(np.float32)))
-    assert run.transforms[1] is not None
-    expected = run.transforms[1].inverse(run.fit.predict(inputs.double()))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_files_that_cannot_be_written(

@@ -57,23 +57,6 @@ def test_numbers_out_of_range(folder: Path, words: list[str], capsys: pytest.Cap
 def test_one_sample_a_class_takes_the_evidence(folder: Path) -> None:
     assert adapt(folder, "--shots", "1") == 0
     assert result(folder / "run")["fit"]["reasons"]["ridge"] == "highest evidence"
-    assert adapt(folder, "--shots", "1", "--method", "linear", "--overwrite") == 0
-    assert "class with a single sample" in result(folder / "run")["fit"]["reasons"]["ridge"]
-    assert result(folder / "run")["fit"]["criterion"] == "evidence"
-    page = (folder / "run" / "report.html").read_text()
-    assert "It was chosen by the evidence" in page
-    assert "chosen by leave-one-out" not in page
-
-
-def test_a_probe_stays_in_the_outputs_where_the_head_is_not_fitted(folder: Path) -> None:
-    words = ["--head", "probe"]
-    assert adapt(folder, *words, "--params", r"0\.(weight|bias)") == 0
-    run = load_run(folder / "run")
-    assert not run.origin.centered
-    assert run.fit.module.base(run.fit.x).abs().max() > 1
-    choice = result(folder / "run")["report"]["choices"][0]
-    assert "linear probe" in choice["chosen"]
-    assert "the fit starts from its outputs" in choice["why"]
 
 
 def test_a_budget_that_the_kernel_does_not_fit_fails_the_check(folder: Path) -> None:

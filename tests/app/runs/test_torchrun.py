@@ -17,7 +17,6 @@ from tests.hangs import HANGS
 
 ROOT = Path(__file__).resolve().parents[3]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "linnet"]
-SETTINGS = ["--method", "linear", "--loss", "squared", "--compare", "probe"]
 
 
 def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -29,7 +28,7 @@ def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def words(data: str, out: str) -> list[str]:
-    return ["adapt", "--model", "nets.py:conv", "--data", data, "--out", out, *SETTINGS]
+    return ["adapt", "--model", "nets.py:conv", "--data", data, "--out", out]
 
 
 def result(run: Path) -> Any:

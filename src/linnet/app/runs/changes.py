@@ -12,20 +12,20 @@ import numpy as np
 import torch
 
 from linnet.app.data import TaskData
-from linnet.app.runs.folder import SavedRun, TrainingSamples, load_test, test_digest
+from linnet.app.runs.folder import SavedRun, TrainingSamples, load_test, save_run, test_digest
 from linnet.app.runs.naming import find_samples, named
 from linnet.app.runs.newdata import NewSamples
-from linnet.app.runs.pages import further, place_of
+from linnet.app.runs.pages import further, place_of, write
+from linnet.app.runs.place import clear_run, made_folder
 from linnet.errors import DataError, InputError
-from linnet.fitting.fit import fit as fit_linear
-from linnet.fitting.kernel_fit import KernelFit
+from linnet.linear.dual import DualSystem
+from linnet.nested.nested_fit import NestedFit
 from linnet.report import Comparison, FitRecord, Forgetting, Notes, Run, Samples, Scores, Timing, TrainingSet
 from linnet.report.evaluation import Predictions, predict, reliability, score_classes, score_values
-from linnet.report.kinds import Fit, certificate_of, in_closed_form, refit_arguments, solved_anew
+from linnet.report.kinds import Fit, certificate_of
 from linnet.report.reading import choices, facts, held_out, suspects, training_set
 from linnet.report.wording import duration, number, percent
 from linnet.tangent.batch import hash_examples
-from linnet.tangent.linearized import Linearized
 
 Array = np.ndarray[Any, Any]
 
@@ -37,8 +37,8 @@ class Change:
     before: SavedRun  # the run before
     after: SavedRun  # the run after
     seconds: float  # time that the change took
-    # largest difference of outputs from a fit solved again, and the time of that fit
-    compared: tuple[float | None, float | None] = (None, None)
+    difference: float  # largest difference of outputs from a fit solved again
+    refit_seconds: float  # time of that fit
     removed: tuple[int, ...] = ()  # positions of forgotten samples, in the run before
     verified: bool = False  # whether the network was run again for that fit, kernel included
     notes: tuple[str, ...] = ()  # what was left out, and why
@@ -47,16 +47,6 @@ class Change:
     def added(self) -> range:
         """Positions of added samples, in the run after."""
         return range(self.before.fit.n - len(self.removed), self.after.fit.n)
-
-    @property
-    def difference(self) -> float | None:
-        """Largest difference of outputs from a fit solved again; None when that was not tried."""
-        return self.compared[0]
-
-    @property
-    def refit_seconds(self) -> float | None:
-        """Time of that fit."""
-        return self.compared[1]
 
 
 def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
@@ -75,7 +65,7 @@ def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
     keep = np.setdiff1d(np.arange(run.fit.n), np.asarray(removed))
     after = run.changed(fit, known.take(keep))
     compared = _compare(fit, verify)
-    return Change(run, after, seconds, compared, tuple(removed), verify)
+    return Change(run, after, seconds, *compared, tuple(removed), verify)
 
 
 def update(run: SavedRun, new: NewSamples, answers: Array, name: str, verify: bool = False) -> Change:
@@ -88,7 +78,7 @@ def update(run: SavedRun, new: NewSamples, answers: Array, name: str, verify: bo
     more = TrainingSamples(images, np.asarray(answers), _unused(run.samples.ids, name, new.ids))
     after, overlap = _tested_elsewhere(run.changed(fit, run.samples.joined(more)), new)
     compared = _compare(fit, verify)
-    return Change(run, after, seconds, compared, (), verify, (*new.findings, *notes, *overlap))
+    return Change(run, after, seconds, *compared, (), verify, (*new.findings, *notes, *overlap))
 
 
 def _unused(taken: Sequence[str], name: str, ids: Sequence[str]) -> tuple[str, ...]:
@@ -142,24 +132,29 @@ def _tested_elsewhere(run: SavedRun, new: NewSamples) -> tuple[SavedRun, tuple[s
 
 
 @torch.no_grad()
-def _compare(fit: Fit, verify: bool) -> tuple[float | None, float | None]:
+def _compare(fit: Fit, verify: bool) -> tuple[float, float]:
     """Largest difference of training outputs from a solution from scratch, and its time."""
     start = time.perf_counter()
-    if verify and isinstance(fit, KernelFit):
+    assert isinstance(fit, NestedFit)
+    if verify:
         anew = fit.recomputed()
         seconds = time.perf_counter() - start
         return float((anew.predict(fit.x) - fit.predict(fit.x)).abs().max()), seconds
-    if verify:
-        labels = fit.labels
-        data = (fit.x, fit.targets if labels is None else labels)
-        options: Any = refit_arguments(fit)
-        lin = Linearized(fit.module.function)
-        anew = fit_linear(lin, data, **options)
-        seconds = time.perf_counter() - start
-        return float((anew.predict(fit.x) - fit.predict(fit.x)).abs().max()), seconds
-    gap = solved_anew(fit)
-    seconds = time.perf_counter() - start
-    return (None, None) if gap is None else (float(gap.abs().max()), seconds)
+    kernel, known = fit.system.kernel, fit.system.beta
+    beta = DualSystem(kernel, fit.system.residual, fit.ridge).beta  # outputs on the training samples are Kβ
+    gap = (kernel @ (beta - known).reshape(len(kernel), -1)).abs().max()
+    return float(gap), time.perf_counter() - start
+
+
+def keep_change(change: Change, command: str, out: Path, title: str, overwrite: bool) -> dict[str, Any]:
+    """Write the run after a change, with its report."""
+    result, page = report_change(change, command, out, title)
+    with made_folder(out):
+        if overwrite:
+            clear_run(out)
+        save_run(out, change.after)
+        write(out, result, page)
+    return result
 
 
 def report_change(change: Change, command: str, out: Path, title: str) -> tuple[dict[str, Any], Run]:
@@ -175,8 +170,7 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     forgotten = _forgetting(change, scores) if change.removed else None
     train = training_set(after)
     if change.removed:
-        told = suspects(before.fit) if in_closed_form(before.fit) else ((), None, "")
-        doubted, by_chance, limits = told
+        doubted, by_chance, limits = suspects(before.fit)
         train = TrainingSet(before.shown, None, doubted, None, forgotten, by_chance, limits)
     rows = tuple(row for row, _ in scores)
     test = None
@@ -191,14 +185,9 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     warnings = (*after.fit.record.warnings, *findings)
     steps = further(place_of(out), False, after.classes is not None)
     notes = Notes(_headline(change, rows), warnings, facts(after), steps)
-    timings = [Timing(command, change.seconds)]
-    if change.refit_seconds is not None:
-        timings.append(
-            Timing(
-                "the same from scratch" if change.verified else "solving from scratch", change.refit_seconds
-            )
-        )
-    record = FitRecord(choices=choices(after), timings=tuple(timings))
+    again = "the same from scratch" if change.verified else "solving from scratch"
+    timings = Timing(command, change.seconds), Timing(again, change.refit_seconds)
+    record = FitRecord(choices=choices(after), timings=timings)
     page = Run(title, after.classes, notes, Scores(rows, diagrams), record, train, test, place_of(out))
     summary = after.fit.summary()
     result = {
@@ -218,9 +207,9 @@ def _named(run: SavedRun, positions: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _score(name: str, run: SavedRun, task: TaskData, seconds: float | None) -> tuple[Comparison, Predictions]:
-    """Scores on the test samples; without standard deviations where they are expensive."""
+    """Scores on the test samples."""
     x = task.tensors("test")[0].to(run.fit.module.function.device)
-    found = predict(run.fit, x, run.transforms[1], run.temperatures, std=in_closed_form(run.fit))
+    found = predict(run.fit, x, run.transforms[1], run.temperatures)
     if found.probs is None:
         return score_values(name, found.mean, task.test.y, found.std, seconds), found
     return score_classes(name, found.probs, task.test.y, seconds), found

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from linnet.app.data import TaskData, load_data
 from linnet.app.models import load_model
+from linnet.app.options import AdaptOptions
 from linnet.app.runs import demo_net
 from linnet.app.runs.adaptation import Adaptation, adapt
 from linnet.app.runs.changes import Change, forget, report_change
 from linnet.app.runs.folder import keep_fit, save_run
 from linnet.app.runs.pages import write
-from linnet.app.runs.settings import Network, Settings, Source
 from linnet.app.runs.summary import keep_adaptation
 from linnet.examples import load_digits
 from linnet.files import save, write_atomic
@@ -115,16 +115,17 @@ def _write_digits(path: Path, train: tuple[Array, Array], test: tuple[Array, Arr
 
 def adapt_digits(files: Files, out: Path, seed: int) -> dict[str, Any]:
     """The first act: a few samples of the new digits."""
-    found = adapt(_settings(files, files.digits, SHOTS, seed), out, partial(keep_fit, out))
+    found = adapt(_options(files, files.digits, SHOTS, seed), out, partial(keep_fit, out))
     row = _frozen(found, files)
     scores = replace(found.scores, comparison=(*found.scores.comparison, row))
     return keep_adaptation(replace(found, scores=scores), out, "Digits 5 to 9 from a network for 0 to 4")
 
 
-def _settings(files: Files, data: Path, shots: int | None, seed: int, compare: str = "finetune") -> Settings:
+def _options(files: Files, data: Path, shots: int | None, seed: int) -> AdaptOptions:
     """An adaptation of the small network."""
-    network = Network(f"{demo_net.__file__}:digit_net", files.weights)
-    return Settings(network, Source(data, shots=shots, seed=seed), compare=compare)
+    network = f"{demo_net.__file__}:digit_net"
+    options = AdaptOptions(model=network, weights=files.weights, data=data, shots=shots, seed=seed)
+    return options if shots is None else replace(options, compare="finetune")
 
 
 def _frozen(found: Adaptation, files: Files) -> Comparison:
@@ -151,11 +152,10 @@ def flip_labels(task: TaskData, path: Path, seed: int) -> tuple[int, ...]:
 
 def forget_flipped(files: Files, out: Path, seed: int) -> tuple[Recall, dict[str, Any]]:
     """The second act: wrong labels are found by leave-one-out, and forgotten."""
-    source = Source(files.digits, shots=SHOTS, seed=seed)
-    task = load_data(source.path).shots(SHOTS, seed)
+    task = load_data(files.digits).shots(SHOTS, seed)
     wrong = flip_labels(task, files.flipped, seed)
     place = out / "flipped"
-    found = adapt(_settings(files, files.flipped, None, seed, "probe"), place, partial(keep_fit, place))
+    found = adapt(_options(files, files.flipped, None, seed), place, partial(keep_fit, place))
     keep_adaptation(found, place, f"Digits 5 to 9, {FLIPPED} of {len(task.train)} labels wrong")
     change, recall = _forget_doubtful(found, wrong)
     result, page = report_change(change, "forget", out / "forgotten", "Probable label errors, forgotten")

@@ -1,8 +1,7 @@
 """A run folder: the files that predict, explain, forget and update need.
 
-``model.safetensors``       the network at θ₀, its new head included
-``linear-fit.safetensors``  the solved fit, training inputs included; ``nested-fit.safetensors`` of ``adapt``
-``curvature.safetensors``   the metric of the ridge, where it has one
+``model.safetensors``       the network, its random heads included
+``nested-fit.safetensors``  the solved fit, training inputs included
 ``samples.safetensors``     the training samples as people see them
 ``run.json``                how to build the network, what the data were, and the checksums of the above
 
@@ -25,36 +24,28 @@ from linnet import params
 from linnet.app.data import ImageTransform, Standardize, TaskData, load_data
 from linnet.app.data.columns import Table
 from linnet.app.models import apply_weights, load_model
+from linnet.app.options import RunOptions
 from linnet.app.runs.lock import check_free, writing
 from linnet.app.runs.place import RECORD, REPLAY, check_still, clear_run, note_record
 from linnet.app.runs.trust import absolute_spec, check_run, remember_run
-from linnet.curvatures.curvature import KIND as CURVATURE
 from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.files import load as load_tree
 from linnet.files import read_json, save, write_json
-from linnet.fitting.centered import with_centered_head
-from linnet.fitting.fitted import SquaredFit
-from linnet.fitting.head import with_head
 from linnet.fitting.last_layer import Appended
-from linnet.fitting.load_fit import load_fit
-from linnet.fitting.metric import MetricNetwork, with_metric
+from linnet.machine import find_device
 from linnet.nested.adapt import load_adapted
 from linnet.nested.features import with_random_heads
 from linnet.nested.nested_files import KIND as NESTED
-from linnet.nested.nested_fit import NestedFit
 from linnet.report import Samples
-from linnet.report.kinds import Fit, cross_fitted, in_closed_form, temperatures_of
-from linnet.saved import load
+from linnet.report.kinds import Fit, temperatures_of
 from linnet.tangent.batch import take
-from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.functional import check_output
 
 Array = np.ndarray[Any, Any]
 _KIND = "run"
 _KNOWN_SAMPLES, _KNOWN_NUMBERS = 4, 64  # training samples whose outputs, and how many, tell a network again
 _MOST = 2**31  # outputs and positions: beyond what a run in memory can have
-_TENSORS: tuple[str, ...] = ("model", "linear-fit", "samples")
-_SAVED = {*_TENSORS, CURVATURE, NESTED}
+_TENSORS = ("model", NESTED, "samples")
 
 
 @dataclass(frozen=True)
@@ -63,15 +54,8 @@ class Origin:
 
     spec: str  # the network's name; a file's path is absolute
     arguments: dict[str, Any]  # keyword arguments of the factory
-    head: int | None  # outputs of the new head, or None where the old one was kept
-    centered: bool  # whether the head starts at zero, see :mod:`linnet.fitting.centered`
     weights: str | None = None  # the weights that it started from, for the reader
-    # τ of the curvature that is the metric of the ridge; None where all weights are held alike
-    metric: float | None = None
-    # the head at the start: `"probe"`, `"random"`, `"zero"` or `"keep"`; None in older runs
-    init: str | None = None
-    # number and seed of the random heads of a nested fit; None for one linearization
-    heads: tuple[int, int] | None = None
+    heads: tuple[int, int] | None = None  # number and seed of the random heads; None before there are any
     appended: int | None = None  # number of features that the network returns, where a head was put behind it
     output: str | None = None  # the part of what the network returns that is taken
 
@@ -96,6 +80,12 @@ class TrainingSamples:
     images: Array | None  # bytes (N, H, W, C), or None when samples are no images
     answers: Array  # labels int64 (N,), or targets in their own units (N, T)
     ids: tuple[str, ...]  # A stable name for each sample
+
+    @classmethod
+    def of(cls, task: TaskData) -> TrainingSamples:
+        """Those of a task."""
+        images = np.ascontiguousarray(task.train.x) if task.image_mode else None
+        return cls(images, np.ascontiguousarray(task.train.y), task.train.ids)
 
     def take(self, positions: Array) -> TrainingSamples:
         """Some of the samples."""
@@ -131,8 +121,7 @@ class SavedRun:
 
     def changed(self, fit: Fit, samples: TrainingSamples) -> SavedRun:
         """The run after its training samples changed."""
-        temperatures = temperatures_of(fit) if in_closed_form(fit) else self.temperatures
-        return replace(self, fit=fit, samples=samples, temperatures=temperatures)
+        return replace(self, fit=fit, samples=samples, temperatures=temperatures_of(fit))
 
     @property
     def shown(self) -> Samples:
@@ -148,16 +137,6 @@ class SavedRun:
     def network(self) -> str:
         """Name of the network."""
         return Path(self.origin.spec).name
-
-    @property
-    def head(self) -> str:
-        """The head, in words."""
-        if self.origin.head is None:
-            return "kept"
-        init = self.origin.init or ("probe" if self.origin.centered else "")
-        kind = {"probe": ", linear probe", "random": ", random", "zero": ", zero"}.get(init, "")
-        crossed = ", cross-fitted" if cross_fitted(self.fit) else ""
-        return f"new, {self.origin.head} outputs{kind}{crossed}"
 
     def inputs(self, x: Array) -> Tensor:
         """Stored samples as the network's inputs, on its device, (N, ...)."""
@@ -182,7 +161,7 @@ def save_run(folder: Path, run: SavedRun) -> None:
         try:
             _write_run(folder, run)
         except BaseException:
-            for name in _SAVED:
+            for name in _TENSORS:
                 (folder / f"{name}.safetensors").unlink(missing_ok=True)
             raise
         note_record(folder)
@@ -212,14 +191,7 @@ def _write_run(folder: Path, run: SavedRun) -> None:
     """The files of a run, in the order that matters."""
     (folder / RECORD).unlink(missing_ok=True)
     function = run.fit.module.function
-    network, tensors = (function.source or function).model, _TENSORS  # in the type that it came in
-    if isinstance(network, MetricNetwork):
-        network.curvature.save(folder)
-        tensors = (*_TENSORS, CURVATURE)
-    if isinstance(network, Coordinates):  # those of a sketch are in the fit's own file
-        network = network.network
-    if isinstance(run.fit, NestedFit):
-        tensors = tuple(NESTED if name == "linear-fit" else name for name in tensors)
+    network = (function.source or function).model  # in the type that it came in
     save(folder, "model", network.state_dict())
     run.fit.save(folder)
     arrays = {"answers": torch.from_numpy(run.samples.answers)}
@@ -235,7 +207,7 @@ def _write_run(folder: Path, run: SavedRun) -> None:
         "test": None if run.test is None else asdict(run.test),
         "temperatures": run.temperatures,
         "computed": _computed(run.fit),
-        "files": {name: _checksum(folder / f"{name}.safetensors") for name in tensors},
+        "files": {name: _checksum(folder / f"{name}.safetensors") for name in _TENSORS},
     }
     write_json(folder / RECORD, record, kind=_KIND)
 
@@ -257,7 +229,7 @@ def load_run(
     if model is not None:
         origin = replace(origin, spec=absolute_spec(model))
     network = _build(folder, origin).to(device)
-    fit = load_fit(folder, network) if origin.heads is None else load_adapted(folder, network)
+    fit = load_adapted(folder, network)
     fit.memory = memory
     kept = load_tree(folder / "samples.safetensors", "samples")
     images = kept["images"].numpy() if "images" in kept else None
@@ -268,14 +240,20 @@ def load_run(
         None if record["scale"] is None else Standardize(**record["scale"]),
     )
     _check_inputs(folder, fit, transforms[0], classes)
-    _check_network(folder, fit, origin, record.get("computed"))  # which older folders do not have
+    _check_network(folder, fit, origin, record["computed"])
     known = record["temperatures"]
-    temperatures = None if known is None else (*known, 1.0)[:3]  # older folders have no scale of the variance
-    if temperatures is not None and isinstance(fit, SquaredFit):
+    temperatures = None if known is None else (known[0], known[1], known[2])
+    if temperatures is not None:
         fit.calibrate(*temperatures)
     if trust:
         remember_run(folder)
     return SavedRun(origin, fit, samples, classes, transforms, test, temperatures)
+
+
+def opened(options: RunOptions) -> SavedRun:
+    """Read the run that a command names."""
+    find_device(options.device)
+    return load_run(options.run, options.device, options.memory, model=options.model, trust=options.trust)
 
 
 def tested(folder: Path) -> tuple[tuple[str, ...] | None, TestSource | None]:
@@ -358,11 +336,10 @@ def _check_record(folder: Path, record: Any) -> None:
     """Require that a record has all that is read from it, of the right kinds, and no number too large."""
     try:
         origin = Origin(**record["origin"])
-        params.integer("head", 1 if origin.head is None else origin.head, most=_MOST)
-        for number, least in zip(origin.heads or (), (1, 0), strict=False):
-            params.integer("heads", number, least=least, most=_MOST)
-        if origin.heads is not None and len(origin.heads) != 2:
+        if origin.heads is None or len(origin.heads) != 2:
             raise ValueError("heads must be their number and a seed")
+        params.integer("heads", origin.heads[0], most=_MOST)
+        params.integer("heads", origin.heads[1], least=0, most=_MOST)
         params.instance("arguments", origin.arguments, dict, "a dictionary")
         params.instance("spec", origin.spec, str, "a string")
         check_output(origin.output)
@@ -376,10 +353,11 @@ def _check_record(folder: Path, record: Any) -> None:
                 Table.of(record["test"]["columns"])
             for position in test.positions or ():
                 params.integer("positions", position, least=0, most=_MOST)
-        for value in record["temperatures"] or ():
-            float(value)
+        if record["temperatures"] is not None:
+            _, _, _ = map(float, record["temperatures"])
+        torch.tensor(record["computed"], dtype=torch.float64)
         names = [*(record["classes"] or ()), *record["files"].values()]
-        if not all(isinstance(name, str) for name in names) or not set(record["files"]) <= _SAVED:
+        if not all(isinstance(name, str) for name in names) or not set(record["files"]) <= set(_TENSORS):
             raise ValueError("classes and files must be names")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         cause = f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
@@ -387,42 +365,32 @@ def _check_record(folder: Path, record: Any) -> None:
 
 
 def _build(folder: Path, origin: Origin) -> nn.Module:
-    """The network at θ₀."""
+    """The network with its random heads."""
     state = load_tree(folder / "model.safetensors", "model")
     widest = max((size for tensor in state.values() for size in tensor.shape), default=1)
-    for width in (origin.head, origin.appended, *(origin.heads or ())[:1]):
+    for width in (origin.appended, *(origin.heads or ())[:1]):
         if width is not None and width > widest:
             raise _altered(folder, f"describes a layer of {width:,} outputs; the largest has {widest:,}")
     model = load_model(origin.spec, None, origin.arguments, pretrained=False)
     if origin.appended is not None or origin.output is not None:
         model = Appended(model, origin.appended, origin.output)
-    if origin.head is not None:
-        model = with_head(model, origin.head, init="zero")
-    if origin.heads is not None:
-        model = with_random_heads(model, *origin.heads)
-    start = with_centered_head(model) if origin.centered else model
-    apply_weights(start, state)
-    if origin.metric is None:
-        return start.eval()
-    if start is not model:  # the curvature is that of the probe, which has fewer tensors
-        apply_weights(model, {name: state[name] for name in model.state_dict()})
-    return with_metric(start.eval(), load(folder / "curvature.safetensors", model.eval()), origin.metric)
+    assert origin.heads is not None
+    model = with_random_heads(model, *origin.heads)
+    apply_weights(model, state)
+    return model.eval()
 
 
 @torch.no_grad()
 def _computed(fit: Fit) -> list[float]:
     """What a fit's network computes of some training samples, by which it is known again."""
     few = take(fit.x, slice(0, _KNOWN_SAMPLES))
-    base = fit.module.function.check_runs(few)
-    told = base if bool(base.any()) else fit.predict(few)  # a centered head makes zeros of any features
-    found: list[float] = told.double().flatten()[:_KNOWN_NUMBERS].tolist()
+    found: list[float] = fit.module.function.check_runs(few).double().flatten()[:_KNOWN_NUMBERS].tolist()
     return found
 
 
-def _check_network(folder: Path, fit: Fit, origin: Origin, known: list[float] | None) -> None:
+def _check_network(folder: Path, fit: Fit, origin: Origin, known: list[float]) -> None:
     """Require that the network still computes what it computed when it was fitted."""
-    now = torch.tensor(_computed(fit) if known is not None else [])
-    then = torch.tensor(known or [])
+    now, then = torch.tensor(_computed(fit)), torch.tensor(known)
     # float32 outputs on another machine or device may differ in the last digits
     atol = 1e-3 * (1e-3 + float(then.abs().max())) if len(then) else 0.0
     if now.shape != then.shape or not torch.allclose(now, then, rtol=1e-2, atol=atol):

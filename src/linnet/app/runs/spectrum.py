@@ -9,29 +9,38 @@ from typing import Any
 import torch
 
 from linnet.app.data import Part
-from linnet.app.runs.adaptation import adapt, kernel_part
-from linnet.app.runs.folder import SavedRun, load_run, load_test
+from linnet.app.options import RunOptions, TaskOptions
+from linnet.app.runs.adaptation import (
+    Stages,
+    Started,
+    checked_features,
+    outputs_of,
+    require_linearizable,
+    started,
+)
+from linnet.app.runs.folder import SavedRun, TrainingSamples, load_test, opened
 from linnet.app.runs.place import RECORD, check_out
-from linnet.app.runs.settings import Settings
-from linnet.app.runs.stages import Stages
 from linnet.app.runs.summary import score_table, written
 from linnet.errors import InputError
 from linnet.fitting.centered import with_centered_head
 from linnet.fitting.fit import fit as fit_linear
 from linnet.fitting.head import with_head
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.shared_fit import SharedFit
-from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.fitting.solver import Dual
 from linnet.linear.targets import OneHot
+from linnet.nested.features import Features
 from linnet.nested.nested_fit import NestedFit
+from linnet.progress import waiting
 from linnet.report import Comparison, FitRecord, Notes, Run, Scores, TaskKernel, Timing, TrainingSet
 from linnet.report.reading import choices, facts
 from linnet.report.wording import duration, number, percent
+from linnet.spectrum.kernel_matrix import gram_part
 from linnet.spectrum.task_linearity import TaskLinearity, task_linearity
 from linnet.tangent.batch import split
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.store import missing_parts
 
+NOTE = "this is about one linearization at a random head; the run averages several beside a linear probe"
 BATCH = 128  # samples predicted at once
 
 
@@ -83,36 +92,54 @@ def check_counts(top: int | None, samples: int | None) -> None:
         )
 
 
-def from_run(
-    folder: Path, device: str, memory: str | None, model: str | None = None, trust: bool = False
-) -> Subject:
-    """Read a finished run."""
+def from_run(options: RunOptions) -> Subject:
+    """One linearization of the network of a finished run, with its training samples."""
     stages = Stages()
     with stages.measure("reading the run"):
-        run = _one_linearization(load_run(folder, device, memory, model=model, trust=trust))
+        run = opened(options)
         task, why = load_test(run)
-    return Subject(run, None if task is None else task.test, () if task is not None else (why,), stages)
+    fit = run.fit
+    assert isinstance(fit, NestedFit)
+    data = fit.x, fit.targets if fit.labels is None else fit.labels
+    lin, targets = _at_random_head(fit.module, fit.system.c), OneHot(fit._targets.scale)
+    linear = fit_linear(lin, data, targets=targets, ridge="loo", memory=fit.memory)
+    linear.record = replace(linear.record, warnings=(*linear.record.warnings, NOTE))
+    found = replace(run, fit=linear)
+    return Subject(found, None if task is None else task.test, () if task is not None else (why,), stages)
 
 
-def from_settings(settings: Settings, out: Path) -> Subject:
-    """Fit a network to its data, as ``linnet adapt`` does, without plain fine-tuning."""
-    found = adapt(replace(settings, solving=replace(settings.solving, method="linear")), out)
-    run = _one_linearization(found.run)
-    return Subject(run, found.task.test, found.task.findings, found.stages)
+def from_data(options: TaskOptions, kernel: Path | None) -> Subject:
+    """The same for a network and data, with the kernel of a file where one is named."""
+    begun = started(options)
+    task, lin, stages = begun.task, _linearized(options, begun), begun.stages
+    with stages.measure("fit"), waiting("fit"):
+        solver = "auto" if kernel is None else Dual(kernel)
+        fit = fit_linear(lin, begun.tensors(), ridge="loo", solver=solver, memory=options.memory)
+    transforms = (task.transform, task.targets)
+    run = SavedRun(begun.origin, fit, TrainingSamples.of(task), task.classes, transforms, None, None)
+    return Subject(run, task.test, task.findings, stages)
 
 
-def made_part(settings: Settings, file: Path, part: tuple[int, int]) -> tuple[dict[str, Any], str]:
-    """Compute one part of the kernel of a fit."""
-    complete = kernel_part(settings, file, part)
+def made_part(options: TaskOptions, file: Path, part: tuple[int, int]) -> tuple[dict[str, Any], str]:
+    """Compute one part of the kernel that ``from_data`` fits with; no process group is needed."""
+    begun = started(options)
+    lin = _linearized(options, begun)
+    found = gram_part(lin, begun.tensors()[0], file=file, part=part, memory=options.memory)
+    complete = found is not None
     missing = [] if complete else missing_parts(file)
     result = {
         "command": "spectrum", "part": list(part), "kernel": str(file), "complete": complete,
         "missing": missing,
     }  # fmt: skip
-    index, of = part
-    left = f"missing: {_spans(missing) or 'none by now'}"
-    said = "the kernel is complete" if complete else left
-    return result, f"part {index} of {of} of {file} is done; {said}"
+    said = "the kernel is complete" if complete else f"missing: {_spans(missing) or 'none by now'}"
+    return result, f"part {part[0]} of {part[1]} of {file} is done; {said}"
+
+
+def _linearized(options: TaskOptions, begun: Started) -> Linearized:
+    """A network, checked and linearized at a random head for its task."""
+    module, report = checked_features(options, begun.network, begun.tensors()[0][:4])
+    require_linearizable(report)
+    return _at_random_head(module, outputs_of(begun.task))
 
 
 def _spans(numbers: list[int]) -> str:
@@ -126,32 +153,11 @@ def _spans(numbers: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _one_linearization(run: SavedRun) -> SavedRun:
-    """The run itself, or, where its outputs share a kernel, the fit of one linearization with all weights."""
-    fit = run.fit
-    if isinstance(fit, SharedFit):
-        lin, note = fit.module, "this is about the kernel of every output; the run has one for all of them"
-    elif isinstance(fit, NestedFit):
-        lin = _at_random_head(fit)
-        note = (
-            "this is about one linearization at a random head; the run averages several beside a linear probe"
-        )
-    else:
-        return run
-    labels = fit.labels
-    data = fit.x, fit.targets if labels is None else labels
-    targets = OneHot(fit._targets.scale)
-    linear = fit_linear(lin, data, targets=targets, ridge="loo", memory=fit.memory)
-    linear.record = replace(linear.record, warnings=(*linear.record.warnings, note))
-    return replace(run, fit=linear)
-
-
-def _at_random_head(fit: NestedFit) -> Linearized:
-    """The linearization of a nested fit's network at one of its random heads."""
-    generator = torch.Generator().manual_seed(fit.module.seed)
-    network = with_head(fit.module.model, fit.system.c, init="random", seed=generator)
-    # what the run was made of: its own choice of weights, which may be frozen, and the head
-    below, head = set(fit.module.function.names), fit.module.layer
+def _at_random_head(module: Features, outputs: int) -> Linearized:
+    """The linearization at a random head, in the parameters that take part below it, and the head."""
+    generator = torch.Generator().manual_seed(module.seed)
+    network = with_head(module.model, outputs, init="random", seed=generator)
+    below, head = set(module.function.names), module.layer
     chosen = [n for n, _ in network.named_parameters() if n in below or n.rpartition(".")[0] == head]
     return linearize(with_centered_head(network), chosen)
 
@@ -159,12 +165,6 @@ def _at_random_head(fit: NestedFit) -> Linearized:
 def examine(subject: Subject, top: int | None, samples: int | None, memory: str | None) -> Examined:
     """Measure how linear the task is."""
     run = subject.run
-    if isinstance(run.fit, SoftmaxFit):
-        raise InputError(
-            "the run was fitted with the cross-entropy",
-            expected="a run of the squared loss, whose targets the kernel's directions explain",
-            remedy="adapt with --loss squared",
-        )
     if samples is not None and not 2 <= samples <= run.fit.n:
         raise InputError(
             f"samples is {samples}",

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from linnet.app.data import TaskData
 from linnet.app.runs.adaptation import Adaptation
-from linnet.app.runs.folder import SavedRun
 from linnet.app.runs.naming import lines_of
 from linnet.app.runs.pages import adaptation_page, write
 from linnet.app.terminal import kept
-from linnet.progress import is_verbose
 from linnet.report import Comparison
 from linnet.report.measures import share_error
 from linnet.report.reading import solver_reason
 from linnet.report.verdict import verdict
 from linnet.report.wording import duration, number, percent
-from linnet.tangent.preflight import Preflight
 
 
 def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = False) -> dict[str, Any]:
@@ -34,7 +29,7 @@ def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = Fal
         "verdict": {"answer": verdict(page).answer, "sentences": list(page.notes.headline)},
         "scores": [asdict(row) for row in found.scores.comparison],
         "fit": fit.summary(),
-        "below": getattr(fit.module, "below", "lower layers"),
+        "below": fit.module.below,
         "device": str(fit.module.function.device),
         "next": [asdict(step) for step in page.notes.first],
         "data": {"classes": task.classes, "findings": list(task.findings)},
@@ -62,43 +57,15 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
         *rung_table(fit.get("rungs", [])),
         *(f"next: {step['command']}" for step in result["next"]),
         *([NEXT] if not result["next"] and fit.get("trained") is False and not fit["rungs"] else []),
-        *([f"loss {_loss(fit)}: {fit['reasons']['loss']}"] if "loss" in fit["reasons"] else []),
-        *(
-            [f"weight of the {result['below']} {fit['body_weight']:g}: {fit['reasons']['body']}"]
-            if "body_weight" in fit
-            else []
-        ),
+        f"weight of the {result['below']} {fit['body_weight']:g}: {fit['reasons']['body']}",
         f"ridge {number(fit['ridge'])}: {fit['reasons'].get('ridge', '')}",
         f"solver {fit['solver']}: {solver_reason(fit['reasons'])}",
-        "time: " + ", ".join(f"{step} {_cell(duration, t)}" for step, t in result["seconds"].items()),
+        "time: "
+        + ", ".join(f"{step} {in_plain_spaces(duration, t)}" for step, t in result["seconds"].items()),
         *(f"note: {text}" for text in (*fit["warnings"], *result["data"]["findings"])),
         *written(Path(result["out"])),
     ]
     return [line.replace("\u202f", " ") for line in lines]
-
-
-def print_check(
-    report: Preflight, task: TaskData, findings: Sequence[str], seconds: tuple[float, float] | None
-) -> list[str]:
-    """What `linnet check` found: the answer, what to look at, and the time; all else with --verbose."""
-    kinds = "" if task.classes is None else f" of {len(task.classes)} classes"
-    noun = "images" if task.image_mode else "samples"
-    lines = ["ready: linnet adapt takes this network and these data" if report.ok else "NOT ready:"]
-    lines += [f"  {one}" for one in (() if report.ok else report.findings)]
-    lines += [f"data: {finding}" for finding in findings]
-    lines.append(f"data: {len(task.train)} training and {len(task.test)} test {noun}{kinds}")
-    if seconds is not None:
-        fit, tests = (_cell(duration, one) for one in seconds)
-        lines.append(
-            f"linnet adapt: about {fit} for the fit, {tests} for the test {noun} with their variances"
-        )
-    lines += [f"note: {one}" for one in (report.findings if report.ok else ())]
-    if not is_verbose():
-        return [
-            *lines,
-            f"{len(report.parameters)} parameters, {report.total:,} weights; --verbose lists them",
-        ]
-    return [*lines, "", *str(report).splitlines()]
 
 
 def rung_table(rungs: list[dict[str, Any]]) -> list[str]:
@@ -115,15 +82,10 @@ def rung_table(rungs: list[dict[str, Any]]) -> list[str]:
         if rung["accuracy"] is not None:
             score = f"{100 * rung['accuracy']:5.1f} % right"
         first = rung is rungs[0]
-        took = f"  ({_cell(duration, rung['seconds'])})" if rung["seconds"] else ""
+        took = f"  ({in_plain_spaces(duration, rung['seconds'])})" if rung["seconds"] else ""
         used = "  <- used" if rung["taken"] else ""
         lines.append(f"  {rung['name']:<{width}}  {score}  {'' if first else gain}{took}{used}".rstrip())
     return lines
-
-
-def _loss(fit: dict[str, Any]) -> str:
-    """The loss of a fit, from its summary."""
-    return str(fit.get("loss", "squared"))
 
 
 def score_table(rows: list[Comparison], tested: int | None = None) -> list[str]:
@@ -146,13 +108,15 @@ def score_table(rows: list[Comparison], tested: int | None = None) -> list[str]:
     head = " " * (width + 2) + "".join(f"  {c[1]:>{w}}" for c, w in zip(shown, wide, strict=True))
     body = [
         f"  {row.name:<{width}}"
-        + "".join(f"  {_cell(c[2], getattr(row, c[0])):>{w}}" for c, w in zip(shown, wide, strict=True))
+        + "".join(
+            f"  {in_plain_spaces(c[2], getattr(row, c[0])):>{w}}" for c, w in zip(shown, wide, strict=True)
+        )
         for row in rows
     ]
     return [head, *body]
 
 
-def _cell(form: Any, value: float | None) -> str:
+def in_plain_spaces(form: Any, value: float | None) -> str:
     """A value in its format."""
     return str(form(value)).replace("\u202f", " ")
 
@@ -160,12 +124,6 @@ def _cell(form: Any, value: float | None) -> str:
 def written(out: Path) -> list[str]:
     """Paths of the report and the result."""
     return [f"report: {kept(out / 'report.html')}   numbers: {kept(out / 'result.json')}"]
-
-
-def describe(run: SavedRun) -> str:
-    """A run in a phrase."""
-    kind = f"{len(run.classes)} classes" if run.classes else f"{run.fit.system.c} value(s)"
-    return f"linear fit of {run.fit.n} samples, {kind}"
 
 
 def print_prediction(result: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
@@ -187,18 +145,16 @@ def print_change(result: dict[str, Any]) -> list[str]:
     count = len(result[key])
     many = "training samples" if count != 1 else "training sample"
     lines = [
-        f"{count} {many} {text} in {_cell(duration, result['seconds'])}; {result['train']} now",
+        f"{count} {many} {text} in {in_plain_spaces(duration, result['seconds'])}; {result['train']} now",
         *lines_of(result[key]),
     ]
     if result["scores"]:
         lines += score_table([Comparison(**row) for row in reversed(result["scores"])], result.get("test"))
-    what = "norm of the gradient" if _loss(result["fit"]) == "cross-entropy" else "residual of the equations"
-    lines.append(f"relative {what}: {result['certificate']:.1e}")
-    if result["difference"] is not None:
-        how = "a fit from scratch" if result["verified"] else "the equations solved from scratch"
-        lines.append(
-            f"largest difference of outputs from {how}: {result['difference']:.1e} "
-            f"({_cell(duration, result['refit_seconds'])})"
-        )
+    how = "a fit from scratch" if result["verified"] else "the equations solved from scratch"
+    lines += [
+        f"relative residual of the equations: {result['certificate']:.1e}",
+        f"largest difference of outputs from {how}: {result['difference']:.1e} "
+        f"({in_plain_spaces(duration, result['refit_seconds'])})",
+    ]
     lines += [f"note: {text}" for text in (*result["fit"]["warnings"], *result["findings"])]
     return [*lines, *written(Path(result["out"]))]

@@ -1,0 +1,488 @@
+"""The commands of the command line: functions whose signature is the options and whose docstring is the help.
+
+Parameters are keyword-only. One whose type is a record of `linnet.app.options` stands for the fields of that
+record. A command
+
+* imports nothing heavy when it is imported: torch, numpy and the rest of linnet are imported inside, so that
+  `linnet --help` answers at once;
+* prints a short summary for people on standard output; progress goes to standard error;
+* returns a dictionary of plain values, which `--json` prints instead of the summary. `"ok": False` in it
+  makes the command end with status 1;
+* raises a `linnet.errors.LinnetError` for anything that the user can put right;
+* calls the folder it writes `out`: `linnet.app.cli` puts a replayable `run.yaml` there. With an `overwrite`
+  beside it no other process writes there, and no run of other settings lies there, while the command runs;
+* calls a network that it builds `model` and `model_args`: `linnet.app.cli` refuses code that only a
+  settings file names;
+* hands `trust`, a flag of the command line alone, on to what opens a run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from linnet import __version__
+from linnet.app.options import AdaptOptions, NetworkOptions, RunOptions, TaskOptions
+from linnet.app.terminal import kept
+from linnet.errors import InputError
+
+COMMANDS = (
+    "demo", "adapt", "predict", "explain", "forget", "update", "compare", "serve",
+    "export", "spectrum", "check", "doctor",
+)  # fmt: skip
+"""The commands, in the order in which help lists them."""
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Print a summary."""
+    for line in lines:
+        print(line)
+
+
+def demo(*, out: Path = Path("runs/demo"), seed: int = 0, overwrite: bool = False) -> dict[str, Any]:
+    """Adapt a small network to digits that it has never seen; then find wrong labels and forget them.
+
+    Args:
+        out: The folder for the data, the network, the runs and their reports.
+        seed: Seed of everything that is random.
+        overwrite: Whether to replace a run of other settings there, or to write beside other files.
+    """
+    from linnet.app.runs.demonstration import FLIPPED, adapt_digits, forget_flipped, prepare
+    from linnet.app.runs.place import check_out, clear_run
+    from linnet.app.runs.summary import print_adaptation, print_change
+    from linnet.report import Comparison
+
+    check_out(out)
+    if overwrite:
+        clear_run(out)
+    files, before = prepare(out, seed)
+    print(
+        f"1. A small network was trained on the digits 0 to 4 in {before['seconds']:.1f} s: "
+        f"{100 * before['accuracy']:.1f} % right on others of them."
+    )
+    print("\n2. It is adapted to the digits 5 to 9 with 10 samples of each, by linear algebra.\n")
+    adapted = adapt_digits(files, out, seed)
+    _print(print_adaptation(adapted))
+    print(f"\n3. The same with {FLIPPED} labels flipped. Leave-one-out finds labels that look wrong.\n")
+    recall, forgotten = forget_flipped(files, out, seed)
+    print(f"flipped:       {', '.join(recall.wrong)}")
+    print(f"most suspicious: {', '.join(recall.inspected)}   ({recall.found} of {FLIPPED} found)\n")
+    _print(print_change(forgotten))
+    return {
+        "command": "demo", "pretrained": before, "scores": adapted["scores"],
+        "flipped": list(recall.wrong), "inspected": list(recall.inspected), "found": recall.found,
+        "forgetting": {key: forgotten[key] for key in ("scores", "certificate", "difference", "seconds")},
+        "best": max((Comparison(**row) for row in adapted["scores"]), key=lambda row: row.accuracy or 0).name,
+        "out": str(out),
+    }  # fmt: skip
+
+
+def adapt(
+    *, options: AdaptOptions, out: Path, quick: bool = False, overwrite: bool = False
+) -> dict[str, Any]:
+    """Fit a trained network to a new task in closed form, and report how good and how sure it is.
+
+    Args:
+        out: The run folder to write. After an interruption the same command continues there.
+        quick: Give a first answer in about half a minute: a linear probe of all samples, and whether the
+            lower layers help, tried on as many as the time allows, at least five per class.
+        overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
+    """
+    from functools import partial
+
+    from linnet.app.runs.adaptation import adapt as run_adaptation
+    from linnet.app.runs.folder import keep_fit
+    from linnet.app.runs.quick import first_answer
+    from linnet.app.runs.summary import keep_adaptation, print_adaptation
+
+    name, model = options.data.stem, options.model
+    run = first_answer if quick else run_adaptation
+    found = run(options, out, partial(keep_fit, out, overwrite=overwrite))
+    title = name if model is None else f"{name} from {model.rpartition(':')[2]}"
+    result = keep_adaptation(found, out, title, replay=True)
+    _print(print_adaptation(result))
+    return result
+
+
+def predict(
+    *,
+    options: RunOptions,
+    data: Path,
+    out: Path | None = None,
+    std: bool = True,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Predict new samples with an adapted network, with probabilities and standard deviations.
+
+    Args:
+        data: The samples: a folder of images, an ``.npz`` archive with x or x_test, or a ``.csv`` table with
+            the run's columns. Answers are used to score the predictions where there are any.
+        out: The file to write, ``.csv`` or ``.json``; predictions.csv in the run's folder by default.
+        std: Whether to compute standard deviations, which takes longer than the predictions themselves.
+        overwrite: Whether to replace a file that exists, where one is named by out.
+    """
+    from linnet.app.runs.folder import opened
+    from linnet.app.runs.newdata import read_new
+    from linnet.app.runs.pages import write
+    from linnet.app.runs.queries import (
+        check_table,
+        predict_new,
+        prediction_page,
+        prediction_rows,
+        told_rows,
+        write_rows,
+    )
+    from linnet.app.runs.summary import print_prediction
+
+    table = out or options.run / "predictions.csv"
+    if out is not None:
+        check_table(out, overwrite)
+    saved = opened(options)
+    new = read_new(data, saved, prefer="test")
+    found = predict_new(saved, new, std)
+    folder = options.run / "predict"
+    result, page = prediction_page(saved, new, found, f"Predictions for {data.name}", options.run)
+    result |= {"predictions": str(table), "out": str(folder)}
+    rows = prediction_rows(saved, new, found)
+    write_rows(table, rows)
+    write(folder, result, page)
+    _print(print_prediction(result, told_rows(saved, new, rows)))
+    return result
+
+
+def explain(
+    *, options: RunOptions, ids: list[str], data: Path | None = None, top: int = 5, out: Path | None = None
+) -> dict[str, Any]:
+    """Show the training samples that pushed a prediction up and down.
+
+    Args:
+        ids: Ids of the samples to explain, such as test/3,test/17, or names of image files. Names that hold
+            a comma are given as a JSON list.
+        data: Where these samples are; the run's own test samples by default.
+        top: Training samples to name on each side.
+        out: The folder for the report; explain in the run's folder by default.
+    """
+    from dataclasses import replace
+
+    from linnet.app.runs.folder import opened
+    from linnet.app.runs.newdata import read_new
+    from linnet.app.runs.pages import place_of, write
+    from linnet.app.runs.place import check_out
+    from linnet.app.runs.queries import explain as explain_samples
+    from linnet.app.runs.summary import written
+
+    folder = out or options.run / "explain"
+    check_out(folder, options.run)
+    saved = opened(options)
+    new = None if data is None else read_new(data, saved, prefer="test")
+    found = explain_samples(saved, new, ids, top, f"Why these predictions: {options.run.name}")
+    result = {**found.result, "out": str(folder)}
+    write(folder, result, replace(found.page, folder=place_of(options.run)))
+    _print([*found.lines, *written(folder)])
+    return result
+
+
+def forget(
+    *, options: RunOptions, ids: list[str], out: Path, verify: bool = False, overwrite: bool = False
+) -> dict[str, Any]:
+    """Forget training samples: the fit without them, exactly and without training.
+
+    Args:
+        ids: Ids of the training samples, such as train/3,train/17, or names of image files, as the report
+            and result.json have them. Names that hold a comma are given as a JSON list.
+        out: The folder for the new run.
+        verify: Also fit from scratch without the samples, kernel included, and compare.
+        overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
+    """
+    from linnet.app.runs.changes import forget as forget_samples
+    from linnet.app.runs.changes import keep_change
+    from linnet.app.runs.folder import opened
+    from linnet.app.runs.place import check_out
+    from linnet.app.runs.summary import print_change
+
+    check_out(out, options.run)
+    change = forget_samples(opened(options), ids, verify)
+    title = f"{options.run.name} without {len(ids)} training sample{'s' * (len(ids) != 1)}"
+    result = keep_change(change, "forget", out, title, overwrite)
+    _print(print_change(result))
+    return result
+
+
+def update(
+    *, options: RunOptions, data: Path, out: Path, verify: bool = False, overwrite: bool = False
+) -> dict[str, Any]:
+    """Add training samples to a fit, exactly and without training.
+
+    Args:
+        data: The samples with their answers: folders of images named for the classes, an ``.npz`` archive
+            with x and y (or x_train and y_train), or a ``.csv`` table.
+        out: The folder for the new run.
+        verify: Also fit from scratch on all samples, kernel included, and compare.
+        overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
+    """
+    from linnet.app.runs.changes import keep_change
+    from linnet.app.runs.changes import update as update_samples
+    from linnet.app.runs.folder import opened
+    from linnet.app.runs.newdata import read_new, required_answers
+    from linnet.app.runs.place import check_out
+    from linnet.app.runs.summary import print_change
+
+    check_out(out, options.run)
+    saved = opened(options)
+    new = read_new(data, saved, prefer="train")
+    change = update_samples(saved, new, required_answers(new, data), data.name, verify)
+    title = f"{options.run.name}, {len(change.added)} training samples added"
+    result = keep_change(change, "update", out, title, overwrite)
+    _print(print_change(result))
+    return result
+
+
+def compare(*, runs: list[str], out: Path | None = None, overwrite: bool = False) -> dict[str, Any]:
+    """Compare two runs on the same test samples, and name those that one of them gets wrong.
+
+    Args:
+        runs: The two folders that linnet adapt, forget or update wrote, the older one first. Their names may
+            be typed without --runs.
+        out: A file for all samples that one of the runs predicts better, ``.csv`` or ``.json``.
+        overwrite: Whether to replace a file that exists.
+    """
+    from linnet.app.runs.comparing import compare_runs, comparison_rows, print_comparison
+    from linnet.app.runs.queries import check_table, write_rows
+
+    if len(runs) != 2:
+        raise InputError(
+            f"{len(runs)} run folder{'s' * (len(runs) != 1)} {'is' if len(runs) == 1 else 'are'} given",
+            expected="two, as in linnet compare runs/old runs/new",
+            remedy="name the older run, then the newer",
+        )
+    if out is not None:
+        check_table(out, overwrite)
+    result = compare_runs(*map(Path, runs))
+    if out is not None:
+        write_rows(out, comparison_rows(result))
+    _print([*print_comparison(result), *([f"samples: {kept(out)}"] if out is not None else [])])
+    return result
+
+
+def serve(*, options: RunOptions, port: int = 0, browser: bool = False) -> dict[str, Any]:
+    """Open a local page: predict a sample, see the training samples behind it, forget one, see what changes.
+
+    The page is for this machine alone and opens with the key in the printed address. Nothing is written:
+    what is forgotten there is forgotten until the server stops (Ctrl-C).
+
+    Args:
+        port: The port on this machine; one that is free by default.
+        browser: Whether to open the page in a browser.
+    """
+    import contextlib
+    import sys
+    import webbrowser
+
+    from linnet.app.runs.folder import opened
+    from linnet.app.serve.server import Server
+    from linnet.app.serve.session import Session
+    from linnet.params import integer
+
+    integer("port", port, least=0, most=65535)
+    session = Session(opened(options), options.run.resolve().name)
+    with Server(session, port) as server:
+        # on standard error, so that it is seen with --json and --quiet too
+        print(f"{server.address}\nPress Ctrl-C to stop.", file=sys.stderr, flush=True)
+        if browser:
+            webbrowser.open(server.address)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return {"command": "serve", "run": str(options.run), "port": server.server_port}
+
+
+def export(
+    *,
+    options: RunOptions,
+    out: Path = Path("model.pt2"),
+    variance: bool = False,
+    merge: bool = False,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Write an adapted network as one file that runs without linnet, in torch or in any ONNX runtime.
+
+    The file takes raw samples, images as bytes or rows as numbers, and scales them as the run did. It has the
+    names of the classes in it. Its probabilities have the uncertainty of the weights in them, as those of
+    linnet predict have, where it gives variances too; otherwise they are those of the outputs alone.
+
+    Args:
+        out: The file to write: ``.pt2`` for torch.export.load, ``.onnx`` for ONNX runtimes.
+        variance: Whether the file gives the variance of each output too; where the lower layers take part
+            it holds as many numbers as they have derivatives on the training samples.
+        merge: Whether the file holds the network with the fit's weights, in place of the linear model: it is
+            of the network's size, and its outputs are nearly the same. Not where lower layers take part.
+        overwrite: Whether to replace a file that exists.
+    """
+    from linnet.app.runs.exporting import check_export, foretold, write_export
+    from linnet.app.runs.folder import opened
+
+    check_export(out, overwrite)
+    saved = opened(options)
+    told, seconds = foretold(saved, merge)
+    print(told, flush=True)
+    result = write_export(saved, out, variance, merge, seconds)
+    print(f"{kept(result['file'])}: {result['bytes'] / 1e6:.2f} MB")
+    print(f"  takes {result['input']}")
+    print(f"  gives {', '.join(result['outputs'])}")
+    if result["agreement"] is not None:
+        same = f"{100 * result['agreement']:.0f} % of the training samples"
+        print(f"  its class is that of the linear model for {same}")
+    if "probabilities" in result["outputs"] and not (variance or merge):
+        print("  its probabilities are of the outputs alone; predict's know their variance: --variance")
+    return {"command": "export", **result}
+
+
+def spectrum(
+    *,
+    options: NetworkOptions,
+    data: Path | None = None,
+    run: Path | None = None,
+    out: Path | None = None,
+    top: int | None = None,
+    samples: int | None = None,
+    kernel: Path | None = None,
+    part: str | None = None,
+    trust: bool = False,
+) -> dict[str, Any]:
+    """Test whether a linear model suits a task: the kernel's spectrum, the labels in it, and a verdict.
+
+    Args:
+        data: The data: an image folder with one folder per class, an ``.npz`` archive or a ``.csv`` table.
+        run: The folder of a finished run to look at; then no data are named, and model is its factory, where
+            the run's own is not here or not to be run.
+        out: The folder for the report; spectrum in the run's folder by default.
+        top: Leading directions of the kernel to speak of; 50 by default, or a fifth of all if fewer.
+        samples: Training samples to take the spectrum on, drawn at random; by default all, or as many as the
+            memory and a few seconds allow where the kernel is not there already.
+        kernel: A file for the kernel, NAME.npy, which stays. What parts or an earlier call have made of it is
+            taken; the kernel of other weights, data or settings is refused.
+        part: Compute one part of the kernel into that file, and nothing else: 3/64 is the fourth of 64, such
+            as a task of an array job. Afterwards the same command without --part, and with --out, goes on.
+        trust: Whether to run code that a run of another user names.
+    """
+    from linnet.app.runs.pages import write
+    from linnet.app.runs.spectrum import (
+        check_place,
+        examine,
+        from_data,
+        from_run,
+        made_part,
+        page_of,
+        print_spectrum,
+        result_of,
+    )
+    from linnet.params import integer
+
+    if (run is None) == (data is None):
+        raise InputError(
+            f"--data and --run are {'both' if run else 'not'} given",
+            expected="a finished run, or a network with data",
+            remedy="linnet spectrum --run RUN, or linnet spectrum --model M --data D --out FOLDER",
+        )
+    if top is not None:
+        integer("top", top)
+    if samples is not None:
+        integer("samples", samples, least=2)
+    task = None if data is None else TaskOptions(**vars(options), data=data)
+    if part is not None:
+        index, _, of = part.partition("/")
+        if (
+            task is None
+            or kernel is None
+            or not (index.isdecimal() and of.isdecimal() and int(index) < int(of))
+        ):
+            raise InputError(
+                f"part is {part!r}, with kernel {kernel}",
+                expected="which part, from 0, and the number of parts, of a kernel's file",
+                remedy="pass --kernel kernel.npy --part 3/64 for the fourth of 64, beside --model and --data",
+            )
+        result, said = made_part(task, kernel, (int(index), int(of)))
+        print(said)
+        return result
+    if (run is None and out is None) or (kernel is not None and run is not None):
+        raise InputError(
+            "--out must be given where there is no --run, and no --kernel where there is one",
+            expected="linnet spectrum --run RUN, or linnet spectrum --model M --data D --out FOLDER",
+            remedy="linnet spectrum --help shows every option",
+        )
+    folder = out or Path(run or "") / "spectrum"
+    check_place(folder, run)
+    if task is not None:
+        subject = from_data(task, kernel)
+        title = f"Linearity of {task.data.stem} for {str(task.model).rpartition(':')[2]}"
+    else:
+        assert run is not None
+        given = RunOptions(
+            run=run, model=options.model, memory=options.memory, device=options.device, trust=trust
+        )
+        subject, title = from_run(given), f"Linearity of {run.name}"
+    found = examine(subject, top, samples, options.memory)
+    result = result_of(found, title, folder)
+    write(folder, result, page_of(found, title))
+    _print(print_spectrum(found, title, folder))
+    return result
+
+
+def check(*, options: TaskOptions, batch: int = 8) -> dict[str, Any]:
+    """Check that a network and its data are supported, and estimate what a fit will cost.
+
+    The network is the one that ``linnet adapt`` makes of it, with a new head in place of its last layer.
+    --verbose prints every parameter with its treatment.
+
+    Args:
+        batch: Samples to try the network on.
+    """
+    from linnet.app.runs.checking import check_task, print_check
+
+    found = check_task(options, batch)
+    _print(print_check(found))
+    return found.to_dict()
+
+
+def doctor(*, seconds: float = 0.5) -> dict[str, Any]:
+    """Report what is installed, what works on this machine, and why the rest does not.
+
+    Args:
+        seconds: Time spent on measuring the speed of matrix products, on each device.
+    """
+    from linnet.machine import survey
+    from linnet.memory import format_bytes
+
+    found = {"linnet": __version__, **survey(seconds)}
+    packages = ", ".join(f"{name} {version or 'MISSING'}" for name, version in found["packages"].items())
+    lines = [
+        f"linnet {found['linnet']}, Python {found['python']}, {found['platform']}",
+        f"packages:    {packages}",
+    ]
+    if found["namesake"]:
+        lines.append(f"another project's linnet is installed beside this one: {_pasted(found['namesake'])}")
+    for device in found["devices"]:
+        threads = f", {found['threads']} threads" if device["device"] == "cpu" else ""
+        lines.append(
+            f"{device['device'] + ':':<13}{device['name']}{threads}, "
+            f"{format_bytes(device['available_bytes'])} free, "
+            f"{device['sgemm_gflops']:.0f} GFLOP/s in float32 products"
+        )
+    lines.append("optional packages:")
+    for name, package in found["optional"].items():
+        said = f"{package['version']}, for {package['use']}"
+        if not package["works"]:
+            said = f"{package['reason']} (for {package['use']}: {_pasted(package['remedy'])})"
+        lines.append(f"  {name:<16}{said}")
+    lines.append("directional derivatives, by kind of layer:")
+    for name, probe in found["derivatives"].items():
+        lines.append(f"  {name:<16}{probe['path'] or 'NONE'}{': ' * bool(probe['reason'])}{probe['reason']}")
+    fine = "everything that linnet needs works here"
+    _print([*lines, fine if found["ok"] else "linnet will not work as it should here"])
+    return found
+
+
+def _pasted(text: str) -> str:
+    """A text in which commands stay on one line."""
+    return re.sub("pip [^,]+", lambda match: kept(match[0]), text)
