@@ -185,7 +185,7 @@ def adapted(kept: Kept) -> None:
     right = float((made.predict(given["test_x"]).argmax(1) == given["test_y"]).double().mean())
     kept.keep("adapted outputs", {"seconds": seconds, "accuracy": right})
     few = given["test_x"][: kept.options.brute_tests]
-    cross, dual, truth = made.prior.cross(few, made.x, made.phi), made.system, []
+    cross, dual, truth = torch.cat(list(made.system.kernel_to_train(few))), made.system.dual, []
     picked = torch.linspace(0, kept.n - 1, kept.options.brute).long().tolist()
     for i in picked:
         keep = torch.ones(dual.n, dtype=torch.bool)

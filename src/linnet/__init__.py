@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from linnet.fitting.linear_fit import LinearFit as LinearFit
     from linnet.fitting.load_fit import load_fit as load_fit
     from linnet.fitting.metric import with_metric as with_metric
-    from linnet.fitting.shared_fit import SharedFit as SharedFit
     from linnet.fitting.sketch import with_sketch as with_sketch
     from linnet.fitting.softmax_fit import SoftmaxFit as SoftmaxFit
     from linnet.laplace.laplace import Laplace as Laplace
@@ -95,7 +94,6 @@ _HOME = {
     "precision": "linnet.number_types",
     "fit": "linnet.fitting.fit",
     "LinearFit": "linnet.fitting.linear_fit",
-    "SharedFit": "linnet.fitting.shared_fit",
     "SoftmaxFit": "linnet.fitting.softmax_fit",
     "load": "linnet.saved",
     "load_fit": "linnet.fitting.load_fit",

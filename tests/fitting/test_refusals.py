@@ -231,8 +231,8 @@ QUESTIONS: list[Row] = [
     (InputError, "variance=True", lambda: fit(solver=Shared(2)).export(variance=True)),
     (InputError, "merge", lambda: fit(solver=Shared(2)).merge()),
     (DataError, "float", lambda: fit(solver=Shared(2)).update((P.x, P.t))),
-    (InputError, "SharedFit", lambda: linnet.audit.ridge_path(fit(solver=Shared(2)), (P.x, P.y))),
-    (InputError, "SharedFit", lambda: linnet.spectrum.task_linearity(fit(solver=Shared(2)))),
+    (InputError, "shared", lambda: linnet.audit.ridge_path(fit(solver=Shared(2)), (P.x, P.y))),
+    (InputError, "LinearFit", lambda: linnet.spectrum.task_linearity(fit(solver=Shared(2)))),
 ]
 
 

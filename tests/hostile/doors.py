@@ -18,7 +18,7 @@ Arguments = dict[str, Any]
 
 # Records that linnet makes and hands out: nobody has to construct them.
 MADE_BY_LINNET = frozenset({
-    "Linearized", "Preflight", "LinearFit", "SoftmaxFit", "NestedFit", "SharedFit", "audit.Accuracy",
+    "Linearized", "Preflight", "LinearFit", "SoftmaxFit", "NestedFit", "audit.Accuracy",
     "GaussianPredictive", "SampledPredictive", "Curvature", "LinearPosterior",
     "Report", "RegressionReport", "Separation", "Finetuned", "Flow",
     "audit.Influence", "audit.Summary", "audit.ValidationPath", "audit.Selection",
@@ -236,7 +236,6 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "LinearFit": small.fit,
     "SoftmaxFit": small.softmax,
     "NestedFit": small.adapted,
-    "SharedFit": small.shared_fit,
     "FitPlots": lambda: small.fit().plot,
     "ModelPlots": lambda: small.on_a_line().plot,
     "ReportPlots": lambda: small.report().plot,
@@ -328,8 +327,7 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "Linearized.kernel": lambda: {"x1": small.x()},
     "Linearized.relinearize": lambda: {"at": small.params()},
     "NestedFit.along": lambda: {"ridges": torch.tensor([0.1, 1.0], dtype=torch.float64)},
-    "SharedFit.along": lambda: {"ridges": torch.tensor([0.1, 1.0], dtype=torch.float64)},
-    "SharedFit.calibrate": lambda: {"temperature": 1.0, "point_temperature": 1.0},
+    "LinearFit.along": lambda: {"ridges": torch.tensor([0.1, 1.0], dtype=torch.float64)},
     "FitPlots.influence": lambda: {"x": small.x()[:1], "ax": small.axes(), "output": 1},
     "ModelPlots.calibration": lambda: {"x": small.places(), "y": small.places(), "ax": small.axes()},
     "ModelPlots.predicted": lambda: {"x": small.places(), "y": small.places(), "ax": small.axes()},

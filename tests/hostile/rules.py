@@ -14,7 +14,7 @@ KEEPING = (
     "spectrum.EigenfunctionTargets",
     "spectrum.Recorder",
 )
-FITS = ("LinearFit", "SharedFit", "SoftmaxFit", "NestedFit")
+FITS = ("LinearFit", "SoftmaxFit", "NestedFit")
 TYPES = {"~integer", "~bool", "~float32", "~float64", "~requires grad", "~list"}
 SIZES = {"~shorter", "~longer", "~extra axis", "~first example", "~wider"}
 
@@ -196,10 +196,7 @@ OF_CALL: dict[str, str] = {
     "Linearized.relinearize(at)": "weights by name",
     "SoftmaxFit.forget(indices)": "removed positions",
     "NestedFit.along(ridges)": "path of ridges",
-    "SharedFit.along(ridges)": "path of ridges",
-    "SharedFit.calibrate(temperature)": "positive or none",
-    "SharedFit.calibrate(point_temperature)": "positive or none",
-    "SharedFit.calibrate(noise)": "positive or none",
+    "LinearFit.along(ridges)": "path of ridges",
     "TangentGP(rank)": "count from zero",
     "finetune(search)": "grid",
     "audit.influence(steps)": "count from zero",
@@ -276,7 +273,6 @@ ALWAYS_REFUSED = frozenset({
     "FitPlots.predicted",
     "Finetuned.predictive",
     "NestedFit.merge",  # of a fit in which the lower layers take part
-    "SharedFit.merge",
     "LinearPosterior.save",
     "continual.NonOnlineLaplace (saved).consolidate",
     "continual.NonOnlineLaplace.remember",

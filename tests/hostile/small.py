@@ -95,11 +95,6 @@ def sketched_fit() -> Any:
     return linnet.fit(lin(), classes(), solver=linnet.fitting.Sketch(dim=5))
 
 
-@cache
-def shared_fit() -> Any:
-    return linnet.fit(lin(), classes(), solver=linnet.fitting.Shared(combinations=1))
-
-
 def gradient_store() -> Any:
     small = linnet.with_sketch(net(), curvature("kfac"), dim=10)
     return linnet.audit.GradientStore(mkdtemp(), small, likelihood(), shard_size=2).add(classes())

@@ -75,7 +75,7 @@ def test_lower_layers_whose_weights_are_made_of_others_take_part(make: Any) -> N
         ]
         rows.append([torch.cat([g.flatten() for g in part if g is not None]) for part in parts])
     j = torch.stack([torch.cat(row) for row in rows])
-    assert torch.allclose(fit.module.body(x), j @ j.T / len(head), atol=1e-8)
+    assert torch.allclose(fit.module.kernel(x), j @ j.T / len(head), atol=1e-8)
 
 
 def test_a_last_layer_with_a_parametrization_is_selected_whole() -> None:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import NumericalError
-from linnet.fitting import kernel_fit
+from linnet.fitting import squared_fit
 from linnet.integrations.pretrained import BUILDERS
+from linnet.linear.features import Sum
 from linnet.linear.targets import Targets, make_targets
-from linnet.nested import search, weights
+from linnet.nested import search
 from linnet.nested.adapt import HEADS
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.search import BIAS, Candidate, right_together
@@ -86,11 +87,11 @@ def test_predictions_in_weights_are_those_by_the_kernel(
     alike = linnet.adapt(NET, (X[:N], Y[:N]), weight=weight, ridge=RIDGE)
     expected = solution(reference(NET, X, N, weight), GOAL, RIDGE, torch.arange(N))
     # by weights no kernel between new and old samples is formed, and the kernel needs no directions
-    monkeypatch.setattr(type(fit.prior), "cross", lambda *_: pytest.fail("a kernel"))
+    monkeypatch.setattr(Sum, "cross", lambda *_: pytest.fail("a kernel"))
     assert near(fit.predict(X), expected)
     monkeypatch.undo()
-    monkeypatch.setattr(kernel_fit, "SHARE", 0.0)
-    monkeypatch.setattr(weights.Weights, "outputs", lambda *_: pytest.fail("weights"))
+    monkeypatch.setattr(squared_fit, "SHARE", 0.0)
+    monkeypatch.setattr(Sum, "weights", lambda *_: pytest.fail("weights"))
     if weight:  # a probe's weights take no memory to speak of
         assert near(alike.predict(X), expected)
 
@@ -99,10 +100,10 @@ def test_changed_fits_predict_by_their_own_weights(fit: linnet.NestedFit) -> Non
     _ = fit.predict(X)
     less, again = fit.forget([3]), fit.update((X[N:], Y[N:]))
     for made in (less, again):
-        by_kernel = made._mean(made._to_train(X[:2]))
-        made._rows = type(made._rows)()
-        assert near(made.predict(X[:2]), by_kernel)
-        assert not near(made.predict(X[:2]), fit.predict(X[:2]), 1e-6)
+        by_weights = made.predict(X[:2])
+        [cross] = made.system.kernel_to_train(X[:2])
+        assert near(by_weights, made.system.mean(cross))
+        assert not near(by_weights, fit.predict(X[:2]), 1e-6)
 
 
 def test_variances(fit: linnet.NestedFit) -> None:
@@ -127,10 +128,10 @@ def test_means_and_variances_share_a_pass(memory: str | None, monkeypatch: pytes
         return features(task, plan, x, wanted, *rest)  # type: ignore[arg-type]
 
     fit = linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE, memory=memory)
-    prior = fit.prior
-    apart = prior.cross(X[N:], fit.x, fit.phi), prior.own(X[N:])
+    basis, train = fit.prior.features, fit.system.problem.examples
+    apart = basis.cross(X[N:], train, memory), basis.own(X[N:], memory)
     monkeypatch.setattr(gram, "_features", counting)
-    together = prior.cross_and_own(X[N:], fit.x, fit.phi)
+    together = basis.cross_and_own(X[N:], train, memory)
     assert sum(counted) == T  # every new sample is differentiated once
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(apart, together, strict=True))
     fresh = linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE, memory=memory)
@@ -187,7 +188,7 @@ def test_updating_can_choose_anew(fit: linnet.NestedFit) -> None:
 def test_path(fit: linnet.NestedFit) -> None:
     path = fit.path([RIDGE, 1.0])
     assert path.loo_error[0] == pytest.approx(float((fit.targets - fit.loo()).square().sum(1).mean()))
-    assert path.evidence[0] == pytest.approx(fit.system.log_evidence())
+    assert path.evidence[0] == pytest.approx(fit.system.dual.log_evidence())
     shared = KERNEL[:N, :N]
     full = torch.kron(shared, torch.eye(3, dtype=torch.float64))
     values = torch.linalg.eigvalsh(full)

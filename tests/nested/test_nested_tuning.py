@@ -75,14 +75,14 @@ def test_training_is_taken_where_it_helps(fits: tuple[NestedFit, NestedFit]) -> 
 
 def test_the_fit_is_ridge_regression_on_the_trained_features(fits: tuple[NestedFit, NestedFit]) -> None:
     fit = fits[1]
-    model = copy.deepcopy(fit.prior.features.model)
+    model = copy.deepcopy(fit.prior.network.model)
     x = torch.cat([DATA[0], TEST[0][:7]])
     phi = model[:-1](x).detach()
     phi = phi - phi[: len(DATA[0])].mean(0)
     head = phi @ phi.T
     names = [name for name, _ in model.named_parameters() if not name.startswith("4.")]
     body = linnet.linearize(model, params=names).jacobian(x)
-    body = sum((j @ j.T for j in body.unbind(1)), torch.zeros(())) / fit.prior.features.heads
+    body = sum((j @ j.T for j in body.unbind(1)), torch.zeros(())) / fit.prior.network.heads
     n, weight = fit.n, fit.body_weight
     scales = [float(k[:n, :n].diagonal().mean() - k[:n, :n].mean()) for k in (head, body)]
     kernel = BIAS + (1 - weight) * head / scales[0] + weight * body / scales[1]

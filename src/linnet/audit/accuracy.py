@@ -8,7 +8,6 @@ from linnet.errors import InputError
 from linnet.fitting.accuracy import Accuracy as Accuracy
 from linnet.fitting.accuracy import estimated, largest_base, measured_rounding, observed
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.shared_fit import SharedFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.params import instance
 from linnet.tangent.modes import in_exact_mode
@@ -18,7 +17,7 @@ COLUMNS = 2048  # of the inverse of the kernel that are looked at
 
 @in_exact_mode
 @torch.no_grad()
-def accuracy(fit: LinearFit | SharedFit | SoftmaxFit) -> Accuracy:
+def accuracy(fit: LinearFit | SoftmaxFit) -> Accuracy:
     """Bounds on the rounding errors of a fit's predictions, leave-one-out and influence.
 
     The rounding errors of the kernel are measured on four examples, which are computed in float64 as well,
@@ -45,7 +44,7 @@ def accuracy(fit: LinearFit | SharedFit | SoftmaxFit) -> Accuracy:
         >>> found.sound, found.dtype
         (True, 'float32')
     """
-    instance("fit", fit, (LinearFit, SharedFit, SoftmaxFit), "a fit", "make one with linnet.fit(lin, data)")
+    instance("fit", fit, (LinearFit, SoftmaxFit), "a fit", "make one with linnet.fit(lin, data)")
     rounding = measured_rounding(
         fit.module.function, fit.x, largest_base(fit), getattr(fit.system, "memory", None)
     )

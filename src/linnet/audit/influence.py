@@ -26,13 +26,12 @@ from linnet.fitting.arguments import positions
 from linnet.fitting.evaluation import checked_inputs
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.shared_fit import SharedFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.frames import frame
 from linnet.linear.dual import DualSystem
 from linnet.linear.formed_rows import FormedRows
 from linnet.linear.iteration import CGSettings, Effort
-from linnet.linear.iterative import Iterative, Shared
+from linnet.linear.iterative import Iterative, Reused
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.label_problem import class_targets
 from linnet.linear.preconditioner import CurvatureInverse
@@ -164,7 +163,7 @@ def influence(
         (torch.Size([6, 3, 2]), torch.Size([6, 3]), 'exact')
     """
     fit = check_fitted(fit)
-    if not isinstance(fit, LinearFit):
+    if not isinstance(fit, LinearFit) or fit.system.shared:
         return _of_other(fit, x, method, labels, directions is not None or steps is not None)
     x = checked_inputs(fit.module, x)
     chosen = _method(fit, method, directions)
@@ -340,7 +339,7 @@ def _approximate(fit: LinearFit, x: Inputs, effort: Effort, memory: str | int | 
     """By EKFAC, and a few steps from there."""
     primal = _primal_of(fit, fit.system)
     lifted = effort.steps > 0
-    primal.shared.preconditioner = CurvatureInverse.of("ekfac", primal.jacobian, primal.ridge, lifted)
+    primal.reused.preconditioner = CurvatureInverse.of("ekfac", primal.jacobian, primal.ridge, lifted)
     if fit.system.factorized is fit.system:
         residuals = fit.system.loo_residuals()
     else:
@@ -405,10 +404,10 @@ def _primal_of(fit: LinearFit, system: Any) -> Iterative:
     residual = system.problem.residual.to(fit.module.function.dtype)
     loose = CGSettings(max(settings.tolerance, 1e-4), settings.max_steps, preconditioner="none")
     problem = Problem(fit.module.function, fit.x, residual)
-    primal = Iterative(problem, system.ridge, loose, shared=Shared(start=start))
+    primal = Iterative(problem, system.ridge, loose, reused=Reused(start=start))
     primal.settings = settings
     if isinstance(system, Iterative):
-        primal.shared.preconditioner = system.shared.preconditioner
+        primal.reused.preconditioner = system.reused.preconditioner
     return primal
 
 
@@ -451,7 +450,7 @@ def label_targets(fit: Fitted, x: Inputs, labels: Any) -> Tensor:
         raise InputError(
             f"labels is one value for {n} examples", "one label for each example of x", "pass labels (n,)"
         )
-    if isinstance(fit, LinearFit | SharedFit):
+    if isinstance(fit, LinearFit):
         dtype = fit.module.function.dtype
         check_arrangement(y, fit.module.function.output_shape(x), "labels")
     made = (

@@ -36,8 +36,9 @@ from torch import Tensor
 
 from linnet.audit.predictors import check_fitted
 from linnet.errors import InputError
-from linnet.fitting.fitted import Fitted, SquaredFit
+from linnet.fitting.fitted import Fitted
 from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.fitting.squared_fit import SquaredFit
 from linnet.frames import frame
 from linnet.linalg.host import searched
 from linnet.params import choice, refuse, tensor

@@ -19,7 +19,7 @@ BATCH = 128  # examples predicted at once
 
 def check_fit(fit: Any, name: str = "fit") -> LinearFit:
     """Raise unless an argument is a linear fit of the squared loss."""
-    if not isinstance(fit, LinearFit):
+    if not isinstance(fit, LinearFit) or fit.system.shared:
         expected = "a LinearFit: this is about weights δ that solve one system of equations"
         how = 'linnet.fit(lin, data), whose loss is "squared" and whose outputs share their weights'
         _refuse(fit, name, expected, f'{how}: any solver but "shared"')
@@ -35,7 +35,8 @@ def check_fitted(fit: Any, name: str = "fit") -> Fitted:
 
 def _refuse(fit: Any, name: str, expected: str, maker: str) -> NoReturn:
     """Raise the error of an argument that is not the fit that is expected."""
-    raise InputError(f"{name} is {type(fit).__name__}", expected, f"make one with {maker}")
+    how = f" of solver={fit.solver!r}" if isinstance(fit, LinearFit) else ""
+    raise InputError(f"{name} is {type(fit).__name__}{how}", expected, f"make one with {maker}")
 
 
 @torch.no_grad()

@@ -240,8 +240,8 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
         return None if same is None else squared_accuracy(same, rounding, index, gap)
     if isinstance(system, KernelNewton):
         found, outputs = softmax_accuracy(system, rounding, index), system.outputs
-    elif isinstance(system, DualSystem):  # in weights δ is summed in float64 and predicts no worse than K
-        return shared_accuracy(system, rounding, index)
+    elif system.shared:  # in weights δ is summed in float64 and predicts no worse than K
+        return shared_accuracy(system.dual, rounding, index)
     elif isinstance(system, NormalSystem):
         found = normal_accuracy(system, rounding, index)
         outputs = fit.targets.to(system.beta) - system.ridge * system.beta
@@ -408,8 +408,9 @@ def _at(fit: Any, ridge: float, rounding: Rounding) -> Accuracy | None:
         moved = form.at(ridge)
         if isinstance(moved, KernelNewton):
             return softmax_accuracy(moved, rounding, observed(fit))
-        if isinstance(moved, DualSystem):
-            return shared_accuracy(moved, rounding, observed(fit))
+        if moved.shared:
+            assert moved.dual is not None
+            return shared_accuracy(moved.dual, rounding, observed(fit))
         return squared_accuracy(moved, rounding, observed(fit))
     except NumericalError:
         return None
@@ -455,17 +456,17 @@ def _smallest(fit: Any, ridge: float) -> float | None:
     return None
 
 
-def _factorized(system: Any) -> System | DualSystem | KernelNewton | None:
+def _factorized(system: Any) -> System | KernelNewton | None:
     """The same solution by a factorization; ``None`` where none fits."""
     if isinstance(system, System):
         return system.factorized
-    found: DualSystem | KernelNewton | None = system if isinstance(system, DualSystem) else system.kernel_form
+    found: KernelNewton | None = system.kernel_form
     return found
 
 
 def largest_base(fit: Any) -> float:
     """The largest output f₀ on the training examples, about where equations on outputs are held."""
     system = fit.system
-    squared = isinstance(system, System | DualSystem)
+    squared = isinstance(system, System)
     base = fit.targets.to(system.residual) - system.residual if squared else system.base
     return float(base.abs().max())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import MemoryBudgetError
+from linnet.linear.features import Heads
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs
 from linnet.tangent.gram import own_kernels
@@ -46,6 +47,12 @@ def combined(function: Functional, weights: Tensor) -> Functional:
     if weights.shape[0] == weights.shape[1]:
         return function
     return function.arranged(_Combined(function.output, weights.to(function.device, function.dtype)))
+
+
+def averaged(function: Functional, combinations: Tensor) -> Heads:
+    """The kernel that all outputs share: the mean of those of M combinations of them."""
+    # combinations (C, M)
+    return Heads(combined(function, combinations), combinations.shape[1], combinations)
 
 
 def explain_outputs(function: Functional, x: Inputs, weights: Tensor, memory: str | int | None) -> str:

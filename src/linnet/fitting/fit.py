@@ -12,14 +12,13 @@ from linnet.distributed import sharing
 from linnet.errors import InputError
 from linnet.fitting.accuracy import sound_fit
 from linnet.fitting.arguments import check_ridge
-from linnet.fitting.combinations import drawn_combinations, explain_outputs
+from linnet.fitting.combinations import averaged, drawn_combinations, explain_outputs
 from linnet.fitting.cross_fit import CrossFit, find_cross_fit
 from linnet.fitting.evaluation import base_outputs
 from linnet.fitting.linear_fit import LinearFit, Record
 from linnet.fitting.plan import Size, affordable, choose_solver
 from linnet.fitting.remarks import head_remarks, held_remarks, single_remarks, unused_remarks
 from linnet.fitting.ridge_choice import Chosen, chosen_ridge, given_ridge
-from linnet.fitting.shared_fit import SharedFit, SharedKernel
 from linnet.fitting.sketch import deflated, sketched
 from linnet.fitting.softmax_fit import SoftmaxFit, SoftmaxTask, solve_softmax
 from linnet.fitting.softmax_path import check_criterion
@@ -29,8 +28,7 @@ from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.distribution import require_axis
 from linnet.linalg.factorize import decomposing
 from linnet.linear.dual import DualSystem
-from linnet.linear.iterative import Iterative
-from linnet.linear.iterative import Shared as Beforehand
+from linnet.linear.iterative import Iterative, Reused
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.label_problem import class_problem, class_targets
 from linnet.linear.normal_system import NormalSystem, summed
@@ -60,20 +58,6 @@ from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.output_scale import scale_remarks
 
 LOSSES = ("squared", "cross-entropy")
-
-
-@overload
-def fit(
-    lin: Linearized,
-    data: Any,
-    loss: Literal["squared"] = "squared",
-    *,
-    targets: Tensor | OneHot | None = None,
-    ridge: float | str = 1.0,
-    solver: Literal["shared"] | Shared,
-    axis: int | None = None,
-    memory: str | int | None = None,
-) -> SharedFit: ...
 
 
 @overload
@@ -129,7 +113,7 @@ def fit(
     solver: Solver = "auto",
     axis: int | None = None,
     memory: str | int | None = None,
-) -> LinearFit | SoftmaxFit | SharedFit:
+) -> LinearFit | SoftmaxFit:
     """Solve for the one optimum δ of Σᵢ ℓ(f₀(xᵢ) + Jᵢδ, yᵢ) + ½ ρ‖δ‖², with ℓ half the squared error to tᵢ.
 
     Args:
@@ -148,7 +132,7 @@ def fit(
         ridge: ρ > 0, or the criterion that chooses it: ``"loo"``, ``"gcv"`` (squared loss) or ``"evidence"``;
             :func:`linnet.audit.tune_ridge` chooses it by validation data.
         solver: ``"dual"`` (the N·C × N·C kernel), ``"shared"`` (one N × N kernel for all outputs, the mean
-            over four combinations of them, for many outputs; squared loss; returns a ``SharedFit``),
+            over four combinations of them, for many outputs; squared loss),
             ``"primal"`` (the P × P matrix JᵀJ, for many examples and few weights; squared loss), ``"sketch"``
             (the same along 2,048 directions of the weights, for many of both), ``"cg"`` (matrix-free in the
             weights), ``"sgd"`` (the recipe of Achille et al., to compare with), or ``"auto"``, which predicts
@@ -194,7 +178,7 @@ def _shared_fit(
     solver: Solver,
     axis: int | None,
     memory: str | int | None,
-) -> LinearFit | SoftmaxFit | SharedFit:
+) -> LinearFit | SoftmaxFit:
     """The fit, of which each process of several makes its share."""
     asked = Solving.of(solver)
     scale = targets.scale if isinstance(targets, OneHot) else ALPHA
@@ -216,7 +200,7 @@ def _shared_fit(
 
     lin.function.known = Known.of(x, said.columns)
 
-    def make(chosen: Linearized) -> LinearFit | SoftmaxFit | SharedFit:
+    def make(chosen: Linearized) -> LinearFit | SoftmaxFit:
         """The fit on a linearization in a type of its own; what was made for another type stays behind."""
         fresh = asked if chosen is lin else asked.finer()
         found = _fit(chosen, Work(x, y, given, ridge, memory, fresh), loss, scale)
@@ -243,7 +227,7 @@ class Work:
     solving: Solving
 
 
-def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | SoftmaxFit | SharedFit:
+def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | SoftmaxFit:
     """The fit, whatever rounding does to it."""
     x, y, targets, ridge, memory = work.x, work.y, work.targets, work.ridge, work.memory
     settings, operator, file = work.solving.settings, work.solving.operator, work.solving.file
@@ -292,7 +276,7 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
         assert not isinstance(ridge, str), why
         settings = affordable(lin.function, x, settings, memory)
         solve = solve_stochastically if chosen == "sgd" else Iterative
-        shared = Beforehand(preconditioner=operator)
+        shared = Reused(preconditioner=operator)
         if work.solving.deflating is not None:
             shared = deflated(lin, problem, work.solving.deflating, float(ridge), memory)
         system = solve(problem, ridge, settings, memory, shared)
@@ -464,29 +448,32 @@ def _factorized(
     return system.at(taken.ridge), taken
 
 
-def _by_one_kernel(module: Linearized, work: Work, targets: Targets, f0: Tensor, record: Record) -> SharedFit:
+def _by_one_kernel(module: Linearized, work: Work, targets: Targets, f0: Tensor, record: Record) -> LinearFit:
     """Form the kernel that all outputs share, choose ρ, solve; with cross-fitted heads, by folds too."""
     asked, x, ridge, memory = work.solving.shared or Shared(), work.x, work.ridge, work.memory
-    drawn = drawn_combinations(f0.shape[1], asked.combinations, asked.seed)
-    kernel = SharedKernel(module, drawn.to(f0.device), memory)
-    size = Size(kernel.function, x, f0.shape[1], "squared", isinstance(ridge, str), memory)
+    combinations = drawn_combinations(f0.shape[1], asked.combinations, asked.seed).to(f0.device)
+    features = averaged(module.function, combinations)
+    size = Size(features.function, x, f0.shape[1], "squared", isinstance(ridge, str), memory)
     require(size.shared_memory(), ['solve matrix-free with solver="cg"', "raise memory="])
-    record.reasons["outputs"] = explain_outputs(module.function, x, kernel.weights, memory)
+    record.reasons["outputs"] = explain_outputs(module.function, x, combinations, memory)
     folds = find_cross_fit(module, x, work.y, targets.values, memory)
-    folds = None if folds is None else replace(folds, combinations=kernel.weights)
+    folds = None if folds is None else replace(folds, combinations=combinations)
     start = time.perf_counter()
-    system = DualSystem(kernel.cross(x), targets.values.to(f0) - f0, 1.0)
+    problem = Problem(module.function, x, targets.values.to(f0) - f0, features=features)
+    system = KernelSystem(
+        problem, DualSystem(features.kernel(problem.examples, memory), problem.residual, 1.0), memory
+    )
     record.seconds["kernel"] = time.perf_counter() - start
     start = time.perf_counter()
     if isinstance(ridge, str):
         with decomposing(system.n):
-            path = system.spectrum.path(system.spectrum.grid(), targets.classes is not None, targets.values)
+            path = system.path(None, targets)
         taken = chosen_ridge(path, ridge, targets, folds)
     else:
         taken = given_ridge(float(ridge), folds)
     record.reasons["ridge"] = taken.why
     record = replace(record, noise_factor=taken.noise_factor)
-    fitted = SharedFit(kernel, x, targets, system.at(taken.ridge), record)
+    fitted = LinearFit(module, targets, system.at(taken.ridge), record)
     fitted.held_out = taken.held_out
     record.seconds["solve"] = time.perf_counter() - start
     return fitted

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 
 from linnet import pages
-from linnet.errors import DataError
 from linnet.fitting.export import checked_module
 from linnet.fitting.merged import Merged
 from linnet.fitting.plots import FitPlots, eigenvalues_of
@@ -19,16 +18,11 @@ from linnet.fitting.record import Record
 from linnet.fitting.softmax_path import SoftmaxPath
 from linnet.frames import frame, outputs
 from linnet.linear.dual import RidgePath
-from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets
-from linnet.params import flag, number
+from linnet.linear.targets import Targets
+from linnet.params import flag
 from linnet.predictive.model import PredictiveModel
-from linnet.predictive.temperature import fit_moderation, fit_temperature
-from linnet.tangent.batch import Inputs, observe, observed, take
-from linnet.tangent.functional import Functional
-from linnet.tangent.gather import gather_data
+from linnet.tangent.batch import Inputs, observed, take
 from linnet.tangent.graph import Prototype, Traced
-from linnet.tangent.loaders import Said
-from linnet.tangent.modes import in_exact_mode
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -66,6 +60,8 @@ class Fitted(PredictiveModel):
         record: The same.
         held_out: Outputs by a procedure that has not seen the example, where the head was cross-fitted.
     """
+
+    x: Inputs  # training inputs, N examples
 
     def __init__(self, targets: Targets, record: Record) -> None:
         self._targets, self.record = targets, record
@@ -263,17 +259,12 @@ class Fitted(PredictiveModel):
             >>> merged.network(x).shape, merged.gap < 1e-5
             (torch.Size([10, 1]), True)
         """
-        return self._merged(self._examples(self._training_inputs if x is None else x))
+        return self._merged(self._examples(self.x if x is None else x))
 
     def _some(self, x: Inputs | None) -> Inputs:
         """A few examples to trace, as the network takes them."""
-        given = self._training_inputs if x is None else x
+        given = self.x if x is None else x
         return self._examples(take(observed(given)[0], slice(0, TRACED)))
-
-    @property
-    @abstractmethod
-    def _training_inputs(self) -> Inputs:
-        """Training inputs."""
 
     @abstractmethod
     def _examples(self, x: Inputs) -> Inputs:
@@ -303,152 +294,3 @@ class Fitted(PredictiveModel):
             "warnings": list(self.record.warnings),
             "seconds": dict(self.record.seconds),
         }
-
-
-class SolvedSquares(Solved, Protocol):
-    """Solved equations of the squared loss."""
-
-    def noise(self) -> float:
-        """The noise variance of highest evidence."""
-
-    def loo_variances(self) -> Tensor:
-        """Variances of the left-out outputs in units of the noise, (N, C, C)."""
-
-    def loo_residuals(self) -> Tensor:
-        """Target less output without the example, (N, C)."""
-
-    @property
-    def beta(self) -> Tensor:
-        """β, (N, C): the residual of each example is ρβ."""
-
-
-class SquaredFit(Fitted):
-    """A fit of the squared loss, whose probabilities are calibrated on leave-one-out outputs."""
-
-    def __init__(self, targets: Targets, record: Record) -> None:
-        super().__init__(targets, record)
-        self._moderation: tuple[float, float] | None = None
-        self._point_temperature: float | None = None
-        self._noise: float | None = None
-
-    @property
-    @abstractmethod
-    def _solved(self) -> SolvedSquares:
-        """The solved equations."""
-
-    @property
-    @abstractmethod
-    def memory(self) -> str | int | None:
-        """The budget of what is formed later."""
-
-    @property
-    def classes(self) -> int | None:
-        """Number of classes, ``None`` for regression."""
-        return self._targets.classes
-
-    @property
-    def labels(self) -> Tensor | None:
-        """Training classes (N,), ``None`` for regression."""
-        return self._targets.labels
-
-    @property
-    def noise(self) -> float:
-        """σ², the noise variance of highest evidence at this ridge; the prior precision is ρ/σ².
-
-        Where the ridge was chosen for values, it is raised to what new targets need whose ridge and noise are
-        not known: the ridges are averaged over by their evidence, and the noise as in Student's t.
-        """
-        known = self._evident_noise() * self.record.noise_factor if self._noise is None else self._noise
-        return max(known, torch.finfo(torch.float64).tiny)
-
-    def _evident_noise(self) -> float:
-        """σ² of highest evidence."""
-        return self._solved.noise()
-
-    @property
-    @in_exact_mode
-    def temperature(self) -> float | None:
-        """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
-        labels = self.labels
-        if labels is not None and self._moderation is None:
-            variances = self.noise * self._solved.loo_variances().diagonal(dim1=1, dim2=2)
-            outputs, labels, variances = self._of_possible(self.loo(), labels, variances.clamp_min(0))
-            self._moderation = fit_moderation(outputs, labels, variances)
-        return None if self._moderation is None else self._moderation[0]
-
-    @property
-    def variance_scale(self) -> float:
-        """s, the factor on variances in probabilities; fitted together with ``temperature``."""
-        _ = self.temperature
-        return 1.0 if self._moderation is None else self._moderation[1]
-
-    @property
-    def point_temperature(self) -> float | None:
-        """T for outputs without their variance, fitted to the leave-one-out predictions alike."""
-        labels = self.labels
-        if labels is not None and self._point_temperature is None:
-            self._point_temperature = fit_temperature(*self._of_possible(self.loo(), labels))
-        return self._point_temperature
-
-    @property
-    def _possible(self) -> Tensor | None:
-        """The classes that may be predicted; ``None`` for all outputs, which are the network's own."""
-        return None
-
-    def _of_possible(self, outputs: Tensor, labels: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """Outputs (N, C), labels, and more like outputs, as if there were no other classes than these."""
-        seen = self._possible
-        if seen is None:
-            return outputs, labels, *others
-        return outputs[:, seen], torch.searchsorted(seen, labels), *(one[:, seen] for one in others)
-
-    def calibrate(
-        self,
-        temperature: float | None = None,
-        point_temperature: float | None = None,
-        variance_scale: float = 1.0,
-        noise: float | None = None,
-    ) -> None:
-        """Take temperatures and noise that are known already, instead of fitting them in closed form.
-
-        Args:
-            temperature: T of outputs with their variance.
-            point_temperature: T of outputs without it.
-            variance_scale: Factor on variances in probabilities.
-            noise: σ².
-
-        Raises:
-            InputError: If one is not a positive number.
-        """
-        scale = number("variance_scale", variance_scale, above=0)
-        if noise is not None:
-            self._noise = number("noise", noise, above=0)
-        if temperature is not None:
-            self._moderation = number("temperature", temperature, above=0), scale
-        if point_temperature is not None:
-            self._point_temperature = number("point_temperature", point_temperature, above=0)
-
-
-def more_data(
-    fit: SquaredFit, function: Functional, data: Any, what: str = "the new data"
-) -> tuple[Inputs, Targets]:
-    """New data for a fit, on its device and with targets like those that it was fitted to."""
-    said = Said.known(fit.record.classes)
-    x, y = gather_data(data, function, memory=fit.memory, said=said)
-    function.check_runs(take(x, slice(0, 1)))
-    like = fit._targets
-    if like.axis is not None:
-        y, counted = position_targets(y, function.output_shape(x), like.axis, like.scale, some=False)
-        x = x if counted is None else observe(x, counted)
-    c = fit.targets.shape[1]
-    if function.check_runs(take(x, slice(0, 1))).numel() == c:  # not several random heads
-        check_arrangement(y, function.output_shape(x))
-    made = make_targets(y, c, like.scale, varied=False, dtype=fit.targets.dtype)
-    if (made.classes is None) != (like.classes is None):
-        kind = "integer classes" if like.classes is not None else "float targets (N, C)"
-        raise DataError(
-            f"y of {what} has type {y.dtype}",
-            expected=f"{kind}, as in the data before",
-            remedy="convert y with y.long() or y.float()",
-        )
-    return x, made

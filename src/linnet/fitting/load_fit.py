@@ -8,9 +8,9 @@ from torch import nn
 
 from linnet.errors import InputError
 from linnet.files import as_path
+from linnet.fitting.combinations import averaged
 from linnet.fitting.fit_files import KIND
 from linnet.fitting.linear_fit import LinearFit, Record
-from linnet.fitting.shared_fit import SharedFit, restored_shared
 from linnet.fitting.sketch import SketchedNetwork, restored_sketch
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.files import read_solution, restored_newton, restored_system
@@ -31,10 +31,8 @@ OTHER = (
 )
 
 
-def load_fit(
-    directory: str | Path, model: nn.Module, output: OutputAdapter = None
-) -> LinearFit | SoftmaxFit | SharedFit:
-    """Read a fit that ``LinearFit.save``, ``SharedFit.save`` or ``SoftmaxFit.save`` wrote.
+def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> LinearFit | SoftmaxFit:
+    """Read a fit that ``LinearFit.save`` or ``SoftmaxFit.save`` wrote.
 
     Args:
         directory: The folder.
@@ -42,8 +40,7 @@ def load_fit(
         output: The output adapter, if the fit was made with a callable one.
 
     Returns:
-        The fit, able to do all that it could before; a ``SoftmaxFit`` where the loss was the cross-entropy,
-        a ``SharedFit`` where the outputs share a kernel.
+        The fit, able to do all that it could before; a ``SoftmaxFit`` where the loss was the cross-entropy.
 
     Raises:
         FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
@@ -78,15 +75,14 @@ def load_fit(
     targets = Targets(values, metadata["classes"], metadata["scale"], metadata["axis"])
     record = Record.read(metadata["record"])
     function.known = Known.of(x, record.columns)
-    fitted: LinearFit | SoftmaxFit | SharedFit
+    fitted: LinearFit | SoftmaxFit
     if metadata["loss"] == "squared":
         residual = tensors["residual"]
         require_outputs(function.check_runs, x, values.double() - residual.double(), path, OTHER)
-        if state[1]["kind"] == "shared":
-            fitted = restored_shared(function, x, targets, state, record)
-        else:
-            system = restored_system(Problem(function, x, residual), state)
-            fitted = LinearFit(Linearized(function), targets, system, record)
+        combinations = tensors.get("combinations")
+        features = None if combinations is None else averaged(function, combinations)
+        system = restored_system(Problem(function, x, residual, features=features), state)
+        fitted = LinearFit(Linearized(function), targets, system, record)
     else:
         require_outputs(function.check_runs, x, tensors["base"].double(), path, OTHER)
         solved = restored_newton(class_problem(function, x, tensors["base"], values), state)

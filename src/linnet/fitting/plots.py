@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.fitting.softmax_path import SoftmaxPath
-from linnet.linear.dual import DualSystem, RidgePath
+from linnet.linear.dual import RidgePath
 from linnet.linear.newton import NewtonSystem
 from linnet.linear.system import System
 from linnet.params import choice, integer
@@ -77,16 +77,14 @@ class FitPlots(ModelPlots):
         return displays.influence(order.cpu().numpy(), array(moved[order]), output, classes).plot(ax)
 
 
-def eigenvalues_of(system: System | DualSystem | NewtonSystem) -> Tensor:
+def eigenvalues_of(system: System | NewtonSystem) -> Tensor:
     """Eigenvalues of the kernel, or an error where nothing was factorized."""
-    if isinstance(system, DualSystem):
-        return system.spectrum.values
     if isinstance(system, NewtonSystem):
         if (form := system.kernel_form) is not None:
             found: Tensor = torch.linalg.eigvalsh(form.kernel)
             return found
     elif system.factorized is not None:
-        return system.factorized.measure.nodes[0]
+        return system.factorized.eigenvalues
     raise InputError(
         "the spectrum of a fit by iterations, whose kernel exceeds the memory budget",
         expected='a fit with solver="dual" or "primal"',

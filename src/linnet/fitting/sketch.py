@@ -30,7 +30,7 @@ from linnet.fitting.solver import Sketch
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.space import ParameterSpace
-from linnet.linear.iterative import Shared
+from linnet.linear.iterative import Reused
 from linnet.linear.normal_system import NormalSystem
 from linnet.linear.preconditioner import frozen_curvature
 from linnet.linear.problem import Memory, Problem
@@ -482,7 +482,7 @@ class DeflatedInverse(LinearOperator):
 
 def deflated(
     lin: Linearized, problem: Problem, settings: Sketch, ridge: float, memory: Memory = None
-) -> Shared:
+) -> Reused:
     """A sketch as preconditioner of conjugate gradients in all weights, its solution as their start."""
     # Source: The preconditioner of Rudi, Carratino and Rosasco 2017 (FALKON), with directions in place of
     # samples.
@@ -491,4 +491,4 @@ def deflated(
     network = small.model
     assert isinstance(network, SketchedNetwork)
     start = lin.space.to_flat(network.displacement(system.delta))
-    return Shared(preconditioner=DeflatedInverse(system, lin.space), start=start)
+    return Reused(preconditioner=DeflatedInverse(system, lin.space), start=start)

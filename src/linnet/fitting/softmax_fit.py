@@ -373,11 +373,6 @@ class SoftmaxFit(Fitted):
 
     # -- elsewhere -------------------------------------------------------------------------------
 
-    @property
-    def _training_inputs(self) -> Inputs:
-        """Training inputs."""
-        return self.x
-
     def _examples(self, x: Inputs) -> Inputs:
         """Examples on the network's device, or an error."""
         return checked_inputs(self.module, x)

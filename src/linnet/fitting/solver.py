@@ -122,7 +122,7 @@ class Sketch:
 class Shared:
     """One N × N kernel for all C outputs, the mean over a few random combinations of them: for many outputs.
 
-    The fit is a ``SharedFit``, exact for this kernel, in which every output has weights of its own; the fit
+    The fit is exact for this kernel, in which every output has weights of its own; the fit
     says how far the kernel is from that of each output.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linnet.linalg.operator import LinearOperator
 from linnet.linear.iteration import CGSettings, accepted
-from linnet.linear.iterative import Iterative, Shared
+from linnet.linear.iterative import Iterative, Reused
 from linnet.linear.preconditioner import precondition
 from linnet.linear.problem import Memory, Problem
 from linnet.solvers.cg import relative_residual
@@ -36,17 +36,17 @@ def solve_stochastically(
     ridge: float,
     settings: CGSettings,
     memory: Memory = None,
-    shared: Shared | None = None,
+    reused: Reused | None = None,
 ) -> Iterative:
     """The equations of the fit, solved by stochastic gradients; later solves are by conjugate gradients."""
     # Source: Achille et al., CVPR 2021, sections 3.3 and 4.
-    jacobian, operator = problem.jacobian, None if shared is None else shared.preconditioner
+    jacobian, operator = problem.jacobian, None if reused is None else reused.preconditioner
     if operator is None:
         name = settings.preconditioner
         operator = precondition(name, NormalOperator(jacobian), problem, ridge, settings.rank)
     found = _Descent(jacobian, problem.residual, ridge, operator).run(settings)
     delta = accepted(found, "the linear fit by stochastic gradients")
-    system = Iterative(problem, ridge, settings, memory, Shared(preconditioner=operator, start=delta))
+    system = Iterative(problem, ridge, settings, memory, Reused(preconditioner=operator, start=delta))
     system.steps += found.steps
     return system
 

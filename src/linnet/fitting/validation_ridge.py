@@ -22,9 +22,9 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.fitting.arguments import ridge_grid
-from linnet.fitting.fitted import more_data
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import after_change
+from linnet.fitting.squared_fit import more_data
 from linnet.frames import frame
 from linnet.linear.constrained_system import ConstrainedSystem
 from linnet.linear.iterative import Iterative
@@ -226,9 +226,9 @@ def tune_ridge(fit: LinearFit, validation: Any) -> LinearFit:
 @torch.no_grad()
 def _check_squared(fit: Any) -> None:
     """Raise unless it is a fit of the squared loss."""
-    if not isinstance(fit, LinearFit):
+    if not isinstance(fit, LinearFit) or fit.system.shared:
         raise InputError(
-            f"fit is {type(fit).__name__}",
+            f"fit is {type(fit).__name__}" + (' with solver="shared"' if isinstance(fit, LinearFit) else ""),
             expected='a LinearFit, whose loss is "squared"',
             remedy="call fit.path() of another fit, or choose its ridge with ridge='loo'",
         )
@@ -276,7 +276,7 @@ class _Curve(Protocol):
 def _curve(fit: LinearFit, validation: Any) -> _Curve:
     """The curve of a fit."""
     _check_squared(fit)
-    x, made = more_data(fit, fit.module.function, validation, "the validation data")
+    x, made = more_data(fit, validation, "the validation data")
     targets = made.values.to(fit.module.function.device).double()
     labels = None if made.labels is None or fit.system.c == 1 else made.labels.to(targets.device)
     if fit.constraints is not None and fit.constraints.soft:

@@ -25,6 +25,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.linalg.factorize import cholesky
 from linnet.linear.equations import Equations, Wanted
+from linnet.linear.features import Examples, Features, Memory
 from linnet.tangent.batch import Inputs, split
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram, own_kernels
@@ -119,37 +120,34 @@ class Constraints:
         return ", ".join(parts)
 
 
-def conditioned_gram(
-    function: Functional,
-    constraints: Constraints | None,
-    x1: Inputs,
-    x2: Inputs | None = None,
-    memory: str | int | None = None,
-    design: Tensor | None = None,
-) -> Tensor:
-    """K̃(x1, x2) = K(x1, x2) − G(x1) G(x2)ᵀ, (N, C, M, C)."""
-    kernel = gram(function, x1, x2, form="full", memory=memory)
-    if constraints is None:
-        return kernel
-    first = constraints.whitened(function, x1, memory)
-    second = design if design is not None else first
-    if x2 is not None and design is None:
-        second = constraints.whitened(function, x2, memory)
-    return kernel.double() - (first @ second.T).view(kernel.shape)
+@dataclass(frozen=True, eq=False)
+class Conditioned(Features):
+    """J given equations on outputs: K̃(x, x') = K(x, x') − G(x) G(x')ᵀ, in float64."""
 
+    function: Functional
+    constraints: Constraints
+    shared = False
 
-def conditioned_own(
-    function: Functional, constraints: Constraints | None, x: Inputs, memory: str | int | None = None
-) -> Tensor:
-    """K̃(x_i, x_i), (N, C, C)."""
-    if constraints is None:
-        return own_kernels(function, x, memory)
-    found = []
-    for part in split(x, BATCH):
-        own = own_kernels(function, part, memory).double()
-        g = constraints.whitened(function, part, memory).view(len(own), own.shape[1], -1)
-        found.append(own - g @ g.mT)
-    return torch.cat(found)
+    def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
+        """K̃(x, x), (N, C, N, C)."""
+        g = self.constraints.whitened(self.function, of.x, memory)
+        kernel = gram(self.function, of.x, form="full", memory=memory).double()
+        return kernel - (g @ g.T).view(kernel.shape)
+
+    def cross(self, x: Inputs, train: Examples, memory: Memory = None) -> Tensor:
+        """K̃(x, X), (T, C, N, C)."""
+        first, second = (self.constraints.whitened(self.function, one, memory) for one in (x, train.x))
+        kernel = gram(self.function, x, train.x, form="full", memory=memory).double()
+        return kernel - (first @ second.T).view(kernel.shape)
+
+    def own(self, x: Inputs, memory: Memory = None) -> Tensor:
+        """K̃(x_i, x_i), (T, C, C)."""
+        found = []
+        for part in split(x, BATCH):
+            own = own_kernels(self.function, part, memory).double()
+            g = self.constraints.whitened(self.function, part, memory).view(len(own), own.shape[1], -1)
+            found.append(own - g @ g.mT)
+        return torch.cat(found)
 
 
 def impose(

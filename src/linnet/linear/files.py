@@ -13,7 +13,7 @@ from linnet.linear.constrained_system import ConstrainedSystem
 from linnet.linear.constraints import Constraints, constraint_tensors, constraints_from
 from linnet.linear.dual import DualSystem
 from linnet.linear.iteration import CGSettings
-from linnet.linear.iterative import Iterative, Shared
+from linnet.linear.iterative import Iterative, Reused
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.label_problem import LabelProblem
 from linnet.linear.lanczos import Iteration, Panel
@@ -57,16 +57,16 @@ def restored_system(
         system = NormalSystem(problem, (tensors["normal"], tensors["right"]), ridge, memory, work)
     elif kind == "cg":
         settings = CGSettings(**how["settings"])
-        system = Iterative(problem, ridge, settings, memory, Shared(start=tensors["solution"]))
+        system = Iterative(problem, ridge, settings, memory, Reused(start=tensors["solution"]))
     else:
         assert iteration is not None
         found = how["panel"]
         panel = found and Panel(tensors["columns"], tensors["values"], found["primal"], found["left_out"])
         status, residual = Status[how["status"]], how["residual"]
         solution = Solution(tensors["solution"], status, how["steps"], residual)
-        shared = Shared(name=how["preconditioner"], panel=panel, solution=solution)
+        reused = Reused(name=how["preconditioner"], panel=panel, solution=solution)
         settings = iteration.settings(len(solution.value))
-        system = Iterative(problem, ridge, settings, memory, shared, how["space"], iteration)
+        system = Iterative(problem, ridge, settings, memory, reused, how["space"], iteration)
         system.work = work
     return system if held is None else ConstrainedSystem(system, held, memory)
 
@@ -97,7 +97,7 @@ def _solved(system: System) -> State:
     assert isinstance(system, Iterative)
     if system.krylov is None:
         return {"solution": system.delta}, {"kind": "cg", "settings": asdict(system.settings)}
-    solution, panel = system.solution, system.shared.panel
+    solution, panel = system.solution, system.reused.panel
     how: dict[str, Any] = {
         "kind": "iterative",
         "space": system.space,

@@ -41,7 +41,7 @@ MOST_COLUMNS = 512  # solved at once: products of more columns are no faster
 
 
 @dataclass
-class Shared:
+class Reused:
     """Parts of a solution that do not depend on ρ, or need not."""
 
     operator: LinearOperator | None = None  # K̃ or J̃ᵀJ̃
@@ -63,18 +63,18 @@ class Iterative(System):
         ridge: float,
         settings: CGSettings,
         memory: Memory = None,
-        shared: Shared | None = None,
+        reused: Reused | None = None,
         space: str = "parameter",
         krylov: Iteration | None = None,
     ) -> None:
         self.problem, self.ridge, self.memory = problem, float(ridge), memory
         self.space, self.krylov = space, krylov
-        self.shared = Shared() if shared is None else shared
+        self.reused = Reused() if reused is None else reused
         self._asked = settings
-        name = self.shared.name
+        name = self.reused.name
         self.settings = replace(settings, preconditioner=name) if name else settings
         self._kernel_form: KernelSystem | None = None
-        known = self.shared.solution
+        known = self.reused.solution
         self.solution = self._first() if known is None else known
         self._value = accepted(self.solution, "the linear fit by conjugate gradients")
         self.steps = self.solution.steps
@@ -95,15 +95,15 @@ class Iterative(System):
     @property
     def operator(self) -> LinearOperator:
         """K̃ or J̃ᵀJ̃."""
-        if self.shared.operator is None:
+        if self.reused.operator is None:
             if self.space == "parameter":
                 derivative = "exact" if self.krylov is None else self.krylov.derivative
-                self.shared.operator = fisher(self.problem, derivative, self.memory)
+                self.reused.operator = fisher(self.problem, derivative, self.memory)
             elif self.space == "stored":
-                self.shared.operator = stored_kernel(self.problem, self.memory)
+                self.reused.operator = stored_kernel(self.problem, self.memory)
             else:
-                self.shared.operator = KernelOperator(self.problem)
-        return self.shared.operator
+                self.reused.operator = KernelOperator(self.problem)
+        return self.reused.operator
 
     @property
     def matrix(self) -> LinearOperator:
@@ -137,7 +137,7 @@ class Iterative(System):
 
     def _first(self) -> Solution[Tensor]:
         """The solve for the mean; a preconditioner is made when it is needed, and chosen if it is to be."""
-        settings, start, steps = self.settings, self.shared.start, 0
+        settings, start, steps = self.settings, self.reused.start, 0
         if start is not None:
             start = start[:, None]
             residual = relative_residual(self.matrix, start, self.right)
@@ -176,14 +176,14 @@ class Iterative(System):
         """The approximate inverse that conjugate gradients use, made when first requested."""
         if self.settings.preconditioner == "auto":
             self._choose(self._affordable())
-        name, shared = self.settings.preconditioner, self.shared
-        if shared.preconditioner is None and name not in ("none", "given"):
+        name, reused = self.settings.preconditioner, self.reused
+        if reused.preconditioner is None and name not in ("none", "given"):
             seed = 0 if self.krylov is None else self.krylov.seed
             # the rank's products at once cost less by formed rows
             wide = self.formed if isinstance(self.operator, NormalOperator) else self.operator
             rank = self.settings.rank
-            shared.preconditioner = precondition(name, wide, self.problem, self.ridge, rank, seed)
-        return shared.preconditioner
+            reused.preconditioner = precondition(name, wide, self.problem, self.ridge, rank, seed)
+        return reused.preconditioner
 
     def _run(self, right: Tensor, start: Tensor | None = None) -> Solution[Tensor]:
         """The equations for columns (n, K), each by itself."""
@@ -262,20 +262,20 @@ class Iterative(System):
         """The variance cache, made when first needed; ``None`` where variances are solved for."""
         if self.krylov is None or self.krylov.variance != "lanczos":
             return None
-        if self.shared.panel is None:
+        if self.reused.panel is None:
             made = make_panel(self.operator, self.problem, self.ridge, self.krylov, self.memory)
-            self.shared.panel, self.work["products of the variance cache"] = made
-        return self.shared.panel
+            self.reused.panel, self.work["products of the variance cache"] = made
+        return self.reused.panel
 
     @property
     def measure(self) -> Measure:
         """The spectrum of K̃, by the kernel or by Krylov spaces."""
         if self.krylov is None:
             return super().measure
-        if self.shared.measure is None:
+        if self.reused.measure is None:
             made = make_measure(self.operator, self.problem, self.right[:, 0], self.krylov, self.memory)
-            self.shared.measure, self.work["products of the evidence"] = made
-        return self.shared.measure
+            self.reused.measure, self.work["products of the evidence"] = made
+        return self.reused.measure
 
     def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
         """The posterior covariance λ Cov[f(x)], (T, C, C) or (T, C, T, C)."""
@@ -291,34 +291,34 @@ class Iterative(System):
 
     def at(self, ridge: float) -> Iterative:
         """The solution at another ridge, from the present one."""
-        # Operator, cache and spectrum are shared, a curvature as preconditioner is damped anew, and one of
+        # Operator, cache and spectrum are reused, a curvature as preconditioner is damped anew, and one of
         # Nyström's or pivoted Cholesky is made again.
-        made = self.shared.preconditioner
+        made = self.reused.preconditioner
         kept = made.at(ridge) if isinstance(made, CurvatureInverse) else None
-        shared = replace(self.shared, preconditioner=kept, name="", start=self._value[:, 0], solution=None)
-        return self._again(self.problem, ridge, shared)
+        reused = replace(self.reused, preconditioner=kept, name="", start=self._value[:, 0], solution=None)
+        return self._again(self.problem, ridge, reused)
 
     def removed(self, index: Tensor) -> Iterative:
         """The solution without some examples, in parameter space from the present one."""
-        return self._of(self.problem.without(index), Shared())
+        return self._of(self.problem.without(index), Reused())
 
     def extended(self, more: Problem) -> Iterative:
         """The solution with more examples, in parameter space from the present one."""
-        return self._of(self.problem.joined(more), Shared())
+        return self._of(self.problem.joined(more), Reused())
 
     def with_residual(self, residual: Tensor) -> Iterative:
         """For other targets, from the present solution, with its operator, cache and preconditioner."""
         problem = replace(self.problem, residual=residual)
-        shared = Shared(self.shared.operator, panel=self.shared.panel)
-        return self._of(problem, shared, alike=True)
+        reused = Reused(self.reused.operator, panel=self.reused.panel)
+        return self._of(problem, reused, alike=True)
 
-    def _of(self, problem: Problem, shared: Shared, alike: bool = False) -> Iterative:
+    def _of(self, problem: Problem, reused: Reused, alike: bool = False) -> Iterative:
         """The solution of other data of the same network; ``alike`` if its equations have the same matrix."""
         if alike or self.space == "parameter":
-            shared.start, shared.preconditioner = self._value[:, 0], self.shared.preconditioner
-        return self._again(problem, self.ridge, shared)
+            reused.start, reused.preconditioner = self._value[:, 0], self.reused.preconditioner
+        return self._again(problem, self.ridge, reused)
 
-    def _again(self, problem: Problem, ridge: float, shared: Shared) -> Iterative:
+    def _again(self, problem: Problem, ridge: float, reused: Reused) -> Iterative:
         """Other equations in the same way; whether to go without a preconditioner is left open again."""
         settings = self._asked if self.settings.preconditioner == "none" else self.settings
-        return Iterative(problem, ridge, settings, self.memory, shared, self.space, self.krylov)
+        return Iterative(problem, ridge, settings, self.memory, reused, self.space, self.krylov)

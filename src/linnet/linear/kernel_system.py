@@ -1,5 +1,6 @@
 """The linear model in samples: (K̃ + ρI) β = r̃ by a Cholesky factor or eigenvalues, in float64.
 
+The kernel is that of any features; where the outputs share them, K̃ = k ⊗ I and k alone is formed, (N, N).
 Equations on outputs condition the kernel: K̃(x, x') less G(x) G(x')ᵀ, and r̃ less G(X) g (``constraints.py``).
 """
 
@@ -12,17 +13,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from linnet.linear.constraints import Constraints, conditioned_gram, conditioned_own
+from linnet.linear.constraints import Conditioned, Constraints
 from linnet.linear.dual import Along, DualSystem, RidgePath, joined
 from linnet.linear.evidence import Measure, from_eigenvalues
+from linnet.linear.features import Features
+from linnet.linear.known_rows import KnownRows
 from linnet.linear.problem import Memory, Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
 from linnet.memory import parse_bytes
-from linnet.tangent.batch import Inputs, batch_size, hash_examples, split, take
+from linnet.tangent.batch import Inputs, hash_examples, split, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram
-from linnet.tree import hash_tensors, tensors_in
 
 SHARE = 0.5  # of the budget that a block of K(x, X) and what is made of it may take
 
@@ -41,7 +43,7 @@ class KernelSystem(System):
         self.problem, self._dual, self.memory, self.constraints = problem, dual, memory, constraints
         self.ridge = dual.ridge
         self.work = {"factorizations": 1} if work is None else work
-        self._kept: dict[str, Tensor] = {}
+        self._known = KnownRows()
 
     @classmethod
     def solved(
@@ -55,12 +57,32 @@ class KernelSystem(System):
             _ = dual.beta  # raises here where the kernel is not positive definite
             work = {"examples differentiated": 0, "examples known": problem.n}
             return cls(problem, dual, memory, work={**work, "factorizations": int(factor is None)})
-        kernel, work = _kernel(problem, known, memory)
-        dual = DualSystem(whitened_kernel(kernel, problem), problem.residual, ridge)
+        if problem.basis.shared:
+            square, work = problem.basis.kernel(problem.examples, memory), {"factorizations": 1}
+        else:
+            kernel, work = _kernel(problem, known, memory)
+            square = whitened_kernel(kernel, problem)
+        dual = DualSystem(square, problem.residual, ridge)
         _ = dual.beta
         return cls(problem, dual, memory, work=work)
 
     # -- the solution ----------------------------------------------------------------------------
+
+    @property
+    def features(self) -> Features:
+        """What the model is linear in, given the equations on outputs."""
+        held = self.constraints
+        return self.problem.basis if held is None else Conditioned(self.function, held)
+
+    @property
+    def shared(self) -> bool:
+        """Whether one kernel (N, N) serves all outputs."""
+        return self.problem.basis.shared
+
+    @property
+    def kernel(self) -> Tensor:
+        """K̃, (N·C, N·C), or k (N, N) that the outputs share."""
+        return self.dual.kernel
 
     @property
     def kernel_form(self) -> KernelSystem:
@@ -106,7 +128,7 @@ class KernelSystem(System):
 
     def certificate(self) -> float:
         """‖(K̃ + ρI)β − r̃‖ / ‖r̃‖; by products with J itself where K̃ is of coarser numbers."""
-        if not self.function.precision.coarser(self.function.dtype):
+        if self.shared or not self.function.precision.coarser(self.function.dtype):
             return self.dual.certificate()
         beta = self.beta.reshape(-1, 1)
         left = self.problem.push(self.problem.pull(beta)).double() + self.ridge * beta
@@ -118,6 +140,11 @@ class KernelSystem(System):
     def noise(self) -> float:
         """The noise s of highest evidence at this ridge: ρ r̃ᵀβ / n."""
         return self.dual.noise()
+
+    @property
+    def eigenvalues(self) -> Tensor:
+        """Eigenvalues of K̃."""
+        return self.dual.spectrum.values
 
     @cached_property
     def measure(self) -> Measure:
@@ -134,7 +161,7 @@ class KernelSystem(System):
     def along_path(self, x: Inputs) -> Along:
         """K̃(x,X) V of the eigenvectors V of K̃."""
         spectrum = self.dual.spectrum
-        parts = [rows.flatten(2).flatten(0, 1).to(spectrum.vectors) for rows in self.kernel_to_train(x)]
+        parts = [self._flat(cross).to(spectrum.vectors) for cross in self.kernel_to_train(x)]
         rows = torch.cat([part @ spectrum.vectors for part in parts])
         # ‖δ‖² = βᵀK̃β, and the least that equations on outputs ask for
         least = 0.0 if self.constraints is None else float(self.constraints.level.square().sum())
@@ -174,15 +201,25 @@ class KernelSystem(System):
             design = held.whitened(self.function, more.x, self.memory)
             residual = residual - (design @ held.level).view(residual.shape)
             held = held.extended(design)
-        cross = self.kernel_between(more.x, self.x).permute(2, 3, 0, 1)
-        corner = self.kernel_between(more.x)
-        if more.weights is not None and self.problem.weights is not None:
-            w1, w2 = self.problem.weights, more.weights
-            cross = cross.double() * w1[:, :, None, None] * w2
-            corner = corner.double() * w2[:, :, None, None] * w2
+        cross = torch.cat(list(self.kernel_to_train(more.x)))
+        corner = self.features.kernel(more.examples, self.memory)
+        if more.weights is not None:
+            w = more.weights[:, :, None, None]
+            cross, corner = cross.double() * w, corner.double() * w * more.weights
+        cross = cross.T if self.shared else cross.permute(2, 3, 0, 1)
         dual = self.dual.extended(cross, corner, residual)
         work = {"examples differentiated": more.n + self.n, "factorizations": 1}
         return KernelSystem(self.problem.joined(more), dual, self.memory, held, work)
+
+    def again(self) -> KernelSystem:
+        """The kernel formed again, and the equations on outputs with it."""
+        fresh = replace(self.problem, known=None, phi=None)
+        free = KernelSystem.solved(fresh, self.ridge, self.memory)
+        held = self.constraints
+        if held is None:
+            return free
+        kernel = free.kernel - held.design @ held.design.T
+        return KernelSystem(fresh, DualSystem(kernel, self.residual, self.ridge), self.memory, held)
 
     def with_residual(self, residual: Tensor) -> KernelSystem:
         """The same kernel, and its factor, for other targets."""
@@ -193,60 +230,105 @@ class KernelSystem(System):
 
     # -- kernels of other inputs -----------------------------------------------------------------
 
-    def kernel_between(self, a: Inputs, b: Inputs | None = None) -> Tensor:
-        """K(a, b), conditioned on the equations on outputs; not whitened."""
-        design = self.constraints.design if self.constraints is not None and b is self.x else None
-        return conditioned_gram(self.function, self.constraints, a, b, self.memory, design)
+    def _flat(self, cross: Tensor) -> Tensor:
+        """A kernel (T, C, N, C) or (T, N) as rows of K̃'s length."""
+        return cross.reshape(-1, len(self.kernel))
+
+    def _parts(self, x: Inputs) -> Iterator[Inputs]:
+        """As many examples at a time as the memory lets K(x, X) and what is made of it be."""
+        row = len(self.kernel) * (1 if self.shared else self.c) * (self.function.dtype.itemsize + 3 * 8)
+        size = max(1, int(SHARE * parse_bytes(self.memory, self.function.device)) // row)
+        return split(x, size)
 
     def kernel_to_train(self, x: Inputs) -> Iterator[Tensor]:
         """K̃(x, X) in as many parts as the memory budget asks for; one part is kept."""
-        key = hash_tensors(tensors_in(x))
-        if (known := self._kept.get(key)) is not None:
-            yield known
+        return (cross for cross, _ in self._to_train(x, own=False))
+
+    def _to_train(self, x: Inputs, own: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """K̃(x, X) part by part, and K(x_i, x_i) with it if that is wanted."""
+        names, features = hash_examples(x), self.features
+        if (known := self._known.find(names)) is not None:
+            yield known, features.own(x, self.memory) if own else None
             return
-        row = (self.n * self.c) * self.c * (self.function.dtype.itemsize + 3 * 8)
-        size = max(1, int(SHARE * parse_bytes(self.memory, self.function.device)) // row)
-        for part in split(x, size):
-            cross = self.kernel_between(part, self.x)
+        for part in self._parts(x):
+            alone: Tensor | None = None
+            if own:
+                cross, alone = features.cross_and_own(part, self.problem.examples, self.memory)
+            else:
+                cross = features.cross(part, self.problem.examples, self.memory)
             if self.problem.weights is not None:
                 cross = cross.double() * self.problem.weights
-            self._kept = {key: cross} if batch_size(part) == batch_size(x) else {}
-            yield cross
+            if len(cross) == len(names):
+                self._known.keep(names, cross)
+            yield cross, alone
 
-    def _halves(self, x: Inputs) -> Iterator[Tensor]:
-        """L⁻¹ K̃(X, x) of some examples at a time, (N·C, t·C)."""
-        factor = self.dual.factor
-        for cross in self.kernel_to_train(x):
-            rows = cross.flatten(2).flatten(0, 1).to(factor)
-            yield torch.linalg.solve_triangular(factor, rows.T, upper=False)
+    def predicted(self, x: Inputs) -> Tensor | None:
+        """K̃(x, X) β by a kernel that is kept, (T, C); ``None`` where it is not."""
+        known = self._known.find(hash_examples(x))
+        return None if known is None else self.mean(known)
+
+    def mean(self, cross: Tensor) -> Tensor:
+        """K̃(x, X) β, (T, C)."""
+        beta = self.beta.reshape(len(self.kernel), -1)
+        return (self._flat(cross).to(beta) @ beta).view(-1, self.c)
 
     def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
         """K(x,x) − VᵀV with V = L⁻¹ K̃(X,x)."""
         if joint:
-            halves = torch.cat(list(self._halves(x)), 1)
-            own = self.kernel_between(x).double()
-            return own - (halves.T @ halves).reshape(own.shape)
-        each = [v.view(len(v), -1, self.c) for v in self._halves(x)]
-        own = conditioned_own(self.function, self.constraints, x, self.memory)
-        explained = torch.cat([torch.einsum("mtc,mtd->tcd", v, v) for v in each])
-        return own.to(explained) - explained
+            return self.between(x, x)
+        found = []
+        for cross, own in self._to_train(x, own=True):
+            factor = self.dual.factor
+            half = torch.linalg.solve_triangular(factor, self._flat(cross).to(factor).T, upper=False)
+            each = half.view(len(half), len(cross), -1)
+            explained = torch.einsum("mtc,mtd->tcd", each, each)
+            assert own is not None
+            found.append(own.to(explained).view(len(cross), *explained.shape[1:]) - explained)
+        return self._of_outputs(torch.cat(found))
+
+    def _of_outputs(self, blocks: Tensor) -> Tensor:
+        """Covariances (T, C, C), from those (T, 1, 1) that all outputs share."""
+        if not self.shared:
+            return blocks
+        eye = torch.eye(self.c, dtype=blocks.dtype, device=blocks.device)
+        return blocks * eye
 
     def between(self, x1: Inputs, x2: Inputs) -> Tensor:
         """K(x1,x2) − K̃(x1,X) M K̃(X,x2)."""
-        second = torch.cat([rows.flatten(2).flatten(0, 1) for rows in self.kernel_to_train(x2)])
-        solved = self.dual.solve(second.to(self.dual.kernel).T)
-        first = [rows.flatten(2).flatten(0, 1).to(solved) @ solved for rows in self.kernel_to_train(x1)]
-        kernel = self.kernel_between(x1, x2).double()
-        return kernel - torch.cat(first).reshape(kernel.shape)
+        second = torch.cat([self._flat(cross) for cross in self.kernel_to_train(x2)]).to(self.kernel)
+        solved, same = self.dual.solve(second.T), x1 is x2
+        each = [second] if same else [self._flat(cross).to(solved) for cross in self.kernel_to_train(x1)]
+        first = torch.cat([rows @ solved for rows in each])
+        features, examples = self.features, self.problem.basis.examples
+        if same:
+            kernel = features.kernel(examples(x1), self.memory).double()
+        else:
+            kernel = features.cross(x1, examples(x2), self.memory).double()
+        found = kernel - first.view(kernel.shape)
+        if not self.shared:
+            return found
+        eye = torch.eye(self.c, dtype=found.dtype, device=found.device)
+        return torch.einsum("ts,cd->tcsd", found, eye)
 
     def cross(self, x: Inputs) -> Iterator[Tensor]:
-        """K̃(x,X) M of as many examples at a time as the memory budget allows."""
+        """K̃(x,X) M of as many examples at a time as the memory budget allows, (t, C, N, C) or (t, N)."""
         return map(self.dual.cross, self.kernel_to_train(x))
 
     def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
         """From K̃(x,X) M itself."""
+        form = "tn,nd->ntd" if self.shared else "tcnd,nd->ntc"
         for part in self.cross(x):
-            yield torch.einsum("tcnd,nd->ntc", part, e.to(part))
+            yield torch.einsum(form, part, e.to(part))
+
+    def reach(self, e: Tensor) -> Tensor:
+        """By K̃M = I − ρM."""
+        blocks = -self.ridge * self.dual.inverse
+        if self.shared:
+            blocks.diagonal().add_(1)
+            return blocks.square().sum(0) * e.square().sum(1)
+        change = torch.einsum("tcnd,nd->ntc", blocks.view(self.n, self.c, self.n, self.c), e)
+        change.diagonal(dim1=0, dim2=1).add_(e.T)
+        return change.square().sum((1, 2))
 
     # -- leave-one-out ---------------------------------------------------------------------------
 

@@ -207,9 +207,12 @@ class NormalSystem(System):
         require_digits(rest, 16 * torch.finfo(self.function.dtype).eps, self.ridge)
         return rest / self.ridge
 
+    def again(self) -> NormalSystem:
+        """Summed again."""
+        return NormalSystem.solved(replace(self.problem, known=None), self.ridge, self.memory)
+
     def reach(self, e: Tensor) -> Tensor:
-        """Σ ‖·‖² of ``effects`` over the training examples, by one pass over them, (N,)."""
-        # e (N, C)
+        """By one pass over the examples."""
         parts = []
         for place, rows in self.own_rows():
             each = rows.view(-1, self.c, rows.shape[1])

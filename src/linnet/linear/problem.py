@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.distributed import current
+from linnet.linear.features import Examples, Features, Tangent
 from linnet.linear.formed_rows import FormedRows, Rows
 from linnet.tangent.batch import Inputs, concatenate, hash_examples, observed, take
 from linnet.tangent.functional import Functional, adapt_outputs, call_arguments
@@ -38,9 +39,10 @@ class Problem:
     x: Inputs  # N examples
     residual: Tensor  # r̃, (N, C)
     weights: Tensor | None = None  # w, (N, C), float64; 0 for a missing target. ``None`` for ones
-    log_noise: float = 0.0  # Σ log σ_i² over the targets that are there
     y: Tensor | None = None  # targets (N, C) as they were given, where a file is to keep them
     known: Rows | None = None  # the rows of J, where a larger problem has them
+    features: Features | None = None  # what the model is linear in, if not J of the network
+    phi: Tensor | None = None  # rows of shared features that are formed, (N, D)
 
     def __post_init__(self) -> None:
         """Take of the types of numbers in force those that need no check, unless ``linnet.fit`` set them."""
@@ -70,6 +72,24 @@ class Problem:
     def squared(self) -> float:
         """‖r̃‖²."""
         return float(self.residual.double().square().sum())
+
+    @property
+    def log_noise(self) -> float:
+        """Σ log σ_i² over the targets that are there."""
+        w = self.weights
+        return 0.0 if w is None else -2 * float(w[w > 0].log().sum())
+
+    @property
+    def basis(self) -> Features:
+        """What the model is linear in."""
+        return Tangent(self.function) if self.features is None else self.features
+
+    @property
+    def examples(self) -> Examples:
+        """The inputs, with the rows of shared features that are formed; formed once."""
+        if self.phi is None and self.features is not None:
+            object.__setattr__(self, "phi", self.features.examples(self.x).rows)
+        return Examples(self.x, self.phi)
 
     @cached_property
     def jacobian(self) -> JacobianOperator:
@@ -158,8 +178,14 @@ class Problem:
         """The problem of some of the examples."""
         weights = None if self.weights is None else self.weights[index]
         y = None if self.y is None else self.y[index]
+        phi = None if self.phi is None else self.phi[index]
         residual = self.residual[index]
-        return replace(self, x=take(self.x, index), residual=residual, weights=weights, y=y, known=None)
+        x = take(self.x, index)
+        return replace(self, x=x, residual=residual, weights=weights, y=y, known=None, phi=phi)
+
+    def of(self, x: Inputs, residual: Tensor) -> Problem:
+        """The same model on other data."""
+        return Problem(self.function, x, residual, features=self.features)
 
     def without(self, index: Tensor) -> Problem:
         """The problem without some of the examples."""
@@ -176,7 +202,8 @@ class Problem:
         x = concatenate([self.x, more.x])
         own = vars(self).get("kept rows")
         known = own and own.joined(more._rows())
-        return Problem(self.function, x, residual, weights, self.log_noise + more.log_noise, y, known)
+        phi = None if self.phi is None or more.phi is None else torch.cat([self.phi, more.phi])
+        return Problem(self.function, x, residual, weights, y, known, self.features, phi)
 
     def same_inputs(self, other: Problem) -> bool:
         """Whether another problem has these very inputs, and noise, so that its matrices are these."""

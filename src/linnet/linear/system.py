@@ -109,12 +109,26 @@ class System(ABC):
         """The same equations for other targets."""
         # residual (N, C)
 
+    def again(self) -> System:
+        """The same system from its problem alone."""
+        raise self._refused("solving from scratch")
+
+    @property
+    def eigenvalues(self) -> Tensor:
+        """Eigenvalues of K̃, or of J̃ᵀJ̃, where they are known or found by a factorization."""
+        return self.measure.nodes[0]
+
     @property
     def measure(self) -> Measure:
         """The spectrum of K̃, which the evidence is made of."""
         if (form := self._elsewhere) is None:
             raise self._refused("the evidence at every ridge")
         return form.measure
+
+    @property
+    def shared(self) -> bool:
+        """Whether one kernel (N, N) serves all outputs."""
+        return False
 
     @property
     def kernel_form(self) -> System | None:
@@ -222,6 +236,11 @@ class System(ABC):
                 moved = torch.einsum("ncp,nc->np", each, e[place].to(each))
                 parts.append(moved.to(columns) @ columns)
             yield torch.cat(parts).view(self.n, t, self.c)
+
+    def reach(self, e: Tensor) -> Tensor:
+        """Σ ‖·‖² of ``effects`` over the training examples, (N,)."""
+        # e (N, C)
+        return torch.cat(list(self.effects(self.x, e)), 1).square().sum((1, 2))
 
     def own_rows(self) -> Iterator[tuple[slice, Tensor]]:
         """J̃ of the training examples: the place of n of them and their rows (n·C, P), block by block."""

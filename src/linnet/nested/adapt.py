@@ -17,7 +17,7 @@ from linnet.fitting.record import Record
 from linnet.fitting.remarks import single_remarks
 from linnet.linear.targets import doubts, task_targets, understood
 from linnet.logged import Log
-from linnet.nested.features import Features
+from linnet.nested.features import RandomHeads
 from linnet.nested.load_nested import read_nested
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.tuning import tuned
@@ -113,7 +113,7 @@ def adapt(
         arguments = {"model": model, "x": x, "y": y, "params": params, "weight": weight, "ridge": ridge}
         require_alike({**arguments, "seed": seed, "memory": memory, "tune": tunes})
         fit = _adapted((model, output), (x, y), params, (weight, ridge), seed, memory, said)
-        if tunes and fit.prior.features.function.masks:
+        if tunes and fit.prior.network.function.masks:
             raise InputError(
                 f"tune={tune!r} with parameters of which some entries do not vary",
                 expected="parameters that vary as a whole: training moves all of them",
@@ -160,7 +160,7 @@ def _adapted(
     x, y = data
     model = ending_linear(network[0], x, network[1])
     names = (selected if model is network[0] else selected_inside)(model, params)
-    features = Features(model, HEADS, seed, names)
+    features = RandomHeads(model, HEADS, seed, names)
     targets = task_targets(y, features.function.dtype)
     headless = isinstance(model, Appended) and model.width is not None
     outputs = None if headless else last_linear(model)[1].out_features

@@ -1,6 +1,6 @@
 """An adapted network as a plain module.
 
-    f_c(x) = φ(x)ᵀ W_c + b_c + Σ_h r_hᵀ ∂φ(x) δ_hc        (``weights.py``)
+    f_c(x) = φ(x)ᵀ W_c + b_c + Σ_h r_hᵀ ∂φ(x) δ_hc        (``linear/features.py``)
 
 A probe (w = 0) is a linear layer, with its exact variance. Otherwise the module holds H·C directions of the
 lower layers, and differentiates along each.
@@ -26,12 +26,11 @@ from linnet.fitting.evaluation import BATCH
 from linnet.fitting.export import Affine, HeadOutputs, Moved, covariance_roots
 from linnet.fitting.export_variance import Posterior, held_by_factor, in_examples, in_weights
 from linnet.fitting.last_layer import bared, last_linear, replace_module, zero_layer
-from linnet.linear.dual import DualSystem
+from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import Plan, parse_bytes, require
 from linnet.nested.prior import Prior
 from linnet.nested.search import BIAS
-from linnet.nested.weights import Weights
-from linnet.tangent.batch import Inputs, split
+from linnet.tangent.batch import split
 from linnet.tangent.functional import Functional
 from linnet.tangent.graph import Prototype, Traced, plain_module
 from linnet.tangent.graph_rows import module_with_rows
@@ -109,23 +108,19 @@ class _WithVariance(nn.Module):
 @in_exact_mode
 @torch.no_grad()
 def exported_nested(
-    prior: Prior,
-    phi: Tensor,
-    system: DualSystem,
-    inputs: tuple[Inputs, Prototype],
-    noise: float | None,
-    kind: torch.dtype | None,
+    prior: Prior, system: KernelSystem, like: Prototype, noise: float | None, kind: torch.dtype | None
 ) -> Traced:
     """An adapted network as a plain module."""
-    # phi (N, D)
-    (train, like), function = inputs, prior.features.function
+    function, problem = prior.network.function, system.problem
+    (train, phi), basis = problem.examples, problem.basis
+    assert phi is not None
     remedies = [
         "adapt with weight=0, whose module is a network with a new head",
         "fit with linnet.fit, which has one direction for all outputs",
     ]
-    require(Weights.plan(prior, system.c, ["the same in the module"]), remedies)
-    found = Weights(prior, train, phi, system)
-    weight, bias = found.weight.to(function.dtype), found.bias.to(function.dtype)
+    require(basis.plan(system.c, system.memory, ["the same in the module"]), remedies)
+    found = basis.weights(problem.examples, system.beta.double(), system.memory)
+    weight, bias = found.layers[0][1].to(function.dtype), found.bias.to(function.dtype)
     network = bared(function.model)
     if prior.mixture.weight == 0:
         roots = shape = None
@@ -138,18 +133,18 @@ def exported_nested(
         return plain_module(network, [], HeadOutputs(weight, bias, roots, shape), like, function.output)
     heads = last_linear(function.model)[1].weight.detach()
     if noise is not None:
-        assert found.directions is not None
-        rest = _remaining(prior, phi, Posterior(train, system.ridge, noise))
-        finish = _WithVariance(
-            (weight, bias), found.directions.values.flatten(0, 1), rest, kind or function.dtype
-        )
+        rest = _remaining(prior, phi, Posterior(train, system.ridge, noise, memory=system.memory))
+        delta = found.directions[0].values.flatten(0, 1)
+        finish = _WithVariance((weight, bias), delta, rest, kind or function.dtype)
         return module_with_rows(Functional(network, function.names, function.output), finish, like, heads)
-    return plain_module(network, found.by_output(), _WithBody(weight, bias, heads), like, function.output)
+    return plain_module(
+        network, found.directions[0].by_output(), _WithBody(weight, bias, heads), like, function.output
+    )
 
 
 def _remaining(prior: Prior, phi: Tensor, posterior: Posterior) -> _Remaining:
     """The posterior of the features beside the intercept."""
-    function, h, mixture = prior.features.function, prior.features.heads, prior.mixture
+    function, h, mixture = prior.network.function, prior.network.heads, prior.mixture
     (n, d), p = phi.shape, h * function.space.dim
     what = f"variance of {d} features and {h} heads on {function.space.dim} weights, {n} examples"
     items = (*held_by_factor(d + p, n, h), ("training rows", 8 * n * (d + p)))
@@ -157,9 +152,9 @@ def _remaining(prior: Prior, phi: Tensor, posterior: Posterior) -> _Remaining:
         "adapt with weight=0, whose variance takes the features alone",
         "export without variance=, and keep the fit in linnet for it",
     ]
-    require(Plan(what, parse_bytes(prior.memory, function.device), items), remedies)
+    require(Plan(what, parse_bytes(posterior.memory, function.device), items), remedies)
     scales = ((1 - mixture.weight) / mixture.head) ** 0.5, (mixture.weight / (h * mixture.body)) ** 0.5
-    rows = [jacobian(function, part, prior.memory).double() for part in split(posterior.x, BATCH)]
+    rows = [jacobian(function, part, posterior.memory).double() for part in split(posterior.x, BATCH)]
     share = BIAS / (n * BIAS + posterior.ridge)  # κ/(Nκ+ρ)
     least = share * posterior.noise
     rest = _Remaining(prior.center.double(), scales, phi.new_zeros(()), phi.new_zeros(()), 0.0, least)
@@ -172,20 +167,19 @@ def _remaining(prior: Prior, phi: Tensor, posterior: Posterior) -> _Remaining:
 
 @in_exact_mode
 @torch.no_grad()
-def network_of_probe(prior: Prior, train: Inputs, phi: Tensor, system: DualSystem) -> nn.Module:
+def network_of_probe(prior: Prior, system: KernelSystem) -> nn.Module:
     """The network with the probe for its last layer."""
-    # phi (N, D)
     if prior.mixture.weight:
         raise InputError(
             f"merge() of a fit in which the lower layers have the weight {prior.mixture.weight:g}",
             expected="weight 0: otherwise every output has weights of its own below the head",
             remedy="adapt with weight=0, or export() the linear model",
         )
-    found = Weights(prior, train, phi, system)
-    network = bared(prior.features.function.model)
+    found = system.problem.basis.weights(system.problem.examples, system.beta.double())
+    network, weight = bared(prior.network.function.model), found.layers[0][1]
     name, old = last_linear(network)
-    new = zero_layer(nn.Linear, found.weight.shape[1], found.weight.shape[0], like=old.weight)
-    new.weight.copy_(found.weight)
+    new = zero_layer(nn.Linear, weight.shape[1], weight.shape[0], like=old.weight)
+    new.weight.copy_(weight)
     new.bias.copy_(found.bias)
     replace_module(network, name, new)
     return network.eval()

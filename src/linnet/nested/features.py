@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from linnet.errors import ModelError
 from linnet.fitting.last_layer import BELOW, features, last_linear, replace_module, zero_layer
 from linnet.linalg.space import ParameterSpace
+from linnet.linear.features import Examples, Heads
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import IDLE, Functional, copied
-from linnet.tangent.gram import gram, gram_and_own, own_kernels
-from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector, owner, selected
 
 
@@ -38,8 +37,8 @@ def with_random_heads(model: nn.Module, heads: int, seed: int) -> nn.Module:
     return clone
 
 
-class Features:
-    """The two kernels of a network between any samples."""
+class RandomHeads:
+    """A network with random heads for its last layer: its features, and the kernel of the layers below."""
 
     def __init__(
         self, model: nn.Module, heads: int, seed: int, names: Selector, *, trained: bool = False
@@ -71,30 +70,19 @@ class Features:
         """The weights below the head."""
         return self.function.space
 
-    def moved(self, model: nn.Module) -> Features:
+    def moved(self, model: nn.Module) -> RandomHeads:
         """The same features at trained weights."""
-        return Features(model, self.heads, self.seed, self.function.names, trained=True)
+        return RandomHeads(model, self.heads, self.seed, self.function.names, trained=True)
 
     def phi(self, x: Inputs) -> Tensor:
         """φ(x), (N, D), in float64."""
         return features(self.function.model, x).double()
 
-    @in_exact_mode
-    def body(
-        self, x1: Inputs, x2: Inputs | None = None, memory: str | int | None = None, file: Path | None = None
-    ) -> Tensor:
-        """K_body(x1, x2), (N, M), in float64."""
-        found = gram(self.function, x1, x2, form="trace", memory=memory, file=file)
-        return found.double() / self.heads
+    @property
+    def body(self) -> Heads:
+        """The features of the layers below the head."""
+        return Heads(self.function, self.heads)
 
-    @in_exact_mode
-    def body_and_own(self, x1: Inputs, x2: Inputs, memory: str | int | None = None) -> tuple[Tensor, Tensor]:
-        """K_body(x1, x2), (N, M), and K_body of every example of x1 with itself, (N,), in the same passes."""
-        found, own = gram_and_own(self.function, x1, x2, memory)
-        return found.double() / self.heads, own / self.heads
-
-    @in_exact_mode
-    def body_own(self, x: Inputs, memory: str | int | None = None) -> Tensor:
-        """K_body(x_i, x_i), (N,), in float64."""
-        own = own_kernels(self.function, x, memory)
-        return own.diagonal(dim1=1, dim2=2).double().sum(1) / self.heads
+    def kernel(self, x: Inputs, memory: str | int | None = None, file: Path | None = None) -> Tensor:
+        """K_body(x, x), (N, N), float64; from a file, and into it, where there is one."""
+        return self.body.kernel(Examples(x), memory, file)

@@ -13,9 +13,9 @@ from linnet.fitting.last_layer import Appended
 from linnet.fitting.record import Record
 from linnet.linear.dual import DualSystem
 from linnet.linear.targets import Targets
-from linnet.nested.features import Features
+from linnet.nested.features import RandomHeads
 from linnet.nested.nested_files import KIND, TRAINED
-from linnet.nested.nested_fit import NestedFit
+from linnet.nested.nested_fit import NestedFit, system_of
 from linnet.nested.prior import Prior
 from linnet.nested.rungs import Rung
 from linnet.nested.search import Mixture
@@ -42,7 +42,7 @@ def read_nested(directory: str | Path, model: nn.Module, output: OutputAdapter =
     if isinstance(model, Appended):  # older files hash what the outputs do not depend on, too
         model.idle = metadata.get("idle")
     network = _with(model, trained)
-    features = Features(network, metadata["heads"], metadata["seed"], names, trained=bool(trained))
+    features = RandomHeads(network, metadata["heads"], metadata["seed"], names, trained=bool(trained))
     require_weights(features.function, metadata, path, OTHER)
     device = features.function.device
     tensors = {name: t.to(device) for name, t in tensors.items()}
@@ -51,10 +51,9 @@ def read_nested(directory: str | Path, model: nn.Module, output: OutputAdapter =
     record = Record.read(metadata["record"])
     features.function.known = Known.of(x, record.columns)
     prior = Prior(features, tensors["center"], Mixture(**metadata["mixture"]))
-    require_outputs(prior.phi, x, tensors["phi"], path, OTHER)
-    system = DualSystem(tensors["kernel"], targets.values, metadata["ridge"], beta=tensors["beta"])
-    fit = NestedFit(prior, x, targets, system, record)
-    fit._phi = tensors["phi"]
+    require_outputs(lambda part: features.phi(part) - prior.center, x, tensors["phi"], path, OTHER)
+    dual = DualSystem(tensors["kernel"], targets.values, metadata["ridge"], beta=tensors["beta"])
+    fit = NestedFit(prior, targets, system_of(prior, (x, tensors["phi"]), dual), record)
     fit.held_out = tensors.get("held_out")
     fit.rungs = tuple(Rung(**rung) for rung in metadata.get("rungs", ()))
     fit.calibrate(**metadata.get("calibration", {}))

@@ -24,7 +24,7 @@ def write_nested(
 ) -> Path:
     """Write a fit to a folder, atomically."""
     inputs, layout = flatten_inputs(x)
-    features = prior.features
+    features = prior.network
     appended, output = None, None
     if isinstance(features.model, Appended):
         appended, output = features.model.width, features.model.output

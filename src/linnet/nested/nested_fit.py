@@ -4,13 +4,12 @@
 
 with one kernel for all outputs. In weights it is f_c(x) = b_c + W_c φ̃(x) + Σ_h r_hᵀ ∂φ(x) δ_hc: a probe
 and H linearizations of the layers below, each with its own δ. Those H·P·C numbers are formed for predictions
-where they fit a share of the memory (``weights.py``), and not otherwise.
+where they fit a share of the memory, and not otherwise.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,22 +22,22 @@ from linnet.errors import InputError
 from linnet.fitting.accuracy import TOLERANCE
 from linnet.fitting.arguments import positions
 from linnet.fitting.evaluation import count_in_words
-from linnet.fitting.fitted import more_data
-from linnet.fitting.kernel_fit import KernelFit
 from linnet.fitting.last_layer import HIDDEN
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import rounded, unused_remarks
+from linnet.fitting.squared_fit import SquaredFit, joined_targets, kept, more_data
 from linnet.linear.dual import DualSystem
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.problem import Problem
+from linnet.linear.system import System
 from linnet.linear.targets import Targets, understood
-from linnet.memory import Plan
 from linnet.nested.export import exported_nested, network_of_probe
-from linnet.nested.features import Features
+from linnet.nested.features import RandomHeads
 from linnet.nested.nested_files import write_nested
 from linnet.nested.prior import Prior
 from linnet.nested.rungs import Rung
 from linnet.nested.search import BIAS, Mixture, choose
-from linnet.nested.weights import Weights
 from linnet.params import no_targets
 from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate
 from linnet.tangent.door import Known
@@ -50,12 +49,11 @@ AVERAGED = (
 )
 
 
-class NestedFit(KernelFit):
+class NestedFit(SquaredFit):
     """A linear probe and the linearized layers below it, fitted together. ``linnet.adapt`` makes it.
 
     Args:
         prior: The kernel.
-        x: Training inputs, N examples.
         targets: Training targets.
         system: The solved equations.
         record: What was chosen and why.
@@ -78,10 +76,11 @@ class NestedFit(KernelFit):
         (torch.Size([20, 2]), torch.Size([20, 2]), 19)
     """
 
-    def __init__(self, prior: Prior, x: Inputs, targets: Targets, system: DualSystem, record: Record) -> None:
-        super().__init__(x, targets, system, record)
+    system: KernelSystem
+
+    def __init__(self, prior: Prior, targets: Targets, system: KernelSystem, record: Record) -> None:
+        super().__init__(system, targets, record)
         self.prior = prior
-        self._phi: Tensor | None = None
         self.rungs: tuple[Rung, ...] = ()
 
     # -- what was fitted -------------------------------------------------------------------------
@@ -97,23 +96,14 @@ class NestedFit(KernelFit):
         return self.prior.mixture.weight
 
     @property
-    def module(self) -> Features:
+    def module(self) -> RandomHeads:
         """The network with random heads for its last layer, whose features and kernel the fit is made of."""
-        return self.prior.features
-
-    @property
-    def memory(self) -> str | int | None:
-        """Budget of kernels formed later."""
-        return self.prior.memory
-
-    @memory.setter
-    def memory(self, budget: str | int | None) -> None:
-        self.prior = replace(self.prior, memory=budget)
+        return self.prior.network
 
     @property
     def trained(self) -> bool:
         """Whether the lower layers were trained on the same samples."""
-        return self.prior.features.trained
+        return self.prior.network.trained
 
     @property
     def training_targets(self) -> Targets:
@@ -133,48 +123,18 @@ class NestedFit(KernelFit):
     @property
     def phi(self) -> Tensor:
         """φ̃ of the training examples, (N, D), computed when it is first needed."""
-        if self._phi is None:
-            self._phi = self.prior.phi(self.x)
-        return self._phi
+        found = self.system.problem.examples.rows
+        assert found is not None
+        return found
 
-    # -- the kernel ------------------------------------------------------------------------------
-
-    @property
-    def _function(self) -> Functional:
-        """The network with the random heads."""
-        return self.prior.features.function
-
-    def _start(self, x: Inputs) -> Tensor | float:
+    def _start(self, x: Inputs) -> float:
         """Zero: nothing of a new task is known before the data."""
         return 0.0
 
-    def _cross(self, x: Inputs) -> Tensor:
-        """K(x, X), (T, N)."""
-        return self.prior.cross(x, self.x, self.phi)
-
-    def _own(self, x: Inputs) -> Tensor:
-        """K(x_i, x_i), (T,)."""
-        return self.prior.own(x)
-
-    def _cross_and_own(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """K(x, X) and K(x_i, x_i), with one pass over x."""
-        return self.prior.cross_and_own(x, self.x, self.phi)
-
-    def _square(self, x: Inputs) -> Tensor:
-        """K(x, x), (T, T)."""
-        return self.prior.square(x, self.prior.phi(x))
-
-    def _weights_plan(self) -> Plan:
-        """The memory of the directions of the lower layers."""
-        return Weights.plan(self.prior, self.system.c)
-
-    def _by_weights(self) -> Callable[[Inputs], Tensor]:
-        """The linear layer and the directions of the layers below it."""
-        return Weights(self.prior, self.x, self.phi, self.system).outputs
-
-    def _made(self, x: Inputs, targets: Targets, system: DualSystem, record: Record) -> NestedFit:
-        """A fit of another system, with what held-out folds told: closed forms cannot find that again."""
-        made = NestedFit(self.prior, x, targets, system, record)
+    def _made(self, system: System, targets: Targets, record: Record) -> NestedFit:
+        """A fit by another system, with what held-out folds told: closed forms cannot find that again."""
+        assert isinstance(system, KernelSystem)
+        made = NestedFit(self.prior, targets, system, record)
         if self.held_out is not None:
             made._noise, made.rungs = self._noise, self.rungs
             made._moderation, made._point_temperature = self._moderation, self._point_temperature
@@ -187,7 +147,7 @@ class NestedFit(KernelFit):
         values: Tensor = torch.linalg.eigvalsh(kernel)
         return values[1:].clamp_min(0)
 
-    def ridges(self) -> Tensor:
+    def _grid(self) -> Tensor:
         """Seven decades of ridges around the mean of the kernel's diagonal, and the fit's own, (R,)."""
         decades = torch.logspace(-4, 3, 29, dtype=torch.float64)
         own = torch.tensor([self.ridge], dtype=torch.float64)
@@ -212,13 +172,13 @@ class NestedFit(KernelFit):
             InputError: If an index is out of range or given twice, or nothing would be left.
         """
         made = super().forget(indices)
-        keep = self._left(positions(indices, self.n).to(self.system.kernel.device))
-        made._phi = None if self._phi is None else self._phi[keep]
-        made.held_out = None if self.held_out is None else self.held_out[keep]
+        if self.held_out is not None:
+            keep = kept(positions(indices, self.n), self.n)
+            made.held_out = self.held_out[keep.to(self.held_out.device)]
         return made
 
     @torch.no_grad()
-    def update(self, data: Any, ridge: str | None = None) -> NestedFit:
+    def update(self, data: Any, ridge: float | str | None = None) -> NestedFit:
         """The fit with more training examples, without refitting.
 
         Args:
@@ -246,19 +206,18 @@ class NestedFit(KernelFit):
                 expected="weights that have seen no label: leave-one-out would not be honest",
                 remedy="leave ridge= out, or call adapt again on all examples",
             )
-        x, new = more_data(self, self.prior.features.function, data)
+        x, new = more_data(self, data)
         if ridge == "loo":
-            joined = concatenate([self.x, x])
-            targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
-            given = (0.0 if self.prior.features.bodiless else None, None)
-            made = solved(self.prior.features, joined, targets, self.prior.memory, self.record, given)
+            joined, targets = concatenate([self.x, x]), joined_targets(self._targets, new)
+            given = (0.0 if self.prior.network.bodiless else None, None)
+            made = solved(self.prior.network, joined, targets, self.memory, self.record, given)
             what = f"added {count_in_words(batch_size(x))}; weight and ridge chosen again"
             made.record = replace(made.record, reasons={**made.record.reasons, "change": what})
             return made
-        made = self._more(x, new, start)
-        made._phi = torch.cat([self.phi, self.prior.phi(x)])
+        system, targets = self.system.extended(self._more(x, new)), joined_targets(self._targets, new)
+        made = self._changed(targets, system, f"added {count_in_words(batch_size(x))}", start)
         if self.held_out is not None:  # the fit before has not seen the new examples
-            told = self._to_train(x) @ self.system.beta
+            told = self.predict(x)
             made.held_out = torch.cat([self.held_out, told.to(self.held_out)])
         return made
 
@@ -267,12 +226,12 @@ class NestedFit(KernelFit):
     def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
         """The model as a plain module, its variances computed in a type, or in the network's."""
         noise = self.noise if variance else None
-        return exported_nested(self.prior, self.phi, self.system, (self.x, like), noise, kind)
+        return exported_nested(self.prior, self.system, like, noise, kind)
 
     def _merged(self, x: Inputs) -> Merged:
         """The network with the probe for its last layer, compared on examples."""
-        network = network_of_probe(self.prior, self.x, self.phi, self.system)
-        function = Functional(network, "all", self.prior.features.function.output)
+        network = network_of_probe(self.prior, self.system)
+        function = Functional(network, "all", self.prior.network.function.output)
 
         def both(part: Inputs) -> tuple[Tensor, Tensor, Tensor]:
             linear = self.predict(part)
@@ -288,7 +247,7 @@ class NestedFit(KernelFit):
         Returns:
             A dict that ``json`` can write.
         """
-        features = self.prior.features
+        features = self.prior.network
         own = {"features": features.width, "body_weight": self.body_weight, "trained": self.trained}
         return {**self._summary(features.space.dim), **own, "rungs": [asdict(rung) for rung in self.rungs]}
 
@@ -331,6 +290,15 @@ class NestedFit(KernelFit):
         return write_nested(directory, self.prior, self.x, tensors, told)
 
 
+def system_of(
+    prior: Prior, data: tuple[Inputs, Tensor], dual: DualSystem, memory: str | int | None = None
+) -> KernelSystem:
+    """The equations of the kernel, with the network that made it."""
+    x, phi = data
+    problem = Problem(prior.network.function, x, dual.residual, features=prior.features, phi=phi)
+    return KernelSystem(problem, dual, memory)
+
+
 def rounding_remarks(
     function: Functional, phi: Tensor, head: Tensor, body: Tensor, mixture: Mixture, system: DualSystem
 ) -> tuple[str, ...]:
@@ -354,7 +322,7 @@ def rounding_remarks(
 
 @torch.no_grad()
 def solved(
-    features: Features,
+    features: RandomHeads,
     x: Inputs,
     targets: Targets,
     memory: str | int | None,
@@ -371,7 +339,7 @@ def solved(
     center = phi.mean(0)
     phi = phi - center
     head = phi @ phi.T
-    body = torch.zeros_like(head) if weight == 0 else features.body(x, None, memory, file)
+    body = torch.zeros_like(head) if weight == 0 else features.kernel(x, memory, file)
     seconds = {"kernel": time.perf_counter() - start}
     start = time.perf_counter()
     choice = choose(head, body, targets, weight, ridge)
@@ -389,6 +357,5 @@ def solved(
         noise_factor=choice.taken.noise_factor,
     )
     features.function.known = Known.of(x, record.columns)
-    fit = NestedFit(Prior(features, center, choice.mixture, memory), x, targets, system, record)
-    fit._phi = phi
-    return fit
+    prior = Prior(features, center, choice.mixture)
+    return NestedFit(prior, targets, system_of(prior, (x, phi), system, memory), record)

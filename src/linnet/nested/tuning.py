@@ -27,8 +27,8 @@ from linnet.fitting.folds import deal
 from linnet.fitting.head import Probe, example_hashes, with_head
 from linnet.linear.dual import DualSystem, Spectrum
 from linnet.logged import Log
-from linnet.nested.features import Features
-from linnet.nested.nested_fit import NestedFit
+from linnet.nested.features import RandomHeads
+from linnet.nested.nested_fit import NestedFit, system_of
 from linnet.nested.prior import Prior
 from linnet.nested.rungs import Rung, ladder, verdict
 from linnet.nested.search import ERRORS, Mixture, counted, scale_of
@@ -73,7 +73,7 @@ class Tuning:
     def __init__(self, fit: NestedFit, seed: int, log: Log | None = None) -> None:
         self.fit, self.seed, self.log = fit, seed, log
         self.runs = 0
-        self.features = fit.prior.features
+        self.features = fit.prior.network
         self.y = fit.targets if fit.labels is None else fit.labels
         self.fold = self._dealt()
         self.steps = max(STEPS, math.ceil(EPOCHS * fit.n / BATCH))
@@ -107,7 +107,7 @@ class Tuning:
         """Positions of the samples that fold k leaves, and of its own."""
         return (self.fold != k).nonzero()[:, 0], (self.fold == k).nonzero()[:, 0]
 
-    def trained(self, rows: Tensor, rate: float) -> Features:
+    def trained(self, rows: Tensor, rate: float) -> RandomHeads:
         """The network trained on some samples, from the linear probe of those samples."""
         x, y, features = take(self.fit.x, rows), self.y[rows], self.features
         start = with_head(features.model, self.fit.system.c, Probe(scale=HEAD_SCALE), data=(x, y))
@@ -125,11 +125,11 @@ class Tuning:
             remedy="leave tune out",
         )
 
-    def kernels(self, features: Features, share: bool) -> Kernels:
+    def kernels(self, features: RandomHeads, share: bool) -> Kernels:
         """The kernels of all samples at a network's weights."""
         phi = features.phi(self.fit.x)
         phi = phi - phi.mean(0)
-        body = features.body(self.fit.x, None, self.fit.memory) if share else None
+        body = features.kernel(self.fit.x, self.fit.memory) if share else None
         return Kernels(phi @ phi.T, body)
 
     def tell(self, values: dict[str, float], step: int) -> None:
@@ -234,14 +234,14 @@ def _held_before(tuning: Tuning, targets: Tensor) -> list[tuple[str, Tensor]]:
     return [(name, _best(tuning, [kernel] * FOLDS, targets)[2]) for name, kernel in models]
 
 
-def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, Features]:
+def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, RandomHeads]:
     """A learning rate by the errors on the first fold, and the network trained there."""
     # targets (N, C)
     # A lower rate is taken where its error is lower, a higher one where it is lower by more than its standard
     # error: near the largest rate that a network bears, one run says little of the next.
     rest, held = tuning.parts(0)
     errors: dict[int, Tensor] = {}
-    networks: dict[int, Features] = {}
+    networks: dict[int, RandomHeads] = {}
 
     def tried(place: int) -> Tensor:
         if place not in errors:
@@ -302,16 +302,15 @@ def _chosen(tuning: Tuning, kernels: list[Kernels], targets: Tensor) -> tuple[fl
     return min(found, key=lambda one: one[0])[1:]
 
 
-def _solved(fit: NestedFit, network: Features, whole: Kernels, chosen: tuple[float, float]) -> NestedFit:
+def _solved(fit: NestedFit, network: RandomHeads, whole: Kernels, chosen: tuple[float, float]) -> NestedFit:
     """The nested fit at the trained weights."""
     weight, ridge = chosen
     kernel, mixture = whole.mixed(weight)
     phi = network.phi(fit.x)
-    prior = Prior(network, phi.mean(0), mixture, fit.memory)
-    system = DualSystem(kernel, fit.targets, ridge)
-    made = NestedFit(prior, fit.x, fit.training_targets, system, fit.record)
-    made._phi = phi - prior.center
-    return made
+    prior = Prior(network, phi.mean(0), mixture)
+    dual = DualSystem(kernel, fit.targets, ridge)
+    system = system_of(prior, (fit.x, phi - prior.center), dual, fit.memory)
+    return NestedFit(prior, fit.training_targets, system, fit.record)
 
 
 def _calibrate(

@@ -63,7 +63,7 @@ class PredictiveModel(Shown):
         name = type(self).__name__
         raise InputError(
             f"save({str(directory)!r}) of a {name}",
-            expected="a LinearFit, SharedFit, SoftmaxFit, NestedFit, Laplace, TangentGP or Finetuned",
+            expected="a LinearFit, SoftmaxFit, NestedFit, Laplace, TangentGP or Finetuned",
             remedy=f"keep the data and the network's state_dict, and make the {name} again from them",
         )
 

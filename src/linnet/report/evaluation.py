@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import NumericalError
-from linnet.fitting.kernel_fit import KernelFit
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.shared_fit import SharedFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linalg.factorize import decomposing
 from linnet.linear.dual import DualSystem
@@ -108,7 +106,7 @@ def predict(
 
 def _pieces(fit: Fit, x: Tensor, what: str) -> Any:
     """X in pieces whose kernel with the training samples, or rows of J, are small."""
-    outputs = 1 if isinstance(fit, KernelFit) else fit.system.c
+    outputs = 1 if isinstance(fit.system, System) and fit.system.shared else fit.system.c
     # the kernel with the training samples in float32, in float64, and its product with M; or the rows of J
     columns = fit.module.space.dim if isinstance(fit.system, NormalSystem) else fit.n * outputs
     row = 24 * outputs * columns
@@ -148,26 +146,19 @@ def reliability(name: str, probs: Array, labels: Array) -> Reliability:
 
 
 @torch.no_grad()
-def ridge_path(fit: LinearFit | NestedFit | SharedFit, x: Tensor | None, labels: Array | None) -> RidgePath:
+def ridge_path(fit: LinearFit | NestedFit, x: Tensor | None, labels: Array | None) -> RidgePath:
     """Every criterion along the ridge, and the test accuracy beside it."""
     system = equations_of(fit)
     with waiting("the criteria at every ridge"):
-        path = system.path(None, fit._targets) if isinstance(system, System) else fit.path()
+        path = fit.path()
     grid = path.ridges.to(fit.module.function.device)
     accuracy = None
-    if isinstance(fit, KernelFit):
-        if x is not None and labels is not None and fit.classes is not None:
-            parts = _pieces(fit, x, "ridges: predicting")
-            chosen = torch.cat([fit.along(part, grid).argmax(2) for part in parts], 1)
-            accuracy = (_numpy(chosen) == labels).mean(1)
-    elif isinstance(system, System) and x is not None and labels is not None and fit.classes is not None:
-        hits = []
-        for part in _pieces(fit, x, "ridges: predicting"):
-            along = system.along_path(part)
-            change = along.rows @ (along.coordinates[:, None] / (along.values[:, None] + grid))
-            change = change.view(batch_size(part), fit.system.c, -1)
-            hits.append((fit.module.base(part)[:, :, None] + change).argmax(1))
-        accuracy = (_numpy(torch.cat(hits)) == labels[:, None]).mean(0)
+    known = x is not None and labels is not None and fit.classes is not None
+    if known and system is not None and fit.system.constraints is None:
+        assert x is not None
+        parts = _pieces(fit, x, "ridges: predicting")
+        chosen = torch.cat([fit.along(part, grid).argmax(2) for part in parts], 1)
+        accuracy = (_numpy(chosen) == labels).mean(1)
     return RidgePath(
         _numpy(path.ridges), _numpy(path.loo_error), fit.ridge,
         None if path.loo_accuracy is None else _numpy(path.loo_accuracy),

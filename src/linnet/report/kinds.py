@@ -7,7 +7,6 @@ from typing import TypeAlias
 from torch import Tensor
 
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.shared_fit import SharedFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.dual import DualSystem
 from linnet.linear.iterative import Iterative
@@ -16,7 +15,7 @@ from linnet.linear.newton import KernelNewton, WeightNewton
 from linnet.linear.normal_system import NormalSystem
 from linnet.nested.nested_fit import NestedFit
 
-Fit: TypeAlias = LinearFit | SoftmaxFit | NestedFit | SharedFit
+Fit: TypeAlias = LinearFit | SoftmaxFit | NestedFit
 PROBE = "linear probe"
 
 

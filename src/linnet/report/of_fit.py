@@ -13,8 +13,7 @@ from torch import Tensor
 
 from linnet.distribution import require_application
 from linnet.errors import DataError, InputError
-from linnet.fitting.kernel_fit import KernelFit
-from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.fitted import Fitted
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.pages import Page
 from linnet.params import instance
@@ -68,7 +67,7 @@ def page(
 ) -> Page:
     """The report of a fit."""
     require_application("jinja2", "PIL", "matplotlib")
-    instance("fit", fit, (LinearFit, SoftmaxFit, KernelFit), "what linnet.fit or linnet.adapt returned")
+    instance("fit", fit, (Fitted,), "what linnet.fit or linnet.adapt returned")
     instance("title", title, str, "a text")
     run, start = _run(fit, _names(fit, classes)), time.perf_counter()
     x, y = (None, None) if test is None else _tested(test, run)

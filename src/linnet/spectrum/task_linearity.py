@@ -247,7 +247,7 @@ def task_linearity(
 
 def _check_fit(fit: Any) -> None:
     """Raise unless it is a linear fit of the squared loss."""
-    if isinstance(fit, LinearFit):
+    if isinstance(fit, LinearFit) and not fit.system.shared:
         return
     if isinstance(fit, SoftmaxFit):
         raise InputError(

@@ -19,5 +19,4 @@ def write_gp(directory: str | Path, state: dict[str, Any], system: System, base:
     assert problem.weights is not None
     tensors, how = system_state(system)
     tensors |= {"y": problem.y, "weights": problem.weights, "residual": problem.residual}
-    told = state | {"log_noise": problem.log_noise}
-    return write_solution(directory, KIND, base, problem.x, (tensors, how), told)
+    return write_solution(directory, KIND, base, problem.x, (tensors, how), state)

@@ -56,7 +56,7 @@ def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = Non
         **given,
     )
     residual, weights, y = (tensors[key] for key in ("residual", "weights", "y"))
-    problem = Problem(gp._observed.function, x, residual, weights, metadata["log_noise"], y)
+    problem = Problem(gp._observed.function, x, residual, weights, y)
     state, options = (tensors, metadata["solved"]), gp._options
     gp._restore(restored_system(problem, state, options.memory, options.iteration))
     y = y.reshape(gp._observed.shape_of(x))

@@ -84,5 +84,4 @@ class Observed:
             )
         weights = torch.where(there, variance.rsqrt(), 0.0)
         residual = torch.where(there, weights * (y - mean if self.centered else y), 0.0)
-        noise = float(variance[there].log().sum())
-        return Problem(self.function, x, residual, weights, noise, y)
+        return Problem(self.function, x, residual, weights, y)

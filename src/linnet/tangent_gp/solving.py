@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from linnet.errors import InputError
 from linnet.fitting.plan import CG_STEPS, Size, factorized
-from linnet.linear.iterative import Iterative, Shared
+from linnet.linear.iterative import Iterative, Reused
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.lanczos import RANK, Iteration
 from linnet.linear.normal_system import NormalSystem
@@ -225,14 +225,14 @@ def solve(problem: Problem, ridge: float, options: Options, before: System | Non
         kind = KernelSystem if plan.space == "function" else NormalSystem
         return plan, kind.solved(problem, ridge, options.memory, before)
     space = "stored" if plan.chosen.stored else plan.space
-    shared, parameter = Shared(), space == "parameter"
+    reused, parameter = Reused(), space == "parameter"
     if parameter and isinstance(before, Iterative) and before.space == space:
-        made = before.shared.preconditioner
+        made = before.reused.preconditioner
         name = "" if made is None else before.settings.preconditioner
-        shared = Shared(preconditioner=made, name=name)
+        reused = Reused(preconditioner=made, name=name)
     unknowns = problem.function.space.dim if parameter else problem.n * problem.c
     settings = options.iteration.settings(unknowns)
-    return plan, Iterative(problem, ridge, settings, options.memory, shared, space, options.iteration)
+    return plan, Iterative(problem, ridge, settings, options.memory, reused, space, options.iteration)
 
 
 def describe(plan: GPPlan, system: System, options: Options) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def describe(plan: GPPlan, system: System, options: Options) -> dict[str, Any]:
     if isinstance(system, Iterative):
         found["preconditioner"] = system.settings.preconditioner
         found["variance"] = options.iteration.variance
-        panel = system.shared.panel
+        panel = system.reused.panel
         if panel is not None:
             found["directions"] = panel.columns.shape[1]
             found["left out"] = panel.left_out / system.ridge  # of the trace, in units of ρ

@@ -37,7 +37,7 @@ from linnet.fitting.remarks import single_remarks
 from linnet.linear.targets import make_targets
 from linnet.machine import find_device
 from linnet.nested.adapt import HEADS, requested
-from linnet.nested.features import Features
+from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.tuning import HEAD_SCALE, tuned
 from linnet.params import integer
@@ -200,9 +200,9 @@ def _some(samples: int, count: int, seed: int, option: str) -> Array:
     return np.sort(order[:count].numpy())
 
 
-def checked_features(options: NetworkOptions, network: nn.Module, x: Tensor) -> tuple[Features, Preflight]:
+def checked_features(options: NetworkOptions, network: nn.Module, x: Tensor) -> tuple[RandomHeads, Preflight]:
     """The features of a network and its lower layers, with the preflight of both."""
-    module = Features(network, HEADS, options.seed, selected_inside(network, options.params))
+    module = RandomHeads(network, HEADS, options.seed, selected_inside(network, options.params))
     report = preflight(module.model, x, params=tuple(module.function.names), memory=options.memory)
     if options.params is None:  # what is left to the head is no choice of the user
         report = replace(report, findings=tuple(one for one in report.findings if LEFT_OUT not in one))

@@ -62,7 +62,7 @@ def check_task(options: TaskOptions, batch: int) -> Checked:
     report = replace(report, ok=fits, findings=(*report.findings, note))
     # The passes through the network decide, which grow with the samples; the products of pairs of samples
     # are left out.
-    each = seconds_each(module.body, x) if fits else 0.0
+    each = seconds_each(module.kernel, x) if fits else 0.0
     seconds = (each * len(task.train), TESTED * each * len(task.test)) if fits else None
     return Checked(report, task, sample.findings, seconds)
 

@@ -57,7 +57,7 @@ def first_answer(
         if options.weight == "auto" and not options.tune:
             return _probed(options, begun, out, keep, tell)
         x = begun.tensors()[0][:FEW]
-        each = seconds_each(checked_features(options, begun.network, x)[0].body, x)
+        each = seconds_each(checked_features(options, begun.network, x)[0].kernel, x)
         shots, tests = _shots(begun.task, QUICK / 2 / each), int(QUICK / 2 / each / TESTED)
         return _part(options, begun, (shots, tests), out, keep)
 
@@ -76,7 +76,7 @@ def _probed(
     page = Run("", task.classes, scores=Scores((score.row,), tested=len(task.test)))
     seconds = duration(sum(stages.seconds.values())).replace("\u202f", " ")
     tell(f"linear probe of {taken(every, task, tests=False)}: {told(page, score.row)} ({seconds})")
-    each = seconds_each(fit.module.body, begun.tensors()[0][:FEW])
+    each = seconds_each(fit.module.kernel, begun.tensors()[0][:FEW])
     shots = _shots(task, QUICK / each)
     if shots >= _counts(task).max():
         return _part(options, begun, (shots, int(QUICK / each / TESTED)), out, keep)

@@ -28,7 +28,7 @@ from linnet.fitting.head import with_head
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.solver import Dual
 from linnet.linear.targets import OneHot
-from linnet.nested.features import Features
+from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit
 from linnet.progress import waiting
 from linnet.report import Comparison, FitRecord, Notes, Run, Scores, TaskKernel, Timing, TrainingSet
@@ -153,7 +153,7 @@ def _spans(numbers: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _at_random_head(module: Features, outputs: int) -> Linearized:
+def _at_random_head(module: RandomHeads, outputs: int) -> Linearized:
     """The linearization at a random head, in the parameters that take part below it, and the head."""
     generator = torch.Generator().manual_seed(module.seed)
     network = with_head(module.model, outputs, init="random", seed=generator)

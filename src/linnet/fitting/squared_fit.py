@@ -1,0 +1,491 @@
+"""A fit of the squared loss: every answer once, by the solved equations.
+
+    f(x) = m(x) + Φ(x) δ,    δ = argmin ½ Σᵢ ‖tᵢ − f(xᵢ)‖² + ½ ρ‖δ‖²
+
+Prediction, uncertainty, leave-one-out, influence, exact forgetting and updates are linear algebra on this
+solution (``linear/system.py``); none of them trains anything. What a model is linear in is a ``Features``
+(``linear/features.py``). LQF's objective (Achille et al., CVPR 2021, eq. 3) is Σᵢ ‖·‖² + ½ λ‖δ‖², so its λ is
+2ρ; with a mean over N examples it is λ = 2ρ/N.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from linnet.errors import DataError, InputError
+from linnet.fitting.accuracy import answerable, sound_change
+from linnet.fitting.arguments import CRITERIA, positions, ridge_grid
+from linnet.fitting.evaluation import count_in_words
+from linnet.fitting.fitted import Fitted
+from linnet.fitting.record import Record
+from linnet.fitting.remarks import after_change
+from linnet.fitting.ridge_choice import chosen_ridge
+from linnet.linear.dual import RidgePath
+from linnet.linear.features import Weights
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.problem import Problem
+from linnet.linear.system import System
+from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets
+from linnet.params import choice, flag, number
+from linnet.predictive.gaussian import GaussianPredictive
+from linnet.predictive.noise import Noise
+from linnet.predictive.temperature import fit_moderation, fit_temperature
+from linnet.tangent.batch import Inputs, batch_size, observe, observed, take
+from linnet.tangent.functional import Functional
+from linnet.tangent.gather import examples, gather_data
+from linnet.tangent.loaders import Said
+from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.nonfinite import check_result
+
+SHARE = 0.25  # of the memory budget that weights kept for predictions may take
+
+
+class SquaredFit(Fitted):
+    """A fit of the squared loss."""
+
+    def __init__(self, system: System, targets: Targets, record: Record) -> None:
+        super().__init__(targets, record)
+        self.system, self.x = system, system.x
+        self._moderation: tuple[float, float] | None = None
+        self._point_temperature: float | None = None
+        self._noise: float | None = None
+
+    # -- what a subclass says --------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self, x: Inputs) -> Tensor | float:
+        """m(x), (T, C), the mean before the data."""
+
+    @abstractmethod
+    def _made(self, system: System, targets: Targets, record: Record) -> Self:
+        """A fit by another system of the same model."""
+
+    # -- what was fitted -------------------------------------------------------------------------
+
+    @property
+    def _solved(self) -> System:
+        """The solved equations."""
+        return self.system
+
+    @property
+    def _function(self) -> Functional:
+        """The network that runs on the examples, in whose type predictions are."""
+        return self.system.function
+
+    @property
+    def memory(self) -> str | int | None:
+        """Budget of what is computed later."""
+        return self.system.memory
+
+    @memory.setter
+    def memory(self, memory: str | int | None) -> None:
+        self.system.memory = memory
+
+    @property
+    def classes(self) -> int | None:
+        """Number of classes, ``None`` for regression."""
+        return self._targets.classes
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Training classes (N,), ``None`` for regression."""
+        return self._targets.labels
+
+    @property
+    def noise(self) -> float:
+        """σ², the noise variance of highest evidence at this ridge; the prior precision is ρ/σ².
+
+        Where the ridge was chosen for values, it is raised to what new targets need whose ridge and noise are
+        not known: the ridges are averaged over by their evidence, and the noise as in Student's t.
+        """
+        known = self._evident_noise() * self.record.noise_factor if self._noise is None else self._noise
+        return max(known, torch.finfo(torch.float64).tiny)
+
+    def _evident_noise(self) -> float:
+        """σ² of highest evidence."""
+        return self.system.noise()
+
+    @property
+    @in_exact_mode
+    def temperature(self) -> float | None:
+        """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
+        labels = self.labels
+        if labels is not None and self._moderation is None:
+            variances = self.noise * self.system.loo_variances().diagonal(dim1=1, dim2=2)
+            outputs, labels, variances = self._of_possible(self.loo(), labels, variances.clamp_min(0))
+            self._moderation = fit_moderation(outputs, labels, variances)
+        return None if self._moderation is None else self._moderation[0]
+
+    @property
+    def variance_scale(self) -> float:
+        """s, the factor on variances in probabilities; fitted together with ``temperature``."""
+        _ = self.temperature
+        return 1.0 if self._moderation is None else self._moderation[1]
+
+    @property
+    def point_temperature(self) -> float | None:
+        """T for outputs without their variance, fitted to the leave-one-out predictions alike."""
+        labels = self.labels
+        if labels is not None and self._point_temperature is None:
+            self._point_temperature = fit_temperature(*self._of_possible(self.loo(), labels))
+        return self._point_temperature
+
+    @property
+    def _possible(self) -> Tensor | None:
+        """The classes that may be predicted; ``None`` for all outputs, which are the network's own."""
+        return None
+
+    def _of_possible(self, outputs: Tensor, labels: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """Outputs (N, C), labels, and more like outputs, as if there were no other classes than these."""
+        seen = self._possible
+        if seen is None:
+            return outputs, labels, *others
+        return outputs[:, seen], torch.searchsorted(seen, labels), *(one[:, seen] for one in others)
+
+    def calibrate(
+        self,
+        temperature: float | None = None,
+        point_temperature: float | None = None,
+        variance_scale: float = 1.0,
+        noise: float | None = None,
+    ) -> None:
+        """Take temperatures and noise that are known already, instead of fitting them in closed form.
+
+        Args:
+            temperature: T of outputs with their variance.
+            point_temperature: T of outputs without it.
+            variance_scale: Factor on variances in probabilities.
+            noise: σ².
+
+        Raises:
+            InputError: If one is not a positive number.
+        """
+        scale = number("variance_scale", variance_scale, above=0)
+        if noise is not None:
+            self._noise = number("noise", noise, above=0)
+        if temperature is not None:
+            self._moderation = number("temperature", temperature, above=0), scale
+        if point_temperature is not None:
+            self._point_temperature = number("point_temperature", point_temperature, above=0)
+
+    # -- predictions -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def predict(self, x: Inputs) -> Tensor:
+        """The outputs f(x).
+
+        Args:
+            x: T examples.
+
+        Returns:
+            Outputs (T, C); for classes, the largest is the prediction.
+
+        Raises:
+            DataError: If x is empty or not finite.
+            NumericalError: If outputs overflow.
+        """
+        return self._outputs(self._examples(x))
+
+    def _outputs(self, x: Inputs) -> Tensor:
+        """f(x) of shared features: by a kernel that is kept, in weights, or by K(x, X)."""
+        system, start = self.system, self._start(x)
+        assert isinstance(system, KernelSystem)
+        found = system.predicted(x)
+        if found is None and self._weights is not None:
+            found = self._weights(x)
+        if found is None:
+            found = torch.cat([system.mean(cross) for cross in system.kernel_to_train(x)])
+        made = (found + start).to(self._function.dtype)
+        check_result(self._function, x, made)
+        return made
+
+    @cached_property
+    def _weights(self) -> Weights | None:
+        """Shared features in weights, formed once; ``None`` where they exceed a share of the memory."""
+        problem, memory = self.system.problem, self.memory
+        plan = problem.basis.plan(self.system.c, memory)
+        if plan.peak > SHARE * plan.budget:
+            return None
+        return problem.basis.weights(problem.examples, self.system.beta.double(), memory)
+
+    @in_exact_mode
+    def predictive(self, x: Inputs, joint: bool = False) -> GaussianPredictive:
+        """The posterior of the outputs: mean f, covariance σ²/ρ [K(x,x) − K(x,X) M K(X,x)], M = (K + ρI)⁻¹.
+
+        Args:
+            x: T examples.
+            joint: Whether covariances between examples are wanted, (T, C, T, C).
+
+        Returns:
+            A Gaussian for each example, or of all together.
+
+        Raises:
+            DataError: If x is empty or not finite.
+        """
+        x = self._examples(x)
+        covariance = self.system.covariance(x, flag("joint", joint)) / self.ridge
+        mean = self.predict(x)
+        turned = covariance.permute(2, 3, 0, 1) if joint else covariance.mT
+        spread = (self.noise * (covariance + turned) / 2).to(mean.dtype)
+        targets = Noise(self.noise, self.temperature, self.variance_scale, self._possible)
+        return GaussianPredictive(mean, spread, targets, joint=joint)
+
+    @torch.no_grad()
+    def along(self, x: Inputs, ridges: Tensor) -> Tensor:
+        """Outputs along a path of ridges.
+
+        Args:
+            x: T examples.
+            ridges: ρ, (R,).
+
+        Returns:
+            (R, T, C).
+
+        Raises:
+            InputError: If a ridge is not positive, the fit was solved by iterations, or obeys equations.
+        """
+        grid, x = ridge_grid(ridges), self._examples(x)
+        if self.system.constraints is not None:
+            raise InputError(
+                "along() of a fit that obeys equations on outputs",
+                expected="a fit whose outputs are f₀ + Jδ with δ by the data alone",
+                remedy="take the path of the fit before constrain()",
+            )
+        found, start = self.system.along_path(x), self._start(x)
+        coordinates = found.coordinates.reshape(len(found.values), -1)
+        shape = -1, self.system.c
+        moved = [(found.rows / (found.values + ridge)) @ coordinates for ridge in grid]
+        return torch.stack([start + change.view(shape) for change in moved])
+
+    def _examples(self, x: Inputs) -> Inputs:
+        """Examples on the network's device, or an error."""
+        x = examples(self._function, x)
+        self._function.check_runs(take(x, slice(0, 1)))
+        return x
+
+    # -- audits ----------------------------------------------------------------------------------
+
+    @in_exact_mode
+    def loo(self) -> Tensor:
+        """Outputs for each training example by the fit without it: exactly, without refitting.
+
+        t_i − (M_ii)⁻¹ β_i with M = (K + ρI)⁻¹.
+
+        Where the head was cross-fitted they are the held-out outputs of ``held_out`` instead. At positions
+        that do not count (``axis=``, labels of −100) they are the outputs of the fit without the example all
+        the same; NaN of cross-fitted heads.
+
+        Returns:
+            Leave-one-out outputs (N, C).
+        """
+        found, (x, mask) = self._left_out(), observed(self.x)
+        if mask is None:
+            return found
+        counted = mask.flatten(1).to(found.device)
+        if self.held_out is not None:
+            return found.masked_fill(~counted, torch.nan)
+        index = (~counted.all(1)).nonzero()[:, 0]
+        plain = take(x, index)
+        outputs, begin = self.predict(plain).to(found), 0
+        for effect in self.system.effects(plain, self.system.loo_residuals()):  # (N, t, C)
+            part = slice(begin, begin := begin + effect.shape[1])
+            outputs[part] -= effect[index[part], torch.arange(effect.shape[1])].to(found)
+        found[index] = torch.where(counted[index], found[index], outputs)
+        return found
+
+    def _left_out(self) -> Tensor:
+        """As ``loo``, and zero at positions that do not count, like the targets there."""
+        if self.held_out is not None:
+            return self.held_out
+        residuals = self.system.loo_residuals()
+        return self.targets.to(residuals) - residuals
+
+    @in_exact_mode
+    def influence(self, x: Inputs) -> Tensor:
+        """Influence of each training example on each prediction: prediction with it minus without it.
+
+        Args:
+            x: T examples.
+
+        Returns:
+            (N, T, C), in units of the outputs.
+
+        Raises:
+            DataError: If x is empty or not finite.
+
+        Source:
+            Achille et al., CVPR 2021, eq. (7), (8) and appendix A.3, without their approximation.
+        """
+        x = self._examples(x)
+        residuals = self.system.loo_residuals()
+        # f(x) − f₋ᵢ(x) = K(x,X) M_·i (M_ii)⁻¹ β_i
+        return torch.cat(list(self.system.effects(x, residuals)), 1)
+
+    @in_exact_mode
+    def informativeness(self, x: Inputs | None = None) -> Tensor:
+        """Functional information of each training example: the change of predictions without it.
+
+        Args:
+            x: The examples whose predictions count; by default the training examples.
+
+        Returns:
+            Mean over x of ‖f(x) − f₋ᵢ(x)‖², (N,).
+
+        Raises:
+            DataError: If x is empty or not finite.
+
+        Source:
+            Achille et al., CVPR 2021, eq. (9).
+        """
+        residuals = self.system.loo_residuals()
+        if x is None:
+            return self.system.reach(residuals) / self.n
+        x, total = self._examples(x), torch.zeros_like(residuals[:, 0])
+        for part in self.system.effects(x, residuals):
+            total += part.square().sum((1, 2)).to(total)
+        return total / batch_size(x)
+
+    def path(self, ridges: Tensor | list[float] | None = None) -> RidgePath:
+        """Leave-one-out error, GCV, evidence and degrees of freedom along a path of ridges.
+
+        Args:
+            ridges: ρ, (R,), all positive; by default nine decades around the scale of the kernel.
+
+        Returns:
+            The table.
+
+        Raises:
+            InputError: If a ridge is not positive, or the fit was solved by conjugate gradients.
+            NumericalError: If a ridge is below what rounding lets be answered.
+        """
+        given = self._grid() if ridges is None else answerable(self, ridge_grid(ridges))
+        return self.system.path(given, self._targets)
+
+    def _grid(self) -> Tensor | None:
+        """Ridges of the default path, (R,); ``None`` for those of the equations."""
+        return None
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    @in_exact_mode
+    def forget(self, indices: Any) -> Self:
+        """The fit without some training examples, exactly and without refitting.
+
+        Args:
+            indices: Their positions in the training data, each once.
+
+        Returns:
+            A new fit on the remaining examples; ``summary()["certificate"]`` is the residual of
+            its own equations.
+
+        Raises:
+            InputError: If an index is out of range or given twice, or nothing would be left.
+        """
+        index = positions(indices, self.n).to(self._function.device)
+        start = time.perf_counter()
+        system = self.system.removed(index)
+        targets = replace(self._targets, values=self.targets[kept(index, self.n).to(self.targets.device)])
+        return self._changed(targets, system, f"forgot {count_in_words(len(index))}", start)
+
+    @in_exact_mode
+    def update(self, data: Any, ridge: float | str | None = None) -> Self:
+        """The fit with more training examples, without refitting.
+
+        Args:
+            data: New examples: an (x, y) pair, a Dataset, a DataLoader or batches.
+            ridge: ρ, or "loo", "gcv", "evidence": chosen again on all examples (dual); kept by default.
+
+        Returns:
+            A new fit on all examples, old ones first.
+
+        Raises:
+            DataError: If the data are empty, not finite, or have labels out of range.
+        """
+        start = time.perf_counter()
+        x, new = more_data(self, data)
+        system = self.system.extended(self._more(x, new))
+        targets = joined_targets(self._targets, new)
+        what, factor = f"added {count_in_words(len(new.values))}", self.record.noise_factor
+        if isinstance(ridge, str):
+            choice("ridge", ridge, CRITERIA, remedy='try ridge="loo"')
+            taken = chosen_ridge(system.path(None, targets), ridge, targets)
+            system, factor = system.at(taken.ridge), taken.noise_factor
+            what = f"{what}; the ridge chosen by {ridge}"
+        elif ridge is not None:
+            number("ridge", ridge, above=0, remedy='pass ρ > 0, or "loo", "gcv" or "evidence"')
+            system, factor = system.at(float(ridge)), 1.0
+            what = f"{what}; the ridge set to {float(ridge):.4g}"
+        fitted = sound_change(self._changed(targets, system, what, start))
+        criterion = ridge if isinstance(ridge, str) else fitted.record.criterion
+        fitted.record = replace(fitted.record, criterion=criterion, noise_factor=factor)
+        return fitted
+
+    def _more(self, x: Inputs, new: Targets) -> Problem:
+        """More data of the same model."""
+        start = self._start(x)
+        values = new.values.to(start if isinstance(start, Tensor) else self.system.residual)
+        return self.system.problem.of(x, values - start)
+
+    def _changed(self, targets: Targets, system: System, what: str, start: float) -> Self:
+        """A fit by another system of the same model, and with what was done."""
+        reasons = {**self.record.reasons, "change": what}
+        warnings = after_change(self.record.warnings, self._function.model, system.x, targets, likely=False)
+        record = replace(self.record, reasons=reasons, warnings=warnings, seconds=dict(self.record.seconds))
+        made = self._made(system, targets, record)
+        record.seconds["change"] = time.perf_counter() - start
+        return made
+
+    @torch.no_grad()
+    def recomputed(self) -> Self:
+        """The same fit from the network and the training data alone: nothing but the model is kept.
+
+        Returns:
+            A fit to compare with, after many changes.
+
+        Raises:
+            InputError: If the fit was solved by iterations, or obeys equations on outputs.
+        """
+        return self._made(self.system.again(), self._targets, self.record)
+
+
+def kept(index: Tensor, n: int) -> Tensor:
+    """Which of n examples are left without some, (n,) of bools."""
+    keep = torch.ones(n, dtype=torch.bool, device=index.device)
+    keep[index] = False
+    return keep
+
+
+def joined_targets(targets: Targets, more: Targets) -> Targets:
+    """Targets, and more after them."""
+    return replace(targets, values=torch.cat([targets.values, more.values.to(targets.values)]))
+
+
+def more_data(fit: SquaredFit, data: Any, what: str = "the new data") -> tuple[Inputs, Targets]:
+    """New data for a fit, on its device and with targets like those that it was fitted to."""
+    function = fit._function
+    said = Said.known(fit.record.classes)
+    x, y = gather_data(data, function, memory=fit.memory, said=said)
+    function.check_runs(take(x, slice(0, 1)))
+    like = fit._targets
+    if like.axis is not None:
+        y, counted = position_targets(y, function.output_shape(x), like.axis, like.scale, some=False)
+        x = x if counted is None else observe(x, counted)
+    c = fit.targets.shape[1]
+    if function.check_runs(take(x, slice(0, 1))).numel() == c:  # not several random heads
+        check_arrangement(y, function.output_shape(x))
+    made = make_targets(y, c, like.scale, varied=False, dtype=fit.targets.dtype)
+    if (made.classes is None) != (like.classes is None):
+        kind = "integer classes" if like.classes is not None else "float targets (N, C)"
+        raise DataError(
+            f"y of {what} has type {y.dtype}",
+            expected=f"{kind}, as in the data before",
+            remedy="convert y with y.long() or y.float()",
+        )
+    return x, made

@@ -1,0 +1,280 @@
+"""What a linear model f(x) = m(x) + Φ(x) δ is linear in, known by its kernel K(x, x') = Φ(x) Φ(x')ᵀ.
+
+    Tangent      Φ = J, the derivatives of all C outputs            K (N, C, M, C)
+    Conditioned  J given equations on outputs                       K (N, C, M, C)    constraints.py
+    Heads        the mean of the tangent kernels of H outputs       k (N, M)
+    Explicit     features φ(x) that are computed                    k (N, M)
+    Constant     an intercept                                       k (N, M)
+    Sum          Σ w_t k_t of several of these                      k (N, M)
+
+The last four are *shared*: every output has the kernel k and weights of its own, K = k ⊗ I. In weights
+
+    f_c(x) = m_c(x) + b_c + Σ W_c φ(x) + Σ_h J_h(x) δ_hc                                        (``Weights``)
+
+and a prediction costs the features and derivatives of x alone, where the kernel takes those of all N examples
+again. Coordinates (a sketch, a metric) change the network, not its features: they are a ``Functional``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from linnet.linear.directions import Directions
+from linnet.memory import Plan, parse_bytes
+from linnet.tangent.batch import Inputs, batch_size
+from linnet.tangent.functional import Functional
+from linnet.tangent.gram import gram, gram_and_own, own_kernels
+from linnet.tangent.modes import in_exact_mode
+
+Memory = str | int | None
+
+
+class Examples(NamedTuple):
+    """Inputs, and their rows of those features that are formed."""
+
+    x: Inputs
+    rows: Tensor | None = None  # φ, (N, D)
+
+
+class Features(ABC):
+    """What a linear model is linear in."""
+
+    shared: ClassVar[bool] = True  # whether one kernel serves all outputs
+
+    def examples(self, x: Inputs) -> Examples:
+        """Examples with their rows of features that are formed."""
+        return Examples(x)
+
+    @abstractmethod
+    def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
+        """K(x, x), (N, N), or (N, C, N, C) where outputs do not share it."""
+
+    @abstractmethod
+    def cross(self, x: Inputs, train: Examples, memory: Memory = None) -> Tensor:
+        """K(x, X), (T, N) or (T, C, N, C)."""
+
+    @abstractmethod
+    def own(self, x: Inputs, memory: Memory = None) -> Tensor:
+        """K(x_i, x_i), (T,) or (T, C, C)."""
+
+    def cross_and_own(self, x: Inputs, train: Examples, memory: Memory = None) -> tuple[Tensor, Tensor]:
+        """Both, with one pass over x where that is possible."""
+        return self.cross(x, train, memory), self.own(x, memory)
+
+    def plan(self, outputs: int, memory: Memory = None, copies: Sequence[str] = ()) -> Plan:
+        """The memory of shared features in weights, and of named copies of them."""
+        del outputs, copies
+        return Plan("no directions", parse_bytes(memory), ())
+
+    def weigh(
+        self, into: Weights, train: Examples, beta: Tensor, scale: float = 1.0, memory: Memory = None
+    ) -> None:
+        """Add s Φ(X)ᵀ β of shared features to a model in weights."""
+        # beta (N, C)
+        raise NotImplementedError(f"{type(self).__name__} are not shared by the outputs")
+
+    def weights(self, train: Examples, beta: Tensor, memory: Memory = None) -> Weights:
+        """Φ(x) Φ(X)ᵀ β of shared features in weights."""
+        # beta (N, C)
+        made = Weights(beta.new_zeros(beta.shape[1]))
+        self.weigh(made, train, beta, memory=memory)
+        return made
+
+
+@dataclass
+class Weights:
+    """A model with shared features in its weights: x to Σ W φ(x) + b + Σ J(x) δ."""
+
+    bias: Tensor  # b, (C,)
+    layers: list[tuple[Callable[[Inputs], Tensor], Tensor]] = field(default_factory=list)  # φ and W (C, D)
+    directions: list[Directions] = field(default_factory=list)  # δ
+
+    def __call__(self, x: Inputs) -> Tensor:
+        """The outputs (T, C)."""
+        found: Tensor = sum((phi(x) @ weight.T for phi, weight in self.layers), self.bias)
+        return sum((part.moved(x) for part in self.directions), found)
+
+
+@dataclass(frozen=True, eq=False)
+class Tangent(Features):
+    """The derivatives of all outputs in the weights."""
+
+    function: Functional
+    shared = False
+
+    def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
+        """K(x, x), (N, C, N, C)."""
+        return gram(self.function, of.x, form="full", memory=memory)
+
+    def cross(self, x: Inputs, train: Examples, memory: Memory = None) -> Tensor:
+        """K(x, X), (T, C, N, C)."""
+        return gram(self.function, x, train.x, form="full", memory=memory)
+
+    def own(self, x: Inputs, memory: Memory = None) -> Tensor:
+        """K(x_i, x_i), (T, C, C)."""
+        return own_kernels(self.function, x, memory)
+
+
+@dataclass(frozen=True, eq=False)
+class Heads(Features):
+    """1/H Σ_h J_h J_hᵀ, the mean of the tangent kernels of the H outputs of a network."""
+
+    function: Functional
+    count: int  # H
+    combinations: Tensor | None = None  # V, (C, H), by which they are made of a network's C outputs
+
+    @in_exact_mode
+    def kernel(self, of: Examples, memory: Memory = None, file: Path | None = None) -> Tensor:
+        """k(x, x), (N, N), float64; from a file, and into it, where there is one."""
+        return gram(self.function, of.x, form="trace", memory=memory, file=file).double() / self.count
+
+    @in_exact_mode
+    def cross(self, x: Inputs, train: Examples, memory: Memory = None) -> Tensor:
+        """k(x, X), (T, N), float64."""
+        return gram(self.function, x, train.x, form="trace", memory=memory).double() / self.count
+
+    @in_exact_mode
+    def own(self, x: Inputs, memory: Memory = None) -> Tensor:
+        """k(x_i, x_i), (T,), float64."""
+        blocks = own_kernels(self.function, x, memory)
+        return blocks.diagonal(dim1=1, dim2=2).double().sum(1) / self.count
+
+    @in_exact_mode
+    def cross_and_own(self, x: Inputs, train: Examples, memory: Memory = None) -> tuple[Tensor, Tensor]:
+        """Both, in the same passes."""
+        found, own = gram_and_own(self.function, x, train.x, memory)
+        return found.double() / self.count, own / self.count
+
+    def plan(self, outputs: int, memory: Memory = None, copies: Sequence[str] = ()) -> Plan:
+        """The memory of H·C displacements of the weights."""
+        return Directions.plan(self.function, self.count, outputs, memory, copies)
+
+    def weigh(
+        self, into: Weights, train: Examples, beta: Tensor, scale: float = 1.0, memory: Memory = None
+    ) -> None:
+        """With δ_hc = s/H Σ_i J_h(x_i)ᵀ β_ic."""
+        made = Directions(self.function, self.count, train.x, beta, scale / self.count, memory)
+        into.directions.append(made)
+
+
+@dataclass(frozen=True, eq=False)
+class Explicit(Features):
+    """φ(x) − c for features that are computed, such as the inputs of a last layer."""
+
+    phi: Callable[[Inputs], Tensor]  # (N, D), float64
+    center: Tensor  # c, (D,)
+
+    def examples(self, x: Inputs) -> Examples:
+        """Examples with their features."""
+        return Examples(x, self.phi(x) - self.center)
+
+    def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
+        """k(x, x), (N, N)."""
+        rows = self._rows(of)
+        return rows @ rows.T
+
+    def cross(self, x: Inputs, train: Examples, memory: Memory = None) -> Tensor:
+        """k(x, X), (T, N)."""
+        return (self.phi(x) - self.center) @ self._rows(train).T
+
+    def own(self, x: Inputs, memory: Memory = None) -> Tensor:
+        """k(x_i, x_i), (T,)."""
+        return (self.phi(x) - self.center).square().sum(1)
+
+    def cross_and_own(self, x: Inputs, train: Examples, memory: Memory = None) -> tuple[Tensor, Tensor]:
+        """Both, from the same features."""
+        rows = self.phi(x) - self.center
+        return rows @ self._rows(train).T, rows.square().sum(1)
+
+    def weigh(
+        self, into: Weights, train: Examples, beta: Tensor, scale: float = 1.0, memory: Memory = None
+    ) -> None:
+        """With W = s βᵀφ; the center goes to the intercept."""
+        weight = scale * (beta.T @ self._rows(train))
+        into.layers.append((self.phi, weight))
+        into.bias = into.bias - weight @ self.center
+
+    def _rows(self, of: Examples) -> Tensor:
+        """φ(x) − c, known or computed, (N, D)."""
+        return self.phi(of.x) - self.center if of.rows is None else of.rows
+
+
+@dataclass(frozen=True, eq=False)
+class Constant(Features):
+    """The feature 1: an intercept for each output."""
+
+    device: torch.device
+
+    def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
+        """1, (N, N)."""
+        return self.cross(of.x, of)
+
+    def cross(self, x: Inputs, train: Examples, memory: Memory = None) -> Tensor:
+        """1, (T, N)."""
+        return torch.ones(batch_size(x), batch_size(train.x), dtype=torch.float64, device=self.device)
+
+    def own(self, x: Inputs, memory: Memory = None) -> Tensor:
+        """1, (T,)."""
+        return torch.ones(batch_size(x), dtype=torch.float64, device=self.device)
+
+    def weigh(
+        self, into: Weights, train: Examples, beta: Tensor, scale: float = 1.0, memory: Memory = None
+    ) -> None:
+        """With b = s Σ_i β_i."""
+        into.bias = into.bias + scale * beta.sum(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Sum(Features):
+    """Σ w_t k_t: features of several kinds side by side, each with its prior variance."""
+
+    terms: tuple[tuple[float, Features], ...]  # w_t and the features; at most one kind has formed rows
+
+    def examples(self, x: Inputs) -> Examples:
+        """Examples with the rows of the one kind that has any."""
+        known = (made for _, one in self.terms if (made := one.examples(x)).rows is not None)
+        return next(known, Examples(x))
+
+    def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
+        """k(x, x), (N, N)."""
+        return _total(weight * one.kernel(of, memory) for weight, one in self.terms)
+
+    def cross(self, x: Inputs, train: Examples, memory: Memory = None) -> Tensor:
+        """k(x, X), (T, N)."""
+        return _total(weight * one.cross(x, train, memory) for weight, one in self.terms)
+
+    def own(self, x: Inputs, memory: Memory = None) -> Tensor:
+        """k(x_i, x_i), (T,)."""
+        return _total(weight * one.own(x, memory) for weight, one in self.terms)
+
+    def cross_and_own(self, x: Inputs, train: Examples, memory: Memory = None) -> tuple[Tensor, Tensor]:
+        """Both, with one pass over x for each kind."""
+        found = [(weight, *one.cross_and_own(x, train, memory)) for weight, one in self.terms]
+        return _total(w * cross for w, cross, _ in found), _total(w * own for w, _, own in found)
+
+    def plan(self, outputs: int, memory: Memory = None, copies: Sequence[str] = ()) -> Plan:
+        """The memory of the kind that has displacements."""
+        plans = [one.plan(outputs, memory, copies) for _, one in self.terms]
+        return max(plans, key=lambda plan: plan.peak)
+
+    def weigh(
+        self, into: Weights, train: Examples, beta: Tensor, scale: float = 1.0, memory: Memory = None
+    ) -> None:
+        """Of each kind."""
+        for weight, one in self.terms:
+            one.weigh(into, train, beta, scale * weight, memory)
+
+
+def _total(parts: Iterator[Tensor]) -> Tensor:
+    """The sum of tensors, in their order and in the memory of the first."""
+    total = next(parts)
+    for part in parts:
+        total += part
+    return total
