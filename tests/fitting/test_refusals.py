@@ -348,7 +348,7 @@ def process(y: Tensor = OUT, x: Tensor = IN, likelihood: Any = NOISE, **options:
 
 PROCESSES: list[Row] = [
     (InputError, "linnet.Laplace", lambda: linnet.TangentGP(network(), Categorical())),
-    (InputError, "'precision'", lambda: linnet.TangentGP(network(), NOISE, precision=1.0)),
+    (InputError, "precision", lambda: linnet.TangentGP(network(), NOISE, precision=1.0)),
     (InputError, "function space", lambda: process(space="function", preconditioner="ekfac")),
     (InputError, "parameter space", lambda: process(space="parameter", preconditioner="pivoted-cholesky")),
     (InputError, "params=", lambda: linnet.TangentGP(P.lin, NOISE, params="last-layer")),

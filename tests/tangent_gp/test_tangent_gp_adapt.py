@@ -110,7 +110,7 @@ def test_the_preconditioner_in_parameter_space_is_that_of_the_first_task() -> No
     gp = TangentGP(oracle.model, Gaussian(variance=0.2), preconditioner="ekfac", tolerance=1e-10)
     gp.fit(oracle.x, oracle.y)
     other = gp.adapt(real(20, 3, seed=21), real(20, 2, seed=22))
-    assert other._fitted.shared.preconditioner is gp._fitted.shared.preconditioner  # type: ignore[attr-defined]
+    assert other._fitted.reused.preconditioner is gp._fitted.reused.preconditioner  # type: ignore[attr-defined]
     assert other.summary()["certificate"] < 1e-9
 
 
