@@ -225,4 +225,4 @@ def test_bad_data_budgets_and_divergence() -> None:
     )
     flow: Flow = gradient_flow(p.lin, (p.x, p.y), [1.0])
     refused(InputError, lambda: flow.delta(-2.0), "-2.0")
-    refused(InputError, lambda: flow.predict(p.x[:0], 1.0), "empty")
+    refused(DataError, lambda: flow.predict(p.x[:0], 1.0), "empty")

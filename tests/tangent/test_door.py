@@ -22,7 +22,7 @@ from linnet import audit
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.tangent.door import admit, tensorize
 from linnet.tangent.gather import examples, gather_data
-from linnet.tangent.loaders import Said
+from linnet.tangent.loaders import DataNotes
 from tests.hostile import doors
 
 N = 12
@@ -307,10 +307,10 @@ def test_a_network_that_takes_inputs_as_they_are_is_given_them() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.body(x.permute(0, 3, 1, 2).float() / 255)
 
-    said = Said()
+    said = DataNotes()
     x = torch.from_numpy(BYTES)
     assert admit(Own(), x, said) is x
-    assert said == Said()
+    assert said == DataNotes()
     table = nn.Embedding(9, 3)
     assert admit(table, Y) is Y  # not converted: it is looked up
     network = of_images().train()

@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 import linnet
 from linnet.tangent.gather import gather_data, pairs
-from linnet.tangent.loaders import Said
+from linnet.tangent.loaders import DataNotes
 
 N = 11
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -69,14 +69,14 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_positions_are_those_of_the_data_set(name: str) -> None:
-    said, loader = Said(), LOADERS[name]()
+    said, loader = DataNotes(), LOADERS[name]()
     generator = loader.generator
     streams = [torch.get_rng_state(), *([generator.get_state()] if generator else [])]
     others = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index] # noqa: NPY002
     x, y = gather_data(loader, said=said)
     assert torch.equal(x, X)
     assert torch.equal(y, Y)
-    assert said == Said()
+    assert said == DataNotes()
     after = [torch.get_rng_state(), *([generator.get_state()] if generator else [])]
     assert all(torch.equal(a, b) for a, b in zip(streams, after, strict=True))
     assert others == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index] # noqa: NPY002
@@ -102,7 +102,7 @@ def test_answers_by_position_name_samples_of_the_data_set(loss: str) -> None:
     ],
 )
 def test_what_was_drawn_is_said(sampler: Callable[[], Any], positions: list[int] | None) -> None:
-    said = Said()
+    said = DataNotes()
     with pytest.warns(UserWarning, match="draws"):
         x, _ = gather_data(DataLoader(DATA, 2, sampler=sampler()), said=said)
     found = [int((row == X).all(1).nonzero()) for row in x]
@@ -116,7 +116,7 @@ def test_what_was_drawn_is_said(sampler: Callable[[], Any], positions: list[int]
 )
 def test_augmentation_is_said_and_drawn_alike(data: Any) -> None:
     random.seed(0)
-    said = Said()
+    said = DataNotes()
     with pytest.warns(UserWarning, match="augmentation"):
         first, second = gather_data(data, said=said), gather_data(data)
     assert torch.equal(first[0], second[0])  # no random stream has moved
@@ -144,7 +144,7 @@ def filled_up(samples: list[Any]) -> Any:
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("collate", [mixed, permuted])
 def test_a_collation_that_mixes_or_permutes_is_said(collate: Any, shuffle: bool) -> None:
-    said = Said()
+    said = DataNotes()
     with pytest.warns(UserWarning, match="collate_fn"):
         gather_data(DataLoader(DATA, 4, shuffle=shuffle, collate_fn=collate), said=said)
     assert len(said.warnings) == 1
@@ -153,7 +153,7 @@ def test_a_collation_that_mixes_or_permutes_is_said(collate: Any, shuffle: bool)
 def test_collations_that_keep_samples_apart_are_not_spoken_of() -> None:
     for collate in (lambda samples: default_collate(samples), filled_up):
         for batch in (1, 4):
-            said = Said()
+            said = DataNotes()
             for _ in pairs(DataLoader(DATA, batch, shuffle=True, collate_fn=collate), said):
                 pass
             assert not said.warnings

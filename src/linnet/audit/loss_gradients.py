@@ -15,16 +15,23 @@ import torch
 from torch import Tensor
 
 from linnet.curvatures.stream import usable
-from linnet.errors import DataError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.memory import parse_bytes
-from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, example_shapes, split, take
+from linnet.tangent.batch import (
+    Inputs,
+    batch_size,
+    check_finite,
+    example_shapes,
+    require_some,
+    split,
+    take,
+)
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.door import answers, taken
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import pairs, require_targets
 from linnet.tangent.independence import require_own_rows
-from linnet.tangent.loaders import Said
+from linnet.tangent.loaders import DataNotes
 from linnet.tangent.output_scale import warn_of_scale
 from linnet.tree import map_tensors
 
@@ -36,14 +43,13 @@ SHARE = 0.5  # of the budget that one captured batch may take
 
 def stream(data: Any, function: Functional) -> Iterator[Pair]:
     """The batches of any kind of data, one after the other; nothing is gathered."""
-    said = Said()
+    said = DataNotes()
     for i, (inputs, targets) in enumerate(pairs(data, said)):
         while said.warnings:
             warnings.warn(said.warnings.pop(), stacklevel=2)
         y, name = answers(targets), f"batch {i} of data"
         x = taken(function, inputs)
-        if batch_size(x) == 0:
-            raise DataError(f"{name} is empty", expected="at least one example", remedy=EMPTY)
+        require_some(x, name)
         require_targets(x, y, name)
         check_finite(x, "x")
         check_finite(y, "y")

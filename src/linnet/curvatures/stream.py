@@ -41,7 +41,7 @@ from linnet.tangent.batch import (
 from linnet.tangent.door import as_batch, known_answers, taken, tensorize
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import as_sample, copied, gather_data, in_batches, require_targets, side_by_side
-from linnet.tangent.loaders import Said, Sharded, in_order, random_kept, sharded
+from linnet.tangent.loaders import DataNotes, Sharded, in_order, random_kept, sharded
 from linnet.tree import hash_tensors, map_tensors, tensors_in
 
 SAMPLES_A_READ = 256  # examples of a Dataset read at once
@@ -385,7 +385,7 @@ def _whole_pair(
     if alone is not None:
         return alone, None
     several = isinstance(data, tuple) and isinstance(data[0], list)  # inputs, or samples, as the network says
-    said = Said.known(names)
+    said = DataNotes.known(names)
     return gather_data(data, network if several else None, missing=True, keep=False, said=said)
 
 
@@ -415,7 +415,7 @@ def _as_one(samples: Sequence[Any], names: Sequence[str]) -> tuple[Inputs, Tenso
         return torch.stack(list(samples)), None
     if isinstance(first, Mapping) and without_targets(first)[1] is None:
         return concatenate([as_batch(sample) for sample in samples]), None
-    said = Said.known(names)
+    said = DataNotes.known(names)
     x, y = side_by_side([as_sample(sample, "a sample of the data", said) for sample in samples])
     return x, said.numbered(y)
 

@@ -48,12 +48,11 @@ from linnet.memory import require
 from linnet.params import choice, no_targets, refuse, warn
 from linnet.progress import waiting
 from linnet.tangent.alike import require_alike
-from linnet.tangent.batch import Inputs, check_finite, observe, take
-from linnet.tangent.door import Known
+from linnet.tangent.batch import Inputs, KnownInputs, check_finite, observe, take
 from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram
 from linnet.tangent.linearized import Linearized, pinned
-from linnet.tangent.loaders import Said
+from linnet.tangent.loaders import DataNotes
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.output_scale import scale_remarks
 
@@ -186,7 +185,7 @@ def _shared_fit(
     _check(lin, loss, ridge, asked.name, scale)
     _check_axis(axis, loss, given, asked.name)
     given = given.detach().clone() if isinstance(given, Tensor) else given
-    said = Said()
+    said = DataNotes()
     lin = pinned(lin, lin.function.precision)  # which later answers keep
     lin.function.known = None  # the data of another fit
     x, y = gather_data(data, lin.function, memory=memory, said=said)
@@ -198,7 +197,7 @@ def _shared_fit(
         y, counted = position_targets(y, lin.function.output_shape(x), axis, scale)
         x = x if counted is None else observe(x, counted)
 
-    lin.function.known = Known.of(x, said.columns)
+    lin.function.known = KnownInputs.of(x, said.columns)
 
     def make(chosen: Linearized) -> LinearFit | SoftmaxFit:
         """The fit on a linearization in a type of its own; what was made for another type stays behind."""

@@ -30,7 +30,7 @@ from linnet.params import choice, integer, number
 from linnet.tangent.batch import Inputs, on_device, split
 from linnet.tangent.functional import OutputAdapter, check_output, copied
 from linnet.tangent.gather import gather_data
-from linnet.tangent.loaders import Said
+from linnet.tangent.loaders import DataNotes
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import require_module
 from linnet.tree import hash_tensors, tensors_in
@@ -120,7 +120,7 @@ def with_head(
     probe = init if isinstance(init, Probe) else Probe()
     kind = "probe" if isinstance(init, Probe) else init
     seed = make_generator(seed)
-    said = Said()
+    said = DataNotes()
     given = None if data is None else gather_data(data, model, keep=False, said=said)
     check_names(said.classes, classes)
     check_output(output)

@@ -18,7 +18,7 @@ from linnet.linear.label_problem import class_problem
 from linnet.linear.problem import Problem
 from linnet.linear.targets import Targets
 from linnet.number_types import Precision
-from linnet.tangent.door import Known
+from linnet.tangent.batch import KnownInputs
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import given_network, matching_function, require_outputs, require_parameters
@@ -74,7 +74,7 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
     values, state = tensors["targets"], (tensors, metadata["solved"])
     targets = Targets(values, metadata["classes"], metadata["scale"], metadata["axis"])
     record = Record.read(metadata["record"])
-    function.known = Known.of(x, record.columns)
+    function.known = KnownInputs.of(x, record.columns)
     fitted: LinearFit | SoftmaxFit
     if metadata["loss"] == "squared":
         residual = tensors["residual"]

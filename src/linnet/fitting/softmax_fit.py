@@ -53,7 +53,7 @@ from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram
 from linnet.tangent.graph import Prototype, Traced
 from linnet.tangent.linearized import Linearized
-from linnet.tangent.loaders import Said
+from linnet.tangent.loaders import DataNotes
 from linnet.tangent.modes import in_exact_mode
 
 CHECKED = 3  # examples that are refitted where a ridge is chosen by leave-one-out
@@ -352,7 +352,7 @@ class SoftmaxFit(Fitted):
             )
         start = time.perf_counter()
         function = self.module.function
-        said = Said.known(self.record.classes)
+        said = DataNotes.known(self.record.classes)
         x, y = gather_data(data, function, memory=self.memory, said=said)
         function.check_runs(take(x, slice(0, 1)))
         new = class_targets(y, self.system.c, self.targets.dtype)

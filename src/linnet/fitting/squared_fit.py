@@ -40,7 +40,7 @@ from linnet.predictive.temperature import fit_moderation, fit_temperature
 from linnet.tangent.batch import Inputs, batch_size, observe, observed, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import examples, gather_data
-from linnet.tangent.loaders import Said
+from linnet.tangent.loaders import DataNotes
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.nonfinite import check_result
 
@@ -470,7 +470,7 @@ def joined_targets(targets: Targets, more: Targets) -> Targets:
 def more_data(fit: SquaredFit, data: Any, what: str = "the new data") -> tuple[Inputs, Targets]:
     """New data for a fit, on its device and with targets like those that it was fitted to."""
     function = fit._function
-    said = Said.known(fit.record.classes)
+    said = DataNotes.known(fit.record.classes)
     x, y = gather_data(data, function, memory=fit.memory, said=said)
     function.check_runs(take(x, slice(0, 1)))
     like = fit._targets

@@ -19,7 +19,7 @@ from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
 from linnet.tangent.batch import Inputs
 from linnet.tangent.door import in_columns
-from linnet.tangent.loaders import Said
+from linnet.tangent.loaders import DataNotes
 
 Predict = Callable[[Inputs], Any]
 
@@ -69,7 +69,7 @@ def evaluate(
     integer("bins", bins)
     columns = getattr(getattr(predict, "record", None), "columns", ())
     if columns and isinstance(data, tuple) and len(data) == 2:
-        data = in_columns(data[0], Said(columns=columns)), data[1]
+        data = in_columns(data[0], DataNotes(columns=columns)), data[1]
     predict = asked(predict)
     judged: list[Judged] = []
     values: list[tuple[Tensor, Tensor, Tensor]] = []

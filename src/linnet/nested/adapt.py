@@ -25,7 +25,7 @@ from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import OutputAdapter, check_output, without_wrapper
 from linnet.tangent.gather import gather_data
-from linnet.tangent.loaders import Said
+from linnet.tangent.loaders import DataNotes
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector, selected
 
@@ -108,7 +108,7 @@ def adapt(
     weight, ridge = requested(weight, ridge, tunes)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with sharing("linnet.adapt", device):
-        said = Said()
+        said = DataNotes()
         x, y = gather_data(data if y is None else (data, y), model, memory=memory, said=said)
         arguments = {"model": model, "x": x, "y": y, "params": params, "weight": weight, "ridge": ridge}
         require_alike({**arguments, "seed": seed, "memory": memory, "tune": tunes})
@@ -153,7 +153,7 @@ def _adapted(
     chosen: tuple[float | None, float | None],
     seed: int,
     memory: str | int | None,
-    heard: Said,
+    heard: DataNotes,
 ) -> NestedFit:
     """The fit of a network and its output; ``chosen`` are the weight and the ridge that were given."""
     begin = time.perf_counter()

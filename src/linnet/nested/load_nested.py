@@ -19,8 +19,7 @@ from linnet.nested.nested_fit import NestedFit, system_of
 from linnet.nested.prior import Prior
 from linnet.nested.rungs import Rung
 from linnet.nested.search import Mixture
-from linnet.tangent.batch import unflatten_inputs
-from linnet.tangent.door import Known
+from linnet.tangent.batch import KnownInputs, unflatten_inputs
 from linnet.tangent.functional import OutputAdapter, copied
 from linnet.tangent.matching import given_network, require_outputs, require_weights, saved_output
 
@@ -49,7 +48,7 @@ def read_nested(directory: str | Path, model: nn.Module, output: OutputAdapter =
     x = unflatten_inputs(tensors, metadata["inputs"])
     targets = Targets(tensors["targets"], metadata["classes"], metadata["scale"])
     record = Record.read(metadata["record"])
-    features.function.known = Known.of(x, record.columns)
+    features.function.known = KnownInputs.of(x, record.columns)
     prior = Prior(features, tensors["center"], Mixture(**metadata["mixture"]))
     require_outputs(lambda part: features.phi(part) - prior.center, x, tensors["phi"], path, OTHER)
     dual = DualSystem(tensors["kernel"], targets.values, metadata["ridge"], beta=tensors["beta"])

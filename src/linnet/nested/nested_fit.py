@@ -39,8 +39,7 @@ from linnet.nested.prior import Prior
 from linnet.nested.rungs import Rung
 from linnet.nested.search import BIAS, Mixture, choose
 from linnet.params import no_targets
-from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate
-from linnet.tangent.door import Known
+from linnet.tangent.batch import MASK, Inputs, KnownInputs, batch_size, concatenate
 from linnet.tangent.functional import Functional
 from linnet.tangent.graph import Prototype, Traced
 
@@ -356,6 +355,6 @@ def solved(
         seconds=seconds,
         noise_factor=choice.taken.noise_factor,
     )
-    features.function.known = Known.of(x, record.columns)
+    features.function.known = KnownInputs.of(x, record.columns)
     prior = Prior(features, center, choice.mixture)
     return NestedFit(prior, targets, system_of(prior, (x, phi), system, memory), record)

@@ -28,7 +28,7 @@ from linnet.linear.targets import ALPHA, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import flag, number, shown, tensor
 from linnet.shown import Shown
-from linnet.tangent.batch import Inputs, batch_size, check_finite, split, take
+from linnet.tangent.batch import Inputs, batch_size, check_examples, check_finite, split, take
 from linnet.tangent.door import taken
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.gather import gather_data
@@ -160,12 +160,11 @@ class Flow(Shown):
             Outputs (M, C).
 
         Raises:
-            InputError: If the time is not allowed, or x is empty.
+            InputError: If the time is not allowed.
+            DataError: If x is empty or not finite.
         """
         x = taken(self.lin.function, x)
-        if batch_size(x) == 0:
-            raise InputError("x is empty", "at least one example", "check the path and the split")
-        check_finite(x, "x")
+        check_examples(x)
         function, delta = self.lin.function, self.delta(time)
         function.check_runs(take(x, slice(0, 1)))
         parts = [sum(jvp(function, part, delta)) for part in split(x, BATCH)]

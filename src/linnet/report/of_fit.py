@@ -34,7 +34,7 @@ from linnet.report.records import FitRecord, Notes, RidgeChoice, Samples, Scores
 from linnet.report.run import Run
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.gather import gather_data
-from linnet.tangent.loaders import Said
+from linnet.tangent.loaders import DataNotes
 
 Array = np.ndarray[Any, Any]
 _SMALLEST = 4  # pixels a side of what is taken for a picture
@@ -124,7 +124,7 @@ def _names(fit: Fit, classes: Sequence[str] | None) -> tuple[str, ...] | None:
 
 def _tested(test: Any, run: _Fitted) -> tuple[Array, Array]:
     """The test samples."""
-    said = Said.known(run.fit.record.classes)
+    said = DataNotes.known(run.fit.record.classes)
     said.columns = run.fit.record.columns
     x, y = gather_data(test, said=said)
     if not isinstance(x, Tensor):

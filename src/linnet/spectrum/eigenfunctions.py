@@ -123,7 +123,8 @@ class Eigenfunctions(Record):
             (M, k), or (M, C, k); at the old points the eigenfunctions themselves.
 
         Raises:
-            InputError: If an index is out of range, or x is empty.
+            InputError: If an index is out of range.
+            DataError: If x is empty.
             NumericalError: If an eigenvalue is zero, so that there is no extension.
         """
         chosen = self._chosen(indices)

@@ -16,7 +16,7 @@ from linnet.errors import InputError
 from linnet.linalg.operator import FunctionOperator, LinearOperator
 from linnet.params import choice
 from linnet.tangent.alike import in_shares
-from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, require_dense, take
+from linnet.tangent.batch import Inputs, batch_size, check_examples, require_dense, take
 from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
@@ -164,9 +164,7 @@ def check_kernel(form: str) -> None:
 
 def check_inputs(function: Functional, x: Inputs) -> tuple[int, ...]:
     """The shape of the outputs of one example, after checking that the network can take ``x``."""
-    if batch_size(x) == 0:
-        raise InputError("x is empty", expected="at least one example", remedy=EMPTY)
-    check_finite(x, "x")
+    check_examples(x)
     return tuple(function.check_runs(take(x, slice(0, 1))).shape[1:])
 
 

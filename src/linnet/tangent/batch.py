@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,10 @@ OBSERVED, WHOLE = "linnet: observed", "linnet: inputs"  # keys of a batch with o
 
 # By a part of a batch what it was cut from, and which rows: errors name examples by their place in all.
 _CUT: Any = WeakIdKeyDictionary()
+
+# What was done with pixels, in notes on data.
+BYTES, INTEGERS = "bytes were divided by 255", "integers were divided by 255, as bytes are"
+SOME = 64  # images that a range is taken of
 
 Inputs = Any  # Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -310,12 +314,17 @@ def own_parts(x: Inputs, size: int) -> Iterator[tuple[slice, Inputs]]:
         start = stop
 
 
-def check_examples(x: Inputs, name: str = "x") -> None:
-    """Raise ``DataError`` if there is no example, or one is not finite."""
+def require_some(x: Inputs, name: str = "x") -> None:
+    """Raise ``DataError`` if there is no example."""
     if batch_size(x) == 0:
         raise DataError(
             f"{name} is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY
         )
+
+
+def check_examples(x: Inputs, name: str = "x") -> None:
+    """Raise ``DataError`` if there is no example, or one is not finite."""
+    require_some(x, name)
     check_finite(map_tensors(lambda t: t.detach(), x), name)
 
 
@@ -451,3 +460,62 @@ def made_up(x: Inputs) -> Inputs:
     if isinstance(made, dict) and isinstance(mask := x.get(MASK), Tensor):  # which keeps all positions
         made[MASK] = torch.full_like(made[MASK], bool((mask > 0).any()))
     return made
+
+
+class KnownInputs(NamedTuple):
+    """What a fit remembers of its inputs, to compare new ones with."""
+
+    columns: tuple[str, ...]  # of a data frame
+    range: tuple[float, float] | None  # of images, as the network takes them
+
+    @classmethod
+    def of(cls, x: Inputs, columns: tuple[str, ...]) -> KnownInputs:
+        """That of training inputs."""
+        return cls(columns, _range(x))
+
+    def doubts(self, x: Inputs, notes: Sequence[str]) -> list[str]:
+        """Why images are probably scaled unlike those of the training data."""
+        found = _range(x)
+        if found is None or self.range is None:
+            return []
+        (low, high), (least, most), scaled = found, self.range, {BYTES, INTEGERS} & set(notes)
+        shares = low >= 0 and high <= 1 and (scaled or high - low > 0.5)  # pixels that were divided by 255
+        far = 8 * max(-least, most, 1e-30) < max(-low, high) and high > 1.5
+        small = shares and most > 16  # pixels in 0 to 255, for a network that divides them by itself
+        signed = least < -0.5 and shares, least >= 0 and low < -0.5
+        if not (far or small or any(signed)):
+            return []
+        how = "bytes are divided by 255, which is all that is done to them; " if scaled else ""
+        return [
+            f"x holds values from {low:.3g} to {high:.3g}, and the images of the training data from "
+            f"{least:.3g} to {most:.3g}: {how}scale and normalize x as the training data were"
+            + (", x / 255 for pixels up to 255" if far else "")
+        ]
+
+
+def _range(x: Inputs) -> tuple[float, float] | None:
+    """The smallest and the largest value of some images; ``None`` without any."""
+    few = [_few(t) for t in tensors_in(observed(x)[0]) if t.ndim == 4 and t.is_floating_point() and t.numel()]
+    ends = [torch.stack(t.aminmax()).double().cpu() for t in few]
+    return (min(float(e[0]) for e in ends), max(float(e[1]) for e in ends)) if ends else None
+
+
+def _few(t: Tensor) -> Tensor:
+    """Some rows of a tensor, evenly spaced."""
+    return t[:: -(-len(t) // SOME)].detach()
+
+
+def doubts_of_pixels(x: Inputs, notes: Sequence[str]) -> list[str]:
+    """Why training images are probably not scaled as the network takes them."""
+    found = _range(x)
+    if found is None or found[0] < 0:
+        return []
+    if INTEGERS in notes and 0 < found[1] < 1.5 / 255:
+        return ["x holds the integers 0 and 1, which were divided by 255: pass x.float() to keep them"]
+    images = [_few(t) for t in tensors_in(observed(x)[0]) if t.ndim == 4 and t.is_floating_point()]
+    if not 1.5 < found[1] <= 255 or any(bool((t != t.round()).any()) for t in images):
+        return []
+    return [
+        f"x holds whole numbers up to {found[1]:.0f}, as pixels are: pass x / 255, or bytes (uint8), if the "
+        "network was trained on pixels in [0, 1]; normalize them as for its training"
+    ]

@@ -35,6 +35,8 @@ from torch import Tensor, nn
 
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.tangent.batch import (
+    BYTES,
+    INTEGERS,
     TARGETS,
     Inputs,
     concatenate,
@@ -46,7 +48,7 @@ from linnet.tangent.batch import (
     yields,
 )
 from linnet.tangent.functional import FAILURES, Functional, adapt_outputs, call_arguments
-from linnet.tangent.loaders import Said, random_kept
+from linnet.tangent.loaders import DataNotes, random_kept
 from linnet.tree import map_tensors, tensors_in
 
 IMAGE_MODES = {
@@ -54,8 +56,6 @@ IMAGE_MODES = {
 }  # fmt: skip
 # What the entry with the inputs is called in mappings of others.
 NAMES = ("image", "images", "img", "pixel_values", "x", "input", "inputs", "features", "input_values", "data")
-BYTES, INTEGERS = "bytes were divided by 255", "integers were divided by 255, as bytes are"
-SOME = 64  # images that a range is taken of
 INSIDE = ("body", "network", "module")  # what modules that wrap a network call it
 CHANNELS = (1, 3, 4)  # of images, where no convolution says how many
 
@@ -90,7 +90,7 @@ def tensorize(x: Any, name: str = "x") -> Inputs:
     return named_tensor(_frame(x, name) if hasattr(x, "columns") and hasattr(x, "to_numpy") else x, name)
 
 
-def in_columns(x: Any, said: Said) -> Any:
+def in_columns(x: Any, said: DataNotes) -> Any:
     """A data frame in the order of the columns known, whose names are kept where none are; others as is."""
     names = tuple(map(str, x.columns)) if hasattr(x, "columns") and hasattr(x, "to_numpy") else ()
     if names == tuple(map(str, range(len(names)))) or names == said.columns:
@@ -109,7 +109,7 @@ def in_columns(x: Any, said: Said) -> Any:
     return x[[x.columns[names.index(name)] for name in said.columns]]
 
 
-def in_rows(x: Any, y: Any, said: Said) -> Any:
+def in_rows(x: Any, y: Any, said: DataNotes) -> Any:
     """The targets of a table in the order of its rows, by the index of both."""
     if not all(hasattr(one, "index") and hasattr(one, "to_numpy") for one in (x, y)) or x.index.equals(
         y.index
@@ -125,7 +125,7 @@ def in_rows(x: Any, y: Any, said: Said) -> Any:
     )
 
 
-def answers(y: Any, said: Said | None = None) -> Tensor:
+def answers(y: Any, said: DataNotes | None = None) -> Tensor:
     """Targets as a tensor."""
     y = y.to_numpy() if hasattr(y, "to_numpy") else y
     words = y.tolist() if isinstance(y, np.ndarray) and y.dtype.kind in "USO" else y
@@ -158,7 +158,7 @@ def answers(y: Any, said: Said | None = None) -> Tensor:
 
 def known_answers(y: Any, classes: Sequence[str]) -> Tensor:
     """Targets as a tensor, where classes have names already."""
-    said = Said.known(classes)
+    said = DataNotes.known(classes)
     return said.numbered(answers(y, said))
 
 
@@ -252,68 +252,9 @@ def device_of(network: Functional | nn.Module) -> torch.device:
     return next((p.device for p in network.parameters()), torch.device("cpu"))
 
 
-def taken(network: Functional | nn.Module, x: Any, name: str = "x", said: Said | None = None) -> Inputs:
+def taken(network: Functional | nn.Module, x: Any, name: str = "x", said: DataNotes | None = None) -> Inputs:
     """New inputs as the network takes them, whose values are not looked at; ``None`` stays."""
     return None if x is None else admit(network, tensorize([x] if is_image(x) else x, name), said)
-
-
-class Known(NamedTuple):
-    """What a fit remembers of its inputs, to compare new ones with."""
-
-    columns: tuple[str, ...]  # of a data frame
-    range: tuple[float, float] | None  # of images, as the network takes them
-
-    @classmethod
-    def of(cls, x: Inputs, columns: tuple[str, ...]) -> Known:
-        """That of training inputs."""
-        return cls(columns, _range(x))
-
-    def doubts(self, x: Inputs, notes: Sequence[str]) -> list[str]:
-        """Why images are probably scaled unlike those of the training data."""
-        found = _range(x)
-        if found is None or self.range is None:
-            return []
-        (low, high), (least, most), scaled = found, self.range, {BYTES, INTEGERS} & set(notes)
-        shares = low >= 0 and high <= 1 and (scaled or high - low > 0.5)  # pixels that were divided by 255
-        far = 8 * max(-least, most, 1e-30) < max(-low, high) and high > 1.5
-        small = shares and most > 16  # pixels in 0 to 255, for a network that divides them by itself
-        signed = least < -0.5 and shares, least >= 0 and low < -0.5
-        if not (far or small or any(signed)):
-            return []
-        how = "bytes are divided by 255, which is all that is done to them; " if scaled else ""
-        return [
-            f"x holds values from {low:.3g} to {high:.3g}, and the images of the training data from "
-            f"{least:.3g} to {most:.3g}: {how}scale and normalize x as the training data were"
-            + (", x / 255 for pixels up to 255" if far else "")
-        ]
-
-
-def _range(x: Inputs) -> tuple[float, float] | None:
-    """The smallest and the largest value of some images; ``None`` without any."""
-    few = [_few(t) for t in tensors_in(observed(x)[0]) if t.ndim == 4 and t.is_floating_point() and t.numel()]
-    ends = [torch.stack(t.aminmax()).double().cpu() for t in few]
-    return (min(float(e[0]) for e in ends), max(float(e[1]) for e in ends)) if ends else None
-
-
-def _few(t: Tensor) -> Tensor:
-    """Some rows of a tensor, evenly spaced."""
-    return t[:: -(-len(t) // SOME)].detach()
-
-
-def doubts_of_pixels(x: Inputs, notes: Sequence[str]) -> list[str]:
-    """Why training images are probably not scaled as the network takes them."""
-    found = _range(x)
-    if found is None or found[0] < 0:
-        return []
-    if INTEGERS in notes and 0 < found[1] < 1.5 / 255:
-        return ["x holds the integers 0 and 1, which were divided by 255: pass x.float() to keep them"]
-    images = [_few(t) for t in tensors_in(observed(x)[0]) if t.ndim == 4 and t.is_floating_point()]
-    if not 1.5 < found[1] <= 255 or any(bool((t != t.round()).any()) for t in images):
-        return []
-    return [
-        f"x holds whole numbers up to {found[1]:.0f}, as pixels are: pass x / 255, or bytes (uint8), if the "
-        "network was trained on pixels in [0, 1]; normalize them as for its training"
-    ]
 
 
 def one_image(network: Functional | nn.Module, x: Any) -> Any:
@@ -327,11 +268,11 @@ def one_image(network: Functional | nn.Module, x: Any) -> Any:
     return x if _runs(network, change.typed(x[:1])) else x[None]
 
 
-def admit(network: Functional | nn.Module, x: Inputs, said: Said | None = None) -> Inputs:
+def admit(network: Functional | nn.Module, x: Inputs, said: DataNotes | None = None) -> Inputs:
     """A batch of tensors as the network takes it."""
     if observed(x)[1] is not None:
         return x
-    said = Said() if said is None else said
+    said = DataNotes() if said is None else said
     if isinstance(x, Mapping):
         x = _routed(_known(network, "arguments", lambda: _arguments(_module_of(network))), x, said)
     elif isinstance(x, list):
@@ -604,7 +545,7 @@ def _arguments(model: nn.Module) -> dict[str, bool] | None:
     return {p.name: p.default is p.empty for p in found}
 
 
-def _routed(found: dict[str, bool] | None, x: Mapping[str, Any], said: Said) -> Inputs:
+def _routed(found: dict[str, bool] | None, x: Mapping[str, Any], said: DataNotes) -> Inputs:
     """The entries of a mapping that the network takes; what it is given by position alone is a tensor."""
     if not x:
         return x

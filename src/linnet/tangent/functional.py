@@ -25,6 +25,7 @@ from linnet.tangent.batch import (
     SHARED,
     TARGETS,
     Inputs,
+    KnownInputs,
     ambiguity,
     batch_size,
     example_shapes,
@@ -114,7 +115,7 @@ class Functional:
         self.output = output
         self.recurrent = has_recurrence(model)
         self.source: Functional | None = None  # the same network in the type that it came in
-        self.known: Any = None  # what a fit remembers of its inputs, where this is the network of one
+        self.known: KnownInputs | None = None  # the inputs of a fit, where this is the network of one
         self.pinned: Precision | None = None  # the types of numbers that a fit was made with
         self.padding = padding_rows(self.model, self.names)
         self.cache = Findings()

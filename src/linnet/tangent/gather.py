@@ -38,23 +38,23 @@ from linnet.tangent.batch import (
     check_examples,
     check_finite,
     concatenate,
+    doubts_of_pixels,
     example_shapes,
     is_data_set,
     mask_of,
     padded,
     require_dense,
+    require_some,
     take,
     without_targets,
     yields,
 )
 from linnet.tangent.door import (
-    Known,
     admit,
     answers,
     are_alike,
     as_batch,
     device_of,
-    doubts_of_pixels,
     holds_arrays,
     in_columns,
     in_rows,
@@ -65,7 +65,7 @@ from linnet.tangent.door import (
     tensorize,
 )
 from linnet.tangent.functional import Functional
-from linnet.tangent.loaders import Said, changing, in_order, mixing, random_kept, require_whole
+from linnet.tangent.loaders import DataNotes, changing, in_order, mixing, random_kept, require_whole
 from linnet.tree import map_tensors, tensors_in
 
 TOGETHER = 32  # samples of a data set that are put side by side
@@ -108,15 +108,17 @@ def holds_samples(x: Any) -> bool:
     return isinstance(x, DataLoader) or is_data_set(x) or yields(x)
 
 
-def pairs(data: Any, said: Said | None = None, targets: bool = True) -> Iterator[tuple[Inputs, Any]]:
+def pairs(data: Any, said: DataNotes | None = None, targets: bool = True) -> Iterator[tuple[Inputs, Any]]:
     """The batches of any kind of data, in their order; nothing is gathered."""
     if not targets:
-        yield from ((x, torch.zeros(batch_size(x))) for x, _ in _read(data, said or Said(), unlabeled))
+        yield from ((x, torch.zeros(batch_size(x))) for x, _ in _read(data, said or DataNotes(), unlabeled))
     else:
-        yield from _read(data, Said(text=False) if said is None else said, as_pair)
+        yield from _read(data, DataNotes(text=False) if said is None else said, as_pair)
 
 
-def _read(data: Any, said: Said, pair: Callable[[Any, str], tuple[Any, Any]]) -> Iterator[tuple[Inputs, Any]]:
+def _read(
+    data: Any, said: DataNotes, pair: Callable[[Any, str], tuple[Any, Any]]
+) -> Iterator[tuple[Inputs, Any]]:
     """The batches, each split in two."""
     if isinstance(data, DataLoader):
         require_whole(data)
@@ -177,7 +179,7 @@ def side_by_side(parts: list[tuple[Inputs, Tensor]]) -> tuple[Inputs, Tensor]:
 def as_sample(
     item: Any,
     name: str,
-    said: Said | None = None,
+    said: DataNotes | None = None,
     pair: Callable[[Any, str], tuple[Any, Any]] = as_pair,
 ) -> tuple[Inputs, Tensor]:
     """A sample as a batch of one, (1, ...)."""
@@ -209,12 +211,12 @@ def gather_data(
     missing: bool = False,
     memory: str | int | None = None,
     keep: bool = True,
-    said: Said | None = None,
+    said: DataNotes | None = None,
     targets: bool = True,
 ) -> tuple[Inputs, Tensor]:
     """The whole of ``data`` as one (x, y) pair, in memory or mapped from a temporary file."""
-    heard = Said(text=False) if said is None else said
-    known: Known | None = getattr(network, "known", None)
+    heard = DataNotes(text=False) if said is None else said
+    known = network.known if isinstance(network, Functional) else None
     heard.columns = heard.columns if known is None else known.columns
     if in_pieces(data):
         gathered, shortest = Gathered(_limit(memory)), None
@@ -238,8 +240,7 @@ def gather_data(
         if keep:
             x, y = copied(x, memory, _read_only(data)), y.detach().clone()
     y = heard.numbered(y)
-    if batch_size(x) == 0:
-        raise DataError("data is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
+    require_some(x, "data")
     require_targets(x, y, "data")
     if network is not None and targets:
         heard.warnings += doubts_of_pixels(x, heard.notes) if known is None else known.doubts(x, heard.notes)
@@ -254,8 +255,8 @@ def gather_data(
 
 def examples(network: Functional | nn.Module, x: Any, name: str = "x") -> Inputs:
     """New inputs as the network takes them, of any kind of data; targets are left out."""
-    known: Known | None = getattr(network, "known", None)
-    said = Said(columns=() if known is None else known.columns)
+    known = network.known if isinstance(network, Functional) else None
+    said = DataNotes(columns=() if known is None else known.columns)
     if isinstance(x, TensorDataset) and len(x.tensors) < 3:
         x = x.tensors[0]
     if holds_samples(x):
@@ -268,7 +269,7 @@ def examples(network: Functional | nn.Module, x: Any, name: str = "x") -> Inputs
     return made
 
 
-def _admitted(network: Functional | nn.Module, x: Inputs, said: Said, limit: int) -> Inputs:
+def _admitted(network: Functional | nn.Module, x: Inputs, said: DataNotes, limit: int) -> Inputs:
     """A batch as the network takes it, piece by piece where that takes much memory."""
     held = sum(t.nbytes for t in tensors_in(x))
     if LARGER * held <= limit or not isinstance(x, Tensor) or len(x) < 2:

@@ -33,7 +33,13 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.number_types import products_in
 from linnet.params import choice, part_of
 from linnet.progress import track
-from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, example_shapes, take
+from linnet.tangent.batch import (
+    Inputs,
+    batch_size,
+    check_examples,
+    example_shapes,
+    take,
+)
 from linnet.tangent.capture import capture_bytes, capture_parts_for_products, hollow_capture
 from linnet.tangent.capture import capture_for_products as capture  # gradients are only multiplied here
 from linnet.tangent.features import (
@@ -676,9 +682,7 @@ def _task(
     for name, x in (("x1", task.x1), ("x2", task.x2)):
         if x is None:
             continue
-        if batch_size(x) == 0:
-            raise InputError(f"{name} is empty", expected="at least one example", remedy=EMPTY)
-        check_finite(x, name)
+        check_examples(x, name)
     if task.x2 is not None and _form_of(task.x1) != _form_of(task.x2):
         task.function.check_runs(take(task.x2, slice(0, 2)))
     return task

@@ -18,7 +18,7 @@ from linnet.errors import InputError, WeightsError
 from linnet.linalg.space import ParameterSpace, Vector
 from linnet.number_types import Precision
 from linnet.params import choice, instance, refuse, tensor
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, require_some
 from linnet.tangent.door import taken
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, OutputAdapter, tensors_by_name
@@ -26,7 +26,7 @@ from linnet.tangent.gather import examples
 from linnet.tangent.gram import gram
 from linnet.tangent.jacobian import jacobian, jvp, jvp_columns, linearity_gap, vjp_columns
 from linnet.tangent.modes import import_compiler
-from linnet.tangent.nonfinite import check_given, check_result, explained, finite_numbers
+from linnet.tangent.nonfinite import check_result, explained, finite_numbers
 from linnet.tangent.rules import Form
 from linnet.tangent.selection import Selector
 
@@ -136,7 +136,7 @@ class Linearized(nn.Module):
             ModelError: If the network cannot take x, or returns values that are not finite.
         """
         x = taken(self._function, x)
-        check_given(x)
+        require_some(x)
         value = self._function.check_runs(x)
         return value.reshape(value.shape[0], -1)
 

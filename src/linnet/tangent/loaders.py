@@ -133,7 +133,7 @@ FIND = "pass the data set itself, or torch.utils.data.Subset(dataset, indices)"
 
 
 @dataclass
-class Said:
+class DataNotes:
     """What is to be said of data."""
 
     notes: list[str] = field(default_factory=list)  # what was done with them, which changes no result
@@ -156,7 +156,7 @@ class Said:
             )
 
     @classmethod
-    def known(cls, classes: Sequence[str]) -> Said:
+    def known(cls, classes: Sequence[str]) -> DataNotes:
         """Of data whose y may be text only where the classes have names already."""
         return cls(classes=tuple(classes), text=bool(classes))
 

@@ -18,10 +18,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from linnet.errors import DataError, LinnetError, NumericalError
+from linnet.errors import LinnetError, NumericalError
 from linnet.linalg.finite import is_finite
 from linnet.params import refuse, tensor
-from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, place_of, split, take
+from linnet.tangent.batch import (
+    Inputs,
+    batch_size,
+    check_finite,
+    place_of,
+    require_some,
+    split,
+    take,
+)
 from linnet.tangent.coordinates import moved_network
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad, random_cotangent, use_gradients
@@ -157,19 +165,13 @@ def _in_float64(function: Functional, example: Inputs) -> bool:
         return False
 
 
-def check_given(x: Inputs) -> None:
-    """Raise unless x holds examples."""
-    if batch_size(x) == 0:
-        raise DataError("x is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
-
-
 @contextmanager
 def explained(function: Functional, x: Inputs) -> Iterator[None]:
     """Say what is wrong with x where a pass over it fails."""
     if torch.compiler.is_compiling():
         yield
         return
-    check_given(x)
+    require_some(x)
     try:
         yield
     except LinnetError:

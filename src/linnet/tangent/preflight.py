@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnet.errors import DataError, ModelError, NumericalError
+from linnet.errors import ModelError, NumericalError
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.memory import Plan, format_bytes
 from linnet.shown import Record
-from linnet.tangent.batch import EMPTY, Inputs, batch_size
+from linnet.tangent.batch import Inputs, require_some
 from linnet.tangent.capture import proved_plan
 from linnet.tangent.coordinates import moved_network
 from linnet.tangent.door import taken
@@ -157,8 +157,7 @@ def preflight(
     """
     function = model.function if isinstance(model, Linearized) else Functional(model, params, output)
     batch = taken(function, batch, "batch")
-    if batch_size(batch) == 0:
-        raise DataError("batch is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
+    require_some(batch, "batch")
     value = function.check_runs(batch)
     fatal = (
         _randomness(function, batch) or _batch_dependence(function, batch) or _derivatives(function, batch)
