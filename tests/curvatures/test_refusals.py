@@ -312,11 +312,19 @@ def changed() -> Any:
     return la.fit((x, y), add=True)
 
 
+def in_many_precisions() -> Any:
+    """A posterior with a prior precision for every parameter."""
+    return linnet.Laplace(nn.Linear(20, 15).double(), Categorical(), "diagonal", torch.ones(315)).fit(WIDE)
+
+
+WIDE = real(9, 20), torch.arange(9)
 _, XS, YS = classes()
 GAUSSIAN = Gaussian(variance=0.5)
 POSTERIORS: list[Row] = [
     (InputError, "-2", lambda: laplace(prior_precision=torch.tensor([1.0, -2.0]))),
     (InputError, "['2']", lambda: laplace(prior_precision={"0": 1.0, "2": 0.0})),
+    (InputError, "315", lambda: in_many_precisions().tune("validation", WIDE)),
+    (InputError, "expectancy", lambda: laplace(expectancy="mc")),
     (InputError, "Kronecker", lambda: laplace(prior_precision=torch.ones(31))),
     (InputError, "matrix-free", lambda: laplace("matrix-free")),
     (InputError, "structure", lambda: laplace(["kfac", "full"])),

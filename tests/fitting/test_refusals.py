@@ -186,6 +186,7 @@ DATA: list[Row] = [
     (InputError, "(9, 2, 3)", lambda: of_grid(real(9, 2, 3))),
     (InputError, "(3, 2)", lambda: make_targets(torch.zeros(3, 2, dtype=torch.long), outputs=2)),
     (InputError, "(4, 2, 2)", lambda: make_targets(torch.zeros(4, 2, 2), outputs=3)),
+    (DataError, "index 2", lambda: make_targets(put(torch.zeros(4, 2), 5, NAN), outputs=2)),
     (DataError, "0 examples", lambda: make_targets(torch.zeros(0, dtype=torch.long), outputs=2)),
     (MemoryBudgetError, "classes", lambda: make_targets(torch.tensor([0, 1, 2]), 10**12)),
 ]
@@ -351,6 +352,8 @@ PROCESSES: list[Row] = [
     (InputError, "precision", lambda: linnet.TangentGP(network(), NOISE, precision=1.0)),
     (InputError, "function space", lambda: process(space="function", preconditioner="ekfac")),
     (InputError, "parameter space", lambda: process(space="parameter", preconditioner="pivoted-cholesky")),
+    (InputError, "rank=", lambda: process(solver="cholesky", rank=5)),
+    (InputError, "finite-difference", lambda: process(space="function", derivative="finite-difference")),
     (InputError, "params=", lambda: linnet.TangentGP(P.lin, NOISE, params="last-layer")),
     (InputError, "even", lambda: linnet.TangentGP(P.model, HeteroscedasticGaussian()).fit(IN, OUT[:, :1])),
     (InputError, "fitted", lambda: linnet.TangentGP(network(), NOISE).predictive(IN)),

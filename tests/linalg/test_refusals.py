@@ -85,6 +85,7 @@ FACTORS: list[Row] = [
 ]
 MATRICES: list[Row] = [
     (InputError, "(2, 3)", lambda: Dense(torch.ones(2, 3))),
+    (InputError, "one matrix", lambda: Dense(torch.ones(2, 2, 2))),
     (InputError, "symmetric", lambda: Dense(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))),
     (NumericalError, "4 NaN", lambda: Dense(torch.full((2, 2), torch.nan))),
     (InputError, "dimension 8", lambda: Dense(EYE, SPACE)),
