@@ -145,6 +145,6 @@ def test_an_exception_in_the_data_leaves_the_network_as_it_was() -> None:
                 raise OSError("the disk is gone")
             return case("resnet-batchnorm").x1[i % 4], 0
 
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(OSError, match="disk"):
         linnet.curvature(model, torch.utils.data.DataLoader(Broken(), 2), Categorical(), "ekfac")
     assert_equal(snapshot(model), before)

@@ -103,7 +103,7 @@ def test_variances_form_no_matrix_between_outputs(structure: str) -> None:
         found = M.output_variance(x, memory="600kB")
     assert_near(found, expected, 1e-4)
     assert seen.largest < c * c / 10, f"{seen.where} makes {seen.largest} numbers"
-    with pytest.raises(MemoryBudgetError, match="output variances of 3 examples x 2000 outputs"):
+    with pytest.raises(MemoryBudgetError, match="2000"):
         M.output_variance(x, memory="10kB")
 
 

@@ -140,18 +140,18 @@ def test_a_fit_in_float64_says_so_and_goes_on(tmp_path: Path) -> None:
 
 def test_the_error_names_a_ridge_that_can_be_answered() -> None:
     case = Case()
-    with pytest.raises(NumericalError, match="ridge=1e-13 is too small") as refusal:
+    with pytest.raises(NumericalError, match="ridge=1e-13") as refusal:
         case.fit(1e-13)
     assert refusal.value.remedy is not None
     least = float(refusal.value.remedy.removeprefix("pass ridge="))
     assert audit.accuracy(case.fit(least)).sound
-    with pytest.raises(NumericalError, match="ridges holds 1e-09") as refusal:
+    with pytest.raises(NumericalError, match="1e-09") as refusal:
         case.fit(1.0).path([1.0, 1e-9])
     assert refusal.value.expected is not None
     least = float(refusal.value.expected.split()[-1])
     assert 1e-9 < least < 1
     case.fit(1.0).path([1.0, least])
-    with pytest.raises(NumericalError, match="1e-09 is too small for a network in float32"):
+    with pytest.raises(NumericalError, match="float32"):
         case.fit(1.0).update((case.x_test, torch.zeros(T, 1)), ridge=1e-9)
 
 
@@ -192,7 +192,7 @@ def test_iterations_without_a_kernel_are_refused_where_digits_cancel(monkeypatch
     assert case.fit(10.0, "cg").loo().isfinite().all()
     error = refused(NumericalError, lambda: case.fit(1e-5, "cg").loo(), "leave-one-out at ridge")
     assert "ridge of about" in str(error)
-    with pytest.raises(InputError, match="kernel beyond the budget"):
+    with pytest.raises(InputError, match="kernel"):
         audit.accuracy(case.fit(10.0, "cg"))
 
 

@@ -207,7 +207,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("no space left on device")
 
     monkeypatch.setattr(safetensors.torch, "save_file", breaks)
-    with pytest.raises(InputError, match="no space left"):
+    with pytest.raises(InputError, match="space"):
         fit.forget([0]).save(tmp_path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]

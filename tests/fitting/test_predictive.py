@@ -46,7 +46,7 @@ def test_log_densities() -> None:
     labels = torch.tensor([0, 1, 1])
     near(p.log_density(labels), p.probs[range(3), labels].log(), 1e-12)
     for wrong in (torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.tensor([-1, 0, 1])):
-        with pytest.raises(InputError, match="labels from 0 to 1"):
+        with pytest.raises(InputError, match="labels"):
             p.log_density(wrong)
 
 

@@ -99,7 +99,7 @@ def test_a_broken_kernel_is_named() -> None:
     kernel = torch.full((3, 3), math.nan, dtype=torch.float64)
     function = linnet.linearize(nn.Linear(2, 3)).function
     problem = class_problem(function, torch.ones(1, 2), torch.zeros(1, 3), torch.eye(1, 3))
-    with pytest.raises(NumericalError, match="kernel has 9 NaN"):
+    with pytest.raises(NumericalError, match="kernel"):
         KernelNewton(problem, kernel, 1.0)
 
 

@@ -44,9 +44,9 @@ def test_one_sample_has_no_variance() -> None:
     one = la.predictive(x, "mc", samples=1, seed=0)
     torch.testing.assert_close(one.mean, one.outputs[0])
     for ask in ("variance", "covariance", "joint_covariance"):
-        with pytest.raises(InputError, match="the variance of one sample"):
+        with pytest.raises(InputError, match="variance"):
             getattr(one, ask)
-    with pytest.raises(InputError, match="the variance of one sample"):
+    with pytest.raises(InputError, match="variance"):
         one.with_noise()
 
 
@@ -57,7 +57,7 @@ def test_a_linearization_that_was_trained_is_refused() -> None:
     near(Laplace(lin, CATEGORICAL).fit((x, y)).predictive(x).mean, lin(x), 1e-12)
     with torch.no_grad():
         lin.delta["0.weight"].add_(0.1)
-    with pytest.raises(InputError, match="Linearized that has been trained"):
+    with pytest.raises(InputError, match="Linearized"):
         Laplace(lin, CATEGORICAL).fit((x, y))
     lin.relinearize()
     near(Laplace(lin, CATEGORICAL).fit((x, y)).predictive(x).mean, lin(x), 1e-12)

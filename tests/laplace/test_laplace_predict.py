@@ -158,7 +158,7 @@ def test_many_outputs_of_the_whole_network_have_variances(monkeypatch: pytest.Mo
     j = linnet.linearize(model, output=lambda out: out[:, few]).jacobian(x)
     expected = torch.einsum("ncp,p,ncp->nc", j, la.covariance.diagonal(), j)
     near(prediction.variance[:, few].double(), expected.double(), 1e-4)
-    with pytest.raises(MemoryBudgetError, match=r"take .variance or link"):
+    with pytest.raises(MemoryBudgetError, match="variance"):
         _ = la.predictive(x, memory="50MB").covariance
     with pytest.raises(MemoryBudgetError, match="output variances"):
         la.predictive(x, memory="50kB")

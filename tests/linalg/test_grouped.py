@@ -170,7 +170,7 @@ def test_a_thousand_groups_are_one_computation(monkeypatch: pytest.MonkeyPatch) 
 def test_a_group_is_judged_by_its_own_size() -> None:
     # −1e-6 is rounding beside the first group's 1e12, and no rounding beside the second one's 1
     assert float(nonnegative_each(torch.tensor([[1e12, -1e-6], [1.0, 2.0]]).double())[0, 1]) == 0.0
-    with pytest.raises(NumericalError, match=r"matrix 1 of G .*-1e-06"):
+    with pytest.raises(NumericalError, match="-1e-06"):
         nonnegative_each(torch.tensor([[1e12, 1.0], [1.0, -1e-6]]).double(), "G")
     assert nonnegative_each(torch.zeros(3, 2)).shape == (3, 2)
     assert nonnegative_each(torch.zeros(0, 2)).shape == (0, 2)

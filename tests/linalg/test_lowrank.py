@@ -44,7 +44,7 @@ def test_weights_may_be_negative_while_the_sum_is_positive() -> None:
     weights, diagonal = torch.tensor([3.0, -0.5]).double(), torch.ones(5).double()
     check_operator(LowRankMatrix.from_factor(factor, weights, diagonal), dense(factor, weights, diagonal))
     check_operator(LowRankMatrix.from_factor(factor, weights, 1.0), dense(factor, weights, diagonal))
-    with pytest.raises(NumericalError, match=r"my G is not positive semi-definite.*-0\.5"):
+    with pytest.raises(NumericalError, match=r"-0\.5"):
         LowRankMatrix.from_factor(factor, weights, 0.0, name="my G")
 
 

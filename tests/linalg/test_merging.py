@@ -118,7 +118,7 @@ def test_the_tolerance_of_kl_decides_when_it_stops() -> None:
 
 def test_kl_says_when_it_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("linnet.linalg.merging._KL_STEPS", 1)
-    with pytest.raises(NumericalError, match=r"3 Kronecker products by KL.*method='svd'"):
+    with pytest.raises(NumericalError, match="method='svd'"):
         merge_kl(products(3))
 
 

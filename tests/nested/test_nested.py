@@ -299,7 +299,7 @@ def test_the_grid_of_ridges_grows() -> None:
 def test_a_ridge_below_the_rounding_is_refused() -> None:
     data = X[:N].float(), Y[:N]
     net = network().float()
-    with pytest.raises(NumericalError, match=r"below the rounding.*or more"):
+    with pytest.raises(NumericalError, match="rounding"):
         linnet.adapt(net, (torch.cat([data[0], data[0]]), torch.cat([data[1], data[1]])), ridge=1e-12)
     exact = linnet.adapt(network(), (data[0].double(), data[1]), ridge=0.01, weight=0.5).loo()
     assert near(linnet.adapt(net, data, ridge=0.01, weight=0.5).loo().double(), exact, 1e-3)

@@ -161,7 +161,7 @@ def test_changes_keep_what_folds_told(fits: tuple[NestedFit, NestedFit]) -> None
     assert torch.allclose(less.predict(TEST[0]), less.recomputed().predict(TEST[0]), atol=1e-6)
     more = fit.update((TEST[0][:4], TEST[1][:4]))
     assert torch.allclose(more.loo()[-4:], fit.predict(TEST[0][:4]), atol=1e-5)
-    with pytest.raises(InputError, match="lower layers were trained"):
+    with pytest.raises(InputError, match="trained"):
         fit.update((TEST[0][:4], TEST[1][:4]), ridge="loo")
 
 

@@ -21,7 +21,7 @@ def test_require_returns_the_value_of_a_converged_solution() -> None:
 def test_require_raises_with_what_to_try(status: Status) -> None:
     solution = Solution(torch.ones(2), status, steps=7, residual=0.125)
     assert not solution.converged
-    with pytest.raises(NumericalError, match=r"the fit ended after 7 steps .* 0\.12: ") as error:
+    with pytest.raises(NumericalError, match=r"0\.12") as error:
         solution.require("the fit")
     assert status.value in str(error.value)
 

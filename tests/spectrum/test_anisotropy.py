@@ -185,7 +185,7 @@ def test_tolerance_steps_and_seed() -> None:
     assert tight.residual < 1e-9 < loose.residual
     again, other = (linnet.spectrum.anisotropy_directions(**options, seed=s, tolerance=0.1) for s in (0, 1))
     assert not torch.equal(again.directions, other.directions)
-    with pytest.raises(NumericalError, match="Lanczos for 2 anisotropy directions"):
+    with pytest.raises(NumericalError, match="anisotropy"):
         linnet.spectrum.anisotropy_directions(**options, max_steps=1)
 
 

@@ -100,7 +100,7 @@ def test_the_choice_of_the_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert run(memory=90_000, gram=kept).method == "lanczos"
     monkeypatch.setattr(kernel_eigenpairs, "PATIENCE", 0.0)  # too few steps for Lanczos
     assert run(method=exactly("auto", 1e-12)).method == "eigh"
-    with pytest.raises(NumericalError, match="Lanczos for 3 eigenfunctions ended after 14 steps"):
+    with pytest.raises(NumericalError, match="eigenfunctions"):
         run(method=exactly("lanczos", 1e-30))
 
 

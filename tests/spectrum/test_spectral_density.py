@@ -143,7 +143,7 @@ def test_condition_number() -> None:
     )
     by_lanczos = linnet.spectrum.condition_number(Diagonal(line(40)), tolerance=1e-10, seed=2)
     assert by_lanczos == pytest.approx(40, rel=1e-8)
-    with pytest.raises(NumericalError, match="Lanczos for an eigenvalue"):
+    with pytest.raises(NumericalError, match="eigenvalue"):
         linnet.spectrum.condition_number(Diagonal(line(400)), tolerance=1e-10, max_steps=3)
     singular = line(6) - 1
     assert linnet.spectrum.condition_number(rotated(singular)) == math.inf

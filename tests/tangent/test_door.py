@@ -562,7 +562,7 @@ def test_what_hidden_positions_hold_is_what_is_filled_in() -> None:
 
 def test_padding_that_is_not_left_out_is_refused() -> None:
     batches = list(zip(sentences([5, 9]), torch.tensor([[0], [1]]), strict=True))
-    with pytest.raises(DataError, match=r"changes the network's outputs.*pad"):
+    with pytest.raises(DataError, match="network's"):
         linnet.fit(linnet.linearize(Text(hides=False)), batches)
     with pytest.raises(DataError, match="mask"):
         gather_data([(torch.ones(1, n, dtype=torch.long), Y[:1]) for n in (5, 9)])

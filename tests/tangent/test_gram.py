@@ -524,7 +524,7 @@ def test_fifty_thousand_outputs_are_refused_before_anything_is_made() -> None:
     """Cotangents for three examples alone would be 30 GB."""
     model = nn.Linear(2, 50_257)
     function, x = Functional(model), torch.randn(3, 2)
-    with pytest.raises(MemoryBudgetError, match=r'GB.*take form="trace"'):
+    with pytest.raises(MemoryBudgetError, match='form="trace"'):
         gram(function, x, memory="100MB")
     assert peak_bytes(lambda: plan_gram(GramTask(function, x, None, "full"), "100MB")) < 10**7
     summed = gram(function, x, form="sum", memory="100MB")

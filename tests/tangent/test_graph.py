@@ -73,5 +73,5 @@ def test_an_operation_without_a_rule_is_named() -> None:
             return torch.linalg.eigvalsh(self.layer(x).view(-1, 2, 2))
 
     lin = linnet.linearize(Own())
-    with pytest.raises(ModelError, match=r"without a rule for its derivative: aten::_linalg_eigh"):
+    with pytest.raises(ModelError, match="aten::_linalg_eigh"):
         plain_module(lin.model, [lin.theta0], Sum(), Prototype(torch.ones(3, 4)))

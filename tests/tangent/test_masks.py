@@ -177,7 +177,7 @@ def test_hooks_that_zero_entries_are_obeyed(call: str) -> None:
 def test_other_hooks_are_refused(hook: Callable[[nn.Parameter, Tensor], object]) -> None:
     net = hooked(hook)
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(ModelError, match=r"'e.weight' has a hook.*params="):
+    with pytest.raises(ModelError, match="params="):
         linnet.linearize(net)
     assert all(torch.equal(t, before[n]) for n, t in net.state_dict().items())
     assert net.e.weight.grad is None

@@ -158,7 +158,7 @@ def test_curvatures_keep_nothing_that_can_be_read_again(monkeypatch: pytest.Monk
         network(), [{"input": x} for x, _ in batches()], CATEGORICAL, "diagonal"
     ).dense()
     torch.testing.assert_close(inputs, expected)  # without targets
-    with pytest.raises(DataError, match=r"Once, whose second pass goes on .* iter"):
+    with pytest.raises(DataError, match="second"):
         curvature(Once())
     monkeypatch.undo()
     torch.testing.assert_close(curvature(iter(Once())), expected)

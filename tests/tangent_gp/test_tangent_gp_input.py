@@ -26,7 +26,7 @@ def test_a_predicted_variance_of_zero_is_refused() -> None:
     model = network(3, 5, 2)
     with torch.no_grad():
         model[2].bias[1] = -2000.0  # type: ignore[index,union-attr,operator]
-    with pytest.raises(DataError, match="bound the network's variance"):
+    with pytest.raises(DataError, match="network's"):
         TangentGP(model, HeteroscedasticGaussian()).fit(real(4, 3), real(4, 1))
 
 
@@ -153,7 +153,7 @@ def test_tuning_where_there_is_nothing_to_tell(space: str) -> None:
     process = TangentGP(model, Gaussian(variance=0.5), space=space).fit(x, model(x).detach())
     before = process.predictive(x).variance
     for noise in (True, "per-output"):
-        with pytest.raises(InputError, match="fits every target exactly"):
+        with pytest.raises(InputError, match="exactly"):
             process.tune(noise=noise)
     with pytest.raises(InputError, match="prior=None"):
         process.tune(prior=None, noise="per-output")  # type: ignore[arg-type]
