@@ -224,7 +224,7 @@ def test_public_packages_are_loaded_on_first_use_and_export_their_classes() -> N
         "linnet.errors.InputError, linnet.solvers.cg, linnet.examples.load_digits",
         "linnet.distributed.sharing, linnet.integrations",
         "from linnet.laplace import Laplace",
-        "from linnet.finetuning import Finetuned, finetune",
+        "from linnet.finetuning import finetune",
         "assert linnet.Laplace is Laplace and linnet.finetune is finetune",
     ])  # fmt: skip
     modules_after(code)

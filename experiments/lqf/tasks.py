@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import linnet
 from experiments.locate import find_data_dir
 from experiments.sources import Images, images, pixels, pretrained, shots
+from linnet.finetuning.finetuned import Finetuned
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.predictive.temperature import fit_temperature, probabilities
 
@@ -148,7 +149,7 @@ def finetune(
     search: dict[str, Any] | None = None,
     seed: int = 0,
     **settings: Any,
-) -> linnet.Finetuned:
+) -> Finetuned:
     """``linnet.finetune`` with the settings of its recipe, training and run by name, as grids list them.
 
     Args:

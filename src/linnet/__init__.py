@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from linnet import metrics as metrics
     from linnet import optim as optim
     from linnet import posterior as posterior
-    from linnet import predictive as predictive
     from linnet import solvers as solvers
     from linnet import spectrum as spectrum
     from linnet import surgery as surgery
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from linnet.curvatures.running import RunningCurvature as RunningCurvature
     from linnet.finetuning.augment import Augmentation as Augmentation
     from linnet.finetuning.finetune import finetune as finetune
-    from linnet.finetuning.finetuned import Finetuned as Finetuned
     from linnet.finetuning.recipes import ClosedForm as ClosedForm
     from linnet.finetuning.recipes import Recipe as Recipe
     from linnet.finetuning.trainer import Run as Run
@@ -53,27 +51,18 @@ if TYPE_CHECKING:
     from linnet.laplace.tune import Grid as Grid
     from linnet.metrics.adversarial import fgsm as fgsm
     from linnet.metrics.evaluate import evaluate as evaluate
-    from linnet.metrics.ood import Separation as Separation
     from linnet.metrics.ood import ood as ood
-    from linnet.metrics.reports import RegressionReport as RegressionReport
-    from linnet.metrics.reports import Report as Report
     from linnet.nested.adapt import adapt as adapt
     from linnet.nested.nested_fit import NestedFit as NestedFit
     from linnet.number_types import precision as precision
-    from linnet.optim.gradient_flow import Flow as Flow
     from linnet.optim.gradient_flow import gradient_flow as gradient_flow
     from linnet.optim.preconditioner import KroneckerPreconditioner as KroneckerPreconditioner
-    from linnet.posterior.posterior import LinearPosterior as LinearPosterior
     from linnet.posterior.posterior import Newton as Newton
     from linnet.posterior.posterior import linear_posterior as linear_posterior
     from linnet.posterior.svi import SVI as SVI
-    from linnet.predictive.distribution import Predictive as Predictive
-    from linnet.predictive.gaussian import GaussianPredictive as GaussianPredictive
-    from linnet.predictive.sampled import SampledPredictive as SampledPredictive
     from linnet.saved import load as load
     from linnet.tangent.linearized import Linearized as Linearized
     from linnet.tangent.linearized import linearize as linearize
-    from linnet.tangent.preflight import Preflight as Preflight
     from linnet.tangent.preflight import preflight as preflight
     from linnet.tangent_gp.tangent_gp import TangentGP as TangentGP
     from linnet.training import Training as Training
@@ -84,7 +73,6 @@ _HOME = {
     "linearize": "linnet.tangent.linearized",
     "Linearized": "linnet.tangent.linearized",
     "preflight": "linnet.tangent.preflight",
-    "Preflight": "linnet.tangent.preflight",
     "with_head": "linnet.fitting.head",
     "Probe": "linnet.fitting.head",
     "with_metric": "linnet.fitting.metric",
@@ -97,9 +85,6 @@ _HOME = {
     "SoftmaxFit": "linnet.fitting.softmax_fit",
     "load": "linnet.saved",
     "load_fit": "linnet.fitting.load_fit",
-    "Predictive": "linnet.predictive.distribution",
-    "GaussianPredictive": "linnet.predictive.gaussian",
-    "SampledPredictive": "linnet.predictive.sampled",
     "curvature": "linnet.curvatures.build",
     "Curvature": "linnet.curvatures.curvature",
     "RunningCurvature": "linnet.curvatures.running",
@@ -109,17 +94,12 @@ _HOME = {
     "train_with_evidence": "linnet.laplace.training",
     "TangentGP": "linnet.tangent_gp.tangent_gp",
     "linear_posterior": "linnet.posterior.posterior",
-    "LinearPosterior": "linnet.posterior.posterior",
     "Newton": "linnet.posterior.posterior",
     "SVI": "linnet.posterior.svi",
     "evaluate": "linnet.metrics.evaluate",
-    "Report": "linnet.metrics.reports",
-    "RegressionReport": "linnet.metrics.reports",
     "ood": "linnet.metrics.ood",
-    "Separation": "linnet.metrics.ood",
     "fgsm": "linnet.metrics.adversarial",
     "finetune": "linnet.finetuning.finetune",
-    "Finetuned": "linnet.finetuning.finetuned",
     "Recipe": "linnet.finetuning.recipes",
     "ClosedForm": "linnet.finetuning.recipes",
     "Training": "linnet.training",
@@ -127,12 +107,11 @@ _HOME = {
     "Augmentation": "linnet.finetuning.augment",
     "KroneckerPreconditioner": "linnet.optim.preconditioner",
     "gradient_flow": "linnet.optim.gradient_flow",
-    "Flow": "linnet.optim.gradient_flow",
 }
 # packages and modules whose contents are public
 _NAMESPACES = (
     "audit", "continual", "curvatures", "distributed", "errors", "examples", "finetuning",
-    "fitting", "integrations", "laplace", "likelihoods", "metrics", "optim", "posterior", "predictive",
+    "fitting", "integrations", "laplace", "likelihoods", "metrics", "optim", "posterior",
     "solvers", "spectrum", "surgery", "tangent_gp",
 )  # fmt: skip
 

@@ -37,6 +37,8 @@ from linnet.errors import InputError, LinnetError, ProcessGroupError
 from linnet.memory import assumed, parse_bytes
 from linnet.progress import waiting
 
+__all__ = ["apart", "sharing"]
+
 _Result = TypeVar("_Result")
 _LOOK = 0.5  # seconds between two looks at the store: it costs a message, and news may be that old
 _LET_GO = 1.0  # seconds at most to wait for a thread of gloo, which needs microseconds

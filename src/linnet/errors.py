@@ -6,6 +6,20 @@ Each class also derives from the built-in exception that a caller would expect (
 
 from __future__ import annotations
 
+__all__ = [
+    "DataError",
+    "DependencyError",
+    "DiskSpaceError",
+    "FileFormatError",
+    "InputError",
+    "LinnetError",
+    "MemoryBudgetError",
+    "ModelError",
+    "NumericalError",
+    "ProcessGroupError",
+    "WeightsError",
+]
+
 
 class LinnetError(Exception):
     """An error that says what is wrong, what was expected and what to do.

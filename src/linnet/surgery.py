@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from linnet.finetuning.bilinear import Bilinear, SquareRootPooling, with_bilinear_head
 from linnet.finetuning.recovery import recover
-from linnet.tangent.surgery import Activation, CappedLeakyReLU, SurgeryReport, leaky_relu, report
+from linnet.tangent.surgery import CappedLeakyReLU, leaky_relu, report
 
 __all__ = [
     "leaky_relu",
     "report",
     "recover",
-    "SurgeryReport",
-    "Activation",
     "CappedLeakyReLU",
     "with_bilinear_head",
     "Bilinear",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import InputError
 from linnet.likelihoods import Categorical, Gaussian
+from linnet.predictive.distribution import Predictive
 from linnet.predictive.model import PredictiveModel
 
 X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -49,7 +50,7 @@ def test_outputs_are_the_mean_of_their_distribution(name: str) -> None:
     model = MODELS[name]()
     assert isinstance(model, PredictiveModel)
     prediction = model.predictive(X)
-    assert isinstance(prediction, linnet.Predictive)
+    assert isinstance(prediction, Predictive)
     mean = model.predict(X)
     assert isinstance(mean, Tensor)
     assert torch.allclose(mean, prediction.mean, atol=1e-12)
@@ -108,7 +109,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
 
 def test_markup_in_a_summary_is_escaped() -> None:
     class Odd(PredictiveModel):
-        def predictive(self, x: object) -> linnet.Predictive:  # type: ignore[override]
+        def predictive(self, x: object) -> Predictive:  # type: ignore[override]
             raise AssertionError
 
         def summary(self) -> dict[str, object]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError
+from linnet.finetuning.finetuned import Finetuned
 from tests.fitting.problems import flat, near, real, refused, solver_of
 from tests.oracles.dense import jacobian_oracle
 
@@ -54,7 +55,7 @@ def test_targets_are_taken_in_the_order_of_the_outputs_or_not_at_all() -> None:
 
 @pytest.mark.parametrize("method", ["lqf", "gaf", "nlft"])
 def test_fine_tuning_takes_them_too(method: str) -> None:
-    def tuned(y: Tensor) -> linnet.Finetuned:
+    def tuned(y: Tensor) -> Finetuned:
         recipe = linnet.Recipe(method, loss="squared", head="keep", activation="relu")
         return linnet.finetune(grid(), (X, y), recipe, training=linnet.Training(steps=9))
 

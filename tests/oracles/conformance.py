@@ -13,7 +13,7 @@ from torch import Tensor
 from linnet.curvatures.curvature import Curvature
 from linnet.errors import InputError
 from linnet.linalg import Dense, LinearOperator, ParameterSpace, StructuredOperator, Vector
-from linnet.solvers import Solution, Status
+from linnet.solvers.solution import Solution, Status
 
 _SAMPLES = 4_000
 

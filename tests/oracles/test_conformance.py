@@ -10,7 +10,8 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.linalg import Dense, Diagonal, FunctionOperator, LinearOperator, ParameterSpace, Vector
-from linnet.solvers import Solution, Status, cg
+from linnet.solvers import Status, cg
+from linnet.solvers.solution import Solution
 from tests.oracles.conformance import CountingOperator, check_operator, check_solver
 
 MATRIX = torch.tensor([[4.0, 1.0, 0.0], [1.0, 3.0, 0.5], [0.0, 0.5, 2.0]]).double()

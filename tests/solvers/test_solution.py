@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from linnet.errors import NumericalError
-from linnet.solvers import Estimate, Solution, Status
+from linnet.solvers.solution import Estimate, Solution, Status
 
 
 def test_require_returns_the_value_of_a_converged_solution() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from linnet.linalg import Dense, Diagonal, FunctionOperator, LowRankMatrix
-from linnet.solvers import Estimate, hutchinson, hutchpp, logdet, slq
+from linnet.solvers import hutchinson, hutchpp, logdet, slq
+from linnet.solvers.solution import Estimate
 from tests.oracles.conformance import CountingOperator
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.finetune import finetune
-from linnet.finetuning.finetuned import Finetuned
 from linnet.finetuning.recipes import ClosedForm, Recipe
 from linnet.finetuning.trainer import Run
 from linnet.training import Training
 
 __all__ = [
-    "Augmentation", "ClosedForm", "Finetuned", "Recipe", "Run", "Training", "finetune",
+    "Augmentation", "ClosedForm", "Recipe", "Run", "Training", "finetune",
 ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from linnet.metrics.adversarial import fgsm
 from linnet.metrics.evaluate import evaluate
-from linnet.metrics.ood import Separation, ood
-from linnet.metrics.reports import RegressionReport, Report
+from linnet.metrics.ood import ood
 
-__all__ = ["evaluate", "Report", "RegressionReport", "ood", "Separation", "fgsm"]
+__all__ = ["evaluate", "ood", "fgsm"]

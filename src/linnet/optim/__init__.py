@@ -12,26 +12,23 @@ from linnet.optim.feature_schedules import (
 )
 from linnet.optim.gauss_newton import GaussNewton
 from linnet.optim.gauss_newton_batch import GrowingBatches
-from linnet.optim.gauss_newton_settings import Damping, Settings, StepReport
-from linnet.optim.gradient_flow import Flow, gradient_flow
+from linnet.optim.gauss_newton_settings import Damping, Settings
+from linnet.optim.gradient_flow import gradient_flow
 from linnet.optim.preconditioner import KroneckerPreconditioner
-from linnet.optim.relinearize import IterativeLinearization, LinearizationReport
+from linnet.optim.relinearize import IterativeLinearization
 
 __all__ = [
     "GaussNewton",
     "Damping",
     "Settings",
-    "StepReport",
     "GrowingBatches",
     "IterativeLinearization",
-    "LinearizationReport",
     "OutputGap",
     "KernelDrift",
     "Converged",
     "Schedule",
     "Moment",
     "Decision",
-    "Flow",
     "gradient_flow",
     "KroneckerPreconditioner",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from linnet.posterior.posterior import LinearPosterior, Newton, linear_posterior
+from linnet.posterior.posterior import Newton, linear_posterior
 from linnet.posterior.svi import SVI
 
-__all__ = ["SVI", "LinearPosterior", "Newton", "linear_posterior"]
+__all__ = ["SVI", "Newton", "linear_posterior"]

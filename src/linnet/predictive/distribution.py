@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class Predictive(Shown):
     """The distribution of the outputs f(x) of N examples, given the data.
 
-    Every ``predictive`` of linnet returns one: a :class:`linnet.GaussianPredictive` where the network is
-    linearized, a :class:`linnet.SampledPredictive` where weights are sampled.
+    Every ``predictive`` of linnet returns one: a
+    :class:`~linnet.predictive.gaussian.GaussianPredictive` where the network is linearized, a
+    :class:`~linnet.predictive.sampled.SampledPredictive` where weights are sampled.
 
     Example:
         >>> import torch

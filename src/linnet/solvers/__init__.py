@@ -2,18 +2,14 @@
 
 from linnet.solvers.block_cg import block_cg
 from linnet.solvers.cg import cg
-from linnet.solvers.lanczos import Eigenpairs, Tridiagonal, eigenpairs, tridiagonalize
+from linnet.solvers.lanczos import eigenpairs, tridiagonalize
 from linnet.solvers.nystrom import nystrom, nystrom_preconditioner
 from linnet.solvers.shifted_cg import shifted_cg
-from linnet.solvers.solution import Estimate, Solution, Status
+from linnet.solvers.solution import Status
 from linnet.solvers.trace import hutchinson, hutchpp, logdet, slq
 
 __all__ = [
-    "Eigenpairs",
-    "Estimate",
-    "Solution",
     "Status",
-    "Tridiagonal",
     "block_cg",
     "cg",
     "eigenpairs",

@@ -12,9 +12,8 @@ generalization?", NeurIPS 2021.
 from __future__ import annotations
 
 from linnet.spectrum.alignment import alignment, kernel_norm_bound
-from linnet.spectrum.anisotropy import AnisotropyDirections, anisotropy_directions
+from linnet.spectrum.anisotropy import anisotropy_directions
 from linnet.spectrum.eigenfunctions import (
-    Eigenfunctions,
     EigenfunctionTargets,
     eigenfunctions,
     energy_concentration,
@@ -22,28 +21,21 @@ from linnet.spectrum.eigenfunctions import (
 from linnet.spectrum.kernel_distance import centered_alignment, kernel_distance
 from linnet.spectrum.kernel_eigenpairs import Decomposition
 from linnet.spectrum.kernel_matrix import gram, gram_part
-from linnet.spectrum.recorder import KernelNote, Recorder
+from linnet.spectrum.recorder import Recorder
 from linnet.spectrum.spectral_density import (
-    SpectralDensity,
     condition_number,
     effective_dimension,
     spectral_density,
 )
 from linnet.spectrum.task_linearity import (
-    HeldOut,
-    LabelEnergy,
-    LinearityGap,
-    TaskLinearity,
     task_linearity,
 )
-from linnet.spectrum.verdict import Verdict
 
 __all__ = [
     "gram",
     "gram_part",
     "eigenfunctions",
     "Decomposition",
-    "Eigenfunctions",
     "EigenfunctionTargets",
     "alignment",
     "kernel_norm_bound",
@@ -53,15 +45,7 @@ __all__ = [
     "effective_dimension",
     "condition_number",
     "spectral_density",
-    "SpectralDensity",
     "Recorder",
-    "KernelNote",
     "anisotropy_directions",
-    "AnisotropyDirections",
     "task_linearity",
-    "TaskLinearity",
-    "LabelEnergy",
-    "HeldOut",
-    "LinearityGap",
-    "Verdict",
 ]
