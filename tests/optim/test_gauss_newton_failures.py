@@ -98,7 +98,7 @@ def test_wrong_networks_groups_and_inputs_are_named() -> None:
     deep = nn.Sequential(*mlp(), nn.Linear(3, 3)).double()
     with pytest.raises(InputError, match="size of optimizer's group"):
         classifier(deep).load_state_dict(state)
-    for wrong in (None, {"gauss_newton": {"version": 1}}):
+    for wrong in (None, {"gauss_newton": {"tau": 1.0}}):
         with pytest.raises(InputError, match="lacks what GaussNewton keeps"):
             classifier(mlp()).load_state_dict(wrong)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="y is an int64 tensor of shape \\(3,\\)"):

@@ -132,7 +132,32 @@ class Every(Schedule):
         return Decision(self.steps is not None and moment.age >= self.steps)
 
 
-class OutputGap(Schedule):
+class _Measured(Schedule):
+    """Due when something is over a threshold, measured every so many steps, or when ``most`` are taken."""
+
+    kind: str
+
+    def __init__(self, threshold: float, every: int, most: int | None) -> None:
+        self.threshold, self.every, self.most = threshold, integer("every", every), _checked_most(most)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.threshold:g}, every={self.every})"
+
+    @abc.abstractmethod
+    def _measure(self, moment: Moment) -> float | None:
+        """What is compared with the threshold; ``None`` where it cannot be known."""
+
+    def judge(self, moment: Moment) -> Decision:
+        """Due when the measure is over the threshold, or ``most`` steps are taken."""
+        require_moment(moment)
+        late = self.most is not None and moment.age >= self.most
+        value = None if moment.age % self.every else self._measure(moment)
+        if value is None:
+            return Decision(late)
+        return Decision(late or not value <= self.threshold, self.kind, value)
+
+
+class OutputGap(_Measured):
     """Linearize again when the linear model no longer describes the network.
 
     The measure is ‖f(θ₀ + δ) − f_lin‖ / ‖f_lin − f₀‖: what the linear model misses, as a share of what it
@@ -153,31 +178,24 @@ class OutputGap(Schedule):
         OutputGap(0.2, every=5)
     """
 
+    kind = "gap"
+
     def __init__(
         self, threshold: float, x: Inputs | None = None, every: int = 10, most: int | None = None
     ) -> None:
         number("threshold", threshold, above=0, remedy="pass threshold=0.2")
         if x is not None:
             check_examples(x)
-        self.threshold, self.x, self.every, self.most = threshold, x, every, most
-        _check_steps(every=every, most=most)
-        self.needs_batch = x is None
+        super().__init__(threshold, every, most)
+        self.x, self.needs_batch = x, x is None
 
-    def __repr__(self) -> str:
-        return f"OutputGap({self.threshold:g}, every={self.every})"
-
-    def judge(self, moment: Moment) -> Decision:
-        """Due when the gap is over the threshold, or ``most`` steps are taken."""
-        require_moment(moment)
-        late = self.most is not None and moment.age >= self.most
+    def _measure(self, moment: Moment) -> float | None:
+        """The gap on the examples, or on the batch of the step."""
         x = moment.x if self.x is None else self.x
-        if moment.age % self.every or x is None:
-            return Decision(late)
-        gap = moment.lin.gap(x)
-        return Decision(late or not gap <= self.threshold, "gap", gap)
+        return None if x is None else moment.lin.gap(x)
 
 
-class KernelDrift(Schedule):
+class KernelDrift(_Measured):
     """Linearize again when the network's tangent kernel has moved away from the one in use.
 
     The measure is the kernel distance 1 − ⟨K₀, K⟩ / (‖K₀‖ ‖K‖) between the kernel at θ₀ and at θ₀ + δ. A
@@ -202,6 +220,8 @@ class KernelDrift(Schedule):
         KernelDrift(0.05, every=10)
     """
 
+    kind = "drift"
+
     def __init__(
         self,
         threshold: float,
@@ -210,34 +230,21 @@ class KernelDrift(Schedule):
         most: int | None = None,
         form: Form = "trace",
     ) -> None:
-        number("threshold", threshold, above=0, remedy="pass threshold=0.05")
-        if threshold >= 1:
-            raise InputError(
-                f"threshold={threshold!r}",
-                expected="less than 1, the distance of orthogonal kernels",
-                remedy="pass threshold=0.05",
-            )
+        # 1 is the distance of orthogonal kernels
+        number("threshold", threshold, above=0, below=1, remedy="pass threshold=0.05")
         check_kernel(form)
         x = tensorize(x)
         check_examples(x)
-        _check_steps(every=every, most=most)
-        self.threshold, self.x, self.every, self.most, self.form = threshold, copied(x), every, most, form
+        super().__init__(threshold, every, most)
+        self.x, self.form = copied(x), form
         self._start: Tensor | None = None
 
-    def __repr__(self) -> str:
-        return f"KernelDrift({self.threshold:g}, every={self.every})"
-
-    def judge(self, moment: Moment) -> Decision:
-        """Due when the distance is over the threshold, or ``most`` steps are taken."""
-        require_moment(moment)
-        late = self.most is not None and moment.age >= self.most
-        if moment.age % self.every:
-            return Decision(late)
+    def _measure(self, moment: Moment) -> float:
+        """The distance of the kernels at θ₀ and at the weights reached."""
         if self._start is None:
             self._start = moment.lin.kernel(self.x, form=self.form)
         here = linearize(moment.model, moment.lin.parameter_names, moment.output)
-        drift = kernel_distance(self._start, here.kernel(self.x, form=self.form))
-        return Decision(late or not drift <= self.threshold, "drift", drift)
+        return kernel_distance(self._start, here.kernel(self.x, form=self.form))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Forget the kernel at the last θ₀; it is computed again when it is needed."""
@@ -279,8 +286,7 @@ class Converged(Schedule):
             number("loss", loss, remedy="pass the loss to be reached")
         if gradient is None and loss is None:
             raise InputError("gradient and loss are None", "at least one of them", "pass gradient=1e-3")
-        _check_steps(most=most)
-        self.gradient, self.loss, self.most = gradient, loss, most
+        self.gradient, self.loss, self.most = gradient, loss, _checked_most(most)
         self._first: float | None = None
 
     def __repr__(self) -> str:
@@ -338,9 +344,6 @@ def gradient_norm(parameters: list[nn.Parameter]) -> float:
     return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
 
-def _check_steps(**counts: int | None) -> None:
-    """Raise unless each is a positive whole number or ``None``."""
-    for name, value in counts.items():
-        if value is None and name == "most":
-            continue
-        integer(name, value)
+def _checked_most(most: int | None) -> int | None:
+    """A largest number of steps, if there is one."""
+    return None if most is None else integer("most", most)

@@ -62,7 +62,6 @@ from linnet.tangent.gather import copied, examples
 from linnet.tangent.modes import environment_kept
 from linnet.tangent.output_scale import warn_of_scale
 
-VERSION = 1  # of the state that is saved
 RAISE = 4.0  # what a rejected step multiplies τ and ζ by
 Closure = Callable[[], Any]
 Measured = tuple[float, Tensor, int]
@@ -496,7 +495,6 @@ class GaussNewton(torch.optim.Optimizer):
         return {
             **super().state_dict(),
             "gauss_newton": {
-                "version": VERSION,
                 "likelihood": repr(self._network.likelihood),
                 "tau": self.tau,
                 "zeta": self.zeta,
@@ -521,7 +519,7 @@ class GaussNewton(torch.optim.Optimizer):
         Raises:
             InputError: If the state is of another optimizer.
         """
-        own = checked_state(state_dict, VERSION, repr(self._network.likelihood))
+        own = checked_state(state_dict, repr(self._network.likelihood))
         try:
             super().load_state_dict({k: v for k, v in state_dict.items() if k != "gauss_newton"})
         except ValueError as error:
@@ -529,5 +527,5 @@ class GaussNewton(torch.optim.Optimizer):
         self.tau, self.zeta = own["tau"], own["zeta"]
         self.steps, self._failures, self._first = own["steps"], own["failures"], own["first"]
         self._inverse, self._pending, self._saved = None, [], copy.deepcopy(own)
-        self._buffers = {name: b.clone() for name, b in own.get("buffers", {}).items()}
-        self._once.load_modes(own.get("modes", []))
+        self._buffers = {name: b.clone() for name, b in own["buffers"].items()}
+        self._once.load_modes(own["modes"])

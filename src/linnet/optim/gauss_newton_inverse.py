@@ -169,9 +169,6 @@ def _decay(layer: Layer, decays: Mapping[str, float]) -> float:
     return total / max(1, sum(sizes))
 
 
-Along = Callable[[Inverse], tuple[list[Tensor], Quadratic]]
-Reached = Callable[[Sequence[Tensor], Tensor], float]
-
 GRID = tuple(10.0**k for k in range(2, -7, -1))  # first dampings, in mean eigenvalues of the curvature
 LOWEST = 1e-2  # of the grid, where the curvature is approximate: lower ones win one step and lose the next
 THRESHOLD = 0.75  # ρ above which the quadratic model is trusted more, and below which less
@@ -184,7 +181,8 @@ class Search:
     damping: Damping  # how the dampings move
     undamped: Undamped  # G̃
     decays: Mapping[str, float]  # λ of every parameter by name
-    along: Along  # from an inverse to the directions of a step and the quadratic model along them
+    # from an inverse to the directions of a step and the quadratic model along them
+    along: Callable[[Inverse], tuple[list[Tensor], Quadratic]]
 
     def nearby(self, tau: float, zeta: float) -> tuple[float, Inverse, tuple[list[Tensor], Quadratic]]:
         """The ζ among ωζ, ζ, ζ/ω whose direction has the lowest q at its best step size."""
@@ -196,7 +194,9 @@ class Search:
         _, best, inverse, along = min(found, key=lambda one: one[0])
         return best, inverse, along
 
-    def first(self, mean: float, reached: Reached) -> tuple[float, float, Inverse]:
+    def first(
+        self, mean: float, reached: Callable[[Sequence[Tensor], Tensor], float]
+    ) -> tuple[float, float, Inverse]:
         """Dampings to start with: those of a grid whose step lowers the objective itself the most."""
         if not (math.isfinite(mean) and mean > 0):
             raise NumericalError(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.logged import Log, check_log
-from linnet.params import choice, flag, instance, integer, number
+from linnet.params import choice, flag, instance, integer, number, refuse
 from linnet.params import seed as checked_seed
 from linnet.tangent.functional import OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
@@ -195,21 +195,22 @@ def checked_settings(given: GaussNewtonOptions) -> Settings:
     return settings
 
 
-# what a state holds since its first version
-SAVED = {"version", "tau", "zeta", "steps", "failures", "first", "curvature", "inverse"}
+# what the state of a GaussNewton holds beside torch's groups and states
+SAVED = {
+    "likelihood", "tau", "zeta", "steps", "failures", "first", "buffers", "modes", "curvature", "inverse",
+}  # fmt: skip
 
 
-def checked_state(state: Any, version: int, likelihood: str) -> Mapping[str, Any]:
+def checked_state(state: Any, likelihood: str) -> Mapping[str, Any]:
     """The saved state of a Gauss-Newton optimizer beside torch's groups and states."""
-    own: Mapping[str, Any] | None = state.get("gauss_newton") if isinstance(state, Mapping) else None
-    complete = isinstance(own, Mapping) and own.get("version") == version and set(own) >= SAVED
-    if own is None or not complete:
+    own = state.get("gauss_newton") if isinstance(state, Mapping) else None
+    if not (isinstance(own, Mapping) and set(own) == SAVED):
         raise InputError(
             "state_dict lacks what GaussNewton keeps",
-            expected=f"a state_dict of GaussNewton, version {version}",
+            expected="a state_dict of GaussNewton",
             remedy="pass what state_dict() of a GaussNewton returned",
         )
-    if own.get("likelihood", likelihood) != likelihood:
+    if own["likelihood"] != likelihood:
         raise InputError(
             f"state_dict was saved with {own['likelihood']}",
             expected=f"the likelihood of this optimizer, {likelihood}",
@@ -243,9 +244,7 @@ def check_given(closure: Any, loss: Any) -> None:
     if closure is not None and loss is not None:
         raise InputError("closure and loss are both given", expected="one of them", remedy="drop loss=")
     if closure is not None and not callable(closure):
-        raise InputError(
-            f"closure={closure!r}", expected="a function without arguments", remedy="leave it out"
-        )
+        refuse("closure", closure, "a function without arguments")
     if loss is not None:
         check_loss("loss", loss)
 
@@ -254,10 +253,7 @@ def check_loss(name: str, loss: Any) -> None:
     """Raise unless a loss is one real number, finite or not."""
     one = isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()
     if not one and (isinstance(loss, bool) or not isinstance(loss, int | float)):
-        kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise InputError(
-            f"{name} is {kind}", expected="the mean loss of the batch, one number", remedy="average it"
-        )
+        refuse(name, loss, "the mean loss of the batch, one number", "average it")
 
 
 def parameters_of(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:

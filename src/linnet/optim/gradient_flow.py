@@ -26,7 +26,7 @@ from linnet.linalg.factorize import decomposing
 from linnet.linear.dual import Spectrum
 from linnet.linear.targets import ALPHA, make_targets
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import flag, number, shown, tensor
+from linnet.params import flag, instance, number, refuse, tensor
 from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, batch_size, check_examples, check_finite, split, take
 from linnet.tangent.door import taken
@@ -259,10 +259,7 @@ def gradient_flow(
         >>> torch.allclose(flow.outputs, steps.outputs, atol=1e-4)
         True
     """
-    if not isinstance(lin, Linearized):
-        raise InputError(
-            f"lin is {type(lin).__name__}", "a Linearized", "make one with linnet.linearize(model)"
-        )
+    instance("lin", lin, Linearized, "a Linearized", "make one with linnet.linearize(model)")
     flag("discrete", discrete)
     number("learning_rate", learning_rate, above=0, remedy="pass learning_rate=1.0")
     number("scale", scale, above=0, remedy="leave scale= out for α = 15")
@@ -288,15 +285,12 @@ def gradient_flow(
 
 def _targets(targets: Tensor | None, y: Tensor, f0: Tensor, scale: float) -> Tensor:
     """Y, (N, C), like the outputs."""
-    if targets is not None:
-        tensor("targets", targets, f"{tuple(f0.shape)}, like the outputs", convert=False)
     if targets is None:
         return make_targets(y, f0.shape[1], scale, varied=False, dtype=f0.dtype).values.to(f0)
-    if not isinstance(targets, Tensor) or targets.shape != f0.shape:
-        shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
-        raise InputError(
-            f"targets has shape {shape}", f"{tuple(f0.shape)}, like the outputs", "leave targets= out"
-        )
+    expected = f"{tuple(f0.shape)}, like the outputs"
+    tensor("targets", targets, expected, convert=False)
+    if targets.shape != f0.shape:
+        refuse("targets", targets, expected)
     check_finite(targets, "targets")
     return targets.detach().to(f0, copy=True)
 
@@ -313,9 +307,6 @@ def _checked_times(times: Any, discrete: bool) -> Tensor:
         or bool((found < 0).any())
         or not whole
     ):
-        raise InputError(
-            f"times is {shown(times)}",
-            expected="whole numbers of steps k ≥ 0, or infinity" if discrete else "times t ≥ 0, or infinity",
-            remedy="pass times=[0, 10, 100]" if discrete else "pass times=[0.0, 1.0, float('inf')]",
-        )
+        allowed = "whole numbers of steps k ≥ 0" if discrete else "times t ≥ 0"
+        refuse("times", times, f"{allowed}, or infinity", "pass times=[0, 10, 100]")
     return found

@@ -193,7 +193,7 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
 
 Closure = Callable[[nn.Module], Tensor]
 CLOSURE = "a function from a module to the loss of the batch"
-VERSION = 1  # of the state that is saved
+SAVED = {"model", "linearization", "optimizer", "schedule", "steps", "age", "updates", "measured"}
 _STOCHASTIC = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 
 
@@ -267,12 +267,8 @@ class IterativeLinearization(Shown):
             raise InputError("model is linearized already", "the network itself", "pass the network")
         check_output(output)
         flag("record_gap", record_gap)
-        self.model, self.schedule, self.output, self.record_gap = (
-            model,
-            schedule_of(period),
-            output,
-            record_gap,
-        )
+        self.model, self.schedule = model, schedule_of(period)
+        self.output, self.record_gap = output, record_gap
         network: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         self._shared = False
         if isinstance(network, nn.parallel.DistributedDataParallel):
@@ -385,11 +381,7 @@ class IterativeLinearization(Shown):
                 remedy="pass make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1), or use solve(data)",
             )
         if not callable(closure):
-            raise InputError(
-                f"closure={closure!r}",
-                expected="a function from the module of the step to its loss",
-                remedy="pass step(lambda module: loss(module(x), y))",
-            )
+            refuse("closure", closure, CLOSURE, "pass step(lambda module: loss(module(x), y))")
         return self.optimizer
 
     def _count(self, loss: float) -> None:
@@ -435,7 +427,6 @@ class IterativeLinearization(Shown):
 
     def _finish_step(self, loss: float) -> None:
         """Ask the schedule, and update the features if it says so."""
-        verdict = Decision(False)
         if isinstance(self.schedule, Every):
             verdict = Decision(self.schedule.steps is not None and self._age >= self.schedule.steps)
         else:
@@ -614,7 +605,6 @@ class IterativeLinearization(Shown):
         point = {} if self._lin is None else tensors_by_name(self._lin.model)
         steps, kinds, values = zip(*self._measured, strict=True) if self._measured else ((), (), ())
         return {
-            "version": VERSION,
             "model": self._network.state_dict(),
             "linearization": {name: t.detach() for name, t in point.items()} or None,
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
@@ -641,12 +631,11 @@ class IterativeLinearization(Shown):
         Raises:
             WeightsError: If the state is of something else.
         """
-        wanted = {"version", "model", "linearization", "optimizer", "steps", "age", "updates", "measured"}
-        missing = sorted(wanted - set(state if isinstance(state, Mapping) else ()))
-        if missing or state["version"] != VERSION:
+        missing = sorted(SAVED - set(state if isinstance(state, Mapping) else ()))
+        if missing:
             raise WeightsError(
-                f"state lacks {missing}" if missing else f"state is of version {state['version']!r}",
-                expected=f"a state_dict of IterativeLinearization, version {VERSION}",
+                f"state lacks {missing}",
+                expected="a state_dict of IterativeLinearization",
                 remedy="pass what state_dict() of a trainer returned",
             )
         if (state["optimizer"] is None) != (self.optimizer is None):
