@@ -16,7 +16,7 @@ from experiments.locate import find_data_dir
 from experiments.sources import Images, images, pixels, pretrained, shots
 from linnet.finetuning.finetuned import Finetuned
 from linnet.fitting.softmax_fit import SoftmaxFit
-from linnet.predictive.temperature import fit_temperature, probabilities
+from linnet.predictive.noise import fit_temperature, probabilities
 
 METHODS = ("lqf", "lqf-fc", "gaf", "fc", "nlft")
 # Learning rates that each method is tried with, chosen on a fifth of the training images held out.

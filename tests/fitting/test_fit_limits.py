@@ -10,7 +10,7 @@ from torch import nn
 
 import linnet
 from linnet.linear.dual import Spectrum
-from linnet.predictive.temperature import fit_temperature
+from linnet.predictive.noise import fit_temperature
 
 
 def network() -> nn.Module:

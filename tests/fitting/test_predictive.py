@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from linnet.errors import InputError
 from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.noise import Noise
-from linnet.predictive.temperature import fit_moderation, fit_temperature, probabilities
+from linnet.predictive.noise import Noise, fit_moderation, fit_temperature, probabilities
 from tests.fitting.problems import near, real
 
 

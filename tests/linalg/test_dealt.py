@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from linnet.distributed import Share
-from linnet.linalg import GroupedKronecker, GroupedKroneckerEigen, Kronecker, KroneckerEigen, dealt
+from linnet.linalg import GroupedKronecker, GroupedKroneckerEigen, Kronecker, KroneckerEigen, grouped
 
 
 def positive(*shape: int) -> Tensor:
@@ -26,7 +26,7 @@ PRODUCTS: list[Any] = [
 
 
 def test_one_process_decomposes_all() -> None:
-    made = dealt.eigenbases(PRODUCTS, Share())
+    made = grouped.eigenbases(PRODUCTS, Share())
     assert [type(one) for one in made] == [KroneckerEigen, GroupedKroneckerEigen, KroneckerEigen]
     for one, product in zip(made, PRODUCTS, strict=True):
         assert one.name == product.name
@@ -38,7 +38,7 @@ def test_each_factor_has_one_owner(size: int, monkeypatch: pytest.MonkeyPatch) -
     """What is exchanged is replaced: each process fills its own, and the others take it."""
     found: dict[int, list[list[Tensor]]] = {}
     decomposed: list[str] = []
-    eigh = dealt.eigh
+    eigh = grouped.eigh
 
     def counting(matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
         decomposed.append(name)
@@ -47,11 +47,11 @@ def test_each_factor_has_one_owner(size: int, monkeypatch: pytest.MonkeyPatch) -
     def exchanged(parts: Sequence[Sequence[Tensor]]) -> None:
         found[len(found)] = [[t for t in part] for part in parts]
 
-    monkeypatch.setattr(dealt, "eigh", counting)
-    monkeypatch.setattr(dealt, "all_filled", exchanged)
+    monkeypatch.setattr(grouped, "eigh", counting)
+    monkeypatch.setattr(grouped, "all_filled", exchanged)
     matrices = [factor for product in PRODUCTS for factor in (product.left, product.right)]
     names = [f"matrix {i}" for i in range(len(matrices))]
-    results = [dealt.dealt_eigh(matrices, names, Share(rank, size)) for rank in range(size)]
+    results = [grouped.dealt_eigh(matrices, names, Share(rank, size)) for rank in range(size)]
     assert sorted(decomposed) == sorted(names)
     for rank in range(size):  # of all processes, those of each one's own
         for other in range(size):

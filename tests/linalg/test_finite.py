@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linnet.linalg.finite import is_finite, lies_within
+from linnet.linalg.factorize import is_finite, lies_within
 
 LARGEST = torch.finfo(torch.float32).max
 

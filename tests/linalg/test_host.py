@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from linnet.linalg import host
+from linnet.linalg import factorize
 
 
 def test_numbers_of_several_types_are_read_as_they_are() -> None:
@@ -16,12 +16,12 @@ def test_numbers_of_several_types_are_read_as_they_are() -> None:
         torch.tensor(True),
         torch.tensor(torch.nan),
     ]
-    found = host.read(values)
+    found = factorize.read(values)
     assert found[:3] == [0.1, 3.0, 1.0]
     assert math.isnan(found[3])
-    assert host.read([]) == []
+    assert factorize.read([]) == []
 
 
 def test_large_tensors_are_searched_where_they_are() -> None:
-    small, large = torch.ones(2, device="meta"), torch.ones(host.SMALL + 1, device="meta")
-    assert all(t.device.type == "meta" for t in host.searched(small, large))
+    small, large = torch.ones(2, device="meta"), torch.ones(factorize.SMALL + 1, device="meta")
+    assert all(t.device.type == "meta" for t in factorize.searched(small, large))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linnet.errors import NumericalError
 from linnet.linalg import Kronecker, LinearOperator, Sum, merge
-from linnet.linalg.merging import merge_kl, merge_svd
+from linnet.linalg.kronecker import merge_kl, merge_svd
 
 METHODS = ["exact", "svd", "kl", "count"]
 
@@ -117,7 +117,7 @@ def test_the_tolerance_of_kl_decides_when_it_stops() -> None:
 
 
 def test_kl_says_when_it_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linnet.linalg.merging._KL_STEPS", 1)
+    monkeypatch.setattr("linnet.linalg.kronecker._KL_STEPS", 1)
     with pytest.raises(NumericalError, match="method='svd'"):
         merge_kl(products(3))
 

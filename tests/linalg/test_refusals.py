@@ -26,7 +26,7 @@ from linnet.linalg import (
     merge,
 )
 from linnet.linalg.factorize import cholesky, eigh, root
-from linnet.linalg.half_diagonal import HalfDiagonal
+from linnet.linalg.kronecker import HalfDiagonal
 from linnet.linalg.random import make_generator
 from linnet.solvers import (
     cg,
@@ -39,8 +39,8 @@ from linnet.solvers import (
     slq,
     tridiagonalize,
 )
-from linnet.solvers.krylov import krylov
-from linnet.solvers.pivoted_cholesky import pivoted_cholesky
+from linnet.solvers.lanczos import krylov
+from linnet.solvers.nystrom import pivoted_cholesky
 from tests.refusals import Row, holds, table
 
 EYE, EYES, ONES = torch.eye(2), torch.eye(2).repeat(2, 1, 1), torch.ones(2)

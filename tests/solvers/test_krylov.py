@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from linnet.linalg import Dense
-from linnet.solvers.krylov import krylov
-from linnet.solvers.pivoted_cholesky import pivoted_cholesky
+from linnet.solvers.lanczos import krylov
+from linnet.solvers.nystrom import pivoted_cholesky
 from tests.oracles.conformance import CountingOperator
 
 

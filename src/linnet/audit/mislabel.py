@@ -40,9 +40,9 @@ from linnet.fitting.fitted import Fitted
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.fitting.squared_fit import SquaredFit
 from linnet.frames import frame
-from linnet.linalg.host import searched
+from linnet.linalg.factorize import searched
 from linnet.params import choice, refuse, tensor
-from linnet.predictive.temperature import probabilities
+from linnet.predictive.noise import probabilities
 from linnet.shown import Record
 from linnet.tangent.modes import in_exact_mode
 

@@ -19,7 +19,7 @@ from linnet.continual.precision import Block, Precision
 from linnet.continual.quadratic import Quadratic, moved_term
 from linnet.curvatures.layers import Layer
 from linnet.errors import InputError
-from linnet.linalg.space import Params
+from linnet.linalg.operator import Params
 from linnet.linalg.structured import Diagonal
 from linnet.params import device as checked_device
 from linnet.params import number, real_type

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
-from linnet.linalg.half_diagonal import HalfDiagonal
-from linnet.linalg.kronecker import Kronecker, KroneckerEigen
+from linnet.linalg.kronecker import HalfDiagonal, Kronecker, KroneckerEigen, merge
 from linnet.linalg.lowrank import LowRankMatrix
-from linnet.linalg.merging import merge
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 
 MERGES = ("svd", "kl", "count", "exact")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from linnet.continual.parameters import Live, computing_type, unwrapped
 from linnet.continual.quadratic import Quadratic, penalty, value_and_gradient
 from linnet.errors import InputError, ModelError
-from linnet.linalg.space import Params
+from linnet.linalg.operator import Params
 from linnet.params import number
 from linnet.tangent.functional import OutputAdapter
 from linnet.tree import from_plain, map_tensors, to_plain

@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from linnet.errors import ModelError
-from linnet.linalg.space import Params
+from linnet.linalg.operator import Params
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import require_module
 

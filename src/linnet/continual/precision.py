@@ -15,7 +15,7 @@ from linnet.curvatures.layers import Layer
 from linnet.curvatures.parts import Part
 from linnet.errors import ModelError
 from linnet.linalg.kronecker import Kronecker
-from linnet.linalg.space import Params
+from linnet.linalg.operator import Params
 from linnet.linalg.structured import Diagonal, StructuredOperator
 from linnet.tree import map_tensors, node, tensors_in
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linnet.continual.parameters import Live
 from linnet.continual.precision import Precision
-from linnet.linalg.space import Params
+from linnet.linalg.operator import Params
 from linnet.params import device as checked_device
 from linnet.params import real_type
 from linnet.tree import node

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from linnet.curvatures.layers import Layer
-from linnet.linalg.space import Params
+from linnet.linalg.operator import Params
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
 from linnet.tangent.modes import in_exact_mode

@@ -20,10 +20,8 @@ from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
 from linnet.curvatures.layers import layer_factors, require_as_found
 from linnet.curvatures.sums import ROWS_AT_ONCE, Gradients, Sums, layer_rows
 from linnet.distributed import Share, all_same
-from linnet.linalg.dealt import eigenbases
-from linnet.linalg.grouped import GroupedKroneckerEigen
-from linnet.linalg.half_diagonal import HalfDiagonal
-from linnet.linalg.kronecker import KroneckerEigen
+from linnet.linalg.grouped import GroupedKroneckerEigen, eigenbases
+from linnet.linalg.kronecker import HalfDiagonal, KroneckerEigen
 from linnet.tangent.rules import Factors
 
 Basis = KroneckerEigen | GroupedKroneckerEigen | HalfDiagonal

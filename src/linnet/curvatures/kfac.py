@@ -39,8 +39,7 @@ from linnet.curvatures.moments import (
 from linnet.curvatures.sums import Gradients, Sums, layer_rows, second_moment
 from linnet.curvatures.sums import wide as wide_type
 from linnet.linalg.grouped import GroupedKronecker
-from linnet.linalg.half_diagonal import HalfDiagonal
-from linnet.linalg.kronecker import Kronecker
+from linnet.linalg.kronecker import HalfDiagonal, Kronecker
 from linnet.tangent.rules import Factors
 
 

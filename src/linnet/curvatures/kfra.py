@@ -25,8 +25,7 @@ from linnet.curvatures.moments import input_moment
 from linnet.curvatures.stream import Batch
 from linnet.curvatures.sums import second_moment, wide
 from linnet.errors import ModelError
-from linnet.likelihoods.components import IndependentComponents
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.likelihood import IndependentComponents, Likelihood
 from linnet.linalg.kronecker import Kronecker
 from linnet.tangent.capture import capture
 from linnet.tangent.functional import Functional

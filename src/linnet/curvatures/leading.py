@@ -24,8 +24,7 @@ from linnet.curvatures.sums import layer_rows
 from linnet.errors import InputError
 from linnet.linalg.factorize import eigh
 from linnet.linalg.grouped import GroupedKroneckerEigen
-from linnet.linalg.half_diagonal import HalfDiagonal
-from linnet.linalg.kronecker import KroneckerEigen
+from linnet.linalg.kronecker import HalfDiagonal, KroneckerEigen
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.rules import Captured, Use, factors, padded

@@ -21,8 +21,8 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linalg.structured import Dense
 from linnet.memory import Plan, parse_bytes, require
 from linnet.solvers.lanczos import eigenpairs
-from linnet.solvers.led import led
 from linnet.solvers.nystrom import nystrom
+from linnet.solvers.solution import led
 from linnet.tangent.functional import Functional
 
 COLUMNS = 64  # columns of a dense Hessian computed at once

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from linnet.curvatures.layers import Layer
 from linnet.distributed import current
-from linnet.linalg.dealt import eigenbases
-from linnet.linalg.grouped import GroupedKronecker
+from linnet.linalg.grouped import GroupedKronecker, eigenbases
 from linnet.linalg.kronecker import Kronecker
-from linnet.linalg.space import ParameterSpace
+from linnet.linalg.operator import ParameterSpace
 from linnet.linalg.structured import StructuredOperator
 from linnet.tree import node
 

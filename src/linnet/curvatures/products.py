@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import ModelError
-from linnet.linalg.space import ParameterSpace
+from linnet.linalg.operator import ParameterSpace
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.forward_mode import Params

@@ -42,7 +42,7 @@ from linnet.curvatures.treatments import (
 from linnet.distributed import Share, together, world
 from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
-from linnet.linalg.space import require_params
+from linnet.linalg.operator import require_params
 from linnet.memory import parse_bytes
 from linnet.params import choice, flag, instance, integer, number, refuse
 from linnet.params import seed as checked_seed

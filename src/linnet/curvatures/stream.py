@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from linnet.distributed import Share, agree, current, look_around, sum_numbers
 from linnet.errors import DataError, InputError
-from linnet.linalg.host import read
+from linnet.linalg.factorize import read
 from linnet.params import integer
 from linnet.tangent.batch import (
     EMPTY,

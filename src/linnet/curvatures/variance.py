@@ -25,8 +25,7 @@ from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import usable
 from linnet.curvatures.sums import ROWS_AT_ONCE, layer_rows
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
-from linnet.linalg.half_diagonal import HalfDiagonal
-from linnet.linalg.kronecker import Kronecker, KroneckerEigen
+from linnet.linalg.kronecker import HalfDiagonal, Kronecker, KroneckerEigen
 from linnet.linalg.structured import Diagonal
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size, split, take

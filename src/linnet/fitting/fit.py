@@ -25,7 +25,7 @@ from linnet.fitting.softmax_path import check_criterion
 from linnet.fitting.solver import Shared, Sketch, Solver, Solving
 from linnet.fitting.stochastic import solve_stochastically
 from linnet.likelihoods.discrete import Bernoulli, Categorical
-from linnet.likelihoods.distribution import require_axis
+from linnet.likelihoods.likelihood import require_axis
 from linnet.linalg.factorize import decomposing
 from linnet.linear.dual import DualSystem
 from linnet.linear.iterative import Iterative, Reused

@@ -28,8 +28,7 @@ from linnet.fitting.metric import network_of
 from linnet.fitting.plan import sketch_bytes
 from linnet.fitting.solver import Sketch
 from linnet.likelihoods.gaussian import Gaussian
-from linnet.linalg.operator import LinearOperator
-from linnet.linalg.space import ParameterSpace
+from linnet.linalg.operator import LinearOperator, ParameterSpace
 from linnet.linear.iterative import Reused
 from linnet.linear.normal_system import NormalSystem
 from linnet.linear.preconditioner import frozen_curvature

@@ -35,8 +35,7 @@ from linnet.linear.system import System
 from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets
 from linnet.params import choice, flag, number
 from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.noise import Noise
-from linnet.predictive.temperature import fit_moderation, fit_temperature
+from linnet.predictive.noise import Noise, fit_moderation, fit_temperature
 from linnet.tangent.batch import Inputs, batch_size, observe, observed, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import examples, gather_data

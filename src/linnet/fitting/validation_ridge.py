@@ -30,7 +30,7 @@ from linnet.linear.constrained_system import ConstrainedSystem
 from linnet.linear.iterative import Iterative
 from linnet.linear.system import System
 from linnet.shown import Record
-from linnet.solvers.shifted_cg import shifted_cg
+from linnet.solvers.cg import shifted_cg
 from linnet.tangent.batch import Inputs
 from linnet.tangent.jacobian import jvp_columns
 from linnet.tangent.linearized import Linearized

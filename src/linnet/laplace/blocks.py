@@ -22,8 +22,7 @@ from linnet.curvatures.parts import Part
 from linnet.errors import InputError, NumericalError
 from linnet.linalg.factorize import cholesky, eigh, nonnegative, nonnegative_each
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
-from linnet.linalg.half_diagonal import HalfDiagonal
-from linnet.linalg.kronecker import Kronecker, KroneckerEigen
+from linnet.linalg.kronecker import HalfDiagonal, Kronecker, KroneckerEigen
 from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.output_layer import output_inputs
 from linnet.curvatures.parts import Part
-from linnet.linalg.half_diagonal import HalfDiagonal
-from linnet.linalg.kronecker import KroneckerEigen
+from linnet.linalg.kronecker import HalfDiagonal, KroneckerEigen
 from linnet.linalg.structured import Diagonal
 from linnet.tangent.batch import Inputs, split, take
 from linnet.tangent.capture import capture

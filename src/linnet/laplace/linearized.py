@@ -19,8 +19,8 @@ from linnet.laplace.outputs import (
 from linnet.likelihoods.discrete import Categorical
 from linnet.params import flag
 from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.labels import Labels
 from linnet.predictive.links import class_probabilities
+from linnet.predictive.sampled import Labels
 from linnet.tangent.batch import Inputs, batch_size, check_finite
 
 KEPT = 1 << 25  # numbers of a covariance (N, C, C) that a prediction keeps; beyond, variances alone

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from linnet.curvatures.parts import Part
 from linnet.errors import InputError
-from linnet.linalg.finite import is_finite
-from linnet.linalg.space import ParameterSpace
+from linnet.linalg.factorize import is_finite
+from linnet.linalg.operator import ParameterSpace
 from linnet.params import refuse, shown, tensor
 
 FORMS = ("isotropic", "layer", "parameter")

@@ -20,8 +20,8 @@ from linnet.laplace.state import State
 from linnet.likelihoods import from_description
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.lowrank import LowRankMatrix
-from linnet.predictive.labels import Labels
 from linnet.predictive.links import Link
+from linnet.predictive.sampled import Labels
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.modes import in_exact_mode
 

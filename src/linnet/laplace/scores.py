@@ -28,9 +28,8 @@ from linnet.laplace.posterior import Hyper, Posterior, with_noise
 from linnet.laplace.prior import Groups
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.predictive.labels import Labels
 from linnet.predictive.links import log_density
-from linnet.predictive.sampled import SampledPredictive
+from linnet.predictive.sampled import Labels, SampledPredictive
 from linnet.tangent.rules import Captured
 
 LEVERAGE = 0.999

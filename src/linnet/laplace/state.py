@@ -8,7 +8,7 @@ import torch
 
 from linnet.laplace.posterior import Hyper, Posterior
 from linnet.laplace.prior import Groups
-from linnet.predictive.labels import Labels
+from linnet.predictive.sampled import Labels
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,7 @@ from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.parts import Part
 from linnet.errors import InputError
 from linnet.linalg.grouped import GroupedKronecker
-from linnet.linalg.half_diagonal import HalfDiagonal
-from linnet.linalg.kronecker import Kronecker
+from linnet.linalg.kronecker import HalfDiagonal, Kronecker
 from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 

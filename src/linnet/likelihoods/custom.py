@@ -10,10 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
-from linnet.likelihoods.definite import Psd, positive_root, require_psd
 from linnet.likelihoods.discrete import draw_classes
-from linnet.likelihoods.distribution import Moments, first_of, flatten_positions, require_axis
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.likelihood import (
+    Likelihood,
+    Moments,
+    Psd,
+    first_of,
+    flatten_positions,
+    positive_root,
+    require_axis,
+    require_psd,
+)
 from linnet.params import call, flag, function, refuse, tensor
 
 _PROBED = 4  # positions on which a claim of canonicity is tested

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
-from linnet.likelihoods.components import IndependentComponents
-from linnet.likelihoods.distribution import (
+from linnet.likelihoods.likelihood import (
+    IndependentComponents,
+    Likelihood,
     Moments,
     first_of,
     flatten_positions,
@@ -19,8 +20,7 @@ from linnet.likelihoods.distribution import (
     require_shape,
     uniform,
 )
-from linnet.likelihoods.likelihood import Likelihood
-from linnet.linalg.finite import lies_within
+from linnet.linalg.factorize import lies_within
 from linnet.linalg.random import signs
 from linnet.params import flag, integer
 

@@ -10,21 +10,20 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
-from linnet.likelihoods.components import (
+from linnet.likelihoods.likelihood import (
     IndependentComponents,
-    require_finite_targets,
-    require_targets,
-)
-from linnet.likelihoods.definite import require_psd, require_semidefinite
-from linnet.likelihoods.distribution import (
+    Likelihood,
     Moments,
     first_of,
     require_axis,
+    require_finite_targets,
     require_outputs,
+    require_psd,
+    require_semidefinite,
     require_shape,
+    require_targets,
     require_tensor,
 )
-from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.random import normal
 from linnet.params import choice, flag, number, refuse, tensor
 

@@ -7,17 +7,61 @@ eigenvalue. NaN and Inf are looked for first: a decomposition of them fails in u
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
-from linnet.linalg.finite import is_finite
 from linnet.number_types import current
 from linnet.progress import waiting
+
+# -- finite ----------------------------------------------------------------------------------------
+# Checks that tensors are finite, in one pass.
+
+
+def is_finite(t: Tensor) -> bool:
+    """Whether all entries are finite."""
+    # A sum is finite only if all its terms are, and needs one pass and no memory. One that overflows says
+    # nothing: then the terms are looked at.
+    if not (t.is_floating_point() or t.is_complex()):
+        return True
+    t = t.detach()
+    return bool(t.sum().isfinite()) or bool(t.isfinite().all())
+
+
+def lies_within(t: Tensor, low: float, high: float) -> bool:
+    """Whether all entries are in [low, high]; NaN is not."""
+    if t.numel() == 0:
+        return True
+    least, largest = t.detach().aminmax()  # NaN if any entry is
+    return low <= float(least) and float(largest) <= high
+
+
+# -- host ------------------------------------------------------------------------------------------
+# Few waits for a device: many numbers read back at once, and small searches done by the processor itself.
+
+SMALL = 1 << 18  # numbers that the processor works through in less time than a device takes to be asked
+
+
+def read(values: Sequence[Tensor]) -> list[float]:
+    """Several numbers in one copy from the device, which has to finish what it was given only once."""
+    if not values:
+        return []
+    dtype = functools.reduce(torch.promote_types, (v.dtype for v in values))
+    like = values[0].new_empty((), dtype=dtype)
+    return [float(v) for v in torch.stack([v.detach().reshape(()).to(like) for v in values]).tolist()]
+
+
+def searched(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors where a search that reads each value is quickest: small ones on the processor."""
+    small = sum(t.numel() for t in tensors) <= SMALL
+    return tuple(t.cpu() for t in tensors) if small else tensors
+
 
 _JITTERS = (1e-12, 1e-10, 1e-8, 1e-6)  # relative to the mean of the diagonal
 _LARGE = 1024  # from this size on, eigh works in float64: float32 LAPACK fails or loses accuracy

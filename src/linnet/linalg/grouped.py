@@ -11,19 +11,19 @@ vec(L_r V_r R_rᵀ) for every group r; see :mod:`linnet.linalg.kronecker`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from math import sqrt
 
 import torch
 from torch import Tensor
 
+from linnet.distributed import Share, all_filled, owners
 from linnet.errors import InputError
-from linnet.linalg.eigenbasis import EigenbasisOperator
 from linnet.linalg.factorize import cholesky, eigh, nonnegative_each, require_finite, require_square, root
-from linnet.linalg.operator import require_damping, require_factor
-from linnet.linalg.space import ParameterSpace
-from linnet.linalg.structured import StructuredOperator, require_space
+from linnet.linalg.kronecker import Kronecker, KroneckerEigen
+from linnet.linalg.operator import ParameterSpace, require_damping, require_factor
+from linnet.linalg.structured import EigenbasisOperator, StructuredOperator, require_space
 from linnet.tree import node
 
 
@@ -261,3 +261,47 @@ def _require_alike(left: Tensor, right: Tensor, name: str) -> None:
             "one dtype and device",
             remedy="convert one of the two with .to(dtype) or .to(device)",
         )
+
+
+# -- dealt -----------------------------------------------------------------------------------------
+#
+# Eigendecompositions of several matrices, each made by one of the processes that share the work.
+#
+# A decomposition costs some ten times n³ operations, and its copy n² numbers, so that each has one owner
+# and the others take what it found. All then have one basis to the bit, also where eigenvalues coincide
+# and another machine would find another.
+
+Pair = tuple[Tensor, Tensor]  # eigenvalues and eigenvectors
+
+
+def dealt_eigh(matrices: Sequence[Tensor], names: Sequence[str], share: Share) -> list[Pair]:
+    """Eigenvalues and eigenvectors of symmetric matrices, or batches of them, on all processes, (..., n)."""
+    # matrices (..., n, n)
+    ranks = owners([float(matrix.numel() * matrix.shape[-1]) for matrix in matrices], share.world)
+    found = [
+        eigh(matrix, name)
+        if owner == share.rank
+        else (matrix.new_empty(matrix.shape[:-1]), torch.empty_like(matrix))
+        for matrix, name, owner in zip(matrices, names, ranks, strict=True)
+    ]
+    if share.world > 1:
+        pairs = list(zip(found, ranks, strict=True))
+        all_filled([[t for pair, own in pairs if own == rank for t in pair] for rank in range(share.world)])
+    return found
+
+
+def eigenbases(
+    products: Sequence[Kronecker | GroupedKronecker], share: Share
+) -> list[KroneckerEigen | GroupedKroneckerEigen]:
+    """The eigendecompositions of Kronecker products, their factors dealt out."""
+    matrices = [factor for product in products for factor in (product.left, product.right)]
+    names = [name for product in products for name in product.factor_names]
+    pairs = dealt_eigh(matrices, names, share)
+    found: list[KroneckerEigen | GroupedKroneckerEigen] = []
+    for i, product in enumerate(products):
+        left, right = pairs[2 * i : 2 * i + 2]
+        if isinstance(product, Kronecker):
+            found.append(KroneckerEigen.of(product, (left, right)))
+        else:
+            found.append(GroupedKroneckerEigen.of(product, (left, right)))
+    return found

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.linalg.factorize import eigh, nonnegative, require_finite
-from linnet.linalg.operator import require_damping, require_factor
-from linnet.linalg.space import ParameterSpace
+from linnet.linalg.operator import ParameterSpace, require_damping, require_factor
 from linnet.linalg.structured import StructuredOperator, require_positive, require_space
 from linnet.tree import node
 

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from linnet.errors import InputError, NumericalError
 from linnet.linalg.factorize import cholesky, require_finite, require_square, root
 from linnet.linalg.operator import (
     LinearOperator,
+    ParameterSpace,
     Scaled,
+    Vector,
     flatten,
     require_damping,
     require_factor,
@@ -26,7 +29,6 @@ from linnet.linalg.operator import (
     unflatten,
 )
 from linnet.linalg.random import Seed, normal
-from linnet.linalg.space import ParameterSpace, Vector
 from linnet.params import integer, refuse, tensor
 from linnet.tree import node
 
@@ -404,3 +406,60 @@ def require_positive(values: Tensor, name: str) -> Tensor:
             remedy="add a damping first, for example with .damped(1e-3)",
         )
     return values
+
+
+# -- eigenbasis ------------------------------------------------------------------------------------
+# Symmetric matrices by their eigenvalues in a structured basis, Q diag(λ) Qᵀ.
+
+
+class EigenbasisOperator(StructuredOperator):
+    """A matrix Q diag(λ) Qᵀ; how Q is kept is left to each class."""
+
+    values: Tensor  # λ, of the shape that the basis has
+
+    def _hold(self, values: Tensor, space: ParameterSpace | None, name: str) -> None:
+        """Take checked eigenvalues, and what follows from them."""
+        n = values.numel()
+        self.values, self.shape, self.dtype, self.device = values, (n, n), values.dtype, values.device
+        self.space, self.name = require_space(space, n), name
+
+    @abstractmethod
+    def with_values(self, values: Tensor) -> Self:
+        """Other eigenvalues in the same basis."""
+
+    @abstractmethod
+    def _spectral(self, values: Tensor, v: Tensor) -> Tensor:
+        """Q diag(values) Qᵀ v for columns v."""
+
+    def mm(self, v: Tensor) -> Tensor:
+        """Q diag(λ) Qᵀ v."""
+        return self._spectral(self.values, v)
+
+    def inverse(self) -> Self:
+        """Q diag(λ⁻¹) Qᵀ."""
+        return self.with_values(1 / require_positive(self.values, self.name))
+
+    def damped(self, tau: float) -> Self:
+        """Q diag(λ + τ) Qᵀ."""
+        return self.with_values(self.values + require_damping(tau))
+
+    def scaled(self, scalar: float) -> Self:
+        """Q diag(c λ) Qᵀ."""
+        return self.with_values(require_factor(scalar) * self.values)
+
+    def logdet(self) -> Tensor:
+        """Σ log λ."""
+        return require_positive(self.values, self.name).log().sum()
+
+    def trace(self) -> Tensor:
+        """Σ λ."""
+        return self.values.sum()
+
+    def _solve(self, b: Tensor) -> Tensor:
+        return self._spectral(1 / require_positive(self.values, self.name), b)
+
+    def _root(self, v: Tensor) -> Tensor:
+        return self._spectral(self.values.sqrt(), v)
+
+    def _root_transposed(self, v: Tensor) -> Tensor:
+        return self._spectral(self.values.sqrt(), v)

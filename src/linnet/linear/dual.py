@@ -22,8 +22,8 @@ from torch import Tensor
 
 from linnet.distributed import current
 from linnet.frames import frame
-from linnet.linalg.dealt import dealt_eigh
 from linnet.linalg.factorize import cholesky, eigenvalue_error
+from linnet.linalg.grouped import dealt_eigh
 from linnet.linear.evidence import at_best_noise
 from linnet.params import choice, number
 from linnet.shown import Record

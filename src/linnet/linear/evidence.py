@@ -22,7 +22,7 @@ from linnet.errors import NumericalError
 from linnet.linalg.factorize import eigh
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, signs
-from linnet.predictive.temperature import golden_section
+from linnet.predictive.noise import golden_section
 from linnet.solvers.lanczos import tridiagonalize
 from linnet.solvers.solution import Estimate
 

@@ -30,8 +30,7 @@ from linnet.linear.problem import Memory, Problem
 from linnet.linear.system import System
 from linnet.memory import parse_bytes
 from linnet.progress import track
-from linnet.solvers.block_cg import block_cg
-from linnet.solvers.cg import relative_residual
+from linnet.solvers.cg import block_cg, relative_residual
 from linnet.solvers.solution import Solution, Status
 from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.jacobian import JacobianOperator, NormalOperator

@@ -26,7 +26,7 @@ from linnet.linear.operators import KernelOperator
 from linnet.linear.problem import Memory, Problem
 from linnet.memory import parse_bytes
 from linnet.params import integer, number
-from linnet.solvers.krylov import krylov
+from linnet.solvers.lanczos import krylov
 from linnet.tangent.batch import Inputs
 from linnet.tangent.gram import gram, own_kernels
 

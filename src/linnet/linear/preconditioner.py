@@ -28,8 +28,7 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import make_generator
 from linnet.linalg.structured import Dense
 from linnet.linear.problem import Problem
-from linnet.solvers.nystrom import nystrom_preconditioner
-from linnet.solvers.pivoted_cholesky import pivoted_cholesky
+from linnet.solvers.nystrom import nystrom_preconditioner, pivoted_cholesky
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram, own_kernels

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from linnet.errors import ModelError
 from linnet.fitting.last_layer import BELOW, features, last_linear, replace_module, zero_layer
-from linnet.linalg.space import ParameterSpace
+from linnet.linalg.operator import ParameterSpace
 from linnet.linear.features import Examples, Heads
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import IDLE, Functional, copied

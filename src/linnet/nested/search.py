@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import NumericalError
-from linnet.linalg.host import read
+from linnet.linalg.factorize import read
 from linnet.linear.dual import DualSystem, Spectrum
 from linnet.linear.targets import Targets
 from linnet.progress import track

@@ -32,7 +32,7 @@ from linnet.nested.nested_fit import NestedFit, system_of
 from linnet.nested.prior import Prior
 from linnet.nested.rungs import Rung, ladder, verdict
 from linnet.nested.search import ERRORS, Mixture, counted, scale_of
-from linnet.predictive.temperature import fit_moderation, fit_temperature
+from linnet.predictive.noise import fit_moderation, fit_temperature
 from linnet.progress import track
 from linnet.tangent.batch import take
 

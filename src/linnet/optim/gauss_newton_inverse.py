@@ -18,7 +18,7 @@ from linnet.errors import NumericalError
 from linnet.linalg.factorize import cholesky
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen, grouped_factored_damping
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen, factored_damping, kron_mm
-from linnet.linalg.space import ParameterSpace
+from linnet.linalg.operator import ParameterSpace
 from linnet.linalg.structured import StructuredOperator
 from linnet.optim.gauss_newton_model import Quadratic
 from linnet.optim.gauss_newton_settings import Damping

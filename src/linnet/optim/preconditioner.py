@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.default_damping import default_damping
 from linnet.errors import InputError
-from linnet.linalg.space import require_params
+from linnet.linalg.operator import require_params
 from linnet.params import choice, instance, number, refuse, tensor
 from linnet.shown import Shown
 from linnet.tangent.linearized import Linearized

@@ -9,11 +9,96 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.likelihoods.distribution import require_tensor
-from linnet.linalg.factorize import cholesky
+from linnet.likelihoods.likelihood import require_tensor
+from linnet.linalg.factorize import cholesky, searched
 from linnet.predictive.gaussian import GaussianPredictive, TargetModel, add_noise
-from linnet.predictive.temperature import probabilities
 from linnet.tangent.batch import check_finite
+
+# -- temperature -----------------------------------------------------------------------------------
+# Class probabilities of uncertain outputs, and temperature scaling on held-out outputs.
+
+SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # of the variance, in probabilities
+NATS = 1.0  # that another scale than one must gain
+
+
+def probabilities(
+    mean: Tensor, variance: Tensor | None, temperature: float, seen: Tensor | None = None
+) -> Tensor:
+    """Softmax of outputs at temperature T, moderated by their variance."""
+    # mean (N, C), variance (N, C)
+    if mean.shape[1] == 1:
+        # softmax(−f/2, f/2) = (σ(−f), σ(f)), with the variance of f itself
+        scaled = mean / temperature
+        if variance is not None:
+            scaled = scaled / torch.sqrt(1 + math.pi / 8 * variance / temperature**2)
+        return torch.cat([-scaled, scaled], 1).sigmoid()
+    scaled = mean / temperature
+    if variance is not None:
+        shared = variance.mean(1, keepdim=True)  # one for all classes: their order is that of the means
+        # κ = 1 / √(1 + π/8 v): MacKay, "The evidence framework applied to classification networks", 1992
+        scaled = scaled / torch.sqrt(1 + math.pi / 8 * shared / temperature**2)
+    if seen is None:
+        return scaled.softmax(1)
+    return torch.zeros_like(scaled).index_copy(1, seen, scaled[:, seen].softmax(1))
+
+
+def fit_temperature(outputs: Tensor, labels: Tensor, variance: Tensor | None = None) -> float:
+    """The temperature that makes held-out outputs most likely, with one more example of no class."""
+    # outputs (N, C), labels (N,), variance (N, C)
+    # Without that example, N right predictions would ask for T = 0 and claim certainty; with it they claim
+    # about what N right predictions can show (the rule of succession).
+    outputs, labels, *rest = searched(outputs, labels, *([] if variance is None else [variance]))
+    variance = rest[0] if rest else None
+    scale = float(outputs.double().std()) + 1e-12
+
+    def loss(log_t: float) -> float:
+        return -_likelihood(outputs, labels, variance, math.exp(log_t))
+
+    grid = [math.log(scale) + step for step in torch.linspace(-6, 4, 21).tolist()]
+    best = min(range(len(grid)), key=lambda i: loss(grid[i]))
+    return math.exp(golden_section(loss, grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]))
+
+
+def fit_moderation(outputs: Tensor, labels: Tensor, variance: Tensor) -> tuple[float, float]:
+    """The temperature and the scale of the variance that make held-out outputs most likely."""
+    # outputs (N, C), labels (N,), variance (N, C)
+    # The variance comes from Gaussian noise on targets of 0 and α. Where it is large, the outputs of all
+    # classes are as uncertain as they differ, and no temperature makes softmax(μ / √(T² + π/8 v)) certain of
+    # anything. So s v takes the place of v if one of a few s < 1 gains more than the one nat that a further
+    # parameter may cost (Akaike).
+    outputs, labels, variance = searched(outputs, labels, variance)
+    found = []
+    for scale in SCALES:
+        t = fit_temperature(outputs, labels, scale * variance)
+        found.append((_likelihood(outputs, labels, scale * variance, t), t, scale))
+    whole, best = found[0], max(found)
+    _, t, scale = best if best[0] > whole[0] + NATS else whole
+    return t, scale
+
+
+def _likelihood(outputs: Tensor, labels: Tensor, variance: Tensor | None, temperature: float) -> float:
+    """Log-likelihood of labels, and of one more example that is of no class in particular."""
+    spread = None if variance is None else variance.double()
+    log_p = probabilities(outputs.double(), spread, temperature).clamp_min(1e-300).log()
+    # Σᵢ log p(yᵢ) and the mean over classes and examples of log p, for the one example more
+    return float(log_p.gather(1, labels[:, None]).sum() + log_p.mean())
+
+
+def golden_section(f, low: float, high: float, steps: int = 30) -> float:  # type: ignore[no-untyped-def]
+    """The minimum of a unimodal function on an interval."""
+    ratio = (math.sqrt(5) - 1) / 2
+    a, b = high - ratio * (high - low), low + ratio * (high - low)
+    fa, fb = f(a), f(b)
+    for _ in range(steps):
+        if fa < fb:
+            high, b, fb = b, a, fa
+            a = high - ratio * (high - low)
+            fa = f(a)
+        else:
+            low, a, fa = a, b, fb
+            b = low + ratio * (high - low)
+            fb = f(b)
+    return (low + high) / 2
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from linnet.params import integer, tensor
 from linnet.plots import displays
 from linnet.plots.displays import Display, Plots, array
 from linnet.plots.measures import Array
-from linnet.predictive.classes import exclusive
-from linnet.predictive.distribution import Predictive
+from linnet.predictive.distribution import Predictive, exclusive
 from linnet.tangent.batch import Inputs, check_finite
 from linnet.tangent.door import known_answers
 

@@ -21,7 +21,7 @@ from linnet.linear.system import System
 from linnet.memory import parse_bytes
 from linnet.nested.nested_fit import NestedFit
 from linnet.plots.measures import calibration_error, reliability_bins
-from linnet.predictive.temperature import probabilities
+from linnet.predictive.noise import probabilities
 from linnet.progress import track, waiting
 from linnet.report import Comparison, Reliability, RidgePath
 from linnet.report.kinds import Fit, equations_of

@@ -1,10 +1,8 @@
 """Iterative algorithms for any linear operator; each returns its error estimates with the result."""
 
-from linnet.solvers.block_cg import block_cg
-from linnet.solvers.cg import cg
+from linnet.solvers.cg import block_cg, cg, shifted_cg
 from linnet.solvers.lanczos import eigenpairs, tridiagonalize
 from linnet.solvers.nystrom import nystrom, nystrom_preconditioner
-from linnet.solvers.shifted_cg import shifted_cg
 from linnet.solvers.solution import Status
 from linnet.solvers.trace import hutchinson, hutchpp, logdet, slq
 

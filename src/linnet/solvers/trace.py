@@ -13,8 +13,7 @@ from linnet.linalg.operator import LinearOperator, require_square
 from linnet.linalg.random import Seed, make_generator, signs
 from linnet.params import integer
 from linnet.solvers.lanczos import tridiagonalize
-from linnet.solvers.led import one_leads
-from linnet.solvers.solution import Estimate
+from linnet.solvers.solution import Estimate, one_leads
 
 _COLUMNS = 32  # random vectors multiplied at once
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import NumericalError
-from linnet.linalg.factorize import eigh, nonnegative
-from linnet.linalg.finite import is_finite
+from linnet.linalg.factorize import eigh, is_finite, nonnegative
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, signs
 from linnet.params import call, choice, integer, number, refuse, tensor

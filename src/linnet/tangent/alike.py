@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from linnet.distributed import agree, current, sharing, world
 from linnet.errors import DataError, InputError, LinnetError, ModelError
-from linnet.likelihoods.distribution import Distribution
+from linnet.likelihoods.likelihood import Distribution
 from linnet.linalg.operator import LinearOperator
 from linnet.number_types import current as precision_in_force
 from linnet.tangent.functional import Functional, require_whole_weights

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from linnet.distributed import current, look_around
 from linnet.errors import DataError, InputError
-from linnet.linalg.finite import is_finite
+from linnet.linalg.factorize import is_finite
 from linnet.params import wrapped
 from linnet.tree import hash_tensors, map_tensors, tensors_in
 

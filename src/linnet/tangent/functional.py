@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from linnet.errors import InputError, LinnetError, ModelError, WeightsError
-from linnet.linalg.finite import is_finite
-from linnet.linalg.host import read
-from linnet.linalg.space import ParameterSpace
+from linnet.linalg.factorize import is_finite, read
+from linnet.linalg.operator import ParameterSpace
 from linnet.memory import reuse_freed_memory
 from linnet.number_types import Precision, current
 from linnet.tangent.batch import (

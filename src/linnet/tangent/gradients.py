@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.linalg.host import read
+from linnet.linalg.factorize import read
 from linnet.tangent.batch import Inputs, split
 from linnet.tangent.forward_mode import Params, sketch
 from linnet.tangent.functional import Functional

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from linnet.distributed import Share, all_filled, all_rows, current, gathered, look_around
 from linnet.errors import InputError
-from linnet.linalg.finite import is_finite
+from linnet.linalg.factorize import is_finite
 from linnet.memory import Plan, parse_bytes, require
 from linnet.number_types import products_in
 from linnet.params import choice, part_of

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import LinnetError, ModelError
-from linnet.linalg.host import read
+from linnet.linalg.factorize import read
 from linnet.tangent.batch import SHARED, Inputs, ambiguity, batch_size, example_shapes, made_up, take
 from linnet.tangent.forward_mode import COARSE, ROUNDING, SWITCHING, Params, hand_over, sketch
 from linnet.tangent.functional import FAILURES, RUNNING, Findings, Functional, batch_statistics

@@ -26,9 +26,8 @@ from torch.overrides import TorchFunctionMode
 
 from linnet.distributed import all_rows, share_sum
 from linnet.errors import InputError
-from linnet.linalg.finite import is_finite
-from linnet.linalg.operator import Bidirectional, LinearOperator
-from linnet.linalg.space import Vector
+from linnet.linalg.factorize import is_finite
+from linnet.linalg.operator import Bidirectional, LinearOperator, Vector
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
 from linnet.tangent.capture import capture, capture_bytes

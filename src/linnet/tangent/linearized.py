@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, WeightsError
-from linnet.linalg.space import ParameterSpace, Vector
+from linnet.linalg.operator import ParameterSpace, Vector
 from linnet.number_types import Precision
 from linnet.params import choice, instance, refuse, tensor
 from linnet.tangent.batch import Inputs, require_some

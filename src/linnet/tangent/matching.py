@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import FileFormatError, InputError, LinnetError, ModelError
-from linnet.linalg.finite import is_finite
+from linnet.linalg.factorize import is_finite
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import FAILURES, Functional, OutputAdapter, check_output, without_wrapper
 from linnet.tangent.linearized import Linearized

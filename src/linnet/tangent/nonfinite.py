@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import LinnetError, NumericalError
-from linnet.linalg.finite import is_finite
+from linnet.linalg.factorize import is_finite
 from linnet.params import refuse, tensor
 from linnet.tangent.batch import (
     Inputs,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.linalg.host import read
+from linnet.linalg.factorize import read
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
 from linnet.tangent.forward_mode import Params, hand_over, largest, largest_difference, sketch
 from linnet.tangent.functional import Functional

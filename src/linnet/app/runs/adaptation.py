@@ -41,7 +41,7 @@ from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.tuning import HEAD_SCALE, tuned
 from linnet.params import integer
-from linnet.predictive.temperature import fit_temperature, probabilities
+from linnet.predictive.noise import fit_temperature, probabilities
 from linnet.progress import waiting
 from linnet.report import Comparison, Reliability, Scores
 from linnet.report.evaluation import Predictions, predict, reliability, score_classes, score_values

@@ -23,7 +23,7 @@ from linnet.errors import DependencyError, InputError, ModelError
 from linnet.files import write_atomic
 from linnet.memory import format_bytes
 from linnet.nested.nested_fit import NestedFit
-from linnet.predictive.temperature import probabilities
+from linnet.predictive.noise import probabilities
 from linnet.progress import waiting
 from linnet.report.wording import duration
 from linnet.tangent.batch import take
