@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from linnet.memory import Plan
 from linnet.plots.measures import calibration_error, reliability_bins
 from linnet.report import (
     Choice,
     Comparison,
-    Coverage,
     DoubtedLabel,
     Explanation,
     FitRecord,
@@ -25,16 +25,15 @@ from linnet.report import (
     HeldOutSet,
     Neighbor,
     Notes,
-    PreflightText,
     Reliability,
     RidgePath,
     Run,
     Samples,
     Scores,
     Spectrum,
-    Timing,
     TrainingSet,
 )
+from linnet.tangent.preflight import Coverage, Preflight
 
 Array = NDArray[Any]
 CLASSES = ("five", "six", "seven", "eight", "nine")
@@ -158,9 +157,8 @@ def digits_run(seed: int = 0) -> Run:
     )  # fmt: skip
     record = FitRecord(
         path, Spectrum(np.linalg.eigvalsh(kernel), path.chosen), choices(path.chosen), preflight(),
-        (Timing("kernel of 50 training samples", 0.84), Timing("eigendecomposition", 0.003),
-         Timing("ridge path", 0.012), Timing("plain fine-tuning, for comparison", 6.4),
-         Timing("predictions and influence", time.perf_counter() - start)),
+        {"kernel of 50 training samples": 0.84, "eigendecomposition": 0.003, "ridge path": 0.012,
+         "plain fine-tuning, for comparison": 6.4, "predictions and influence": time.perf_counter() - start},
     )  # fmt: skip
     return Run(
         "Digits 5 to 9 from a network that knows 0 to 4",
@@ -268,10 +266,10 @@ def choices(ridge: float) -> tuple[Choice, ...]:
     )
 
 
-def preflight() -> PreflightText:
+def preflight() -> Preflight:
     """A preflight as the library prints it."""
     parameters = tuple(
-        Coverage(f"{layer}.{kind}", shape if kind == "weight" else shape[:1], 1, rule)
+        Coverage(f"{layer}.{kind}", shape if kind == "weight" else shape[:1], 1, rule, False)
         for layer, shape, rule in (
             ("conv1", (16, 1, 3, 3), "convolution, per-example gradients"),
             ("conv2", (32, 16, 3, 3), "convolution, position Grams"),
@@ -285,8 +283,8 @@ def preflight() -> PreflightText:
         "Forward-mode derivatives work for every layer.",
         "Two passes over the same batch agree to the bit.",
     )
-    text = "parameters 37 925, all covered by rules\nforward mode  ok\ndeterministic ok\n"
-    return PreflightText(text, parameters, memory, 2_000_000_000, found)
+    plan = Plan("the kernel", 2_000_000_000, memory)
+    return Preflight("Net", 5, parameters, "forward", found, True, plan)
 
 
 def notes() -> Notes:

@@ -10,7 +10,7 @@ import pytest
 
 from linnet.plots.style import brief, class_color
 from linnet.report import Reliability, RidgePath, Spectrum, figures
-from linnet.report.svg import draw
+from linnet.report.figures import draw
 
 RNG = np.random.default_rng(0)
 RIDGES = np.logspace(-3, 2, 12)

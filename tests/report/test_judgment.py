@@ -9,9 +9,8 @@ import pytest
 
 from linnet.app.runs.summary import score_table
 from linnet.report import Comparison, Notes, Reliability, Run, Scores
-from linnet.report.judgment import key_numbers, summary, trust
-from linnet.report.measures import calibration_and_error, share_error
-from linnet.report.wording import measured_share
+from linnet.report.numbers import calibration_and_error, measured_share, share_error
+from linnet.report.verdict import key_numbers, summary, trust
 from tests.report.material import digits_run, regression_run
 
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from linnet.plots.measures import (
     reliability_bins,
     wilson_interval,
 )
-from linnet.report.measures import split_by_uncertainty
+from linnet.report.numbers import split_by_uncertainty
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 7), (3, 10), (90, 100), (50, 50)])

@@ -15,9 +15,9 @@ from torch import nn
 import linnet
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.pages import Page
+from linnet.report.numbers import number
 from linnet.report.of_fit import page as report_of
 from linnet.report.of_fit import pictures
-from linnet.report.wording import number
 
 G = torch.Generator().manual_seed(0)
 Y = torch.arange(24) % 3

@@ -31,13 +31,10 @@ from linnet.report import (
     TrainingSet,
     figures,
     render,
-    svg,
     write_report,
 )
-from linnet.report.judgment import summary
-from linnet.report.measures import share_error
-from linnet.report.verdict import verdict
-from linnet.report.wording import duration, measured_share, number
+from linnet.report.numbers import duration, measured_share, number, share_error
+from linnet.report.verdict import summary, verdict
 from tests.report.material import digits_run, regression_run
 
 VOID = {"meta", "img", "br", "hr", "input", "link"}
@@ -243,7 +240,7 @@ def test_any_part_may_be_missing(part: str, gone: set[str], monkeypatch: pytest.
 
 
 DRAWN: dict[tuple[Any, ...], str] = {}
-real_draw = svg.draw
+real_draw = figures.draw
 
 
 def cached_draw(name: str, alt: str, size: tuple[float, float], paint: Any) -> str:

@@ -6,60 +6,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from linnet.errors import InputError
 from linnet.report import (
     Comparison,
-    DoubtedLabel,
-    Explanation,
     FitRecord,
-    Forgetting,
     HeldOutSet,
-    Neighbor,
     Reliability,
-    RidgePath,
     Run,
     Samples,
     Scores,
     Spectrum,
-    TrainingSet,
 )
 from tests.report.material import digits_run, regression_run
 
 PICTURES = np.zeros((3, 8, 8, 1), dtype=np.uint8)
 LABELS = np.array([0, 1, 1])
-
-
-@pytest.mark.parametrize(
-    ("build", "named"),
-    [
-        (lambda: Samples(images=PICTURES, labels=LABELS[:2]), "Samples"),
-        (lambda: Samples(images=PICTURES.astype(float)), "float64"),
-        (lambda: Samples(images=np.zeros((3, 3, 8, 8), dtype=np.uint8)), r"\(3, 3, 8, 8\)"),
-        (lambda: Reliability("fit", np.zeros(3), np.zeros(2)), "Reliability.correct"),
-        (lambda: RidgePath(np.ones(3), np.ones(3), gcv=np.ones(4)), "RidgePath.gcv"),
-        (lambda: TrainingSet(Samples(PICTURES), informativeness=np.zeros(4)), "informativeness"),
-        (lambda: TrainingSet(Samples(PICTURES), suspects=(DoubtedLabel(3, 0),)), "suspects"),
-        (lambda: TrainingSet(Samples(PICTURES), forgetting=Forgetting((-1,))), "removed"),
-        (lambda: HeldOutSet(Samples(PICTURES), uncertainty=np.zeros(2)), "uncertainty"),
-        (lambda: HeldOutSet(Samples(PICTURES), explanations=(Explanation(9),)), "explanations"),
-        (lambda: Run("x", ("a",), train=TrainingSet(Samples(labels=LABELS))), "Samples.labels"),
-        (lambda: Run("x", ("a", "b"), train=TrainingSet(Samples(labels=LABELS + 0.5))), "float64"),
-        (lambda: Run("x", ("a", "b"), test=HeldOutSet(Samples(PICTURES), np.ones((3, 4)))), "probs"),
-        (
-            lambda: Run(
-                "x",
-                train=TrainingSet(Samples(PICTURES)),
-                test=HeldOutSet(Samples(PICTURES), explanations=(Explanation(0, up=(Neighbor(5, 1.0),)),)),
-            ),
-            "Neighbor.sample",
-        ),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(build: Any, named: str) -> None:
-    with pytest.raises(InputError, match=named) as caught:
-        build()
-    assert caught.value.expected
-    assert caught.value.remedy
 
 
 def test_degrees_of_freedom_come_from_the_eigenvalues_unless_given() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from linnet.report import RidgeChoice, render
-from linnet.report.wording import loo_name, ridge_choice
+from linnet.report.verdict import loo_name, ridge_choice
 from tests.report.material import digits_run
 
 CHOSEN = {

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from linnet.errors import InputError
-from linnet.report.thumbnails import thumbnail
+from linnet.report.tiles import thumbnail
 
 
 def decoded(address: str) -> Image.Image:

@@ -14,14 +14,19 @@ import numpy as np
 
 from linnet.files import write_text
 from linnet.memory import format_bytes
-from linnet.report import figures, wording
-from linnet.report.judgment import key_numbers, least_certain, summary
-from linnet.report.measures import FEW
-from linnet.report.records import Spectrum
-from linnet.report.run import Run
+from linnet.report import figures, numbers
+from linnet.report.numbers import FEW
+from linnet.report.records import Run, Spectrum
 from linnet.report.tables import tables
-from linnet.report.task_kernel import label_energy
-from linnet.report.views import Gallery, bars, gallery, step_views, uncertainty_name
+from linnet.report.tiles import bars, explanations, step_tiles, tiles
+from linnet.report.verdict import (
+    doubt_found,
+    key_numbers,
+    least_certain,
+    ridge_choice,
+    ridge_heading,
+    summary,
+)
 
 _MOST_CLASSES = 40  # a confusion matrix of more classes could not be read
 
@@ -44,7 +49,7 @@ def render(run: Run) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(
-        number=wording.number, percent=wording.percent, duration=wording.duration, size=format_bytes
+        number=numbers.number, percent=numbers.percent, duration=numbers.duration, size=format_bytes
     )
     style, script = _text("page.css"), _text("page.js")
     context = _context(run) | {
@@ -74,25 +79,25 @@ def _policy(style: str, script: str) -> str:
 
 def _context(run: Run) -> dict[str, Any]:
     """Everything that the template reads."""
-    tiles = gallery(run)
-    forgotten = None if run.train is None else run.train.forgetting
-    drawn, steps, bars_ = _figures(run), step_views(run), bars(run)
-    return {
+    train, drawn = run.train, _figures(run)
+    known = {
+        "tiles": tiles(run),
+        "explanations": explanations(run),
+        "steps": step_tiles(run),
+        "figures": defaultdict(list, drawn),
+        "doubt": doubt_found(train) if train else "",
+    }
+    return known | {
         "run": run,
         "fit": run.fit,
         "summary": [_unbroken(sentence) for sentence in summary(run)],
         "key_numbers": key_numbers(run),
-        "steps": steps,
-        "bars": bars_,
-        "figures": defaultdict(list, drawn),
+        "bars": bars(run),
         "tables": tables(run),
-        "sections": _sections(run, drawn, tiles, bool(steps)),
-        "tiles": tiles,
+        "sections": _sections(run, known),
         "split": least_certain(run.test),
-        "doubt": wording.doubt_found(run.train) if run.train else "",
-        "more_suspects": len(run.train.suspects) - len(tiles.suspects) if run.train else 0,
-        "forgetting": forgotten,
-        "ridge_choice": wording.ridge_choice(run.fit.ridge),
+        "forgetting": None if train is None else train.forgetting,
+        "ridge_choice": ridge_choice(run.fit.ridge),
     }
 
 
@@ -115,7 +120,7 @@ def _figures(run: Run) -> dict[str, list[Any]]:
     if fit.spectrum is not None and len(fit.spectrum.eigenvalues):
         drawn["spectrum"] = [figures.kernel_spectrum(fit.spectrum)]
     if fit.task is not None:
-        drawn["energy"] = [label_energy(fit.task)]
+        drawn["energy"] = [figures.label_energy(fit.task)]
         drawn["task"] = [figures.kernel_spectrum(Spectrum(fit.task.eigenvalues, *fit.task.levels), "task")]
     if train is not None and train.informativeness is not None and len(train.informativeness):
         labels = train.samples.labels if run.classes else None
@@ -133,9 +138,9 @@ def _test_figures(run: Run) -> dict[str, list[str]]:
         return {}
     drawn: dict[str, list[str]] = {}
     if test.uncertainty is not None and len(test.uncertainty):
-        drawn["uncertainty"] = [
-            figures.uncertainty_histogram(test.uncertainty, test.correct(), uncertainty_name(run))
-        ]
+        what = "probability of being wrong, %" if test.unit == "%" else f"uncertainty, {test.unit}"
+        name = what if test.unit else "uncertainty"
+        drawn["uncertainty"] = [figures.uncertainty_histogram(test.uncertainty, test.correct(), name)]
     labels, predicted = test.samples.labels, test.predicted()
     few = len(test.samples) < FEW or not run.classes or len(run.classes) > _MOST_CLASSES
     if labels is not None and predicted is not None and run.classes and not few:
@@ -148,30 +153,29 @@ def _test_figures(run: Run) -> dict[str, list[str]]:
     return drawn
 
 
-def _sections(run: Run, drawn: dict[str, Any], tiles: Gallery, steps: bool) -> list[tuple[str, str]]:
+def _sections(run: Run, known: dict[str, Any]) -> list[tuple[str, str]]:
     """The sections that have something to show: (id, heading)."""
-    fit = run.fit
+    fit, tiles, drawn = run.fit, known["tiles"], set(known["figures"])
     pictures = run.train is not None and run.train.samples.images is not None
-    known = run.test is not None and (run.test.probs is not None or run.test.mean is not None)
-    sure = {"reliability", "uncertainty", "coverage"} & set(drawn) or tiles.uncertain
+    predicted = run.test is not None and (run.test.probs is not None or run.test.mean is not None)
     every = [
-        ("next", "What to do next", steps),
+        ("next", "What to do next", known["steps"]),
         ("linear", "Is this task linear", fit.task is not None),
-        ("good", "How good is it", run.scores.comparison or {"predicted", "confusion"} & set(drawn)),
-        ("sure", "How sure is it", sure),
-        ("ridge", wording.ridge_heading(fit.ridge), "ridge" in drawn),
+        ("good", "How good is it", run.scores.comparison or {"predicted", "confusion"} & drawn),
+        ("sure", "How sure is it", {"reliability", "uncertainty", "coverage"} & drawn or tiles["uncertain"]),
+        ("ridge", ridge_heading(fit.ridge), "ridge" in drawn),
         ("kernel", "What the kernel looks like", "spectrum" in drawn),
         (
             "mattered",
             f"Which training {'images' if pictures else 'samples'} mattered",
             "informativeness" in drawn,
         ),
-        ("why", "Why these predictions", tiles.explanations),
-        ("doubtful", "Probable label errors", tiles.suspects),
+        ("why", "Why these predictions", known["explanations"]),
+        ("doubtful", "Probable label errors", tiles["suspects"]),
         ("forgetting", "Forgetting", run.train is not None and run.train.forgetting is not None),
         ("choices", "What was chosen and why", fit.choices),
         ("coverage", "Network coverage", fit.preflight is not None),
         ("timings", "Timings", fit.timings),
-        ("predictions", "Every prediction", run.test is not None and len(run.test.samples) and known),
+        ("predictions", "Every prediction", run.test is not None and len(run.test.samples) and predicted),
     ]
     return [(anchor, heading) for anchor, heading, present in every if present]

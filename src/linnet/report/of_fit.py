@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,24 +14,19 @@ from torch import Tensor
 from linnet.distribution import require_application
 from linnet.errors import DataError, InputError
 from linnet.fitting.fitted import Fitted
-from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.pages import Page
 from linnet.params import instance
 from linnet.report.evaluation import (
     Predictions,
     predict,
     reliability,
-    ridge_path,
     score_classes,
     score_values,
-    softmax_path,
-    spectrum_of,
 )
 from linnet.report.html import render
-from linnet.report.kinds import Fit, cross_fitted, loss_of, name_of, temperatures_of
-from linnet.report.reading import choices, facts, held_out, spectrum_record, training_set
-from linnet.report.records import FitRecord, Notes, RidgeChoice, Samples, Scores, Timing
-from linnet.report.run import Run
+from linnet.report.kinds import Fit, name_of, temperatures_of
+from linnet.report.reading import facts, fit_record, held_out, training_set
+from linnet.report.records import Notes, Run, Samples, Scores
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.gather import gather_data
 from linnet.tangent.loaders import DataNotes
@@ -78,7 +73,8 @@ def page(
         scores = _scores(name_of(fit), found, y, seconds["predictions"])
         shown = held_out(run, Samples(pictures(x), y, _ids(len(y))), found, x)
     notes = Notes(warnings=tuple(fit.record.warnings), facts=facts(run))
-    record = _record(run, x, y, {**fit.record.seconds, **seconds})
+    record = fit_record(run, None if x is None or run.classes is None else run.inputs(x), y)
+    record = replace(record, timings={**fit.record.seconds, **seconds})
     made = Run(title, run.classes, notes, scores, record, training_set(run), shown)
     return Page(title, render(made), made.to_dict())
 
@@ -158,21 +154,3 @@ def _scores(name: str, found: Predictions, y: Array, seconds: float) -> Scores:
         return Scores((score_values(name, found.mean, y, found.std, seconds, found.note),), (), len(y))
     row = score_classes(name, found.probs, y, seconds, found.note)
     return Scores((row,), (reliability(name, found.probs, y),), len(y))
-
-
-def _record(run: _Fitted, x: Array | None, y: Array | None, seconds: dict[str, float]) -> FitRecord:
-    """The path, the spectrum and what was chosen."""
-    fit, eigen, path = run.fit, spectrum_of(run.fit), None
-    if isinstance(fit, SoftmaxFit):
-        path = softmax_path(fit)
-    elif eigen is not None:
-        known = None if x is None or run.classes is None else run.inputs(x)
-        path = ridge_path(fit, known, None if known is None else y)
-    return FitRecord(
-        path,
-        spectrum_record(fit, eigen),
-        choices(run),
-        timings=tuple(Timing(name, value) for name, value in seconds.items()),
-        ridge=RidgeChoice(fit.record.criterion, loss_of(fit), cross_fitted(fit)),
-        verdict=fit.record.reasons.get("verdict", ""),
-    )

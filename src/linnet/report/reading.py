@@ -13,19 +13,21 @@ from linnet.audit.mislabel import mislabeled
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.nested.nested_fit import NestedFit
 from linnet.plots.measures import Array, ranking
-from linnet.report.evaluation import Predictions, Scale
+from linnet.report.evaluation import Predictions, Scale, ridge_path, softmax_path, spectrum_of
 from linnet.report.kinds import Fit, certificate_of, cross_fitted, in_closed_form, loss_of
+from linnet.report.numbers import number
 from linnet.report.records import (
     Choice,
     DoubtedLabel,
     Explanation,
+    FitRecord,
     HeldOutSet,
     Neighbor,
+    RidgeChoice,
     Samples,
     Spectrum,
     TrainingSet,
 )
-from linnet.report.wording import number
 
 TARGET = "standard deviation in the unit of the target"  # what a regression's uncertainty is
 _NEIGHBORS = 5  # training samples shown on each side of an explanation
@@ -206,6 +208,17 @@ def facts(run: Subject) -> tuple[tuple[str, str], ...]:
     )
 
 
-def spectrum_record(fit: Fit, eigen: Tensor | None) -> Spectrum | None:
-    """The kernel's eigenvalues."""
-    return None if eigen is None else Spectrum(eigen.cpu().numpy(), fit.ridge)
+def fit_record(run: Subject, x: Tensor | None, labels: Array | None) -> FitRecord:
+    """What a fit chose and why: the path of ridges, with test accuracies beside it, and the spectrum."""
+    fit, eigen, path = run.fit, spectrum_of(run.fit), None
+    if isinstance(fit, SoftmaxFit):
+        path = softmax_path(fit)
+    elif eigen is not None:
+        path = ridge_path(fit, x, labels if run.classes else None)
+    return FitRecord(
+        path,
+        None if eigen is None else Spectrum(eigen.cpu().numpy(), fit.ridge),
+        choices(run),
+        ridge=RidgeChoice(fit.record.criterion, loss_of(fit), cross_fitted(fit)),
+        verdict=fit.record.reasons.get("verdict", ""),
+    )

@@ -1,19 +1,17 @@
-"""The parts of a report, as plain records of numpy arrays, strings and floats.
-
-Each part checks that its own pieces fit together; :class:`linnet.report.Run` checks that the parts
-fit each other.
-"""
+"""What a page shows, as plain records of numpy arrays, strings and floats; only the title is required."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from linnet.errors import InputError
-from linnet.plots.measures import Array
-from linnet.report.task_kernel import TaskKernel
+from linnet.plots.measures import Array, calibration_error, ranking, reliability_bins
+
+if TYPE_CHECKING:
+    from linnet.tangent.preflight import Preflight
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,6 @@ class Reliability:
     confidence: Array  # probability of the predicted class, (N,), in [0, 1]
     correct: Array  # whether the prediction is correct, (N,), bool
 
-    def __post_init__(self) -> None:
-        check_length("Reliability.correct", self.correct, "confidence", len(self.confidence))
-
 
 @dataclass(frozen=True, eq=False)
 class Scores:
@@ -62,35 +57,6 @@ class Choice:
     why: str = ""  # the reason, in a sentence
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The time of one step."""
-
-    what: str  # name of the step
-    seconds: float  # wall-clock time in seconds
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """Treatment of one parameter of the network."""
-
-    name: str  # name of the parameter
-    shape: tuple[int, ...]  # its shape
-    uses: int  # how often the network uses it
-    treatment: str  # the rule that handled it
-
-
-@dataclass(frozen=True)
-class PreflightText:
-    """Result of the preflight check."""
-
-    text: str = ""  # the printed report of the preflight
-    parameters: tuple[Coverage, ...] = ()  # one row per parameter
-    memory: tuple[tuple[str, int], ...] = ()  # memory plan: (name, bytes) of every large item
-    budget: int | None = None  # memory budget in bytes
-    findings: tuple[str, ...] = ()  # remarks, a sentence each
-
-
 @dataclass(frozen=True, eq=False)
 class RidgePath:
     """The scores of a range of ridge values."""
@@ -103,10 +69,6 @@ class RidgePath:
     test_accuracy: Array | None = None
     gcv: Array | None = None  # generalized cross-validation score, (R,), lower is better
     evidence: Array | None = None  # log evidence in nats, (R,), higher is better
-
-    def __post_init__(self) -> None:
-        for name in ("loo_error", "loo_accuracy", "test_accuracy", "gcv", "evidence"):
-            check_length(f"RidgePath.{name}", getattr(self, name), "ridges", len(self.ridges))
 
 
 @dataclass(frozen=True)
@@ -139,14 +101,33 @@ class Spectrum:
 
 
 @dataclass(frozen=True, eq=False)
+class TaskKernel:
+    """Linearity of a task for a network."""
+
+    eigenvalues: Array  # leading eigenvalues of the kernel's matrix (k,), decreasing
+    shares: Array  # share of the labels' squared norm on the first 1, ..., k eigenvectors (k,), in [0, 1]
+    rows: int  # size of the matrix
+    top: int  # how many leading eigenvectors the text speaks of, at most k
+    # the ridge of the fit and its effective degrees of freedom, in units of the eigenvalues
+    levels: tuple[float, float]
+    verdict: tuple[str, ...]  # the judgment, and the reasons for it, a sentence each
+    facts: tuple[tuple[str, str], ...] = ()  # names and values for the table
+
+    @property
+    def share(self) -> float:
+        """Share of the labels' squared norm on the leading eigenvectors that the text speaks of."""
+        return float(self.shares[self.top - 1])
+
+
+@dataclass(frozen=True, eq=False)
 class FitRecord:
     """Record of the fit."""
 
     path: RidgePath | None = None  # scores over the ridge
     spectrum: Spectrum | None = None  # eigenvalues of the kernel
     choices: tuple[Choice, ...] = ()  # every decision and its reason
-    preflight: PreflightText | None = None  # the check of the network
-    timings: tuple[Timing, ...] = ()  # time of every step
+    preflight: Preflight | None = None  # the check of the network
+    timings: Mapping[str, float] = field(default_factory=dict)  # seconds of every step
     task: TaskKernel | None = None  # how linear the task is
     ridge: RidgeChoice | None = None  # choice of the ridge
     verdict: str = ""  # what was found on the training samples alone, in a sentence
@@ -161,17 +142,6 @@ class Samples:
     labels: Array | None = None
     # A stable name of each sample: a path, or a text; by default `#index`
     ids: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        sizes = {len(part) for part in (self.images, self.labels, self.ids) if part is not None}
-        if len(sizes) > 1:
-            raise InputError(
-                f"Samples has parts of different lengths {sorted(sizes)}",
-                expected="images, labels and ids of the same N samples",
-                remedy="select the same samples in each part",
-            )
-        if self.images is not None:
-            _check_images(self.images)
 
     def __len__(self) -> int:
         """Number of samples; 0 when no part is given."""
@@ -221,14 +191,6 @@ class TrainingSet:
     by_chance: float | None = None  # how many right labels look wrong by chance
     limits: str = ""  # which wrong labels cannot be seen, as a clause; empty where most can
 
-    def __post_init__(self) -> None:
-        count = len(self.samples)
-        if count:
-            check_length("TrainingSet.informativeness", self.informativeness, "samples", count)
-            check_indices("TrainingSet.suspects", [s.sample for s in self.suspects], count)
-            if self.forgetting is not None:
-                check_indices("Forgetting.removed", list(self.forgetting.removed), count)
-
 
 @dataclass(frozen=True)
 class Neighbor:
@@ -262,14 +224,6 @@ class HeldOutSet:
     explanations: tuple[Explanation, ...] = ()
     # unit of the uncertainty; `"%"` where it is the probability of a wrong prediction, in [0, 1]
     unit: str = ""
-
-    def __post_init__(self) -> None:
-        count = len(self.samples)
-        for name in ("probs", "mean", "std", "uncertainty"):
-            if count:
-                check_length(f"HeldOutSet.{name}", getattr(self, name), "samples", count)
-        if count:
-            check_indices("HeldOutSet.explanations", [e.sample for e in self.explanations], count)
 
     def predicted(self) -> Array | None:
         """The most probable class of each sample, (N,), or None without probabilities."""
@@ -318,34 +272,109 @@ class Notes:
     first: tuple[Step, ...] = ()  # what to do before all else
 
 
-def check_length(name: str, value: Array | None, other: str, count: int) -> None:
-    """Raise unless the value is missing or has the length of the other part."""
-    if value is not None and len(value) != count:
-        raise InputError(
-            f"{name} has length {len(value)} where {other} has {count}",
-            expected="one entry for each",
-            remedy=f"select the same entries in {name} and {other}",
-        )
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Everything that a report shows; only the title is required."""
+
+    title: str  # title of the page
+    classes: tuple[str, ...] | None = None  # class names, in the order of the indices; None for regression
+    notes: Notes = field(default_factory=Notes)  # headline, warnings and facts
+    scores: Scores = field(default_factory=Scores)  # how good the fit is, beside other methods
+    fit: FitRecord = field(default_factory=FitRecord)  # how the fit was made
+    train: TrainingSet | None = None  # training samples
+    test: HeldOutSet | None = None  # test samples
+    folder: str = ""  # the run's folder as commands take it; without it the page has no commands of its own
+
+    def tested(self) -> int | None:
+        """Number of test examples behind the scores, or None when it is not known."""
+        if self.scores.tested is not None:
+            return self.scores.tested
+        if self.test is not None and len(self.test.samples):
+            return len(self.test.samples)
+        return len(self.scores.reliability[0].correct) if self.scores.reliability else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number of the report, ready for ``json.dump``; pictures are left out."""
+        fit, train, test = self.fit, self.train, self.test
+        raw = {
+            "title": self.title,
+            "classes": self.classes,
+            "headline": self.notes.headline,
+            "warnings": self.notes.warnings,
+            "facts": dict(self.notes.facts),
+            "tested": self.tested(),
+            "comparison": self.scores.comparison,
+            "reliability": [_binned(part) for part in self.scores.reliability],
+            "ridge_path": fit.path,
+            "ridge": fit.ridge,
+            "spectrum": fit.spectrum
+            and {**vars(fit.spectrum), "degrees_of_freedom": fit.spectrum.effective()},
+            "choices": fit.choices,
+            "preflight": fit.preflight and fit.preflight.to_dict(),
+            "timings": fit.timings,
+            "task": fit.task,
+            "train": train and _train_dict(train),
+            "test": test and _test_dict(test, Samples() if train is None else train.samples),
+        }
+        plain: dict[str, Any] = _plain(raw)
+        return plain
 
 
-def check_indices(name: str, values: Sequence[int], count: int) -> None:
-    """Raise unless every index lies in [0, count)."""
-    bad = [value for value in values if not 0 <= value < count]
-    if bad:
-        raise InputError(
-            f"{name} holds the index {bad[0]}",
-            expected=f"whole numbers from 0 to {count - 1}",
-            remedy="count from 0 within the set that the record belongs to",
-        )
+def _test_dict(test: HeldOutSet, trained: Samples) -> dict[str, Any]:
+    """The test part: predictions by id, the most uncertain first, explanations with ids."""
+    name = test.samples.name
+    order = [] if test.uncertainty is None else ranking(test.uncertainty).tolist()
+
+    def explained(one: Explanation) -> dict[str, Any]:
+        sides = {"up": one.up, "down": one.down}
+        behind = {side: [_named(n, trained) for n in found] for side, found in sides.items()}
+        return _named(one, test.samples) | behind
+
+    return {
+        "ids": [name(i) for i in range(len(test.samples))],
+        "labels": test.samples.labels,
+        "predicted": test.predicted(),
+        "mean": test.mean,
+        "std": test.std,
+        "uncertainty": test.uncertainty,
+        "most_uncertain": [name(i) for i in order[:12]],
+        "explanations": [explained(one) for one in test.explanations],
+    }
 
 
-def _check_images(images: Array) -> None:
-    """Raise unless the pictures can be shown."""
-    shape_ok = images.ndim == 3 or (images.ndim == 4 and images.shape[-1] in (1, 3, 4))
-    if images.dtype != np.uint8 or not shape_ok:
-        raise InputError(
-            f"Samples.images has shape {tuple(images.shape)} and type {images.dtype}",
-            expected="uint8 of shape (N, H, W, C) with 1, 3 or 4 channels, or (N, H, W)",
-            remedy="undo the normalization and move the channels last: "
-            "(x.permute(0, 2, 3, 1) * 255).round().clip(0, 255).to(torch.uint8).numpy()",
-        )
+def _train_dict(train: TrainingSet) -> dict[str, Any]:
+    """The training part, with ids in place of pictures."""
+    name, forgotten = train.samples.name, train.forgetting
+    shown = {key: value for key, value in vars(train).items() if key != "samples"}
+    return shown | {
+        "count": len(train.samples),
+        "suspects": [_named(suspect, train.samples) for suspect in train.suspects],
+        "forgetting": forgotten and {**vars(forgotten), "removed": [name(i) for i in forgotten.removed]},
+    }
+
+
+def _binned(part: Reliability) -> dict[str, Any]:
+    """The bins that the diagram shows."""
+    bins = reliability_bins(part.confidence, part.correct)
+    return {"method": part.method, "calibration_error": calibration_error(bins), "bins": bins}
+
+
+def _named(part: Neighbor | Explanation | DoubtedLabel, samples: Samples) -> dict[str, Any]:
+    """A record about one sample, by its id; the position serves calls in Python."""
+    rest = {key: value for key, value in vars(part).items() if key != "sample"}
+    return {"id": samples.name(part.sample), "position": part.sample, **rest}
+
+
+def _plain(value: Any) -> Any:
+    """The value in types that JSON knows; numbers that are not finite become None."""
+    if is_dataclass(value):
+        return _plain(vars(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from linnet.plots.measures import Array, ranking, wilson_interval
-from linnet.report.judgment import least_certain
-from linnet.report.measures import FEW, share_error
-from linnet.report.records import Samples, Step
-from linnet.report.run import Run
-from linnet.report.wording import measured_share, number, percent
+from linnet.report.numbers import FEW, measured_share, number, percent, share_error
+from linnet.report.records import Run, Samples, Step
+from linnet.report.verdict import least_certain
 
 _LABELS, _NEXT, _EXAMPLES, _CLASSES = 5, 10, 3, 4  # most samples and classes that a step names
 _JUDGED = 5  # predictions of a class from which it is judged

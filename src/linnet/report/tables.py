@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 
 from linnet.memory import format_bytes
-from linnet.plots.measures import Array, ranking
-from linnet.report.measures import FEW, share_error
-from linnet.report.records import DoubtedLabel, HeldOutSet
-from linnet.report.run import Run
+from linnet.plots.measures import ranking
+from linnet.report.numbers import FEW, duration, measured_share, number, percent, share_error
+from linnet.report.records import HeldOutSet, Run
 from linnet.report.steps import class_records
-from linnet.report.thumbnails import thumbnail
-from linnet.report.views import Label, label
-from linnet.report.wording import duration, loo_name, measured_share, number, percent
+from linnet.report.tiles import Label, label, thumbnail
+from linnet.report.verdict import loo_name
 
 _ROWS = 5000  # most rows of a table; the most telling ones are kept
 _PICTURES = 1_800_000  # characters that the pictures of a table may take
@@ -58,84 +56,84 @@ def tables(run: Run) -> dict[str, Table]:
     return {table.name: table for table in made if table is not None and table.rows}
 
 
-def _figure(value: Any, form: Callable[[Any], str] = number) -> Cell:
-    """A number in its format; texts pass unchanged."""
+def _cell(run: Run, value: Any, form: str) -> Cell:
+    """A value in the form of its column."""
+    if isinstance(value, Cell):
+        return value
+    if form == "class":
+        shown: Label = label(run, value)
+        single = run.classes is None and value is not None and np.size(value) == 1
+        return Cell(shown.text, float(np.reshape(value, -1)[0]) if single else None, shown.color)
+    if form == "share":  # with the number of samples behind it, which gives its error
+        share, count = value
+        known = share is not None and count
+        return Cell(measured_share(share, share_error(share, count)) if known else percent(share), share)
+    if form not in _FORMS:
+        return Cell(str(value))
     known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    return Cell(form(value), float(value) if known and np.isfinite(value) else None)
+    return Cell(_FORMS[form](value), float(value) if known and np.isfinite(value) else None)
 
 
-def _whole(share: float | None) -> str:
-    """A share in whole percent."""
-    return percent(share, 0)
-
-
-def _class(run: Run, value: Any) -> Cell:
-    """A class, or a target."""
-    shown: Label = label(run, value)
-    single = run.classes is None and value is not None and np.size(value) == 1
-    return Cell(shown.text, float(np.reshape(value, -1)[0]) if single else None, shown.color)
+_FORMS: dict[str, Callable[[Any], str]] = {
+    "figure": number,
+    "percent": percent,
+    "whole percent": lambda share: percent(share, 0),
+    "time": duration,
+    "size": format_bytes,
+}
+_KINDS = {"class": "text", "text": "text", "note": "note", "picture": "picture"}  # of others "figure"
 
 
 def _table(
-    name: str, caption: str, columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Cell]]
+    run: Run, name: str, caption: str, columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]]
 ) -> Table:
-    """A table, whose columns are text unless a kind is given."""
-    kinds = tuple(column if isinstance(column, tuple) else (column, "text") for column in columns)
-    return Table(name, caption, kinds, tuple(tuple(row) for row in rows))
+    """A table of values, in the form of their columns: text unless one is given."""
+    forms = [(column, "text") if isinstance(column, str) else column for column in columns]
+    kinds = tuple((heading, _KINDS.get(form, "figure")) for heading, form in forms)
+    made = (
+        tuple(_cell(run, value, form) for value, (_, form) in zip(row, forms, strict=True)) for row in rows
+    )
+    return Table(name, caption, kinds, tuple(made), own=name == "scores")
 
 
 def _comparison(run: Run) -> Table | None:
     """The scores of all methods."""
     rows, tested = run.scores.comparison, run.tested()
-
-    def accuracy(value: float | None) -> str:
-        if value is None or not tested:
-            return percent(value)
-        return measured_share(value, share_error(value, tested))
-
-    every: list[tuple[str, str, str, Callable[[Any], str]]] = [
-        ("accuracy", "Accuracy", "figure", accuracy), ("nll", "Log loss (nats)", "figure", number),
-        ("ece", "Calibration error", "figure", percent), ("rmse", "RMSE", "figure", number),
-        ("seconds", "Time", "figure", duration), ("note", "Note", "note", str),
+    every = [
+        ("accuracy", "Accuracy", "share"), ("nll", "Log loss (nats)", "figure"),
+        ("ece", "Calibration error", "percent"), ("rmse", "RMSE", "figure"), ("seconds", "Time", "time"),
+        ("note", "Note", "note"),
     ]  # fmt: skip
     kept = [column for column in every if any(getattr(row, column[0]) not in (None, "") for row in rows)]
     if not rows or not kept:
         return None
     better = "lower is better, except for the accuracy" if kept[0][0] == "accuracy" else "lower is better"
-    return Table(
-        "scores",
-        f"Scores on the test samples{f' ({number(tested)})' if tested else ''}; {better}.",
-        (("Method", "text"), *((heading, kind) for _, heading, kind, _ in kept)),
-        tuple(
-            (Cell(row.name), *(_figure(getattr(row, key), form) for key, _, _, form in kept)) for row in rows
-        ),
-        own=True,
-    )
+    caption = f"Scores on the test samples{f' ({number(tested)})' if tested else ''}; {better}."
+    values = [[row.name, *(getattr(row, key) for key, _, _ in kept)] for row in rows]
+    if kept[0][0] == "accuracy":
+        values = [[name, (accuracy, tested), *rest] for name, accuracy, *rest in values]
+    return _table(run, "scores", caption, ("Method", *((heading, form) for _, heading, form in kept)), values)
 
 
 def _classes(run: Run) -> Table | None:
     """How often predictions of each class are right, and samples of each class are found."""
 
-    def of(part: int, whole: int) -> Cell:
-        if not whole:
-            return Cell("–")
-        share = part / whole
-        return Cell(measured_share(share, share_error(share, whole)), share)
+    def of(part: int, whole: int) -> tuple[float | None, int]:
+        return part / whole if whole else None, whole
 
     rows = [
-        (
-            _class(run, r.index), _figure(r.tested), of(r.found, r.tested), _figure(r.predicted),
-            of(r.right, r.predicted),
-        )
+        (r.index, r.tested, of(r.found, r.tested), r.predicted, of(r.right, r.predicted))
         for r in class_records(run)
-    ]  # fmt: skip
-    columns = ("Class", ("Test samples", "figure"), ("Recall", "figure"), ("Predictions", "figure"),
-               ("Precision", "figure"))  # fmt: skip
+    ]
+    columns = (
+        ("Class", "class"), ("Test samples", "figure"), ("Recall", "share"), ("Predictions", "figure"),
+        ("Precision", "share"),
+    )  # fmt: skip
     caption = (
         "Recall: share of the class's samples that were recognized. Precision: share of predictions of the "
         "class that are correct."
     )
-    return _table("classes", caption, columns, rows)
+    return _table(run, "classes", caption, columns, rows)
 
 
 def _confusions(run: Run, count: int = 6) -> Table | None:
@@ -151,18 +149,12 @@ def _confusions(run: Run, count: int = 6) -> Table | None:
     totals = found.sum(axis=1)
     np.fill_diagonal(found, 0)
     pairs = [divmod(int(i), size) for i in ranking(found.reshape(-1))[:count]]
-    rows = [
-        (
-            _class(run, true), _class(run, guess), _figure(int(found[true, guess])),
-            _figure(found[true, guess] / totals[true], _whole),
-        )
-        for true, guess in pairs
-        if found[true, guess]
-    ]  # fmt: skip
-    columns = ("True class", "Taken for", ("Samples", "figure"), ("Share", "figure"))
-    return _table(
-        "confusions", "The most frequent confusions; the share is of the true class.", columns, rows
-    )
+    rows = [(t, g, int(found[t, g]), found[t, g] / totals[t]) for t, g in pairs if found[t, g]]
+    columns = (
+        ("True class", "class"), ("Taken for", "class"), ("Samples", "figure"), ("Share", "whole percent"),
+    )  # fmt: skip
+    caption = "The most frequent confusions; the share is of the true class."
+    return _table(run, "confusions", caption, columns, rows)
 
 
 def _ridges(run: Run) -> Table | None:
@@ -170,19 +162,19 @@ def _ridges(run: Run) -> Table | None:
     path = run.fit.path
     if path is None:
         return None
-    every: list[tuple[str, Array | None, Callable[[Any], str]]] = [
-        (loo_name(run.fit.ridge), path.loo_error, number),
-        ("Leave-one-out accuracy", path.loo_accuracy, percent),
-        ("Test accuracy", path.test_accuracy, percent), ("Generalized cross-validation", path.gcv, number),
-        ("Log evidence (nats)", path.evidence, number),
-    ]  # fmt: skip
+    every = [
+        (loo_name(run.fit.ridge), path.loo_error, "figure"),
+        ("Leave-one-out accuracy", path.loo_accuracy, "percent"),
+        ("Test accuracy", path.test_accuracy, "percent"),
+        ("Generalized cross-validation", path.gcv, "figure"),
+        ("Log evidence (nats)", path.evidence, "figure"),
+    ]
     kept = [(heading, values, form) for heading, values, form in every if values is not None]
     rows = [
-        (_figure(float(ridge)), *(_figure(float(values[i]), form) for _, values, form in kept))
-        for i, ridge in enumerate(path.ridges)
+        (float(ridge), *(float(values[i]) for _, values, _ in kept)) for i, ridge in enumerate(path.ridges)
     ]
-    columns = (("Ridge", "figure"), *((heading, "figure") for heading, _, _ in kept))
-    return _table("ridges", "Scores by ridge.", columns, rows)
+    columns = (("Ridge", "figure"), *((heading, form) for heading, _, form in kept))
+    return _table(run, "ridges", "Scores by ridge.", columns, rows)
 
 
 def _spectrum(run: Run) -> Table | None:
@@ -191,31 +183,29 @@ def _spectrum(run: Run) -> Table | None:
     if spectrum is None or not len(spectrum.eigenvalues):
         return None
     values = np.sort(np.clip(np.asarray(spectrum.eigenvalues, dtype=float), 0.0, None))[::-1]
-    found = [("largest eigenvalue", _figure(float(values[0])))]
+    found: list[tuple[str, Any]] = [("largest eigenvalue", float(values[0]))]
     total = np.cumsum(values)
     if total[-1] > 0:
         for share in (0.5, 0.9):
             count = int(np.searchsorted(total, share * total[-1])) + 1
-            found.append((f"directions that hold {percent(share, 0)} of the trace", _figure(count)))
+            found.append((f"directions that hold {percent(share, 0)} of the trace", count))
     if spectrum.ridge is not None:
-        found.append(("ridge", _figure(spectrum.ridge)))
-        found.append(("eigenvalues above the ridge", _figure(int((values > spectrum.ridge).sum()))))
+        above = int((values > spectrum.ridge).sum())
+        found += [("ridge", spectrum.ridge), ("eigenvalues above the ridge", above)]
     effective = spectrum.effective()
     if effective is not None:
-        found.append(
-            ("effective parameters", Cell(f"{number(effective)} of {number(len(values))}", effective))
-        )
-    rows = [(Cell(name), cell) for name, cell in found]
-    return _table("spectrum", "The spectrum in numbers.", ("What", ("Value", "figure")), rows)
+        text = f"{number(effective)} of {number(len(values))}"
+        found.append(("effective parameters", Cell(text, effective)))
+    return _table(run, "spectrum", "The spectrum in numbers.", ("What", ("Value", "figure")), found)
 
 
 def _task(run: Run) -> Table | None:
     """The statistics of the task."""
     if run.fit.task is None:
         return None
-    rows = [(Cell(name), Cell(value)) for name, value in run.fit.task.facts]
     caption = "Statistics, of training samples unless stated otherwise."
-    return _table("statistics", caption, ("What", ("Value", "figure")), rows)
+    columns = ("What", ("Value", "figure"))
+    return _table(run, "statistics", caption, columns, run.fit.task.facts)
 
 
 def _suspects(run: Run) -> Table | None:
@@ -223,19 +213,16 @@ def _suspects(run: Run) -> Table | None:
     train = run.train
     if train is None:
         return None
-    known = any(suspect.flipped is not None for suspect in train.suspects)
-
-    def row(suspect: DoubtedLabel) -> list[Cell]:
-        cells = [
-            Cell(train.samples.name(suspect.sample)), _class(run, suspect.given),
-            _class(run, suspect.suggested), _figure(suspect.doubt, _whole),
-        ]  # fmt: skip
-        return [*cells, Cell({True: "wrong", False: "right", None: "–"}[suspect.flipped])] if known else cells
-
-    columns: list[str | tuple[str, str]] = ["Sample", "Given", "Rather", ("Likely wrong", "figure")]
-    columns += ["Known to be"] if known else []
+    columns: list[str | tuple[str, str]] = [
+        "Sample", ("Given", "class"), ("Rather", "class"), ("Likely wrong", "whole percent"),
+    ]  # fmt: skip
+    rows = [[train.samples.name(s.sample), s.given, s.suggested, s.doubt] for s in train.suspects[:_ROWS]]
+    if any(suspect.flipped is not None for suspect in train.suspects):
+        columns.append("Known to be")
+        for row, suspect in zip(rows, train.suspects, strict=False):
+            row.append({True: "wrong", False: "right", None: "–"}[suspect.flipped])
     caption = "Probable label errors, with the probability that the given label is wrong."
-    return _table("label-errors", caption, columns, map(row, train.suspects[:_ROWS]))
+    return _table(run, "label-errors", caption, columns, rows)
 
 
 def _forgetting(run: Run) -> Table | None:
@@ -243,53 +230,44 @@ def _forgetting(run: Run) -> Table | None:
     forgotten = None if run.train is None else run.train.forgetting
     if forgotten is None:
         return None
-    rows = [(Cell(what), _figure(before), _figure(after)) for what, before, after in forgotten.table]
     columns = ("What", ("Before", "figure"), ("After", "figure"))
-    return _table("forgetting", "Before and after forgetting.", columns, rows)
+    return _table(run, "forgetting", "Before and after forgetting.", columns, forgotten.table)
 
 
 def _choices(run: Run) -> Table:
     """The choices of the fit and their reasons."""
-    rows = [(Cell(choice.what), Cell(choice.chosen), Cell(choice.why)) for choice in run.fit.choices]
+    rows = [(choice.what, choice.chosen, choice.why) for choice in run.fit.choices]
     caption = "The choices made for this fit, and their reasons."
-    return _table("choices", caption, ("What", "Chosen", ("Why", "note")), rows)
+    return _table(run, "choices", caption, ("What", "Chosen", ("Why", "note")), rows)
 
 
 def _memory(run: Run) -> Table | None:
     """The memory plan."""
-    plan = run.fit.preflight
-    if plan is None:
+    if run.fit.preflight is None:
         return None
+    plan = run.fit.preflight.memory
     within = "" if plan.budget is None else f", within a budget of {format_bytes(plan.budget)}"
-    rows = [(Cell(name), _figure(amount, format_bytes)) for name, amount in plan.memory]
-    return _table("memory", f"Memory plan{within}.", ("Item", ("Size", "figure")), rows)
+    return _table(run, "memory", f"Memory plan{within}.", ("Item", ("Size", "size")), plan.items)
 
 
 def _parameters(run: Run) -> Table | None:
     """How each parameter was treated."""
-    plan = run.fit.preflight
-    if plan is None:
+    if run.fit.preflight is None:
         return None
     rows = [
-        (
-            Cell(row.name), Cell(" × ".join(map(str, row.shape)) or "scalar"), _figure(row.uses),
-            Cell(row.treatment),
-        )
-        for row in plan.parameters
-    ]  # fmt: skip
+        (row.name, " × ".join(map(str, row.shape)) or "scalar", row.uses, row.treatment)
+        for row in run.fit.preflight.parameters
+    ]
     caption = "Parameters of the network, and the rule that covers each."
-    return _table("parameters", caption, ("Parameter", "Shape", ("Uses", "figure"), "Treatment"), rows)
+    columns = ("Parameter", "Shape", ("Uses", "figure"), "Treatment")
+    return _table(run, "parameters", caption, columns, rows)
 
 
 def _timings(run: Run) -> Table:
     """The time of every step."""
-    longest = max((timing.seconds for timing in run.fit.timings), default=0.0) or 1.0
-    rows = [
-        (Cell(t.what), Cell(duration(t.seconds), t.seconds, length=100 * t.seconds / longest))
-        for t in run.fit.timings
-    ]
-    columns = ("Step", ("Time", "figure"))
-    return _table("timings", "Wall-clock time of each step.", columns, rows)
+    longest = max(run.fit.timings.values(), default=0.0) or 1.0
+    rows = [(what, Cell(duration(t), t, length=100 * t / longest)) for what, t in run.fit.timings.items()]
+    return _table(run, "timings", "Wall-clock time of each step.", ("Step", ("Time", "time")), rows)
 
 
 def _predictions(run: Run) -> Table | None:
@@ -298,17 +276,17 @@ def _predictions(run: Run) -> Table | None:
     predicted = None if test is None else test.predicted()
     if test is None or (predicted is None and test.mean is None) or not len(test.samples):
         return None
-    count = len(test.samples)
+    count, labels = len(test.samples), test.samples.labels
     order = list(range(count) if test.uncertainty is None else ranking(test.uncertainty))[:_ROWS]
-    columns: list[str | tuple[str, str]] = ["Sample", "Predicted"]
+    columns: list[str | tuple[str, str]] = ["Sample", ("Predicted", "class")]
     if predicted is not None:
-        columns.append(("Probability", "figure"))
+        columns.append(("Probability", "percent"))
     elif test.std is not None:
         columns.append(("± standard deviation", "figure"))
-    labels = test.samples.labels
     if labels is not None:
-        columns += ["True"] if predicted is None else ["True", "Verdict"]
-    rows = [_prediction(run, test, i) for i in order]
+        columns.append(("True", "class"))
+        columns += ["Verdict"] * (predicted is not None)
+    rows = [_prediction(test, i) for i in order]
     pictures = _pictures(test, order)
     if pictures:
         columns.insert(0, ("Picture", "picture"))
@@ -316,28 +294,24 @@ def _predictions(run: Run) -> Table | None:
     kept = "" if len(order) == count else f" of the {number(len(order))} least certain of {number(count)}"
     drawn = sum(map(bool, pictures))
     some = f"; the first {number(drawn)} with their picture" if 0 < drawn < len(order) else ""
-    return _table("predictions", f"Every test sample{kept}, the least certain first{some}.", columns, rows)
+    caption = f"Every test sample{kept}, the least certain first{some}."
+    return _table(run, "predictions", caption, columns, rows)
 
 
-def _prediction(run: Run, test: HeldOutSet, index: int) -> list[Cell]:
+def _prediction(test: HeldOutSet, index: int) -> list[Any]:
     """One sample of that table."""
-    cells = [Cell(test.samples.name(index))]
-    answer = None if test.samples.labels is None else test.samples.labels[index]
+    name, labels = test.samples.name(index), test.samples.labels
+    answer = [] if labels is None else [labels[index]]
     if test.probs is not None:
         best = int(test.probs[index].argmax())
-        cells += [_class(run, best), _figure(float(test.probs[index, best]), percent)]
-        if answer is not None:
-            cells += [_class(run, answer), Cell("right" if best == answer else "wrong")]
-        return cells
+        verdict = ["right" if best == one else "wrong" for one in answer]
+        return [name, best, float(test.probs[index, best]), *answer, *verdict]
     assert test.mean is not None
-    cells.append(_class(run, test.mean[index]))
-    if test.std is not None:
-        spread = np.reshape(test.std[index], -1)
-        text = ", ".join(number(float(value)) for value in spread[:4])
-        cells.append(Cell(text, float(spread[0]) if len(spread) == 1 else None))
-    if answer is not None:
-        cells.append(_class(run, answer))
-    return cells
+    if test.std is None:
+        return [name, test.mean[index], *answer]
+    spread = np.reshape(test.std[index], -1)
+    text = ", ".join(number(float(value)) for value in spread[:4])
+    return [name, test.mean[index], Cell(text, float(spread[0]) if len(spread) == 1 else None), *answer]
 
 
 def _pictures(test: HeldOutSet, order: Sequence[int]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from linnet.app import cli
-from linnet.report import figures, task_kernel
+from linnet.report import figures
 from tests.app.runs.small_tasks import write_nets, write_pictures, write_table
 
 
@@ -20,8 +20,7 @@ def no_drawing(name: str, alt: str, size: tuple[float, float], paint: object) ->
 def pages_without_drawings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are written without their drawings, but for tests that are marked with ``drawings``."""
     if request.node.get_closest_marker("drawings") is None:
-        for module in (figures, task_kernel):
-            monkeypatch.setattr(module, "draw", no_drawing)
+        monkeypatch.setattr(figures, "draw", no_drawing)
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ from linnet.progress import waiting
 from linnet.report import Comparison, Reliability, Scores
 from linnet.report.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.report.kinds import PROBE, name_of, temperatures_of
-from linnet.report.wording import number
+from linnet.report.numbers import number
 from linnet.tangent.batch import hash_examples, split
 from linnet.tangent.functional import OWN_SHAPE, Functional
 from linnet.tangent.preflight import LEFT_OUT, Preflight, preflight

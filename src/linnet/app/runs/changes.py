@@ -20,11 +20,11 @@ from linnet.app.runs.place import clear_run, made_folder
 from linnet.errors import DataError, InputError
 from linnet.linear.dual import DualSystem
 from linnet.nested.nested_fit import NestedFit
-from linnet.report import Comparison, FitRecord, Forgetting, Notes, Run, Samples, Scores, Timing, TrainingSet
+from linnet.report import Comparison, FitRecord, Forgetting, Notes, Run, Samples, Scores, TrainingSet
 from linnet.report.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.report.kinds import Fit, certificate_of
+from linnet.report.numbers import duration, number, percent
 from linnet.report.reading import choices, facts, held_out, suspects, training_set
-from linnet.report.wording import duration, number, percent
 from linnet.tangent.batch import hash_examples
 
 Array = np.ndarray[Any, Any]
@@ -186,7 +186,7 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     steps = further(place_of(out), False, after.classes is not None)
     notes = Notes(_headline(change, rows), warnings, facts(after), steps)
     again = "the same from scratch" if change.verified else "solving from scratch"
-    timings = Timing(command, change.seconds), Timing(again, change.refit_seconds)
+    timings = {command: change.seconds, again: change.refit_seconds}
     record = FitRecord(choices=choices(after), timings=timings)
     page = Run(title, after.classes, notes, Scores(rows, diagrams), record, train, test, place_of(out))
     summary = after.fit.summary()

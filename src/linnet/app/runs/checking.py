@@ -14,7 +14,7 @@ from linnet.app.runs.summary import in_plain_spaces
 from linnet.machine import find_device
 from linnet.params import integer
 from linnet.progress import is_verbose
-from linnet.report.wording import duration
+from linnet.report.numbers import duration
 from linnet.tangent.functional import Functional
 from linnet.tangent.preflight import Preflight
 

@@ -18,7 +18,7 @@ from linnet.app.runs.summary import score_table
 from linnet.errors import FileFormatError, InputError
 from linnet.files import read_json
 from linnet.report import Comparison
-from linnet.report.wording import number
+from linnet.report.numbers import number
 
 Array = np.ndarray[Any, Any]
 _RESULT = "result.json"

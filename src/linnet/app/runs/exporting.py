@@ -25,7 +25,7 @@ from linnet.memory import format_bytes
 from linnet.nested.nested_fit import NestedFit
 from linnet.predictive.noise import probabilities
 from linnet.progress import waiting
-from linnet.report.wording import duration
+from linnet.report.numbers import duration
 from linnet.tangent.batch import take
 from linnet.tangent.graph import (
     MOST,

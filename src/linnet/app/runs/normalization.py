@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from linnet.app.data import PRESETS, ImageTransform, TaskData
 from linnet.fitting.last_layer import PADDING
 from linnet.integrations.pretrained import own_normalization
-from linnet.report.wording import number
+from linnet.report.numbers import number
 
 SAMPLES = 64  # images that mean and variance are taken of
 # On two residual networks, a DenseNet and an EfficientNet with sixteen sets of images each, the right

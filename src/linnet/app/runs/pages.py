@@ -12,26 +12,18 @@ import numpy as np
 from linnet.app.runs.adaptation import Adaptation
 from linnet.app.runs.lock import writing
 from linnet.files import write_json
-from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.nested.nested_fit import NestedFit
 from linnet.report import (
-    Coverage,
-    FitRecord,
     Notes,
-    PreflightText,
-    RidgeChoice,
     Run,
     Samples,
     Step,
-    Timing,
     write_report,
 )
-from linnet.report.evaluation import ridge_path, softmax_path, spectrum_of
-from linnet.report.judgment import summary
-from linnet.report.kinds import Fit, cross_fitted, loss_of
-from linnet.report.reading import choices, facts, held_out, spectrum_record, training_set
+from linnet.report.kinds import Fit
+from linnet.report.reading import facts, fit_record, held_out, training_set
 from linnet.report.steps import beside, next_steps
-from linnet.tangent.preflight import Preflight
+from linnet.report.verdict import summary
 
 Array = np.ndarray[Any, Any]
 
@@ -60,23 +52,13 @@ def adaptation_page(found: Adaptation, title: str, out: Path, replay: bool = Fal
     """The report of an adaptation."""
     run, task = found.run, found.task
     with found.stages.measure("ridge path and spectrum"):
-        eigen = spectrum_of(run.fit)
-        path = None
-        if isinstance(run.fit, SoftmaxFit):
-            path = softmax_path(run.fit)
-        elif eigen is not None:
-            x = task.tensors("test")[0].to(run.fit.module.function.device)
-            path = ridge_path(run.fit, x, task.test.y if task.classes else None)
+        x = task.tensors("test")[0].to(run.fit.module.function.device)
+        record = fit_record(run, x, task.test.y)
     with found.stages.measure("influence and leave-one-out"):
         train = training_set(run)
         samples = Samples(task.test.x if task.image_mode else None, task.test.y, task.test.ids)
         test = held_out(run, samples, found.predictions, task.test.x)
-    record = FitRecord(
-        path, spectrum_record(run.fit, eigen), choices(run), _preflight(found.preflight),
-        tuple(Timing(name, seconds) for name, seconds in _timings(found).items()),
-        ridge=RidgeChoice(run.fit.record.criterion, loss_of(run.fit), cross_fitted(run.fit)),
-        verdict=run.fit.record.reasons.get("verdict", ""),
-    )  # fmt: skip
+    record = replace(record, preflight=found.preflight, timings=_timings(found))
     folder = place_of(out)
     steps = further(folder, replay and found.whole and _is_untuned(run.fit), task.classes is not None)
     notes = Notes(
@@ -116,15 +98,6 @@ def further(folder: str, tunable: bool, classes: bool) -> tuple[Step, ...]:
         why = "Trains the network as well, and keeps the result only if cross-validation improves."
         steps.insert(0, Step("Try for more accuracy" if classes else "Try for less error", why, line))
     return tuple(steps) if folder.isprintable() else ()
-
-
-def _preflight(report: Preflight) -> PreflightText:
-    """The preflight for the page."""
-    return PreflightText(
-        str(report),
-        tuple(Coverage(p.name, p.shape, p.uses, p.treatment) for p in report.parameters),
-        report.memory.items, report.memory.budget, report.findings,
-    )  # fmt: skip
 
 
 def _timings(found: Adaptation) -> dict[str, float]:

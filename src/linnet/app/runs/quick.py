@@ -34,8 +34,8 @@ from linnet.linear.targets import make_targets
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.search import SAME
 from linnet.report import Run, Scores
+from linnet.report.numbers import duration, number
 from linnet.report.verdict import TRY, told
-from linnet.report.wording import duration, number
 
 Array = np.ndarray[Any, Any]
 QUICK = 15.0  # seconds of passes through the network, about the time that torch takes to start

@@ -31,9 +31,9 @@ from linnet.linear.targets import OneHot
 from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit
 from linnet.progress import waiting
-from linnet.report import Comparison, FitRecord, Notes, Run, Scores, TaskKernel, Timing, TrainingSet
+from linnet.report import Comparison, FitRecord, Notes, Run, Scores, TaskKernel, TrainingSet
+from linnet.report.numbers import duration, number, percent
 from linnet.report.reading import choices, facts
-from linnet.report.wording import duration, number, percent
 from linnet.spectrum.kernel_matrix import gram_part
 from linnet.spectrum.task_linearity import TaskLinearity, task_linearity
 from linnet.tangent.batch import split
@@ -231,8 +231,7 @@ def page_of(found: Examined, title: str) -> Run:
         (seen_task.ridge * scale, seen_task.effective_dimension), (verdict.text, *verdict.reasons),
         tuple((name, str(value)) for name, value in table_of(found)),
     )  # fmt: skip
-    timings = tuple(Timing(name, seconds) for name, seconds in found.subject.stages.seconds.items())
-    record = FitRecord(choices=choices(run), timings=timings, task=task)
+    record = FitRecord(choices=choices(run), timings=dict(found.subject.stages.seconds), task=task)
     notes = Notes((verdict.text, *verdict.reasons[:1]), _warnings(found), facts(run))
     tested = None if found.subject.test is None else len(found.subject.test)
     return Run(

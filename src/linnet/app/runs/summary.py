@@ -11,10 +11,9 @@ from linnet.app.runs.naming import lines_of
 from linnet.app.runs.pages import adaptation_page, write
 from linnet.app.terminal import kept
 from linnet.report import Comparison
-from linnet.report.measures import share_error
+from linnet.report.numbers import duration, number, percent, share_error
 from linnet.report.reading import solver_reason
 from linnet.report.verdict import verdict
-from linnet.report.wording import duration, number, percent
 
 
 def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = False) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from linnet.app.runs.newdata import SUFFIXES, NewSamples, read_new
 from linnet.app.runs.queries import predict_new
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.report.reading import explanations
-from linnet.report.thumbnails import thumbnail
+from linnet.report.tiles import thumbnail
 
 Array = np.ndarray[Any, Any]
 _BEHIND = 8  # training samples shown on each side of a prediction
