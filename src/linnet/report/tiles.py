@@ -38,16 +38,27 @@ class Label(NamedTuple):
 class Tile:
     """One sample on the page and what is said of it."""
 
-    name: str  # the id, shortened if it is long
-    full: str  # whole id
+    full: str  # its id
     picture: str = ""  # ``data:`` address; empty when there is no picture
     alt: str = ""  # what the picture is
     tiny: bool = False  # whether it is so small that its pixels are shown as squares
     labels: tuple[tuple[str, Label], ...] = ()  # (word, label) pairs, such as ("given", ...)
     value: str = ""  # A number, as text
-    bar: float | None = None  # length of the signed bar in [0, 100]; None for no bar
-    sign: str = ""  # ``"up"``, ``"down"`` or empty
+    bar: float | None = None  # an influence, in percent of the strongest
     mark: str = ""  # A remark, such as "known wrong"
+
+    @property
+    def name(self) -> str:
+        """The id; of a long path the end, which tells samples apart, and of a long text the start."""
+        if len(self.full) <= _LONG:
+            return self.full
+        is_path = "/" in self.full and " " not in self.full
+        return "…" + self.full[1 - _LONG :] if is_path else self.full[: _LONG - 1] + "…"
+
+    @property
+    def sign(self) -> str:
+        """``"up"`` or ``"down"``; empty without an influence."""
+        return "" if self.bar is None else "up" if self.bar >= 0 else "down"
 
 
 def label(run: Run, value: object) -> Label:
@@ -119,9 +130,9 @@ def _tile(run: Run, samples: Samples, index: int, kind: str, pixels: int = _TILE
     if samples.labels is not None:
         alt += f", labeled {label(run, samples.labels[index]).text}"
     if samples.images is None:
-        return Tile(_short(full), full, alt=alt)
+        return Tile(full, alt=alt)
     tiny = max(samples.images.shape[1:3]) <= _TINY
-    return Tile(_short(full), full, thumbnail(samples.images[index], pixels), alt, tiny)
+    return Tile(full, thumbnail(samples.images[index], pixels), alt, tiny)
 
 
 def _informative(run: Run, count: int) -> tuple[list[Tile], list[Tile]]:
@@ -142,7 +153,7 @@ def _informative(run: Run, count: int) -> tuple[list[Tile], list[Tile]]:
 def _training(run: Run, index: int) -> Tile:
     """A training sample with its label."""
     if run.train is None or not len(run.train.samples):
-        return Tile(f"#{index}", f"#{index}")
+        return Tile(f"#{index}")
     samples = run.train.samples
     labels = () if samples.labels is None else (
         ("target" if run.classes is None else "", label(run, samples.labels[index])),
@@ -201,15 +212,8 @@ def _explained(run: Run, test: HeldOutSet, one: Explanation) -> dict[str, Any]:
 
 def _neighbor(run: Run, neighbor: Neighbor, strongest: float) -> Tile:
     """A training sample with the signed bar of its influence."""
-    bar, sign = 100 * abs(neighbor.influence) / strongest, "up" if neighbor.influence >= 0 else "down"
-    return replace(_training(run, neighbor.sample), value=signed(neighbor.influence), bar=bar, sign=sign)
-
-
-def _short(full: str) -> str:
-    """An id as it is; of a long path the end, which tells samples apart, and of a long text the start."""
-    if len(full) <= _LONG:
-        return full
-    return "…" + full[1 - _LONG :] if "/" in full and " " not in full else full[: _LONG - 1] + "…"
+    bar = 100 * neighbor.influence / strongest
+    return replace(_training(run, neighbor.sample), value=signed(neighbor.influence), bar=bar)
 
 
 def thumbnail(image: Array, pixels: int = 128, png: int = _LARGE_PNG) -> str:
