@@ -12,23 +12,14 @@ from linnet.app.cli import Command
 from linnet.app.settings_file import check_settings
 from linnet.errors import InputError
 
-
-def laughs(levels: int, repeats: int) -> str:
-    """A list of lists of lists, each of which repeats the one before."""
-    lines = ["a0: &a0 [x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * repeats)}]" for i in range(1, levels)]
-    return "\n".join(lines)
-
-
 HOSTILE = {
     "seconds: " + "9" * 5000: "a number of 5,000 digits",
-    "seconds: -" + "9" * 500: "a number of 501 digits",
+    "seconds: -" + "9" * 500: "a number of 500 digits",
     "seconds: " + "[" * 3000: "more than 50 lists or mappings inside each other",
     "seconds: " + "[" * 60 + "]" * 60: "more than 50 lists or mappings inside each other",
     "? " * 3000: "more than 50 lists or mappings inside each other",
-    laughs(12, 9): "stands for more than 100,000 values",
-    "a: &a [*a]": "has *a inside the value that it stands for",
-    "a: &a [1]\nb: &a [*a]": "has *a inside the value that it stands for",
+    "a: &a [1]\nb: [*a, *a]": "repeats a value by the alias *a",
+    "a: &a [*a]": "repeats a value by the alias *a",
     "seconds: " + "x" * 300_000: "has 300,009 bytes",
 }
 
@@ -54,13 +45,10 @@ def test_what_is_no_settings(content: bytes, tmp_path: Path, capsys: pytest.Capt
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
-def test_repeated_values_are_welcome(tmp_path: Path) -> None:
+def test_settings_are_read(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("seconds: 0.5\n")
-    check_settings("adapt", file)
     assert Command.load("doctor").parse(["--config", str(file)]).values == {"seconds": 0.5}
-    file.write_text(laughs(4, 5) + "\nb: &b 1\nc: *b\nd: {<<: {e: 1}}\n")
-    check_settings("adapt", file)
     with pytest.raises(InputError, match="is a folder"):
         check_settings("adapt", tmp_path)
 

@@ -1,4 +1,4 @@
-"""Safe reading of YAML settings files: size and aliases are checked first.
+"""Safe reading of YAML settings files: size, depth and aliases are checked first.
 
 The events of a YAML text come one at a time, so a file is judged without being built.
 """
@@ -17,7 +17,6 @@ _WROTE = re.compile(r"# linnet [^\n]*\n#   linnet ([a-z]+) --config ")  # the he
 _LARGEST = 1 << 18  # bytes; the settings of a run take one kilobyte
 _DEEPEST = 50  # lists and mappings in each other; the reader calls itself once for each
 _TOO_DEEP = f"has more than {_DEEPEST} lists or mappings inside each other"
-_MOST_NODES = 100_000  # values once every alias stands for what it repeats
 _DIGITS = 400  # of a number; those beyond 1e308 are none
 
 
@@ -49,34 +48,19 @@ def check_settings(command: str, file: str | os.PathLike[str]) -> None:
 
 
 def _check_events(path: Path, events: Any) -> None:
-    """Count what the text stands for."""
-    sizes: dict[str, int] = {}  # of what has a name, once it is complete
-    open_nodes: list[tuple[str | None, int]] = []  # its name, and the nodes that were counted before it
-    nodes = 0
+    """Require values that are written out, not deep, and no number that Python cannot read."""
+    depth = 0
     for event in events:
-        kind, anchor = type(event).__name__, getattr(event, "anchor", None)
-        if kind in ("SequenceStartEvent", "MappingStartEvent"):
-            open_nodes.append((anchor, nodes))
-            if anchor is not None:
-                sizes.pop(anchor, None)
-            nodes += 1
-        elif kind in ("SequenceEndEvent", "MappingEndEvent"):
-            name, before = open_nodes.pop()
-            if name is not None:
-                sizes[name] = nodes - before
-        elif kind == "ScalarEvent":
-            nodes += 1
-            sizes |= {} if anchor is None else {anchor: 1}
-            if len(event.value) > _DIGITS and event.value.lstrip("+-").replace("_", "").isdigit():
-                _refuse(path, f"holds a number of {len(event.value):,} digits", "numbers below 1e308")
-        elif kind == "AliasEvent":
-            if anchor not in sizes:
-                _refuse(path, f"has *{anchor} inside the value that it stands for", "values that end")
-            nodes += sizes[anchor]
-        if len(open_nodes) > _DEEPEST:
+        kind = type(event).__name__
+        depth += kind in ("SequenceStartEvent", "MappingStartEvent")
+        depth -= kind in ("SequenceEndEvent", "MappingEndEvent")
+        if depth > _DEEPEST:
             _refuse(path, _TOO_DEEP, "plain settings")
-        if nodes > _MOST_NODES:
-            _refuse(path, f"stands for more than {_MOST_NODES:,} values", "settings without aliases (*name)")
+        if kind == "AliasEvent":  # a few of them can stand for any number of values
+            _refuse(path, f"repeats a value by the alias *{event.anchor}", "settings without aliases")
+        digits = getattr(event, "value", "").lstrip("+-").replace("_", "")
+        if len(digits) > _DIGITS and digits.isdigit():
+            _refuse(path, f"holds a number of {len(digits):,} digits", "numbers below 1e308")
 
 
 def _refuse(path: Path, what: str, expected: str) -> NoReturn:

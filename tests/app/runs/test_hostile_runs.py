@@ -39,8 +39,9 @@ def put(*keys: Any) -> Callable[[dict[str, Any]], None]:
 
 
 LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a head of 10^400 outputs": put("origin", "head", 10**400),
-    "a head of text": put("origin", "head", "3"),
+    "10^400 heads": put("origin", "heads", [10**400, 0]),
+    "heads that are text": put("origin", "heads", "3"),
+    "no heads": put("origin", "heads", None),
     "an unknown origin": put("origin", "extra", 1),
     "no origin": lambda record: record.pop("origin"),
     "arguments that are a list": put("origin", "arguments", [1]),
@@ -66,7 +67,7 @@ def test_records_that_lie(lie: str, run: Path) -> None:
 
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("lie", [
-    put("origin", "heads", [10**9, 0]), put("origin", "head", 10**9), put("origin", "appended", 10**9),
+    put("origin", "heads", [10**9, 0]), put("origin", "appended", 10**9),
     put("transform", "size", 10**9), put("transform", "channels", 3), put("classes", ["a", "b"]),
 ])  # fmt: skip
 def test_records_that_do_not_fit_their_files(

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from linnet.app import cli
-from linnet.app.runs.folder import load_run, save_run
-from linnet.app.runs.lock import LOCK, check_free, is_held, writing
-from linnet.app.runs.place import made_folder
+from linnet.app.runs.folder import load_run
+from linnet.app.runs.place import LOCK, check_free, is_held, made_folder, writing
 from linnet.errors import InputError
 from tests.app.runs.small_tasks import write_nets, write_pictures
 from tests.hangs import HANGS
@@ -28,16 +27,16 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="stops processes by s
 HELD = """
 import sys
 from linnet.app import cli
-from linnet.app.runs import adaptation
+from linnet.app.options import TaskOptions
 
-read = adaptation._read
+read = TaskOptions.read
 
-def wait(source):
+def wait(options):
     print("held", flush=True)
     sys.stdin.readline()
-    return read(source)
+    return read(options)
 
-adaptation._read = wait
+TaskOptions.read = wait
 sys.exit(cli.main(["adapt", *sys.argv[1:]]))
 """
 
@@ -130,22 +129,6 @@ def test_two_at_once_do_not_both_succeed_with_different_settings(folder: Path) -
     assert f"seed: {winner + 1}" in (folder / "run" / "run.yaml").read_text()
     load_run(folder / "run")
     assert not (folder / "run" / LOCK).exists()
-
-
-def test_a_run_that_appears_where_files_cannot_be_locked(
-    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("linnet.app.runs.lock.try_lock", lambda *_, **__: True)
-    run, out = load_run(workshop / "pictures"), tmp_path / "run"
-    with made_folder(out):
-        save_run(out, run)
-        save_run(out, run)  # one's own may be written again
-        before = (out / "run.json").read_text()
-        (out / "run.json").unlink()
-        (out / "run.json").write_text(before)
-        with pytest.raises(InputError, match="another process has finished a run meanwhile"):
-            save_run(out, run)
-    assert (out / "run.json").read_text() == before
 
 
 def test_the_lock_by_itself(tmp_path: Path) -> None:

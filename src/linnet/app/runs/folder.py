@@ -25,8 +25,7 @@ from linnet.app.data import ImageTransform, Standardize, TaskData, load_data
 from linnet.app.data.columns import Table
 from linnet.app.models import apply_weights, load_model
 from linnet.app.options import RunOptions
-from linnet.app.runs.lock import check_free, writing
-from linnet.app.runs.place import RECORD, REPLAY, check_still, clear_run, note_record
+from linnet.app.runs.place import RECORD, REPLAY, check_free, clear_run, writing
 from linnet.app.runs.trust import absolute_spec, check_run, remember_run
 from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.files import load as load_tree
@@ -157,14 +156,12 @@ class SavedRun:
 def save_run(folder: Path, run: SavedRun) -> None:
     """Write a run; the record last, so that an interruption leaves no run that looks finished."""
     with writing(folder):
-        check_still(folder)
         try:
             _write_run(folder, run)
         except BaseException:
             for name in _TENSORS:
                 (folder / f"{name}.safetensors").unlink(missing_ok=True)
             raise
-        note_record(folder)
         remember_run(folder)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from linnet.app.runs.adaptation import Adaptation
-from linnet.app.runs.lock import writing
+from linnet.app.runs.place import writing
 from linnet.files import write_json
 from linnet.nested.nested_fit import NestedFit
 from linnet.report import (

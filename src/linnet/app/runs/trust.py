@@ -14,28 +14,27 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from linnet.errors import FileFormatError, InputError, ModelError
-from linnet.files import read_json, write_json
+from linnet.errors import InputError, ModelError
+from linnet.files import read_json
 from linnet.integrations.pretrained import BUILDERS, code_arguments
 
 OWN = "code that you have named or trusted: a Python file can do whatever you can"
-Standing = Literal["known", "changed", "unknown"]
+UNKNOWN = "which you have not named, or which has changed since"
 
 
 def check_run(
     folder: Path, record: Mapping[str, Any], spec: str, arguments: Mapping[str, Any], named: bool
 ) -> None:
     """Require that opening a run executes no code that its user has neither named nor trusted."""
-    standing = _standing(["run", record], spec)
-    if standing == "known":
+    if _is_known(record, spec):
         return
     if asked := code_arguments(arguments):
         raise InputError(
-            f"the run {folder} passes {_listed(asked)} to {spec}, which may run code of others",
+            f"the run {folder} passes {', '.join(asked)} to {spec}, which may run code of others",
             expected=OWN,
-            remedy="where you trust whoever made the run, pass --trust (in Python: trust=True)",
+            remedy="where you trust whoever made the run, pass --trust",
         )
     file = factory_file(spec)
     if named or file is None:
@@ -44,12 +43,9 @@ def check_run(
         raise ModelError(
             f"the run {folder} was made with {spec}, and there is no such file here",
             expected="the factory that the run was made with",
-            remedy="name it with --model FILE:FACTORY (in Python: model=)",
+            remedy="name it with --model FILE:FACTORY",
         )
-    what = f"opening {folder} would run {spec}, which you have not named"
-    if standing == "changed":
-        what = f"opening {folder} would run {spec}, which has changed since the run was made or trusted"
-    raise InputError(f"{what}{_unwritable()}", expected=OWN, remedy=_remedy(file))
+    raise InputError(f"opening {folder} would run {spec}, {UNKNOWN}", OWN, _remedy(file))
 
 
 def check_settings(values: Mapping[str, Any], typed: Sequence[str] | None, trust: bool) -> None:
@@ -62,23 +58,20 @@ def check_settings(values: Mapping[str, Any], typed: Sequence[str] | None, trust
     own = () if typed is None else code_arguments(_typed_arguments(typed))
     if typed is not None and (asked := tuple(name for name in asked if name not in own)):
         raise InputError(
-            f"the settings file passes {_listed(asked)} to {model}, which may run code of others",
+            f"the settings file passes {', '.join(asked)} to {model}, which may run code of others",
             expected="such an argument on the command line, not in a file",
             remedy="give it yourself, as JSON after --model-args, or take it out of the file",
         )
     if typed is None or f"--model={model}" in typed or trust:
-        _remember(["model", spec], spec)
-    elif file is not None and file.is_file() and (known := _standing(["model", spec], spec)) != "known":
-        why = "which you have not named" if known == "unknown" else "which has changed since you named it"
-        raise InputError(
-            f"the settings file would run {spec}, {why}{_unwritable()}", expected=OWN, remedy=_remedy(file)
-        )
+        _remember("model", spec)
+    elif file is not None and file.is_file() and not _is_known("model", spec):
+        raise InputError(f"the settings file would run {spec}, {UNKNOWN}", OWN, _remedy(file))
 
 
 def remember_run(folder: Path) -> None:
     """Take a run for one that this user made or trusts."""
     record = read_json(folder / "run.json", "run")
-    _remember(["run", record], record["origin"]["spec"])
+    _remember(record, record["origin"]["spec"])
 
 
 def absolute_spec(spec: str) -> str:
@@ -109,70 +102,35 @@ def state_folder() -> Path | None:
 
 
 def _remember(subject: object, spec: str) -> None:
-    """Keep the digest of a subject with that of its code; without a folder to keep it in, do not."""
-    place, file = _place(subject), factory_file(spec)
-    if place is None or (file is not None and not file.is_file()):
-        return
-    with suppress(OSError, InputError):
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_json(place, {"spec": spec, "code": _code(spec)}, kind="trust")
+    """Keep the digest of a subject with its code; without a folder to keep it in, do not."""
+    if (place := _place(subject, spec)) is not None:
+        with suppress(OSError):
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            place.touch()
 
 
-def _standing(subject: object, spec: str) -> Standing:
-    """Whether a subject is known, and its code the same as then."""
-    place = _place(subject)
-    if place is None or not place.is_file() or not _is_own(place.parent):
-        return "unknown"
-    try:
-        kept = read_json(place, "trust")
-    except FileFormatError:
-        return "unknown"
-    return "known" if kept == {"spec": spec, "code": _code(spec)} else "changed"
+def _is_known(subject: object, spec: str) -> bool:
+    """Whether a subject is remembered with this code, in a folder to which nobody else can write."""
+    place = _place(subject, spec)
+    if place is None or not place.is_file():
+        return False
+    folder = place.parent.stat()
+    return os.name != "posix" or (folder.st_uid == os.getuid() and not folder.st_mode & 0o022)
 
 
-def _place(subject: object) -> Path | None:
-    """The file that stands for a subject."""
-    folder = state_folder()
-    name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
-    return None if folder is None else folder / "trusted" / f"{name}.json"
-
-
-def _is_own(folder: Path) -> bool:
-    """Whether nobody but this user can write to a folder."""
-    if os.name != "posix":
-        return True
-    found = folder.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
-
-
-def _code(spec: str) -> str:
-    """SHA-256 of a factory's file; empty for a library's network, or where it cannot be read."""
-    file = factory_file(spec)
-    with suppress(OSError):
-        return "" if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
-    return ""
-
-
-def _unwritable() -> str:
-    """Why nothing is known, where this user's folder is the cause."""
-    folder = state_folder()
-    if folder is None:
-        return " (what you trust cannot be remembered: you have no home folder; set LINNET_STATE)"
-    trusted = folder / "trusted"
-    if trusted.is_dir() and not _is_own(trusted):
-        return f" (what you trust is not looked up: others may write to {trusted})"
-    above = next(place for place in (trusted, *trusted.absolute().parents) if place.exists())
-    if not os.access(above, os.W_OK):
-        return f" (what you trust cannot be remembered: {above} cannot be written; set LINNET_STATE)"
-    return ""
+def _place(subject: object, spec: str) -> Path | None:
+    """The file that stands for a subject and its code; None where either is not there."""
+    file, folder = factory_file(spec), state_folder()
+    if folder is None or (file is not None and not file.is_file()):
+        return None
+    code = "" if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
+    name = hashlib.sha256(json.dumps([subject, spec, code], sort_keys=True).encode()).hexdigest()
+    return folder / "trusted" / name
 
 
 def _remedy(file: Path) -> str:
     """The remedy that allows the code."""
-    return (
-        f"read {file}; where you trust it, pass --trust (in Python: trust=True), "
-        "or name it yourself with --model FILE:FACTORY"
-    )
+    return f"read {file}; where you trust it, pass --trust, or name it yourself with --model FILE:FACTORY"
 
 
 def _typed_arguments(words: Sequence[str]) -> dict[str, Any]:
@@ -187,8 +145,3 @@ def _typed_arguments(words: Sequence[str]) -> dict[str, Any]:
             elif name.startswith("--model_args."):
                 found[name.removeprefix("--model_args.")] = value
     return found
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    """Names in a sentence."""
-    return ", ".join(names)
