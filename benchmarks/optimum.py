@@ -35,7 +35,7 @@ from measure import Row, parser, publish, setup, sgemm_rate, timed
 from torch import Tensor
 
 import linnet
-from linnet.curvatures.default_damping import default_damping
+from linnet.curvatures.curvature import default_damping
 from linnet.errors import NumericalError
 from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.recipes import Recipe

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.engine import layers_of
-from linnet.curvatures.ggn import GaussNewtonOperator
 from linnet.curvatures.layers import Layer
+from linnet.curvatures.products import GaussNewtonOperator
 from linnet.curvatures.stream import Batches
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood

@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 
 from linnet import params as check
-from linnet.curvatures.saved import restored_curvature
+from linnet.curvatures.curvature import restored_curvature
 from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.files import as_path
 from linnet.files import load as load_tree
 from linnet.finetuning.finetuned import restored_finetuned
 from linnet.fitting.load_fit import load_fit
-from linnet.laplace.saved import restored_laplace
+from linnet.laplace.laplace import restored_laplace
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.nested.adapt import load_adapted
 from linnet.tangent.functional import OutputAdapter

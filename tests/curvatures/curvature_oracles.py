@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.curvatures.curvature import Curvature
-from linnet.curvatures.parts import Part
+from linnet.curvatures.layers import Part
 from tests.curvatures.side_by_side import curvature_of
 from tests.oracles.factors import kfac_oracle, watched_layers_oracle
 from tests.zoo import BY_NAME, Case, case

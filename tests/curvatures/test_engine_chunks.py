@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.curvatures import Passes, accumulate, diagonal, ekfac, variance
+from linnet.curvatures import Passes, accumulate, kfac, sums, variance
 from linnet.curvatures.accumulate import Accumulator, plan_chunks
 from linnet.curvatures.engine import layers_of
 from linnet.curvatures.expectation import Expectation
@@ -62,8 +62,8 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
 
         monkeypatch.setattr(engine, "plan_chunks", lambda *_, **__: accumulate.Chunks(3, 2))
     elif way == "rows one by one":
-        monkeypatch.setattr(diagonal, "ROWS_AT_ONCE", 1)
-        monkeypatch.setattr(ekfac, "ROWS_AT_ONCE", 1)
+        monkeypatch.setattr(sums, "ROWS_AT_ONCE", 1)
+        monkeypatch.setattr(kfac, "ROWS_AT_ONCE", 1)
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.curvatures import kfac, products
-from linnet.curvatures.ggn import GaussNewtonOperator
+from linnet.curvatures.products import GaussNewtonOperator
 from linnet.curvatures.stream import Batches
 from linnet.likelihoods import Categorical, Gaussian, Poisson
 from linnet.tangent.functional import Findings, Functional

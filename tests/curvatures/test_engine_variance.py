@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import linnet
-from linnet.curvatures import diagonal, ekfac, variance
+from linnet.curvatures import kfac, sums, variance
 from linnet.errors import MemoryBudgetError
 from linnet.likelihoods import Categorical, Gaussian
 from tests.curvatures.curvature_oracles import Problem, families
@@ -182,8 +182,8 @@ def accumulated(structure: str, n: int) -> tuple[int, str]:
 def test_memory_of_sums_does_not_grow_with_the_number_of_examples(
     structure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ekfac, "ROWS_AT_ONCE", 1 << 14)
-    monkeypatch.setattr(diagonal, "ROWS_AT_ONCE", 1 << 14)
+    monkeypatch.setattr(kfac, "ROWS_AT_ONCE", 1 << 14)
+    monkeypatch.setattr(sums, "ROWS_AT_ONCE", 1 << 14)
     few, many = accumulated(structure, 16), accumulated(structure, 128)
     assert few[0] == many[0], (few, many)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.curvatures import LowRank, MonteCarlo, Passes
 from linnet.curvatures import expectation_cost as cost
-from linnet.curvatures.expectation_cost import LIMIT, SAMPLES, exact_passes
+from linnet.curvatures.expectation import LIMIT, SAMPLES, exact_passes
 from linnet.curvatures.layers import Form, Layer
 from linnet.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian
 from tests.zoo import assert_near

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from linnet.curvatures import products
-from linnet.curvatures.fisher import FisherOperator
-from linnet.curvatures.ggn import GaussNewtonOperator, SummedOperator
-from linnet.curvatures.hessian import HessianOperator
+from linnet.curvatures.products import FisherOperator, GaussNewtonOperator, HessianOperator, SummedOperator
 from linnet.curvatures.stream import Batches
 from linnet.errors import DataError, ModelError
 from linnet.likelihoods import Categorical, Custom, Gaussian

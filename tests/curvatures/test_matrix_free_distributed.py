@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linnet.curvatures.fisher import FisherOperator
-from linnet.curvatures.ggn import GaussNewtonOperator
+from linnet.curvatures.products import FisherOperator, GaussNewtonOperator
 from linnet.curvatures.stream import Batches
 from linnet.distributed import Share, all_sum, world
 from linnet.likelihoods import Categorical

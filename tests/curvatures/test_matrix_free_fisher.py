@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linnet.curvatures.fisher import FiniteDifferenceFisher, FisherOperator
-from linnet.curvatures.ggn import GaussNewtonOperator
+from linnet.curvatures.products import FiniteDifferenceFisher, FisherOperator, GaussNewtonOperator
 from linnet.curvatures.stream import Batches
 from linnet.errors import ModelError
 from linnet.likelihoods import Categorical

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures import accumulate, engine, output_layer
+from linnet.curvatures import accumulate, engine
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 from linnet.linalg.kronecker import KroneckerEigen
 from tests.curvatures.side_by_side import curvature_of
@@ -96,7 +96,7 @@ def test_sums_over_lambda(structure: str, case: str, bias: bool, monkeypatch: py
     options: dict[str, Any] = {"structure": structure, "params": "last-layer", "block": 4}
     expected = by_columns(monkeypatch, model, (x, y), likelihood, **options)
     sizes = watched(monkeypatch)
-    monkeypatch.setattr(output_layer, "FORMED", 40)
+    monkeypatch.setattr(accumulate, "FORMED", 40)
     monkeypatch.setattr("linnet.likelihoods.likelihood.FORMED", 40)
     found = curvature_of(model, (x, y), likelihood, **options)
     assert sizes == [4, 4, 1] * (2 if structure == "ekfac" else 1)

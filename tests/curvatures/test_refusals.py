@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.curvatures import LowRank, MonteCarlo
-from linnet.curvatures.fisher import FiniteDifferenceFisher
+from linnet.curvatures.products import FiniteDifferenceFisher
 from linnet.curvatures.running import RunningCurvature
 from linnet.curvatures.stream import Batches
 from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError, WeightsError

@@ -13,7 +13,7 @@ import linnet
 from linnet.curvatures import Passes
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.engine import NARROW
-from linnet.curvatures.parts import Part
+from linnet.curvatures.layers import Part
 from linnet.curvatures.running import RunningCurvature
 from linnet.curvatures.settings import WIDEST
 from linnet.errors import InputError, MemoryBudgetError

@@ -14,7 +14,7 @@ from linnet.curvatures.curvature import Curvature
 from linnet.laplace.laplace import Laplace
 from linnet.laplace.outputs import Draws
 from linnet.laplace.posterior import Hyper
-from linnet.laplace.scores import Scorer, left_out
+from linnet.laplace.tune import Scorer, left_out
 from linnet.predictive.links import Link
 from linnet.predictive.sampled import Labels
 from tests.curvatures.side_by_side import grouped

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import NumericalError
-from linnet.spectrum.task_linearity import FULL, task_linearity
-from linnet.spectrum.verdict import Evidence, judge
+from linnet.spectrum.task_linearity import FULL, Evidence, judge, task_linearity
 from tests.oracles.dense import jacobian_oracle
 
 N, C = 24, 3

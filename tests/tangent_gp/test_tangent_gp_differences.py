@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.fisher import FiniteDifferenceFisher
+from linnet.curvatures.products import FiniteDifferenceFisher
 from linnet.curvatures.stream import Batch, Batches
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.linear.differences import BatchedDifferences

@@ -11,8 +11,7 @@ from torch import Tensor
 from linnet.continual.growth import grown, united
 from linnet.continual.merge import scaled, summed
 from linnet.continual.parameters import corner
-from linnet.curvatures.layers import Layer
-from linnet.curvatures.parts import Part
+from linnet.curvatures.layers import Layer, Part
 from linnet.errors import ModelError
 from linnet.linalg.kronecker import Kronecker
 from linnet.linalg.operator import Params

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from linnet.curvatures.parts import Part, in_eigenbases
+from linnet import tree
+from linnet.curvatures.layers import Part, in_eigenbases
 from linnet.curvatures.variance import output_covariance, output_variance
 from linnet.errors import InputError, NumericalError
 from linnet.files import save
@@ -19,8 +21,8 @@ from linnet.linalg.kronecker import Kronecker, factored_damping
 from linnet.linalg.operator import LinearOperator, require_fit
 from linnet.linalg.structured import StructuredOperator
 from linnet.tangent.batch import Inputs
-from linnet.tangent.functional import Functional
-from linnet.tangent.matching import identity, witness
+from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.matching import given_network, identity, matching_function, require_witness, witness
 from linnet.tangent.modes import in_exact_mode
 from linnet.tree import node
 
@@ -297,3 +299,42 @@ def _checked_solve(block: StructuredOperator, b: Tensor) -> Tensor:
             remedy="add a damping first, for example G.damped(1e-3)",
         )
     return x
+
+
+# -- saved -----------------------------------------------------------------------------------------
+# A saved curvature, on the network that it was computed for.
+
+_OTHER = (
+    "computed for",
+    "the same network with the same weights",
+    "load the same checkpoint into the network first, or compute the curvature again",
+)
+
+
+@in_exact_mode
+def restored_curvature(
+    state: dict[str, Any], path: Path, model: nn.Module, output: OutputAdapter = None
+) -> Curvature:
+    """The curvature of which ``Curvature.state`` was read from a file."""
+    function = matching_function(given_network(model), state["network"], output, path, _OTHER)
+    function.cache.probe = require_witness(function.check_runs, state["witness"], path, _OTHER)
+    parts = tree.map_tensors(lambda t: t.to(function.device), state["parts"])
+    return Curvature(parts, function, state["made"], state["applied"])
+
+
+# -- default damping -------------------------------------------------------------------------------
+# Default damping.
+
+DAMPING = 0.1  # share of the mean eigenvalue
+
+
+def default_damping(curvature: Curvature, scale: float) -> float:
+    """A tenth of the mean eigenvalue of s G."""
+    mean = scale * float(curvature.trace()) / curvature.shape[0]
+    if not (math.isfinite(mean) and mean > 0):
+        raise NumericalError(
+            f"the mean eigenvalue of the curvature is {mean}",
+            expected="a positive number to take the damping from",
+            remedy="pass damping=1.0, or check whether the outputs depend on the parameters",
+        )
+    return DAMPING * mean

@@ -19,23 +19,26 @@ from linnet.curvatures.accumulate import (
     Summation,
     Watch,
     capped,
+    has_closed_form,
     plan_chunks,
+    remembered_inputs,
     require_columns,
     require_runs,
 )
 from linnet.curvatures.curvature import Curvature, Provenance
-from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, shared_eigenvalue_sums
-from linnet.curvatures.expectation import Expectation
-from linnet.curvatures.expectation_cost import by_cost, exact_passes
-from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
+from linnet.curvatures.expectation import Expectation, by_cost, exact_passes
+from linnet.curvatures.kfac import (
+    EigenvalueSums,
+    KroneckerSums,
+    RowEigenvalueSums,
+    RowMomentSums,
+    shared_eigenvalue_sums,
+)
 from linnet.curvatures.kfra import RecursionSums
-from linnet.curvatures.layers import Layer, find_layers
-from linnet.curvatures.output_layer import has_closed_form, remembered_inputs
-from linnet.curvatures.parts import Part
+from linnet.curvatures.layers import Layer, Part, find_layers
 from linnet.curvatures.settings import WIDEST
 from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
-from linnet.curvatures.sums import Sums, wide
-from linnet.curvatures.totals import total_bytes
+from linnet.curvatures.sums import Sums, total_bytes, wide
 from linnet.curvatures.treatments import Structure, by_layer, make_sums, sides, treatment
 from linnet.distributed import Share, all_sum, least
 from linnet.errors import InputError

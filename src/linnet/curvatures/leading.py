@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.curvatures.curvature import Curvature
-from linnet.curvatures.layers import Layer, as_found
-from linnet.curvatures.parts import Part, in_eigenbases
+from linnet.curvatures.layers import Layer, Part, as_found, in_eigenbases
 from linnet.curvatures.sums import layer_rows
 from linnet.errors import InputError
 from linnet.linalg.factorize import eigh

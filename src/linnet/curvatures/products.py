@@ -12,14 +12,23 @@ samples for a sampled one) and K the number of vectors:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from linnet.errors import ModelError
-from linnet.linalg.operator import ParameterSpace
+from linnet.curvatures.expectation import Expectation
+from linnet.curvatures.stream import Batch, Batches
+from linnet.distributed import all_sum, together
+from linnet.errors import DataError, InputError, ModelError
+from linnet.likelihoods.likelihood import Likelihood
+from linnet.linalg.operator import LinearOperator, ParameterSpace, require_fit
+from linnet.linalg.random import normal
+from linnet.params import choice
+from linnet.progress import track
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.forward_mode import Params
@@ -343,3 +352,389 @@ def _by_shape(pair: Factors, k: int) -> tuple[int, int, int, int]:
     _, _, groups, _, c = pair.g.shape
     d = pair.a.shape[3]
     return (groups, d, c, k) if pair.transposed else (groups, c, d, k)
+
+
+# -- ggn -------------------------------------------------------------------------------------------
+# The Gauss-Newton matrix as an operator, and the base class of sums over a data set.
+
+
+class SummedOperator(LinearOperator, ABC):
+    """A symmetric P x P matrix that is a sum over the examples of a data set."""
+
+    # A product, with however many vectors, is one pass over the data; under `torch.distributed` each process
+    # passes over its share, and the product is the same on all of them.
+
+    description: str
+
+    def __init__(
+        self, function: Functional, data: Batches, on_pass: Callable[[], None] | None = None
+    ) -> None:
+        self.function, self.data, self.on_pass = function, data, on_pass
+        self.shape = (function.space.dim, function.space.dim)
+        self.dtype, self.device, self.space = function.dtype, function.device, function.space
+        self.passes = 0
+
+    @abstractmethod
+    def product(self, batch: Batch, v: Tensor) -> Tensor:
+        """A batch's part of the product, (P, K)."""
+        # v (P, K)
+
+    def mm(self, v: Tensor) -> Tensor:
+        """A v: (P, K) to (P, K), in one pass over the data."""
+        require_fit(self, v, 2)
+        total = torch.zeros_like(v, memory_format=torch.contiguous_format)
+        if v.shape[1] == 0:
+            return total
+        shared = self.data.share.world > 1
+        shown = None if self.data.share.rank == 0 else False
+        with together(self.description, shared):
+            for batch in track(self.data, self.description, total=self.data.length(), enabled=shown):
+                total += self.product(batch, v)
+            if shared:
+                all_sum([total])
+        self.passes += 1
+        if self.on_pass is not None:
+            self.on_pass()
+        return total
+
+    @property
+    def T(self) -> LinearOperator:
+        """Itself."""
+        return self
+
+
+class ColumnOperator(SummedOperator):
+    """Σ_n J_nᵀ Λ_n J_n with Λ, or random columns that stand for it, from the likelihood."""
+
+    matrix: ClassVar[str]  # "gauss-newton" or "fisher"
+    taken: ClassVar[tuple[str, ...]]
+    elsewhere: ClassVar[str]  # the operator for other expectations, in words
+
+    def __init__(
+        self,
+        function: Functional,
+        data: Batches,
+        likelihood: Likelihood,
+        expectation: str = "exact",
+        samples: int = 1,
+        seed: int = 0,
+        on_pass: Callable[[], None] | None = None,
+    ) -> None:
+        choice("expectation", expectation, self.taken, self.elsewhere)
+        super().__init__(function, data, on_pass)
+        self.likelihood = likelihood
+        self.expectation = Expectation(likelihood, expectation, self.matrix, samples, seed)
+
+    def product(self, batch: Batch, v: Tensor) -> Tensor:
+        """A batch's part of the product."""
+        if self.expectation.kind != "exact":
+            return sampled_product(self.function, batch, v, self.expectation)
+        return exact_product(self.function, batch, v, self.expectation, self._weigh)
+
+    @abstractmethod
+    def _weigh(self, f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
+        """Λ t at outputs f."""
+
+
+class GaussNewtonOperator(ColumnOperator):
+    """The Gauss-Newton matrix G = Σ_n J_nᵀ Λ_n J_n of a negative log-likelihood, summed over examples."""
+
+    # Schraudolph, "Fast curvature matrix-vector products for second-order gradient descent", 2002.
+
+    description = "product with the Gauss-Newton matrix"
+
+    description = "product with the Gauss-Newton matrix"
+    matrix = "gauss-newton"
+    taken = ("exact", "random-projection")
+    elsewhere = "for sampled or observed labels take FisherOperator"
+
+    def _weigh(self, f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
+        return self.likelihood.product(f, t, y)
+
+
+def exact_product(
+    function: Functional,
+    batch: Batch,
+    v: Tensor,
+    expectation: Expectation,
+    weigh: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """Σ Jᵀ Λ J v over a batch, Λ given by what it does, (P, K)."""
+    # v (P, K), weigh (N, ...)
+
+    def checked(f: Tensor, t: Tensor, place: slice) -> Tensor:
+        require_finite(f, batch.index, place.start)
+        y = None if batch.y is None else batch.y[place]
+        return weigh(f, t, expectation.targets(f, y))
+
+    return weighted(function, batch.x, v, checked)
+
+
+def sampled_product(function: Functional, batch: Batch, v: Tensor, expectation: Expectation) -> Tensor:
+    """Σ_s (Jᵀ s)(Jᵀ s)ᵀ v over a batch, for the columns s of an expectation."""
+    # v (P, K)
+
+    def columns(f: Tensor) -> Tensor:
+        require_finite(f, batch.index)
+        return expectation.columns(f, expectation.targets(f, batch.y), batch.index)
+
+    count = 1 if expectation.kind == "empirical" else expectation.samples
+    return factored(function, batch.x, v, columns, count)
+
+
+# -- hessian ---------------------------------------------------------------------------------------
+# The Hessian of a negative log-likelihood in the parameters, as an operator.
+
+SECOND = "second derivative"  # in the cache of a function: it was looked at
+
+
+class HessianOperator(SummedOperator):
+    """H = ∇²_θ Σ_n −log p(y_n | f(θ, x_n)): Gauss-Newton and the network's own curvature."""
+
+    # It may be indefinite. A product differentiates the gradient along v: Pearlmutter, "Fast exact
+    # multiplication by the Hessian", 1994; the gradient with its graph is shared by all vectors.
+
+    description = "product with the Hessian"
+
+    def __init__(
+        self,
+        function: Functional,
+        data: Batches,
+        likelihood: Likelihood,
+        on_pass: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(function, data, on_pass)
+        self.likelihood = likelihood
+
+    def product(self, batch: Batch, v: Tensor) -> Tensor:
+        """∇(gᵀ v) over a batch, g = ∇ Σ −log p."""
+        if batch.y is None:
+            raise DataError(
+                f"data has no targets, which the Hessian of {self.likelihood!r} needs",
+                expected="(x, y) pairs",
+                remedy="pass the targets, or take the Gauss-Newton matrix",
+            )
+        try:
+            _probe(self.function, batch, self.likelihood)
+            return _hessian_product(self.function, batch, self.likelihood, v)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ModelError(
+                f"{type(self.function.model).__name__} has no usable second derivative in torch: {first}",
+                expected="operations that can be differentiated twice",
+                remedy="take the Gauss-Newton matrix, which needs first derivatives alone",
+            ) from error
+
+
+def _probe(function: Functional, batch: Batch, likelihood: Likelihood) -> None:
+    """Raise where torch's second derivative is not symmetric, hence wrong; tried once, on two examples."""
+    # That of `torch.nn.utils.parametrizations.weight_norm` is such a one in torch 2.13.
+    if SECOND in function.cache.others:
+        return
+    assert batch.y is not None
+    few = slice(0, min(2, batch.size))
+    part = Batch(batch.index, take(batch.x, few), batch.y[few])
+    generator = torch.Generator().manual_seed(0)
+    v = normal((function.space.dim, 2), generator, function.dtype, function.device)
+    # ⟨u, H w⟩ and ⟨w, H u⟩, term by term
+    terms = v.double().flip(1) * _hessian_product(function, part, likelihood, v).double()
+    difference, size = (terms[:, 0].sum() - terms[:, 1].sum()).abs(), torch.linalg.vector_norm(terms)
+    if difference > (1e-6 if function.dtype == torch.float64 else 1e-2) * size:
+        raise RuntimeError("the second derivative of one of its operations is wrong: it is not symmetric")
+    function.cache.others[SECOND] = True
+
+
+@in_exact_mode
+def _hessian_product(function: Functional, batch: Batch, likelihood: Likelihood, v: Tensor) -> Tensor:
+    """One gradient with its graph, then one backward pass through it for each vector."""
+    leaves = {name: t.detach().requires_grad_() for name, t in function.theta.items()}
+    inputs = list(leaves.values())
+    with torch.enable_grad(), differentiable_kernels(function.recurrent):
+        f = function(leaves, batch.x)
+        require_finite(f, batch.index)
+        assert batch.y is not None
+        loss = likelihood.nll(f, batch.y).sum()
+        if not loss.requires_grad:  # the outputs depend on no parameter
+            return torch.zeros_like(v)
+        found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+        used = [(g, name) for g, name in zip(found, leaves, strict=True) if g is not None and g.requires_grad]
+        if not used:  # linear in every parameter
+            return torch.zeros_like(v)
+        if SECOND not in function.cache.others:
+            _require_second(used)
+        return torch.stack([_along(function, inputs, used, v[:, k]) for k in range(v.shape[1])], 1)
+
+
+def _along(
+    function: Functional, inputs: Sequence[Tensor], gradient: list[tuple[Tensor, str]], v: Tensor
+) -> Tensor:
+    """∇(gᵀ v) for one vector, flat."""
+    named = function.space.to_params(v)
+    second = torch.autograd.grad(
+        [g for g, _ in gradient],
+        inputs,
+        [named[name] for _, name in gradient],
+        retain_graph=True,
+        allow_unused=True,
+    )
+    pairs = zip(second, inputs, strict=True)
+    return torch.cat([(torch.zeros_like(t) if g is None else g).reshape(-1) for g, t in pairs])
+
+
+def _require_second(gradient: list[tuple[Tensor, str]]) -> None:
+    """Raise if an operation of the gradient refuses to be differentiated: torch leaves it out silently."""
+    waiting = [g.grad_fn for g, _ in gradient]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::Error":
+            raise RuntimeError("an operation is marked as differentiable once (once_differentiable)")
+        waiting.extend(following for following, _ in node.next_functions)
+
+
+# -- fisher ----------------------------------------------------------------------------------------
+# Fisher matrices as operators: exact, sampled, empirical, and by finite differences.
+
+PROBED = 8  # examples from which the length of a difference is found
+
+
+class FisherOperator(ColumnOperator):
+    """The Fisher matrix F = Σ_n E[s sᵀ] of the scores s = Jᵀ ∇_f log p(y | f), summed over examples."""
+
+    # "exact" takes the expectation over the model's own labels in closed form, "mc" over labels drawn from
+    # it, once for all products, and "empirical" takes the observed labels instead. The empirical Fisher is
+    # another matrix: Kunstner, Balles, Hennig, "Limitations of the empirical Fisher approximation for natural
+    # gradient descent", 2019.
+
+    description = "product with the Fisher matrix"
+    matrix = "fisher"
+    taken = ("exact", "mc", "empirical")
+    elsewhere = "for random projections of Λ take GaussNewtonOperator"
+
+    def _weigh(self, f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
+        if self.likelihood.canonical:  # the Fisher information of the outputs is Λ
+            return self.likelihood.product(f, t, y)
+        s = self.likelihood.fisher_root(f, y).flatten(2)
+        # Σ_j s_j (s_jᵀ t)
+        return torch.einsum("jnc,jnk->knc", s, torch.einsum("jnc,knc->jnk", s, t.flatten(2))).reshape(t.shape)
+
+
+class FiniteDifferenceFisher(SummedOperator):
+    """The Fisher matrix by the directional derivative of the gradient of KL(p_θ ‖ p_θ'), by differences."""
+
+    # Maddox, Tang, Moreno, Wilson, Damianou, "Fast adaptation with linearized neural networks", 2021, section
+    # 3.2 and appendix C.2. The divergence has its minimum, zero, at θ' = θ, and its Hessian there is F, so
+    # that
+    #
+    #     F v ≈ [∇_θ' KL(p_θ ‖ p_{θ+εu}) − ∇_θ' KL(p_θ ‖ p_{θ−εu})] ‖v‖ / (2 ε),   u = v / ‖v‖.
+    #
+    # It needs first derivatives alone: two gradients a product. Its relative error is about 1e-8 in float64
+    # and 3e-4 in float32, or 2e-3 for a network with kinks. `FisherOperator` is exact.
+
+    description = "product with the Fisher matrix by finite differences"
+
+    def __init__(
+        self,
+        function: Functional,
+        data: Batches,
+        likelihood: Likelihood,
+        step: float | None = None,
+        on_pass: Callable[[], None] | None = None,
+    ) -> None:
+        if step is not None and not step > 0:
+            raise InputError(f"step={step!r}", expected="a positive number", remedy="leave step= out")
+        super().__init__(function, data, on_pass)
+        tied = [name for name, (_, shared) in function.padding.items() if shared]
+        if tied:
+            raise ModelError(
+                f"{tied[0]} has a padding row and is the table of another layer too",
+                expected="padding rows used for nothing else: a difference cannot hold half of a use",
+                remedy="take FisherOperator, which differentiates",
+            )
+        self.likelihood = likelihood
+        self.step: float = torch.finfo(function.dtype).eps ** 0.5 / 3 if step is None else step
+
+    def product(self, batch: Batch, v: Tensor) -> Tensor:
+        """The difference of two gradients over a batch, one vector after the other."""
+        with torch.no_grad():
+            f = _outputs(self.function, self.function.theta, batch.x)
+        require_finite(f, batch.index)
+        # Λ may need labels, this matrix does not: they only say which positions count
+        y = None if batch.y is None else self.likelihood.check(f, batch.y)
+        return torch.stack([self._column(batch, f, y, v[:, k]) for k in range(v.shape[1])], 1)
+
+    def _column(self, batch: Batch, f: Tensor, y: Tensor | None, v: Tensor) -> Tensor:
+        """F v over a batch for one vector."""
+        v = held_fixed(self.function, v)
+        length = torch.linalg.vector_norm(v)
+        if not length > 0:
+            return torch.zeros_like(v)
+        direction = v / length
+        epsilon = self._step_size(batch, f, direction)
+        change = self._gradient(batch, f, y, epsilon * direction)
+        change = change - self._gradient(batch, f, y, -epsilon * direction)
+        scaled: Tensor = change * (length / (2 * epsilon))
+        return scaled
+
+    @torch.no_grad()
+    def _step_size(self, batch: Batch, f: Tensor, direction: Tensor) -> float:
+        """ε that moves the outputs by the fraction ``step`` of their size, from a few examples."""
+        # Rounding costs u/κ of the product, where κ is how far the outputs move for their size, and the
+        # third derivative κ². They would balance at κ = ∛u, but a network with kinks (ReLU, max-pooling)
+        # also loses those of its units whose kink lies within the step: a share of about κ, whose parts
+        # add up at random, so √κ over the root of the number of examples. √u / 3 serves both, for directions
+        # that hardly move the outputs and for the stiffest, which a step in units of ‖θ‖ alone does not.
+        theta = self.function.theta
+        norm = float(torch.stack([t.double().square().sum() for t in theta.values()]).sum().sqrt()) or 1.0
+        first = self.step * norm
+        moved = self.function.space.to_params(first * direction)
+        few = slice(0, min(PROBED, batch.size))
+        g = _outputs(self.function, {name: t + moved[name] for name, t in theta.items()}, take(batch.x, few))
+        motion = _root_mean_square(g.double() - f[few].double())
+        size = _root_mean_square(f[few]) or 1.0
+        longest: float = norm * torch.finfo(f.dtype).eps ** (
+            1 / 3
+        )  # for directions that hardly move the outputs
+        return min(longest, first * self.step * size / motion) if motion > 0 else longest
+
+    def _gradient(self, batch: Batch, f: Tensor, y: Tensor | None, step: Tensor) -> Tensor:
+        """∇_θ' Σ_n KL(p_θ ‖ p_θ') at θ' = θ + step, flat."""
+        moved = self.function.space.to_params(step)
+        leaves = {name: (t + moved[name]).requires_grad_() for name, t in self.function.theta.items()}
+        with torch.enable_grad():
+            g = _outputs(self.function, leaves, batch.x)
+            # in float64, since the gradient is a small difference of probabilities
+            divergence = self.likelihood.kl(f.double(), g.double(), y).sum()
+        if not divergence.requires_grad:  # the outputs depend on no parameter
+            return torch.zeros_like(step)
+        grads = torch.autograd.grad(divergence, list(leaves.values()), allow_unused=True)
+        pairs = zip(grads, leaves.values(), strict=True)
+        return torch.cat([(torch.zeros_like(t) if g is None else g).reshape(-1) for g, t in pairs])
+
+
+@in_exact_mode
+def _outputs(function: Functional, params: Params, x: Inputs) -> Tensor:
+    """f(θ, x) in the network's own shape."""
+    with differentiable_kernels(function.recurrent):
+        value = function(params, x)
+    return value
+
+
+def held_fixed(function: Functional, v: Tensor) -> Tensor:
+    """The vector without its part in padding rows of embeddings, which have no gradient."""
+    if not function.padding:
+        return v
+    held = v.clone()
+    for name, (row, _) in function.padding.items():
+        held[function.space.slices[name]].view(function.space.shapes[name])[row] = 0
+    return held
+
+
+def _root_mean_square(t: Tensor) -> float:
+    """√ of the mean of squares."""
+    return float(t.double().square().mean().sqrt())

@@ -22,12 +22,16 @@ from torch import Tensor, nn
 from linnet.curvatures.accumulate import Accumulator, capped, plan_chunks, require_columns
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.curvature import Curvature, Provenance
-from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, shared_eigenvalue_sums
 from linnet.curvatures.engine import everything, layers_of
 from linnet.curvatures.expectation import Expectation, choose_matrix
-from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
-from linnet.curvatures.layers import Layer
-from linnet.curvatures.parts import Part
+from linnet.curvatures.kfac import (
+    EigenvalueSums,
+    KroneckerSums,
+    RowEigenvalueSums,
+    RowMomentSums,
+    shared_eigenvalue_sums,
+)
+from linnet.curvatures.layers import Layer, Part
 from linnet.curvatures.settings import EXPECTATIONS
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Sums

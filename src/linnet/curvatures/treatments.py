@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from linnet.curvatures.block import BlockSums
-from linnet.curvatures.diagonal import DiagonalSums
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
 from linnet.curvatures.layers import Layer
 from linnet.curvatures.settings import WIDEST
-from linnet.curvatures.sums import Sums
+from linnet.curvatures.sums import BlockSums, DiagonalSums, Sums
 from linnet.errors import InputError
 from linnet.params import choice
 

@@ -19,11 +19,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from linnet.curvatures.diagonal import looked_up
-from linnet.curvatures.layers import Layer, as_found, layer_factors
-from linnet.curvatures.parts import Part
+from linnet.curvatures.layers import Layer, Part, as_found, layer_factors
 from linnet.curvatures.stream import usable
-from linnet.curvatures.sums import ROWS_AT_ONCE, layer_rows
+from linnet.curvatures.sums import ROWS_AT_ONCE, layer_rows, looked_up
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
 from linnet.linalg.kronecker import HalfDiagonal, Kronecker, KroneckerEigen
 from linnet.linalg.structured import Diagonal

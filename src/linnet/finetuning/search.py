@@ -18,8 +18,7 @@ from torch.utils.data import Dataset
 
 from linnet.curvatures import MonteCarlo, Passes
 from linnet.curvatures.build import curvature
-from linnet.curvatures.curvature import Curvature
-from linnet.curvatures.default_damping import default_damping
+from linnet.curvatures.curvature import Curvature, default_damping
 from linnet.distributed import apart
 from linnet.errors import InputError, ModelError, NumericalError
 from linnet.finetuning.augment import Augmentation

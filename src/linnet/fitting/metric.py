@@ -16,8 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.curvature import Curvature
-from linnet.curvatures.default_damping import default_damping
+from linnet.curvatures.curvature import Curvature, default_damping
 from linnet.curvatures.variance import root_rows
 from linnet.errors import InputError
 from linnet.fitting.last_layer import RECORD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
@@ -9,34 +10,40 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from linnet import tree
+from linnet.curvatures import settings
 from linnet.curvatures.build import check_options, watched
-from linnet.curvatures.curvature import Curvature
+from linnet.curvatures.curvature import Curvature, restored_curvature
 from linnet.curvatures.settings import CurvatureOptions, expectation_of, passes_of, reseeded, word_of
 from linnet.curvatures.stream import held
 from linnet.distributed import Share, together
 from linnet.errors import InputError
 from linnet.files import save
-from linnet.laplace.evidence import Tuned
-from linnet.laplace.linearized import linearized
-from linnet.laplace.outputs import plain_outputs, requires_gradient, sampled_outputs
+from linnet.laplace.blocks import union
+from linnet.laplace.outputs import linearized, plain_outputs, requires_gradient, sampled_outputs
 from linnet.laplace.posterior import (
+    Groups,
     Hyper,
     Posterior,
+    State,
     Watcher,
     check_damping,
+    check_mean,
+    check_prior,
+    expanded,
+    make_mean,
     measure_all,
+    prior_values,
     relative_noise,
     require_memory,
     require_origin,
     with_noise,
 )
-from linnet.laplace.prior import Groups, check_mean, check_prior, make_mean, prior_values
-from linnet.laplace.scores import Scorer
-from linnet.laplace.state import State, expanded
-from linnet.laplace.tune import METHODS, Grid, Search, tuned
-from linnet.laplace.union import union
+from linnet.laplace.tune import METHODS, Grid, Scorer, Search, Tuned, tuned
+from linnet.likelihoods import from_description
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
+from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.random import Seed, make_generator
 from linnet.memory import parse_bytes
 from linnet.params import choice, flag, instance, integer, no_targets, number, own
@@ -45,6 +52,7 @@ from linnet.predictive.links import Link
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import Labels, SampledPredictive
 from linnet.tangent.batch import Inputs
+from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.gather import examples
 from linnet.tangent.modes import in_exact_mode
 
@@ -557,3 +565,64 @@ def _require_shape(shape: tuple[int, ...], before: tuple[int, ...]) -> None:
             expected="examples whose outputs have one shape",
             remedy="fit them apart",
         )
+
+
+# -- saved -----------------------------------------------------------------------------------------
+# A saved posterior, on the network that it was fitted to.
+
+
+@in_exact_mode
+def restored_laplace(
+    saved: dict[str, Any],
+    path: Path,
+    model: nn.Module,
+    output: OutputAdapter = None,
+    likelihood: Likelihood | None = None,
+) -> Laplace:
+    """The posterior that ``Laplace.save`` wrote."""
+    family = _likelihood(saved["likelihood"], likelihood)
+    curvature = restored_curvature(saved["curvature"], path, model, output)
+    hyper, mean = tree.map_tensors(lambda t: t.to(curvature.function.device), (saved["hyper"], saved["mean"]))
+    posterior = Posterior(curvature, saved["fitted"], mean, saved["damping"])
+    structure, options = _settings(curvature)
+    la = Laplace(model, family, structure, hyper.prior, mean, float(hyper.scale), saved["damping"], **options)
+    labels = Labels(family, saved["shape"], Link())
+    return la.resume(State(posterior, posterior.groups(saved["form"]), hyper, labels))
+
+
+def _likelihood(described: dict[str, Any], given: Likelihood | None) -> Likelihood:
+    """The likelihood of a saved posterior."""
+    if given is not None:
+        check_likelihood(given)
+        if given.describe() != described:
+            raise InputError(
+                f"likelihood={given!r}, but the posterior was saved with {described}",
+                expected="the same likelihood",
+                remedy="leave likelihood= out, or pass the one of the fit",
+            )
+        return given
+    if described["kind"] == "Custom":
+        raise InputError(
+            "likelihood is missing, and a Custom one, made of functions, cannot be read from a file",
+            expected="the likelihood that the posterior was fitted with",
+            remedy="pass likelihood= to linnet.load",
+        )
+    return from_description(described)
+
+
+def _settings(found: Curvature) -> tuple[Any, dict[str, Any]]:
+    """The settings of the curvature, so that more data can be added."""
+    made, structure = found.made, found.made.structure
+    options: dict[str, Any] = {
+        "expectation": expectation_of(made.expectation, made.samples),
+        "sharing": made.sharing,
+        "matrix": made.matrix,
+        "params": list(found.function.names),
+        "output": found.function.output,
+    }
+    if structure == "mixture":
+        names = [(name, part.structure) for part in found.parts for name in part.layer.names]
+        return {f"^{re.escape(name)}$": kind for name, kind in names}, options
+    if isinstance(found.parts[0].operator, LowRankMatrix):
+        return settings.LowRank(found.parts[0].operator.basis.shape[1]), options
+    return ("full" if structure == "last-layer" else structure), options

@@ -10,9 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.curvatures.fisher import PROBED, FiniteDifferenceFisher, held_fixed
-from linnet.curvatures.ggn import SummedOperator
-from linnet.curvatures.products import require_finite
+from linnet.curvatures.products import (
+    PROBED,
+    FiniteDifferenceFisher,
+    SummedOperator,
+    held_fixed,
+    require_finite,
+)
 from linnet.curvatures.stream import Batch, Batches
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.memory import parse_bytes

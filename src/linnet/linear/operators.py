@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.curvatures.ggn import GaussNewtonOperator, SummedOperator
+from linnet.curvatures.products import GaussNewtonOperator, SummedOperator
 from linnet.curvatures.stream import DEFAULT_BLOCK, Batches
 from linnet.distributed import current
 from linnet.likelihoods.gaussian import Gaussian

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.params import instance, integer, number, refuse
-from linnet.spectrum.kernel_distance import kernel_distance
-from linnet.spectrum.kernel_matrix import check_kernel
+from linnet.spectrum.kernel_matrix import check_kernel, kernel_distance
 from linnet.tangent.batch import Inputs, check_examples
 from linnet.tangent.door import tensorize
 from linnet.tangent.gather import copied

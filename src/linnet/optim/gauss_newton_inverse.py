@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from linnet.curvatures.curvature import Curvature
-from linnet.curvatures.layers import Layer
-from linnet.curvatures.parts import Part
+from linnet.curvatures.layers import Layer, Part
 from linnet.distributed import all_sum, least, owners, world
 from linnet.errors import NumericalError
 from linnet.linalg.factorize import cholesky

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.expectation import Expectation, choose_matrix
-from linnet.curvatures.kfra import RecursionSums
+from linnet.curvatures.kfra import RecursionSums, RunningRecursion
 from linnet.curvatures.layers import Layer
 from linnet.curvatures.running import RunningCurvature
-from linnet.curvatures.running_recursion import RunningRecursion
 from linnet.curvatures.settings import EXPECTATIONS
 from linnet.curvatures.stream import Batches
 from linnet.curvatures.treatments import Structure, resolve

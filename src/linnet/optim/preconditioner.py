@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from linnet.curvatures.curvature import Curvature
-from linnet.curvatures.default_damping import default_damping
+from linnet.curvatures.curvature import Curvature, default_damping
 from linnet.errors import InputError
 from linnet.linalg.operator import require_params
 from linnet.params import choice, instance, number, refuse, tensor

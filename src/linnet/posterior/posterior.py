@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from linnet.curvatures.engine import everything
-from linnet.curvatures.parts import Part
+from linnet.curvatures.layers import Part
 from linnet.curvatures.variance import batch_covariance
 from linnet.errors import InputError
 from linnet.laplace.outputs import captured_blocks

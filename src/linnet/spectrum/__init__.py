@@ -14,13 +14,12 @@ from __future__ import annotations
 from linnet.spectrum.alignment import alignment, kernel_norm_bound
 from linnet.spectrum.anisotropy import anisotropy_directions
 from linnet.spectrum.eigenfunctions import (
+    Decomposition,
     EigenfunctionTargets,
     eigenfunctions,
     energy_concentration,
 )
-from linnet.spectrum.kernel_distance import centered_alignment, kernel_distance
-from linnet.spectrum.kernel_eigenpairs import Decomposition
-from linnet.spectrum.kernel_matrix import gram, gram_part
+from linnet.spectrum.kernel_matrix import centered_alignment, gram, gram_part, kernel_distance
 from linnet.spectrum.recorder import Recorder
 from linnet.spectrum.spectral_density import (
     condition_number,

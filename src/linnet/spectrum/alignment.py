@@ -20,8 +20,13 @@ from torch import Tensor, nn
 
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
-from linnet.spectrum.function_values import FunctionValues, function_values
-from linnet.spectrum.kernel_matrix import check_inputs, check_kernel, tangent_of
+from linnet.spectrum.kernel_matrix import (
+    FunctionValues,
+    check_inputs,
+    check_kernel,
+    function_values,
+    tangent_of,
+)
 from linnet.tangent.alike import in_shares, require_alike
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import capture, capture_bytes

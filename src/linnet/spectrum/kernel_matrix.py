@@ -6,18 +6,20 @@ computed before, or any symmetric operator. Here each becomes a matrix or a ``Li
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from linnet.errors import InputError
+from linnet.errors import DataError, InputError, NumericalError
 from linnet.linalg.operator import FunctionOperator, LinearOperator
 from linnet.params import choice
 from linnet.tangent.alike import in_shares
 from linnet.tangent.batch import Inputs, batch_size, check_examples, require_dense, take
-from linnet.tangent.door import taken
+from linnet.tangent.door import taken, tensorize
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
 from linnet.tangent.gram import gram_part as _gram_part
@@ -316,3 +318,250 @@ class KernelOperator(LinearOperator):
     def T(self) -> LinearOperator:
         """Itself."""
         return self
+
+
+# -- function values -------------------------------------------------------------------------------
+#
+# Targets as elements of the kernel's function space: values of f on the examples.
+#
+# With one output, or the kernels ``"trace"`` and ``"sum"``, f is scalar-valued; with ``"full"`` and C
+# outputs it has C values for each example.
+
+
+@dataclass(frozen=True)
+class FunctionValues:
+    """T functions on N examples."""
+
+    values: Tensor  # (N, Q, T), Q = C for vector-valued functions and 1 for scalar ones
+    single: bool  # whether the caller gave one function without an axis of functions
+
+    @property
+    def flat(self) -> Tensor:
+        """(N·Q, T), rows in the order of a Gram matrix."""
+        return self.values.flatten(0, 1)
+
+    def mean_square(self) -> Tensor:
+        """‖f‖₂² = E ‖f(x)‖², (T,), float64."""
+        return self.values.double().square().sum((0, 1)) / self.values.shape[0]
+
+    def shaped(self, result: Tensor) -> Tensor:
+        """One number for each function, () for a single one."""
+        # result (T,)
+        return result[0] if self.single else result
+
+
+def function_values(
+    y: Tensor, shape: tuple[int, ...], form: str, dtype: torch.dtype, name: str = "y"
+) -> FunctionValues:
+    """Targets of the user as functions of the kernel's space."""
+    # y (N,)
+    c = torch.Size(shape).numel()
+    is_vector = form == "full" and c > 1
+    if y.is_complex():
+        raise InputError(f"{name} has type {y.dtype}", "real values", "pass real and imaginary parts apart")
+    if not y.is_floating_point():
+        y = _classes(y, c, name) if is_vector else _signs(y, name)
+    y = y.to(dtype)
+    if y.ndim > 1 and form == "full" and tuple(y.shape[1:]) == shape:  # as the outputs themselves
+        return FunctionValues(y.reshape(y.shape[0], c, 1), True)
+    if is_vector and y.ndim == 3 and y.shape[1] == c and y.shape[2]:
+        return FunctionValues(y, False)
+    if not is_vector and y.ndim <= 2 and y[0].numel():
+        columns = y.reshape(y.shape[0], 1, -1)
+        return FunctionValues(columns, columns.shape[2] == 1)
+    if not is_vector and y.ndim == 3 and y.shape[1] == 1 and y.shape[2]:
+        return FunctionValues(y, False)
+    raise InputError(
+        f"{name} has shape {tuple(y.shape)} for a network with {c} outputs and form={form!r}",
+        expected=f"(N, {c}), or (N, {c}, T) for T functions"
+        if is_vector
+        else "(N,), or (N, T) for T functions",
+        remedy='pass form="trace" for scalar functions of a network with several outputs'
+        if is_vector
+        else 'pass form="full" for targets with one column for each output',
+    )
+
+
+def _signs(y: Tensor, name: str) -> Tensor:
+    """Two classes as −1 and 1."""
+    found = y.unique().tolist()
+    if set(found) <= {-1, 1}:
+        return y.double()
+    if set(found) <= {0, 1}:
+        return 2 * y.double() - 1
+    some = ", ".join(str(value) for value in found[:5])
+    raise InputError(
+        f"{name} holds the integers {some}{', …' if len(found) > 5 else ''} for a scalar-valued function",
+        expected="two classes, 0 and 1 or −1 and 1",
+        remedy='pass float targets, or form="full" with a network that has one output for each class',
+    )
+
+
+def _classes(y: Tensor, c: int, name: str) -> Tensor:
+    """Classes (N,) as e_y − 1/C, (N, C)."""
+    labels = y[:, 0].long() if y.ndim == 2 and y.shape[1] == 1 else y.long()
+    if labels.ndim != 1:
+        raise InputError(
+            f"{name} has integers of shape {tuple(y.shape)}",
+            expected="one class for each example, (N,)",
+            remedy=f"convert values with {name}.float()",
+        )
+    wrong = (labels < 0) | (labels >= c)
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
+        raise DataError(
+            f"{name} holds {int(wrong.sum())} label(s) out of range, first {int(labels[i])} at index {i}",
+            expected=f"classes 0 to {c - 1}, because the network has {c} outputs",
+            remedy="give the network a head of the right size with linnet.with_head(model, classes)",
+        )
+    return torch.nn.functional.one_hot(labels, c).double() - 1 / c
+
+
+# -- kernel distance -------------------------------------------------------------------------------
+#
+# Distances between tangent kernels of two checkpoints, or of a network and a task.
+#
+# Both measures do not change when a kernel is scaled or the examples are permuted alike in both.
+
+ROWS = 1024  # rows of a matrix taken to float64 at once
+
+
+@in_shares("linnet.spectrum.kernel_matrix")
+def kernel_distance(
+    first: Source,
+    second: Source,
+    x: Inputs | None = None,
+    form: Form = "full",
+    *,
+    memory: str | int | None = None,
+) -> float:
+    """Kernel distance 1 − ⟨K₁, K₂⟩ / (‖K₁‖ ‖K₂‖) in the Frobenius inner product, between 0 and 1.
+
+    Args:
+        first: A network, or a Gram matrix (N, N) or (N, C, N, C).
+        second: The other one; a network and a matrix may be mixed.
+        x: N examples on which the kernels of networks are evaluated.
+        form: Which kernel of networks with several outputs.
+        memory: Budget of each Gram matrix.
+
+    Returns:
+        The distance: 0 for kernels equal up to scale, 1 for orthogonal ones.
+
+    Raises:
+        InputError: If the matrices differ in size, x is missing, or a kernel is zero.
+        NumericalError: If a matrix holds NaN or Inf.
+
+    Source:
+        Fort, Dziugaite, Paul, Kharaghani, Roy, Ganguli, NeurIPS 2020, section 4.
+
+    Example:
+        >>> kernel_distance(torch.eye(2), torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+        0.292893...
+    """
+    k1, k2 = _pair(first, second, x, form, memory)
+    return 1.0 - _cosine(k1, k2)
+
+
+@in_shares("linnet.spectrum.centered_alignment")
+def centered_alignment(
+    first: Source,
+    second: Source,
+    x: Inputs | None = None,
+    form: Form = "full",
+    *,
+    memory: str | int | None = None,
+) -> float:
+    """Centered kernel alignment (CKA) of two kernels, ⟨H K₁ H, H K₂ H⟩ / (‖H K₁ H‖ ‖H K₂ H‖).
+
+    H = I − 11ᵀ/N removes the mean over examples (of each output apart, for ``"full"``), so constant
+    functions do not count. With ``second = y @ y.T`` this is the centered alignment with a task.
+
+    Args:
+        first: A network, or a Gram matrix (N, N) or (N, C, N, C).
+        second: The other one; a network and a matrix may be mixed.
+        x: N examples on which the kernels of networks are evaluated.
+        form: Which kernel of networks with several outputs.
+        memory: Budget of each Gram matrix.
+
+    Returns:
+        The alignment, between 0 and 1 for positive semi-definite kernels.
+
+    Raises:
+        InputError: If the matrices differ in size, x is missing, or a centered kernel is zero.
+        NumericalError: If a matrix holds NaN or Inf.
+
+    Source:
+        Cortes, Mohri, Rostamizadeh, JMLR 2012, definition 4; Kornblith et al., ICML 2019.
+
+    Example:
+        >>> round(centered_alignment(torch.eye(4), torch.eye(4) + 3.0), 6)
+        1.0
+    """
+    k1, k2 = (_centered(k) for k in _pair(first, second, x, form, memory))
+    return _cosine(k1, k2)
+
+
+def _pair(
+    first: Source, second: Source, x: Inputs | None, form: Form, memory: str | int | None
+) -> tuple[Tensor, Tensor]:
+    """Both kernels as (N, N) or (N, C, N, C)."""
+    check_kernel(form)
+    x = None if x is None else tensorize(x)
+    sources = {"first": first, "second": second}
+    if x is not None and all(isinstance(source, Tensor) for source in sources.values()):
+        raise InputError(
+            "x is given, but first and second are matrices", "x with networks only", "leave x= out"
+        )
+    k1, k2 = (_kernel(source, x, form, memory, name) for name, source in sources.items())
+    if k1.shape != k2.shape:
+        raise InputError(
+            f"first is a kernel of shape {tuple(k1.shape)}, second of {tuple(k2.shape)}",
+            expected="kernels of the same examples",
+            remedy="evaluate both on the same x, with the same form=",
+        )
+    return k1, k2
+
+
+def _kernel(source: Source, x: Inputs | None, form: Form, memory: str | int | None, name: str) -> Tensor:
+    """A kernel with its axes apart."""
+    if isinstance(source, Tensor):
+        kernel_matrix(source, name=name)  # only to be checked
+        return source
+    flat = kernel_matrix(source, x, form, memory, name)
+    if form != "full" or x is None:
+        return flat
+    n = batch_size(x)
+    c = flat.shape[0] // n
+    return flat if c == 1 else flat.reshape(n, c, n, c)
+
+
+def _centered(k: Tensor) -> Tensor:
+    """H K H over the example axes, in float64."""
+    k = k.double()
+    axes = (0, 1) if k.ndim == 2 else (0, 2)
+    for axis in axes:
+        k = k - k.mean(axis, keepdim=True)
+    return k
+
+
+def _cosine(k1: Tensor, k2: Tensor) -> float:
+    """Cosine of the angle between two matrices, summed in float64."""
+    product = first = second = 0.0
+    for a, b in zip(k1.split(ROWS), k2.split(ROWS), strict=True):
+        a, b = a.double(), b.double().to(a.device)
+        product, first, second = (
+            product + float((a * b).sum()),
+            first + float(a.square().sum()),
+            second + float(b.square().sum()),
+        )
+    if not torch.isfinite(torch.tensor([first, second])).all():
+        raise NumericalError(
+            "a kernel holds NaN or infinite values", "finite kernels", "look for NaN in the network's weights"
+        )
+    if first == 0 or second == 0:
+        raise InputError(
+            f"{'first' if first == 0 else 'second'} is a kernel that is zero, centered or not",
+            expected="a kernel with an angle to others",
+            remedy="use other examples, or parameters that the outputs depend on",
+        )
+    return min(product / math.sqrt(first * second), 1.0)

@@ -16,9 +16,17 @@ from linnet.params import integer
 from linnet.params import path as checked_path
 from linnet.shown import Record, Shown
 from linnet.spectrum.eigenfunctions import Eigenfunctions, eigenfunctions
-from linnet.spectrum.function_values import FunctionValues, function_values
-from linnet.spectrum.kernel_distance import centered_alignment, kernel_distance
-from linnet.spectrum.kernel_matrix import check_inputs, check_kernel, flat_gram, gram, tangent_of
+from linnet.spectrum.kernel_matrix import (
+    FunctionValues,
+    centered_alignment,
+    check_inputs,
+    check_kernel,
+    flat_gram,
+    function_values,
+    gram,
+    kernel_distance,
+    tangent_of,
+)
 from linnet.spectrum.plots import RecorderPlots
 from linnet.tangent.batch import Inputs, batch_size, check_examples
 from linnet.tangent.door import taken, tensorize
