@@ -72,9 +72,9 @@ def test_wrong_closures_and_losses_are_named() -> None:
         optimizer.step(x, y, closure=lambda: None)
     with pytest.raises(InputError, match="closure=3"):
         optimizer.step(x, y, closure=3)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="loss is 'one'"):
+    with pytest.raises(InputError, match="loss='one'"):
         optimizer.step(x, y, loss="one")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"loss is of shape \(20,\)"):
+    with pytest.raises(InputError, match=r"loss is .*\(20,\)"):
         optimizer.step(x, y, loss=torch.ones(20))
     assert optimizer.steps == 0
 
