@@ -72,7 +72,7 @@ MAY_EXTEND_CONCRETE: dict[str, str] = {
 MAY_BE_WIDE: dict[str, str] = {
     "linnet.audit.mislabel.LabelErrors": "the columns of a table, and the numbers under it",
     "linnet.finetuning.recipes.Recipe": "the parts of a method that are changed one by one",
-    "linnet.nested.rungs.Rung": "one column of a table each",
+    "linnet.nested.search.Rung": "one column of a table each",
     "linnet.app.options.NetworkOptions": "the options of the command line that belong together",
 }
 

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import linnet
 from linnet.distributed import all_sum, apart, current, sharing, world
 from linnet.errors import LinnetError
-from linnet.fitting import CG, SGD, Shared, Sketch, rounding
+from linnet.fitting import CG, SGD, Shared, Sketch, accuracy
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.linalg import grouped
 from linnet.linalg.operator import LinearOperator
@@ -329,14 +329,14 @@ def at_another_place(rank: int) -> object:
         calls.append(all_sum([torch.ones(2)]))
         return measure(*arguments, **named)
 
-    measure = rounding.gram
+    measure = accuracy.gram
     if rank:
-        rounding.gram = summing
+        accuracy.gram = summing
     try:
         with sharing("a check"):
-            return rounding.measured_rounding(linnet.linearize(net().float()).function, X.float(), 1.0)
+            return accuracy.measured_rounding(linnet.linearize(net().float()).function, X.float(), 1.0)
     finally:
-        rounding.gram = measure
+        accuracy.gram = measure
 
 
 def failures(rank: int, folder: Path) -> dict[str, tuple[Callable[[], object], list[str]]]:

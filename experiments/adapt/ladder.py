@@ -22,7 +22,7 @@ from experiments.adapt.nested import drawn as shots_of
 from experiments.adapt.tasks import NETWORKS, Network, Task, drawn
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, with_error
-from linnet.fitting.comparisons import fine_tune, nearest_class_mean
+from linnet.fitting.descent import fine_tune, nearest_class_mean
 from linnet.fitting.last_layer import features
 from linnet.metrics.calibration import equal_mass
 from linnet.nested.tuning import EPOCHS, HEAD_SCALE, STEPS, tuned

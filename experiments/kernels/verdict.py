@@ -34,7 +34,7 @@ from experiments.sources import HALF, images, pixels, pretrained, shots
 from experiments.study import Study, parser
 from experiments.tables import markdown
 from linnet import spectrum
-from linnet.fitting.comparisons import fine_tune
+from linnet.fitting.descent import fine_tune
 
 SOURCES = ("mnist", "fashion_mnist", "cifar10_10k_5k", "resnet20")
 TARGETS = (

@@ -25,7 +25,7 @@ import linnet
 from experiments.kernels.verdict import area, interval, resampled, source_network, target
 from experiments.study import ROOT, Study, parser, read_cells
 from experiments.tables import markdown
-from linnet.fitting.comparisons import fine_tune
+from linnet.fitting.descent import fine_tune
 
 KNOWN = ROOT / "runs" / "experiments" / "kernels" / "verdict" / "cells.jsonl"
 FOLDS = 5

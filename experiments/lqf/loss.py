@@ -17,8 +17,7 @@ import linnet
 from experiments.lqf.tasks import PAIRS, Pair, accuracy, load, log_loss, loo_log_loss
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
-from linnet.fitting.centered import with_centered_head
-from linnet.fitting.last_layer import features
+from linnet.fitting.last_layer import features, with_centered_head
 from linnet.report.evaluation import predict
 from linnet.report.kinds import temperatures_of
 

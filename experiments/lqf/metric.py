@@ -20,7 +20,7 @@ from experiments.lqf.tasks import PAIRS, Data, Pair, accuracy, load, log_loss, l
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 from linnet.fitting import Dual
-from linnet.fitting.centered import with_centered_head
+from linnet.fitting.last_layer import with_centered_head
 from linnet.likelihoods import Gaussian
 from linnet.report.evaluation import predict
 from linnet.report.kinds import temperatures_of

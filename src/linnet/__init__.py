@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from linnet.fitting.head import with_head as with_head
     from linnet.fitting.linear_fit import LinearFit as LinearFit
     from linnet.fitting.load_fit import load_fit as load_fit
-    from linnet.fitting.metric import with_metric as with_metric
+    from linnet.fitting.sketch import with_metric as with_metric
     from linnet.fitting.sketch import with_sketch as with_sketch
     from linnet.fitting.softmax_fit import SoftmaxFit as SoftmaxFit
     from linnet.laplace.laplace import Laplace as Laplace
@@ -75,7 +75,7 @@ _HOME = {
     "preflight": "linnet.tangent.preflight",
     "with_head": "linnet.fitting.head",
     "Probe": "linnet.fitting.head",
-    "with_metric": "linnet.fitting.metric",
+    "with_metric": "linnet.fitting.sketch",
     "with_sketch": "linnet.fitting.sketch",
     "adapt": "linnet.nested.adapt",
     "NestedFit": "linnet.nested.nested_fit",

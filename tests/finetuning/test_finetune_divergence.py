@@ -18,7 +18,7 @@ import linnet
 import linnet.finetuning.search as search_module
 from linnet.errors import DataError, InputError, ModelError, NumericalError
 from linnet.finetuning.trainer import LossCurve
-from linnet.fitting.comparisons import held_out_split
+from linnet.fitting.descent import held_out_split
 from linnet.tangent.surgery import leaky_relu
 from tests.finetuning import by_name
 from tests.finetuning.by_name import finetune, recover

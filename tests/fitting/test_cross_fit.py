@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.fitting.centered import with_centered_head
-from linnet.fitting.folds import deal
-from linnet.fitting.head import RECORD, example_hashes
+from linnet.fitting.head import RECORD, deal, example_hashes
+from linnet.fitting.last_layer import with_centered_head
 from tests.fitting.problems import fit_options, near, real
 from tests.grids import grid
 

@@ -16,8 +16,7 @@ from linnet.fitting import CG, OneHot
 from linnet.fitting import plan as plan_module
 from linnet.fitting.plan import Size
 from linnet.linalg import Dense
-from linnet.linear.iteration import CGSettings
-from linnet.linear.iterative import Iterative
+from linnet.linear.iterative import CGSettings, Iterative
 from linnet.linear.problem import Problem
 from linnet.tangent import jacobian
 from tests.fitting.problems import flat, near, network, peak_bytes, problem, real, solver_of

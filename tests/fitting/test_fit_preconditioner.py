@@ -15,7 +15,7 @@ from linnet.errors import MemoryBudgetError, NumericalError
 from linnet.fitting import CG
 from linnet.linalg import Dense, Diagonal
 from linnet.linear import iterative, preconditioner
-from linnet.linear.operators import fisher
+from linnet.linear.iterative import fisher
 from linnet.linear.preconditioner import (
     FEW,
     RANK,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.fitting.centered import with_centered_head
-from linnet.fitting.comparisons import fine_tune, held_out_probe, nearest_class_mean
+from linnet.fitting.descent import fine_tune, held_out_probe, nearest_class_mean
+from linnet.fitting.last_layer import with_centered_head
 
 
 def blobs(n: int = 60) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError, LinnetError, NumericalError
-from linnet.fitting.centered import with_centered_head
-from linnet.fitting.metric import MetricNetwork
+from linnet.fitting.last_layer import with_centered_head
+from linnet.fitting.sketch import MetricNetwork
 from linnet.likelihoods import Gaussian
 from tests.fitting.problems import fit_options, near, problem, refused
 from tests.zoo_modules import TiedEmbedding

@@ -17,8 +17,7 @@ from linnet.errors import (
     NumericalError,
 )
 from linnet.fitting import Shared, squared_fit
-from linnet.fitting.folds import deal
-from linnet.fitting.head import example_hashes
+from linnet.fitting.head import deal, example_hashes
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linear.features import Heads
 from linnet.linear.kernel_system import KernelSystem

@@ -14,7 +14,7 @@ import linnet
 from linnet.errors import InputError
 from linnet.nested import tuning as module
 from linnet.nested.nested_fit import NestedFit
-from linnet.nested.rungs import Rung, ladder, verdict
+from linnet.nested.search import Rung, ladder, verdict
 from linnet.nested.tuning import FOLDS, Tuning, held_out
 
 BIAS = 1e4

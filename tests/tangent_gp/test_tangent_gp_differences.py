@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from linnet.curvatures.products import FiniteDifferenceFisher
 from linnet.curvatures.stream import Batch, Batches
 from linnet.likelihoods import Categorical, Gaussian
-from linnet.linear.differences import BatchedDifferences
+from linnet.linear.iterative import BatchedDifferences
 from linnet.tangent.functional import Functional
 from linnet.tangent_gp.tangent_gp import TangentGP
 from tests.fitting.problems import network, real

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import linnet
 from linnet.likelihoods import Gaussian, HeteroscedasticGaussian
-from linnet.linear import lanczos
+from linnet.linear import iterative
 from linnet.tangent_gp.tangent_gp import TangentGP
 from tests.fitting.problems import network, real
 from tests.tangent_gp.tangent_gp_cases import DENSE, WAYS, Dense, dense
@@ -90,7 +90,7 @@ def test_each_output_can_have_its_own_noise() -> None:
 
 @pytest.mark.parametrize("space", ["function", "parameter"])
 def test_quadrature_is_right_within_its_error(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanczos, "SMALL", 0)
+    monkeypatch.setattr(iterative, "SMALL", 0)
     oracle = dense(n=60, outputs=2)
     gp = TangentGP(oracle.model, Gaussian(variance=0.2), space, solver="cg").fit(oracle.x, oracle.y)
     for precision, scale in ((1.0, 1.0), (20.0, 0.3)):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linnet.audit.predictors import outputs_of
 from linnet.errors import InputError
-from linnet.linear.equations import group_numbers
+from linnet.linear.constraints import group_numbers
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size
 from linnet.tangent.door import tensorize

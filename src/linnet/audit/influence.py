@@ -22,16 +22,14 @@ from torch import Tensor
 
 from linnet.audit.predictors import check_fit, check_fitted
 from linnet.errors import InputError
-from linnet.fitting.arguments import positions
-from linnet.fitting.evaluation import checked_inputs
+from linnet.fitting.arguments import checked_inputs, positions
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.frames import frame
 from linnet.linear.dual import DualSystem
 from linnet.linear.formed_rows import FormedRows
-from linnet.linear.iteration import CGSettings, Effort
-from linnet.linear.iterative import Iterative, Reused
+from linnet.linear.iterative import CGSettings, Effort, Iterative, Reused
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.label_problem import class_targets
 from linnet.linear.preconditioner import CurvatureInverse

@@ -22,7 +22,7 @@ from linnet.audit.influence import (
     unconstrained,
 )
 from linnet.audit.predictors import check_fit
-from linnet.fitting.evaluation import checked_inputs
+from linnet.fitting.arguments import checked_inputs
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linear.formed_rows import FormedRows
 from linnet.linear.kernel_system import KernelSystem

@@ -18,7 +18,7 @@ from linnet.audit.gaussian_noise import (
 )
 from linnet.audit.predictors import check_fit
 from linnet.errors import InputError, NumericalError
-from linnet.fitting.evaluation import checked_inputs
+from linnet.fitting.arguments import checked_inputs
 from linnet.fitting.last_layer import RECORD
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linear.dual import DualSystem

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linnet.audit.predictors import check_fit, input_hashes
 from linnet.errors import InputError
-from linnet.fitting.evaluation import checked_inputs
+from linnet.fitting.arguments import checked_inputs
 from linnet.fitting.joint import joint_covariance, own_covariances
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linalg.factorize import cholesky

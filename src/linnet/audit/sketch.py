@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.fitting.evaluation import checked_inputs
+from linnet.fitting.arguments import checked_inputs
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.sketch import SketchedNetwork
 from linnet.linalg.operator import LinearOperator

@@ -43,7 +43,7 @@ from linnet.finetuning.trainer import (
     rank,
     warn_of_large_steps,
 )
-from linnet.fitting.comparisons import held_out_split
+from linnet.fitting.descent import held_out_split
 from linnet.fitting.fit import fit
 from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import RECORD, last_linear

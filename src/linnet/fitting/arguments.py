@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from linnet.distributed import all_rows
 from linnet.errors import InputError
 from linnet.params import number, refuse, tensor
+from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
+from linnet.tangent.gather import examples
+from linnet.tangent.linearized import Linearized
 
 CRITERIA = ("loo", "gcv", "evidence")
 
@@ -65,3 +70,59 @@ def positions(indices: Any, n: int, leave: int = 1) -> Tensor:
             remedy="use the original network, without a fit",
         )
     return index
+
+
+# -- record ----------------------------------------------------------------------------------------
+# Metadata of a fit: size, solver, ridge and reasons.
+
+
+@dataclass(frozen=True)
+class Record:
+    """Choices of a fit, their reasons and costs."""
+
+    solver: str  # ``"dual"``, ``"primal"``, ``"cg"`` or ``"sgd"``
+    criterion: str  # how the ridge was chosen: ``"given"``, ``"loo"``, ``"gcv"`` or ``"evidence"``
+    reasons: dict[str, str] = field(default_factory=dict)  # one sentence for each choice
+    warnings: tuple[str, ...] = ()  # what a reader of the numbers must know
+    seconds: dict[str, float] = field(default_factory=dict)  # time of each step
+    classes: tuple[str, ...] = ()  # names of the classes in the order of the outputs, where y was text
+    columns: tuple[str, ...] = ()  # names of the inputs, where x was a data frame
+    noise_factor: float = 1.0  # by what σ² was raised since the ridge was chosen by the same data
+
+    @classmethod
+    def read(cls, told: dict[str, Any]) -> Record:
+        """A record as it was written."""
+        listed = {name: tuple(told.get(name, ())) for name in ("warnings", "classes", "columns")}
+        return cls(**{**told, **listed})
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+# Input checks and batched evaluation shared by all fits.
+
+BATCH = 128  # examples predicted at once
+
+
+def checked_inputs(module: Linearized, x: Inputs, name: str = "x") -> Inputs:
+    """Examples that the network runs on, or an error."""
+    x = examples(module.function, x, name)
+    module.function.check_runs(take(x, slice(0, 1)))
+    return x
+
+
+@torch.no_grad()
+def base_outputs(module: Linearized, x: Inputs) -> Tensor:
+    """f₀(x), batch by batch; each process of several has its share of them."""
+    parts = [module.base(part) for _, part in own_parts(x, BATCH)]
+    return all_rows(torch.cat(parts or [module.base(take(x, slice(0, 1)))[:0]]), batch_size(x))
+
+
+@torch.no_grad()
+def linear_outputs(module: Linearized, x: Inputs) -> Tensor:
+    """f₀(x) + J(x)δ, batch by batch."""
+    parts = [module(part) for part in split(checked_inputs(module, x), BATCH)]
+    return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
+
+
+def count_in_words(n: int) -> str:
+    """A number of examples in words."""
+    return f"{n} example" if n == 1 else f"{n} examples"

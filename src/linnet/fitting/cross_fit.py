@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from linnet.fitting.arguments import base_outputs
 from linnet.fitting.combinations import combined
-from linnet.fitting.evaluation import base_outputs
-from linnet.fitting.folds import Folds
-from linnet.fitting.head import example_hashes
+from linnet.fitting.head import Folds, example_hashes
 from linnet.fitting.last_layer import RECORD
 from linnet.fitting.softmax_path import solutions
-from linnet.linear.dual import Spectrum
-from linnet.linear.iteration import CGSettings
-from linnet.linear.iterative import Iterative
+from linnet.linear.dual import RidgePath, Spectrum
+from linnet.linear.iterative import CGSettings, Iterative
 from linnet.linear.label_problem import class_problem
 from linnet.linear.newton import KernelNewton, WeightNewton
 from linnet.linear.problem import Problem
+from linnet.linear.targets import Targets
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import Functional
@@ -141,3 +141,49 @@ def find_cross_fit(
     if len(fold.unique()) < 2:
         return None
     return CrossFit(lin.function, folds, x, fold, targets, memory)
+
+
+# -- ridge choice ----------------------------------------------------------------------------------
+# The ridge that a criterion prefers, with one sentence that says so.
+
+
+class Chosen(NamedTuple):
+    """A ridge, why, held-out outputs (N, C) of cross-fitted heads, and the factor of the noise."""
+
+    ridge: float
+    why: str
+    held_out: Tensor | None = None
+    noise_factor: float = 1.0
+
+
+def given_ridge(ridge: float, folds: CrossFit | None) -> Chosen:
+    """A ridge that was given."""
+    return Chosen(ridge, "given", None if folds is None else folds.squared(torch.tensor([ridge]))[0])
+
+
+def chosen_ridge(path: RidgePath, criterion: str, targets: Targets, folds: CrossFit | None = None) -> Chosen:
+    """The ridge that a criterion prefers."""
+    held: Tensor | None
+    if folds is not None and criterion == "loo":
+        every = folds.squared(path.ridges)
+        errors = (targets.values.double() - every).square().sum(2).mean(1)
+        at = int(errors.argmin())
+        said = f"lowest held-out error of {len(path.ridges)} values over {folds.folds.count} folds"
+        ridge, held = float(path.ridges[at]), every[at]
+    else:
+        ridge = path.best(criterion)
+        said, held = _explain(path, criterion, ridge), given_ridge(ridge, folds).held_out
+    return Chosen(ridge, said, held, path.noise_factor(ridge))
+
+
+def _explain(path: RidgePath, criterion: str, ridge: float) -> str:
+    """One sentence about a chosen ridge."""
+    at = int((path.ridges - ridge).abs().argmin())
+    words = {
+        "loo": "lowest leave-one-out error",
+        "gcv": "lowest generalized cross-validation score",
+        "evidence": "highest evidence",
+    }[criterion]
+    edge = "; it is at the edge of the grid" if at in (0, len(path.ridges) - 1) else ""
+    degrees = float(path.degrees_of_freedom[at])
+    return f"{words} of {len(path.ridges)} values, {degrees:.0f} effective parameters{edge}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -12,9 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from linnet import params as check
+from linnet.errors import InputError
+from linnet.fitting.head import linear_probe
+from linnet.fitting.last_layer import features
+from linnet.linear.targets import make_targets
 from linnet.logged import Log
+from linnet.progress import track
 from linnet.tangent.batch import Inputs, on_device, split, take
-from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments, copied
+from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs, call_arguments, copied
+from linnet.tangent.gather import gather_data
 from linnet.training import cosine, stream, train
 
 CLIP = 1.0  # largest norm of a gradient; keeps a high rate from destroying a small network
@@ -116,3 +122,121 @@ def score_of(network: nn.Module, x: Inputs, y: Tensor) -> float:
     if y.is_floating_point():
         return -loss
     return float((outputs.argmax(1) == y).double().mean()) - 1e-6 * min(loss, 1e3)
+
+
+# -- comparisons -----------------------------------------------------------------------------------
+# Baselines of a linear fit: plain fine-tuning, nearest class means, a probe's held-out outputs.
+
+RATES = {"sgd": (0.003, 0.01, 0.03, 0.1), "adam": (1e-4, 3e-4, 1e-3, 3e-3)}
+
+
+@dataclass(frozen=True, eq=False)
+class FineTuned:
+    """A network fine-tuned by stochastic gradient descent."""
+
+    model: nn.Module  # the trained network
+    learning_rate: float  # the learning rate taken
+    # held-out score of each rate tried: accuracy, or the negative mean squared error
+    held_out: dict[float, float] = field(default_factory=dict)
+    steps: int = 0  # steps of each run
+
+    @torch.no_grad()
+    def predict(self, x: Inputs, batch: int = 256) -> Tensor:
+        """Outputs of the network, (T, C)."""
+        function = Functional(self.model)
+        return torch.cat([function.flat(function.theta, part) for part in split(x, batch)])
+
+
+def fine_tune(
+    model: nn.Module,
+    data: Any,
+    steps: int = 150,
+    batch_size: int = 32,
+    learning_rates: Sequence[float] | None = None,
+    seed: int = 0,
+    optimizer: str = "sgd",
+    folds: int = 1,
+) -> FineTuned:
+    """Plain fine-tuning of every weight, its learning rate chosen on held-out training data."""
+    # Minibatch descent with clipped gradients and a cosine schedule, on the cross-entropy (integer y) or the
+    # mean squared error (float y); BatchNorm keeps its running statistics and dropout is off. Each rate is
+    # tried on four fifths of the data and scored on the rest, once or in every fold of a cross-validation;
+    # the best is then run on all of it.
+    x, y = gather_data(data, model, keep=False)
+    n = len(y)
+    check.choice("optimizer", optimizer, OPTIMIZERS, "leave it out for SGD")
+    rates = RATES[optimizer] if learning_rates is None else learning_rates
+    if steps < 1 or not rates or n < 2:
+        raise InputError(
+            f"steps={steps}, learning_rates={tuple(rates)} with {n} examples",
+            expected="at least one step, one rate, two examples",
+            remedy="leave steps= and learning_rates= out, and pass two examples or more",
+        )
+    splits = held_out_splits(y, seed, folds)
+    runs = len(rates) * len(splits) + 1
+    ticks = track(range(runs * steps), f"plain fine-tuning, {runs} runs of {steps} steps", runs * steps)
+    scores: dict[float, float] = {}
+    for rate in rates:
+        run = Descent(rate, steps, batch_size, seed, optimizer)
+        found = []
+        for train, held in splits:
+            tried = run(model, take(x, train), y[train], ticks)
+            found.append(score_of(tried, take(x, held), y[held]))
+        scores[rate] = sum(found) / len(found)
+    best = max(scores, key=lambda rate: scores[rate])
+    trained = Descent(best, steps, batch_size, seed, optimizer)(model, x, y, ticks)
+    for _ in ticks:  # let the meter end on its last line
+        pass
+    return FineTuned(trained, best, scores, steps)
+
+
+def held_out_splits(y: Tensor, seed: int, folds: int) -> list[tuple[Tensor, Tensor]]:
+    """Positions to train on and to score on: one split, or one for each fold, classes spread over all."""
+    if folds == 1:
+        return [held_out_split(y, seed)]
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(y), generator=generator)
+    if not y.is_floating_point():
+        order = order[y.cpu()[order].argsort(stable=True)]
+    fold = torch.empty(len(y), dtype=torch.long)
+    fold[order] = torch.arange(len(y)) % folds
+    parts = [((fold != k).nonzero()[:, 0], (fold == k).nonzero()[:, 0]) for k in range(folds)]
+    return [(train.to(y.device), held.to(y.device)) for train, held in parts if len(held)]
+
+
+def held_out_split(y: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Positions to train on and to score on: a fifth of each class, or of all."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = y.cpu() if not y.is_floating_point() else torch.zeros(len(y), dtype=torch.long)
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        members = (labels == label).nonzero()[:, 0]
+        order = members[torch.randperm(len(members), generator=generator)]
+        held[order[: len(members) // 5]] = True
+    if not held.any():
+        held[torch.randperm(len(labels), generator=generator)[: max(1, len(labels) // 5)]] = True
+    return (~held).nonzero()[:, 0].to(y.device), held.nonzero()[:, 0].to(y.device)
+
+
+def held_out_probe(model: nn.Module, data: Any, classes: int, folds: int = 5, seed: int = 0) -> Tensor:
+    """Outputs of the linear probe on examples that it was not fitted on, fold by fold."""
+    x, y = gather_data(data, model, keep=False)
+    phi = features(model, x)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed)).to(y.device)
+    outputs = torch.zeros(len(y), classes, dtype=phi.dtype, device=phi.device)
+    for fold in range(folds):
+        held = torch.zeros(len(y), dtype=torch.bool, device=y.device)
+        held[order[fold::folds]] = True
+        if held.all() or not held.any():
+            continue
+        weight, bias = linear_probe(phi[~held], make_targets(y[~held], classes, varied=False))
+        outputs[held] = phi[held] @ weight.T + bias
+    return outputs
+
+
+def nearest_class_mean(model: nn.Module, data: Any, x: Inputs) -> Tensor:
+    """Classify by the nearest class mean of the frozen features, (T, C)."""
+    inputs, y = gather_data(data, model, keep=False)
+    phi, query = features(model, inputs), features(model, x)
+    means = torch.stack([phi[y == label].mean(0) for label in range(int(y.max()) + 1)])
+    return -torch.cdist(query, means).square()

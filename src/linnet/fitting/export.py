@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from linnet.errors import LinnetError, ModelError
-from linnet.fitting.evaluation import BATCH
+from linnet.fitting.arguments import BATCH
 from linnet.fitting.export_variance import (
     Along,
     AlongDirections,
@@ -27,8 +27,7 @@ from linnet.fitting.export_variance import (
     rows_outputs,
 )
 from linnet.fitting.last_layer import bared, last_linear
-from linnet.fitting.metric import MetricNetwork
-from linnet.fitting.sketch import SketchedNetwork
+from linnet.fitting.sketch import MetricNetwork, SketchedNetwork
 from linnet.linalg.factorize import cholesky
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, observed, split, take

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from linnet.curvatures.leading import restored_basis
-from linnet.fitting.evaluation import BATCH
-from linnet.fitting.metric import MetricNetwork
-from linnet.fitting.sketch import SketchedNetwork
+from linnet.fitting.arguments import BATCH
+from linnet.fitting.sketch import MetricNetwork, SketchedNetwork
 from linnet.linalg.factorize import cholesky
 from linnet.linear.constraints import Constraints
 from linnet.memory import Plan, parse_bytes, require

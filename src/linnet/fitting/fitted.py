@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from linnet import pages
+from linnet.fitting.arguments import Record
 from linnet.fitting.export import checked_module
 from linnet.fitting.merged import Merged
 from linnet.fitting.plots import FitPlots, eigenvalues_of
-from linnet.fitting.record import Record
 from linnet.fitting.softmax_path import SoftmaxPath
 from linnet.frames import frame, outputs
 from linnet.linear.dual import RidgePath

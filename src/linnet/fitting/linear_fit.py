@@ -18,16 +18,15 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.fitting.accuracy import sound_change
-from linnet.fitting.evaluation import base_outputs, count_in_words, linear_outputs
+from linnet.fitting.arguments import Record as Record
+from linnet.fitting.arguments import base_outputs, count_in_words, linear_outputs
 from linnet.fitting.export import exported_directions, exported_fit
 from linnet.fitting.export_variance import Posterior
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.merged import Merged, merged_network
-from linnet.fitting.record import Record as Record
 from linnet.fitting.squared_fit import SquaredFit
-from linnet.linear.constraining import constrained
-from linnet.linear.constraints import Constraints
-from linnet.linear.equations import wanted
+from linnet.linear.constrained_system import constrained
+from linnet.linear.constraints import Constraints, wanted
 from linnet.linear.features import Heads
 from linnet.linear.files import system_state
 from linnet.linear.system import System

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.fitting.evaluation import BATCH
+from linnet.fitting.arguments import BATCH
 from linnet.fitting.export import own_network
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, split

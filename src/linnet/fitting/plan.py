@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from linnet.linear.cost import NETWORK_PENALTY, forward_operations
-from linnet.linear.formed_rows import rows_bytes
-from linnet.linear.iteration import CGSettings
+from linnet.linear.formed_rows import NETWORK_PENALTY, forward_operations, rows_bytes
+from linnet.linear.iterative import CGSettings
 from linnet.linear.preconditioner import preconditioner_bytes
 from linnet.linear.problem import Memory
 from linnet.memory import Plan, format_bytes, parse_bytes, require
@@ -88,11 +87,6 @@ class Size:
         return next((dim for dim in fitting if dim < self.function.space.dim), None)
 
     @property
-    def sketched_only(self) -> bool:
-        """Whether the memory has room for a sketch and for neither matrix of the exact model."""
-        exact = min(self.dual_memory().peak, self.primal_memory().peak)
-        return exact > self.budget and self.default_dim() is not None
-
     @property
     def equations(self) -> int:
         """N·C."""

@@ -20,9 +20,15 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change
-from linnet.fitting.arguments import positions, ridge_grid
+from linnet.fitting.arguments import (
+    base_outputs,
+    checked_inputs,
+    count_in_words,
+    linear_outputs,
+    positions,
+    ridge_grid,
+)
 from linnet.fitting.cross_fit import CrossFit
-from linnet.fitting.evaluation import base_outputs, checked_inputs, count_in_words, linear_outputs
 from linnet.fitting.export import exported_fit
 from linnet.fitting.export_variance import Posterior
 from linnet.fitting.fit_files import write_fit
@@ -41,7 +47,7 @@ from linnet.fitting.softmax_path import (
 )
 from linnet.linalg.operator import LinearOperator
 from linnet.linear.files import newton_state
-from linnet.linear.iteration import CGSettings
+from linnet.linear.iterative import CGSettings
 from linnet.linear.label_problem import LabelProblem, class_problem, class_targets
 from linnet.linear.newton import KernelNewton, NewtonSystem, WeightNewton
 from linnet.linear.targets import Targets

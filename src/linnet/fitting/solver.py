@@ -9,7 +9,7 @@ from typing import Any
 from linnet.curvatures.curvature import Curvature
 from linnet.errors import InputError
 from linnet.linalg.operator import LinearOperator
-from linnet.linear.iteration import CGSettings
+from linnet.linear.iterative import CGSettings
 from linnet.linear.newton import STEPS
 from linnet.linear.preconditioner import check_preconditioner
 from linnet.params import choice, integer, number, path, seed

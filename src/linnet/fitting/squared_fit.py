@@ -21,12 +21,10 @@ from torch import Tensor
 
 from linnet.errors import DataError, InputError
 from linnet.fitting.accuracy import answerable, sound_change
-from linnet.fitting.arguments import CRITERIA, positions, ridge_grid
-from linnet.fitting.evaluation import count_in_words
+from linnet.fitting.arguments import CRITERIA, Record, count_in_words, positions, ridge_grid
+from linnet.fitting.cross_fit import chosen_ridge
 from linnet.fitting.fitted import Fitted
-from linnet.fitting.record import Record
 from linnet.fitting.remarks import after_change
-from linnet.fitting.ridge_choice import chosen_ridge
 from linnet.linear.dual import RidgePath
 from linnet.linear.features import Weights
 from linnet.linear.kernel_system import KernelSystem

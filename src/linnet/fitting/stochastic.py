@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from linnet.linalg.operator import LinearOperator
-from linnet.linear.iteration import CGSettings, accepted
-from linnet.linear.iterative import Iterative, Reused
+from linnet.linear.iterative import CGSettings, Iterative, Reused, accepted
 from linnet.linear.preconditioner import precondition
 from linnet.linear.problem import Memory, Problem
 from linnet.solvers.cg import relative_residual

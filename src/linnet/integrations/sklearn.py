@@ -19,7 +19,7 @@ from linnet.distribution import install_command
 from linnet.errors import DataError, DependencyError, InputError
 from linnet.fitting.fit import fit
 from linnet.fitting.last_layer import BELOW
-from linnet.fitting.metric import with_metric
+from linnet.fitting.sketch import with_metric
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linear.targets import CLASSES, VALUES

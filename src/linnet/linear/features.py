@@ -26,7 +26,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from linnet.linear.directions import Directions
+from linnet.linear.formed_rows import Directions
 from linnet.memory import Plan, parse_bytes
 from linnet.tangent.batch import Inputs, batch_size
 from linnet.tangent.functional import Functional

@@ -12,11 +12,9 @@ from linnet.files import as_path, load_tensors, save_tensors
 from linnet.linear.constrained_system import ConstrainedSystem
 from linnet.linear.constraints import Constraints, constraint_tensors, constraints_from
 from linnet.linear.dual import DualSystem
-from linnet.linear.iteration import CGSettings
-from linnet.linear.iterative import Iterative, Reused
+from linnet.linear.iterative import CGSettings, Iteration, Iterative, Panel, Reused
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.label_problem import LabelProblem
-from linnet.linear.lanczos import Iteration, Panel
 from linnet.linear.newton import KernelNewton, NewtonSystem, WeightNewton
 from linnet.linear.normal_system import NormalSystem
 from linnet.linear.problem import Memory, Problem

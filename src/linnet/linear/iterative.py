@@ -10,6 +10,7 @@ evidence (``lanczos.py``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,22 +19,379 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linnet.curvatures.products import (
+    PROBED,
+    FiniteDifferenceFisher,
+    GaussNewtonOperator,
+    SummedOperator,
+    held_fixed,
+    require_finite,
+)
+from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
+from linnet.distributed import current
+from linnet.errors import NumericalError
+from linnet.likelihoods.gaussian import Gaussian
+from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.operator import LinearOperator
-from linnet.linear.evidence import Measure
+from linnet.linalg.structured import Dense
+from linnet.linear.dual import Measure, by_matrix, by_quadrature
 from linnet.linear.formed_rows import FormedNormal, FormedRows
-from linnet.linear.iteration import CGSettings, Effort, accepted, solve_columns
 from linnet.linear.kernel_system import KernelSystem, kernel_fits
-from linnet.linear.lanczos import SHARE, Iteration, Panel, make_measure, make_panel
-from linnet.linear.operators import KernelOperator, fisher, stored_kernel
 from linnet.linear.preconditioner import FEW, TRIAL, CurvatureInverse, precondition
-from linnet.linear.problem import Memory, Problem
+from linnet.linear.problem import Memory, Problem, whitened, whitened_inputs
 from linnet.linear.system import System
 from linnet.memory import parse_bytes
+from linnet.params import integer, number
 from linnet.progress import track
-from linnet.solvers.cg import block_cg, relative_residual
+from linnet.solvers.cg import block_cg, cg, relative_residual
+from linnet.solvers.lanczos import krylov
 from linnet.solvers.solution import Solution, Status
-from linnet.tangent.batch import Inputs, batch_size, split
+from linnet.tangent.batch import Inputs, batch_size, split, take
+from linnet.tangent.capture import capture_bytes
+from linnet.tangent.functional import Functional
+from linnet.tangent.gram import gram, own_kernels
 from linnet.tangent.jacobian import JacobianOperator, NormalOperator
+from linnet.tangent.modes import in_exact_mode
+
+# -- iteration -------------------------------------------------------------------------------------
+# Conjugate gradients as linear models use them: their settings, a run, and when its end is an answer.
+
+FINE = 1e-11  # relative residual where the ridge is so small that float64 is needed
+STAGNATED = (
+    1e-3  # residual up to which an answer at the limit of its precision is taken; the certificate says it
+)
+
+
+@dataclass(frozen=True)
+class CGSettings:
+    """Settings of conjugate gradients."""
+
+    tolerance: float = 1e-5  # relative residual to reach
+    max_steps: int = 2000  # largest number of steps
+    rank: int = 0  # rank of a Nyström or pivoted Cholesky preconditioner; 0 for the usual one
+    columns: int = 32  # right-hand sides solved at once in the per-example quantities, at the least
+    preconditioner: str = "none"  # its name, or ``"given"`` for an operator
+
+    def __post_init__(self) -> None:
+        """Raise on values of the wrong kind; conjugate gradients check their ranges."""
+        number("tolerance", self.tolerance, above=0, remedy="leave tolerance= out for 1e-5")
+        for name, least in (("max_steps", 1), ("rank", 0)):
+            integer(name, getattr(self, name), least)
+
+    def finer(self) -> CGSettings:
+        """The same for a ridge so small that only float64 answers it; a given operator is left behind."""
+        name = "none" if self.preconditioner == "given" else self.preconditioner
+        return replace(self, tolerance=min(self.tolerance, FINE), preconditioner=name)
+
+    def run(
+        self, matrix: LinearOperator, b: Tensor, preconditioner: LinearOperator | None, start: Tensor | None
+    ) -> Solution[Tensor]:
+        """Conjugate gradients; where they fail with a preconditioner, they go on without it."""
+        # b (n,)
+        found = solve_columns(matrix, b, preconditioner, start, self.tolerance, self.max_steps)
+        if preconditioner is None or found.status not in (Status.MAX_STEPS, Status.DIVERGED):
+            return found
+        at = found.value if found.residual < 1 else start
+        plain = solve_columns(matrix, b, None, at, self.tolerance, self.max_steps)
+        return replace(plain, steps=found.steps + plain.steps)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Steps and tolerance of block conjugate gradients that need not converge."""
+
+    steps: int  # steps at the most
+    tolerance: float | None = None  # relative residual that is enough; ``None`` for that of the settings
+
+
+def solve_columns(*arguments: Any) -> Solution[Tensor]:
+    """Conjugate gradients on tensors."""
+    found: Solution[Any] = cg(*arguments)
+    return found
+
+
+def accepted(solution: Solution[Tensor], what: str) -> Tensor:
+    """The answer, if it converged or came as far as its precision lets it."""
+    if solution.status is Status.STAGNATED and solution.residual <= STAGNATED:
+        return solution.value
+    try:
+        return solution.require(what)
+    except NumericalError as error:
+        raise NumericalError(
+            error.what,
+            expected=f"a relative residual of at most {STAGNATED:g}",
+            remedy='use solver="dual" (solver="cholesky" for a Gaussian process), a larger ridge, another '
+            "preconditioner=, or the network in float64",
+        ) from error
+
+
+# -- differences -----------------------------------------------------------------------------------
+#
+# Fisher products by finite differences for many vectors at once.
+#
+# ``FiniteDifferenceFisher`` takes two gradients at weights of its own for every vector. Here those of
+# several vectors run together, vectorized over the weights; as many at a time as the memory lets, one
+# after the other where a network cannot be vectorized.
+
+CHUNK = 0.25  # of the budget that the weights and activations of one chunk of vectors may take
+COPIES = 6  # of the weights of a vector: direction, two moved, two gradients, difference
+
+
+class BatchedDifferences(SummedOperator):
+    """The matrix of ``FiniteDifferenceFisher``, with the same steps ε, for several vectors at once."""
+
+    description = FiniteDifferenceFisher.description
+
+    def __init__(self, function: Functional, data: Batches, likelihood: Likelihood) -> None:
+        super().__init__(function, data)
+        self.likelihood = likelihood
+        self.memory: str | int | None = None
+        self._single = FiniteDifferenceFisher(function, data, likelihood)
+        self._vectorized = True
+
+    def product(self, batch: Batch, v: Tensor) -> Tensor:
+        """The differences of a batch, some vectors at a time."""
+        size = self._chunk(batch)
+        if v.shape[1] == 1 or size < 2 or not self._vectorized or self.function.recurrent:
+            return self._single.product(batch, v)
+        try:
+            return torch.cat([self._together(batch, part) for part in v.split(size, 1)], 1)
+        except (RuntimeError, NotImplementedError):  # an operation without a rule for vmap
+            self._vectorized = False
+            return self._single.product(batch, v)
+
+    def _chunk(self, batch: Batch) -> int:
+        """The number of vectors that run together."""
+        item = self.function.dtype.itemsize
+        one = (
+            COPIES * self.function.space.dim * item
+            + 2 * capture_bytes(self.function, batch.x, 1) * batch.size
+        )
+        return int(CHUNK * parse_bytes(self.memory, self.function.device)) // max(1, one)
+
+    @in_exact_mode
+    def _together(self, batch: Batch, v: Tensor) -> Tensor:
+        """F v over a batch for columns v (P, K)."""
+        function, likelihood = self.function, self.likelihood
+        theta = function.space.to_flat(function.theta)
+        held = torch.stack([held_fixed(function, column) for column in v.unbind(1)])
+        lengths = torch.linalg.vector_norm(held, dim=1, keepdim=True)
+        directions = held / torch.where(lengths > 0, lengths, 1.0)  # (K, P); zeros stay zeros
+        with torch.no_grad():
+            f = function(function.theta, batch.x)
+        require_finite(f, batch.index)
+        y = None if batch.y is None else likelihood.check(f, batch.y)
+
+        def divergence(step: Tensor) -> Tensor:
+            g = function(function.space.to_params(theta + step), batch.x)
+            # in float64, since the gradient is a small difference of probabilities
+            return likelihood.kl(f.double(), g.double(), y).sum()
+
+        epsilon = self._step_sizes(batch, f, theta, directions)[:, None]
+        gradients = torch.func.vmap(torch.func.grad(divergence))
+        change = gradients(epsilon * directions) - gradients(-epsilon * directions)
+        scaled: Tensor = change * (lengths / (2 * epsilon))
+        return scaled.T
+
+    @torch.no_grad()
+    def _step_sizes(self, batch: Batch, f: Tensor, theta: Tensor, directions: Tensor) -> Tensor:
+        """ε of each direction, (K,), by the rule of ``_step_size``."""
+        few = slice(0, min(PROBED, batch.size))
+        x = take(batch.x, few)
+        norm = float(torch.linalg.vector_norm(theta.double())) or 1.0
+        first = self._single.step * norm
+        run = torch.func.vmap(lambda step: self.function(self.function.space.to_params(theta + step), x))
+        moved = (run(first * directions).double() - f[few].double()).flatten(1)
+        motion = moved.square().mean(1).sqrt()
+        size = float(f[few].double().square().mean().sqrt()) or 1.0
+        longest = norm * torch.finfo(f.dtype).eps ** (1 / 3)  # for directions that hardly move the outputs
+        found = first * self._single.step * size / motion.clamp_min(torch.finfo(torch.float64).tiny)
+        return found.clamp_max(longest).to(directions)
+
+
+# -- operators -------------------------------------------------------------------------------------
+# K̃ and J̃ᵀJ̃ of a linear model as operators.
+
+
+class KernelOperator(LinearOperator):
+    """K̃ = J̃ J̃ᵀ over the data, (N·C) × (N·C): one VJP and one JVP a pass, K̃ is not formed."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        size = problem.n * problem.c
+        self.shape = (size, size)
+        self.dtype, self.device, self.space = problem.function.dtype, problem.function.device, None
+        self.passes = 0
+
+    def mm(self, v: Tensor) -> Tensor:
+        """J̃ (J̃ᵀ v): (N·C, K) to (N·C, K)."""
+        self.passes += 1
+        return self.problem.push(self.problem.pull(v))
+
+    @property
+    def T(self) -> LinearOperator:
+        """Itself."""
+        return self
+
+
+def stored_kernel(problem: Problem, memory: Memory) -> Dense:
+    """K̃ as a matrix in the network's own precision."""
+    size = problem.n * problem.c
+    kernel = gram(problem.function, problem.x, form="full", memory=memory).reshape(size, size)
+    kernel = kernel.to(problem.function.dtype)
+    return Dense(problem.weighed(problem.weighed(kernel).T), name="tangent kernel")
+
+
+def fisher(
+    problem: Problem, derivative: str = "exact", memory: Memory = None
+) -> SummedOperator | NormalOperator:
+    """The Fisher matrix J̃ᵀJ̃ = Σ_i J_iᵀ J_i / σ_i² of the observed outputs; a pass a product."""
+    if problem.weights is None and derivative == "exact":
+        return NormalOperator(problem.jacobian)
+    function = problem.function
+    zeros = torch.zeros(problem.n, problem.c, dtype=function.dtype, device=function.device)
+    block = min(
+        DEFAULT_BLOCK, -(-problem.n // current().world)
+    )  # a batch for each process, where it is in time
+    batches = Batches((whitened_inputs(problem), zeros), function.device, block)
+    network = whitened(function)
+    if derivative == "finite-difference":
+        found = BatchedDifferences(network, batches, Gaussian(variance=1.0))
+        found.memory = memory
+        return found
+    return GaussNewtonOperator(network, batches, Gaussian(variance=1.0))
+
+
+# -- lanczos ---------------------------------------------------------------------------------------
+#
+# Variances and the evidence of a linear model from Krylov spaces, found once for all examples.
+#
+# Variances come from a cache of r directions, found once by block Lanczos,
+#
+#     λ Cov[f] = K(x,x) − J(x) M Mᵀ J(x)ᵀ,
+#
+#     function space    M = J̃ᵀ Q (H + ρI)^(−½)           with H = Qᵀ K̃ Q  (LOVE: Pleiss et al. 2018)
+#     parameter space   M = U (s / (s + ρ))^(½)          with U s Uᵀ the Nyström form of J̃ᵀJ̃
+#
+# where K(x,x) is exact, so that what the cache leaves out makes the variance larger, never smaller.
+
+RANK = 100  # directions of the variance cache, and rank of a preconditioner: LOVE's cache is of this order
+FLOOR = 0.01  # of ρ: what the cache leaves out of the trace is not worth more directions
+SMALL = 256  # equations up to which the whole matrix is decomposed, in less time than PROBES · NODES products
+PROBES, NODES = 16, 40  # random vectors and Lanczos steps of the evidence, whose standard error is told
+SHARE = 0.5  # of the budget that the cache may take
+ROWS = 1 << 16  # of a panel rotated at once
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """Settings of conjugate gradients beside Krylov spaces."""
+
+    # `"lanczos"` for the cache, `"exact"` for a solve for each example and output
+    variance: str = "lanczos"
+    derivative: str = "exact"  # ``"exact"`` or ``"finite-difference"`` products in parameter space
+    preconditioner: str = "auto"  # its name
+    rank: int = 0  # directions of the variance cache and rank of the preconditioner; 0 for the usual ones
+    tolerance: float = 1e-6  # relative residual of conjugate gradients
+    max_steps: int = 2000  # largest number of their steps
+    seed: int = 0  # seed of everything random
+
+    def __post_init__(self) -> None:
+        """Raise on values of the wrong kind."""
+        number("tolerance", self.tolerance, above=0, remedy="leave tolerance= out for 1e-6")
+        for name, least in (("rank", 0), ("max_steps", 1), ("seed", 0)):
+            integer(name, getattr(self, name), least)
+
+    def settings(self, unknowns: int) -> CGSettings:
+        """Those of conjugate gradients."""
+        rank = min(self.rank or RANK, unknowns)
+        return CGSettings(self.tolerance, self.max_steps, rank, preconditioner=self.preconditioner)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The directions of the variance cache."""
+
+    columns: Tensor  # B (P, r), with M Mᵀ = B diag(weights) Bᵀ
+    values: Tensor  # ritz values h, or Nyström values s, (r,)
+    primal: bool  # which of the two
+    left_out: float  # tr J̃ᵀJ̃ less what is in the cache; no eigenvalue that it lacks is larger
+
+    def weights(self, ridge: float) -> Tensor:
+        """1/(h + ρ), or s/(s + ρ)."""
+        return self.values / (self.values + ridge) if self.primal else 1 / (self.values + ridge)
+
+    def spread(self, v: Tensor, ridge: float) -> Tensor:
+        """V − M Mᵀ v for columns v (P, K)."""
+        weights = self.weights(ridge).to(v)[:, None]
+        return v - self.columns @ (weights * (self.columns.T @ v))
+
+    def covariance(self, problem: Problem, x: Inputs, ridge: float, joint: bool, memory: Memory) -> Tensor:
+        """K(x,x) less what the data explain."""
+        c, own, halves = problem.c, [], []
+        for _, rows in FormedRows(problem.function, x, c, memory, keep=False):
+            if not joint:
+                each = rows.view(-1, c, rows.shape[1]).double()
+                own.append(each @ each.mT)
+            halves.append((rows @ self.columns).double() * self.weights(ridge).sqrt())
+        b = torch.cat(halves)
+        if joint:
+            kernel = gram(problem.function, x, form="full", memory=memory).double()
+            return kernel - (b @ b.T).view(kernel.shape)
+        b = b.view(-1, c, b.shape[1])
+        return torch.cat(own) - b @ b.mT
+
+
+def make_panel(
+    operator: LinearOperator, problem: Problem, ridge: float, how: Iteration, memory: Memory
+) -> tuple[Panel, int]:
+    """The variance cache: as many directions as requested, as fit, or as there is something to find."""
+    m, p = problem.jacobian.shape
+    primal = operator.space is not None  # J̃ᵀJ̃, which acts on parameters
+    room = int(SHARE * parse_bytes(memory, problem.function.device))
+    rank = max(2, min(how.rank or RANK, room // (p * problem.function.dtype.itemsize)))
+    block = max(1, min(max(problem.c, 4), rank // 2))
+    everything = rank >= m
+    if everything:  # in parameter space one block more for the null space, one for the Nyström form
+        rank = min(p, (-(-m // block) + 2) * block) if primal else m
+    own = own_kernels(problem.function, problem.x, memory).diagonal(dim1=1, dim2=2).reshape(-1, 1)
+    trace = float(problem.weighed(problem.weighed(own.double())).sum())
+    rounding = 10 * torch.finfo(operator.dtype).eps * trace
+    enough = math.inf if everything else trace - max(FLOOR * ridge, rounding)
+    found = krylov(operator, block, rank, enough, how.seed)
+    error = torch.finfo(operator.dtype).eps ** 0.5 if how.derivative == "finite-difference" else None
+    values, rotation = found.nystrom(error) if primal else found.ritz()
+    columns = _rotated(found.basis, rotation)
+    if not primal:
+        columns = problem.pull(columns)
+    return Panel(columns, values, primal, max(0.0, trace - float(values.sum()))), found.products
+
+
+def make_measure(
+    operator: LinearOperator, problem: Problem, right: Tensor, how: Iteration, memory: Memory
+) -> tuple[Measure, int]:
+    """The spectrum, in the smaller space, by stochastic Lanczos quadrature where it is large."""
+    # right (P,)
+    size, primal = problem.n * problem.c, operator.space is not None
+    if primal and how.derivative == "exact" and operator.shape[0] >= size:
+        operator, primal = KernelOperator(problem), False
+    start = right.double() if primal else problem.residual.reshape(-1)
+    facts = problem.squared, problem.count, problem.log_noise
+    if operator.shape[0] <= SMALL:
+        return by_matrix(operator, start, primal, facts), 1
+    each = operator.shape[0] * operator.dtype.itemsize * (PROBES + 1)
+    room = int(SHARE * parse_bytes(memory, problem.function.device)) // each
+    steps = max(2, min(NODES, room, operator.shape[0]))
+    return by_quadrature(operator, start, primal, facts, PROBES, steps, how.seed), steps
+
+
+def _rotated(basis: Tensor, rotation: Tensor) -> Tensor:
+    """Q E in the place of Q, some rows at a time."""
+    e = rotation.to(basis)
+    for start in range(0, basis.shape[0], ROWS):
+        basis[start : start + ROWS] = basis[start : start + ROWS] @ e
+    return basis
+
 
 VECTORS = 10  # of each right-hand side that block conjugate gradients hold
 MOST_COLUMNS = 512  # solved at once: products of more columns are no faster

@@ -6,7 +6,7 @@ Equations on outputs condition the kernel: K̃(x, x') less G(x) G(x')ᵀ, and r�
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from linnet.linear.constraints import Conditioned, Constraints
-from linnet.linear.dual import Along, DualSystem, RidgePath, joined
-from linnet.linear.evidence import Measure, from_eigenvalues
+from linnet.linear.dual import Along, DualSystem, Measure, RidgePath, from_eigenvalues, joined
 from linnet.linear.features import Features
-from linnet.linear.known_rows import KnownRows
 from linnet.linear.problem import Memory, Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
@@ -25,6 +23,31 @@ from linnet.memory import parse_bytes
 from linnet.tangent.batch import Inputs, hash_examples, split, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram
+
+# -- known rows ------------------------------------------------------------------------------------
+# Cached rows of a kernel, looked up by sample.
+
+
+class KnownRows:
+    """K(x, X) of the last samples that were asked for, by their fingerprints."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+        self._kernel: Tensor | None = None
+
+    def find(self, names: Sequence[str]) -> Tensor | None:
+        """The rows of samples, (T, ...), if all are there."""
+        places = [self._places.get(name) for name in names]
+        if self._kernel is None or None in places:
+            return None
+        return self._kernel[places]
+
+    def keep(self, names: Sequence[str], kernel: Tensor) -> None:
+        """Keep rows in the place of those before."""
+        # kernel (T, ...)
+        self._places = {name: row for row, name in enumerate(names)}
+        self._kernel = kernel
+
 
 SHARE = 0.5  # of the budget that a block of K(x, X) and what is made of it may take
 

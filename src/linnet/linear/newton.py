@@ -36,7 +36,7 @@ from linnet.curvatures.expectation import Expectation
 from linnet.errors import NumericalError
 from linnet.linalg.factorize import cholesky, require_finite
 from linnet.linalg.operator import LinearOperator
-from linnet.linear.iteration import STAGNATED, CGSettings, accepted, solve_columns
+from linnet.linear.iterative import STAGNATED, CGSettings, accepted, solve_columns
 from linnet.linear.kernel_system import SHARE, kernel_fits
 from linnet.linear.label_problem import LabelProblem
 from linnet.linear.preconditioner import FEW, RANK, TRIAL, CurvatureInverse, curvature_of

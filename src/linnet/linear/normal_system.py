@@ -17,8 +17,16 @@ from torch import Tensor
 from linnet.distributed import all_rows, current, share_sum
 from linnet.linalg.factorize import cholesky, eigenvalue_error
 from linnet.linalg.grouped import dealt_eigh
-from linnet.linear.dual import Along, RidgePath, log_target_noise, ridge_grid_of
-from linnet.linear.evidence import Measure, at_best_noise, by_primal, from_eigenvalues
+from linnet.linear.dual import (
+    Along,
+    Measure,
+    RidgePath,
+    at_best_noise,
+    by_primal,
+    from_eigenvalues,
+    log_target_noise,
+    ridge_grid_of,
+)
 from linnet.linear.formed_rows import FormedRows
 from linnet.linear.kernel_system import KernelSystem, kernel_fits
 from linnet.linear.problem import Memory, Problem

@@ -22,8 +22,7 @@ from torch import Tensor
 from linnet.distributed import all_rows, current
 from linnet.errors import InputError, NumericalError
 from linnet.linear.constraints import Constraints
-from linnet.linear.dual import Along, DualSystem, RidgePath
-from linnet.linear.evidence import Measure
+from linnet.linear.dual import Along, DualSystem, Measure, RidgePath
 from linnet.linear.formed_rows import FormedRows
 from linnet.linear.problem import Memory, Problem
 from linnet.linear.targets import Targets

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from linnet import params as check
 from linnet.distributed import sharing
 from linnet.errors import InputError
+from linnet.fitting.arguments import Record
 from linnet.fitting.last_layer import Appended, ending_linear, last_linear, selected_inside
-from linnet.fitting.record import Record
 from linnet.fitting.remarks import single_remarks
 from linnet.linear.targets import doubts, task_targets, understood
 from linnet.logged import Log

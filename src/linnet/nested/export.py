@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError
-from linnet.fitting.evaluation import BATCH
+from linnet.fitting.arguments import BATCH
 from linnet.fitting.export import Affine, HeadOutputs, Moved, covariance_roots
 from linnet.fitting.export_variance import Posterior, held_by_factor, in_examples, in_weights
 from linnet.fitting.last_layer import bared, last_linear, replace_module, zero_layer
 from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import Plan, parse_bytes, require
-from linnet.nested.prior import Prior
+from linnet.nested.features import Prior
 from linnet.nested.search import BIAS
 from linnet.tangent.batch import split
 from linnet.tangent.functional import Functional

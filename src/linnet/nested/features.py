@@ -11,6 +11,7 @@ features. It is the same for every class: the kernel of C outputs is K ⊗ I, N 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from linnet.errors import ModelError
 from linnet.fitting.last_layer import BELOW, features, last_linear, replace_module, zero_layer
 from linnet.linalg.operator import ParameterSpace
-from linnet.linear.features import Examples, Heads
+from linnet.linear.features import Constant, Examples, Explicit, Features, Heads, Sum
+from linnet.nested.search import BIAS, Mixture
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import IDLE, Functional, copied
 from linnet.tangent.selection import Selector, owner, selected
@@ -86,3 +88,26 @@ class RandomHeads:
     def kernel(self, x: Inputs, memory: str | int | None = None, file: Path | None = None) -> Tensor:
         """K_body(x, x), (N, N), float64; from a file, and into it, where there is one."""
         return self.body.kernel(Examples(x), memory, file)
+
+
+# -- prior -----------------------------------------------------------------------------------------
+# What an adapted network is linear in: an intercept, the features of its last layer, the layers below.
+
+
+@dataclass(frozen=True, eq=False)
+class Prior:
+    """Network and mixture of a kernel, fixed once the fit is made."""
+
+    network: RandomHeads
+    center: Tensor  # mean of the features over the samples that the fit was made on, (D,)
+    mixture: Mixture  # how the kernels are added
+
+    @property
+    def features(self) -> Sum:
+        """κ + (1 − w)/m_head K_head + w/m_body K_body."""
+        mixed, center = self.mixture, self.center.double()
+        head: Features = Explicit(self.network.phi, center)
+        terms = [(BIAS, Constant(center.device)), ((1 - mixed.weight) / mixed.head, head)]
+        if mixed.weight:
+            terms.append((mixed.weight / mixed.body, self.network.body))
+        return Sum(tuple(terms))

@@ -9,16 +9,14 @@ from torch import Tensor, nn
 
 from linnet.errors import FileFormatError
 from linnet.files import as_path, load_tensors
+from linnet.fitting.arguments import Record
 from linnet.fitting.last_layer import Appended
-from linnet.fitting.record import Record
 from linnet.linear.dual import DualSystem
 from linnet.linear.targets import Targets
-from linnet.nested.features import RandomHeads
+from linnet.nested.features import Prior, RandomHeads
 from linnet.nested.nested_files import KIND, TRAINED
 from linnet.nested.nested_fit import NestedFit, system_of
-from linnet.nested.prior import Prior
-from linnet.nested.rungs import Rung
-from linnet.nested.search import Mixture
+from linnet.nested.search import Mixture, Rung
 from linnet.tangent.batch import KnownInputs, unflatten_inputs
 from linnet.tangent.functional import OutputAdapter, copied
 from linnet.tangent.matching import given_network, require_outputs, require_weights, saved_output

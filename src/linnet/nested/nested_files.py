@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linnet.files import save_tensors
 from linnet.fitting.last_layer import Appended
-from linnet.nested.prior import Prior
+from linnet.nested.features import Prior
 from linnet.tangent.batch import Inputs, flatten_inputs
 from linnet.tangent.functional import IDLE
 

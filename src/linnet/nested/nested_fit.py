@@ -20,11 +20,9 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.fitting.accuracy import TOLERANCE
-from linnet.fitting.arguments import positions
-from linnet.fitting.evaluation import count_in_words
+from linnet.fitting.arguments import Record, count_in_words, positions
 from linnet.fitting.last_layer import HIDDEN
 from linnet.fitting.merged import Merged, compared
-from linnet.fitting.record import Record
 from linnet.fitting.remarks import rounded, unused_remarks
 from linnet.fitting.squared_fit import SquaredFit, joined_targets, kept, more_data
 from linnet.linear.dual import DualSystem
@@ -33,11 +31,9 @@ from linnet.linear.problem import Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets, understood
 from linnet.nested.export import exported_nested, network_of_probe
-from linnet.nested.features import RandomHeads
+from linnet.nested.features import Prior, RandomHeads
 from linnet.nested.nested_files import write_nested
-from linnet.nested.prior import Prior
-from linnet.nested.rungs import Rung
-from linnet.nested.search import BIAS, Mixture, choose
+from linnet.nested.search import BIAS, Mixture, Rung, choose
 from linnet.params import no_targets
 from linnet.tangent.batch import MASK, Inputs, KnownInputs, batch_size, concatenate
 from linnet.tangent.functional import Functional

@@ -23,15 +23,12 @@ from torch import Tensor
 
 from linnet.errors import DataError, NumericalError
 from linnet.fitting.descent import Descent
-from linnet.fitting.folds import deal
-from linnet.fitting.head import Probe, example_hashes, with_head
+from linnet.fitting.head import Probe, deal, example_hashes, with_head
 from linnet.linear.dual import DualSystem, Spectrum
 from linnet.logged import Log
-from linnet.nested.features import RandomHeads
+from linnet.nested.features import Prior, RandomHeads
 from linnet.nested.nested_fit import NestedFit, system_of
-from linnet.nested.prior import Prior
-from linnet.nested.rungs import Rung, ladder, verdict
-from linnet.nested.search import ERRORS, Mixture, counted, scale_of
+from linnet.nested.search import ERRORS, Mixture, Rung, counted, ladder, scale_of, verdict
 from linnet.predictive.noise import fit_moderation, fit_temperature
 from linnet.progress import track
 from linnet.tangent.batch import take

@@ -24,7 +24,7 @@ from linnet.laplace.outputs import captured_blocks
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.linalg.structured import Diagonal
-from linnet.linear.iteration import CGSettings
+from linnet.linear.iterative import CGSettings
 from linnet.linear.label_problem import LabelProblem
 from linnet.linear.newton import WeightNewton
 from linnet.memory import parse_bytes

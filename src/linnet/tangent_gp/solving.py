@@ -11,9 +11,8 @@ from typing import Any, TypedDict
 
 from linnet.errors import InputError
 from linnet.fitting.plan import CG_STEPS, Size, factorized
-from linnet.linear.iterative import Iterative, Reused
+from linnet.linear.iterative import RANK, Iteration, Iterative, Reused
 from linnet.linear.kernel_system import KernelSystem
-from linnet.linear.lanczos import RANK, Iteration
 from linnet.linear.normal_system import NormalSystem
 from linnet.linear.preconditioner import PRECONDITIONERS
 from linnet.linear.problem import Memory, Problem

@@ -17,7 +17,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.linear.evidence import Measure
+from linnet.linear.dual import Measure
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.system import System
 from linnet.solvers.lbfgs import minimize

@@ -27,7 +27,7 @@ from linnet.app.runs.folder import load_run, load_test
 from linnet.errors import ModelError
 from linnet.files import load, load_tensors
 from linnet.nested.nested_fit import NestedFit
-from linnet.nested.rungs import verdict
+from linnet.nested.search import verdict
 from tests.app.runs.small_tasks import pictures, write_folder, write_nets, write_pictures, write_table
 
 RUN_FILES = {

@@ -29,10 +29,10 @@ from linnet.app.runs.place import KERNEL_FILE, check_out, made_folder
 from linnet.app.runs.ranks import leave, shared_fit
 from linnet.app.runs.trust import absolute_spec
 from linnet.errors import InputError, ModelError
-from linnet.fitting.comparisons import fine_tune, held_out_probe
+from linnet.fitting.arguments import Record
+from linnet.fitting.descent import fine_tune, held_out_probe
 from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import Appended, ending_linear, selected_inside
-from linnet.fitting.record import Record
 from linnet.fitting.remarks import single_remarks
 from linnet.linear.targets import make_targets
 from linnet.machine import find_device

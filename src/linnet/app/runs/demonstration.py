@@ -23,7 +23,7 @@ from linnet.app.runs.pages import write
 from linnet.app.runs.summary import keep_adaptation
 from linnet.examples import load_digits
 from linnet.files import save, write_atomic
-from linnet.fitting.comparisons import nearest_class_mean
+from linnet.fitting.descent import nearest_class_mean
 from linnet.plots.measures import ranking
 from linnet.progress import track
 from linnet.report import Comparison, DoubtedLabel, TrainingSet

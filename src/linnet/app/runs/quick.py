@@ -29,7 +29,7 @@ from linnet.app.runs.adaptation import (
     started,
 )
 from linnet.app.runs.place import check_out, made_folder
-from linnet.fitting.record import Record
+from linnet.fitting.arguments import Record
 from linnet.linear.targets import make_targets
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.search import SAME

@@ -22,9 +22,9 @@ from linnet.app.runs.folder import SavedRun, TrainingSamples, load_test, opened
 from linnet.app.runs.place import RECORD, check_out
 from linnet.app.runs.summary import score_table, written
 from linnet.errors import InputError
-from linnet.fitting.centered import with_centered_head
 from linnet.fitting.fit import fit as fit_linear
 from linnet.fitting.head import with_head
+from linnet.fitting.last_layer import with_centered_head
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.solver import Dual
 from linnet.linear.targets import OneHot
