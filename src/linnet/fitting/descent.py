@@ -179,8 +179,8 @@ def fine_tune(
     for rate in rates:
         run = Descent(rate, steps, batch_size, seed, optimizer)
         found = []
-        for train, held in splits:
-            tried = run(model, take(x, train), y[train], ticks)
+        for rest, held in splits:
+            tried = run(model, take(x, rest), y[rest], ticks)
             found.append(score_of(tried, take(x, held), y[held]))
         scores[rate] = sum(found) / len(found)
     best = max(scores, key=lambda rate: scores[rate])
