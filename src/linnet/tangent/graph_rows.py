@@ -23,7 +23,7 @@ from linnet.errors import LinnetError, ModelError
 from linnet.tangent.batch import batch_size
 from linnet.tangent.functional import Functional
 from linnet.tangent.graph import Prototype, Traced, finished, flat_values, name_of, network_graph
-from linnet.tangent.graph_rules import bind, normalized
+from linnet.tangent.graph_rules import apply, bind, normalized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tree import tensors_in
 
@@ -161,10 +161,7 @@ def _shifted(dim: Any, axes: int) -> Any:
 
 def _again(call: Mapping[str, Any], changed: Mapping[str, Any]) -> Any:
     """An operation with some arguments changed."""
-    op, given = call["op"], {**call, **changed}
-    schema = op._schema.arguments
-    args = [given[a.name] for a in schema if not a.kwarg_only]
-    return op(*args, **{a.name: given[a.name] for a in schema if a.kwarg_only})
+    return apply(call["op"], {**call, **changed})
 
 
 def _behind(weight: Tensor, axes: int) -> Tensor:

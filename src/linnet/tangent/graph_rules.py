@@ -9,7 +9,7 @@ A rule is found by the name of an operation of ATen. A tangent is ``None`` where
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,7 @@ class Call:
 
     def again(self, /, **changed: Any) -> Any:
         """The operation with some arguments changed."""
-        given = self.given | changed
-        schema = self.op._schema.arguments
-        args = [given[a.name] for a in schema if not a.kwarg_only]
-        return self.op(*args, **{a.name: given[a.name] for a in schema if a.kwarg_only})
+        return apply(self.op, self.given | changed)
 
     def like_out(self, tangent: Tangent) -> Tangent:
         """A tangent in the shape of the result, where the operation broadcasts."""
@@ -72,6 +69,13 @@ def bind(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
     schema = op._schema.arguments
     named = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
     return {a.name: named.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+
+
+def apply(op: torch._ops.OpOverload, given: Mapping[str, Any]) -> Any:
+    """An operation on arguments by name."""
+    schema = op._schema.arguments
+    args = [given[a.name] for a in schema if not a.kwarg_only]
+    return op(*args, **{a.name: given[a.name] for a in schema if a.kwarg_only})
 
 
 # -- linear in one argument, which is the first ------------------------------------------------------
