@@ -26,7 +26,7 @@ from linnet.fitting import Sketch
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.number_types import Precision, current, precision, products_in
 from linnet.tangent import tiles
-from linnet.tangent.alike import require_alike
+from linnet.tangent.alike import require_same_arguments
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import GramTask, gram, gram_and_own, own_kernels, plan_gram
 from tests.fitting.problems import network, peak_bytes, real, refused
@@ -500,7 +500,7 @@ def one_rank(rank: int, world: int, folder: Path) -> None:
         torch.save(found, folder / f"{rank}.pt")
         told = pytest.raises(InputError, match=r"linnet\.precision")
         with precision(capture="bfloat16" if rank else None), sharing("a call"), told:
-            require_alike({"ridge": 1.0})
+            require_same_arguments({"ridge": 1.0})
 
 
 @pytest.mark.long

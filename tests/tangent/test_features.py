@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from linnet.tangent import features as features_module
 from linnet.tangent.capture import capture
-from linnet.tangent.features import Features, Treatment, TreatmentChanged, choose, reduce
+from linnet.tangent.features import KernelFeatures, Treatment, TreatmentChanged, choose, reduce
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram
 from linnet.tangent.tiles import kernel_tile
@@ -97,7 +97,7 @@ def test_a_bias_shared_by_two_layers_rides_with_neither() -> None:
     near(gram(Functional(model), x), kernel_oracle(jacobian_oracle(model, x)))
 
 
-def reduced(name: str) -> tuple[Functional, Any, Treatment, Features]:
+def reduced(name: str) -> tuple[Functional, Any, Treatment, KernelFeatures]:
     animal = case(name)
     function = Functional(animal.model(), output=animal.output)
     captured = capture(function, animal.x1)

@@ -19,7 +19,7 @@ from linnet.errors import InputError
 from linnet.spectrum import gram, gram_part
 from linnet.tangent import gram as gram_module
 from linnet.tangent.store import GramFile, missing_parts
-from linnet.tangent.tiles import Sizes, in_order, run_of
+from linnet.tangent.tiles import TileSizes, run_of, tile_steps
 from tests.fitting.problems import refused
 from tests.hangs import HANGS
 
@@ -75,7 +75,7 @@ def test_the_last_part_has_the_whole(of: int, x2: Tensor | None, form: Any, tmp_
 
 @pytest.mark.parametrize("of", [2, 3, 5, 16, 64])
 def test_runs_have_every_step_once_and_about_as_much_to_do(of: int) -> None:
-    steps = in_order(1000, 1000, True, Sizes(hold=90, product=16, capture=22, columns=1))
+    steps = tile_steps(1000, 1000, True, TileSizes(hold=90, product=16, capture=22, columns=1))
     runs = [run_of(steps, index, of) for index in range(of)]
     assert [step for run in runs for step in run] == steps
     areas = [sum(step.area for step in run) for run in runs]

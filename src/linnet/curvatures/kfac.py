@@ -41,7 +41,7 @@ from linnet.curvatures.sums import wide as wide_type
 from linnet.distributed import Share, all_same
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen, eigenbases
 from linnet.linalg.kronecker import HalfDiagonal, Kronecker, KroneckerEigen
-from linnet.tangent.rules import Factors
+from linnet.tangent.rules import UseFactors
 
 
 class KroneckerSums(Sums):
@@ -95,7 +95,7 @@ class KroneckerSums(Sums):
             weights = without_padding(weights, reached, gradients.tokens)
             parts = [replace(f, g=f.g * w[..., None]) for f, w in zip(parts, weights, strict=True)]
         if self.sharing == "reduce":
-            parts = [Factors(mean_input(parts, weights), summed_gradients(parts), parts[0].transposed)]
+            parts = [UseFactors(mean_input(parts, weights), summed_gradients(parts), parts[0].transposed)]
             # an example that is masked whole has no mean input
             weights = [torch.cat(weights, 2).any(2, keepdim=True)]
         for f, weight in zip(parts, weights, strict=True):
@@ -223,7 +223,9 @@ class EigenvalueSums(Sums):
         if not again:
             self._turned = []
 
-    def _inputs_of(self, parts: list[Factors], columns: int, kind: torch.dtype) -> tuple[list[Tensor], bool]:
+    def _inputs_of(
+        self, parts: list[UseFactors], columns: int, kind: torch.dtype
+    ) -> tuple[list[Tensor], bool]:
         """â of every use, and whether it has been rotated: kept for the batch's other columns if so."""
         k, (c, d) = columns, self.tensors["values"].shape[1:]
         s = sum(f.a.shape[2] for f in parts)

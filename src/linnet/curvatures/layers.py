@@ -21,7 +21,7 @@ from linnet.linalg.grouped import GroupedKronecker, eigenbases
 from linnet.linalg.kronecker import Kronecker
 from linnet.linalg.operator import ParameterSpace
 from linnet.linalg.structured import StructuredOperator
-from linnet.tangent.rules import Captured, Factors, Use, factors
+from linnet.tangent.rules import Captured, Use, UseFactors, factors
 from linnet.tree import node
 
 PRODUCTS = ("linear", "conv", "conv-transposed")
@@ -259,7 +259,7 @@ def require_as_found(captured: Captured, layer: Layer) -> None:
         )
 
 
-def layer_factors(captured: Captured, layer: Layer, keep: bool = False) -> list[Factors]:
+def layer_factors(captured: Captured, layer: Layer, keep: bool = False) -> list[UseFactors]:
     """The outer-product form of every use of a layer's weight, (N, R, S, d)."""
     return [factors(use, captured.n, keep) for use in captured.by_parameter().get(layer.names[0], [])]
 

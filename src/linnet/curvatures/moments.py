@@ -13,7 +13,7 @@ import torch
 from torch import Size, Tensor
 
 from linnet.curvatures.sums import BLOCK, second_moment, wide
-from linnet.tangent.rules import Factors, Use, padded, patches, windows
+from linnet.tangent.rules import Use, UseFactors, padded, patches, windows
 
 FEW_CHANNELS = 256  # channels up to which products example by example are large enough to be fast
 COPYING = 20.0  # multiplications that take as long as copying one number
@@ -37,7 +37,7 @@ class InputMoment:
         return torch.cat([top, torch.cat([self.first[:, None], corner], 2)], 1)
 
 
-def active(f: Factors) -> Tensor:
+def active(f: UseFactors) -> Tensor:
     """Positions that any column reaches, (N, 1, S)."""
     return (f.g != 0).any(-1).any(0).any(1, keepdim=True)
 
@@ -66,7 +66,7 @@ def _moment(x: Tensor, diagonal: bool) -> Tensor:
     return x.square().sum(-1) if diagonal else second_moment(x)
 
 
-def weighted_input_moment(f: Factors, weight: Tensor, diagonal: bool = False) -> InputMoment:
+def weighted_input_moment(f: UseFactors, weight: Tensor, diagonal: bool = False) -> InputMoment:
     """Moments of the inputs over the positions that count."""
     # weight (N, 1, S)
     a = f.a.to(wide(f.a.dtype))
@@ -74,7 +74,7 @@ def weighted_input_moment(f: Factors, weight: Tensor, diagonal: bool = False) ->
     return InputMoment(_moment(flat.mT, diagonal), flat.sum(1), float(weight[:, 0].sum()))
 
 
-def output_moment(f: Factors, diagonal: bool = False) -> Tensor:
+def output_moment(f: UseFactors, diagonal: bool = False) -> Tensor:
     """Σ g gᵀ over columns, examples and positions of factors, (R, c, c), or its diagonal (R, c)."""
     g = f.g.to(wide(f.g.dtype))
     return _moment(g.permute(2, 4, 0, 1, 3).flatten(2), diagonal)
@@ -197,7 +197,7 @@ def _moment_by_rows(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
     return moment.view(d, d)
 
 
-def mean_input(parts: list[Factors], weights: Sequence[Tensor]) -> Tensor:
+def mean_input(parts: list[UseFactors], weights: Sequence[Tensor]) -> Tensor:
     """The mean input of an example over all its positions, (N, R, 1, d)."""
     # weights (N, 1, S)
     count = torch.stack([w.sum(-1) for w in weights]).sum(0)  # (N, 1)
@@ -206,6 +206,6 @@ def mean_input(parts: list[Factors], weights: Sequence[Tensor]) -> Tensor:
     return mean[:, :, None]
 
 
-def summed_gradients(parts: list[Factors]) -> Tensor:
+def summed_gradients(parts: list[UseFactors]) -> Tensor:
     """The gradient of an example, summed over all its positions, (K, N, R, 1, c)."""
     return torch.stack([f.g.sum(3) for f in parts]).sum(0)[:, :, :, None]

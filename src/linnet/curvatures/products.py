@@ -36,7 +36,7 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
 from linnet.tangent.jacobian import jvp, jvp_path
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
-from linnet.tangent.rules import OUTER, Captured, Factors, Use, factors
+from linnet.tangent.rules import OUTER, Captured, Use, UseFactors, factors
 from linnet.tangent.trace import weighing
 
 Weigh = Callable[[Tensor, Tensor, slice], Tensor]  # f (N, ...), t (K, N, ...) of some examples to Λ t
@@ -287,14 +287,16 @@ class RowProducts:
         return total
 
 
-def _pairs(captured: Captured, name: str, uses: list[Use]) -> list[Factors] | None:
+def _pairs(captured: Captured, name: str, uses: list[Use]) -> list[UseFactors] | None:
     """The outer-product form of all uses of a parameter, if they have it."""
     if name in captured.exact or not uses or not all(use.kind in OUTER and use.direct for use in uses):
         return None
     return [factors(use, captured.n) for use in uses]
 
 
-def _contracting_pays(captured: Captured, pairs: list[Factors], size: int, vectors: int, room: int) -> bool:
+def _contracting_pays(
+    captured: Captured, pairs: list[UseFactors], size: int, vectors: int, room: int
+) -> bool:
     """Whether V is contracted with a and g rather than with gradients that are formed, in ``room`` bytes."""
     n, s = captured.n, captured.k
     positions = sum(pair.g.shape[3] for pair in pairs)
@@ -306,7 +308,7 @@ def _contracting_pays(captured: Captured, pairs: list[Factors], size: int, vecto
     return contract < form
 
 
-def _by_group(pair: Factors, v: Tensor) -> Tensor:
+def _by_group(pair: UseFactors, v: Tensor) -> Tensor:
     """Rows of V that belong to one parameter, (R, c, d, K) or, for an embedding, (ids, c, K)."""
     _, _, groups, _, c = pair.g.shape
     if pair.is_embedding:
@@ -315,7 +317,7 @@ def _by_group(pair: Factors, v: Tensor) -> Tensor:
     return v.view(groups, d, c, -1).transpose(1, 2) if pair.transposed else v.view(groups, c, d, -1)
 
 
-def _contract(pair: Factors, v: Tensor) -> Tensor:
+def _contract(pair: UseFactors, v: Tensor) -> Tensor:
     """Σ_s g_sᵀ V_k a_s, (N, S, K)."""
     k = v.shape[1]
     s, n, groups, positions, c = pair.g.shape
@@ -331,7 +333,7 @@ def _contract(pair: Factors, v: Tensor) -> Tensor:
     return torch.bmm(g, h.reshape(n, -1, k))
 
 
-def _expand(pair: Factors, u: Tensor, out: Tensor) -> None:
+def _expand(pair: UseFactors, u: Tensor, out: Tensor) -> None:
     """Σ_n Σ_s (Σ_j u_njk g_njs) a_nsᵀ, added to (rows of the parameter, K)."""
     k = u.shape[2]
     s, n, groups, positions, c = pair.g.shape
@@ -347,7 +349,7 @@ def _expand(pair: Factors, u: Tensor, out: Tensor) -> None:
     out.view(_by_shape(pair, k)).add_(grown if pair.transposed else grown.transpose(1, 2))
 
 
-def _by_shape(pair: Factors, k: int) -> tuple[int, int, int, int]:
+def _by_shape(pair: UseFactors, k: int) -> tuple[int, int, int, int]:
     """The shape in which a parameter is stored, by group."""
     _, _, groups, _, c = pair.g.shape
     d = pair.a.shape[3]

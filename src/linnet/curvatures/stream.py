@@ -40,8 +40,8 @@ from linnet.tangent.batch import (
 )
 from linnet.tangent.door import as_batch, known_answers, taken, tensorize
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import as_sample, copied, gather_data, in_batches, require_targets, side_by_side
-from linnet.tangent.loaders import DataNotes, Sharded, in_order, random_kept, sharded
+from linnet.tangent.gather import as_sample, gather_data, in_batches, owned, require_targets, side_by_side
+from linnet.tangent.loaders import DataNotes, Sharded, ordered_loader, random_kept, sharded
 from linnet.tree import hash_tensors, map_tensors, tensors_in
 
 SAMPLES_A_READ = 256  # examples of a Dataset read at once
@@ -114,7 +114,7 @@ class Batches:
         self.block, self._share = block, share
         self._before = self.share  # that of the last pass
         data = held(data, memory)
-        ordered = in_order(data) if isinstance(data, DataLoader) else None
+        ordered = ordered_loader(data) if isinstance(data, DataLoader) else None
         self._again_alike = ordered is None or ordered.whole  # whether a pass can be found again
         if ordered is not None and ordered.whole:
             data = ordered.loader
@@ -372,7 +372,7 @@ def held(data: Any, memory: str | int | None = None, keep: bool = False) -> Any:
     if in_batches(data):
         return [held(batch, memory, keep) for batch in data]
     x, y = _whole_pair(data)
-    return copied(x, memory) if y is None else (copied(x, memory), y.clone())
+    return owned(x, memory) if y is None else (owned(x, memory), y.clone())
 
 
 def _whole_pair(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from linnet.curvatures.layers import Layer, as_found, layer_factors
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
-from linnet.tangent.rules import Captured, Factors, factors, outer_rows
+from linnet.tangent.rules import Captured, UseFactors, factors, outer_rows
 
 BLOCK = 128  # rows at once in a product that is symmetric: the half above the diagonal is not computed
 NARROW = 32  # the same for long products on a CPU, of which each is worth its call
@@ -169,7 +169,7 @@ class DiagonalSums(Sums):
         return Diagonal(self.tensors["squares"], name=f"curvature of {self.layer.name}")
 
 
-def product_squares(parts: list[Factors], shape: tuple[int, ...]) -> Tensor:
+def product_squares(parts: list[UseFactors], shape: tuple[int, ...]) -> Tensor:
     """Σ_n Σ_k (Σ_s g_nks a_nsᵀ)² in the parameter's shape."""
     first = parts[0]
     if len(parts) == 1 and first.a.shape[2] == 1:
@@ -184,21 +184,22 @@ def product_squares(parts: list[Factors], shape: tuple[int, ...]) -> Tensor:
     return total
 
 
-def _summed_rows(parts: list[Factors], examples: slice, shape: tuple[int, ...]) -> Tensor:
+def _summed_rows(parts: list[UseFactors], examples: slice, shape: tuple[int, ...]) -> Tensor:
     """Gradients of some examples over all uses, (n, K, *shape)."""
     rows = [
-        outer_rows(Factors(f.a[examples], f.g[:, examples], f.transposed), torch.Size(shape)) for f in parts
+        outer_rows(UseFactors(f.a[examples], f.g[:, examples], f.transposed), torch.Size(shape))
+        for f in parts
     ]
     return rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)
 
 
-def _embedding_squares(parts: list[Factors], shape: tuple[int, ...]) -> Tensor:
+def _embedding_squares(parts: list[UseFactors], shape: tuple[int, ...]) -> Tensor:
     """Σ_n Σ_k (Σ_{s: id_ns = v} g_nks)² for every row v of a table."""
     seen, sums = looked_up(parts, shape[0])
     return sums.new_zeros(shape).index_add_(0, seen % shape[0], sums.square().sum(0))
 
 
-def looked_up(parts: list[Factors], rows: int) -> tuple[Tensor, Tensor]:
+def looked_up(parts: list[UseFactors], rows: int) -> tuple[Tensor, Tensor]:
     """The gradients of an embedding table, example by example, in the rows that each has looked up."""
     ids = torch.cat([f.a[:, 0] for f in parts], 1)  # (N, S)
     g = torch.cat([f.g[:, :, 0] for f in parts], 2)  # (K, N, S, c)

@@ -31,7 +31,7 @@ from linnet.tangent.capture import capture, capture_bytes, capture_parts
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import examples
 from linnet.tangent.nonfinite import require_finite_products
-from linnet.tangent.rules import Captured, Factors, factors
+from linnet.tangent.rules import Captured, UseFactors, factors
 from linnet.tree import map_tensors
 
 TARGET = 128 << 20  # bytes of one captured batch
@@ -134,10 +134,10 @@ def _part_rows(part: Part, captured: Captured) -> Tensor:
     return part.operator._root_transposed(rows.flatten(0, 1).T).T.reshape(rows.shape)
 
 
-def _homogeneous(part: Part, captured: Captured) -> list[Factors]:
+def _homogeneous(part: Part, captured: Captured) -> list[UseFactors]:
     """The factors of every use, a with a one for the bias."""
     kind, found = part.operator.dtype, layer_factors(captured, part.layer)
-    return [Factors(part.layer.homogeneous(f.a.to(kind)), f.g.to(kind)) for f in found]
+    return [UseFactors(part.layer.homogeneous(f.a.to(kind)), f.g.to(kind)) for f in found]
 
 
 def _part_covariance(part: Part, captured: Captured) -> Tensor:
@@ -256,7 +256,7 @@ class _Form:
             left, right, values = right, left, None if values is None else values.mT
         return cls(right, left, values)
 
-    def covariance(self, parts: list[Factors]) -> Tensor:
+    def covariance(self, parts: list[UseFactors]) -> Tensor:
         """(N, C, C) from the factors of all uses."""
         if len(parts) == 1 and parts[0].a.shape[2] == 1:
             return self._without_sharing(parts[0].a[:, :, 0], parts[0].g[:, :, :, 0])
@@ -265,7 +265,7 @@ class _Form:
         found = [self._with_sharing(parts, slice(i, i + size)) for i in range(0, n, size)]
         return torch.cat(found)
 
-    def variance(self, parts: list[Factors]) -> Tensor:
+    def variance(self, parts: list[UseFactors]) -> Tensor:
         """(N, C) from the factors of all uses."""
         if len(parts) == 1 and parts[0].a.shape[2] == 1:
             a, g = parts[0].a[:, :, 0], parts[0].g[:, :, :, 0].permute(1, 2, 0, 3)  # (N, R, d), (N, R, K, c)
@@ -301,7 +301,7 @@ class _Form:
             return ((turned @ g.mT) * self._scale(a)[:, :, None, None]).sum(1)
         return ((turned * self._weight(a)[:, :, None]) @ turned.mT).sum(1)
 
-    def _with_sharing(self, parts: list[Factors], examples: slice) -> Tensor:
+    def _with_sharing(self, parts: list[UseFactors], examples: slice) -> Tensor:
         """From the gradients of some examples, formed."""
         plain, turned = self._rows(parts, examples)
         if self.values is None:
@@ -311,7 +311,7 @@ class _Form:
         scaled = turned.mul_(self.roots[:, None]).flatten(3)
         return (scaled @ scaled.mT).sum(1)
 
-    def _rows(self, parts: list[Factors], examples: slice) -> tuple[Tensor, Tensor]:
+    def _rows(self, parts: list[UseFactors], examples: slice) -> tuple[Tensor, Tensor]:
         """Gradients of some examples as they are, and turned; with eigenvalues the latter alone matter."""
         k, _, _, _, c = parts[0].g.shape
         s, d = sum(f.a.shape[2] for f in parts), parts[0].a.shape[-1]
@@ -326,7 +326,7 @@ class _Form:
 
 
 def _formed(
-    parts: list[Factors], examples: slice, on_a: Tensor | None = None, on_g: Tensor | None = None
+    parts: list[UseFactors], examples: slice, on_a: Tensor | None = None, on_g: Tensor | None = None
 ) -> Tensor:
     """Σ_s g_s a_sᵀ of some examples with a times ``on_a`` and g times ``on_g``, (n, R, K, c, d)."""
     total: Tensor | None = None

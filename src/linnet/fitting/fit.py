@@ -45,7 +45,7 @@ from linnet.linear.targets import (
 from linnet.memory import require
 from linnet.params import choice, no_targets, refuse, warn
 from linnet.progress import waiting
-from linnet.tangent.alike import require_alike
+from linnet.tangent.alike import require_same_arguments
 from linnet.tangent.batch import Inputs, KnownInputs, check_finite, observe, take
 from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram
@@ -190,7 +190,7 @@ def _shared_fit(
     if axis is None and said.classes:
         check_names(said.classes, lin.function.output_shape(x).numel())
     arguments = {"lin": lin, "x": x, "y": y, "loss": loss, "targets": targets, "ridge": ridge}
-    require_alike({**arguments, "solver": solver, "axis": axis, "memory": memory})
+    require_same_arguments({**arguments, "solver": solver, "axis": axis, "memory": memory})
     if axis is not None:
         y, counted = position_targets(y, lin.function.output_shape(x), axis, scale)
         x = x if counted is None else observe(x, counted)

@@ -36,7 +36,7 @@ from linnet.tangent.batch import Inputs, batch_size
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import copied
+from linnet.tangent.gather import owned
 from linnet.tangent.graph import Prototype, Traced
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -179,7 +179,7 @@ class LinearFit(SquaredFit):
         self._require_own_weights("constrain()")
         if weight is not None:
             number("weight", weight, above=0, remedy="leave weight= out for equations that hold exactly")
-        x = copied(self._examples(x), self.memory)
+        x = owned(self._examples(x), self.memory)
         asked = wanted(x, targets, groups, self._targets, self.module.function.device)
         system = constrained(self.module, self.system, asked, weight, self.memory)
         what = f"constrained {count_in_words(batch_size(x))}"

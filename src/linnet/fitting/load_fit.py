@@ -21,7 +21,7 @@ from linnet.number_types import Precision
 from linnet.tangent.batch import KnownInputs
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.linearized import Linearized
-from linnet.tangent.matching import given_network, matching_function, require_outputs, require_parameters
+from linnet.tangent.matching import given_network, matching_function, require_parameters, require_same_outputs
 
 ADAPTED = "nested-fit.safetensors"  # what NestedFit.save writes, which lies above this module
 OTHER = (
@@ -78,13 +78,13 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
     fitted: LinearFit | SoftmaxFit
     if metadata["loss"] == "squared":
         residual = tensors["residual"]
-        require_outputs(function.check_runs, x, values.double() - residual.double(), path, OTHER)
+        require_same_outputs(function.check_runs, x, values.double() - residual.double(), path, OTHER)
         combinations = tensors.get("combinations")
         features = None if combinations is None else averaged(function, combinations)
         system = restored_system(Problem(function, x, residual, features=features), state)
         fitted = LinearFit(Linearized(function), targets, system, record)
     else:
-        require_outputs(function.check_runs, x, tensors["base"].double(), path, OTHER)
+        require_same_outputs(function.check_runs, x, tensors["base"].double(), path, OTHER)
         solved = restored_newton(class_problem(function, x, tensors["base"], values), state)
         fitted = SoftmaxFit(Linearized(function), targets, solved, record)
     if "held_out" in tensors:

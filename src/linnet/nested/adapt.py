@@ -21,7 +21,7 @@ from linnet.nested.features import RandomHeads
 from linnet.nested.load_nested import read_nested
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.tuning import tuned
-from linnet.tangent.alike import require_alike
+from linnet.tangent.alike import require_same_arguments
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import OutputAdapter, check_output, without_wrapper
 from linnet.tangent.gather import gather_data
@@ -111,7 +111,7 @@ def adapt(
         said = DataNotes()
         x, y = gather_data(data if y is None else (data, y), model, memory=memory, said=said)
         arguments = {"model": model, "x": x, "y": y, "params": params, "weight": weight, "ridge": ridge}
-        require_alike({**arguments, "seed": seed, "memory": memory, "tune": tunes})
+        require_same_arguments({**arguments, "seed": seed, "memory": memory, "tune": tunes})
         fit = _adapted((model, output), (x, y), params, (weight, ridge), seed, memory, said)
         if tunes and fit.prior.network.function.masks:
             raise InputError(

@@ -19,7 +19,7 @@ from linnet.nested.nested_fit import NestedFit, system_of
 from linnet.nested.search import Mixture, Rung
 from linnet.tangent.batch import KnownInputs, unflatten_inputs
 from linnet.tangent.functional import OutputAdapter, copied
-from linnet.tangent.matching import given_network, require_outputs, require_weights, saved_output
+from linnet.tangent.matching import given_network, require_same_outputs, require_weights, saved_output
 
 OTHER = ("made on", "the network that was adapted", "load the same checkpoint into the same network first")
 
@@ -48,7 +48,7 @@ def read_nested(directory: str | Path, model: nn.Module, output: OutputAdapter =
     record = Record.read(metadata["record"])
     features.function.known = KnownInputs.of(x, record.columns)
     prior = Prior(features, tensors["center"], Mixture(**metadata["mixture"]))
-    require_outputs(lambda part: features.phi(part) - prior.center, x, tensors["phi"], path, OTHER)
+    require_same_outputs(lambda part: features.phi(part) - prior.center, x, tensors["phi"], path, OTHER)
     dual = DualSystem(tensors["kernel"], targets.values, metadata["ridge"], beta=tensors["beta"])
     fit = NestedFit(prior, targets, system_of(prior, (x, tensors["phi"]), dual), record)
     fit.held_out = tensors.get("held_out")

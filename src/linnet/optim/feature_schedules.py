@@ -21,7 +21,7 @@ from linnet.params import instance, integer, number, refuse
 from linnet.spectrum.kernel_matrix import check_kernel, kernel_distance
 from linnet.tangent.batch import Inputs, check_examples
 from linnet.tangent.door import tensorize
-from linnet.tangent.gather import copied
+from linnet.tangent.gather import owned
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.rules import Form
 from linnet.tree import node
@@ -235,7 +235,7 @@ class KernelDrift(_Measured):
         x = tensorize(x)
         check_examples(x)
         super().__init__(threshold, every, most)
-        self.x, self.form = copied(x), form
+        self.x, self.form = owned(x), form
         self._start: Tensor | None = None
 
     def _measure(self, moment: Moment) -> float:

@@ -58,7 +58,7 @@ from linnet.params import number, tensor
 from linnet.tangent.batch import Inputs, batch_size, concatenate
 from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional, tensors_by_name
-from linnet.tangent.gather import copied, examples
+from linnet.tangent.gather import examples, owned
 from linnet.tangent.modes import environment_kept
 from linnet.tangent.output_scale import warn_of_scale
 
@@ -199,7 +199,7 @@ class GaussNewton(torch.optim.Optimizer):
             DataError: If x is not finite.
         """
         x = examples(self._network.model, x)
-        self._pending.append((copied(x), tensor("y", y, "targets (N, ...)", convert=False).clone()))
+        self._pending.append((owned(x), tensor("y", y, "targets (N, ...)", convert=False).clone()))
 
     @torch.no_grad()
     def step(  # type: ignore[override]

@@ -22,7 +22,7 @@ from linnet.params import seed as checked_seed
 from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, batch_size, check_examples, check_finite, take
 from linnet.tangent.door import tensorize
-from linnet.tangent.gather import copied
+from linnet.tangent.gather import owned
 
 
 def suggested_batch(examples: int, noise: float, reduction: float) -> int:
@@ -70,7 +70,7 @@ class GrowingBatches(Shown):
         largest = n if largest is None else largest
         for name, value, top in (("size", size, n), ("largest", largest, n), ("patience", patience, None)):
             integer(name, value, 1, top, "pass a smaller size")
-        self.x, self.y = copied(x), y.detach().clone()
+        self.x, self.y = owned(x), y.detach().clone()
         self.size, self.largest, self.patience = size, largest, patience
         self._generator = torch.Generator().manual_seed(checked_seed("seed", seed))
         self._asked: list[int] = []

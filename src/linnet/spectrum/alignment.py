@@ -27,7 +27,7 @@ from linnet.spectrum.kernel_matrix import (
     function_values,
     tangent_of,
 )
-from linnet.tangent.alike import in_shares, require_alike
+from linnet.tangent.alike import require_same_arguments, shared_call
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.functional import Functional
@@ -42,7 +42,7 @@ CHUNK = 2**27  # bytes of derivatives held at once: 2**26 keeps threads waiting,
 ROWS = 256  # parameters squared at once: a part that stays in the cache
 
 
-@in_shares("linnet.spectrum.alignment")
+@shared_call("linnet.spectrum.alignment")
 @in_exact_mode
 def alignment(
     model: Linearized | nn.Module,
@@ -91,7 +91,7 @@ def alignment(
     return values.shaped(_alpha(task, values, memory, progress))
 
 
-@in_shares("linnet.spectrum.kernel_norm_bound")
+@shared_call("linnet.spectrum.kernel_norm_bound")
 @in_exact_mode
 def kernel_norm_bound(
     model: Linearized | nn.Module,
@@ -168,7 +168,7 @@ def _prepare(
     check_kernel(form)
     function = tangent_of(model)
     x, y = gather_data(data, function, memory=memory, keep=False)
-    require_alike({"x": x, "y": y})
+    require_same_arguments({"x": x, "y": y})
     shape = check_inputs(function, x)
     wide = torch.promote_types(function.dtype, torch.float32)
     values = function_values(y, shape, form, wide)

@@ -40,11 +40,11 @@ from linnet.spectrum.kernel_matrix import (
     values_of_one,
 )
 from linnet.spectrum.plots import EigenfunctionPlots
-from linnet.tangent.alike import in_shares, require_alike
+from linnet.tangent.alike import require_same_arguments, shared_call
 from linnet.tangent.batch import Inputs, batch_size, check_examples, check_finite, split
 from linnet.tangent.door import taken, tensorize
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import copied, gather_data
+from linnet.tangent.gather import gather_data, owned
 from linnet.tangent.gram import gram as _gram
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -462,7 +462,7 @@ class EigenfunctionTargets(torch.utils.data.Dataset[tuple[Any, Tensor]]):
         if y.ndim == 0 or len(y) != batch_size(x):
             refuse("y", y, f"one label for each of the {batch_size(x)} examples", "take both from one split")
         check_finite(y, "y")
-        self.x, self.y, self.index = copied(x), y.clone(), integer("index", index, 0)
+        self.x, self.y, self.index = owned(x), y.clone(), integer("index", index, 0)
 
     def __len__(self) -> int:
         return self.y.shape[0]
@@ -479,7 +479,7 @@ def _example(x: Inputs, i: int, n: int) -> Any:
     return map_tensors(lambda t: t[i] if t.ndim and t.shape[0] == n else t, x)
 
 
-@in_shares("linnet.spectrum.eigenfunctions")
+@shared_call("linnet.spectrum.eigenfunctions")
 @in_exact_mode
 def eigenfunctions(
     lin_or_model: Linearized | nn.Module,
@@ -540,7 +540,7 @@ def eigenfunctions(
     vectors = _signed(pairs.vectors).reshape(n, *([q] if q > 1 else []), -1)
     if gram is not None:
         _check_kernel_values(pairs.values)
-    kept = copied(x, memory)
+    kept = owned(x, memory)
     return Eigenfunctions(function, kept, pairs.values / n, vectors, form, pairs.method, pairs.residual)
 
 
@@ -555,7 +555,7 @@ def _check_kernel_values(values: Tensor) -> None:
         )
 
 
-@in_shares("linnet.spectrum.energy_concentration")
+@shared_call("linnet.spectrum.energy_concentration")
 @in_exact_mode
 def energy_concentration(
     model: Linearized | nn.Module,
@@ -600,7 +600,7 @@ def energy_concentration(
     check_kernel(form)
     function = tangent_of(model)
     x, y = gather_data(data, function, memory=memory, keep=False)
-    require_alike({"x": x, "y": y})
+    require_same_arguments({"x": x, "y": y})
     function_values(y, check_inputs(function, x), form, function.dtype)  # before the long computation
     found = eigenfunctions(Linearized(function), x, k, form, method=method, gram=gram, memory=memory)
     return found.energy_concentration(y, squared=squared)

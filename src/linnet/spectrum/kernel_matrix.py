@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from linnet.errors import DataError, InputError, NumericalError
 from linnet.linalg.operator import FunctionOperator, LinearOperator
 from linnet.params import choice
-from linnet.tangent.alike import in_shares
+from linnet.tangent.alike import shared_call
 from linnet.tangent.batch import Inputs, batch_size, check_examples, require_dense, take
 from linnet.tangent.door import taken, tensorize
 from linnet.tangent.functional import Functional
@@ -36,7 +36,7 @@ LOOKED_AT = 64  # rows of a given matrix that are compared with its columns
 Source: TypeAlias = Linearized | nn.Module | Tensor | LinearOperator
 
 
-@in_shares("linnet.spectrum.gram")
+@shared_call("linnet.spectrum.gram")
 @in_exact_mode
 def gram(
     lin_or_model: Linearized | nn.Module,

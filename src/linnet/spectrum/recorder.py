@@ -30,7 +30,7 @@ from linnet.spectrum.kernel_matrix import (
 from linnet.spectrum.plots import RecorderPlots
 from linnet.tangent.batch import Inputs, batch_size, check_examples
 from linnet.tangent.door import taken, tensorize
-from linnet.tangent.gather import copied, gather_data
+from linnet.tangent.gather import gather_data, owned
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.rules import Form
@@ -118,7 +118,7 @@ class Recorder(Shown):
         parse_bytes(memory)
         self.y: Tensor | None = None
         if y is None:
-            self.x: Inputs = copied(x)
+            self.x: Inputs = owned(x)
         else:
             self.x, self.y = gather_data((x, y))
         self.k, self.form, self.every, self.memory = k, form, every, memory

@@ -26,7 +26,7 @@ from linnet.solvers.solution import Estimate
 from linnet.solvers.trace import slq
 from linnet.spectrum.kernel_matrix import Source, kernel_matrix, kernel_operator
 from linnet.spectrum.plots import DensityPlots
-from linnet.tangent.alike import in_shares
+from linnet.tangent.alike import shared_call
 from linnet.tangent.batch import Inputs
 from linnet.tangent.rules import Form
 
@@ -135,7 +135,7 @@ class SpectralDensity(Record):
         return points, bumps @ self.weights.reshape(-1) / self.nodes.shape[0]
 
 
-@in_shares("linnet.spectrum.spectral_density")
+@shared_call("linnet.spectrum.spectral_density")
 def spectral_density(
     source: Source,
     x: Inputs | None = None,
@@ -196,7 +196,7 @@ def spectral_density(
     return SpectralDensity(torch.cat(nodes), torch.cat(weights), operator.shape[0])
 
 
-@in_shares("linnet.spectrum.effective_dimension")
+@shared_call("linnet.spectrum.effective_dimension")
 def effective_dimension(
     source: Source,
     ridge: float,
@@ -254,7 +254,7 @@ def effective_dimension(
     return Estimate(float((values / (values + ridge)).sum()), 0.0)
 
 
-@in_shares("linnet.spectrum.condition_number")
+@shared_call("linnet.spectrum.condition_number")
 def condition_number(
     source: Source,
     x: Inputs | None = None,

@@ -26,7 +26,7 @@ from linnet.spectrum.alignment import alignment
 from linnet.spectrum.eigenfunctions import check_count, eigenfunctions
 from linnet.spectrum.kernel_matrix import check_inputs, flat_gram, gram
 from linnet.spectrum.plots import TaskPlots
-from linnet.tangent.alike import in_shares
+from linnet.tangent.alike import shared_call
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.modes import in_exact_mode
 
@@ -284,7 +284,7 @@ class TaskLinearity(Record):
         return {**plain, "concentration": self.concentration, "verdict": asdict(self.verdict)}
 
 
-@in_shares("linnet.spectrum.task_linearity")
+@shared_call("linnet.spectrum.task_linearity")
 @in_exact_mode
 def task_linearity(
     fit: LinearFit,

@@ -34,7 +34,7 @@ _KINDS: dict[type[LinnetError], str] = {
 }
 
 
-def require_alike(arguments: Mapping[str, Any]) -> None:
+def require_same_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise on all processes unless all came to ``linnet.distributed.sharing`` with the same arguments."""
     if current().world == 1:
         return
@@ -45,7 +45,7 @@ def require_alike(arguments: Mapping[str, Any]) -> None:
         agree(kind, sorted_out[kind], remedy)
 
 
-def in_shares(what: str) -> Callable[[F], F]:
+def shared_call(what: str) -> Callable[[F], F]:
     """Decorate a call that processes make together with arguments that are alike."""
 
     def decorated(function: F) -> F:
@@ -57,7 +57,7 @@ def in_shares(what: str) -> Callable[[F], F]:
                 return function(*args, **kwargs)
             arguments = names.bind(*args, **kwargs).arguments
             with sharing(what, _device(arguments)):
-                require_alike(arguments)
+                require_same_arguments(arguments)
                 return function(*args, **kwargs)
 
         return shared  # type: ignore[return-value]

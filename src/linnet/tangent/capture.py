@@ -21,7 +21,7 @@ from linnet.tangent.gradients import disagreeing, exact_rows, random_cotangent, 
 from linnet.tangent.independence import MOST, backwards
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.nonfinite import require_finite_derivative
-from linnet.tangent.plan import Key, Plan, amend, expected_plan, keyed, plan_for
+from linnet.tangent.plan import DerivativePlan, Key, amend, expected_plan, keyed, plan_for
 from linnet.tangent.rules import Captured, Form, Use, fits
 from linnet.tangent.trace import Trace, trace, weighed_trace
 
@@ -138,7 +138,7 @@ def _traced(function: Functional, x: Inputs) -> Trace:
 
 
 @in_exact_mode
-def proved_plan(function: Functional, x: Inputs, run: Trace) -> Plan:
+def proved_plan(function: Functional, x: Inputs, run: Trace) -> DerivativePlan:
     """The plan for a pass; on the first batch of its kind, what the rules give is held against autograd."""
     proved = function.cache.proved
     size = min(run.n, MOST)
@@ -185,7 +185,7 @@ def _misplaced(run: Trace, uses: Sequence[Use]) -> set[str]:
 
 
 def _differentiate(
-    run: Trace, plan: Plan, u: Tensor, keep: bool = True, leaves: Mapping[str, Tensor] = NONE
+    run: Trace, plan: DerivativePlan, u: Tensor, keep: bool = True, leaves: Mapping[str, Tensor] = NONE
 ) -> tuple[list[Use], bool, dict[str, Tensor | None]]:
     """The planned uses with their gradients, whether an unproven one has one, and sketches of the leaves'."""
     pairs = _planned_uses(run, plan)
@@ -203,7 +203,7 @@ def _differentiate(
     return taken, False, in_leaves
 
 
-def _planned_uses(run: Trace, plan: Plan) -> list[tuple[Key, Use]]:
+def _planned_uses(run: Trace, plan: DerivativePlan) -> list[tuple[Key, Use]]:
     """Uses that a rule covers, or may cover once a gradient has been seen."""
     dropped = {*plan.exact, *plan.unused}
     return [

@@ -299,9 +299,9 @@ def _module_of(network: Functional | nn.Module) -> nn.Module:
     return found
 
 
-def _change_of(network: Functional | nn.Module) -> _Change | None:
+def _change_of(network: Functional | nn.Module) -> _InputRules | None:
     """What may be done with inputs of a network; ``None`` for one without weights."""
-    found: _Change | None = _known(network, "change", lambda: _Change.of(_module_of(network)))
+    found: _InputRules | None = _known(network, "change", lambda: _InputRules.of(_module_of(network)))
     return found
 
 
@@ -315,7 +315,7 @@ def _known(network: Functional | nn.Module, what: Any, find: Callable[[], Any]) 
     return kept[what]
 
 
-class _Change(NamedTuple):
+class _InputRules(NamedTuple):
     """What may be done with a tensor so that a network takes it."""
 
     # the types of the network's weights, the first of them that of most inputs
@@ -324,7 +324,7 @@ class _Change(NamedTuple):
     looks_up: bool  # whether integers may be positions in a table
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Change | None:
+    def of(cls, model: nn.Module) -> _InputRules | None:
         """That of a network; ``None`` for one without weights."""
         kinds = tuple(dict.fromkeys(p.dtype for p in model.parameters() if p.is_floating_point()))
         channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), None)
@@ -422,7 +422,7 @@ def _within(t: Tensor) -> Tensor:
     return t
 
 
-def _way(network: Functional | nn.Module, few: Inputs, change: _Change) -> tuple[str, ...]:
+def _way(network: Functional | nn.Module, few: Inputs, change: _InputRules) -> tuple[str, ...]:
     """The fewest steps after which a network runs on an example; none if it never does."""
 
     def after(*steps: str) -> Inputs:
@@ -486,7 +486,7 @@ def _runs(network: Functional | nn.Module, x: Inputs) -> bool:
     return found is not None and (not isinstance(network, Functional) or len(found) == 1)
 
 
-def outputs_of(network: Functional | nn.Module, x: Inputs) -> Tensor | None:
+def outputs_or_none(network: Functional | nn.Module, x: Inputs) -> Tensor | None:
     """The outputs of a network for a batch; ``None`` where they are no tensor, or it fails."""
     try:
         return adapt_outputs(_result(network, x), None)
@@ -513,7 +513,7 @@ def _listed(network: Functional | nn.Module, x: list[Any]) -> Inputs:
     return samples if _known(network, kind, are_samples) else tuple(x)
 
 
-def _fits(network: Functional | nn.Module, x: Inputs, change: _Change | None) -> bool:
+def _fits(network: Functional | nn.Module, x: Inputs, change: _InputRules | None) -> bool:
     """Whether a network runs on the first example, as it is or changed."""
     few = take(x, slice(0, 1))
     return _runs(network, few if change is None else change.after(_way(network, few, change), few))

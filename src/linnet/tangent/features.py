@@ -9,7 +9,7 @@ multiplications, and (i) holds (N + M)·K·c·d numbers where (ii) holds (N + M)
 cheaper is taken for each parameter by counting. Without sharing (S = 1) way (ii) is the product
 (A₁A₂ᵀ + 1) ∘ (G₁G₂ᵀ) with the 1 for a bias; an embedding has A₁A₂ᵀ = [id₁ = id₂].
 
-Features that do not fit are captured again for every block that stays in memory. For each parameter
+KernelFeatures that do not fit are captured again for every block that stays in memory. For each parameter
 either its gradients or its factors are smaller; each change to the smaller form saves memory for some
 more multiplications. The changes that save most for each of them come first, and as many are made as
 minimize
@@ -25,16 +25,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from linnet.tangent.rules import OUTER, Captured, Factors, Form, Use, factors
+from linnet.tangent.rules import OUTER, Captured, Form, Use, UseFactors, factors
 
 SMALL_PRODUCT_PENALTY = 3.0  # batched small products reach about a third of the rate of one large one
 
 
 @dataclass(frozen=True)
-class Layer:
+class FactoredWeight:
     """The factors of one weight, and of a bias that shares its use."""
 
-    factors: Factors  # a (N, R, S, d) and g (K, N, R, S, c)
+    factors: UseFactors  # a (N, R, S, d) and g (K, N, R, S, c)
     bias: bool  # whether a bias rides along: its gradient is the same with a = 1
 
     @property
@@ -44,13 +44,13 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Features:
+class KernelFeatures:
     """A captured batch, ready for kernels."""
 
     n: int  # number of examples
     k: int  # number of cotangents
     rows: Tensor  # gradients (N, K, Q) of all parameters that are formed, side by side
-    layers: dict[str, Layer]  # factors of the others, by parameter name
+    layers: dict[str, FactoredWeight]  # factors of the others, by parameter name
     outputs: Tensor  # f₀(x), (N, C)
 
     @property
@@ -69,19 +69,19 @@ class Features:
         """Bytes of the inputs a of one example, which all cotangents share."""
         return sum(layer.factors.a.nbytes for layer in self.layers.values()) // self.n
 
-    def part(self, start: int, stop: int) -> Features:
+    def part(self, start: int, stop: int) -> KernelFeatures:
         """The features of some of the examples, without a copy."""
         layers = {
-            name: Layer(
-                Factors(old.factors.a[start:stop], old.factors.g[:, start:stop], old.factors.transposed),
+            name: FactoredWeight(
+                UseFactors(old.factors.a[start:stop], old.factors.g[:, start:stop], old.factors.transposed),
                 old.bias,
             )
             for name, old in self.layers.items()
         }
         stop = min(stop, self.n)
-        return Features(stop - start, self.k, self.rows[start:stop], layers, self.outputs[start:stop])
+        return KernelFeatures(stop - start, self.k, self.rows[start:stop], layers, self.outputs[start:stop])
 
-    def columns(self, start: int, stop: int) -> Features:
+    def columns(self, start: int, stop: int) -> KernelFeatures:
         """The features for some of the cotangents, without a copy; inputs a are those of all."""
         layers = {
             name: replace(old, factors=replace(old.factors, g=old.factors.g[start:stop]))
@@ -89,25 +89,26 @@ class Features:
         }
         return replace(self, k=stop - start, rows=self.rows[:, start:stop], layers=layers)
 
-    def hollow(self) -> Features:
+    def hollow(self) -> KernelFeatures:
         """The same shapes without the numbers."""
         layers = {
-            name: Layer(
-                Factors(old.factors.a.to("meta"), old.factors.g.to("meta"), old.factors.transposed), old.bias
+            name: FactoredWeight(
+                UseFactors(old.factors.a.to("meta"), old.factors.g.to("meta"), old.factors.transposed),
+                old.bias,
             )
             for name, old in self.layers.items()
         }
-        return Features(self.n, self.k, self.rows.to("meta"), layers, self.outputs.to("meta"))
+        return KernelFeatures(self.n, self.k, self.rows.to("meta"), layers, self.outputs.to("meta"))
 
-    def room_for(self, n: int, device: torch.device) -> Features:
+    def room_for(self, n: int, device: torch.device) -> KernelFeatures:
         """Empty features of the same kind for n examples; what is of one example lies together."""
 
         def empty(t: Tensor) -> Tensor:
             return t.new_empty((n, *t.shape[1:]), device=device)
 
         layers = {
-            name: Layer(
-                Factors(
+            name: FactoredWeight(
+                UseFactors(
                     empty(old.factors.a),
                     empty(old.factors.g.transpose(0, 1)).transpose(0, 1),
                     old.factors.transposed,
@@ -116,7 +117,7 @@ class Features:
             )
             for name, old in self.layers.items()
         }
-        return Features(n, self.k, empty(self.rows), layers, empty(self.outputs))
+        return KernelFeatures(n, self.k, empty(self.rows), layers, empty(self.outputs))
 
 
 @dataclass(frozen=True)
@@ -145,10 +146,10 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Factorable:
     """A parameter whose factors could be kept."""
 
-    layer: Layer  # its factors, no bias riding along
+    layer: FactoredWeight  # its factors, no bias riding along
     uses: int  # how often it is used
     costs: Costs  # multiplications either way
     pays: bool  # whether the factors take fewer
@@ -158,9 +159,9 @@ class Choice:
 class Outline:
     """Shapes of all that could be kept of a batch: enough to weigh every treatment."""
 
-    hollow: Features  # features with no parameter in them
+    hollow: KernelFeatures  # features with no parameter in them
     widths: dict[str, int]  # numbers in each tracked parameter
-    choices: dict[str, Choice]  # the parameters that have factors
+    choices: dict[str, Factorable]  # the parameters that have factors
     rides: dict[str, tuple[str, ...]]  # by the name of a bias, the weights that it could ride along with
     pass_cost: float  # multiplications that differentiate one example, gradients of weights apart
 
@@ -179,7 +180,7 @@ class Outline:
         counts = {name: self.choices[name].uses for name in self.widths if name in factored}
         return Treatment(counts, riding)
 
-    def features(self, treatment: Treatment) -> Features:
+    def features(self, treatment: Treatment) -> KernelFeatures:
         """The features under a treatment, without numbers."""
         away = {*treatment.factored, *treatment.riding}
         biased = set(treatment.riding.values())
@@ -206,7 +207,7 @@ def outline(
         if uses.get(name) and uses[name][0].kind == "shift"
     }
     kept = kept or torch.promote_types(captured.outputs.dtype, torch.float32)
-    hollow = Features(
+    hollow = KernelFeatures(
         captured.n,
         captured.k,
         torch.empty(captured.n, captured.k, 0, dtype=kept, device="meta"),
@@ -216,9 +217,9 @@ def outline(
     choices = {}
     for name in able:
         own, joined = uses[name], [_hollow_use(use) for use in uses[name]]
-        layer = Layer(_joined(joined, captured.n, kept), bias=False)
+        layer = FactoredWeight(_joined(joined, captured.n, kept), bias=False)
         case = own, captured.n, pairs, form
-        choices[name] = Choice(layer, len(own), _costs(*case), _pays(*case))
+        choices[name] = Factorable(layer, len(own), _costs(*case), _pays(*case))
     return Outline(
         hollow,
         {name: captured.leaves[name].numel() for name in names},
@@ -335,9 +336,9 @@ def reduce(
     captured: Captured,
     names: Sequence[str],
     treatment: Treatment,
-    room: Features | None = None,
+    room: KernelFeatures | None = None,
     kept: torch.dtype | None = None,
-) -> Features:
+) -> KernelFeatures:
     """Keep of a captured batch what its kernels need."""
     _require_same(captured, treatment)
     formed = [name for name in names if name not in treatment.factored and name not in treatment.riding]
@@ -345,7 +346,7 @@ def reduce(
     biased = set(treatment.riding.values())
     kept = kept or torch.promote_types(captured.outputs.dtype, torch.float32)
     layers = {
-        name: Layer(_joined(uses[name], captured.n, kept), name in biased)
+        name: FactoredWeight(_joined(uses[name], captured.n, kept), name in biased)
         for name in names
         if name in treatment.factored
     }
@@ -356,7 +357,7 @@ def reduce(
         rows[:, :, start : start + width] = captured.rows(name).reshape(captured.n, k, width)
         start += width
     if room is None:
-        return Features(captured.n, k, rows, layers, captured.outputs)
+        return KernelFeatures(captured.n, k, rows, layers, captured.outputs)
     room.outputs.copy_(captured.outputs)
     for name, layer in room.layers.items():
         layer.factors.a.copy_(layers[name].factors.a)
@@ -376,13 +377,13 @@ def _require_same(captured: Captured, treatment: Treatment) -> None:
             raise TreatmentChanged(weight)
 
 
-def _joined(uses: list[Use], n: int, kept: torch.dtype) -> Factors:
+def _joined(uses: list[Use], n: int, kept: torch.dtype) -> UseFactors:
     """All uses of one parameter as one: their positions side by side, so all pairs of uses count."""
     parts = [factors(use, n) for use in uses]
     a = parts[0].a if len(parts) == 1 else torch.cat([part.a for part in parts], 2)
     g = parts[0].g if len(parts) == 1 else torch.cat([part.g for part in parts], 3)
     a = a.to(kept) if a.is_floating_point() else a
-    return Factors(a.contiguous(), g.to(kept).contiguous(), parts[0].transposed)
+    return UseFactors(a.contiguous(), g.to(kept).contiguous(), parts[0].transposed)
 
 
 CANDIDATES = 32  # treatments that are weighed at most: each takes a moment on a network of many layers
@@ -397,7 +398,7 @@ class Footprint:
 
 
 def treatment_within(
-    found: Outline, budget: int, fit: Callable[[Features], Footprint], least: int, symmetric: bool
+    found: Outline, budget: int, fit: Callable[[KernelFeatures], Footprint], least: int, symmetric: bool
 ) -> Treatment:
     """The treatment with the fewest multiplications under a budget."""
     cheapest = found.treatment(found.cheapest)

@@ -60,12 +60,12 @@ from linnet.tangent.door import (
     in_rows,
     is_image,
     one_image,
-    outputs_of,
+    outputs_or_none,
     taken,
     tensorize,
 )
 from linnet.tangent.functional import Functional
-from linnet.tangent.loaders import DataNotes, changing, in_order, mixing, random_kept, require_whole
+from linnet.tangent.loaders import DataNotes, changing, mixing, ordered_loader, random_kept, require_whole
 from linnet.tree import map_tensors, tensors_in
 
 TOGETHER = 32  # samples of a data set that are put side by side
@@ -122,7 +122,7 @@ def _read(
     """The batches, each split in two."""
     if isinstance(data, DataLoader):
         require_whole(data)
-        loader, _, warning = in_order(data)
+        loader, _, warning = ordered_loader(data)
         said.warnings += (told := [*filter(None, (warning, changing(data.dataset)))])
         with random_kept(loader, loader.sampler):
             batches = iter(loader)
@@ -200,7 +200,7 @@ def _together(samples: Iterable[tuple[Inputs, Tensor]]) -> Iterator[tuple[Inputs
 
 
 LARGER = 8  # times the memory that bytes take as floats, at most
-PIECE = 1 << 24  # bytes that are copied to a file at a time
+PIECE = 1 << 24  # bytes that are owned to a file at a time
 ALIKE = 1e-2  # of outputs, with and without positions that are hidden: rounding of half types is below
 IN_MEMORY = 0.25  # share of the memory that a stream may take while it is put side by side
 
@@ -238,7 +238,7 @@ def gather_data(
             x = torch.stack(x)  # samples
         x = x if network is None else _admitted(network, x, heard, _limit(memory))
         if keep:
-            x, y = copied(x, memory, _read_only(data)), y.detach().clone()
+            x, y = owned(x, memory, _read_only(data)), y.detach().clone()
     y = heard.numbered(y)
     require_some(x, "data")
     require_targets(x, y, "data")
@@ -298,7 +298,7 @@ def _check_padding(network: Functional | nn.Module, one: Inputs, place: int, _: 
     key, filled = mask_of(one), take(x, slice(place, place + 1))
     if key is None or one[key].shape == filled[key].shape:
         return
-    short, long = outputs_of(network, one), outputs_of(network, filled)
+    short, long = outputs_or_none(network, one), outputs_or_none(network, filled)
     if short is None or long is None:
         return
     if short.ndim > 1 and short.shape != long.shape:  # an output for each position
@@ -331,7 +331,7 @@ def _read_only(data: Any) -> set[int]:
     return set()
 
 
-def copied(x: Inputs, memory: str | int | None = None, lasting: Collection[int] = ()) -> Inputs:
+def owned(x: Inputs, memory: str | int | None = None, lasting: Collection[int] = ()) -> Inputs:
     """Examples in memory of their own: what the caller writes into his arrays later does not reach them."""
     limit = _limit(memory)
 

@@ -152,7 +152,7 @@ def _norm(t: Tensor) -> Tensor:
     return norm
 
 
-def sharing(names: set[str], uses: Sequence[Use]) -> set[str]:
+def sharing_uses(names: set[str], uses: Sequence[Use]) -> set[str]:
     """The names with all parameters that go into a use along with them."""
     found = set(names)
     while more := {name for use in uses if found & set(use.sources) for name in use.sources} - found:

@@ -43,8 +43,8 @@ from linnet.tangent.batch import (
 from linnet.tangent.capture import capture_bytes, capture_parts_for_products, hollow_capture
 from linnet.tangent.capture import capture_for_products as capture  # gradients are only multiplied here
 from linnet.tangent.features import (
-    Features,
     Footprint,
+    KernelFeatures,
     Outline,
     Treatment,
     TreatmentChanged,
@@ -60,17 +60,17 @@ from linnet.tangent.rules import Form
 from linnet.tangent.store import GramFile, Writer, begun_sizes, checked_name, discard
 from linnet.tangent.tiles import (
     Range,
-    Sizes,
-    Step,
+    TileSizes,
+    TileStep,
     captured_examples,
     dealt,
-    in_order,
     kernel_tile,
     own_tile,
     own_traces,
     ranges,
     run_of,
     tile_bytes,
+    tile_steps,
 )
 from linnet.tree import hash_tensors, tensors_in
 from linnet.unfinished import keeper
@@ -88,9 +88,9 @@ class GramPlan:
 
     memory: Plan  # predicted bytes, item by item
     treatment: Treatment  # which parameters keep factors
-    sizes: Sizes  # how much is taken at once
+    sizes: TileSizes  # how much is taken at once
     dtype: torch.dtype  # type of the result
-    template: Features  # features without numbers, of the kind that is kept
+    template: KernelFeatures  # features without numbers, of the kind that is kept
     cotangents: int  # K, all of them
 
     @property
@@ -262,7 +262,7 @@ def _compute(
     if file is not None and current().world > 1:
         sizes = gathered(sizes)[0]  # before any process changes what is there
     if sizes is not None:
-        plan = replace(plan, sizes=Sizes(**sizes))
+        plan = replace(plan, sizes=TileSizes(**sizes))
     identity |= asdict(plan.sizes)
     shape = _shape(*task.sizes, plan.template.outputs.shape[1], task.form)
     share = current()
@@ -272,11 +272,11 @@ def _compute(
     device = task.function.device
     new = torch.zeros if len(plan.parts) > 1 else torch.empty
     result = new(shape, dtype=plan.dtype, device=device) if store is None else store.array
-    every = in_order(*task.sizes, task.x2 is None, plan.sizes)
+    every = tile_steps(*task.sizes, task.x2 is None, plan.sizes)
     steps = run_of(every, task.part.index, task.part.of)
     if store is not None:
         steps = [step for step in steps if not store.is_done(step)]
-    shares: list[list[Step]] = []
+    shares: list[list[TileStep]] = []
     try:
         for part in plan.parts:  # a tile is dealt to the same process for all outputs
             target = _Target(result, part, len(plan.parts) > 1, None if store is None else task)
@@ -296,13 +296,13 @@ def _run_blocks(
     task: GramTask,
     plan: GramPlan,
     out: tuple[_Target, Tensor | None],
-    steps: list[Step],
+    steps: list[TileStep],
     store: GramFile | None,
     share: Share,
     progress: bool | None,
-) -> list[list[Step]]:
+) -> list[list[TileStep]]:
     """Run the steps of this process, block after block; the steps that each process has run."""
-    shares: list[list[Step]] = [[] for _ in range(share.world)]
+    shares: list[list[TileStep]] = [[] for _ in range(share.world)]
     blocks = [(rows, dealt(list(own), share.world)) for rows, own in groupby(steps, lambda step: step.rows)]
     for _, parts in blocks:
         for mine, part in zip(shares, parts, strict=True):
@@ -350,7 +350,7 @@ def _opened(
     return store
 
 
-def _finished(store: GramFile, steps: list[Step], array: bool, share: Share) -> Tensor | None:
+def _finished(store: GramFile, steps: list[TileStep], array: bool, share: Share) -> Tensor | None:
     """The matrix under its own name; ``None`` where other parts are not done."""
     if share.world == 1:
         return store.finish(steps if array else None)
@@ -363,13 +363,13 @@ def _finished(store: GramFile, steps: list[Step], array: bool, share: Share) -> 
     return found
 
 
-def _exchange(shares: list[list[Step]], result: Tensor, symmetric: bool, share: Share) -> None:
+def _exchange(shares: list[list[TileStep]], result: Tensor, symmetric: bool, share: Share) -> None:
     """Copy the tiles of every process to all."""
     if share.world == 1:
         return
     axis = 2 if result.ndim == 4 else 1
 
-    def view(step: Step) -> Tensor:
+    def view(step: TileStep) -> Tensor:
         (top, bottom), (left, right) = step.region
         return result.narrow(0, top, bottom - top).narrow(axis, left, right - left)
 
@@ -425,12 +425,12 @@ def _planned(task: GramTask, found: _Probed, budget: int, to_disk: bool, outputs
     (n, m), symmetric = task.sizes, task.x2 is None
     k = found.outline.hollow.k
 
-    def sized(features: Features) -> GramPlan:
+    def sized(features: KernelFeatures) -> GramPlan:
         return _sized(
             task, found, features if outputs == k else features.columns(0, outputs), budget, to_disk
         )
 
-    def fit(features: Features) -> Footprint:
+    def fit(features: KernelFeatures) -> Footprint:
         plan = sized(features)
         captured = captured_examples(n, m, symmetric, plan.sizes.hold)
         return Footprint(plan.memory.peak, captured)
@@ -439,7 +439,7 @@ def _planned(task: GramTask, found: _Probed, budget: int, to_disk: bool, outputs
     return replace(sized(found.outline.features(treatment)), treatment=treatment)
 
 
-def _sized(task: GramTask, found: _Probed, features: Features, budget: int, to_disk: bool) -> GramPlan:
+def _sized(task: GramTask, found: _Probed, features: KernelFeatures, budget: int, to_disk: bool) -> GramPlan:
     """Block sizes for features of one kind, of which no treatment is known here."""
     plan = _blocks(task, found, features, budget, to_disk, features.k)
     excess = plan.memory.peak - budget
@@ -456,7 +456,7 @@ def _sized(task: GramTask, found: _Probed, features: Features, budget: int, to_d
 
 
 def _blocks(
-    task: GramTask, found: _Probed, features: Features, budget: int, to_disk: bool, columns: int
+    task: GramTask, found: _Probed, features: KernelFeatures, budget: int, to_disk: bool, columns: int
 ) -> GramPlan:
     """Block sizes where so many cotangents are differentiated at once."""
     n, m = task.sizes
@@ -517,7 +517,7 @@ def _blocks(
     )
     form = "" if task.form == "full" else f" ({task.form})"
     name = f"kernel{form} of {n} × {m} examples"
-    sizes = Sizes(hold, product, block, columns)
+    sizes = TileSizes(hold, product, block, columns)
     memory, every = Plan(name, budget, items), found.outline.hollow.k
     return GramPlan(memory, Treatment({}, {}), sizes, dtype, features, every)
 
@@ -582,7 +582,7 @@ class _Target:
             _ = where.copy_(what) if apart or not self.several else where.add_(what)
 
 
-def _run(step: Step, held: Features, task: GramTask, plan: GramPlan, target: _Target) -> None:
+def _run(step: TileStep, held: KernelFeatures, task: GramTask, plan: GramPlan, target: _Target) -> None:
     """Compute the tiles of one step."""
     if step.own is not None:
         _symmetric_tiles(step, held, task, plan, target)
@@ -594,7 +594,7 @@ def _run(step: Step, held: Features, task: GramTask, plan: GramPlan, target: _Ta
             target.write(tile, step.rows[0] + left[0], step.columns[0], mirror=task.x2 is None)
 
 
-def _hold(task: GramTask, plan: GramPlan, rows: Range, outputs: Range, share: Share) -> Features:
+def _hold(task: GramTask, plan: GramPlan, rows: Range, outputs: Range, share: Share) -> KernelFeatures:
     """Features of a range of x1, side by side; each process captures its share, and all exchange them."""
     n = rows[1] - rows[0]
     held = _room(plan, n, task.function.device, outputs)
@@ -610,7 +610,7 @@ def _hold(task: GramTask, plan: GramPlan, rows: Range, outputs: Range, share: Sh
     return held
 
 
-def _room(plan: GramPlan, n: int, device: torch.device, outputs: Range) -> Features:
+def _room(plan: GramPlan, n: int, device: torch.device, outputs: Range) -> KernelFeatures:
     """Empty features of n examples and some cotangents."""
     size = outputs[1] - outputs[0]
     kind = plan.template if size == plan.template.k else plan.template.columns(0, size)
@@ -618,8 +618,13 @@ def _room(plan: GramPlan, n: int, device: torch.device, outputs: Range) -> Featu
 
 
 def _features(
-    task: GramTask, plan: GramPlan, x: Inputs, wanted: Range, outputs: Range, room: Features | None = None
-) -> Features:
+    task: GramTask,
+    plan: GramPlan,
+    x: Inputs,
+    wanted: Range,
+    outputs: Range,
+    room: KernelFeatures | None = None,
+) -> KernelFeatures:
     """Features of a few examples."""
     block = x if wanted == (0, batch_size(x)) else take(x, slice(*wanted))
     names, k, kept = task.function.names, plan.template.k, plan.template.rows.dtype
@@ -634,7 +639,9 @@ def _features(
     return room
 
 
-def _symmetric_tiles(step: Step, held: Features, task: GramTask, plan: GramPlan, target: _Target) -> None:
+def _symmetric_tiles(
+    step: TileStep, held: KernelFeatures, task: GramTask, plan: GramPlan, target: _Target
+) -> None:
     """Tiles of some rows of a block with the block: on and to the right of the diagonal, then mirrored."""
     assert step.own is not None
     offset = step.rows[0]

@@ -29,7 +29,7 @@ from linnet.errors import LinnetError, ModelError
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
-from linnet.tangent.graph_rules import RULES, ZERO, Call, Tangent, bind
+from linnet.tangent.graph_rules import RULES, ZERO, OpCall, Tangent, bind
 from linnet.tangent.linearized import as_modules
 from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
 from linnet.tree import map_tensors, tensors_in
@@ -220,7 +220,7 @@ def _require(graph: fx.Graph, compare: Any, size: fx.Node, other: Any, said: str
 Finish = Callable[[Tensor, Sequence[Tensor]], Any]  # outputs of the module, from f₀(x) and J(x)δ
 
 
-class _Network(nn.Module):
+class _TensorNetwork(nn.Module):
     """A network that returns one tensor (N, C); inputs of any strides, in the type of its weights."""
 
     def __init__(self, model: nn.Module, output: OutputAdapter) -> None:
@@ -271,11 +271,11 @@ class Duals(fx.Interpreter):
         if name in ZERO or not floating:
             return None
         own, others = self.fetch_args_kwargs_from_env(n)
-        call = Call(op, bind(op, own, others), bind(op, args, kwargs), value)
+        call = OpCall(op, bind(op, own, others), bind(op, args, kwargs), value)
         tangents = {key: t if _any(t) else None for key, t in call.tangents.items()}
         if name not in RULES:
             raise _without_rule(name)
-        return RULES[name](Call(op, call.given, tangents, value))
+        return RULES[name](OpCall(op, call.given, tangents, value))
 
 
 def _name(op: torch._ops.OpOverload) -> str:
@@ -372,7 +372,7 @@ class NetworkGraph:
 
 def network_graph(model: nn.Module, like: Prototype, output: OutputAdapter = None) -> NetworkGraph:
     """A network as a graph."""
-    network, like = _Network(model, output), Prototype(_few(like.x), like.fixed)
+    network, like = _TensorNetwork(model, output), Prototype(_few(like.x), like.fixed)
     names = _names(model, like.x)
     with torch.no_grad():
         graph, free = _traced(network, like, names, decompose=True)

@@ -20,7 +20,7 @@ Tangent = Any  # of a tensor: Tensor | None; of several: a sequence of them
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """One call of an operation, with the tangents of its arguments."""
 
     op: torch._ops.OpOverload  # the operation
@@ -39,7 +39,7 @@ class Call:
         return tangent.expand(self.out.shape)
 
 
-Rule = Callable[[Call], Tangent]
+Rule = Callable[[OpCall], Tangent]
 RULES: dict[str, Rule] = {}
 
 
@@ -93,23 +93,23 @@ _LINEAR = (
 
 
 @_rule(*_LINEAR)
-def _linear(c: Call) -> Tangent:
+def _linear(c: OpCall) -> Tangent:
     first = next(iter(c.given))
     return c.again(**{first: c.tangents[first]})
 
 
 @_rule("view", "_unsafe_view")
-def _reshaped(c: Call) -> Tangent:
+def _reshaped(c: OpCall) -> Tangent:
     return c.tangents["self"].reshape(c.given["size"])  # strides may differ from the value's
 
 
 @_rule("_to_copy")
-def _copied(c: Call) -> Tangent:
+def _copied(c: OpCall) -> Tangent:
     return c.again(self=c.tangents["self"]) if c.out.is_floating_point() else None
 
 
 @_rule("constant_pad_nd", "masked_fill")
-def _with_value(c: Call) -> Tangent:
+def _with_value(c: OpCall) -> Tangent:
     """A constant takes the place of some numbers."""
     if c.tangents.get("value") is not None:
         return _where(c.given["mask"], c.tangents["self"], c.tangents["value"], c)
@@ -117,7 +117,7 @@ def _with_value(c: Call) -> Tangent:
 
 
 @_rule("embedding")
-def _embedding(c: Call) -> Tangent:
+def _embedding(c: OpCall) -> Tangent:
     indices, tangent = c.given["indices"], c.again(weight=c.tangents["weight"])
     if c.given["padding_idx"] < 0:
         return tangent
@@ -128,7 +128,7 @@ def _embedding(c: Call) -> Tangent:
 
 
 @_rule("add", "sub", "rsub")
-def _sum(c: Call) -> Tangent:
+def _sum(c: OpCall) -> Tangent:
     kind, alpha = c.op._schema.name, c.given.get("alpha", 1)
     scales = {"aten::add": (1, alpha), "aten::sub": (1, -alpha), "aten::rsub": (-alpha, 1)}[kind]
     both = c.tangents["self"], c.tangents.get("other")
@@ -137,25 +137,25 @@ def _sum(c: Call) -> Tangent:
 
 
 @_rule("cat", "stack")
-def _joined(c: Call) -> Tangent:
+def _joined(c: OpCall) -> Tangent:
     values = c.given["tensors"]
     parts = zip(c.tangents["tensors"], values, strict=True)
     return c.again(tensors=[torch.zeros_like(v) if t is None else t for t, v in parts])
 
 
 @_rule("where")
-def _chosen(c: Call) -> Tangent:
+def _chosen(c: OpCall) -> Tangent:
     return _where(c.given["condition"], c.tangents["self"], c.tangents["other"], c)
 
 
-def _where(mask: Tensor, first: Tangent, second: Tangent, c: Call) -> Tangent:
+def _where(mask: Tensor, first: Tangent, second: Tangent, c: OpCall) -> Tangent:
     """The one tangent or the other."""
     zero = torch.zeros((), dtype=c.out.dtype, device=c.out.device)
     return torch.where(mask, zero if first is None else first, zero if second is None else second)
 
 
 @_rule("slice_scatter", "select_scatter", "index_put", "scatter", "scatter_add", "index_add", "copy")
-def _placed(c: Call) -> Tangent:
+def _placed(c: OpCall) -> Tangent:
     source = next(name for name in ("src", "values", "source", "value") if name in c.given)
     value = c.given[source]
     zero = torch.zeros_like(value) if isinstance(value, Tensor) else 0
@@ -168,20 +168,20 @@ def _placed(c: Call) -> Tangent:
 
 
 @_rule("mul")
-def _product(c: Call) -> Tangent:
+def _product(c: OpCall) -> Tangent:
     a, b, da, db = c.given["self"], c.given["other"], c.tangents["self"], c.tangents.get("other")
     return c.like_out(_plus(None if da is None else da * b, None if db is None else a * db))
 
 
 @_rule("mm", "bmm", "mv", "dot", "_trilinear")
-def _matrix_product(c: Call) -> Tangent:
+def _matrix_product(c: OpCall) -> Tangent:
     names = list(c.given)
     parts = [None if c.tangents[n] is None else c.again(**{n: c.tangents[n]}) for n in names]
     return _plus(*parts)
 
 
 @_rule("addmm", "baddbmm", "addmv", "addbmm")
-def _sum_of_product(c: Call) -> Tangent:
+def _sum_of_product(c: OpCall) -> Tangent:
     added, first, second = list(c.given)[:3]
     zero = torch.zeros((), dtype=c.out.dtype, device=c.out.device)
     products: dict[str, Callable[[Tensor, Tensor], Tensor]]
@@ -204,7 +204,7 @@ def _sum_of_product(c: Call) -> Tangent:
 
 
 @_rule("convolution")
-def _affine(c: Call) -> Tangent:
+def _affine(c: OpCall) -> Tangent:
     parts = [
         c.again(**{name: c.tangents[name], "bias": None})
         for name in ("input", "weight")
@@ -217,7 +217,7 @@ def _affine(c: Call) -> Tangent:
 
 
 @_rule("div")
-def _quotient(c: Call) -> Tangent:
+def _quotient(c: OpCall) -> Tangent:
     if c.given.get("rounding_mode") is not None:
         return None
     b, da, db = c.given["other"], c.tangents["self"], c.tangents.get("other")
@@ -230,7 +230,7 @@ def _quotient(c: Call) -> Tangent:
 def _elementwise(derivative: Callable[[Any, Any], Any]) -> Rule:
     """The rule of a function of one number, from its derivative at x with value y."""
 
-    def rule(c: Call) -> Tangent:
+    def rule(c: OpCall) -> Tangent:
         return c.tangents["self"] * derivative(c.given["self"], c.out)
 
     return rule
@@ -265,12 +265,12 @@ RULES.update({name: _elementwise(derivative) for name, derivative in _DERIVATIVE
 
 
 @_rule("log_sigmoid_forward")
-def _log_sigmoid(c: Call) -> Tangent:
+def _log_sigmoid(c: OpCall) -> Tangent:
     return c.tangents["self"] * torch.sigmoid(-c.given["self"]), None
 
 
 @_rule("gelu")
-def _gelu(c: Call) -> Tangent:
+def _gelu(c: OpCall) -> Tangent:
     x = c.given["self"]
     if c.given["approximate"] == "tanh":
         inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
@@ -282,46 +282,46 @@ def _gelu(c: Call) -> Tangent:
 
 
 @_rule("leaky_relu")
-def _leaky(c: Call) -> Tangent:
+def _leaky(c: OpCall) -> Tangent:
     t = c.tangents["self"]
     return torch.where(c.given["self"] > 0, t, t * c.given["negative_slope"])
 
 
 @_rule("elu")
-def _elu(c: Call) -> Tangent:
+def _elu(c: OpCall) -> Tangent:
     x, t, inner = c.given["self"], c.tangents["self"], c.given["input_scale"]
     slope = c.given["alpha"] * inner * torch.exp(torch.clamp_max(x, 0) * inner)
     return c.given["scale"] * torch.where(x > 0, t, t * slope)
 
 
 @_rule("hardtanh")
-def _hardtanh(c: Call) -> Tangent:
+def _hardtanh(c: OpCall) -> Tangent:
     x = c.given["self"]
     inside = (x > c.given["min_val"]) & (x < c.given["max_val"])
     return c.tangents["self"] * inside.to(c.out.dtype)
 
 
 @_rule("hardsigmoid")
-def _hardsigmoid(c: Call) -> Tangent:
+def _hardsigmoid(c: OpCall) -> Tangent:
     x = c.given["self"]
     return c.tangents["self"] * ((x > -3) & (x < 3)).to(c.out.dtype) / 6
 
 
 @_rule("hardswish")
-def _hardswish(c: Call) -> Tangent:
+def _hardswish(c: OpCall) -> Tangent:
     x, t = c.given["self"], c.tangents["self"]
     inside = torch.where(x <= 3, t * (x / 3 + 0.5), t)
     return torch.where(x < -3, torch.zeros_like(t), inside)
 
 
 @_rule("softplus")
-def _softplus(c: Call) -> Tangent:
+def _softplus(c: OpCall) -> Tangent:
     x, t, beta = c.given["self"], c.tangents["self"], c.given["beta"]
     return torch.where(x * beta > c.given["threshold"], t, t * torch.sigmoid(x * beta))
 
 
 @_rule("clamp", "clamp_min", "clamp_max")
-def _clamp(c: Call) -> Tangent:
+def _clamp(c: OpCall) -> Tangent:
     x, inside = c.given["self"], torch.ones_like(c.given["self"], dtype=torch.bool)
     for name, compare in (("min", torch.ge), ("max", torch.le)):
         limit = c.given.get(name)
@@ -337,7 +337,7 @@ def _clamp(c: Call) -> Tangent:
 
 
 @_rule("pow")
-def _power(c: Call) -> Tangent:
+def _power(c: OpCall) -> Tangent:
     x = c.given["self"]
     p = c.given["exponent"]
     dx, dp = c.tangents.get("self"), c.tangents.get("exponent")
@@ -352,7 +352,7 @@ def _power(c: Call) -> Tangent:
 
 
 @_rule("maximum", "minimum")
-def _extreme(c: Call) -> Tangent:
+def _extreme(c: OpCall) -> Tangent:
     a, b = c.given["self"], c.given["other"]
     first, second = c.tangents["self"], c.tangents["other"]
     wins = a > b if c.op._schema.name == "aten::maximum" else a < b
@@ -365,7 +365,7 @@ def _extreme(c: Call) -> Tangent:
 
 
 @_rule("amax", "amin")
-def _extreme_along(c: Call) -> Tangent:
+def _extreme_along(c: OpCall) -> Tangent:
     x, dims, keep = (
         c.given["self"],
         list(c.given["dim"]) or list(range(c.given["self"].dim())),
@@ -380,7 +380,7 @@ def _extreme_along(c: Call) -> Tangent:
 
 
 @_rule("max", "min", "sort", "topk", "median")
-def _picked(c: Call) -> Tangent:
+def _picked(c: OpCall) -> Tangent:
     if isinstance(c.out, Tensor):  # of all numbers
         mask = (c.given["self"] == c.out).to(c.out.dtype)
         return (c.tangents["self"] * mask).sum() / mask.sum()
@@ -391,14 +391,14 @@ def _picked(c: Call) -> Tangent:
 
 
 @_rule("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d")
-def _max_pool(c: Call) -> Tangent:
+def _max_pool(c: OpCall) -> Tangent:
     axes = 2 if "2d" in c.op._schema.name else 3
     flat = c.tangents["self"].flatten(-axes)
     return flat.gather(-1, c.out[1].flatten(-axes)).view(c.out[1].shape), None
 
 
 @_rule("var", "var_mean")
-def _variance(c: Call) -> Tangent:
+def _variance(c: OpCall) -> Tangent:
     """Of the variance, and of the mean beside it."""
     x, t, dims = c.given["self"], c.tangents["self"], c.given.get("dim")
     dims = list(range(x.dim())) if not dims else list(dims)
@@ -413,7 +413,7 @@ def _variance(c: Call) -> Tangent:
 
 
 @_rule("linalg_vector_norm")
-def _norm(c: Call) -> Tangent:
+def _norm(c: OpCall) -> Tangent:
     x, t, p, dims = c.given["self"], c.tangents["self"], c.given["ord"], c.given["dim"]
     dims = list(range(x.dim())) if dims is None else list(dims)
     keep, size = c.given["keepdim"], x.abs()
@@ -426,13 +426,13 @@ def _norm(c: Call) -> Tangent:
 
 
 @_rule("_softmax")
-def _softmax(c: Call) -> Tangent:
+def _softmax(c: OpCall) -> Tangent:
     weighted = c.out * c.tangents["self"]
     return weighted - c.out * weighted.sum(c.given["dim"], keepdim=True)
 
 
 @_rule("_log_softmax")
-def _log_softmax(c: Call) -> Tangent:
+def _log_softmax(c: OpCall) -> Tangent:
     t = c.tangents["self"]
     return t - (c.out.exp() * t).sum(c.given["dim"], keepdim=True)
 
@@ -453,7 +453,7 @@ def _normalized(x: Tensor, t: Tangent, dims: list[int], eps: float) -> tuple[Ten
     return unit, scale * (moved - unit * (unit * moved).mean(dims, keepdim=True))
 
 
-def _scaled(unit: Tensor, moved: Tangent, c: Call, shape: Callable[[Tensor], Tensor]) -> Tangent:
+def _scaled(unit: Tensor, moved: Tangent, c: OpCall, shape: Callable[[Tensor], Tensor]) -> Tangent:
     """The tangent of unit · weight + bias."""
     weight, dw, db = c.given["weight"], c.tangents["weight"], c.tangents["bias"]
     if moved is not None and weight is not None:
@@ -464,7 +464,7 @@ def _scaled(unit: Tensor, moved: Tangent, c: Call, shape: Callable[[Tensor], Ten
 
 
 @_rule("native_layer_norm")
-def _layer_norm(c: Call) -> Tangent:
+def _layer_norm(c: OpCall) -> Tangent:
     x, size = c.given["input"], len(c.given["normalized_shape"])
     dims = list(range(-size, 0))
     unit, moved = _normalized(x, c.tangents["input"], dims, c.given["eps"])
@@ -472,7 +472,7 @@ def _layer_norm(c: Call) -> Tangent:
 
 
 @_rule("native_group_norm")
-def _group_norm(c: Call) -> Tangent:
+def _group_norm(c: OpCall) -> Tangent:
     x, t = c.given["input"], c.tangents["input"]
     apart = [x.shape[0], c.given["group"], -1]
     grouped = None if t is None else t.reshape(apart)
@@ -482,7 +482,7 @@ def _group_norm(c: Call) -> Tangent:
 
 
 @_rule("_native_batch_norm_legit_no_training", "_native_batch_norm_legit", "native_batch_norm")
-def _batch_norm(c: Call) -> Tangent:
+def _batch_norm(c: OpCall) -> Tangent:
     x, t = c.given["input"], c.tangents["input"]
 
     def shape(w: Tensor) -> Tensor:

@@ -43,14 +43,14 @@ SWITCH_OFF = (
 
 
 @dataclass(frozen=True)
-class Seen:
+class KnownOutputs:
     """Outputs of passes that were made for another reason."""
 
     together: Tensor | None = None  # (N, C) of the whole batch, of which the first 32 are looked at
     turned: Tensor | None = None  # (n, C) of the first n = min(N, 32) examples, the last of them first
 
 
-NOTHING = Seen()
+NOTHING = KnownOutputs()
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ def _same(now: Any, before: Any) -> bool:
 
 @in_exact_mode
 @torch.no_grad()
-def dependence(function: Functional, x: Inputs, seen: Seen = NOTHING) -> str | None:
+def dependence(function: Functional, x: Inputs, seen: KnownOutputs = NOTHING) -> str | None:
     """Find out whether the outputs of an example depend on the rest of its batch."""
     every = batch_size(x)
     if every == 1:
@@ -167,7 +167,9 @@ def backwards(n: int) -> list[int]:
     return list(reversed(range(n)))
 
 
-def require_independence(function: Functional, x: Inputs, kind: Any = None, seen: Seen = NOTHING) -> None:
+def require_independence(
+    function: Functional, x: Inputs, kind: Any = None, seen: KnownOutputs = NOTHING
+) -> None:
     """Raise if the outputs of an example depend on the others in its batch: it has no gradient of its own."""
     if torch.compiler.is_compiling():
         return

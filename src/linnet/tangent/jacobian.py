@@ -117,7 +117,7 @@ class Unfoldable(Exception):
 
 def find_folds(function: Functional, x: Inputs) -> dict[int, Normalization]:
     """Convolutions that can be folded, by their order in the pass."""
-    watcher = _Watcher(function.theta)
+    watcher = _FoldWatcher(function.theta)
     with torch.no_grad(), watcher:
         output = function(watcher.params, x)
     return {
@@ -127,7 +127,7 @@ def find_folds(function: Functional, x: Inputs) -> dict[int, Normalization]:
     }
 
 
-class _Watcher(TorchFunctionMode):
+class _FoldWatcher(TorchFunctionMode):
     """Notes what becomes of the results of convolutions."""
 
     def __init__(self, theta: Params) -> None:

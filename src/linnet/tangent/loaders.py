@@ -208,7 +208,7 @@ def random_kept(*sources: Any) -> Iterator[None]:
             generator.set_state(state)
 
 
-def in_order(loader: DataLoader[Any]) -> Ordered:
+def ordered_loader(loader: DataLoader[Any]) -> Ordered:
     """The samples that a loader draws, in the order of its data set."""
     data, batches = loader.dataset, loader.batch_sampler
     sampler = loader.sampler if type(batches) is not BatchSampler else batches.sampler

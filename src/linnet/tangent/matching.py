@@ -97,7 +97,7 @@ def require_parameters(
         _refuse(f"it lacks {missing[0]!r}", path, words)
 
 
-def require_outputs(
+def require_same_outputs(
     outputs: Callable[[Inputs], Tensor], x: Inputs, expected: Tensor, path: Path, words: tuple[str, str, str]
 ) -> None:
     """Raise if a network, for all its equal weights, computes something else than when a file was written."""
@@ -143,7 +143,7 @@ def require_witness(
     """Raise if a network computes something else on the made-up inputs of a file."""
     if seen is None:
         return None
-    require_outputs(outputs, seen["x"], seen["outputs"], path, words)
+    require_same_outputs(outputs, seen["x"], seen["outputs"], path, words)
     return seen["x"]
 
 

@@ -20,9 +20,9 @@ from linnet.linalg.factorize import read
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
 from linnet.tangent.forward_mode import Params, hand_over, largest, largest_difference, sketch
 from linnet.tangent.functional import Functional
-from linnet.tangent.gradients import batched_grad, sharing
+from linnet.tangent.gradients import batched_grad, sharing_uses
 from linnet.tangent.independence import (
-    Seen,
+    KnownOutputs,
     only_of,
     require_independence,
     require_one_function,
@@ -50,7 +50,7 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DerivativePlan:
     """Differentiation method of every tracked parameter."""
 
     layouts: dict[Key, Layout]  # layout of each use that is taken
@@ -72,11 +72,11 @@ def keyed(uses: Sequence[Use]) -> list[tuple[Key, Use]]:
 
 def plan_for(
     function: Functional, run: Trace, x: Inputs, renew: bool = False, turned: Tensor | None = None
-) -> Plan:
+) -> DerivativePlan:
     """The plan for passes like ``run``; made on first sight, then kept."""
-    plans: dict[Any, Plan] = function.cache.plans
+    plans: dict[Any, DerivativePlan] = function.cache.plans
     kind = run.signature
-    seen = Seen(run.outputs.detach(), turned)
+    seen = KnownOutputs(run.outputs.detach(), turned)
     require_independence(function, x, kind, seen)  # once more when the first larger batch comes
     if renew or kind not in plans:
         plans[kind] = _make_plan(function, run, x, None if renew else TRIES)
@@ -86,25 +86,25 @@ def plan_for(
     return plan
 
 
-def _never_used(run: Trace, plans: Collection[Plan]) -> set[str]:
+def _never_used(run: Trace, plans: Collection[DerivativePlan]) -> set[str]:
     """Parameters that neither this pass nor one of another plan uses; routed ones wait for their examples."""
     used = {name for use in run.uses for name in use.sources} | set(run.unhandled)
     return set.intersection(*(set(plan.unused) for plan in plans)) - used
 
 
-def amend(function: Functional, run: Trace, x: Inputs, wrong: set[str]) -> Plan:
+def amend(function: Functional, run: Trace, x: Inputs, wrong: set[str]) -> DerivativePlan:
     """The plan with more parameters differentiated example by example."""
-    plans: dict[Any, Plan] = function.cache.plans
+    plans: dict[Any, DerivativePlan] = function.cache.plans
     old = plans[run.signature]
-    reasons = dict.fromkeys(sorted(sharing(wrong, run.uses)), HIDDEN)
+    reasons = dict.fromkeys(sorted(sharing_uses(wrong, run.uses)), HIDDEN)
     unused = tuple(name for name in old.unused if name not in reasons)
     plans[run.signature] = replace(old, exact={**reasons, **old.exact}, unused=unused)
     return plan_for(function, run, x)
 
 
-def expected_plan(function: Functional, x: Inputs) -> Plan:
+def expected_plan(function: Functional, x: Inputs) -> DerivativePlan:
     """The plan of the last pass over examples of these shapes, for predictions of memory."""
-    known: Plan | None = function.cache.plans_by_shape.get(example_shapes(x))
+    known: DerivativePlan | None = function.cache.plans_by_shape.get(example_shapes(x))
     if known is not None:
         return known
     few = take(x, slice(0, min(PROBES, batch_size(x))))
@@ -112,7 +112,7 @@ def expected_plan(function: Functional, x: Inputs) -> Plan:
 
 
 @dataclass
-class _Findings:
+class _Draft:
     """Findings so far, while a plan is made."""
 
     exact: dict[str, str]
@@ -125,9 +125,9 @@ class _Findings:
         return [(key, use) for key, use in keyed(probe.uses) if not dropped & set(use.sources)]
 
 
-def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -> Plan:
+def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -> DerivativePlan:
     """Look at groups of probes until every use has shown a gradient, or the tries are spent."""
-    found = _Findings({name: "no rule for " + ", ".join(sorted(ops)) for name, ops in run.unhandled.items()})
+    found = _Draft({name: "no rule for " + ", ".join(sorted(ops)) for name, ops in run.unhandled.items()})
     # three different examples first, then single ones thrice until all gradients have been seen
     groups = [[i % run.n for i in range(PROBES)], *([i] * PROBES for i in range(run.n))]
     for group in groups[:tries]:
@@ -147,7 +147,7 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
         found.exact.update({name: reason for sources, _ in unproven for name in sources})
         unproven = frozenset()
     size = _bytes([use for _, use in open_uses], probe.saved_bytes or 0)
-    return Plan(found.layouts, found.exact, found.unused, unproven, size)
+    return DerivativePlan(found.layouts, found.exact, found.unused, unproven, size)
 
 
 def _looked_at(run: Trace, group: Sequence[int]) -> bool:
@@ -155,7 +155,7 @@ def _looked_at(run: Trace, group: Sequence[int]) -> bool:
     return run.saved_bytes is not None and list(group) == list(range(run.n))
 
 
-def _compare_passes(found: _Findings, probe: Trace, run: Trace) -> None:
+def _compare_passes(found: _Draft, probe: Trace, run: Trace) -> None:
     """Parameters that are used differently in the probe and in the batch have no fixed rule."""
 
     def by_source(t: Trace) -> dict[str, list[Any]]:
@@ -173,7 +173,7 @@ def _compare_passes(found: _Findings, probe: Trace, run: Trace) -> None:
         found.exact.setdefault(name, "no rule for " + ", ".join(sorted(operations)))
 
 
-def _gradients_alone(found: _Findings, probe: Trace) -> dict[Any, Tensor | None]:
+def _gradients_alone(found: _Draft, probe: Trace) -> dict[Any, Tensor | None]:
     """Autograd's own gradients at the open uses, by place, of each probe's outputs alone: (n, *shape)."""
     edges = {use.place: use.result.edge for _, use in found.open_uses(probe)}
     if not (edges and probe.outputs.requires_grad):
@@ -188,7 +188,7 @@ def _weights(probe: Trace) -> Tensor:
     return torch.randn(probe.outputs.shape, generator=torch.Generator().manual_seed(0)).to(probe.outputs)
 
 
-def _find_layouts(found: _Findings, probe: Trace, gradients: Mapping[Any, Tensor | None]) -> None:
+def _find_layouts(found: _Draft, probe: Trace, gradients: Mapping[Any, Tensor | None]) -> None:
     """Set the layout of every use whose gradient shows it; what has none is named."""
     shown = {place: g is not None and bool(g.flatten(1).any(1).all()) for place, g in gradients.items()}
     known: dict[Any, Layout | None] = {}  # a weight and the bias added to its product share their result
@@ -211,7 +211,7 @@ def _find_layouts(found: _Findings, probe: Trace, gradients: Mapping[Any, Tensor
 
 
 def _prove(
-    found: _Findings,
+    found: _Draft,
     function: Functional,
     probe: Trace,
     gradients: Mapping[Any, Tensor | None],
@@ -248,7 +248,7 @@ def _prove(
         if name not in undecided and not _matches(expected, missed, whole, probe.leaves[name].dtype):
             hidden = not any(name in use.sources for use in uses)
             reason = HIDDEN if hidden else "its rule disagrees with autograd here"
-            found.exact.update(dict.fromkeys(sorted(sharing({name}, uses)), reason))
+            found.exact.update(dict.fromkeys(sorted(sharing_uses({name}, uses)), reason))
     found.unused = tuple(name for name in probe.leaves if name not in compared)
     found.exact = {name: why for name, why in found.exact.items() if name not in found.unused}
 

@@ -152,7 +152,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Factors:
+class UseFactors:
     """The outer-product form of one parameter's gradients, Σ_s g_ns a_nsᵀ."""
 
     a: Tensor  # (N, R, S, d), or integer ids (N, 1, S) for an embedding
@@ -185,7 +185,7 @@ def _broadcast_axis(shape: Size, target: Size, axis: int) -> bool:
     return own < 0 or target[own] == 1
 
 
-def factors(use: Use, n: int, keep: bool = False) -> Factors:
+def factors(use: Use, n: int, keep: bool = False) -> UseFactors:
     """The outer-product form of a linear, convolution or embedding use."""
     assert use.a is not None
     assert use.g is not None
@@ -198,12 +198,12 @@ def factors(use: Use, n: int, keep: bool = False) -> Factors:
         counted = ids != use.options.get("padding_idx", -1)
         if "rows" in use.options:  # the others do not vary
             counted = counted & use.options["rows"].to(ids.device)[ids]
-        return Factors(ids, (g * counted[:, 0, :, None])[:, :, None], transposed=True)
+        return UseFactors(ids, (g * counted[:, 0, :, None])[:, :, None], transposed=True)
     a = use.layout.examples_first(a, n).flatten(1, -2)  # (N, S, d)
-    return Factors(a[:, None], g[:, :, None], bool(use.options.get("transposed")))
+    return UseFactors(a[:, None], g[:, :, None], bool(use.options.get("transposed")))
 
 
-def _convolution_factors(use: Use, n: int, keep: bool) -> Factors:
+def _convolution_factors(use: Use, n: int, keep: bool) -> UseFactors:
     """Positions are output pixels with their receptive fields; if transposed, it is the other way round."""
     assert use.a is not None
     assert use.g is not None
@@ -220,7 +220,7 @@ def _convolution_factors(use: Use, n: int, keep: bool) -> Factors:
     g = g.unflatten(0, use.g.shape[:2])  # (K, B, R, S, c)
     a = a.unflatten(0, (n, -1)).transpose(1, 2).flatten(2, 3) if a.shape[0] != n else a
     g = g.unflatten(1, (n, -1)).transpose(2, 3).flatten(3, 4) if g.shape[1] != n else g
-    return Factors(a, g, transposed)
+    return UseFactors(a, g, transposed)
 
 
 def _pixels(x: Tensor, options: dict[str, Any]) -> Tensor:
@@ -257,7 +257,7 @@ def windows(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
     return fields
 
 
-def outer_rows(f: Factors, shape: Size) -> Tensor:
+def outer_rows(f: UseFactors, shape: Size) -> Tensor:
     """Σ_s g_ns a_nsᵀ for every example and cotangent, shape (N, K, *shape)."""
     if f.is_embedding:
         return _embedding_rows(f, shape)
@@ -269,7 +269,7 @@ def outer_rows(f: Factors, shape: Size) -> Tensor:
     return rows.transpose(1, 2).reshape(n, k, *shape)
 
 
-def _embedding_rows(f: Factors, shape: Size) -> Tensor:
+def _embedding_rows(f: UseFactors, shape: Size) -> Tensor:
     """Gradients of an embedding table, scattered to the rows that were looked up."""
     k, n, _, s, c = f.g.shape
     rows = f.g.new_zeros(n, k, *shape)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from linnet.distributed import owners
-from linnet.tangent.features import Features, Layer
+from linnet.tangent.features import FactoredWeight, KernelFeatures
 from linnet.tangent.rules import Form
 
 Range = tuple[int, int]  # first example, last + 1
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TileSizes:
     """Numbers of examples taken at once."""
 
     hold: int  # those whose features stay in memory
@@ -32,7 +32,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Step:
+class TileStep:
     """A part of the products of one stationary block of rows; ranges are (first, last + 1) example."""
 
     rows: Range  # the block that stays from step to step
@@ -61,26 +61,26 @@ class Step:
         return f"{self.rows}-{self.own}-{self.columns}"
 
 
-def in_order(n: int, m: int, symmetric: bool, sizes: Sizes) -> list[Step]:
+def tile_steps(n: int, m: int, symmetric: bool, sizes: TileSizes) -> list[TileStep]:
     """The work in order: block after block, first with itself, then with the columns that are left."""
     steps = []
     for rows in ranges(0, n, sizes.hold):
         own = ranges(*rows, sizes.product) if symmetric else []
         columns = ranges(rows[1] if symmetric else 0, m, sizes.capture)
-        steps += [Step(rows, part, None) for part in own]
-        steps += [Step(rows, None, part) for part in columns]
+        steps += [TileStep(rows, part, None) for part in own]
+        steps += [TileStep(rows, None, part) for part in columns]
     return steps
 
 
-def dealt(steps: Sequence[Step], parts: int) -> list[list[Step]]:
+def dealt(steps: Sequence[TileStep], parts: int) -> list[list[TileStep]]:
     """Steps of one block in parts of about equal work: the largest first, each to the part that has least."""
-    found: list[list[Step]] = [[] for _ in range(parts)]
+    found: list[list[TileStep]] = [[] for _ in range(parts)]
     for step, owner in zip(steps, owners([step.area for step in steps], parts), strict=True):
         found[owner].append(step)
     return found
 
 
-def run_of(steps: Sequence[Step], index: int, parts: int) -> list[Step]:
+def run_of(steps: Sequence[TileStep], index: int, parts: int) -> list[TileStep]:
     """One of several consecutive runs of steps, with about equal work, so that each has few blocks."""
     total, found, done = sum(step.area for step in steps), [], 0
     for step in steps:  # a step belongs to the run that its middle lies in
@@ -105,7 +105,9 @@ CHUNK = 4096  # columns summed in the rows' own precision, at least float32, bef
 WIDENING = hasattr(torch.ops.aten.bmm, "dtype")  # products of halves in float32, on NVIDIA's processors alone
 
 
-def kernel_tile(left: Features, right: Features, form: Form, accumulate: torch.dtype | None = None) -> Tensor:
+def kernel_tile(
+    left: KernelFeatures, right: KernelFeatures, form: Form, accumulate: torch.dtype | None = None
+) -> Tensor:
     """K between two batches."""
     total = _rows_tile(left.rows, right.rows, form, accumulate)
     for name, layer in left.layers.items():
@@ -113,7 +115,7 @@ def kernel_tile(left: Features, right: Features, form: Form, accumulate: torch.d
     return total
 
 
-def own_tile(features: Features, accumulate: torch.dtype | None = None) -> Tensor:
+def own_tile(features: KernelFeatures, accumulate: torch.dtype | None = None) -> Tensor:
     """K of every example with itself, (N, K, K)."""
     total = _product(features.rows, features.rows, accumulate)
     for i in range(features.n if features.layers else 0):
@@ -123,7 +125,7 @@ def own_tile(features: Features, accumulate: torch.dtype | None = None) -> Tenso
     return total
 
 
-def own_traces(features: Features) -> Tensor:
+def own_traces(features: KernelFeatures) -> Tensor:
     """The trace of K of every example with itself, (N,); no K is formed."""
     total = features.rows.to(_wide(features.rows)).square().sum((1, 2))
     for i in range(features.n if features.layers else 0):
@@ -173,7 +175,7 @@ def _times(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float().mT
 
 
-def _add_layer(total: Tensor, left: Layer, right: Layer, form: Form) -> None:
+def _add_layer(total: Tensor, left: FactoredWeight, right: FactoredWeight, form: Form) -> None:
     """Add the products of gradients that stay factored."""
     if left.factors.g.shape[3] == 1 and right.factors.g.shape[3] == 1:
         _add_unshared(total, left, right, form)
@@ -181,7 +183,7 @@ def _add_layer(total: Tensor, left: Layer, right: Layer, form: Form) -> None:
         total += _shared_tile(left, right, form)
 
 
-def _input_gram(left: Layer, right: Layer) -> Tensor:
+def _input_gram(left: FactoredWeight, right: FactoredWeight) -> Tensor:
     """a_ns·a_mt (+ 1 for a bias), (R, N·S, M·T)."""
     a1, a2 = left.factors.a, right.factors.a  # (N, R, S, d)
     if left.factors.is_embedding:
@@ -196,7 +198,7 @@ def _by_group(a: Tensor) -> Tensor:
     return a.transpose(0, 1).flatten(1, 2)
 
 
-def _add_unshared(total: Tensor, left: Layer, right: Layer, form: Form) -> None:
+def _add_unshared(total: Tensor, left: FactoredWeight, right: FactoredWeight, form: Form) -> None:
     """S = 1: K += (A₁A₂ᵀ + 1) ∘ (G₁G₂ᵀ) for each group, in one pass over K."""
     gram = _input_gram(left, right)  # (R, N, M)
     for r in range(gram.shape[0]):
@@ -221,7 +223,7 @@ def _outputs_joined(g: Tensor) -> Tensor:
     return g.transpose(0, 1).flatten(1)
 
 
-def _shared_tile(left: Layer, right: Layer, form: Form) -> Tensor:
+def _shared_tile(left: FactoredWeight, right: FactoredWeight, form: Form) -> Tensor:
     """S > 1: X = Σ_t (a_ns·a_mt) g_mt first, then Σ_sc g_nsc X, one group at a time."""
     gram = _input_gram(left, right)
     total: Tensor | None = None
@@ -250,7 +252,7 @@ def _contract_positions(gram: Tensor, g1: Tensor, g2: Tensor, form: Form) -> Ten
     return full[:, 0, :, 0] if form == "sum" else full
 
 
-def tile_bytes(features: Features, form: Form, n: int, m: int, item: int) -> int:
+def tile_bytes(features: KernelFeatures, form: Form, n: int, m: int, item: int) -> int:
     """Bytes of the temporaries of one tile between n and m examples."""
     k = features.k
     result = n * m * (k * k if form == "full" else k if form == "diagonal" else 1) * item

@@ -64,7 +64,7 @@ def trace(function: Functional, x: Inputs) -> Trace:
     for name, leaf in leaves.items():
         leaf._linnet_from = (name,)  # type: ignore[attr-defined]
         leaf._linnet_leaf = True  # type: ignore[attr-defined]
-    recorder = _Recorder(batch_size(x))
+    recorder = _UseRecorder(batch_size(x))
     with function.inputs(x) as own, torch.enable_grad(), first_order(), recorder:
         value = function.run(leaves, map_tensors(_as_data, own))
         outputs = value.reshape(value.shape[0], -1)
@@ -124,7 +124,7 @@ _MOVING = {
 }
 
 
-class _Recorder(TorchFunctionMode):
+class _UseRecorder(TorchFunctionMode):
     """Notes uses while the network runs."""
 
     def __init__(self, n: int) -> None:

@@ -12,7 +12,7 @@ from linnet.linear.files import read_solution, restored_system
 from linnet.linear.problem import Problem
 from linnet.tangent.batch import batch_size
 from linnet.tangent.functional import OutputAdapter
-from linnet.tangent.matching import given_network, matching_function, require_outputs
+from linnet.tangent.matching import given_network, matching_function, require_same_outputs
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent_gp.files import KIND
 from linnet.tangent_gp.tangent_gp import TangentGP
@@ -60,7 +60,7 @@ def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = Non
     state, options = (tensors, metadata["solved"]), gp._options
     gp._restore(restored_system(problem, state, options.memory, options.iteration))
     y = y.reshape(gp._observed.shape_of(x))
-    require_outputs(
+    require_same_outputs(
         lambda few: gp._observed.problem(few, y[: batch_size(few)]).residual, x, residual, path, OTHER
     )
     return gp

@@ -27,11 +27,11 @@ from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
 from linnet.solvers.solution import Estimate
-from linnet.tangent.alike import require_alike
+from linnet.tangent.alike import require_same_arguments
 from linnet.tangent.batch import Inputs, split, take
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import copied, examples, gather_data
+from linnet.tangent.gather import examples, gather_data, owned
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
@@ -202,7 +202,7 @@ class TangentGP(PredictiveModel):
         """
         with sharing("TangentGP.update", self._observed.base.device):
             system, twin, (x, y) = self._fitted, copy.copy(self), self._gathered(x, y)
-            require_alike(self._alike(x, y, system))
+            require_same_arguments(self._alike(x, y, system))
             more = self._observed.problem(x, y)
             if self.plan.solver == "cholesky":
                 twin._system = system.extended(more)
@@ -221,7 +221,7 @@ class TangentGP(PredictiveModel):
         x, y = data
         self._observed.base.check_runs(take(x, slice(0, 1)))
         warn_of_scale(self._observed.base, self._likelihood, x)
-        require_alike(self._alike(x, y, before))
+        require_same_arguments(self._alike(x, y, before))
         return self._take(self._observed.problem(x, y), before)
 
     def _alike(self, x: Inputs, y: Tensor, before: System | None) -> dict[str, Any]:
@@ -281,7 +281,7 @@ class TangentGP(PredictiveModel):
             f = self._observed.base(self._observed.base.theta, x)
             noise = self.noise_scale * self._likelihood.variance(f).flatten(1)
             return GaussianPredictive(mean, covariance / self.prior_precision, Noise(noise), joint=joint)
-        x = copied(x, self._options.memory)  # the covariance is computed later
+        x = owned(x, self._options.memory)  # the covariance is computed later
         mean = self._mean(system, x)
         noise = self.noise_scale * self._observed.moments(x)[1]
         precision, dtype = self.prior_precision, mean.dtype

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from linnet.distributed import sharing, together, world
-from linnet.tangent.alike import require_alike
+from linnet.tangent.alike import require_same_arguments
 
 
 class Released(Exception):
@@ -74,7 +74,7 @@ def is_first() -> bool:
 def shared_fit(device: str, **arguments: Any) -> Iterator[None]:
     """Divide a fit among the processes."""
     with sharing("the fit", device):
-        require_alike(arguments)
+        require_same_arguments(arguments)
         yield
 
 
