@@ -426,7 +426,7 @@ def _classes(y: Tensor, c: int, name: str) -> Tensor:
 ROWS = 1024  # rows of a matrix taken to float64 at once
 
 
-@in_shares("linnet.spectrum.kernel_matrix")
+@shared_call("linnet.spectrum.kernel_matrix")
 def kernel_distance(
     first: Source,
     second: Source,
@@ -462,7 +462,7 @@ def kernel_distance(
     return 1.0 - _cosine(k1, k2)
 
 
-@in_shares("linnet.spectrum.centered_alignment")
+@shared_call("linnet.spectrum.centered_alignment")
 def centered_alignment(
     first: Source,
     second: Source,
