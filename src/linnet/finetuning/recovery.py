@@ -25,6 +25,7 @@ from linnet.finetuning.trainer import (
 from linnet.fitting.descent import outputs_of
 from linnet.linear.targets import make_targets
 from linnet.params import call, flag
+from linnet.params import seed as checked_seed
 from linnet.tangent.batch import Inputs, concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import linearize
@@ -88,6 +89,7 @@ def recover(
     """
     _check(model, teacher)
     flag("training_mode", training_mode)
+    seed = checked_seed("seed", seed)
     settings = filled(training, "recover", **DEFAULTS, learning_rate=None, epochs=None, clip=None)
     run = checked_run(run, "recover", ("evaluate_every", "keep", "memory"))
     clone = copy.deepcopy(model).requires_grad_(True)
