@@ -88,7 +88,8 @@ def run(method: str, tasks: list[Task], how: Training, seed: int, grid: Sequence
             # the same path of the first task, with another strength
             state = watch.state_dict()
             state["settings"] = other.state_dict()["settings"]
-            state["state"]["term"]["weight"] = 2 * float(strength)
+            (term,) = state["state"]["term"].values()
+            term["weight"] = 2 * float(strength)
             other.load_state_dict(state)
         optimizer = second(twin, other, how, len(data[1][0]))
         learn(twin, data[1], other, optimizer, how, torch.Generator().manual_seed(100 + seed))

@@ -8,14 +8,11 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.continual import EWC, NonOnlineLaplace, OnlineLaplace
-from linnet.continual.growth import grown
 from linnet.continual.merge import MERGES, scaled, summed
-from linnet.curvatures.layers import Form, Layer
-from linnet.errors import ModelError
 from linnet.likelihoods import Categorical
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
-from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
+from linnet.linalg.structured import Dense, Diagonal
 from tests.continual.continual_cases import flat, gradient, moved_away, small_network, small_task
 
 STRUCTURES = ("kfac", "ekfac", "diagonal", "block", "full", "low-rank", "kfra")
@@ -241,40 +238,6 @@ def test_scaling_keeps_examples_in_the_factor_that_has_them() -> None:
         torch.testing.assert_close(scaled(operator, 3.0).dense(), 3.0 * operator.dense())
         assert scaled(operator, 1.0) is operator
     assert torch.equal(scaled(term, 3.0).right, term.right)  # type: ignore[attr-defined]
-
-
-def layer(rows: int, columns: int, transposed: bool) -> Layer:
-    """A biased layer."""
-    shape = (columns, rows) if transposed else (rows, columns)
-    return Layer("0", {"0.weight": shape, "0.bias": (rows,)}, Form("product", transposed=transposed))
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("corrected", [False, True])
-def test_grown_products_act_on_old_weights_alone(transposed: bool, corrected: bool) -> None:
-    old, new = layer(2, 3, transposed), layer(4, 5, transposed)
-    rows, columns = old.matrix
-    operator: StructuredOperator = Kronecker(positive(rows, seed=0), positive(columns, seed=1))
-    if corrected:
-        operator = KroneckerEigen.of(operator)  # type: ignore[arg-type]
-    more = grown(operator, old, new)
-    generator = torch.Generator().manual_seed(0)
-    pieces = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in new.shapes]
-    corner = [p[tuple(slice(0, s) for s in shape)] for p, shape in zip(pieces, old.shapes, strict=True)]
-    got = new.part((more @ new.join(pieces).flatten()).view(1, *new.matrix))
-    want = old.part((operator @ old.join(corner).flatten()).view(1, *old.matrix))
-    for g, w, shape in zip(got, want, old.shapes, strict=True):
-        inside = tuple(slice(0, s) for s in shape)
-        torch.testing.assert_close(g[inside], w)
-        assert g.abs().sum().item() == pytest.approx(g[inside].abs().sum().item(), rel=1e-10)
-
-
-def test_groups_cannot_change() -> None:
-    old = Layer("0", {"0.weight": (4, 1, 3)}, Form("product", groups=2))
-    new = Layer("0", {"0.weight": (6, 1, 3)}, Form("product", groups=2))
-    operator = GroupedKronecker(positive(2, 2, seed=0), positive(2, 3, seed=1))
-    with pytest.raises(ModelError, match="groups"):
-        grown(operator, old, new)
 
 
 def test_convolutions_groups_and_embeddings(float64: torch.dtype) -> None:

@@ -235,6 +235,7 @@ def test_two_tasks_with_wide_sides_add_up() -> None:
 
 def test_a_wide_head_that_grows_keeps_what_was_measured() -> None:
     from linnet.continual.growth import grown
+
     from linnet.curvatures.layers import Form, Layer
 
     old = Layer("h", {"h.weight": (7, 3), "h.bias": (7,)}, Form("product"))

@@ -108,7 +108,8 @@ class EWC(ContinualMethod):
             live = Live.of(self.model)
             online = self.variant == "online" and bool(self._terms)
             before = self._terms[0] if online else Quadratic({}, Precision())
-            live.difference(before.anchor)  # refuses parameters that have shrunk
+            for known in self._terms:
+                live.difference(known.anchor)  # refuses parameters of another shape
             task = self._recipe.task(self.model, data, output, prepare)
             before = before.to(task.device, task.dtype)
             precision = before.precision.plus(task.blocks, self.merge, self.decay if online else 1.0)

@@ -14,7 +14,7 @@ from linnet.continual.method import (
     Prepare,
     check_network,
 )
-from linnet.continual.parameters import Live, computing_type, corner
+from linnet.continual.parameters import Live, computing_type, require_shape
 from linnet.continual.precision import Block, Precision
 from linnet.continual.quadratic import Quadratic, moved_term
 from linnet.curvatures.layers import Layer
@@ -120,7 +120,7 @@ class SynapticIntelligence(ContinualMethod):
             displacement = _difference(parameter.detach(), before)
             unregularized = self._unregularized(name, gradient.detach().to(displacement.dtype))
             path = self._path.get(name)
-            path = torch.zeros_like(displacement) if path is None else _enlarged(path, displacement)
+            path = torch.zeros_like(displacement) if path is None else _like(path, displacement, name)
             self._path[name] = path.addcmul_(unregularized, displacement, value=-1)  # ω − g Δθ
             if first:
                 moved, zeros = moved or bool(displacement.any()), zeros or bool(gradient.any())
@@ -162,10 +162,10 @@ class SynapticIntelligence(ContinualMethod):
                     importance[name] = old.get(name, self._path.get(name, torch.zeros(0)))
                     continue
                 value = values[name]
-                before = _enlarged(old[name], value) if name in old else torch.zeros_like(value)
+                before = _like(old[name], value, name) if name in old else torch.zeros_like(value)
                 if name in self._path:
-                    path = _enlarged(self._path[name], value)
-                    distance = value - _enlarged(self._start[name], value)
+                    path = _like(self._path[name], value, name)
+                    distance = value - _like(self._start[name], value, name)
                     # Ω + ω / (Δ² + ξ) (Zenke et al. 2017, eq. 5)
                     before = (before + path / (distance.square() + self.damping)).clamp(min=0)
                 importance[name] = before
@@ -284,10 +284,7 @@ def _difference(after: Tensor, before: Tensor) -> Tensor:
     return torch.sub(after, before, out=before) if before.dtype == kind else (after - before).to(kind)
 
 
-def _enlarged(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor with zeros for what a parameter has grown by; device and type of the parameter."""
-    if tensor.shape == like.shape:
-        return tensor.to(like.device)
-    whole = torch.zeros_like(like, dtype=tensor.dtype)
-    corner(whole, tensor.shape, "a parameter").copy_(tensor)
-    return whole
+def _like(tensor: Tensor, value: Tensor, name: str) -> Tensor:
+    """What is known of a parameter, on its device."""
+    require_shape(tuple(value.shape), tuple(tensor.shape), name)
+    return tensor.to(value.device)

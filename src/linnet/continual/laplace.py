@@ -13,7 +13,7 @@ from linnet.continual.curvature import Recipe, make_recipe
 from linnet.continual.evidence import log_evidence
 from linnet.continual.merge import check_merge
 from linnet.continual.method import ContinualMethod, Prepare, check_network
-from linnet.continual.parameters import Live, unwrapped
+from linnet.continual.parameters import Live, require_shape, unwrapped
 from linnet.continual.precision import Precision
 from linnet.continual.quadratic import Quadratic, moved_anchor, moved_term
 from linnet.curvatures.curvature import Curvature, Provenance
@@ -42,7 +42,7 @@ class OnlineLaplace(ContinualMethod):
     and the next task is trained with the penalty ½ (θ − μ_t)ᵀ Λ_t (θ − μ_t) (eq. 5.21). All of it is a
     sum over examples: to a loss that is a mean over the N examples of the new task, add
     ``penalty(examples=N)``. A parameter that no task has reached yet, such as a new head, joins without a
-    penalty; a head that has grown keeps the penalty on its old rows.
+    penalty.
 
     λ = 1 is Bayes' rule. Other libraries scale differently: with N₀ examples of old tasks and N of the new
     one, on a loss that is a mean over examples, λ here is λ N₀/N with averaged Fisher and the factor ½
@@ -124,7 +124,7 @@ class OnlineLaplace(ContinualMethod):
         """
         if self.strength > 0:
             live = Live.of(self.model)
-            live.difference(self._main.anchor)  # refuses parameters that have shrunk
+            live.difference(self._main.anchor)  # refuses parameters of another shape
             task = self._recipe.task(self.model, data, output, prepare, self.strength)
             main = self._main.to(task.device, task.dtype)
             precision = main.precision.plus(task.blocks, self.merge)
@@ -167,17 +167,12 @@ class OnlineLaplace(ContinualMethod):
             raise ModelError(
                 f"the network lacks parameters that are remembered, such as {min(names - set(known))!r}",
                 expected="the network whose tasks are remembered",
-                remedy="pass that network, or one that it has grown into",
+                remedy="pass that network",
             )
         function = Functional(inner, known, adapter)
         anchor = {} if linear else {name: self._main.anchor[name] for name in known}
         for name, tensor in anchor.items():
-            if tensor.shape != function.theta[name].shape:
-                raise ModelError(
-                    f"parameter {name!r} has grown since it was consolidated",
-                    expected="parameters of the size that they were consolidated with",
-                    remedy="call consolidate() on a task of the larger network first",
-                )
+            require_shape(tuple(function.theta[name].shape), tuple(tensor.shape), name)
         function = function.moved(anchor) if anchor else function
         made = Provenance(
             self._recipe.word,

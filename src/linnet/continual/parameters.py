@@ -68,12 +68,12 @@ class Live:
 
     def difference(self, anchor: Mapping[str, Tensor]) -> Params:
         """θ − μ for the parameters that are there and have an anchor."""
-        # Of a parameter that has grown since, the leading rows and columns that the anchor knows count.
-        return {
-            name: corner(self.theta(name), mu.shape, name).to(mu.dtype) - mu
-            for name, mu in anchor.items()
-            if name in self.tensors
-        }
+        found = {}
+        for name, mu in anchor.items():
+            if name in self.tensors:
+                require_shape(tuple(self.tensors[name].shape), tuple(mu.shape), name)
+                found[name] = self.theta(name).to(mu.dtype) - mu
+        return found
 
 
 def computing_type(dtype: torch.dtype) -> torch.dtype:
@@ -81,18 +81,14 @@ def computing_type(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def corner(tensor: Tensor, shape: torch.Size | tuple[int, ...], name: str) -> Tensor:
-    """The leading part of a tensor, a view."""
-    if tensor.shape == torch.Size(shape):
-        return tensor
-    if tensor.ndim != len(shape) or any(a < b for a, b in zip(tensor.shape, shape, strict=True)):
+def require_shape(shape: tuple[int, ...], before: tuple[int, ...], name: str) -> None:
+    """Raise unless a parameter has the shape that it was consolidated with."""
+    if shape != before:
         raise ModelError(
-            f"parameter {name!r} has shape {tuple(tensor.shape)}, and had {tuple(shape)} when it was "
-            "consolidated",
-            expected="parameters that keep their shape or grow",
-            remedy="use a new name for what replaces a parameter",
+            f"parameter {name!r} has shape {shape}, and had {before} when it was consolidated",
+            expected="parameters that keep their shape",
+            remedy="give new classes a head of their own, and what replaces a parameter a new name",
         )
-    return tensor[tuple(slice(0, size) for size in shape)]
 
 
 @contextlib.contextmanager

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from linnet.continual.growth import grown, united
 from linnet.continual.merge import scaled, summed
-from linnet.continual.parameters import corner
+from linnet.continual.parameters import require_shape
 from linnet.curvatures.layers import Layer, Part
 from linnet.errors import ModelError
 from linnet.linalg.kronecker import Kronecker
+from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import Params
-from linnet.linalg.structured import Diagonal, StructuredOperator
+from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 from linnet.tree import map_tensors, node, tensors_in
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 WHOLE = ("full", "low-rank")  # one block for all parameters, whichever they are
 
@@ -55,10 +58,10 @@ class Block:
 
     def plus(self, other: Block, merge: str) -> Block:
         """The sum with another task's block."""
-        shapes = united(self.layer.shapes_by_name, other.layer.shapes_by_name)
+        shapes = _united(self.layer.shapes_by_name, other.layer.shapes_by_name)
         layer = replace(other.layer, shapes_by_name=shapes)
-        terms = [grown(term, self.layer, layer) for term in self.terms]
-        fresh = [grown(term, other.layer, layer) for term in other.terms]
+        terms = [_spread(term, self.layer, layer) for term in self.terms]
+        fresh = [_spread(term, other.layer, layer) for term in other.terms]
         examples = self.examples + other.examples
         if len(terms) == len(fresh) == 1:
             counts = (self.examples, other.examples)
@@ -77,10 +80,7 @@ class Block:
         if not present:
             return {}
         like = delta[present[0]]
-        pieces = [
-            corner(delta[name], shape, name) if name in delta else like.new_zeros(shape)
-            for name, shape in shapes.items()
-        ]
+        pieces = [delta[name] if name in delta else like.new_zeros(shape) for name, shape in shapes.items()]
         parts = self._products(pieces)
         return {name: part for name, part in zip(shapes, parts, strict=True) if name in delta}
 
@@ -161,7 +161,7 @@ class Precision:
             shapes = _with_curvature(block)
             if not shapes:
                 continue
-            reached = united(reached, shapes)
+            reached = _united(reached, shapes)
             place = next((i for i, old in enumerate(known) if old.accepts(block)), None)
             if place is None:
                 known.append(block)
@@ -179,14 +179,12 @@ class Precision:
         out: Params = {}
         for block in self.blocks:
             for name, product in block.product(delta).items():
-                _add(out, name, product, delta[name])
-        for name, shape in self.reached.items() if self.prior else ():
-            if name not in delta:
-                continue
-            if name in out and delta[name].shape == shape:
+                out[name] = out[name] + product if name in out else product
+        for name in self.reached if self.prior else ():
+            if name in out:
                 out[name] = torch.add(out[name], delta[name], alpha=self.prior)
-            else:
-                _add(out, name, self.prior * corner(delta[name], shape, name), delta[name])
+            elif name in delta:
+                out[name] = self.prior * delta[name]
         return out
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Precision:
@@ -234,10 +232,31 @@ def _with_curvature(block: Block) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _add(out: Params, name: str, product: Tensor, like: Tensor) -> None:
-    """Add a product to those of the same parameter; what has grown since gets zeros."""
-    if product.shape != like.shape:
-        whole = like.new_zeros(like.shape)
-        whole[tuple(slice(0, size) for size in product.shape)] = product
-        product = whole
-    out[name] = out[name] + product if name in out else product
+def _united(first: Shapes, second: Shapes) -> dict[str, tuple[int, ...]]:
+    """The parameters of both; those of both have one shape."""
+    for name in first.keys() & second.keys():
+        require_shape(tuple(second[name]), tuple(first[name]), name)
+    return {**first, **second}
+
+
+def _spread(operator: StructuredOperator, old: Layer, new: Layer) -> StructuredOperator:
+    """A block of some parameters as one of more, with zeros for the others."""
+    if old.shapes_by_name == new.shapes_by_name:
+        return operator
+    sizes = {name: torch.Size(shape).numel() for name, shape in new.shapes_by_name.items()}
+    starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    index = torch.cat([starts[name] + torch.arange(sizes[name]) for name in old.shapes_by_name])
+    index = index.to(operator.device)
+    if isinstance(operator, Dense):
+        matrix = operator.matrix.new_zeros(new.size, new.size)
+        matrix[index[:, None], index] = operator.matrix
+        return Dense(matrix, name=operator.name)
+    if isinstance(operator, LowRankMatrix) and operator.rest == 0 and operator.scale is None:
+        basis = operator.basis.new_zeros(new.size, operator.values.numel())
+        basis[index] = operator.basis
+        return LowRankMatrix(basis, operator.values, name=operator.name)
+    raise ModelError(
+        f"parameters have joined those of {new.name}, and {operator!r} cannot take them",
+        expected='structure="full" or "low-rank", or blocks by layer',
+        remedy="start again with another structure",
+    )

@@ -46,10 +46,6 @@ def value_and_gradient(quadratics: Sequence[Quadratic], live: Live) -> tuple[Ten
             half = 0.5 * torch.dot(delta[name].flatten(), product.flatten())
             total = half if total.device != half.device else total.to(half.dtype) + half
             tensor = live.tensors[name]
-            if product.shape != tensor.shape:
-                whole = product.new_zeros(tensor.shape)
-                whole[tuple(slice(0, size) for size in product.shape)] = product
-                product = whole
             # strides of the parameter: optimizers treat tensors alike all at once
             product = product.to(tensor.dtype).contiguous()
             gradients[name] = gradients[name] + product if name in gradients else product
