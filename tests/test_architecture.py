@@ -45,7 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("app.runs",),
     ("app.serve",),
     ("app.commands",),
-    ("app.completion", "app.help", "app.settings_file"),
+    ("app.help", "app.settings_file"),
     ("app.cli",),
     ("__main__",),
     ("__init__", "app"),

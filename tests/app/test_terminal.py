@@ -17,8 +17,8 @@ import pytest
 from linnet import progress
 from linnet.app import cli
 from linnet.app.cli import COMMANDS, Command
-from linnet.app.completion import completion
 from linnet.app.data import load_data
+from linnet.app.help import completion
 from linnet.app.terminal import accept_any_character, folding, kept
 from linnet.errors import InputError
 from linnet.files import require_file

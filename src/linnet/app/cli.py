@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from linnet import __version__
 from linnet.app import commands
 from linnet.app.commands import COMMANDS
-from linnet.app.completion import completion
-from linnet.app.help import choices, kind, page
+from linnet.app.help import choices, completion, kind, page
 from linnet.app.terminal import accept_any_character, folded, folding
 from linnet.distribution import require_application, require_own_package
 from linnet.errors import InputError, LinnetError
@@ -194,7 +193,9 @@ def _execute(command: Command, settings: Settings, flags: AbstractSet[str]) -> i
     if result is _NOTHING:  # of a process that has done its share of another one's command
         return 0
     if as_json:
-        print(json.dumps(_plain(result), indent=2, allow_nan=False))
+        from linnet.files import finite
+
+        print(json.dumps(finite(result), indent=2, allow_nan=False, default=str))
     sys.stdout.flush()
     return int(isinstance(result, Mapping) and result.get("ok") is False)
 
@@ -251,17 +252,6 @@ def _write_replay(name: str, settings: Settings, folder: object) -> None:
     write_text(path, text)
 
 
-def _plain(value: Any) -> Any:
-    """The value as JSON can hold it: paths as text, not-a-number and infinities as null."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else None
-    return value if value is None or isinstance(value, str | int) else str(value)
-
-
 # Help
 
 
@@ -309,7 +299,7 @@ def _print_error(error: LinnetError, words: Sequence[str]) -> None:
 def in_options(text: str, names: Iterable[str]) -> str:
     """The library's arguments as options of the same name: ``memory="2GB"`` becomes ``--memory 2GB``."""
     mine = "|".join(sorted(names, key=len, reverse=True)) or "(?!)"
-    text = re.sub(rf"^({mine})(?= is )", lambda found: _option(found[1]), text)
+    text = re.sub(rf"(?:^|(?<=: ))({mine})(?= is )", lambda found: _option(found[1]), text)
 
     def spelled(found: re.Match[str]) -> str:
         if found[1] is None:

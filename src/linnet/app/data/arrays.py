@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from linnet.app.data.checks import as_labels, as_targets, check_classes, check_lengths
-from linnet.app.data.splits import split_at_random, split_by_class
-from linnet.app.data.task import Part, TaskData
+from linnet.app.data.task import Part, TaskData, split_at_random, split_by_class
 from linnet.app.data.transforms import ImageTransform, require_default
 from linnet.errors import DataError
 from linnet.files import require_file, require_room

@@ -60,10 +60,8 @@ class Table:
     targets: tuple[str, ...] = ()  # names of the columns that are predicted
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any] | Sequence[str]) -> Table:
+    def of(cls, stored: Mapping[str, Any]) -> Table:
         """The table that a file describes."""
-        if not isinstance(stored, Mapping):
-            return cls(tuple(Column(str(name)) for name in stored))
         columns = []
         for one in stored["features"]:
             texts = one["categories"]

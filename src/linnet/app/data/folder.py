@@ -23,8 +23,7 @@ import numpy as np
 
 from linnet import params
 from linnet.app.data.checks import check_classes, some
-from linnet.app.data.splits import split_by_class
-from linnet.app.data.task import Part, TaskData
+from linnet.app.data.task import Part, TaskData, split_by_class
 from linnet.app.data.transforms import ImageTransform, scaled_size
 from linnet.errors import DataError, InputError
 from linnet.files import special_file

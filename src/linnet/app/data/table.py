@@ -27,8 +27,7 @@ from linnet.app.data.columns import (
     names_lines,
     remarks,
 )
-from linnet.app.data.splits import split_at_random, split_by_class
-from linnet.app.data.task import InMemory, Part, TaskData
+from linnet.app.data.task import InMemory, Part, TaskData, split_at_random, split_by_class
 from linnet.app.data.transforms import Standardize
 from linnet.errors import DataError, FileFormatError, InputError
 from linnet.files import require_file, require_room

@@ -129,25 +129,21 @@ def check_export(path: Path, overwrite: bool) -> None:
 
 def foretold(run: SavedRun, merge: bool) -> tuple[str, float]:
     """What the file of a run will hold, and how long writing it takes."""
-    fit, function, count = run.fit, run.fit.module.function, 1
+    fit, function = run.fit, run.fit.module.function
+    assert isinstance(fit, NestedFit)
     start = time.perf_counter()
     network_graph(function.model, Prototype(take(fit.x, slice(0, 2))), function.output)
     one = time.perf_counter() - start
-    network, wide = sum(p.numel() * p.itemsize for p in function.model.parameters()), 0
-    if isinstance(fit, NestedFit):
-        count = fit.module.heads * fit.system.c if fit.body_weight else 0
-        wide = fit.module.width * (fit.module.width + fit.system.c)  # the old head gives its inputs
-    count = 0 if merge else count
+    network = sum(p.numel() * p.itemsize for p in function.model.parameters())
+    wide = fit.module.width * (fit.module.width + fit.system.c)  # the old head gives its inputs
+    count = 0 if merge or not fit.body_weight else fit.module.heads * fit.system.c
     seconds = one * (_ONCE + _EACH * count)
     held = format_bytes(network + (wide * (not merge) + count * function.space.dim) * function.dtype.itemsize)
     told = f"about {held} in about {duration(seconds)}".replace("\u202f", " ")
     if not count:
         return f"{told}: the network with its new weights", seconds
     told += f": the network, and {count} direction{'s' * (count > 1)} in {function.space.dim:,} weights"
-    if isinstance(fit, NestedFit):
-        told += f" ({fit.system.c} outputs, {fit.module.heads} heads); a run with --weight 0 needs none"
-    else:
-        told += f"; --merge writes the network alone, {format_bytes(network)}"
+    told += f" ({fit.system.c} outputs, {fit.module.heads} heads); a run with --weight 0 needs none"
     return told, seconds
 
 

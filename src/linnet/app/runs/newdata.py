@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from linnet.app.data import ImageTransform, Standardize
+from linnet.app.data import KINDS, ImageTransform, Standardize
 from linnet.app.data.arrays import Member, check_member
 from linnet.app.data.checks import as_labels, as_targets, check_finite, check_lengths, some
 from linnet.app.data.folder import ImageFiles, files_below
-from linnet.app.data.load import KINDS
 from linnet.app.data.table import Cells, read_like
 from linnet.app.runs.folder import SavedRun
 from linnet.errors import DataError, InputError
@@ -129,9 +128,6 @@ def _from_table(path: Path, run: SavedRun) -> NewSamples:
             remedy=ALIKE,
         )
     x, answers, cells, findings = read_like(path, table)
-    if not table.targets:  # of an older run: what is no feature is a target
-        known = {column.name for column in table.features}
-        answers = {name: values for name, values in cells.values.items() if name not in known}
     y = np.stack(list(answers.values()), axis=1) if answers else None
     if y is not None and run.classes is not None:
         y = _labels(path, table.targets[0], cells, run.classes)
