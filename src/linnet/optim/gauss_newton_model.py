@@ -390,7 +390,7 @@ class OnePass:
     # only if loss and gradient agree and no random numbers were drawn.
     #
     # With separate passes a step takes 1.5 times as long for KFRA and 1.3 times for KFAC on the autoencoder
-    # of Botev (2020) (docs/benchmarks.md, from benchmarks/gauss_newton_step.py); only by it a step of KFRA
+    # of Botev (2020) (benchmarks/README.md, from benchmarks/gauss_newton_step.py); only by it a step of KFRA
     # costs less than four of Adam's.
 
     def __init__(self, network: Network, running: Average, raw: nn.Module) -> None:
