@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import inspect
@@ -20,7 +19,7 @@ from linnet.linalg.operator import LinearOperator
 from linnet.number_types import current as precision_in_force
 from linnet.tangent.functional import Functional, require_whole_weights
 from linnet.tangent.linearized import Linearized
-from linnet.tree import flatten, hash_tensors, leaves, tensors_in
+from linnet.tree import hash_tensors, leaves, parts, tensors_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 _DIGITS = 12  # of a hash in an error
@@ -83,33 +82,28 @@ def _described(value: Any) -> str:
     if isinstance(value, nn.Module):
         require_whole_weights(value)
         state = value.state_dict()
-        held = [state[name] for name in sorted(state) if isinstance(state[name], Tensor)]
-        return f"{type(value).__name__} {_hashed(hash_tensors(held))}"
+        tensors = [state[name] for name in sorted(state) if isinstance(state[name], Tensor)]
+        return f"{type(value).__name__} {_hashed(hash_tensors(tensors))}"
     if isinstance(value, torch.Generator):
         return f"{type(value).__name__} {_hashed(hash_tensors([value.get_state()]))}"
     if (made_of := _made_of(value)) is not None:
         return f"{type(value).__name__} {_hashed(hashlib.sha256(_described(made_of).encode()).hexdigest())}"
-    if isinstance(value, Tensor | Mapping | list | tuple):
-        return _data(value)
+    if isinstance(value, Tensor | Mapping | list | tuple) and _is_data(found := leaves(value)):
+        sizes = ", ".join(str(tuple(t.shape)) for t in found)
+        return f"{sizes} {_hashed(hash_tensors(found))}"
     if isinstance(value, Distribution):
         return repr(value)
     if value is None or isinstance(value, bool | int | float | str | os.PathLike):
         return repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [f"{f.name}={_described(getattr(value, f.name))}" for f in dataclasses.fields(value)]
-        return f"{type(value).__name__}({', '.join(fields)})"
+    if (held := parts(value)) is not None:
+        told = ", ".join(f"{name}={_described(part)}" for name, part in held.items())
+        return f"{type(value).__name__}({told})"
     return str(getattr(value, "__qualname__", type(value).__name__))
 
 
-def _data(value: Any) -> str:
-    """Tensors, or a container of whatever there is."""
-    found = leaves(value)
-    if found and all(isinstance(leaf, Tensor) for leaf in found):
-        sizes = ", ".join(str(tuple(t.shape)) for t in found)
-        return f"{sizes} {_hashed(hash_tensors(found))}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name!r}: {_described(part)}' for name, part in value.items())}}}"
-    return f"[{', '.join(map(_described, value))}]"
+def _is_data(found: list[Any]) -> bool:
+    """Whether what containers hold are tensors alone."""
+    return bool(found) and all(isinstance(leaf, Tensor) for leaf in found)
 
 
 def _made_of(value: Any) -> Any:
@@ -118,11 +112,10 @@ def _made_of(value: Any) -> Any:
         return value._compared()
     if not isinstance(value, LinearOperator):
         return None
-    try:
-        return flatten(value)
-    except InputError:  # a matrix of the user's own
+    if (found := parts(value)) is None:  # a matrix of the user's own
         held = {name: part for name, part in vars(value).items() if isinstance(part, Tensor | LinearOperator)}
-        return value.shape, {name: part for name, part in held.items() if not name.startswith("_")}
+        found = {name: part for name, part in held.items() if not name.startswith("_")}
+    return value.shape, found
 
 
 def _hashed(digest: str) -> str:
