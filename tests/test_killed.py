@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from linnet.files import load
+from linnet.tree import flatten
 from tests.grids import grid
 from tests.killing import start
 
@@ -24,7 +25,7 @@ def numbers(kind: str, run: Path) -> dict[str, torch.Tensor]:
     """The tensors of a result."""
     file = run / RESULTS[kind]
     if kind != "stream":
-        return load(file, file.stem)
+        return flatten(load(file, file.stem))[1]
     state = torch.load(file, weights_only=True)
     found = dict(state["net"])
     pending = [("method", state["method"]), ("optimizer", state["optimizer"])]

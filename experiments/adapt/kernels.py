@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import linnet
 from experiments.adapt.tasks import DEVELOPMENT, NETWORKS, REPORTED, Network, Task, drawn
-from linnet.files import save_tensors
+from linnet.files import save
 from linnet.fitting.last_layer import features, last_linear, replace_module
 from linnet.tangent.batch import Inputs, concatenate
 
@@ -68,7 +68,7 @@ def compute(network: Network, task: Task, out: Path, most: int, tested: int, dat
     phi = features(model, every)
     kernels = body_kernels(model, every, network.late)
     tensors = {"features": phi, "pool": y, "test": yt, **kernels}
-    save_tensors(out, file, tensors, {"seconds": time.perf_counter() - begin, "heads": HEADS})
+    save(out, file, {**tensors, "seconds": time.perf_counter() - begin, "heads": HEADS})
     print(f"{file}: {len(y)} + {len(yt)} samples, {time.perf_counter() - begin:.0f} s", flush=True)
 
 

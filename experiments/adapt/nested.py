@@ -18,7 +18,7 @@ from experiments.adapt.kernels import SETS, suited
 from experiments.adapt.tasks import NETWORKS
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, with_error
-from linnet.files import load_tensors
+from linnet.files import load
 from linnet.linear.targets import make_targets
 from linnet.nested.search import Mixture, choose
 
@@ -124,7 +124,7 @@ def main() -> None:
                 file = f"{network.name} {task.name}".replace(" ", "-").lower()
                 if not (given.kernels / f"{file}.safetensors").exists():
                     continue
-                kernels, _ = load_tensors(given.kernels / f"{file}.safetensors", file)
+                kernels = load(given.kernels / f"{file}.safetensors", file)
                 fewest = int(kernels["pool"].bincount().min())
                 for shots in (s for s in SHOTS if s <= fewest):
                     for seed in study.seeds:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from linnet.fitting.head import Probe as Probe
     from linnet.fitting.head import with_head as with_head
     from linnet.fitting.linear_fit import LinearFit as LinearFit
-    from linnet.fitting.load_fit import load_fit as load_fit
     from linnet.fitting.sketch import with_metric as with_metric
     from linnet.fitting.sketch import with_sketch as with_sketch
     from linnet.fitting.softmax_fit import SoftmaxFit as SoftmaxFit
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from linnet.posterior.posterior import linear_posterior as linear_posterior
     from linnet.posterior.svi import SVI as SVI
     from linnet.saved import load as load
+    from linnet.saved import load_fit as load_fit
     from linnet.tangent.linearized import Linearized as Linearized
     from linnet.tangent.linearized import linearize as linearize
     from linnet.tangent.preflight import preflight as preflight
@@ -84,7 +84,7 @@ _HOME = {
     "LinearFit": "linnet.fitting.linear_fit",
     "SoftmaxFit": "linnet.fitting.softmax_fit",
     "load": "linnet.saved",
-    "load_fit": "linnet.fitting.load_fit",
+    "load_fit": "linnet.saved",
     "curvature": "linnet.curvatures.build",
     "Curvature": "linnet.curvatures.curvature",
     "RunningCurvature": "linnet.curvatures.running",

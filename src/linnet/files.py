@@ -160,23 +160,6 @@ def _put_together(path: Path, content: object, tensors: Mapping[str, Tensor]) ->
         raise FileFormatError(f"{path}: {error.what}", error.expected, error.remedy) from error
 
 
-def save_tensors(
-    directory: str | os.PathLike[str],
-    name: str,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, Any],
-    kind: str | None = None,
-) -> Path:
-    """Write named tensors and their metadata."""
-    return save(directory, name, {"tensors": dict(tensors), "metadata": dict(metadata)}, kind)
-
-
-def load_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what ``save_tensors`` wrote."""
-    found = load(path, kind)
-    return found["tensors"], found["metadata"]
-
-
 def _own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """CPU copies where needed, so that each tensor has contiguous memory of its own."""
     owned: dict[str, Tensor] = {}

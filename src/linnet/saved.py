@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +14,23 @@ from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.files import as_path
 from linnet.files import load as load_tree
 from linnet.finetuning.finetuned import restored_finetuned
-from linnet.fitting.load_fit import load_fit
+from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.saved import restored_fit
+from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.laplace.laplace import restored_laplace
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.nested.adapt import load_adapted
+from linnet.nested.saved import restored_nested
 from linnet.tangent.functional import OutputAdapter
-from linnet.tangent_gp.load import load_gp
+from linnet.tangent_gp.saved import restored_gp
 
-# By the name of the file, less its ending. Each knows how to check what it reads.
-READERS: dict[str, Any] = {
-    "linear-fit": lambda file, model, **options: load_fit(file.parent, model, **options),
-    "nested-fit": lambda file, model, **options: load_adapted(file.parent, model, **options),
-    "laplace": lambda file, *given, **options: restored_laplace(_tree(file), file, *given, **options),
-    "tangent-gp": lambda file, model, **options: load_gp(file.parent, model, **options),
-    "finetuned": lambda file, *given, **options: restored_finetuned(_tree(file), file, *given, **options),
-    "curvature": lambda file, *given, **options: restored_curvature(_tree(file), file, *given, **options),
-}
-OPTIONS = {  # what a reader takes besides the folder and the network
-    "linear-fit": ("output",),
-    "nested-fit": ("output",),
-    "laplace": ("likelihood", "output"),
-    "tangent-gp": ("output",),
-    "finetuned": ("output",),
-    "curvature": ("output",),
+# What makes an object of a saved tree, by the name of the file, less its ending; each checks the network.
+READERS: dict[str, Callable[..., Any]] = {
+    "linear-fit": restored_fit,
+    "nested-fit": restored_nested,
+    "laplace": restored_laplace,
+    "tangent-gp": restored_gp,
+    "finetuned": restored_finetuned,
+    "curvature": restored_curvature,
 }
 
 
@@ -86,26 +81,52 @@ def load(
             expected=f"one of {names}",
             remedy="name the file itself" if found else "pass what save(...) returned",
         )
-    kind = found[0].stem
-    given = {"likelihood": likelihood, "output": output}
-    options = {name: value for name, value in given.items() if value is not None}
-    wrong = [name for name in options if name not in OPTIONS[kind]]
-    if wrong:
+    kind, options = found[0].stem, dict[str, Any](output=output)
+    if kind == "laplace":
+        options["likelihood"] = likelihood
+    elif likelihood is not None:
         raise InputError(
-            f"{wrong[0]}= with {found[0].name}", expected=f"no {wrong[0]}", remedy=f"leave {wrong[0]}= out"
+            f"likelihood= with {found[0].name}", expected="no likelihood", remedy="leave likelihood= out"
         )
     return _read(kind, found[0], model, options)
 
 
-def _tree(file: Path) -> Any:
-    """What a file holds, network and checks apart."""
-    return load_tree(file, file.stem)
+def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> LinearFit | SoftmaxFit:
+    """Read a fit that ``LinearFit.save`` or ``SoftmaxFit.save`` wrote, whatever else is in its folder.
+
+    Args:
+        directory: The folder, or the file in it.
+        model: The network that was linearized, with the same weights, or its linearization.
+        output: The output adapter, if the fit was made with a callable one.
+
+    Returns:
+        The fit, able to do all that it could before; a ``SoftmaxFit`` where the loss was the cross-entropy.
+
+    Raises:
+        FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
+        InputError: If there is no such file, or ``output`` is needed and not given.
+
+    Example:
+        >>> import linnet, tempfile, torch
+        >>> net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+        >>> x = torch.ones(3, 2).cumsum(0)
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = linnet.fit(linnet.linearize(net), (x, x[:, :1])).save(folder)
+        >>> load_fit(folder, net).ridge
+        1.0
+    """
+    check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
+    place = as_path(directory)
+    file = place / "linear-fit.safetensors" if place.is_dir() or not place.suffix else place
+    found: LinearFit | SoftmaxFit = _read("linear-fit", file, model, {"output": output})
+    return found
 
 
 def _read(kind: str, file: Path, model: nn.Module, options: dict[str, Any]) -> Any:
     """What a file holds; checksums say that it is as it was written, not that linnet wrote it."""
+    saved = load_tree(file, kind)
     try:
-        return READERS[kind](file, model, **options)
+        return READERS[kind](saved, file, model, **options)
     except LinnetError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:

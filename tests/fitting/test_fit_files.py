@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import FileFormatError, InputError
-from linnet.files import save_tensors
+from linnet.files import save
 from linnet.fitting import CG, Nystrom, OneHot
 from tests.fitting.problems import flat, near, network, problem, refused
 from tests.zoo import BY_NAME
@@ -180,7 +180,7 @@ def test_foreign_files(tmp_path: Path) -> None:
     refused(FileFormatError, lambda: linnet.load_fit(tmp_path, P.model), str(path))
     torch.save(P.model.state_dict(), path)
     refused(FileFormatError, lambda: linnet.load_fit(path, P.model), str(path))
-    other = save_tensors(tmp_path, "posterior", {"x": torch.ones(2)}, {})
+    other = save(tmp_path, "posterior", {"x": torch.ones(2)})
     with pytest.raises(FileFormatError, match=r"posterior.*linear-fit"):
         linnet.load_fit(other, P.model)
 

@@ -410,7 +410,7 @@ def _begun(
         )
     function = _functional(model, output)
     adapter, small = function.output, function.model
-    tensors, told = sketch_state(small) if isinstance(small, SketchedNetwork) else (None, None)
+    basis = sketch_state(small) if isinstance(small, SketchedNetwork) else None
     record = {
         "weights": function.fingerprint(),
         "modules": function.modules(),
@@ -421,10 +421,10 @@ def _begun(
         "dtype": str(dtype or torch.bfloat16).removeprefix("torch."),
         "shard_size": SHARD_SIZE if shard_size is None else shard_size,
         "dim": function.space.dim,
-        "sketch": told,
+        "sketch": basis and basis["parameters"],
     }
     record["id"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
-    return StoreFolder.begun(path, record, tensors)
+    return StoreFolder.begun(path, record, basis)
 
 
 def _functional(model: nn.Module, output: OutputAdapter) -> Functional:
@@ -446,8 +446,8 @@ def _matching(folder: StoreFolder, model: nn.Module, output: OutputAdapter) -> F
         model, output = function.model, function.output
     model = given_network(model)
     if record["sketch"] is not None and not isinstance(model, SketchedNetwork):
-        require_parameters(model, record["sketch"]["parameters"], path, _OTHER)
-        model = restored_sketch(model, folder.basis(), record["sketch"])
+        require_parameters(model, record["sketch"], path, _OTHER)
+        model = restored_sketch(model, folder.basis())
     function = matching_function(model, record, output, path, _OTHER)
     require_witness(function.check_runs, folder.witness(), path, _OTHER)
     return function

@@ -45,7 +45,7 @@ class StoreFolder:
         return cls(path, read_json(file, RECORD)) if file.is_file() else None
 
     @classmethod
-    def begun(cls, path: Path, record: Mapping[str, Any], basis: Mapping[str, Tensor] | None) -> StoreFolder:
+    def begun(cls, path: Path, record: Mapping[str, Any], basis: Mapping[str, Any] | None) -> StoreFolder:
         """A store in a folder that has none, unless another process is first: then that one's."""
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -60,9 +60,9 @@ class StoreFolder:
             write_json(path / "store.json", dict(record), RECORD)
         return cls(path, record)
 
-    def basis(self) -> dict[str, Tensor]:
-        """The tensors of the directions."""
-        found: dict[str, Tensor] = load(self.path / "basis.safetensors", BASIS)
+    def basis(self) -> dict[str, Any]:
+        """The directions."""
+        found: dict[str, Any] = load(self.path / "basis.safetensors", BASIS)
         return found
 
     def witness(self, made: Callable[[], dict[str, Any] | None] | None = None) -> dict[str, Any] | None:

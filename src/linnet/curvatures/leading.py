@@ -27,6 +27,7 @@ from linnet.linalg.kronecker import HalfDiagonal, KroneckerEigen
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.rules import Captured, Use, factors, padded
+from linnet.tree import node
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,7 @@ class LayerBasis(ABC):
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layer"}
 
 
+@node()
 @dataclass(frozen=True, eq=False)
 class ProductBasis(LayerBasis):
     """Products of columns of Q_L and Q_R, in the matrix [W b] of each group."""
@@ -138,6 +140,7 @@ class ProductBasis(LayerBasis):
         return [part.to(coordinates.dtype) for part in self.layer.part(matrices)]
 
 
+@node()
 @dataclass(frozen=True, eq=False)
 class DenseBasis(LayerBasis):
     """Vectors in all parameters of the layer, one after the other."""
@@ -163,6 +166,7 @@ class DenseBasis(LayerBasis):
         return _parted(moved, self.layer)
 
 
+@node()
 @dataclass(frozen=True, eq=False)
 class EntryBasis(LayerBasis):
     """Single parameters of the layer."""

@@ -14,6 +14,7 @@ from linnet.params import number, refuse, tensor
 from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
 from linnet.tangent.gather import examples
 from linnet.tangent.linearized import Linearized
+from linnet.tree import node
 
 CRITERIA = ("loo", "gcv", "evidence")
 
@@ -76,6 +77,7 @@ def positions(indices: Any, n: int, leave: int = 1) -> Tensor:
 # Metadata of a fit: size, solver, ridge and reasons.
 
 
+@node()
 @dataclass(frozen=True)
 class Record:
     """Choices of a fit, their reasons and costs."""
@@ -88,12 +90,6 @@ class Record:
     classes: tuple[str, ...] = ()  # names of the classes in the order of the outputs, where y was text
     columns: tuple[str, ...] = ()  # names of the inputs, where x was a data frame
     noise_factor: float = 1.0  # by what σ² was raised since the ridge was chosen by the same data
-
-    @classmethod
-    def read(cls, told: dict[str, Any]) -> Record:
-        """A record as it was written."""
-        listed = {name: tuple(told.get(name, ())) for name in ("warnings", "classes", "columns")}
-        return cls(**{**told, **listed})
 
 
 # -- evaluation ------------------------------------------------------------------------------------

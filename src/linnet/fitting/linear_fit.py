@@ -9,7 +9,7 @@ every output has displacements of its own.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,12 +242,16 @@ class LinearFit(SquaredFit):
             directory: The folder; made if missing.
 
         Returns:
-            The file that ``linnet.load_fit`` reads.
+            The file that ``linnet.load`` reads.
         """
-        tensors, how = system_state(self.system)
-        tensors |= {"residual": self.system.problem.residual}
-        if self.combinations is not None:
-            tensors["combinations"] = self.combinations
-        told = {"loss": "squared", "record": asdict(self.record)}
-        data = self.x, self._targets
-        return write_fit(directory, self.module.function, data, (tensors, how), told, self.held_out)
+        state = {
+            "loss": "squared",
+            "record": self.record,
+            "x": self.x,
+            "targets": self._targets,
+            "solved": system_state(self.system),
+            "residual": self.system.problem.residual,
+            "combinations": self.combinations,
+            "held_out": self.held_out,
+        }
+        return write_fit(directory, self.module.function, state)

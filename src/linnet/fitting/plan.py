@@ -87,7 +87,6 @@ class Size:
         return next((dim for dim in fitting if dim < self.function.space.dim), None)
 
     @property
-    @property
     def equations(self) -> int:
         """N·C."""
         return batch_size(self.x) * self.c

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from linnet.curvatures.curvature import Curvature, default_damping
 from linnet.curvatures.expectation import Expectation
-from linnet.curvatures.layers import Form, Layer
 from linnet.curvatures.leading import LayerBasis, leading_basis, random_basis, restored_basis
 from linnet.curvatures.variance import root_rows
 from linnet.errors import InputError, MemoryBudgetError
@@ -609,28 +608,17 @@ def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None
     return Linearized(made if function.source is None else made.in_float64()), said
 
 
-def sketch_state(small: SketchedNetwork) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A sketch as tensors and JSON, the network apart."""
-    tensors = {name: t for name, t in small.named_buffers(recurse=False) if t is not None}
-    layers = [
-        {"kind": kind, "layer": layer.name, "shapes": layer.shapes_by_name, "form": asdict(layer.form)}
-        for kind, layer in small._layers
-    ]
-    return tensors, {"layers": layers, "parameters": list(small._shapes), "random": small.random}
+def sketch_state(small: SketchedNetwork) -> dict[str, Any]:
+    """A sketch, the network apart."""
+    state = {"parameters": list(small._shapes), "bases": small.bases, "random": small.random}
+    return state | {"scales": small.scales, "eigenvalues": small.eigenvalues}
 
 
-def restored_sketch(
-    network: nn.Module, tensors: Mapping[str, Tensor], told: Mapping[str, Any]
-) -> SketchedNetwork:
-    """The sketched network that ``sketch_state`` wrote."""
-    bases = []
-    for i, entry in enumerate(told["layers"]):
-        shapes = {name: tuple(shape) for name, shape in entry["shapes"].items()}
-        layer, prefix = Layer(entry["layer"], shapes, Form(**entry["form"])), f"basis_{i}_"
-        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-        bases.append(restored_basis(entry["kind"], layer, own))
-    own_values = tensors.get("scales"), told["random"], tensors.get("eigenvalues")
-    return _made(network, told["parameters"], bases, *own_values)
+def restored_sketch(network: nn.Module, state: Mapping[str, Any]) -> SketchedNetwork:
+    """The sketched network of ``sketch_state``."""
+    return _made(
+        network, state["parameters"], state["bases"], state["scales"], state["random"], state["eigenvalues"]
+    )
 
 
 class DeflatedInverse(LinearOperator):

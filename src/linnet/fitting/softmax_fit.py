@@ -11,7 +11,7 @@ approximation of the linear model, with the prior precision ρ and no noise to e
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -417,11 +417,17 @@ class SoftmaxFit(Fitted):
             directory: The folder; made if missing.
 
         Returns:
-            The file that ``linnet.load_fit`` reads.
+            The file that ``linnet.load`` reads.
         """
-        told = {"loss": "cross-entropy", "record": asdict(self.record)}
-        data, solved = (self.x, self._targets), newton_state(self.system)
-        return write_fit(directory, self.module.function, data, solved, told, self.held_out)
+        state = {
+            "loss": "cross-entropy",
+            "record": self.record,
+            "x": self.x,
+            "targets": self._targets,
+            "solved": newton_state(self.system),
+            "held_out": self.held_out,
+        }
+        return write_fit(directory, self.module.function, state)
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,6 +34,7 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram, own_kernels
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.linearized import Linearized
+from linnet.tree import node
 
 # -- equations -------------------------------------------------------------------------------------
 #
@@ -45,6 +46,7 @@ from linnet.tangent.linearized import Linearized
 TOGETHER = 64  # examples differentiated at once
 
 
+@node()
 @dataclass(frozen=True)
 class Equations:
     """q combinations of the C outputs of M inputs, as a sparse matrix S (q, M·C)."""
@@ -299,6 +301,7 @@ ROUNDS = 3  # refinements of the equations after rounding
 NAMED = 3  # equations that an error names
 
 
+@node()
 @dataclass(frozen=True)
 class Constraints:
     """Equations that a fit obeys, ready for use."""
@@ -516,24 +519,3 @@ def _backward(factor: Tensor, b: Tensor) -> Tensor:
     """L⁻ᵀ b for a vector b."""
     solved: Tensor = torch.linalg.solve_triangular(factor.T, b[:, None], upper=True)
     return solved[:, 0]
-
-
-def constraint_tensors(constraints: Constraints | None) -> dict[str, Any]:
-    """The tensors of the equations that a file keeps besides their inputs."""
-    if constraints is None:
-        return {}
-    equations = constraints.equations
-    named = {"row": equations.row, "place": equations.place, "weight": equations.weight}
-    for name in ("values", "gap", "slack", "factor", "design"):
-        named[name] = getattr(constraints, name)
-    return {f"constraints.{name}": t for name, t in named.items()}
-
-
-def constraints_from(tensors: dict[str, Tensor], x: Inputs, outputs: int, redundant: int = 0) -> Constraints:
-    """The equations that ``constraint_tensors`` wrote."""
-    named = {name.removeprefix("constraints."): t for name, t in tensors.items()}
-    equations = Equations(x, named["row"], named["place"], named["weight"], len(named["values"]), outputs)
-    values, gap, slack, factor, design = (
-        named[name] for name in ("values", "gap", "slack", "factor", "design")
-    )
-    return Constraints(equations, values, gap, slack, factor, design, redundant)

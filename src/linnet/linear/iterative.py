@@ -52,6 +52,7 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram, own_kernels
 from linnet.tangent.jacobian import JacobianOperator, NormalOperator
 from linnet.tangent.modes import in_exact_mode
+from linnet.tree import node
 
 # -- iteration -------------------------------------------------------------------------------------
 # Conjugate gradients as linear models use them: their settings, a run, and when its end is an answer.
@@ -62,6 +63,7 @@ STAGNATED = (
 )
 
 
+@node()
 @dataclass(frozen=True)
 class CGSettings:
     """Settings of conjugate gradients."""
@@ -308,6 +310,7 @@ class Iteration:
         return CGSettings(self.tolerance, self.max_steps, rank, preconditioner=self.preconditioner)
 
 
+@node()
 @dataclass(frozen=True)
 class Panel:
     """The directions of the variance cache."""

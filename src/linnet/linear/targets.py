@@ -16,6 +16,7 @@ from linnet.errors import DataError, InputError
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import number, refuse
 from linnet.tangent.batch import IGNORED
+from linnet.tree import node
 
 ALPHA = 15.0  # Achille et al., CVPR 2021, eq. (3)
 # what to do with integers where the network has one output
@@ -50,6 +51,7 @@ class OneHot:
         number("scale", self.scale, above=0, remedy="leave scale= out for α = 15")
 
 
+@node()
 @dataclass(frozen=True)
 class Targets:
     """Targets of a fit."""

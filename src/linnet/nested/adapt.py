@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from linnet.fitting.remarks import single_remarks
 from linnet.linear.targets import doubts, task_targets, understood
 from linnet.logged import Log
 from linnet.nested.features import RandomHeads
-from linnet.nested.load_nested import read_nested
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.tuning import tuned
 from linnet.tangent.alike import require_same_arguments
@@ -174,32 +172,3 @@ def _adapted(
         "dual", "loo", {**heard.reasons(), **reasons}, remarks, seconds, heard.classes, heard.columns
     )
     return solved(features, x, targets, memory, record, chosen)
-
-
-def load_adapted(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> NestedFit:
-    """Read a fit that ``NestedFit.save`` wrote.
-
-    Args:
-        directory: The folder.
-        model: The network that was adapted, with the same weights.
-        output: The output adapter, if the fit was made with a callable one.
-
-    Returns:
-        The fit, able to do all that it could before.
-
-    Raises:
-        FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
-        InputError: If there is no such file, the model is none, or ``output`` is needed and not given.
-
-    Example:
-        >>> import tempfile
-        >>> import linnet
-        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> x = torch.randn(10, 2)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = linnet.adapt(net, (x, torch.arange(10) % 2)).save(folder)
-        ...     load_adapted(folder, net).n
-        10
-    """
-    check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
-    return read_nested(directory, model, output)

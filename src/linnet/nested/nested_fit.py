@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
+from linnet.files import save
 from linnet.fitting.accuracy import TOLERANCE
 from linnet.fitting.arguments import Record, count_in_words, positions
-from linnet.fitting.last_layer import HIDDEN
+from linnet.fitting.last_layer import HIDDEN, Appended
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.remarks import rounded, unused_remarks
 from linnet.fitting.squared_fit import SquaredFit, joined_targets, kept, more_data
@@ -32,13 +33,14 @@ from linnet.linear.system import System
 from linnet.linear.targets import Targets, understood
 from linnet.nested.export import exported_nested, network_of_probe
 from linnet.nested.features import Prior, RandomHeads
-from linnet.nested.nested_files import write_nested
 from linnet.nested.search import BIAS, Mixture, Rung, choose
 from linnet.params import no_targets
 from linnet.tangent.batch import MASK, Inputs, KnownInputs, batch_size, concatenate
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import IDLE, Functional
 from linnet.tangent.graph import Prototype, Traced
+from linnet.tangent.matching import identity
 
+KIND = "nested-fit"  # of the file
 AVERAGED = (
     f"the mean of {HIDDEN} over its positions, by {MASK} where it is given; output= takes something else"
 )
@@ -264,25 +266,38 @@ class NestedFit(SquaredFit):
         Returns:
             The file that ``linnet.load`` reads.
         """
-        tensors = {
-            "targets": self.targets, "beta": self.system.beta, "kernel": self.system.kernel, "phi": self.phi
-        }  # fmt: skip
-        told: dict[str, Any] = {
-            "ridge": self.ridge,
-            "classes": self.classes,
-            "scale": self._targets.scale,
-            "record": asdict(self.record),
-            "rungs": [asdict(rung) for rung in self.rungs],
+        features = self.prior.network
+        model, function = features.model, features.function
+        appended = model if isinstance(model, Appended) else None
+        output = None if appended is None else appended.output
+        weights = dict(model.named_parameters()) if features.trained else {}
+        network = identity(function) | {
+            "output": output if isinstance(output, str) else None,
+            "custom_output": callable(output),
+            "appended": None if appended is None else appended.width,
+            "idle": getattr(model, IDLE, None),
+            "heads": features.heads,
+            "seed": features.seed,
         }
-        if self.held_out is not None:  # closed forms cannot find again what held-out folds told
-            tensors["held_out"] = self.held_out
-            told["calibration"] = {
-                "temperature": self.temperature,
-                "point_temperature": self.point_temperature,
-                "variance_scale": self.variance_scale,
-                "noise": self.noise,
-            }
-        return write_nested(directory, self.prior, self.x, tensors, told)
+        known = ("temperature", "point_temperature", "variance_scale", "noise")
+        state = {
+            "network": network,
+            "trained": {name: weights[name] for name in function.names if weights},
+            "record": self.record,
+            "x": self.x,
+            "targets": self._targets,
+            "center": self.prior.center,
+            "mixture": self.prior.mixture,
+            "ridge": self.ridge,
+            "beta": self.system.beta,
+            "kernel": self.system.kernel,
+            "phi": self.phi,
+            "rungs": self.rungs,
+            "held_out": self.held_out,
+            # closed forms cannot find again what held-out folds told
+            "calibration": {} if self.held_out is None else {name: getattr(self, name) for name in known},
+        }
+        return save(directory, KIND, state)
 
 
 def system_of(

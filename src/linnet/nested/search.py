@@ -20,6 +20,7 @@ from linnet.linalg.factorize import read
 from linnet.linear.dual import DualSystem, Spectrum
 from linnet.linear.targets import Targets
 from linnet.progress import track
+from linnet.tree import node
 
 WEIGHTS = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 0.95, 1.0)
 # κ, the prior variance of the intercept beside a kernel whose diagonal is about 1: the intercept is free to
@@ -45,6 +46,7 @@ SAME = "with about the same accuracy"
 ONE_SAMPLE = "one sample per class cannot tell whether the lower layers help"
 
 
+@node()
 @dataclass(frozen=True)
 class Mixture:
     """Weights and scales of the added kernels."""
@@ -331,6 +333,7 @@ def _candidate(spectrum: Spectrum, targets: Targets, weight: float, ridge: float
 _CLEAR = 1.96  # standard errors of a gain that is significant at 5 %
 
 
+@node()
 @dataclass(frozen=True)
 class Rung:
     """One model on held-out folds of the training samples."""

@@ -424,27 +424,6 @@ def hash_examples(x: Inputs) -> list[str]:
     return [hash_tensors(tensors_in(part)) for part in split(x, 1)]
 
 
-def flatten_inputs(x: Inputs, prefix: str = "x") -> tuple[dict[str, Tensor], Any]:
-    """Inputs as tensors by path, and their structure."""
-    if isinstance(x, Tensor):
-        return {prefix: x}, "tensor"
-    items = x.items() if isinstance(x, dict) else enumerate(x)
-    tensors: dict[str, Tensor] = {}
-    layout: dict[str, Any] = {"kind": "dict" if isinstance(x, dict) else "tuple", "parts": {}}
-    for key, value in items:
-        found, layout["parts"][str(key)] = flatten_inputs(value, f"{prefix}/{key}")
-        tensors |= found
-    return tensors, layout
-
-
-def unflatten_inputs(tensors: Mapping[str, Tensor], layout: Any, prefix: str = "x") -> Inputs:
-    """The inputs that ``flatten_inputs`` wrote."""
-    if layout == "tensor":
-        return tensors[prefix]
-    parts = {key: unflatten_inputs(tensors, part, f"{prefix}/{key}") for key, part in layout["parts"].items()}
-    return parts if layout["kind"] == "dict" else tuple(parts.values())
-
-
 def made_up(x: Inputs) -> Inputs:
     """One example with the shapes, types and ranges of a batch, from which no example can be read."""
     generator = torch.Generator().manual_seed(0)

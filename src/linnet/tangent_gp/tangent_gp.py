@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from linnet.distributed import sharing
 from linnet.errors import InputError
+from linnet.files import save
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.linear.files import system_state
 from linnet.linear.problem import Problem
 from linnet.linear.system import System
 from linnet.params import flag, number
@@ -34,9 +36,9 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.gather import examples, gather_data, owned
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.matching import identity
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
 from linnet.tangent.output_scale import warn_of_scale
-from linnet.tangent_gp.files import write_gp
 from linnet.tangent_gp.observed import BATCH, Observed
 from linnet.tangent_gp.solving import GPOptions, GPPlan, Options, describe, planned, solve
 from linnet.tangent_gp.tune import (
@@ -49,6 +51,8 @@ from linnet.tangent_gp.tune import (
     warn_at_floor,
 )
 from linnet.tree import map_tensors, tensors_in
+
+KIND = "tangent-gp"  # of the file
 
 
 class TangentGP(PredictiveModel):
@@ -443,13 +447,21 @@ class TangentGP(PredictiveModel):
         Returns:
             The file that ``linnet.load`` reads.
         """
+        system, base = self._fitted, self._observed.base
+        problem = system.problem
         state = {
+            "network": identity(base),
             "likelihood": self._likelihood.describe(),
             "prior_precision": self.prior_precision,
             "noise_scale": self.noise_scale,
             "options": {k: v for k, v in self._options.given.items() if k not in ("params", "output")},
+            "x": problem.x,
+            "y": problem.y,
+            "weights": problem.weights,
+            "residual": problem.residual,
+            "solved": system_state(system),
         }
-        return write_gp(directory, state, self._fitted, self._observed.base)
+        return save(directory, KIND, state)
 
     def _restore(self, system: System) -> None:
         """Take equations that were solved before."""

@@ -25,9 +25,10 @@ from linnet.app.runs import quick
 from linnet.app.runs.adaptation import ending, trained_on
 from linnet.app.runs.folder import load_run, load_test
 from linnet.errors import ModelError
-from linnet.files import load, load_tensors
+from linnet.files import load
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.search import verdict
+from linnet.tree import flatten
 from tests.app.runs.small_tasks import pictures, write_folder, write_nets, write_pictures, write_table
 
 RUN_FILES = {
@@ -103,8 +104,8 @@ def test_the_test_accuracy_is_that_of_the_kernel(workshop: Path) -> None:
 
 def test_the_same_command_gives_the_same_fit(workshop: Path, folder: Path) -> None:
     assert adapt(folder, "--compare", "finetune", "--finetune-steps", "4") == 0
-    first, _ = load_tensors(workshop / "pictures" / "nested-fit.safetensors", "nested-fit")
-    second, _ = load_tensors(folder / "run" / "nested-fit.safetensors", "nested-fit")
+    _, first = flatten(load(workshop / "pictures" / "nested-fit.safetensors", "nested-fit"))
+    _, second = flatten(load(folder / "run" / "nested-fit.safetensors", "nested-fit"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert result(folder / "run")["scores"][-1]["nll"] == result(workshop / "pictures")["scores"][-1]["nll"]
@@ -330,8 +331,8 @@ def test_a_killed_run_resumes_to_the_same_result(
     assert cli.main(["adapt", *words, "--out", str(whole)]) == 0
     assert resumed == len(counted) - resumed - len(finished)  # what was done is not done again
     assert not list(run.glob("*kernel*")) + list(whole.glob("*kernel*"))
-    first, _ = load_tensors(run / "nested-fit.safetensors", "nested-fit")
-    second, _ = load_tensors(whole / "nested-fit.safetensors", "nested-fit")
+    first = load(run / "nested-fit.safetensors", "nested-fit")
+    second = load(whole / "nested-fit.safetensors", "nested-fit")
     assert all(torch.equal(first[name], second[name]) for name in second)
 
 

@@ -32,11 +32,11 @@ from linnet.files import load as load_tree
 from linnet.files import read_json, save, write_json
 from linnet.fitting.last_layer import Appended
 from linnet.machine import find_device
-from linnet.nested.adapt import load_adapted
 from linnet.nested.features import with_random_heads
-from linnet.nested.nested_files import KIND as NESTED
+from linnet.nested.nested_fit import KIND as NESTED
 from linnet.report import Samples
 from linnet.report.kinds import Fit, temperatures_of
+from linnet.saved import load
 from linnet.tangent.batch import take
 from linnet.tangent.functional import check_output
 
@@ -226,7 +226,7 @@ def load_run(
     if model is not None:
         origin = replace(origin, spec=absolute_spec(model))
     network = _build(folder, origin).to(device)
-    fit = load_adapted(folder, network)
+    fit = load(folder / f"{NESTED}.safetensors", network)
     fit.memory = memory
     kept = load_tree(folder / "samples.safetensors", "samples")
     images = kept["images"].numpy() if "images" in kept else None
