@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 DECADES = 4  # of the grid of a primal fit, to each side of its ridge
 ACCURACY = 1e-3  # of log ρ
-SCALED = 32  # examples that tell the scale of the kernel
 
 
 @dataclass(frozen=True, repr=False)
