@@ -24,7 +24,7 @@ from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, with_error
 from linnet.fitting.descent import fine_tune, nearest_class_mean
 from linnet.fitting.last_layer import features
-from linnet.metrics.calibration import equal_mass
+from linnet.metrics.reports import equal_mass
 from linnet.nested.tuning import EPOCHS, HEAD_SCALE, STEPS, tuned
 from linnet.tangent.batch import Inputs, batch_size, take
 

@@ -233,22 +233,6 @@ def test_two_tasks_with_wide_sides_add_up() -> None:
         assert_near(same.dense(), 2 * one.dense())
 
 
-def test_a_wide_head_that_grows_keeps_what_was_measured() -> None:
-    from linnet.continual.growth import grown
-
-    from linnet.curvatures.layers import Form, Layer
-
-    old = Layer("h", {"h.weight": (7, 3), "h.bias": (7,)}, Form("product"))
-    new = Layer("h", {"h.weight": (9, 3), "h.bias": (9,)}, Form("product"))
-    M = HalfDiagonal.of(torch.rand(7).double() + 0.1, torch.eye(4).double() + 0.2)
-    larger = grown(M, old, new)
-    assert isinstance(larger, HalfDiagonal)
-    assert_near(larger.dense()[:28, :28], M.dense())
-    assert larger.trace() == M.trace()
-    right = HalfDiagonal.of(torch.eye(7).double() + 0.2, torch.rand(4).double() + 0.1)
-    assert_near(grown(right, old, new).dense()[:28, :28], right.dense())
-
-
 def test_a_running_average_carries_over_to_a_new_basis(monkeypatch: pytest.MonkeyPatch) -> None:
     """EKFAC with a wide side, on equal batches: the average is the curvature of one, in any basis."""
     from linnet.curvatures import treatments

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from linnet.errors import InputError
-from linnet.metrics.calibration import equal_mass, equal_width
 from linnet.metrics.evaluate import batches_of, evaluate
-from linnet.metrics.reports import Report
+from linnet.metrics.reports import Report, equal_mass, equal_width
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
 from tests.fitting.problems import near, peak_bytes, real, refused

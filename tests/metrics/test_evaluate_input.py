@@ -16,10 +16,8 @@ from torch.distributions import Normal
 from torch.utils.data import DataLoader, TensorDataset
 
 from linnet.errors import DataError, InputError
-from linnet.metrics.answers import class_probabilities
-from linnet.metrics.evaluate import evaluate
-from linnet.metrics.judged import join, judge
-from linnet.metrics.reports import RegressionReport, Report
+from linnet.metrics.evaluate import class_probabilities, evaluate
+from linnet.metrics.reports import RegressionReport, Report, join, judge
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
 from tests.fitting.problems import near, real, refused

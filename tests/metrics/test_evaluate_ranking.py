@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from linnet.errors import DataError, InputError
 from linnet.metrics.evaluate import evaluate
 from linnet.metrics.ood import ood
-from linnet.metrics.ranking import Detection, risk_coverage
-from linnet.metrics.reports import Report
+from linnet.metrics.reports import Detection, Report, risk_coverage
 from tests.fitting.problems import near, real, refused
 
 metrics = pytest.importorskip("sklearn.metrics")

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
-from linnet.metrics.answers import ask, class_probabilities
-from linnet.metrics.evaluate import Predict, batches_of, same_classes
-from linnet.metrics.judged import Judged, join, judge
-from linnet.metrics.reports import Report
+from linnet.metrics.evaluate import Predict, ask, batches_of, class_probabilities, same_classes
+from linnet.metrics.reports import Judged, Report, join, judge
 from linnet.params import refuse, tensor
 from linnet.progress import track
 from linnet.shown import Record

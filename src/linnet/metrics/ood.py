@@ -10,11 +10,9 @@ import torch
 
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import DataError, InputError
-from linnet.metrics.answers import ask, class_probabilities
-from linnet.metrics.evaluate import Predict, asked, batches_of, same_classes
-from linnet.metrics.judged import SCORES, Judged, join, judge
+from linnet.metrics.evaluate import Predict, ask, asked, batches_of, class_probabilities, same_classes
 from linnet.metrics.plots import SeparationPlots
-from linnet.metrics.ranking import Detection
+from linnet.metrics.reports import SCORES, Detection, Judged, join, judge
 from linnet.params import choice
 from linnet.predictive.model import PredictiveModel
 from linnet.progress import track

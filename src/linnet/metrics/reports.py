@@ -1,24 +1,396 @@
-"""Results of an evaluation: scores with standard errors, and their curves."""
+"""Results of an evaluation: numbers of each example, and from them scores, calibration and rankings.
+
+All of a report follows from a few numbers of each example (:class:`Judged`): bins of confidence, how well a
+score ranks, errors of means and by resampling.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from statistics import NormalDist
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linnet.metrics.calibration import CalibrationBins, equal_mass, equal_width
-from linnet.metrics.judged import Judged
+from linnet.errors import DataError, InputError
 from linnet.metrics.plots import RegressionPlots, ReportPlots
-from linnet.metrics.ranking import RiskCoverage, plain, risk_coverage
 from linnet.params import choice, flag, integer, refuse, tensor
 from linnet.params import seed as checked_seed
 from linnet.shown import Record
 from linnet.solvers.solution import Estimate
+
+SCORES = ("entropy", "max-probability", "mutual-information")
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """Numbers of N examples, in float64 on the CPU, logarithms natural."""
+
+    predicted: Tensor  # the most probable class, (N,)
+    confidence: Tensor  # its probability, (N,)
+    entropy: Tensor  # H[E p] of the mean probabilities, (N,)
+    # E H[p] over samples of the probabilities, (N,), or `None` without samples
+    expected_entropy: Tensor | None
+    label: Tensor | None  # true class, (N,), or ``None`` where it is not known
+    log_loss: Tensor | None  # −log p of the true class, (N,), or ``None``
+    brier: Tensor | None  # Σ_c (p_c − [c is the true class])², (N,), or ``None``
+
+    @property
+    def n(self) -> int:
+        """N."""
+        return self.predicted.shape[0]
+
+    @property
+    def correct(self) -> Tensor:
+        """Whether the most probable class is the true one, (N,) bool."""
+        return self.predicted == self.known(self.label)
+
+    def known(self, column: Tensor | None) -> Tensor:
+        """A column that needs true classes."""
+        if column is None:
+            raise InputError(
+                "the data had no labels",
+                expected="data of (x, y) pairs for scores that compare with the true class",
+                remedy="pass data=(x, y)",
+            )
+        return column
+
+    def uncertainty(self, score: str) -> Tensor:
+        """Uncertainty score of each prediction, (N,)."""
+        choice("score", score, SCORES)
+        if score == "entropy":
+            return self.entropy
+        if score == "max-probability":
+            return -self.confidence
+        if self.expected_entropy is None:
+            raise InputError(
+                "score='mutual-information' needs samples, but predict returns none",
+                expected="samples of the probabilities (S, N, C)",
+                remedy="return one set of probabilities a draw of the weights, stacked first",
+            )
+        # I[y; θ] = H[E p] − E H[p] ≥ 0 (Jensen), to rounding
+        return (self.entropy - self.expected_entropy).clamp_min(0)
+
+    def take(self, index: Tensor) -> Judged:
+        """Some of the examples."""
+        return self._mapped(lambda column: column[index])
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> Judged:
+        """The same with a function applied to every column."""
+        columns = (getattr(self, field.name) for field in fields(self))
+        return Judged(*(None if column is None else function(column) for column in columns))  # type: ignore[arg-type]
+
+
+def judge(p: Tensor, y: Tensor | None, start: int = 0) -> Judged:
+    """Compare class probabilities with true classes."""
+    # p (N, C), y (N,)
+    # A class of probability zero counts as the smallest number that the type of p can hold, so that one
+    # underflow does not make the mean infinite: 103.3 nats in float32.
+    smallest = torch.finfo(p.dtype).tiny * torch.finfo(p.dtype).eps
+    samples = p[None] if p.ndim == 2 else p
+    mean = samples.mean(0, dtype=torch.float64).clamp_min(0)
+    expected = None
+    if p.ndim == 3:
+        expected = _stack_mean([_entropy(sample.double().clamp_min(0)) for sample in samples])
+    confidence, predicted = mean.max(1)
+    label = log_loss = brier = None
+    if y is not None:
+        label = check_labels(y, mean.shape[0], mean.shape[1], start).to(mean.device)
+        own = mean.gather(1, label[:, None])[:, 0]
+        log_loss = -own.clamp_min(smallest).log()
+        # Σ_c (p_c − [c = y])² = Σ_c p_c² − 2 p_y + 1 suffers cancellation; the sum itself does not
+        brier = (mean - torch.nn.functional.one_hot(label, mean.shape[1])).square().sum(1)
+    found = Judged(predicted, confidence.clamp_max(1), _entropy(mean), expected, label, log_loss, brier)
+    return found._mapped(lambda column: column.cpu())
+
+
+def _entropy(p: Tensor) -> Tensor:
+    """−Σ p log p, at most log C."""
+    entropy: Tensor = torch.special.entr(p).sum(-1)
+    return entropy.clamp(0, math.log(p.shape[-1]))
+
+
+def _stack_mean(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).mean(0)
+
+
+def join(parts: Sequence[Judged]) -> Judged:
+    """The numbers of several batches, one after the other."""
+    columns: list[Tensor | None] = []
+    for field in fields(Judged):
+        found = [getattr(part, field.name) for part in parts]
+        present = [column for column in found if column is not None]
+        if present and len(present) < len(found):
+            what = "samples of the probabilities" if field.name == "expected_entropy" else "labels"
+            raise InputError(
+                f"only some batches have {what}", expected="all or none", remedy=f"add the {what}"
+            )
+        columns.append(torch.cat(present) if present else None)
+    return Judged(*columns)  # type: ignore[arg-type]
+
+
+def check_labels(y: Tensor, n: int, classes: int, start: int = 0) -> Tensor:
+    """Labels as (N,) integers below C."""
+    # y (N,)
+    tensor("y", y, "integer classes (N,)", "pass y.long()")
+    if y.dtype == torch.bool or y.is_floating_point() or y.is_complex():
+        raise InputError(
+            f"y has type {y.dtype}", expected="integer classes (N,)", remedy="convert them with y.long()"
+        )
+    labels = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+    if labels.shape != (n,):
+        raise InputError(
+            f"y has shape {tuple(y.shape)} for {n} example(s)",
+            expected="one integer class for each example, (N,)",
+            remedy="pass y.argmax(1) for one-hot labels",
+        )
+    wrong = (labels < 0) | (labels >= classes)
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise DataError(
+            f"y holds {int(wrong.sum())} label(s) out of range, "
+            f"first {int(labels[first])} at index {start + first}",
+            expected=f"classes 0 to {classes - 1}, because predict returns {classes} probabilities",
+            remedy="use the labels that the network was trained on",
+        )
+    return labels.long()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CalibrationBins(Record):
+    """Predictions sorted into bins of confidence, as a reliability diagram shows them."""
+
+    edges: Tensor  # ends of the bins, (B + 1,), increasing
+    count: Tensor  # predictions in each bin, (B,)
+    confidence: Tensor  # their mean confidence, (B,); NaN in an empty bin
+    accuracy: Tensor  # share of them that is correct, (B,); NaN in an empty bin
+
+    @property
+    def error(self) -> float:
+        """Expected calibration error Σ_b n_b / N |accuracy_b − confidence_b|, in [0, 1]."""
+        gap = (self.accuracy - self.confidence).abs().nan_to_num(0)
+        return float((gap * self.count).sum() / self.count.sum())
+
+    @property
+    def largest_error(self) -> float:
+        """Maximum calibration error, the largest gap of a bin, in [0, 1]."""
+        return float((self.accuracy - self.confidence).abs().nan_to_num(0).max())
+
+
+def equal_width(confidence: Tensor, correct: Tensor, bins: int = 15) -> CalibrationBins:
+    """Bins of equal width: bin b holds confidences in ((b − 1)/B, b/B], the last one a confidence of 1."""
+    # confidence (N,), correct (N,)
+    # Source: C. Guo et al., On calibration of modern neural networks, ICML 2017, eqs. 1-3.
+    confidence = confidence.double()
+    edges = torch.linspace(0, 1, _checked(bins) + 1, dtype=torch.float64, device=confidence.device)
+    # Interior edges alone, closed on the right: neither 0 nor 1 can fall outside the B bins.
+    place = torch.bucketize(confidence, edges[1:-1])
+    return _summed(edges, place, confidence, correct.double(), bins)
+
+
+def equal_mass(confidence: Tensor, correct: Tensor, bins: int = 15) -> CalibrationBins:
+    """Bins that hold equally many predictions, to one; no more bins than predictions."""
+    # confidence (N,), correct (N,)
+    # Predictions of equal confidence may fall into different bins, so each counts as correct to the share of
+    # all of them that are: the order of the examples does not matter.
+    #
+    # Source: K. Nguyen and B. O'Connor, Posterior calibration and exploratory analysis for NLP models, EMNLP
+    # 2015, section 3.2.
+    n = confidence.shape[0]
+    bins = min(_checked(bins), n)
+    share = tied_mean(correct, confidence)
+    ordered, order = confidence.double().sort()
+    place = torch.arange(n, device=confidence.device) * bins // n  # B runs of ⌊N/B⌋ or ⌈N/B⌉
+    starts = torch.searchsorted(place, torch.arange(bins, device=place.device))
+    edges = torch.cat([ordered[starts], ordered[-1:]])
+    return _summed(edges, place, ordered, share[order], bins)
+
+
+def tied_mean(values: Tensor, key: Tensor) -> Tensor:
+    """Each value replaced by the mean over all examples of the same key, (N,)."""
+    # values (N,), key (N,)
+    _, group, count = key.unique(return_inverse=True, return_counts=True)
+    total = torch.zeros_like(count, dtype=torch.float64).index_add_(0, group, values.double())
+    means: Tensor = total / count
+    return means[group]
+
+
+def _summed(edges: Tensor, place: Tensor, confidence: Tensor, correct: Tensor, bins: int) -> CalibrationBins:
+    """Counts and means of each bin."""
+    count = torch.bincount(place, minlength=bins)
+    means = [torch.bincount(place, weights=v, minlength=bins) / count for v in (confidence, correct)]
+    return CalibrationBins(edges, count, means[0], means[1])
+
+
+def _checked(bins: int) -> int:
+    return integer("bins", bins)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Detection(Record):
+    """Detection metrics: how well a score separates two sets."""
+
+    # The score should be larger outside. Outside is the positive class: a true positive is an outside example
+    # that is found, a false positive an inside example that is flagged.
+
+    score: str  # name of the score
+    inside: Tensor  # its values inside, (N,)
+    outside: Tensor  # its values outside, (M,)
+
+    def __post_init__(self) -> None:
+        for name, values in (("inside", self.inside), ("outside", self.outside)):
+            if values.numel() == 0:
+                raise DataError(
+                    f"{name} is empty: there is one class only",
+                    expected="examples of both, inside and outside",
+                    remedy="a ranking of one set against another needs both",
+                )
+            if values.isnan().any():
+                raise DataError(
+                    f"the score {self.score!r} is NaN {name}",
+                    expected="numbers",
+                    remedy="look at the predictions",
+                )
+
+    @property
+    def auroc(self) -> float:
+        """P(score outside > score inside) + ½ P(equal): the area under the ROC curve."""
+        # In whole numbers: 2 · #(inside < outside) + #(inside = outside), over 2NM
+        twice = int(_placements(self.inside, self.outside).sum())
+        return twice / (2 * self.inside.numel() * self.outside.numel())
+
+    @property
+    def auroc_stderr(self) -> float:
+        """Standard error of the AUROC (DeLong, DeLong and Clarke-Pearson 1988); infinite for one example."""
+        if min(self.inside.numel(), self.outside.numel()) < 2:
+            return math.inf
+        found = _placements(self.inside, self.outside).double() / (2 * self.inside.numel())
+        missed = _placements(self.outside, self.inside).double() / (2 * self.outside.numel())
+        # Var = Var_outside[P(inside < s)] / M + Var_inside[P(outside > s)] / N
+        return math.sqrt(float(found.var() / found.numel() + missed.var() / missed.numel()))
+
+    @property
+    def aupr(self) -> float:
+        """Average precision Σ_k (R_k − R_{k−1}) P_k with outside as the positive class."""
+        return _average_precision(*_counts(self.inside, self.outside))
+
+    @property
+    def aupr_in(self) -> float:
+        """Average precision with inside as the positive class."""
+        return _average_precision(*_counts(-self.outside, -self.inside))
+
+    @property
+    def fpr95(self) -> float:
+        """Share of inside examples that are flagged when at least 95 % of those outside are found."""
+        return self.false_positive_rate(0.95)
+
+    @property
+    def fpr95_in(self) -> float:
+        """Share of outside examples that pass when at least 95 % of those inside do (Liang et al. 2018)."""
+        return Detection(self.score, -self.outside, -self.inside).fpr95
+
+    def false_positive_rate(self, recall: float) -> float:
+        """Share of inside examples that are flagged at the highest threshold that finds enough outside."""
+        if not 0 < recall <= 1:
+            raise InputError(f"recall={recall}", expected="a share in (0, 1]", remedy="pass recall=0.95")
+        true, false = _counts(self.inside, self.outside)
+        enough = true >= recall * self.outside.numel() * (1 - 1e-12)
+        return int(false[enough][0]) / self.inside.numel()
+
+    def roc(self) -> tuple[Tensor, Tensor]:
+        """The ROC curve."""
+        true, false = _counts(self.inside, self.outside)
+        zero = torch.zeros(1, dtype=torch.float64, device=true.device)
+        return (
+            torch.cat([zero, false.double() / self.inside.numel()]),
+            torch.cat([zero, true.double() / self.outside.numel()]),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        names = ("auroc", "auroc_stderr", "aupr", "aupr_in", "fpr95", "fpr95_in")
+        counts = {"score": self.score, "inside": self.inside.numel(), "outside": self.outside.numel()}
+        return {**counts, **{name: plain(getattr(self, name)) for name in names}}
+
+    def _shown(self) -> dict[str, Any]:
+        return self.to_dict()
+
+    def __str__(self) -> str:
+        """One line."""
+        return (
+            f"{self.score}: auroc {self.auroc:.4f} ± {self.auroc_stderr:.4f}, aupr {self.aupr:.4f} "
+            f"(inside {self.aupr_in:.4f}), fpr95 {self.fpr95:.4f}"
+        )
+
+
+def _placements(lower: Tensor, upper: Tensor) -> Tensor:
+    """For each value in ``upper`` twice the number of ``lower`` below it, equal ones once."""
+    ordered = lower.sort().values
+    below, not_above = (torch.searchsorted(ordered, upper, right=right) for right in (False, True))
+    return below + not_above
+
+
+def _counts(negatives: Tensor, positives: Tensor) -> tuple[Tensor, Tensor]:
+    """True and false positives at every distinct threshold, the highest first."""
+    values = torch.cat([negatives, positives])
+    positive = torch.cat([torch.zeros_like(negatives), torch.ones_like(positives)]).bool()
+    ordered, order = values.sort(descending=True)
+    last = torch.ones_like(positive)
+    last[:-1] = ordered[1:] != ordered[:-1]  # equal scores are flagged together
+    return positive[order].cumsum(0)[last], (~positive[order]).cumsum(0)[last]
+
+
+def _average_precision(true: Tensor, false: Tensor) -> float:
+    """Σ_k (R_k − R_{k−1}) P_k."""
+    precision = true.double() / (true + false)
+    gained = torch.diff(true, prepend=torch.zeros_like(true[:1]))
+    return float((gained * precision).sum() / true[-1])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RiskCoverage(Record):
+    """The error rate of a classifier that answers only when it is certain enough."""
+
+    # Source: Y. Geifman and R. El-Yaniv, Selective classification for deep neural networks, NeurIPS 2017.
+
+    coverage: Tensor  # share of examples that are answered, k/N for k = 1, ..., N, (N,)
+    risk: Tensor  # mean loss of the k most certain, (N,)
+
+    @property
+    def area(self) -> float:
+        """Area under the curve, (1/N) Σ_k risk_k."""
+        return float(self.risk.mean())
+
+    def risk_at(self, coverage: float) -> float:
+        """The mean loss when at least a share of the examples is answered."""
+        if not 0 < coverage <= 1:
+            raise InputError(f"coverage={coverage}", expected="a share in (0, 1]", remedy="pass coverage=0.8")
+        n = self.risk.shape[0]
+        return float(self.risk[math.ceil(coverage * n * (1 - 1e-12)) - 1])
+
+    def coverage_at(self, risk: float) -> float:
+        """The largest share of examples that can be answered at a mean loss."""
+        allowed = self.coverage[self.risk <= risk]
+        return float(allowed[-1]) if allowed.numel() else 0.0
+
+
+def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
+    """The risk-coverage curve of an uncertainty score."""
+    # uncertainty (N,), loss (N,)
+    # Examples of equal uncertainty come in random order; the curve is the mean over all such orders.
+    n = uncertainty.shape[0]
+    ordered = tied_mean(loss, uncertainty)[uncertainty.argsort()]
+    k = torch.arange(1, n + 1, dtype=torch.float64, device=ordered.device)
+    return RiskCoverage(k / n, ordered.cumsum(0) / k)
+
+
+def plain(value: float | None) -> float | None:
+    """A number that JSON can hold: None for NaN and infinity."""
+    return value if value is not None and math.isfinite(value) else None
+
 
 _MEANS = ("accuracy", "nll", "brier", "entropy", "expected_entropy", "mutual_information")
 _NEED_LABELS = ("accuracy", "nll", "brier", "ece", "adaptive_ece", "entropy_correct", "entropy_wrong", "aurc")
