@@ -20,8 +20,7 @@ from linnet.errors import InputError
 from linnet.fitting.accuracy import sound_change
 from linnet.fitting.arguments import Record as Record
 from linnet.fitting.arguments import base_outputs, count_in_words, linear_outputs
-from linnet.fitting.export import exported_directions, exported_fit
-from linnet.fitting.export_variance import Posterior
+from linnet.fitting.export import ExportedPosterior, exported_directions, exported_fit
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.merged import Merged, merged_network
 from linnet.fitting.squared_fit import SquaredFit
@@ -201,7 +200,7 @@ class LinearFit(SquaredFit):
             return exported_fit(self.module, like, None, kind)
         weights = self.system.problem.weights
         roots = None if weights is None else weights.diag_embed()
-        posterior = Posterior(self.x, self.ridge, self.noise, roots, self.memory, self.constraints)
+        posterior = ExportedPosterior(self.x, self.ridge, self.noise, roots, self.memory, self.constraints)
         return exported_fit(self.module, like, posterior, kind)
 
     def _plain_shared(self, like: Prototype, variance: bool) -> Traced:

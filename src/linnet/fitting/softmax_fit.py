@@ -29,8 +29,7 @@ from linnet.fitting.arguments import (
     ridge_grid,
 )
 from linnet.fitting.cross_fit import CrossFit
-from linnet.fitting.export import exported_fit
-from linnet.fitting.export_variance import Posterior
+from linnet.fitting.export import ExportedPosterior, exported_fit
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import Record
@@ -387,7 +386,7 @@ class SoftmaxFit(Fitted):
         """The model as a plain module, its variances computed in a type, or in the network's."""
         if not variance:
             return exported_fit(self.module, like, None, kind)
-        posterior = Posterior(self.x, self.ridge, 1.0, self.system.roots, self.memory)
+        posterior = ExportedPosterior(self.x, self.ridge, 1.0, self.system.roots, self.memory)
         return exported_fit(self.module, like, posterior, kind)
 
     def _merged(self, x: Inputs) -> Merged:

@@ -23,8 +23,16 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.fitting.arguments import BATCH
-from linnet.fitting.export import Affine, HeadOutputs, Moved, covariance_roots
-from linnet.fitting.export_variance import Posterior, held_by_factor, in_examples, in_weights
+from linnet.fitting.export import (
+    Affine,
+    ExportedPosterior,
+    HeadOutputs,
+    OutputDirections,
+    covariance_roots,
+    held_by_factor,
+    in_examples,
+    in_weights,
+)
 from linnet.fitting.last_layer import bared, last_linear, replace_module, zero_layer
 from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import Plan, parse_bytes, require
@@ -38,31 +46,13 @@ from linnet.tangent.jacobian import jacobian
 from linnet.tangent.modes import in_exact_mode
 
 
-class _WithBody(nn.Module):
-    """The linear layer on φ, and r_hᵀ of the tangents of φ for every output."""
-
-    weight: Tensor
-    bias: Tensor
-
-    def __init__(self, weight: Tensor, bias: Tensor, heads: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.register_buffer("bias", bias)
-        self.moved = Moved(heads)
-
-    def forward(self, phi: Tensor, tangents: Sequence[Tensor]) -> Tensor:
-        mean = nn.functional.linear(phi, self.weight, self.bias)
-        moved: Tensor = self.moved(tangents)
-        return mean + moved
-
-
 class _Remaining(NamedTuple):
     """The posterior of the features beside the intercept, and what the intercept adds."""
 
     center: Tensor  # of φ, (D,)
     scales: tuple[float, float]  # √((1−w)/m_head) and √(w/(H m_body))
     shift: Tensor  # s κ/(Nκ+ρ), (D + H·P,)
-    factor: Tensor  # of the posterior, (D + H·P, ·), as ``export_variance`` has it
+    factor: Tensor  # of the posterior, (D + H·P, ·), as ``fitting.export`` has it
     prior: float  # σ²/ρ where the factor is to be taken from it, 0 otherwise
     least: float  # σ²κ/(Nκ+ρ)
 
@@ -128,21 +118,25 @@ def exported_nested(
             shape = Affine(prior.center.double(), prior.mixture.head**-0.5, BIAS**0.5)
             psi = torch.cat([phi * shape.scale, torch.full_like(phi[:, :1], shape.constant)], 1)
             kind = kind or function.dtype
-            roots = covariance_roots(psi, Posterior(train, system.ridge, noise)).to(kind)
+            roots = covariance_roots(psi, ExportedPosterior(train, system.ridge, noise)).to(kind)
             shape = shape.to(kind)
         return plain_module(network, [], HeadOutputs(weight, bias, roots, shape), like, function.output)
     heads = last_linear(function.model)[1].weight.detach()
     if noise is not None:
-        rest = _remaining(prior, phi, Posterior(train, system.ridge, noise, memory=system.memory))
+        rest = _remaining(prior, phi, ExportedPosterior(train, system.ridge, noise, memory=system.memory))
         delta = found.directions[0].values.flatten(0, 1)
         finish = _WithVariance((weight, bias), delta, rest, kind or function.dtype)
         return module_with_rows(Functional(network, function.names, function.output), finish, like, heads)
     return plain_module(
-        network, found.directions[0].by_output(), _WithBody(weight, bias, heads), like, function.output
+        network,
+        found.directions[0].by_output(),
+        OutputDirections(heads, (weight, bias)),
+        like,
+        function.output,
     )
 
 
-def _remaining(prior: Prior, phi: Tensor, posterior: Posterior) -> _Remaining:
+def _remaining(prior: Prior, phi: Tensor, posterior: ExportedPosterior) -> _Remaining:
     """The posterior of the features beside the intercept."""
     function, h, mixture = prior.network.function, prior.network.heads, prior.mixture
     (n, d), p = phi.shape, h * function.space.dim
