@@ -264,6 +264,18 @@ def accumulator(structure: str = "kfac") -> Accumulator:
     return Accumulator(function, Expectation(Categorical()), sums)
 
 
+def test_fading_scales_sums_and_counts_alike() -> None:
+    one = accumulator()
+    one.add(Batch(0, *batch(0)))
+    before = {name: tensor.clone() for name, tensor in one.state().items()}
+    one.fade(0.25)
+    assert before["examples"] == 4
+    assert any(name.endswith("count") for name in before)
+    for name, tensor in one.state().items():
+        assert torch.equal(tensor, 0.25 * before[name]), name
+    assert all(b.dense().isfinite().all() for b in (s.block() for s in one.sums))
+
+
 def test_state_of_an_accumulator_goes_round() -> None:
     one, other = accumulator(), accumulator()
     one.add(Batch(0, *batch(0)))

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import linnet
 from linnet.curvatures import Passes, accumulate, kfac, sums, variance
 from linnet.curvatures.accumulate import Accumulator, plan_chunks
+from linnet.curvatures.engine import layers_of
+from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.stream import Batch, Batches
+from linnet.curvatures.treatments import make_sums
 from linnet.distributed import Share
 from linnet.likelihoods import Categorical
 from linnet.tangent.capture import capture_bytes
@@ -115,6 +118,39 @@ def test_plans_stay_within_their_budget(budget: int) -> None:
     assert chunks.examples >= 1
     assert 1 <= chunks.columns <= 3
     assert chunks.examples == 1 or chunks.examples * (inputs + chunks.columns * column) <= budget // 4
+
+
+def accumulated(expectation: Expectation, structure: str, batches: list[Tensor], decay: float) -> Accumulator:
+    """Statistics of several batches, the older ones faded."""
+    function = linearized("lenet").function
+    layers = layers_of(function, Batch(0, batches[0], None))
+    sums = [make_sums(one, structure, "expand", function.dtype, function.device) for one in layers]
+    accumulator = Accumulator(function, expectation, sums)
+    for i, x in enumerate(batches):
+        accumulator.fade(decay)
+        accumulator.add(Batch(i, x, None))
+    return accumulator
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "block"])
+def test_fading_weighs_batches_and_has_no_bias_from_the_start(structure: str) -> None:
+    problem = Problem("lenet", "categorical")
+    expectation, x = Expectation(problem.likelihood), problem.case.x1
+    decay = 0.6
+    # a constant stream: the mean over examples is that of one batch, from the first step on
+    for steps in (1, 2, 5):
+        faded = accumulated(expectation, structure, [x] * steps, decay)
+        once = accumulated(expectation, structure, [x], decay)
+        weight = sum(decay**i for i in range(steps))
+        assert_near(faded.examples, torch.tensor(4 * weight, dtype=torch.float64))
+        for mine, its in zip(faded.sums, once.sums, strict=True):
+            assert_near(mine.block().dense() / faded.examples, its.block().dense() / once.examples)
+    both = accumulated(expectation, structure, [x[:2], x[2:]], decay)
+    first = accumulated(expectation, structure, [x[:2]], decay)
+    second = accumulated(expectation, structure, [x[2:]], decay)
+    for mine, old, new in zip(both.sums, first.sums, second.sums, strict=True):
+        for key, tensor in mine.tensors.items():
+            assert_near(tensor, decay * old.tensors[key] + new.tensors[key])
 
 
 def test_output_covariance_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,10 @@ from linnet.curvatures.curvature import Curvature
 from linnet.likelihoods import Categorical, Gaussian
 from tests.curvatures.curvature_oracles import Expected, Problem, families, indices
 from tests.curvatures.side_by_side import curvature_of
-from tests.zoo import assert_near, case
+from tests.zoo import assert_near, case, joined, rows
 
 STRUCTURES = ("full", "block", "diagonal", "kfac", "ekfac")
+NETWORKS = ("lenet", "mobilenet", "gpt2-eager", "shared-conv", "padding-index", "structured-output")
 TIGHT = 1e-10
 
 
@@ -33,6 +34,28 @@ def assert_all_near(found: dict[str, Curvature], expected: dict[str, Curvature],
             assert_near(G.trace(), scale * expected[structure].trace(), TIGHT)
         else:
             assert_near(G.dense(), scale * expected[structure].dense(), TIGHT)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.thinned(6)
+def test_duplicated_data_double_everything(name: str, sharing: str) -> None:
+    problem = Problem(name, families(name)[-1])
+    x, y = problem.data
+    once = curvatures(problem, x, y, sharing=sharing)
+    twice = curvatures(problem, joined(x, x), torch.cat([y, y]), sharing=sharing, block=3)
+    assert_all_near(twice, once, 2.0)
+    assert twice["kfac"].made.examples == 8
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.thinned(2)
+def test_the_order_of_examples_does_not_matter(name: str) -> None:
+    problem = Problem(name, families(name)[-1])
+    x, y = problem.data
+    order = torch.tensor([2, 0, 3, 1])
+    turned = curvatures(problem, rows(x, order), y[order], block=3)
+    assert_all_near(turned, curvatures(problem, x, y))
 
 
 @pytest.mark.parametrize("name", ["lenet", "norms", "tied-linears"])

@@ -35,7 +35,6 @@ def draws(problem: Problem, expectation: str, samples: int) -> dict[str, Tensor]
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("expectation", ["mc", "random-projection"])
 @pytest.mark.thinned(2)
 def test_estimates_are_unbiased_and_samples_are_averaged(expectation: str) -> None:

@@ -85,7 +85,6 @@ def test_the_variance_where_the_bias_alone_moves() -> None:
     torch.testing.assert_close(fit.export(variance=True)(x)[1], fit.predictive(x).variance)
 
 
-@pytest.mark.long
 def test_torch_saves_and_compiles_the_module(tmp_path: Path) -> None:
     fit, (x, _) = fitted(), data(7)
     module, expected = fit.export(), fit.predict(x)
@@ -155,7 +154,6 @@ def test_inputs_keep_their_names() -> None:
     )
 
 
-@pytest.mark.long
 def test_inputs_may_have_any_strides() -> None:
     torch.manual_seed(4)
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, C))

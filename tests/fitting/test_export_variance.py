@@ -31,7 +31,7 @@ def fitted(n: int, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("n", "options"),
     [
-        pytest.param(12, {}, marks=pytest.mark.long),  # fewer outputs of training examples than weights
+        (12, {}),  # fewer outputs of training examples than weights
         (12, {"solver": Sketch(16)}),
         pytest.param(30, CROSS, marks=pytest.mark.long),  # more
         pytest.param(12, CROSS, marks=pytest.mark.long),
@@ -105,7 +105,7 @@ def test_a_factor_that_does_not_fit_names_its_size_and_the_sketch() -> None:
 @pytest.mark.parametrize(
     ("n", "structure", "options"),
     [
-        pytest.param(12, "kfac", {}, marks=pytest.mark.long),
+        (12, "kfac", {}),
         pytest.param(30, "kfac", {}, marks=pytest.mark.long),
         pytest.param(12, "ekfac", CROSS, marks=pytest.mark.long),
         pytest.param(12, "diagonal", {}, marks=pytest.mark.long),
@@ -127,7 +127,7 @@ HELD = torch.tensor([[1.0, FREE, -2.0], [0.0, 0.0, 3.0]], dtype=torch.float64)
 @pytest.mark.parametrize(
     ("n", "params", "weight"),
     [
-        pytest.param(12, None, None, marks=pytest.mark.long),  # fewer outputs than weights
+        (12, None, None),  # fewer outputs of training examples than weights
         pytest.param(30, None, 0.7, marks=pytest.mark.long),  # more, and a penalty
         pytest.param(30, None, None, marks=pytest.mark.long),
         pytest.param(12, None, 0.7, marks=pytest.mark.long),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -41,7 +41,6 @@ def test_forgetting_is_fitting_without(solver: str, left_out: list[int]) -> None
     assert fit.n == 7
 
 
-@settings(max_examples=8)
 @given(st.sets(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 100))
 def test_forgetting_any_set_in_any_problem(left_out: set[int], seed: int) -> None:
     p = problem(outputs=2, classes=False, seed=seed, hidden=3)

@@ -224,6 +224,7 @@ def test_coordinates_of_a_metric() -> None:
     metric = linnet.with_metric(p.model, curvature, damping=0.1)
     fit = linnet.fit(linnet.linearize(metric), (p.x, p.y), ridge=RIDGE, solver=Shared(C))
     near(fit.system.kernel, linnet.spectrum.gram(metric, p.x, form="trace") / C)
+    near(fit.export()(p.x_test), fit.predict(p.x_test), 1e-8)
 
 
 def test_outputs_that_an_adapter_picks() -> None:

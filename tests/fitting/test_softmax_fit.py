@@ -191,6 +191,10 @@ def test_the_posterior_is_laplaces(c: Case, solver: str) -> None:
     inverse = torch.linalg.inv(hessian(c.j, c.f0 + c.j @ delta, rho))
     found = fit.predictive(c.x_test)
     near(found.covariance, torch.einsum("tcp,pq,tdq->tcd", c.j_test, inverse, c.j_test), 1e-8)
+    joint = fit.predictive(c.x_test, joint=True).joint_covariance
+    near(joint, torch.einsum("tcp,pq,sdq->tcsd", c.j_test, inverse, c.j_test), 1e-8)
+    rows = c.j_test.flatten(0, 1).T
+    near(fit.system.solve(rows), inverse @ rows, 1e-8)
     near(found.mean, fit.predict(c.x_test), 1e-12)
     probs = found.probs
     assert probs.shape == (4, max(2, c.y.shape[1]))

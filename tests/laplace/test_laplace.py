@@ -110,6 +110,14 @@ def test_factored_damping_on_other_layouts(name: str, damping: str) -> None:
     assert float(excess.diagonal().max()) > 1e-3
 
 
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "block", "full"])
+def test_duplicated_data_are_twice_the_scale(structure: str) -> None:
+    model, x, y = classes()
+    twice = Laplace(model, CATEGORICAL, structure).fit((torch.cat([x, x]), torch.cat([y, y])))
+    scaled = Laplace(model, CATEGORICAL, structure, data_scale=2.0).fit((x, y))
+    near(twice.covariance.dense(), scaled.covariance.dense(), 1e-9)
+
+
 @pytest.mark.parametrize("damping", ["matrix-normal", "exact"])
 def test_matrix_normal_sees_duplicates_as_scale(damping: str) -> None:
     model, x, y = classes()

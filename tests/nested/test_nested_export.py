@@ -40,7 +40,7 @@ def test_lower_layers_take_part_in_every_output() -> None:
 @pytest.mark.parametrize(
     ("n", "weight"),
     [
-        pytest.param(12, 0.4, marks=pytest.mark.long),  # fewer training examples than features
+        (12, 0.4),  # fewer training examples than features
         pytest.param(12, 1.0, marks=pytest.mark.long),
         pytest.param(500, 0.4, marks=pytest.mark.long),  # more
     ],
@@ -102,7 +102,6 @@ def test_another_runtime_gives_the_variance_with_lower_layers(tmp_path: Path) ->
         torch.testing.assert_close(torch.from_numpy(got), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.long
 def test_what_does_not_fit_is_refused_with_its_size() -> None:
     fit = linnet.adapt(network(), samples(12), **MIXED)
     fit.memory = 1000

@@ -171,7 +171,6 @@ def test_probabilities_are_calibrated_by_held_out_outputs(fits: tuple[NestedFit,
     assert abs(confidence - accuracy(fit)) < 0.12  # leave-one-out at these weights would claim 0.2 more
 
 
-@pytest.mark.long
 def test_regression_is_trained_as_well() -> None:
     x, y = DATA[0], torch.sin(3 * DATA[0][:, :1])
     fit = linnet.adapt(network(1), (x, y), tune=True)
@@ -200,7 +199,6 @@ def test_too_few_samples_keep_the_linear_fit(data: Any, said: str) -> None:
     assert said in fit.record.reasons["verdict"]
 
 
-@pytest.mark.long
 def test_rates_at_which_the_network_breaks_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RATES", (1e-2, float("inf")))
     monkeypatch.setattr(module, "FIRST", 1)

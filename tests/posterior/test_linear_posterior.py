@@ -211,7 +211,6 @@ def test_svi_of_a_gaussian_model_reaches_the_mean_field_optimum() -> None:
     near(found.sample(4000, 0).std(0), found.deviation, 0.06)
 
 
-@pytest.mark.long
 @BOTH
 @pytest.mark.thinned(2)
 def test_svi_bound_is_below_the_evidence_of_an_integrable_model_and_increases(base: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import linnet
 from tests.oracles.dense import kernel_oracle
-from tests.zoo import assert_near, case, every_animal, linearize, linearized, rows, set_delta
+from tests.zoo import assert_near, case, every_animal, joined, linearize, linearized, rows, set_delta
 
 Outputs = Literal["full", "trace", "diagonal", "sum"]
 OUTPUTS: tuple[Outputs, ...] = ("full", "trace", "diagonal", "sum")
@@ -48,6 +48,34 @@ def test_kernel_of_any_batch_size(name: str, outputs: Outputs) -> None:
         left, right = [i % 4 for i in range(n)], [i % 3 for i in range(m)]
         actual = linearized(name).kernel(rows(expected.x1, left), rows(expected.x2, right), form=outputs)
         assert_near(actual, kernel_oracle(expected.j1[left], expected.j2[right], outputs))
+
+
+@every_animal
+def test_kernel_of_joined_batches_is_made_of_blocks(name: str) -> None:
+    lin, expected = linearized(name), case(name)
+    whole = lin.kernel(joined(expected.x1, expected.x2))
+    assert_near(whole[:4, :, :4], lin.kernel(expected.x1))
+    assert_near(whole[4:, :, 4:], lin.kernel(expected.x2))
+    assert_near(whole[:4, :, 4:], lin.kernel(expected.x1, expected.x2))
+    assert torch.equal(whole, whole.permute(2, 3, 0, 1))
+
+
+@every_animal
+def test_permuted_and_duplicated_examples(name: str) -> None:
+    lin, expected, index = linearized(name), case(name), [3, 0, 0, 2]
+    whole = lin.kernel(expected.x1)
+    assert_near(lin.kernel(rows(expected.x1, index)), whole[index][:, :, index])
+    twins = lin.kernel(rows(expected.x1, [1, 1]))
+    assert_near(twins[0, :, 1], twins[0, :, 0])
+
+
+@every_animal
+def test_kernel_is_positive_semidefinite(name: str) -> None:
+    expected = case(name)
+    size = 4 * expected.animal.classes
+    values = torch.linalg.eigvalsh(linearized(name).kernel(expected.x1).reshape(size, size))
+    assert values[-1] > 0
+    assert values[0] > -1e-12 * values[-1]
 
 
 @every_animal

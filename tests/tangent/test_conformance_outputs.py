@@ -91,6 +91,14 @@ def test_any_batch_size_gives_the_same_numbers(name: str, index: list[int]) -> N
 
 
 @every_animal
+def test_permuted_examples_permute_the_outputs(name: str) -> None:
+    lin, expected, order = linearized(name), case(name), [2, 0, 3, 1]
+    v = expected.direction(5)
+    assert_near(lin.jvp(rows(expected.x1, order), v), lin.jvp(expected.x1, v)[order].detach())
+    assert_near(lin.jacobian(rows(expected.x1, order)), lin.jacobian(expected.x1)[order].detach())
+
+
+@every_animal
 @pytest.mark.thinned(3)
 def test_float32_is_close_to_float64(name: str) -> None:
     from tests.zoo import cast

@@ -36,6 +36,13 @@ def trainable(model: nn.Module) -> list[str]:
 
 @every_animal
 @pytest.mark.thinned(3)
+def test_every_second_parameter_by_name(name: str) -> None:
+    names = trainable(case(name).model())[::2]
+    check(case(name), names, names)
+
+
+@every_animal
+@pytest.mark.thinned(3)
 def test_every_other_second_parameter_by_name_in_reverse(name: str) -> None:
     names = trainable(case(name).model())[1::2]
     check(case(name), list(reversed(names)), names)

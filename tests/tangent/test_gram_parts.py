@@ -263,7 +263,6 @@ def test_wrong_parts(part: Any, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.long
 def test_parts_at_the_same_time(tmp_path: Path) -> None:
     """Two processes begin, write and end together; one of them has the whole."""
     root = Path(__file__).resolve().parents[2]

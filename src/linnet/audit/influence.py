@@ -420,7 +420,7 @@ def _of_other(fit: Fitted, x: Inputs, method: Any, labels: Any, options: bool) -
         )
     outputs = fit.influence(x)
     loss = None if labels is None else _losses(fit, x, labels, outputs)
-    return Influence(outputs, loss, "exact", fit._solved.certificate())
+    return Influence(outputs, loss, "exact", fit.system.certificate())
 
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

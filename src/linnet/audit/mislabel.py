@@ -220,7 +220,7 @@ def mislabeled(fit: Fitted | Tensor, labels: Tensor | None = None, *, score: str
     if labels is not None:
         raise InputError("labels= with a fit", expected="those of the fit", remedy="leave labels= out")
     if isinstance(fit, SquaredFit):
-        loo, solved = fit._left_out().double(), fit._solved
+        loo, solved = fit._left_out().double(), fit.system
         residual = fit.targets.to(loo) - loo
         # from the fit's own leave-one-out; that of cross-fitted heads has no fit with the example in it
         own = solved.loo_residuals() - solved.ridge * solved.beta

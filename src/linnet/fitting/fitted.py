@@ -1,28 +1,38 @@
-"""Base classes of fits: size, choices and calibration; and new data made ready for them."""
+"""What every fit of data answers, whatever its loss and features, by its solved equations."""
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, fx
 
 from linnet import pages
-from linnet.fitting.arguments import Record
+from linnet.fitting.arguments import Record, count_in_words, positions
 from linnet.fitting.export import checked_module
 from linnet.fitting.merged import Merged
 from linnet.fitting.plots import FitPlots, eigenvalues_of
+from linnet.fitting.remarks import after_change
 from linnet.fitting.softmax_path import SoftmaxPath
 from linnet.frames import frame, outputs
 from linnet.linear.dual import RidgePath
+from linnet.linear.newton import NewtonSystem
+from linnet.linear.system import System
 from linnet.linear.targets import Targets
 from linnet.params import flag
+from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
-from linnet.tangent.batch import Inputs, observed, take
+from linnet.predictive.noise import Noise
+from linnet.tangent.batch import Inputs, batch_size, observed, take
+from linnet.tangent.functional import Functional
+from linnet.tangent.gather import examples
 from linnet.tangent.graph import Prototype, Traced
+from linnet.tangent.modes import in_exact_mode
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -30,57 +40,88 @@ if TYPE_CHECKING:
 TRACED = 3  # examples on which an exported model is compared with the fit
 
 
-class Solved(Protocol):
-    """Solved equations, of any loss."""
-
-    @property
-    def n(self) -> int:
-        """N."""
-
-    @property
-    def c(self) -> int:
-        """C."""
-
-    @property
-    def ridge(self) -> float:
-        """ρ."""
-
-    def certificate(self) -> float:
-        """The relative residual."""
-
-
 class Fitted(PredictiveModel):
-    """Base class of all fits of data.
+    """Base class of all fits of data: what every loss answers alike, by its solved equations.
 
     Args:
+        system: The solved equations.
         targets: Training targets.
         record: What was chosen and why.
 
     Attributes:
+        system: The same.
         record: The same.
+        x: Training inputs, N examples.
         held_out: Outputs by a procedure that has not seen the example, where the head was cross-fitted.
     """
 
-    x: Inputs  # training inputs, N examples
+    _likely = False  # whether labels are those of a likelihood
 
-    def __init__(self, targets: Targets, record: Record) -> None:
+    def __init__(self, system: System | NewtonSystem, targets: Targets, record: Record) -> None:
+        self.system, self.x = system, system.x
         self._targets, self.record = targets, record
         self.held_out: Tensor | None = None
 
+    # -- what a subclass says --------------------------------------------------------------------
+
+    @abstractmethod
+    def _made(self, system: Any, targets: Targets, record: Record) -> Self:
+        """A fit by another system of the same model."""
+
+    @abstractmethod
+    def _outputs(self, x: Inputs) -> Tensor:
+        """f(x), (T, C), of examples that were checked."""
+
+    @property
+    def _unit(self) -> float:
+        """The noise that ρ is in units of."""
+        return self.noise
+
+    @property
+    def _possible(self) -> Tensor | None:
+        """The classes that may be predicted; ``None`` for all outputs, which are the network's own."""
+        return None
+
     @property
     @abstractmethod
-    def _solved(self) -> Solved:
-        """The solved equations."""
+    def temperature(self) -> float | None:
+        """T of the softmax of outputs with their variance; ``None`` for regression."""
+
+    @property
+    @abstractmethod
+    def variance_scale(self) -> float:
+        """The factor on variances in probabilities."""
+
+    def _effort(self, system: Any) -> str:
+        """What a change took, as the end of a sentence."""
+        del system
+        return ""
+
+    # -- what was fitted -------------------------------------------------------------------------
+
+    @property
+    def _function(self) -> Functional:
+        """The network that runs on the examples, in whose type predictions are."""
+        return self.system.function
+
+    @property
+    def memory(self) -> str | int | None:
+        """Budget of what is computed later."""
+        return self.system.memory
+
+    @memory.setter
+    def memory(self, memory: str | int | None) -> None:
+        self.system.memory = memory
 
     @property
     def n(self) -> int:
         """Number of training examples."""
-        return self._solved.n
+        return self.system.n
 
     @property
     def ridge(self) -> float:
         """ρ."""
-        return self._solved.ridge
+        return self.system.ridge
 
     @property
     def solver(self) -> str:
@@ -119,13 +160,143 @@ class Fitted(PredictiveModel):
     def path(self, ridges: Tensor | list[float] | None = None) -> RidgePath | SoftmaxPath:
         """Every criterion along a path of ridges."""
 
-    @abstractmethod
-    def influence(self, x: Inputs) -> Tensor:
-        """Influence of each training example on each prediction, (N, T, C)."""
-
     def _eigenvalues(self) -> Tensor:
         """Eigenvalues of the kernel of the training examples, or an error where nothing was factorized."""
-        return eigenvalues_of(self._solved)  # type: ignore[arg-type]
+        return eigenvalues_of(self.system)
+
+    # -- predictions -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def predict(self, x: Inputs) -> Tensor:
+        """The outputs f(x).
+
+        Args:
+            x: T examples.
+
+        Returns:
+            Outputs (T, C); for classes, the largest is the prediction.
+
+        Raises:
+            DataError: If x is empty or not finite.
+            NumericalError: If outputs overflow.
+        """
+        return self._outputs(self._examples(x))
+
+    @in_exact_mode
+    def predictive(self, x: Inputs, joint: bool = False) -> GaussianPredictive:
+        """The posterior of the outputs: mean f, covariance σ² J (JᵀΛJ + ρI)⁻¹ Jᵀ.
+
+        Of the squared loss Λ = I. Of the cross-entropy it is Laplace's, with σ² = 1 and Λ at the optimum,
+        which is never inverted: examples fitted with certainty, whose Λ is zero, are as good as others.
+
+        Args:
+            x: T examples.
+            joint: Whether covariances between examples are wanted, (T, C, T, C).
+
+        Returns:
+            A Gaussian for each example, or of all together; with classes its ``probs`` are (T, C), and (T, 2)
+            for one output.
+
+        Raises:
+            DataError: If x is empty or not finite.
+        """
+        x = self._examples(x)
+        covariance = self.system.covariance(x, flag("joint", joint)) / self.ridge
+        mean = self.predict(x)
+        turned = covariance.permute(2, 3, 0, 1) if joint else covariance.mT
+        spread = (self._unit * (covariance + turned) / 2).to(mean.dtype)
+        targets = Noise(self.noise, self.temperature, self.variance_scale, self._possible)
+        return GaussianPredictive(mean, spread, targets, joint=joint)
+
+    def _examples(self, x: Inputs) -> Inputs:
+        """Examples on the network's device, or an error."""
+        x = examples(self._function, x)
+        self._function.check_runs(take(x, slice(0, 1)))
+        return x
+
+    # -- audits ----------------------------------------------------------------------------------
+
+    @in_exact_mode
+    def influence(self, x: Inputs) -> Tensor:
+        """Influence of each training example on each prediction: prediction with it minus without it.
+
+        Exact for the squared loss, by one exact Newton step from the optimum for the cross-entropy.
+
+        Args:
+            x: T examples.
+
+        Returns:
+            (N, T, C), in units of the outputs.
+
+        Raises:
+            DataError: If x is empty or not finite.
+
+        Source:
+            Achille et al., CVPR 2021, eq. (7), (8) and appendix A.3, without their approximation; Koh and
+            Liang, ICML 2017, with the example's own curvature taken out of the Hessian.
+        """
+        x = self._examples(x)
+        residuals = self.system.loo_residuals()
+        # f(x) − f₋ᵢ(x) = K(x,X) M_·i (M_ii)⁻¹ β_i
+        return torch.cat(list(self.system.effects(x, residuals)), 1)
+
+    @in_exact_mode
+    def informativeness(self, x: Inputs | None = None) -> Tensor:
+        """Functional information of each training example: the change of predictions without it.
+
+        Args:
+            x: The examples whose predictions count; by default the training examples.
+
+        Returns:
+            Mean over x of ‖f(x) − f₋ᵢ(x)‖², (N,).
+
+        Raises:
+            DataError: If x is empty or not finite.
+
+        Source:
+            Achille et al., CVPR 2021, eq. (9).
+        """
+        residuals = self.system.loo_residuals()
+        if x is None:
+            return self.system.reach(residuals) / self.n
+        x, total = self._examples(x), torch.zeros_like(residuals[:, 0])
+        for part in self.system.effects(x, residuals):
+            total += part.square().sum((1, 2)).to(total)
+        return total / batch_size(x)
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    @in_exact_mode
+    def forget(self, indices: Any) -> Self:
+        """The fit without some training examples: exactly, or by Newton's method from the present optimum.
+
+        Args:
+            indices: Their positions in the training data, each once.
+
+        Returns:
+            A new fit on the remaining examples, exact to ``summary()["certificate"]``.
+
+        Raises:
+            InputError: If an index is out of range or given twice, or nothing would be left.
+        """
+        index = positions(indices, self.n).to(self._function.device)
+        start = time.perf_counter()
+        system = self.system.removed(index)
+        targets = replace(self._targets, values=self.targets[kept(index, self.n).to(self.targets.device)])
+        return self._changed(targets, system, f"forgot {count_in_words(len(index))}", start)
+
+    def _changed(self, targets: Targets, system: Any, what: str, start: float) -> Self:
+        """A fit by another system of the same model, and with what was done."""
+        reasons = {**self.record.reasons, "change": what + self._effort(system)}
+        warnings = after_change(
+            self.record.warnings, self._function.model, system.x, targets, likely=self._likely
+        )
+        record = replace(self.record, reasons=reasons, warnings=warnings, seconds=dict(self.record.seconds))
+        made = self._made(system, targets, record)
+        record.seconds["change"] = time.perf_counter() - start
+        return made
+
+    # -- reports and tables ----------------------------------------------------------------------
 
     @property
     def plot(self) -> FitPlots:
@@ -267,10 +438,6 @@ class Fitted(PredictiveModel):
         return self._examples(take(observed(given)[0], slice(0, TRACED)))
 
     @abstractmethod
-    def _examples(self, x: Inputs) -> Inputs:
-        """Examples on the network's device, or an error."""
-
-    @abstractmethod
     def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
         """The model as a plain module, its variances computed in a type, or in the network's."""
 
@@ -282,15 +449,27 @@ class Fitted(PredictiveModel):
         """Size, choices and their reasons, as plain numbers and text."""
         return {
             "examples": self.n,
-            "outputs": self._solved.c,
+            "outputs": self.system.c,
             "parameters": parameters,
             "classes": self._targets.classes,
             "solver": self.solver,
             "ridge": self.ridge,
             "criterion": self.record.criterion,
             "noise": self.noise,
-            "certificate": self._solved.certificate(),
+            "certificate": self.system.certificate(),
             "reasons": dict(self.record.reasons),
             "warnings": list(self.record.warnings),
             "seconds": dict(self.record.seconds),
         }
+
+
+def kept(index: Tensor, n: int) -> Tensor:
+    """Which of n examples are left without some, (n,) of bools."""
+    keep = torch.ones(n, dtype=torch.bool, device=index.device)
+    keep[index] = False
+    return keep
+
+
+def joined_targets(targets: Targets, more: Targets) -> Targets:
+    """Targets, and more after them."""
+    return replace(targets, values=torch.cat([targets.values, more.values.to(targets.values)]))

@@ -49,7 +49,7 @@ class FitPlots(ModelPlots):
         """Eigenvalues of the kernel of the training examples by rank, beside the ridge."""
         # for the squared loss with the effective degrees of freedom, Σ λ/(λ + ρ)
         ridge, values = self._of.ridge, self._of._eigenvalues()
-        squared = not isinstance(self._of._solved, NewtonSystem)
+        squared = not isinstance(self._of.system, NewtonSystem)
         freedom = float((values / (values + ridge)).sum()) if squared else None
         return displays.spectrum(values.cpu().numpy(), ridge, freedom).plot(ax)
 

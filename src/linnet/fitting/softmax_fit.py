@@ -22,7 +22,6 @@ from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import (
     base_outputs,
-    checked_inputs,
     count_in_words,
     linear_outputs,
     positions,
@@ -31,10 +30,10 @@ from linnet.fitting.arguments import (
 from linnet.fitting.cross_fit import CrossFit
 from linnet.fitting.export import ExportedPosterior, exported_fit
 from linnet.fitting.fit_files import write_fit
-from linnet.fitting.fitted import Fitted
+from linnet.fitting.fitted import Fitted, joined_targets
 from linnet.fitting.linear_fit import Record
 from linnet.fitting.merged import Merged, merged_network
-from linnet.fitting.remarks import after_change, empty_remarks
+from linnet.fitting.remarks import empty_remarks
 from linnet.fitting.softmax_path import (
     LeftOut,
     SoftmaxPath,
@@ -50,10 +49,9 @@ from linnet.linear.iterative import CGSettings
 from linnet.linear.label_problem import LabelProblem, class_problem, class_targets
 from linnet.linear.newton import KernelNewton, NewtonSystem, WeightNewton
 from linnet.linear.targets import Targets
-from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.noise import Noise
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.forward_mode import Params
+from linnet.tangent.functional import Functional
 from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram
 from linnet.tangent.graph import Prototype, Traced
@@ -89,9 +87,12 @@ class SoftmaxFit(Fitted):
         (torch.Size([6, 2]), 5, True)
     """
 
+    system: NewtonSystem  # the solved problem
+    _likely = True
+
     def __init__(self, module: Linearized, targets: Targets, system: NewtonSystem, record: Record) -> None:
-        super().__init__(targets, record)
-        self.module, self.system = module, system
+        super().__init__(system, targets, record)
+        self.module = module
         self.chosen_path: SoftmaxPath | None = None
         with torch.no_grad():
             for name, value in module.space.to_params(system.delta).items():
@@ -100,23 +101,9 @@ class SoftmaxFit(Fitted):
     # -- what was fitted -------------------------------------------------------------------------
 
     @property
-    def _solved(self) -> NewtonSystem:
-        """The solved problem."""
-        return self.system
-
-    @property
-    def x(self) -> Inputs:
-        """Training inputs, N examples."""
-        return self.system.x
-
-    @property
-    def memory(self) -> str | int | None:
-        """Budget of what is computed later."""
-        return self.system.memory
-
-    @memory.setter
-    def memory(self, memory: str | int | None) -> None:
-        self.system.memory = memory
+    def _function(self) -> Functional:
+        """The network."""
+        return self.module.function
 
     @property
     def classes(self) -> int:
@@ -155,42 +142,18 @@ class SoftmaxFit(Fitted):
         """1: the variance of the logits counts as it is."""
         return 1.0
 
-    # -- predictions -----------------------------------------------------------------------------
+    @property
+    def _unit(self) -> float:
+        """1: ρ is the precision of the prior."""
+        return 1.0
 
-    def predict(self, x: Inputs) -> Tensor:
-        """f₀(x) + J(x)δ.
+    def _effort(self, system: NewtonSystem) -> str:
+        """The steps of Newton's method."""
+        return f", {system.described()}"
 
-        Args:
-            x: T examples.
-
-        Returns:
-            Logits (T, C); their softmax, or sigmoid for one output, are the probabilities at the optimum.
-
-        Raises:
-            DataError: If x is empty or not finite.
-        """
+    def _outputs(self, x: Inputs) -> Tensor:
+        """f₀(x) + J(x)δ, (T, C): logits."""
         return linear_outputs(self.module, x)
-
-    @in_exact_mode
-    def predictive(self, x: Inputs) -> GaussianPredictive:
-        """Laplace's posterior of the outputs: mean f₀ + Jδ and covariance J (JᵀΛJ + ρI)⁻¹ Jᵀ.
-
-        Λ is never inverted, so that examples fitted with certainty, whose Λ is zero, are as good as others.
-
-        Args:
-            x: T examples.
-
-        Returns:
-            A Gaussian for each example; ``probs`` are (T, C), and (T, 2) for one output.
-
-        Raises:
-            DataError: If x is empty or not finite.
-        """
-        x = checked_inputs(self.module, x)
-        covariance = self.system.covariance(x) / self.ridge
-        mean = self.predict(x)
-        spread = ((covariance + covariance.mT) / 2).to(mean.dtype)
-        return GaussianPredictive(mean, spread, Noise(0.0, 1.0))
 
     # -- audits ----------------------------------------------------------------------------------
 
@@ -231,45 +194,6 @@ class SoftmaxFit(Fitted):
                 raise InputError("examples is empty", "at least one position", "leave examples= out")
         again = [system.outputs_without(i) for i in index.tolist()]
         return compare_left_out(system, index, torch.stack(again))
-
-    @in_exact_mode
-    def influence(self, x: Inputs) -> Tensor:
-        """Influence of each training example on each prediction, with minus without, by one Newton step.
-
-        Args:
-            x: T examples.
-
-        Returns:
-            (N, T, C), in units of the logits.
-
-        Raises:
-            DataError: If x is empty or not finite.
-
-        Source:
-            Koh and Liang, ICML 2017, with the example's own curvature taken out of the Hessian.
-        """
-        x = checked_inputs(self.module, x)
-        return torch.cat(list(self.system.effects(x, self.system.loo_residuals())), 1)
-
-    @in_exact_mode
-    def informativeness(self, x: Inputs | None = None) -> Tensor:
-        """Change of predictions without each training example, by one Newton step.
-
-        Args:
-            x: The examples whose predictions count; by default the training examples.
-
-        Returns:
-            Mean over x of ‖f(x) − f₋ᵢ(x)‖², (N,).
-
-        Raises:
-            DataError: If x is empty or not finite.
-
-        Source:
-            Achille et al., CVPR 2021, eq. (9), for the cross-entropy.
-        """
-        x = self.x if x is None else checked_inputs(self.module, x)
-        change = torch.cat(list(self.system.effects(x, self.system.loo_residuals())), 1)
-        return (change**2).sum(2).mean(1)
 
     def path(self, ridges: Tensor | list[float] | None = None) -> SoftmaxPath:
         """Leave-one-out log loss, evidence and degrees of freedom along a path of ridges.
@@ -314,27 +238,6 @@ class SoftmaxFit(Fitted):
         )
 
     @in_exact_mode
-    def forget(self, indices: Any) -> SoftmaxFit:
-        """The fit without some training examples, by Newton's method from the present one.
-
-        Args:
-            indices: Their positions in the training data, each once.
-
-        Returns:
-            A new fit on the remaining examples, exact to ``summary()["certificate"]``.
-
-        Raises:
-            InputError: If an index is out of range or given twice, or nothing would be left.
-        """
-        start = time.perf_counter()
-        index = positions(indices, self.n).to(self.module.function.device)
-        keep = torch.ones(self.n, dtype=torch.bool, device=index.device)
-        keep[index] = False
-        targets = replace(self._targets, values=self.targets[keep])
-        system = self.system.removed(index)
-        return self._changed(targets, system, f"forgot {count_in_words(len(index))}", start)
-
-    @in_exact_mode
     def update(self, data: Any, ridge: None = None) -> SoftmaxFit:
         """The fit with more training examples: Newton's method from the present one.
 
@@ -356,31 +259,19 @@ class SoftmaxFit(Fitted):
                 remedy="leave ridge= out, or fit all examples again with linnet.fit",
             )
         start = time.perf_counter()
-        function = self.module.function
-        said = DataNotes.known(self.record.classes)
+        function, said = self.module.function, DataNotes.known(self.record.classes)
         x, y = gather_data(data, function, memory=self.memory, said=said)
         function.check_runs(take(x, slice(0, 1)))
         new = class_targets(y, self.system.c, self.targets.dtype)
-        base = base_outputs(self.module, x)
-        system = self.system.extended(class_problem(function, x, base, new.values))
-        targets = replace(self._targets, values=torch.cat([self.targets, new.values]))
-        return sound_change(self._changed(targets, system, f"added {count_in_words(len(base))}", start))
+        more = class_problem(function, x, base_outputs(self.module, x), new.values)
+        targets, what = joined_targets(self._targets, new), f"added {count_in_words(len(new.values))}"
+        return sound_change(self._changed(targets, self.system.extended(more), what, start))
 
-    def _changed(self, targets: Targets, system: NewtonSystem, what: str, start: float) -> SoftmaxFit:
-        """A new fit of another system on the same network."""
-        reasons = {**self.record.reasons, "change": f"{what}, {system.described()}"}
-        warnings = after_change(self.record.warnings, self.module.model, system.x, targets, likely=True)
-        seconds = dict(self.record.seconds)
-        record = replace(self.record, reasons=reasons, warnings=warnings, seconds=seconds)
-        fitted = SoftmaxFit(Linearized(self.module.function), targets, system, record)
-        fitted.record.seconds["change"] = time.perf_counter() - start
-        return fitted
+    def _made(self, system: NewtonSystem, targets: Targets, record: Record) -> SoftmaxFit:
+        """A fit by another system on the same network."""
+        return SoftmaxFit(Linearized(self.module.function), targets, system, record)
 
     # -- elsewhere -------------------------------------------------------------------------------
-
-    def _examples(self, x: Inputs) -> Inputs:
-        """Examples on the network's device, or an error."""
-        return checked_inputs(self.module, x)
 
     def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
         """The model as a plain module, its variances computed in a type, or in the network's."""

@@ -21,22 +21,19 @@ from torch import Tensor
 
 from linnet.errors import DataError, InputError
 from linnet.fitting.accuracy import answerable, sound_change
-from linnet.fitting.arguments import CRITERIA, Record, count_in_words, positions, ridge_grid
+from linnet.fitting.arguments import CRITERIA, Record, count_in_words, ridge_grid
 from linnet.fitting.cross_fit import chosen_ridge
-from linnet.fitting.fitted import Fitted
-from linnet.fitting.remarks import after_change
+from linnet.fitting.fitted import Fitted, joined_targets
 from linnet.linear.dual import RidgePath
 from linnet.linear.features import Weights
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.problem import Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets
-from linnet.params import choice, flag, number
-from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.noise import Noise, fit_moderation, fit_temperature
-from linnet.tangent.batch import Inputs, batch_size, observe, observed, take
-from linnet.tangent.functional import Functional
-from linnet.tangent.gather import examples, gather_data
+from linnet.params import choice, number
+from linnet.predictive.noise import fit_moderation, fit_temperature
+from linnet.tangent.batch import Inputs, observe, observed, take
+from linnet.tangent.gather import gather_data
 from linnet.tangent.loaders import DataNotes
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.nonfinite import check_result
@@ -47,43 +44,19 @@ SHARE = 0.25  # of the memory budget that weights kept for predictions may take
 class SquaredFit(Fitted):
     """A fit of the squared loss."""
 
+    system: System  # the solved equations
+
     def __init__(self, system: System, targets: Targets, record: Record) -> None:
-        super().__init__(targets, record)
-        self.system, self.x = system, system.x
+        super().__init__(system, targets, record)
         self._moderation: tuple[float, float] | None = None
         self._point_temperature: float | None = None
         self._noise: float | None = None
-
-    # -- what a subclass says --------------------------------------------------------------------
 
     @abstractmethod
     def _start(self, x: Inputs) -> Tensor | float:
         """m(x), (T, C), the mean before the data."""
 
-    @abstractmethod
-    def _made(self, system: System, targets: Targets, record: Record) -> Self:
-        """A fit by another system of the same model."""
-
     # -- what was fitted -------------------------------------------------------------------------
-
-    @property
-    def _solved(self) -> System:
-        """The solved equations."""
-        return self.system
-
-    @property
-    def _function(self) -> Functional:
-        """The network that runs on the examples, in whose type predictions are."""
-        return self.system.function
-
-    @property
-    def memory(self) -> str | int | None:
-        """Budget of what is computed later."""
-        return self.system.memory
-
-    @memory.setter
-    def memory(self, memory: str | int | None) -> None:
-        self.system.memory = memory
 
     @property
     def classes(self) -> int | None:
@@ -134,11 +107,6 @@ class SquaredFit(Fitted):
             self._point_temperature = fit_temperature(*self._of_possible(self.loo(), labels))
         return self._point_temperature
 
-    @property
-    def _possible(self) -> Tensor | None:
-        """The classes that may be predicted; ``None`` for all outputs, which are the network's own."""
-        return None
-
     def _of_possible(self, outputs: Tensor, labels: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         """Outputs (N, C), labels, and more like outputs, as if there were no other classes than these."""
         seen = self._possible
@@ -174,22 +142,6 @@ class SquaredFit(Fitted):
 
     # -- predictions -----------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def predict(self, x: Inputs) -> Tensor:
-        """The outputs f(x).
-
-        Args:
-            x: T examples.
-
-        Returns:
-            Outputs (T, C); for classes, the largest is the prediction.
-
-        Raises:
-            DataError: If x is empty or not finite.
-            NumericalError: If outputs overflow.
-        """
-        return self._outputs(self._examples(x))
-
     def _outputs(self, x: Inputs) -> Tensor:
         """f(x) of shared features: by a kernel that is kept, in weights, or by K(x, X)."""
         system, start = self.system, self._start(x)
@@ -211,28 +163,6 @@ class SquaredFit(Fitted):
         if plan.peak > SHARE * plan.budget:
             return None
         return problem.basis.weights(problem.examples, self.system.beta.double(), memory)
-
-    @in_exact_mode
-    def predictive(self, x: Inputs, joint: bool = False) -> GaussianPredictive:
-        """The posterior of the outputs: mean f, covariance σ²/ρ [K(x,x) − K(x,X) M K(X,x)], M = (K + ρI)⁻¹.
-
-        Args:
-            x: T examples.
-            joint: Whether covariances between examples are wanted, (T, C, T, C).
-
-        Returns:
-            A Gaussian for each example, or of all together.
-
-        Raises:
-            DataError: If x is empty or not finite.
-        """
-        x = self._examples(x)
-        covariance = self.system.covariance(x, flag("joint", joint)) / self.ridge
-        mean = self.predict(x)
-        turned = covariance.permute(2, 3, 0, 1) if joint else covariance.mT
-        spread = (self.noise * (covariance + turned) / 2).to(mean.dtype)
-        targets = Noise(self.noise, self.temperature, self.variance_scale, self._possible)
-        return GaussianPredictive(mean, spread, targets, joint=joint)
 
     @torch.no_grad()
     def along(self, x: Inputs, ridges: Tensor) -> Tensor:
@@ -260,12 +190,6 @@ class SquaredFit(Fitted):
         shape = -1, self.system.c
         moved = [(found.rows / (found.values + ridge)) @ coordinates for ridge in grid]
         return torch.stack([start + change.view(shape) for change in moved])
-
-    def _examples(self, x: Inputs) -> Inputs:
-        """Examples on the network's device, or an error."""
-        x = examples(self._function, x)
-        self._function.check_runs(take(x, slice(0, 1)))
-        return x
 
     # -- audits ----------------------------------------------------------------------------------
 
@@ -304,51 +228,6 @@ class SquaredFit(Fitted):
         residuals = self.system.loo_residuals()
         return self.targets.to(residuals) - residuals
 
-    @in_exact_mode
-    def influence(self, x: Inputs) -> Tensor:
-        """Influence of each training example on each prediction: prediction with it minus without it.
-
-        Args:
-            x: T examples.
-
-        Returns:
-            (N, T, C), in units of the outputs.
-
-        Raises:
-            DataError: If x is empty or not finite.
-
-        Source:
-            Achille et al., CVPR 2021, eq. (7), (8) and appendix A.3, without their approximation.
-        """
-        x = self._examples(x)
-        residuals = self.system.loo_residuals()
-        # f(x) − f₋ᵢ(x) = K(x,X) M_·i (M_ii)⁻¹ β_i
-        return torch.cat(list(self.system.effects(x, residuals)), 1)
-
-    @in_exact_mode
-    def informativeness(self, x: Inputs | None = None) -> Tensor:
-        """Functional information of each training example: the change of predictions without it.
-
-        Args:
-            x: The examples whose predictions count; by default the training examples.
-
-        Returns:
-            Mean over x of ‖f(x) − f₋ᵢ(x)‖², (N,).
-
-        Raises:
-            DataError: If x is empty or not finite.
-
-        Source:
-            Achille et al., CVPR 2021, eq. (9).
-        """
-        residuals = self.system.loo_residuals()
-        if x is None:
-            return self.system.reach(residuals) / self.n
-        x, total = self._examples(x), torch.zeros_like(residuals[:, 0])
-        for part in self.system.effects(x, residuals):
-            total += part.square().sum((1, 2)).to(total)
-        return total / batch_size(x)
-
     def path(self, ridges: Tensor | list[float] | None = None) -> RidgePath:
         """Leave-one-out error, GCV, evidence and degrees of freedom along a path of ridges.
 
@@ -370,26 +249,6 @@ class SquaredFit(Fitted):
         return None
 
     # -- changes ---------------------------------------------------------------------------------
-
-    @in_exact_mode
-    def forget(self, indices: Any) -> Self:
-        """The fit without some training examples, exactly and without refitting.
-
-        Args:
-            indices: Their positions in the training data, each once.
-
-        Returns:
-            A new fit on the remaining examples; ``summary()["certificate"]`` is the residual of
-            its own equations.
-
-        Raises:
-            InputError: If an index is out of range or given twice, or nothing would be left.
-        """
-        index = positions(indices, self.n).to(self._function.device)
-        start = time.perf_counter()
-        system = self.system.removed(index)
-        targets = replace(self._targets, values=self.targets[kept(index, self.n).to(self.targets.device)])
-        return self._changed(targets, system, f"forgot {count_in_words(len(index))}", start)
 
     @in_exact_mode
     def update(self, data: Any, ridge: float | str | None = None) -> Self:
@@ -430,15 +289,6 @@ class SquaredFit(Fitted):
         values = new.values.to(start if isinstance(start, Tensor) else self.system.residual)
         return self.system.problem.of(x, values - start)
 
-    def _changed(self, targets: Targets, system: System, what: str, start: float) -> Self:
-        """A fit by another system of the same model, and with what was done."""
-        reasons = {**self.record.reasons, "change": what}
-        warnings = after_change(self.record.warnings, self._function.model, system.x, targets, likely=False)
-        record = replace(self.record, reasons=reasons, warnings=warnings, seconds=dict(self.record.seconds))
-        made = self._made(system, targets, record)
-        record.seconds["change"] = time.perf_counter() - start
-        return made
-
     @torch.no_grad()
     def recomputed(self) -> Self:
         """The same fit from the network and the training data alone: nothing but the model is kept.
@@ -450,18 +300,6 @@ class SquaredFit(Fitted):
             InputError: If the fit was solved by iterations, or obeys equations on outputs.
         """
         return self._made(self.system.again(), self._targets, self.record)
-
-
-def kept(index: Tensor, n: int) -> Tensor:
-    """Which of n examples are left without some, (n,) of bools."""
-    keep = torch.ones(n, dtype=torch.bool, device=index.device)
-    keep[index] = False
-    return keep
-
-
-def joined_targets(targets: Targets, more: Targets) -> Targets:
-    """Targets, and more after them."""
-    return replace(targets, values=torch.cat([targets.values, more.values.to(targets.values)]))
 
 
 def more_data(fit: SquaredFit, data: Any, what: str = "the new data") -> tuple[Inputs, Targets]:

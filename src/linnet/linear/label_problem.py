@@ -50,6 +50,16 @@ class LabelProblem:
         self.function, self.x, self.base = function, x, base.double()
         self.likelihood, self.y, self.keep = likelihood, y, keep
 
+    @property
+    def n(self) -> int:
+        """N."""
+        return self.base.shape[0]
+
+    @property
+    def c(self) -> int:
+        """C."""
+        return self.base.shape[1]
+
     @cached_property
     def jacobian(self) -> JacobianOperator:
         """J over the examples."""

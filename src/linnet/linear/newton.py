@@ -24,7 +24,7 @@ gradient has fallen (Dembo, Eisenstat and Steihaug 1982).
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,14 +41,13 @@ from linnet.linear.kernel_system import SHARE, kernel_fits
 from linnet.linear.label_problem import LabelProblem
 from linnet.linear.preconditioner import FEW, RANK, TRIAL, CurvatureInverse, curvature_of
 from linnet.linear.problem import Memory
-from linnet.linear.system import require_digits
+from linnet.linear.system import Solved, require_digits
 from linnet.memory import parse_bytes
 from linnet.progress import track
 from linnet.solvers.nystrom import nystrom_preconditioner
 from linnet.tangent.batch import Inputs, batch_size, split, take
-from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram, own_kernels
-from linnet.tangent.jacobian import jvp_columns, vjp_columns
+from linnet.tangent.jacobian import jvp_columns
 from linnet.tree import hash_tensors, tensors_in
 
 STEPS = 100  # of Newton's method: from any start a few tens suffice in float64
@@ -74,56 +73,22 @@ class Direction:
     rounding: float  # what two values of the objective may be off
 
 
-class NewtonSystem(ABC):
+class NewtonSystem(Solved):
     """A point that is moved to the optimum, and what follows from the Hessian there."""
 
     problem: LabelProblem  # the data
-    ridge: float  # ρ
-    memory: Memory  # budget of what is formed later
     outputs: Tensor  # f at the point, (N, ...), float64
     steps: int  # newton steps taken
     objective: list[float]  # its value after each step; it never rises, but for rounding
     first_norm: float  # ‖∇‖ at δ = 0
     stalled: bool  # whether the steps ended before the gradient was small
 
-    # -- the problem -----------------------------------------------------------------------------
-
-    @property
-    def function(self) -> Functional:
-        """The network."""
-        return self.problem.function
-
-    @property
-    def x(self) -> Inputs:
-        """Training inputs."""
-        return self.problem.x
+    # -- the solution ----------------------------------------------------------------------------
 
     @property
     def base(self) -> Tensor:
         """f₀, (N, ...)."""
         return self.problem.base
-
-    @property
-    def n(self) -> int:
-        """N."""
-        return self.base.shape[0]
-
-    @property
-    def c(self) -> int:
-        """C."""
-        return self.base.shape[1]
-
-    # -- the solution ----------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def delta(self) -> Tensor:
-        """δ, (P,), in the network's type."""
-
-    @property
-    @abstractmethod
-    def beta(self) -> Tensor:
-        """β with δ = Jᵀβ, (N, C)."""
 
     @property
     @abstractmethod
@@ -228,15 +193,6 @@ class NewtonSystem(ABC):
         return self.problem.roots(self.outputs)
 
     @abstractmethod
-    def covariance(self, x: Inputs) -> Tensor:
-        """ρ A(x, x) of each example, (T, C, C)."""
-
-    @abstractmethod
-    def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
-        """A(x, xᵢ) eᵢ by training example i, (N, t, C), some examples at a time."""
-        # e (N, C)
-
-    @abstractmethod
     def own_covariances(self) -> Tensor:
         """A_ii, (N, C, C), float64."""
 
@@ -264,11 +220,6 @@ class NewtonSystem(ABC):
         """The outputs at example i of the optimum without it, solved anew, (C,)."""
 
     # -- changes ---------------------------------------------------------------------------------
-
-    @abstractmethod
-    def removed(self, index: Tensor) -> NewtonSystem:
-        """The solution without some examples, from the present one."""
-        # index (k,)
 
     @abstractmethod
     def extended(self, more: LabelProblem) -> NewtonSystem:
@@ -383,32 +334,57 @@ class KernelNewton(NewtonSystem):
         """The Cholesky factor of B at the optimum."""
         return self._factor(self.roots)
 
+    def _filtered(self, u: Tensor) -> Tensor:
+        """L B⁻¹ Lᵀ u for columns u, (N·C, K)."""
+        roots = self.roots
+        seen = torch.einsum("ncd,nck->ndk", roots, u.to(roots).view(self.n, self.c, -1))
+        solved = torch.cholesky_solve(seen.reshape(len(self.factor), -1), self.factor)
+        return torch.einsum("ncd,ndk->nck", roots, solved.view(self.n, -1, u.shape[1])).reshape(u.shape)
+
+    def solve(self, b: Tensor) -> Tensor:
+        """(b − Jᵀ L B⁻¹ Lᵀ J b)/ρ."""
+        jacobian = self.problem.jacobian
+        return (b - jacobian.T.mm(self._filtered(jacobian.mm(b)).to(b))) / self.ridge
+
     def weighted(self, columns: Tensor) -> Tensor:
         """(I − L B⁻¹ Lᵀ K) v for columns v: with them J(x)H⁻¹Jᵀv = K(x, X) of it, over ρ."""
-        # columns (N·C, k)
-        roots = self.roots
-        seen = torch.einsum("ncd,nck->ndk", roots, (self.kernel @ columns).view(self.n, self.c, -1))
-        solved = torch.cholesky_solve(seen.reshape(len(self.factor), -1), self.factor)
-        back = torch.einsum("ncd,ndk->nck", roots, solved.view(self.n, -1, solved.shape[1]))
-        return columns - back.reshape(columns.shape)
+        # columns (N·C, K)
+        return columns - self._filtered(self.kernel @ columns)
 
     def next_change(self) -> Tensor:
         """The change of the outputs by one more Newton step, (N, C): their distance to the optimum."""
         r = (self.gradient + self.ridge * self.beta).reshape(-1, 1)
         return self._product(self.weighted(r)) / self.ridge
 
-    def _explained(self, kernel: Tensor) -> Tensor:
-        """K(x,X) L B⁻¹ Lᵀ K(X,x), the part of the prior covariance that the data take away, (T, C, C)."""
+    def _half(self, kernel: Tensor) -> Tensor:
+        """The root of K(x,X) L B⁻¹ Lᵀ K(X,x), what the data take from the prior covariance, (N·D, T·C)."""
         # kernel (T, C, N, C)
         rows = torch.einsum("tcne,ned->tcnd", kernel.to(self.factor), self.roots)
-        half = torch.linalg.solve_triangular(self.factor, rows.flatten(2).flatten(0, 1).T, upper=False)
-        half = half.view(-1, len(kernel), self.c)
+        half: Tensor = torch.linalg.solve_triangular(
+            self.factor, rows.flatten(2).flatten(0, 1).T, upper=False
+        )
+        return half
+
+    def _explained(self, kernel: Tensor) -> Tensor:
+        """That part of each example's covariance, (T, C, C)."""
+        # kernel (T, C, N, C)
+        half = self._half(kernel).view(-1, len(kernel), self.c)
         return torch.einsum("ktc,kte->tce", half, half)
 
-    def covariance(self, x: Inputs) -> Tensor:
-        """K(x,x) less what the data explain, (T, C, C)."""
+    def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
+        """K(x,x) less what the data explain."""
+        if joint:
+            return self.between(x, x)
         explained = torch.cat([self._explained(cross) for cross in self._kernel_to_train(x)])
         return own_kernels(self.function, x, self.memory).to(explained) - explained
+
+    def between(self, x1: Inputs, x2: Inputs) -> Tensor:
+        """K(x1,x2) less what the data explain."""
+        first, second = (
+            torch.cat([self._half(cross) for cross in self._kernel_to_train(x)], 1) for x in (x1, x2)
+        )
+        kernel = gram(self.function, x1, None if x1 is x2 else x2, form="full", memory=self.memory)
+        return kernel.to(first) - (first.T @ second).view(kernel.shape)
 
     def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
         """K(x,X) of the change of β that each e_i makes, (I − LB⁻¹LᵀK) eᵢ/ρ."""
@@ -532,6 +508,7 @@ class WeightNewton(NewtonSystem):
         if start is not None and bool(start.any()):
             self._delta, self.outputs = start.clone(), problem.base + problem.push(start)
         self.steps = self.products = 0
+        self.tolerance = settings.tolerance  # the gradient, relative to that at δ = 0
         penalty = 0.5 * self.ridge * float(self._delta.double().square().sum())
         self.objective = [self._total_loss(self.outputs) + penalty]
         self.first_norm = float(problem.pull(problem.gradient(problem.base)).double().norm())
@@ -549,11 +526,6 @@ class WeightNewton(NewtonSystem):
     def beta(self) -> Tensor:
         """−g/ρ, (N, C)."""
         return -self.gradient / self.ridge
-
-    @property
-    def tolerance(self) -> float:
-        """The gradient, relative to that at δ = 0, that the solution may leave."""
-        return self.settings.tolerance
 
     @property
     def gradient_norm(self) -> float:
@@ -650,40 +622,15 @@ class WeightNewton(NewtonSystem):
         solution = self.settings.run(self.hessian, b, self.preconditioner, None)
         return accepted(solution, "a solve by conjugate gradients")
 
-    def _solved_rows(self, x: Inputs, what: str) -> Iterator[tuple[Inputs, Tensor]]:
-        """H⁻¹ J(x)ᵀ block by block: the block and (P, n·C)."""
+    def solved_rows(self, x: Inputs, what: str, memory: Memory = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """J(x) and H⁻¹ J(x)ᵀ, few examples at a time."""
         for part in track(list(split(x, max(1, self.settings.columns // self.c))), what):
-            n = batch_size(part)
-            unit = torch.eye(n * self.c, dtype=self.function.dtype, device=self.function.device)
-            yield part, self.solve(vjp_columns(self.function, part, unit.view(n, self.c, n * self.c)))
-
-    def _covariances(self, x: Inputs, what: str) -> Tensor:
-        """A(x, x) of each example, (T, C, C)."""
-        found: list[Tensor] = []
-        for part, solved in self._solved_rows(x, what):
-            n = batch_size(part)
-            product = jvp_columns(self.function, part, solved).view(n, self.c, n, self.c)
-            found.extend(product[i, :, i] for i in range(n))
-        return torch.stack(found)
-
-    def covariance(self, x: Inputs) -> Tensor:
-        """ρ A(x, x) by a solve for each example and output."""
-        return self.ridge * self._covariances(x, "predictive covariance")
-
-    def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
-        """By the kernel, or a solve for each output at x."""
-        # e (N, C)
-        if (form := self._elsewhere) is not None:
-            yield from form.effects(x, e)
-            return
-        for part, solved in self._solved_rows(x, "influence"):
-            cross = self.problem.jacobian.mm(solved).view(self.n, self.c, batch_size(part), self.c)
-            yield torch.einsum("ndtc,nd->ntc", cross, e.to(cross))
+            yield from super().solved_rows(part, what, memory)
 
     @cached_property
     def _own(self) -> Tensor:
         """A_ii, (N, C, C), by N·C solves."""
-        found = self._covariances(self.x, "leave-one-out")
+        found = self.covariance(self.x) / self.ridge
         return ((found + found.mT) / 2).double()
 
     def own_covariances(self) -> Tensor:

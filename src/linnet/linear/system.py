@@ -24,6 +24,7 @@ from linnet.errors import InputError, NumericalError
 from linnet.linear.constraints import Constraints
 from linnet.linear.dual import Along, DualSystem, Measure, RidgePath
 from linnet.linear.formed_rows import FormedRows
+from linnet.linear.label_problem import LabelProblem
 from linnet.linear.problem import Memory, Problem
 from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs, batch_size
@@ -33,14 +34,12 @@ from linnet.tangent.gram import own_kernels
 DIGITS = 100.0  # times its error that 1 − leverage must be at the least
 
 
-class System(ABC):
-    """The solved equations of a problem at one ρ."""
+class Solved(ABC):
+    """A linear model solved at one ρ, and what follows by solves with H for any likelihood."""
 
-    problem: Problem  # the data
-    ridge: float  # ρ = λ s
+    problem: Problem | LabelProblem  # the data
+    ridge: float  # ρ
     memory: Memory  # budget of what is formed later
-    work: dict[str, int]  # what was done, counted: examples differentiated, factorizations, steps
-    constraints: Constraints | None = None  # equations on outputs that the solution obeys
     tolerance: float = 0.0  # relative residual that a solve may leave; 0 for factorizations
 
     # -- the problem -----------------------------------------------------------------------------
@@ -54,11 +53,6 @@ class System(ABC):
     def x(self) -> Inputs:
         """Training inputs."""
         return self.problem.x
-
-    @property
-    def residual(self) -> Tensor:
-        """r̃, (N, C)."""
-        return self.problem.residual
 
     @property
     def n(self) -> int:
@@ -89,6 +83,90 @@ class System(ABC):
     @abstractmethod
     def certificate(self) -> float:
         """The relative residual of the equations."""
+
+    @abstractmethod
+    def loo_residuals(self) -> Tensor:
+        """e, (N, C), whose ``effects`` are what each example does to a prediction."""
+
+    @property
+    @abstractmethod
+    def _elsewhere(self) -> Solved | None:
+        """Another form of the solution, which answers in fewer operations."""
+
+    @abstractmethod
+    def removed(self, index: Tensor) -> Solved:
+        """The solution without some examples."""
+        # index (k,)
+
+    # -- predictions -----------------------------------------------------------------------------
+
+    def solved_rows(self, x: Inputs, what: str, memory: Memory = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """J(x) and H⁻¹ J(x)ᵀ block by block."""
+        del what
+        for _, rows in FormedRows(self.function, x, self.c, memory or self.memory, keep=False):
+            n = len(rows) // self.c
+            yield rows.view(n, self.c, -1), self.solve(rows.T).view(-1, n, self.c)
+
+    def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
+        """The posterior covariance λ Cov[f(x)]."""
+        if joint:
+            return self.between(x, x)
+        found = [
+            torch.einsum("ncp,pnd->ncd", rows.to(solved), solved)
+            for rows, solved in self.solved_rows(x, "predictive covariance")
+        ]
+        return self.ridge * torch.cat(found)
+
+    def between(self, x1: Inputs, x2: Inputs) -> Tensor:
+        """The posterior covariance λ Cov[f(x1), f(x2)], (T, C, S, C)."""
+        parts = []
+        for _, solved in self.solved_rows(x2, "joint covariance"):
+            columns = solved.flatten(1)
+            formed = FormedRows(self.function, x1, self.c, self.memory, keep=False)
+            parts.append(torch.cat([rows.to(columns) @ columns for _, rows in formed]).double())
+        whole = self.ridge * torch.cat(parts, 1)
+        return whole.view(batch_size(x1), self.c, batch_size(x2), self.c)
+
+    def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
+        """Σ_d [K̃(x,X) M]_id e_id by training example i: what a change e_i of its target does to f(x)."""
+        # e (N, C)
+        if (form := self._elsewhere) is not None:
+            yield from form.effects(x, e)
+            return
+        for rows, solved in self.solved_rows(x, "influence"):
+            columns, t = solved.flatten(1), len(rows)
+            parts = []
+            for place, own in self.own_rows():  # Σ_d first: it makes the product C times smaller
+                each = own.view(-1, self.c, own.shape[1])
+                moved = torch.einsum("ncp,nc->np", each, e[place].to(each))
+                parts.append(moved.to(columns) @ columns)
+            yield torch.cat(parts).view(self.n, t, self.c)
+
+    def reach(self, e: Tensor) -> Tensor:
+        """Σ ‖·‖² of ``effects`` over the training examples, (N,)."""
+        # e (N, C)
+        return torch.cat(list(self.effects(self.x, e)), 1).square().sum((1, 2))
+
+    def own_rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of the training examples: the place of n of them and (n·C, P), block by block."""
+        return iter(FormedRows(self.function, self.x, self.c, self.memory, keep=False))
+
+
+class System(Solved):
+    """The solved equations of squares, at ρ = λ s."""
+
+    problem: Problem  # the data
+    work: dict[str, int]  # what was done, counted: examples differentiated, factorizations, steps
+    constraints: Constraints | None = None  # equations on outputs that the solution obeys
+
+    # -- the problem -----------------------------------------------------------------------------
+
+    @property
+    def residual(self) -> Tensor:
+        """r̃, (N, C)."""
+        return self.problem.residual
+
+    # -- the solution ----------------------------------------------------------------------------
 
     @abstractmethod
     def at(self, ridge: float) -> System:
@@ -184,33 +262,6 @@ class System(ABC):
 
     # -- predictions -----------------------------------------------------------------------------
 
-    def solved_rows(self, x: Inputs, what: str, memory: Memory = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """J(x) and H⁻¹ J(x)ᵀ block by block."""
-        del what
-        for _, rows in FormedRows(self.function, x, self.c, memory or self.memory, keep=False):
-            n = len(rows) // self.c
-            yield rows.view(n, self.c, -1), self.solve(rows.T).view(-1, n, self.c)
-
-    def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
-        """The posterior covariance λ Cov[f(x)]."""
-        if joint:
-            return self.between(x, x)
-        found = [
-            torch.einsum("ncp,pnd->ncd", rows.to(solved), solved)
-            for rows, solved in self.solved_rows(x, "predictive covariance")
-        ]
-        return self.ridge * torch.cat(found)
-
-    def between(self, x1: Inputs, x2: Inputs) -> Tensor:
-        """The posterior covariance λ Cov[f(x1), f(x2)], (T, C, S, C)."""
-        parts = []
-        for _, solved in self.solved_rows(x2, "joint covariance"):
-            columns = solved.flatten(1)
-            formed = FormedRows(self.function, x1, self.c, self.memory, keep=False)
-            parts.append(torch.cat([rows.to(columns) @ columns for _, rows in formed]).double())
-        whole = self.ridge * torch.cat(parts, 1)
-        return whole.view(batch_size(x1), self.c, batch_size(x2), self.c)
-
     def cross(self, x: Inputs) -> Iterator[Tensor]:
         """K̃(x,X) M = J(x) H⁻¹ J̃ᵀ: what the targets weigh in the outputs at x, some examples at a time."""
         if (form := self._elsewhere) is not None:
@@ -220,26 +271,6 @@ class System(ABC):
             columns, t = solved.flatten(1), len(rows)
             product = torch.cat([own.to(columns) @ columns for _, own in self.own_rows()])  # (N·C, t·C)
             yield product.T.reshape(t, self.c, self.n, self.c)
-
-    def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
-        """Σ_d [K̃(x,X) M]_id e_id by training example i: what a change e_i of its target does to f(x)."""
-        # e (N, C)
-        if (form := self._elsewhere) is not None:
-            yield from form.effects(x, e)
-            return
-        for rows, solved in self.solved_rows(x, "influence"):
-            columns, t = solved.flatten(1), len(rows)
-            parts = []
-            for place, own in self.own_rows():  # Σ_d first: it makes the product C times smaller
-                each = own.view(-1, self.c, own.shape[1])
-                moved = torch.einsum("ncp,nc->np", each, e[place].to(each))
-                parts.append(moved.to(columns) @ columns)
-            yield torch.cat(parts).view(self.n, t, self.c)
-
-    def reach(self, e: Tensor) -> Tensor:
-        """Σ ‖·‖² of ``effects`` over the training examples, (N,)."""
-        # e (N, C)
-        return torch.cat(list(self.effects(self.x, e)), 1).square().sum((1, 2))
 
     def own_rows(self) -> Iterator[tuple[slice, Tensor]]:
         """J̃ of the training examples: the place of n of them and their rows (n·C, P), block by block."""

@@ -22,10 +22,11 @@ from linnet.errors import InputError
 from linnet.files import save
 from linnet.fitting.accuracy import TOLERANCE
 from linnet.fitting.arguments import Record, count_in_words, positions
+from linnet.fitting.fitted import joined_targets, kept
 from linnet.fitting.last_layer import HIDDEN, Appended
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.remarks import rounded, unused_remarks
-from linnet.fitting.squared_fit import SquaredFit, joined_targets, kept, more_data
+from linnet.fitting.squared_fit import SquaredFit, more_data
 from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.problem import Problem

@@ -118,7 +118,6 @@ class TangentGP(PredictiveModel):
         self._options = Options.of(space, options, isinstance(model, Linearized))
         self._model = model
         self._observed = self._observed_by(likelihood)
-        self._likelihood = likelihood
         self._system: System | None = None
         self._plan: GPPlan | None = None
 
@@ -127,7 +126,9 @@ class TangentGP(PredictiveModel):
 
     def __repr__(self) -> str:
         state = f"{self._plan.chosen.space} space, {self._problem.n} examples" if self._plan else "not fitted"
-        return f"TangentGP({self._likelihood!r}, prior_precision={self.prior_precision:.4g}, {state})"
+        return (
+            f"TangentGP({self._observed.likelihood!r}, prior_precision={self.prior_precision:.4g}, {state})"
+        )
 
     def _functional(self) -> Functional:
         """The network as it is now."""
@@ -160,7 +161,7 @@ class TangentGP(PredictiveModel):
                 semi-definite.
         """
         twin = copy.copy(self)  # this object stays as it is where the data cannot be used
-        twin._observed = self._observed_by(self._likelihood)
+        twin._observed = self._observed_by(self._observed.likelihood)
         with sharing("TangentGP.fit", twin._observed.base.device):
             vars(self).update(vars(twin._condition(twin._gathered(x, y), None)))
         return self
@@ -224,7 +225,7 @@ class TangentGP(PredictiveModel):
         """Solve for some data."""
         x, y = data
         self._observed.base.check_runs(take(x, slice(0, 1)))
-        warn_of_scale(self._observed.base, self._likelihood, x)
+        warn_of_scale(self._observed.base, self._observed.likelihood, x)
         require_same_arguments(self._alike(x, y, before))
         return self._take(self._observed.problem(x, y), before)
 
@@ -232,7 +233,7 @@ class TangentGP(PredictiveModel):
         """What all processes that share the work must have alike."""
         past = {} if before is None else {"x before": before.problem.x, "y before": before.problem.y}
         scales = {"prior_precision": self.prior_precision, "noise_scale": self.noise_scale}
-        settings = {"likelihood": self._likelihood, **self._options.given}
+        settings = {"likelihood": self._observed.likelihood, **self._options.given}
         return {"model": self._observed.base, "x": x, "y": y, **past, **scales, **settings}
 
     def _take(self, problem: Problem, before: System | None) -> TangentGP:
@@ -283,7 +284,7 @@ class TangentGP(PredictiveModel):
         if any(t.requires_grad for t in tensors_in(x)) and torch.is_grad_enabled():
             mean, covariance = _differentiable_moments(system, x, joint, self._observed.centered)
             f = self._observed.base(self._observed.base.theta, x)
-            noise = self.noise_scale * self._likelihood.variance(f).flatten(1)
+            noise = self.noise_scale * self._observed.likelihood.variance(f).flatten(1)
             return GaussianPredictive(mean, covariance / self.prior_precision, Noise(noise), joint=joint)
         x = owned(x, self._options.memory)  # the covariance is computed later
         mean = self._mean(system, x)
@@ -388,8 +389,8 @@ class TangentGP(PredictiveModel):
     def _tune_outputs(self, system: System, prior: bool, least: float) -> None:
         """One variance for each output."""
         at = self.prior_precision, self.noise_scale
-        found, precision = per_output(system, self._likelihood, *at, prior, least)
-        self.prior_precision, self.noise_scale, self._likelihood = precision, 1.0, found
+        found, precision = per_output(system, self._observed.likelihood, *at, prior, least)
+        self.prior_precision, self.noise_scale = precision, 1.0
         self._observed = Observed(self._observed.base, found, self._options.given.get("mean", "network"))
         problem = system.problem
         assert problem.y is not None
@@ -400,7 +401,7 @@ class TangentGP(PredictiveModel):
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood, a Gaussian's variance with the scale s in it."""
-        base = self._likelihood
+        base = self._observed.likelihood
         if isinstance(base, Gaussian) and self.noise_scale != 1.0:
             return Gaussian(self.noise_scale * base.noise, base.axis, base.masked)
         return base
@@ -432,7 +433,7 @@ class TangentGP(PredictiveModel):
         known = {
             "prior_precision": self.prior_precision,
             "noise_scale": self.noise_scale,
-            "likelihood": self._likelihood.describe(),
+            "likelihood": self._observed.likelihood.describe(),
         }
         if self._plan is None:
             return {**known, "state": "not fitted"}
@@ -451,7 +452,7 @@ class TangentGP(PredictiveModel):
         problem = system.problem
         state = {
             "network": identity(base),
-            "likelihood": self._likelihood.describe(),
+            "likelihood": self._observed.likelihood.describe(),
             "prior_precision": self.prior_precision,
             "noise_scale": self.noise_scale,
             "options": {k: v for k, v in self._options.given.items() if k not in ("params", "output")},
