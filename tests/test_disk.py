@@ -23,7 +23,7 @@ from linnet.app.runs.queries import write_rows
 from linnet.disk import process_mark, reserve
 from linnet.errors import DiskSpaceError, InputError
 from linnet.files import load, remove_partial, save, write_atomic, write_json, write_text
-from linnet.report import Run, write_report
+from linnet.report import Content, write_report
 from linnet.tangent.store import GramFile
 from tests.fitting.problems import refused
 
@@ -47,7 +47,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "plain.json": lambda path: write_json(path, list(range(SIZE))),
     "rows.csv": lambda path: write_rows(path, [{"id": "x" * SIZE, "value": 1.0}]),
     "rows.json": lambda path: write_rows(path, [{"id": "x" * SIZE, "value": 1.0}]),
-    "report.html": lambda path: write_report(path, Run("x" * SIZE)),
+    "report.html": lambda path: write_report(path, Content("x" * SIZE)),
     "run.yaml": lambda path: write_text(path, "x" * 2 * SIZE),
     "data.npz": lambda path: write_atomic(path, lambda part: np.savez(part, a=BIG.numpy())),
 }

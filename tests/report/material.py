@@ -16,21 +16,20 @@ from numpy.typing import NDArray
 from linnet.memory import Plan
 from linnet.plots.measures import calibration_error, reliability_bins
 from linnet.report import (
-    Choice,
     Comparison,
+    Content,
     DoubtedLabel,
     Explanation,
     FitRecord,
     Forgetting,
     HeldOutSet,
+    KernelSpectrum,
     Neighbor,
     Notes,
     Reliability,
-    RidgePath,
-    Run,
+    RidgeScores,
     Samples,
     Scores,
-    Spectrum,
     TrainingSet,
 )
 from linnet.tangent.preflight import Coverage, Preflight
@@ -103,7 +102,7 @@ def row(name: str, probs: Array, labels: Array, seconds: float, note: str = "") 
     return Comparison(name, accuracy, float(nll), gap, None, seconds, note)
 
 
-def ridge_path(kernel: Array, onehot: Array, labels: Array, cross: Array, test_labels: Array) -> RidgePath:
+def ridge_path(kernel: Array, onehot: Array, labels: Array, cross: Array, test_labels: Array) -> RidgeScores:
     """Leave-one-out scores over the ridge by one eigendecomposition."""
     values, vectors = np.linalg.eigh(kernel)
     ridges = np.logspace(-4, 2, 31)
@@ -120,7 +119,7 @@ def ridge_path(kernel: Array, onehot: Array, labels: Array, cross: Array, test_l
         evidence.append(-0.5 * quadratic - 2.5 * float(np.log(values + ridge).sum()))
     chosen = float(ridges[int(np.argmin(error))])
     parts = [np.array(part) for part in (right, tested, gcv, evidence)]
-    return RidgePath(ridges, np.array(error), chosen, *parts)
+    return RidgeScores(ridges, np.array(error), chosen, *parts)
 
 
 def explain(influence: Array, sample: int, predicted: int, count: int = 6) -> Explanation:
@@ -131,7 +130,7 @@ def explain(influence: Array, sample: int, predicted: int, count: int = 6) -> Ex
     return Explanation(sample, predicted, up, down)
 
 
-def digits_run(seed: int = 0) -> Run:
+def digits_run(seed: int = 0) -> Content:
     """A run with every part."""
     start = time.perf_counter()
     data = digits(seed=seed)
@@ -156,11 +155,11 @@ def digits_run(seed: int = 0) -> Run:
         forgetting(data, kernel, cross, onehot, beta, path.chosen),
     )  # fmt: skip
     record = FitRecord(
-        path, Spectrum(np.linalg.eigvalsh(kernel), path.chosen), choices(path.chosen), preflight(),
+        path, KernelSpectrum(np.linalg.eigvalsh(kernel), path.chosen), choices(path.chosen), preflight(),
         {"kernel of 50 training samples": 0.84, "eigendecomposition": 0.003, "ridge path": 0.012,
          "plain fine-tuning, for comparison": 6.4, "predictions and influence": time.perf_counter() - start},
     )  # fmt: skip
-    return Run(
+    return Content(
         "Digits 5 to 9 from a network that knows 0 to 4",
         CLASSES,
         notes(),
@@ -249,20 +248,18 @@ def scores(data: Split, probs: Array) -> Scores:
     return Scores(rows, tuple(reliability(name, p, data.test_labels) for name, p in named[:3]))
 
 
-def choices(ridge: float) -> tuple[Choice, ...]:
+def choices(ridge: float) -> tuple[tuple[str, str, str], ...]:
     """Decisions as the fit words them."""
     return (
-        Choice("ridge", f"{ridge:.3g}", "smallest exact leave-one-out error of 31 ridges from 1e-4 to 100"),
-        Choice(
-            "solver", "dual", "250 kernel rows against 61 706 parameters: 0.9 s and 2 MB, against 40 s for CG"
-        ),
-        Choice("parameters", "all 10 of 10", "no selection was asked for"),
-        Choice(
+        ("ridge", f"{ridge:.3g}", "smallest exact leave-one-out error of 31 ridges from 1e-4 to 100"),
+        ("solver", "dual", "250 kernel rows against 61 706 parameters: 0.9 s and 2 MB, against 40 s for CG"),
+        ("parameters", "all 10 of 10", "no selection was asked for"),
+        (
             "targets",
             "one-hot times 15",
             "classes; the scale that keeps the squared loss close to cross-entropy",
         ),
-        Choice("head", "ridge linear probe", "a zero head would hide the gradients of every lower layer"),
+        ("head", "ridge linear probe", "a zero head would hide the gradients of every lower layer"),
     )
 
 
@@ -299,7 +296,7 @@ def notes() -> Notes:
     return Notes((), (warning,), facts)
 
 
-def regression_run(count: int = 60, tested: int = 200) -> Run:
+def regression_run(count: int = 60, tested: int = 200) -> Content:
     """A regression task from a table: no pictures and no classes."""
     rng = np.random.default_rng(1)
     x, test_x = rng.uniform(-3, 3, (count, 1)), rng.uniform(-3, 3, (tested, 1))
@@ -321,5 +318,5 @@ def regression_run(count: int = 60, tested: int = 200) -> Run:
         Comparison("linear fit", rmse=rmse, seconds=0.2),
         Comparison("linear probe", rmse=0.61, seconds=0.1),
     )
-    record = FitRecord(spectrum=Spectrum(np.linalg.eigvalsh(kernel), 0.04))
-    return Run("A table of numbers", scores=Scores(comparison), fit=record, train=train, test=test)
+    record = FitRecord(spectrum=KernelSpectrum(np.linalg.eigvalsh(kernel), 0.04))
+    return Content("A table of numbers", scores=Scores(comparison), fit=record, train=train, test=test)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from linnet.plots.style import brief, class_color
-from linnet.report import Reliability, RidgePath, Spectrum, figures
+from linnet.report import KernelSpectrum, Reliability, RidgeScores, figures
 from linnet.report.figures import draw
 
 RNG = np.random.default_rng(0)
@@ -20,9 +20,9 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "reliability": lambda: figures.reliability_diagram(PART, 4),
     "uncertainty": lambda: figures.uncertainty_histogram(RNG.uniform(size=50), RNG.uniform(size=50) < 0.5),
     "ridge": lambda: figures.ridge_curves(
-        RidgePath(RIDGES, RIDGES, 0.1, RIDGES / 100, RIDGES / 200, RIDGES, -RIDGES)
+        RidgeScores(RIDGES, RIDGES, 0.1, RIDGES / 100, RIDGES / 200, RIDGES, -RIDGES)
     )[1],
-    "spectrum": lambda: figures.kernel_spectrum(Spectrum(1 / np.arange(1, 90.0), 0.1)),
+    "spectrum": lambda: figures.kernel_spectrum(KernelSpectrum(1 / np.arange(1, 90.0), 0.1)),
     "informativeness": lambda: figures.informativeness_bars(RNG.uniform(size=900)),
     "confusion": lambda: figures.confusion_matrix(
         np.arange(30), np.arange(30)[::-1], [f"c{i}" for i in range(30)]
@@ -83,10 +83,10 @@ def test_large_scatters_are_pixels() -> None:
 
 
 def test_the_ridge_panels_follow_the_scores_that_are_there() -> None:
-    (bare,) = figures.ridge_curves(RidgePath(RIDGES, RIDGES))
+    (bare,) = figures.ridge_curves(RidgeScores(RIDGES, RIDGES))
     assert "chosen" not in bare
     error, accuracy, evidence = figures.ridge_curves(
-        RidgePath(RIDGES, RIDGES, 0.1, RIDGES / 100, RIDGES / 200, RIDGES, -RIDGES)
+        RidgeScores(RIDGES, RIDGES, 0.1, RIDGES / 100, RIDGES / 200, RIDGES, -RIDGES)
     )
     assert "generalized cross-validation" in error
     assert "Accuracy" in accuracy
@@ -96,8 +96,8 @@ def test_the_ridge_panels_follow_the_scores_that_are_there() -> None:
 
 def test_the_spectrum_marks_ridge_and_degrees_of_freedom() -> None:
     values = np.array([9.0, 1.0])
-    assert "ridge" not in figures.kernel_spectrum(Spectrum(values))
-    marked = figures.kernel_spectrum(Spectrum(values, 1.0))
+    assert "ridge" not in figures.kernel_spectrum(KernelSpectrum(values))
+    marked = figures.kernel_spectrum(KernelSpectrum(values, 1.0))
     assert "ridge 1" in marked
     assert "1.40 effective" in marked
 
@@ -107,9 +107,9 @@ def test_degenerate_input_draws() -> None:
     for drawing in (
         figures.uncertainty_histogram(same, np.array([True, True, True])),
         figures.uncertainty_histogram(np.full(3, np.nan)),
-        figures.kernel_spectrum(Spectrum(np.zeros(3), 0.1)),
+        figures.kernel_spectrum(KernelSpectrum(np.zeros(3), 0.1)),
         figures.informativeness_bars(np.array([np.nan, 1.0])),
-        *figures.ridge_curves(RidgePath(np.array([1.0]), np.array([2.0]), 1.0)),
+        *figures.ridge_curves(RidgeScores(np.array([1.0]), np.array([2.0]), 1.0)),
         figures.reliability_diagram(Reliability("fit", np.array([1.0]), np.array([True]))),
     ):
         assert drawing.startswith("<svg")

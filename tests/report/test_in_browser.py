@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from linnet.report import HeldOutSet, Run, TrainingSet, write_report
+from linnet.report import Content, HeldOutSet, TrainingSet, write_report
 from tests.report.browser import Browser, browsing, chromium
 from tests.report.material import digits_run, regression_run
 
@@ -49,7 +49,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def hostile_run() -> Run:
+def hostile_run() -> Content:
     """The digits, with names that are markup, long, or a formula."""
     run = digits_run()
     assert run.train is not None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from linnet.app.runs.summary import score_table
-from linnet.report import Comparison, Notes, Reliability, Run, Scores
+from linnet.report import Comparison, Content, Notes, Reliability, Scores
 from linnet.report.numbers import calibration_and_error, measured_share, share_error
 from linnet.report.verdict import key_numbers, summary, trust
 from tests.report.material import digits_run, regression_run
@@ -26,7 +26,7 @@ def test_the_error_of_an_accuracy_is_never_zero_and_the_same_everywhere(count: i
         if 0 < right < count == 2000:
             assert error == pytest.approx((share * (1 - share) / count) ** 0.5, rel=0.01)
         row = Comparison("linear fit", accuracy=share)
-        run = Run("x", ("a", "b"), scores=Scores((row,), tested=count))
+        run = Content("x", ("a", "b"), scores=Scores((row,), tested=count))
         (key,) = key_numbers(run)
         assert key.value == measured_share(share, error)
         assert score_table([row], count)[1].endswith(f"{100 * share:.1f} ± {100 * error:.1f} %")
@@ -38,19 +38,19 @@ def test_the_error_of_an_accuracy_is_never_zero_and_the_same_everywhere(count: i
 )
 def test_trust_follows_the_calibration(confidence: float, right: float, says: str) -> None:
     part = Reliability("fit", np.full(500, confidence), np.arange(500) < 500 * right)
-    assert says in trust(Run("x", scores=Scores(reliability=(part,))))
+    assert says in trust(Content("x", scores=Scores(reliability=(part,))))
 
 
 def test_few_predictions_are_not_called_calibrated() -> None:
     part = Reliability("fit", np.full(32, 0.75), np.arange(32) < 24)
-    assert "too few" in trust(Run("x", scores=Scores(reliability=(part,))))
+    assert "too few" in trust(Content("x", scores=Scores(reliability=(part,))))
 
 
 def test_uneven_probabilities_are_named() -> None:
     confidence = np.repeat([0.95, 0.55], 500)
     correct = np.concatenate([np.arange(500) < 375, np.arange(500) < 375])  # 75 % each
     part = Reliability("fit", confidence, correct)
-    assert "not one by one" in trust(Run("x", scores=Scores(reliability=(part,))))
+    assert "not one by one" in trust(Content("x", scores=Scores(reliability=(part,))))
 
 
 def test_the_error_of_the_calibration_error_is_that_of_repeated_samples() -> None:

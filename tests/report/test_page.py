@@ -21,11 +21,11 @@ import pytest
 from linnet.errors import InputError
 from linnet.report import (
     Comparison,
+    Content,
     DoubtedLabel,
     FitRecord,
     HeldOutSet,
     Notes,
-    Run,
     Samples,
     Scores,
     TrainingSet,
@@ -90,7 +90,7 @@ class Page(HTMLParser):
 
 
 @cache
-def full() -> Run:
+def full() -> Content:
     return digits_run()
 
 
@@ -184,7 +184,7 @@ def test_a_browser_runs_the_page_s_own_script_alone() -> None:
     assert "innerHTML" not in page.scripts[0]
 
 
-def drop(part: str) -> Callable[[Run], Run]:
+def drop(part: str) -> Callable[[Content], Content]:
     """Leave out one part, named by its path in the run."""
 
     def without(record: Any, names: list[str]) -> Any:
@@ -252,7 +252,7 @@ def cached_draw(name: str, alt: str, size: tuple[float, float], paint: Any) -> s
 
 
 def test_a_title_is_enough() -> None:
-    page = Page(render(Run("Only <b>this</b>")))
+    page = Page(render(Content("Only <b>this</b>")))
     assert page.sections == ()
     assert "Only <b>this</b>" in page.text
     assert not page.all("b")
@@ -261,7 +261,7 @@ def test_a_title_is_enough() -> None:
 def test_empty_sets_render() -> None:
     nothing = Samples(images=np.zeros((0, 8, 8), np.uint8), labels=np.zeros(0, int), ids=())
     test = HeldOutSet(nothing, np.zeros((0, 2)), uncertainty=np.zeros(0))
-    run = Run("x", ("a", "b"), train=TrainingSet(nothing, np.zeros(0)), test=test)
+    run = Content("x", ("a", "b"), train=TrainingSet(nothing, np.zeros(0)), test=test)
     assert Page(render(run)).all("h1")
 
 
@@ -282,14 +282,14 @@ def test_regression_with_several_targets() -> None:
     test = HeldOutSet(
         Samples(labels=targets), mean=targets + 0.1, std=np.ones((6, 2)), uncertainty=np.ones(6)
     )
-    assert "±" in Page(render(Run("x", test=test))).text
+    assert "±" in Page(render(Content("x", test=test))).text
 
 
 def test_hostile_names_stay_text() -> None:
     bad = '"><script>alert(1)</script><img src=x onerror=alert(1)>'
     images, labels = np.zeros((2, 4, 4), np.uint8), np.array([0, 1])
     samples = Samples(images, labels, (bad, bad))
-    run = Run(
+    run = Content(
         bad, (bad, "$b"), Notes((bad,), (bad,), ((bad, bad),)), Scores((Comparison(bad, 0.5, note=bad),)),
         FitRecord(), TrainingSet(samples, np.ones(2), (DoubtedLabel(0, 0, 1, 0.9),)),
         HeldOutSet(samples, np.eye(2), uncertainty=np.ones(2)), bad,
@@ -301,16 +301,16 @@ def test_hostile_names_stay_text() -> None:
 
 def test_a_folder_is_no_place_for_a_page(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="folder"):
-        write_report(tmp_path, Run("x"))
+        write_report(tmp_path, Content("x"))
 
 
 def test_a_page_that_cannot_be_drawn_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_report(tmp_path / "report.html", Run("first"))
+    path = write_report(tmp_path / "report.html", Content("first"))
     monkeypatch.setattr("linnet.report.html._figures", lambda run: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        write_report(path, Run("second"))
+        write_report(path, Content("second"))
     assert "first" in path.read_text(encoding="utf-8")
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from linnet.report import (
     Comparison,
+    Content,
     FitRecord,
     HeldOutSet,
+    KernelSpectrum,
     Reliability,
-    Run,
     Samples,
     Scores,
-    Spectrum,
 )
 from tests.report.material import digits_run, regression_run
 
@@ -24,18 +24,18 @@ LABELS = np.array([0, 1, 1])
 
 def test_degrees_of_freedom_come_from_the_eigenvalues_unless_given() -> None:
     values = np.array([3.0, 1.0, -1e-9])
-    assert Spectrum(values, ridge=1.0).effective() == pytest.approx(0.75 + 0.5)
-    assert Spectrum(values, ridge=1.0, degrees_of_freedom=7.0).effective() == 7.0
-    assert Spectrum(values).effective() is None
+    assert KernelSpectrum(values, ridge=1.0).effective() == pytest.approx(0.75 + 0.5)
+    assert KernelSpectrum(values, ridge=1.0, degrees_of_freedom=7.0).effective() == 7.0
+    assert KernelSpectrum(values).effective() is None
 
 
 def test_number_of_tested_samples_has_three_sources() -> None:
     scores = Scores(reliability=(Reliability("fit", np.ones(5), np.ones(5)),))
     test = HeldOutSet(Samples(PICTURES))
-    assert Run("x").tested() is None
-    assert Run("x", scores=scores).tested() == 5
-    assert Run("x", scores=scores, test=test).tested() == 3
-    assert Run("x", scores=Scores(tested=9), test=test).tested() == 9
+    assert Content("x").tested() is None
+    assert Content("x", scores=scores).tested() == 5
+    assert Content("x", scores=scores, test=test).tested() == 3
+    assert Content("x", scores=Scores(tested=9), test=test).tested() == 9
 
 
 def test_loss_is_wrongness_or_absolute_error() -> None:
@@ -48,7 +48,7 @@ def test_loss_is_wrongness_or_absolute_error() -> None:
     assert HeldOutSet(Samples(PICTURES), np.ones((3, 2))).loss() is None
 
 
-@pytest.mark.parametrize("build", [digits_run, regression_run, lambda: Run("bare")])
+@pytest.mark.parametrize("build", [digits_run, regression_run, lambda: Content("bare")])
 def test_to_dict_survives_strict_json(build: Any) -> None:
     numbers = build().to_dict()
     assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
@@ -72,8 +72,8 @@ def test_to_dict_holds_what_the_page_shows() -> None:
 
 
 def test_to_dict_turns_what_is_not_finite_into_none() -> None:
-    run = Run("x", scores=Scores((Comparison("fit", accuracy=float("nan")),)),
-              fit=FitRecord(spectrum=Spectrum(np.array([np.inf, 1.0]))))  # fmt: skip
+    run = Content("x", scores=Scores((Comparison("fit", accuracy=float("nan")),)),
+              fit=FitRecord(spectrum=KernelSpectrum(np.array([np.inf, 1.0]))))  # fmt: skip
     numbers = run.to_dict()
     assert numbers["comparison"][0]["accuracy"] is None
     assert numbers["spectrum"]["eigenvalues"] == [None, 1.0]

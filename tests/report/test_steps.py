@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from linnet.report import (
+    Content,
     DoubtedLabel,
     Explanation,
     HeldOutSet,
     Neighbor,
+    NextStep,
     Notes,
-    Run,
     Samples,
-    Step,
     TrainingSet,
 )
 from linnet.report.steps import class_records, command, distrusted, next_steps
@@ -28,16 +28,16 @@ CLASSES = ("a", "b", "c")
 
 def with_tests(
     predicted: np.ndarray, labels: np.ndarray | None, sure: float = 0.8, folder: str = "runs/x"
-) -> Run:
+) -> Content:
     """A run with test samples alone."""
     probs = np.full((len(predicted), 3), (1 - sure) / 2)
     probs[np.arange(len(predicted)), predicted] = sure
     samples = Samples(None, labels, tuple(f"test/{i}" for i in range(len(predicted))))
     test = HeldOutSet(samples, probs, uncertainty=np.arange(len(predicted)) / 1000, unit="%")
-    return Run("x", CLASSES, test=test, folder=folder)
+    return Content("x", CLASSES, test=test, folder=folder)
 
 
-def titles(run: Run) -> list[str]:
+def titles(run: Content) -> list[str]:
     """What is to be done."""
     return [step.title for step in next_steps(run)]
 
@@ -58,7 +58,7 @@ def test_labels_to_look_at_are_named_with_the_command_that_forgets_them() -> Non
 def test_as_many_as_by_chance_are_called_hard() -> None:
     suspects = tuple(DoubtedLabel(i, 0, 1, 0.9) for i in range(6))
     train = TrainingSet(Samples(labels=np.zeros(9, int)), suspects=suspects, by_chance=5.0)
-    run = Run("x", ("a", "b"), train=train)
+    run = Content("x", ("a", "b"), train=train)
     assert "most may just be hard" in next_steps(run)[0].text
     assert "hard" not in next_steps(replace(run, train=replace(train, by_chance=0.1)))[0].text
     assert next_steps(run)[0].command == ""  # without a folder there is nothing to name
@@ -117,7 +117,7 @@ def test_a_person_checks_what_is_below_a_target(right: np.ndarray) -> None:
     probs = np.full((200, 3), ((1 - confidence) / 2)[:, None])
     probs[np.arange(200), predicted] = confidence
     test = HeldOutSet(Samples(labels=labels), probs, uncertainty=1 - confidence)
-    (step,) = (step for step in next_steps(Run("x", CLASSES, test=test)) if "person" in step.title)
+    (step,) = (step for step in next_steps(Content("x", CLASSES, test=test)) if "person" in step.title)
     if right.min() == right.max():
         assert "every prediction" in step.title
         return
@@ -129,13 +129,13 @@ def test_samples_behind_wrong_predictions_are_named() -> None:
     train = TrainingSet(Samples(labels=np.array([0, 1]), ids=("train/0", "train/1")))
     told = (Explanation(0, 1, (Neighbor(1, 2.0),)), Explanation(1, 1, (Neighbor(0, 2.0),)))
     test = HeldOutSet(Samples(labels=np.array([0, 1])), np.array([[0.1, 0.9], [0.1, 0.9]]), explanations=told)
-    (step,) = next_steps(Run("x", ("a", "b"), train=train, test=test, folder="runs/x"))
+    (step,) = next_steps(Content("x", ("a", "b"), train=train, test=test, folder="runs/x"))
     assert step.training == (1,)  # the second prediction is right
     assert step.command == "linnet forget --run runs/x --ids train/1 --out runs/x-cleaned"
 
 
 def test_steps_of_the_run_come_last() -> None:
-    assert titles(Run("x", notes=Notes(steps=(Step("Sleep"),)))) == ["Sleep"]
+    assert titles(Content("x", notes=Notes(steps=(NextStep("Sleep"),)))) == ["Sleep"]
 
 
 @pytest.mark.parametrize(
@@ -160,6 +160,6 @@ def test_ids_reach_linnet_as_they_are(names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("name", ["a\nrm -rf ~", "a\x1b[201~b", "a\u202egnp.exe"])
 def test_names_that_cannot_be_pasted_get_no_command(name: str) -> None:
     train = TrainingSet(Samples(labels=np.array([0]), ids=(name,)), suspects=(DoubtedLabel(0, 0, 1, 0.9),))
-    (step,) = next_steps(Run("x", ("a", "b"), train=train, folder="runs/x"))
+    (step,) = next_steps(Content("x", ("a", "b"), train=train, folder="runs/x"))
     assert step.command == ""
     assert step.text.endswith(".")

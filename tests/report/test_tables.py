@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from linnet.report import HeldOutSet, Run, Samples, TrainingSet, render
-from linnet.report.tables import Table, tables
+from linnet.report import Content, HeldOutSet, Samples, TrainingSet, render
+from linnet.report.tables import PageTable, tables
 from tests.report.material import digits_run, regression_run
 
 EVERY = {
@@ -17,7 +17,7 @@ EVERY = {
 }  # fmt: skip
 
 
-def column(table: Table, heading: str) -> list[tuple[str, float | None]]:
+def column(table: PageTable, heading: str) -> list[tuple[str, float | None]]:
     """The texts and values of a column."""
     at = [name for name, _ in table.columns].index(heading)
     return [(row[at].text, row[at].value) for row in table.rows]
@@ -83,7 +83,7 @@ def test_rows_are_limited() -> None:
     assert "5,000 least certain of 6,000" in table.caption
 
 
-def large_run(count: int, side: int = 224) -> Run:
+def large_run(count: int, side: int = 224) -> Content:
     """The digits' run with many photographs in the place of the digits."""
     run = digits_run()
     assert run.test is not None

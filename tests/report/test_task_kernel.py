@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from linnet.report import FitRecord, Run, TaskKernel, render
+from linnet.report import Content, FitRecord, TaskKernel, render
 from linnet.report.figures import label_energy
 
 TASK = TaskKernel(
@@ -15,7 +15,7 @@ TASK = TaskKernel(
 
 
 def test_the_section_holds_verdict_figures_and_facts() -> None:
-    page = render(Run("Digits", fit=FitRecord(task=TASK)))
+    page = render(Content("Digits", fit=FitRecord(task=TASK)))
     assert 'id="linear"' in page
     assert "<li>It is &lt;linear&gt;.</li>" in page
     assert "Because of this." in page
@@ -26,16 +26,16 @@ def test_the_section_holds_verdict_figures_and_facts() -> None:
 
 
 def test_both_figures_have_ids_of_their_own() -> None:
-    page = render(Run("Digits", fit=FitRecord(task=TASK)))
+    page = render(Content("Digits", fit=FitRecord(task=TASK)))
     ids = [part.split('"')[0] for part in page.split('id="')[1:]]
     assert len(ids) == len(set(ids))
 
 
 def test_numbers_reach_the_result() -> None:
-    found = Run("Digits", fit=FitRecord(task=TASK)).to_dict()["task"]
+    found = Content("Digits", fit=FitRecord(task=TASK)).to_dict()["task"]
     assert found["shares"] == [0.1, 0.7, 0.8, 0.81]
     assert found["rows"] == 40
-    assert Run("Digits").to_dict()["task"] is None
+    assert Content("Digits").to_dict()["task"] is None
 
 
 @pytest.mark.parametrize("count", [1, 3, 100, 2000])
@@ -43,4 +43,4 @@ def test_any_number_of_directions_can_be_drawn(count: int) -> None:
     shares = np.linspace(0.1, 1.0, count)
     task = TaskKernel(np.ones(count), shares, count, max(1, count // 5), (1.0, count / 2), ("Yes.",))
     assert label_energy(task).startswith("<svg")
-    assert "linear" in render(Run("x", fit=FitRecord(task=task)))
+    assert "linear" in render(Content("x", fit=FitRecord(task=task)))

@@ -8,24 +8,33 @@ from math import comb
 import numpy as np
 import pytest
 
-from linnet.report import Comparison, HeldOutSet, Notes, Reliability, Run, Samples, Scores, TrainingSet
+from linnet.report import (
+    Comparison,
+    Content,
+    HeldOutSet,
+    Notes,
+    Reliability,
+    Samples,
+    Scores,
+    TrainingSet,
+)
 from linnet.report.verdict import TRY, gain, paired, verdict
 from tests.report.material import regression_run
 
 RNG = np.random.default_rng(0)
 
 
-def scored(classes: int, right: np.ndarray, labels: np.ndarray | None = None, quick: str = "") -> Run:
+def scored(classes: int, right: np.ndarray, labels: np.ndarray | None = None, quick: str = "") -> Content:
     """A fit of balanced training samples with some of its answers right."""
     labels = np.arange(len(right)) % classes if labels is None else labels
     probs = np.eye(classes)[np.where(right, labels, (labels + 1) % classes)]
     row = Comparison("linear fit", accuracy=float(right.mean()))
     train = TrainingSet(Samples(labels=np.repeat(np.arange(classes), 5)))
-    return Run("x", tuple(map(str, range(classes))), Notes(quick=quick), Scores((row,)), train=train,
+    return Content("x", tuple(map(str, range(classes))), Notes(quick=quick), Scores((row,)), train=train,
                test=HeldOutSet(Samples(labels=labels), probs))  # fmt: skip
 
 
-def beside(own: np.ndarray, other: np.ndarray, name: str = "linear probe") -> Run:
+def beside(own: np.ndarray, other: np.ndarray, name: str = "linear probe") -> Content:
     """A fit and another method on the same samples."""
     run, rows = scored(4, own), []
     for method, right in (("linear fit", own), (name, other)):
@@ -163,10 +172,10 @@ def test_the_verdict_of_a_regression() -> None:
     def of(mean: np.ndarray) -> str:
         test = HeldOutSet(Samples(labels=noise[: len(mean)]), mean=mean)
         scores = Scores((Comparison("linear fit", rmse=1.0),))
-        return verdict(Run("x", scores=scores, test=test, train=train)).answer
+        return verdict(Content("x", scores=scores, test=test, train=train)).answer
 
     assert of(noise[::-1].copy()) == "do not use"
     assert of(0.9 * noise) == "use"
     assert of(0.02 * noise) == "weak"
     assert of(0.9 * noise[:4]) == "unclear"
-    assert verdict(Run("x")).sentences == ()
+    assert verdict(Content("x")).sentences == ()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.errors import NumericalError
+from linnet.errors import InputError, NumericalError
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linalg.factorize import decomposing
-from linnet.linear.dual import DualSystem
-from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.iterative import Iterative
+from linnet.linear.newton import WeightNewton
 from linnet.linear.normal_system import NormalSystem
 from linnet.linear.system import System
 from linnet.memory import parse_bytes
@@ -23,12 +23,53 @@ from linnet.nested.nested_fit import NestedFit
 from linnet.plots.measures import calibration_error, reliability_bins
 from linnet.predictive.noise import probabilities
 from linnet.progress import track, waiting
-from linnet.report import Comparison, Reliability, RidgePath
-from linnet.report.kinds import Fit, equations_of
+from linnet.report.records import Comparison, KernelSpectrum, Reliability, RidgeScores
 from linnet.tangent.batch import batch_size, split
 
 Array = np.ndarray[Any, Any]
+Fit: TypeAlias = LinearFit | SoftmaxFit | NestedFit
+PROBE = "linear probe"
 _MOST = 10**9  # bytes of kernel between new and training samples held at once
+
+
+def in_closed_form(fit: Fit) -> bool:
+    """Whether leave-one-out, influence and variances take no iterations, of which each sample needs many."""
+    return not isinstance(fit.system, Iterative | WeightNewton)
+
+
+def loss_of(fit: Fit) -> str:
+    """The loss of a fit, as ``linnet.fit`` calls it."""
+    return "cross-entropy" if isinstance(fit, SoftmaxFit) else "squared"
+
+
+def name_of(fit: Fit) -> str:
+    """What a fit is called beside other methods: without its lower layers it is a linear probe."""
+    is_probe = isinstance(fit, NestedFit) and not (fit.body_weight or fit.trained)
+    return PROBE if is_probe else "linear fit"
+
+
+def cross_fitted(fit: Fit) -> bool:
+    """Whether head or network were fitted in folds, so that leave-one-out leaves out their part too."""
+    return fit.held_out is not None
+
+
+def temperatures_of(fit: Fit) -> tuple[float, float, float] | None:
+    """T of the softmax, fitted to leave-one-out outputs with and without their variance, and its scale."""
+    moderated, point = fit.temperature, fit.point_temperature
+    return None if moderated is None or point is None else (moderated, point, fit.variance_scale)
+
+
+def certificate_of(fit: Fit) -> str:
+    """Name of the number that shows how exactly a fit was solved."""
+    return "relative gradient" if isinstance(fit, SoftmaxFit) else "relative residual"
+
+
+def contradiction(fit: Fit) -> Tensor:
+    """The degree to which the fit of all other examples contradicts each label, (N,)."""
+    outputs = fit.loo()
+    if isinstance(fit, SoftmaxFit):
+        outputs = outputs.sigmoid() if outputs.shape[1] == 1 else outputs.softmax(1)
+    return (fit.targets.to(outputs) - outputs).square().sum(1).sqrt()
 
 
 class Scale(Protocol):
@@ -106,14 +147,21 @@ def predict(
 
 def _pieces(fit: Fit, x: Tensor, what: str) -> Any:
     """X in pieces whose kernel with the training samples, or rows of J, are small."""
-    outputs = 1 if isinstance(fit.system, System) and fit.system.shared else fit.system.c
     # the kernel with the training samples in float32, in float64, and its product with M; or the rows of J
-    columns = fit.module.space.dim if isinstance(fit.system, NormalSystem) else fit.n * outputs
-    row = 24 * outputs * columns
+    outputs = 1 if isinstance(fit.system, System) and fit.system.shared else fit.system.c
+    row = 24 * outputs * _equations(fit)
     room = min(parse_bytes(fit.memory, fit.module.function.device) // 4, _MOST)
     size = max(1, min(int(room // row), 512))
     parts = list(split(x, size))
     return track(parts, f"{what} {batch_size(x)} samples", len(parts))
+
+
+def _equations(fit: Fit) -> int:
+    """How many equations a fit has."""
+    system = fit.system
+    if isinstance(system, NormalSystem):
+        return fit.module.space.dim
+    return fit.n if isinstance(system, System) and system.shared else fit.n * system.c
 
 
 def score_classes(
@@ -146,54 +194,39 @@ def reliability(name: str, probs: Array, labels: Array) -> Reliability:
 
 
 @torch.no_grad()
-def ridge_path(fit: LinearFit | NestedFit, x: Tensor | None, labels: Array | None) -> RidgePath:
-    """Every criterion along the ridge, and the test accuracy beside it."""
-    system = equations_of(fit)
-    with waiting("the criteria at every ridge"):
-        path = fit.path()
-    grid = path.ridges.to(fit.module.function.device)
-    accuracy = None
-    known = x is not None and labels is not None and fit.classes is not None
-    if known and system is not None and fit.system.constraints is None:
-        assert x is not None
-        parts = _pieces(fit, x, "ridges: predicting")
-        chosen = torch.cat([fit.along(part, grid).argmax(2) for part in parts], 1)
-        accuracy = (_numpy(chosen) == labels).mean(1)
-    return RidgePath(
-        _numpy(path.ridges), _numpy(path.loo_error), fit.ridge,
-        None if path.loo_accuracy is None else _numpy(path.loo_accuracy),
-        accuracy, _numpy(path.gcv), _numpy(path.evidence),
-    )  # fmt: skip
-
-
-def spectrum_of(fit: Fit) -> Tensor | None:
-    """The eigenvalues of the matrix that a fit was solved by, which keeps what is decomposed."""
-    system = equations_of(fit)
-    if system is None:
-        return None
-    if isinstance(fit, NestedFit):
-        with decomposing(fit.n):
-            return fit._eigenvalues()
-    dual = system.dual if isinstance(system, KernelSystem) else system
-    size = len(dual.normal if isinstance(dual, NormalSystem) else dual.kernel)
-    with decomposing(size):
-        if isinstance(dual, NormalSystem):
-            return dual.spectrum[0]
-        if isinstance(dual, DualSystem):
-            return dual.spectrum.values
-        values: Tensor = torch.linalg.eigvalsh(dual.kernel)
-        return values.clamp_min(0)
-
-
-def softmax_path(fit: SoftmaxFit) -> RidgePath | None:
-    """Every criterion along the ridge, where a cross-entropy fit has chosen it."""
-    path = fit.chosen_path
+def ridge_scores(fit: Fit, x: Tensor | None, labels: Array | None) -> RidgeScores | None:
+    """Every criterion along the ridge, and the test accuracy beside it; None where that takes iterations."""
+    accuracy: Array | None = None
+    path: Any = None
+    if isinstance(fit, SoftmaxFit):
+        path = fit.chosen_path
+    elif in_closed_form(fit):
+        with waiting("the criteria at every ridge"):
+            path = fit.path()
+        if x is not None and labels is not None and fit.classes and fit.system.constraints is None:
+            grid = path.ridges.to(fit.module.function.device)
+            parts = _pieces(fit, x, "ridges: predicting")
+            chosen = torch.cat([fit.along(part, grid).argmax(2) for part in parts], 1)
+            accuracy = (_numpy(chosen) == labels).mean(1)
     if path is None:
         return None
-    return RidgePath(
-        _numpy(path.ridges), _numpy(path.loo_error), fit.ridge, _numpy(path.loo_accuracy), None, None,
-        _numpy(path.evidence),
-    )  # fmt: skip
+    found = {name: getattr(path, name, None) for name in ("loo_accuracy", "gcv", "evidence")}
+    shown = {name: None if values is None else _numpy(values) for name, values in found.items()}
+    return RidgeScores(
+        _numpy(path.ridges), _numpy(path.loo_error), fit.ridge, test_accuracy=accuracy, **shown
+    )
+
+
+def kernel_spectrum(fit: Fit) -> KernelSpectrum | None:
+    """The eigenvalues of the matrix that a fit was solved by; None where it was not decomposed."""
+    if not in_closed_form(fit):
+        return None
+    try:
+        with decomposing(_equations(fit)):
+            values = fit._eigenvalues()
+    except InputError:
+        return None
+    return KernelSpectrum(_numpy(values.clamp_min(0)), fit.ridge)
 
 
 def _numpy(value: Tensor) -> Array:

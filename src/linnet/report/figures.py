@@ -32,7 +32,7 @@ from linnet.plots.style import (
     percent_ticks,
 )
 from linnet.report.numbers import number
-from linnet.report.records import Reliability, RidgeChoice, RidgePath, Spectrum, TaskKernel
+from linnet.report.records import KernelSpectrum, Reliability, RidgeChoice, RidgeScores, TaskKernel
 from linnet.report.verdict import loo_name
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def uncertainty_histogram(uncertainty: Array, correct: Array | None = None, name
     return draw("uncertainty", alt, (_HALF, 300.0), paint)
 
 
-def ridge_curves(path: RidgePath, choice: RidgeChoice | None = None) -> list[str]:
+def ridge_curves(path: RidgeScores, choice: RidgeChoice | None = None) -> list[str]:
     """Scores over the ridge, with the chosen value marked, a figure for each kind of score that is there."""
     drawn = {loo_name(choice): {"leave-one-out": path.loo_error, "generalized cross-validation": path.gcv}}
     drawn["Accuracy"] = {"leave-one-out": path.loo_accuracy, "test": path.test_accuracy}
@@ -178,7 +178,7 @@ def ridge_curves(path: RidgePath, choice: RidgeChoice | None = None) -> list[str
     ]
 
 
-def kernel_spectrum(spectrum: Spectrum, name: str = "spectrum") -> str:
+def kernel_spectrum(spectrum: KernelSpectrum, name: str = "spectrum") -> str:
     """Eigenvalues of the kernel by rank, both on logarithmic scales."""
     ridge, effective = spectrum.ridge, spectrum.effective()
     alt = f"{len(spectrum.eigenvalues)} eigenvalues of the kernel by rank"

@@ -16,7 +16,7 @@ from linnet.files import write_text
 from linnet.memory import format_bytes
 from linnet.report import figures, numbers
 from linnet.report.numbers import FEW
-from linnet.report.records import Run, Spectrum
+from linnet.report.records import Content, KernelSpectrum
 from linnet.report.tables import tables
 from linnet.report.tiles import bars, explanations, step_tiles, tiles
 from linnet.report.verdict import (
@@ -31,7 +31,7 @@ from linnet.report.verdict import (
 _MOST_CLASSES = 40  # a confusion matrix of more classes could not be read
 
 
-def write_report(path: str | os.PathLike[str], run: Run) -> Path:
+def write_report(path: str | os.PathLike[str], run: Content) -> Path:
     """Write the report of a run as one HTML file that needs nothing else."""
     # Pictures, figures and styles are inside the file; it uses no network, follows the reader's light or dark
     # mode, and prints. One script sorts, filters and exports tables, enlarges pictures and copies commands;
@@ -40,7 +40,7 @@ def write_report(path: str | os.PathLike[str], run: Run) -> Path:
     return write_text(path, page)
 
 
-def render(run: Run) -> str:
+def render(run: Content) -> str:
     """The report of a run as HTML text."""
     import jinja2
     from markupsafe import Markup
@@ -77,7 +77,7 @@ def _policy(style: str, script: str) -> str:
     ))  # fmt: skip
 
 
-def _context(run: Run) -> dict[str, Any]:
+def _context(run: Content) -> dict[str, Any]:
     """Everything that the template reads."""
     train, drawn = run.train, _figures(run)
     known = {
@@ -106,7 +106,7 @@ def _unbroken(sentence: str) -> str:
     return sentence.replace(" ± ", "\u00a0±\u00a0").replace(" %", "\u00a0%")
 
 
-def _figures(run: Run) -> dict[str, list[Any]]:
+def _figures(run: Content) -> dict[str, list[Any]]:
     """The figures that the run has data for, by name, as trusted markup."""
     from markupsafe import Markup
 
@@ -121,7 +121,9 @@ def _figures(run: Run) -> dict[str, list[Any]]:
         drawn["spectrum"] = [figures.kernel_spectrum(fit.spectrum)]
     if fit.task is not None:
         drawn["energy"] = [figures.label_energy(fit.task)]
-        drawn["task"] = [figures.kernel_spectrum(Spectrum(fit.task.eigenvalues, *fit.task.levels), "task")]
+        drawn["task"] = [
+            figures.kernel_spectrum(KernelSpectrum(fit.task.eigenvalues, *fit.task.levels), "task")
+        ]
     if train is not None and train.informativeness is not None and len(train.informativeness):
         labels = train.samples.labels if run.classes else None
         drawn["informativeness"] = [
@@ -131,7 +133,7 @@ def _figures(run: Run) -> dict[str, list[Any]]:
     return {name: [Markup(drawing) for drawing in several] for name, several in drawn.items()}
 
 
-def _test_figures(run: Run) -> dict[str, list[str]]:
+def _test_figures(run: Content) -> dict[str, list[str]]:
     """The figures of the test samples."""
     test = run.test
     if test is None:
@@ -153,7 +155,7 @@ def _test_figures(run: Run) -> dict[str, list[str]]:
     return drawn
 
 
-def _sections(run: Run, known: dict[str, Any]) -> list[tuple[str, str]]:
+def _sections(run: Content, known: dict[str, Any]) -> list[tuple[str, str]]:
     """The sections that have something to show: (id, heading)."""
     fit, tiles, drawn = run.fit, known["tiles"], set(known["figures"])
     pictures = run.train is not None and run.train.samples.images is not None

@@ -17,16 +17,18 @@ from linnet.fitting.fitted import Fitted
 from linnet.pages import Page
 from linnet.params import instance
 from linnet.report.evaluation import (
+    Fit,
     Predictions,
+    name_of,
     predict,
     reliability,
     score_classes,
     score_values,
+    temperatures_of,
 )
 from linnet.report.html import render
-from linnet.report.kinds import Fit, name_of, temperatures_of
 from linnet.report.reading import facts, fit_record, held_out, training_set
-from linnet.report.records import Notes, Run, Samples, Scores
+from linnet.report.records import Content, Notes, Samples, Scores
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.gather import gather_data
 from linnet.tangent.loaders import DataNotes
@@ -36,7 +38,7 @@ _SMALLEST = 4  # pixels a side of what is taken for a picture
 
 
 @dataclass(frozen=True, eq=False)
-class _Fitted:
+class _GivenFit:
     """A fit that is kept nowhere, with its samples as they were given."""
 
     fit: Fit
@@ -75,7 +77,7 @@ def page(
     notes = Notes(warnings=tuple(fit.record.warnings), facts=facts(run))
     record = fit_record(run, None if x is None or run.classes is None else run.inputs(x), y)
     record = replace(record, timings={**fit.record.seconds, **seconds})
-    made = Run(title, run.classes, notes, scores, record, training_set(run), shown)
+    made = Content(title, run.classes, notes, scores, record, training_set(run), shown)
     return Page(title, render(made), made.to_dict())
 
 
@@ -93,12 +95,12 @@ def pictures(x: Any) -> Array | None:
     return np.asarray(np.moveaxis(scaled.round().astype(np.uint8), 1, -1))
 
 
-def _run(fit: Fit, classes: tuple[str, ...] | None) -> _Fitted:
+def _run(fit: Fit, classes: tuple[str, ...] | None) -> _GivenFit:
     """The fit as a run that is kept nowhere."""
     x, answers = fit.x, fit.targets if fit.labels is None else fit.labels
     images = pictures(x.detach().cpu().numpy()) if isinstance(x, Tensor) else None
     samples = Samples(images, answers.detach().cpu().numpy(), _ids(fit.n))
-    return _Fitted(fit, samples, classes, temperatures_of(fit))
+    return _GivenFit(fit, samples, classes, temperatures_of(fit))
 
 
 def _names(fit: Fit, classes: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -118,7 +120,7 @@ def _names(fit: Fit, classes: Sequence[str] | None) -> tuple[str, ...] | None:
     return given
 
 
-def _tested(test: Any, run: _Fitted) -> tuple[Array, Array]:
+def _tested(test: Any, run: _GivenFit) -> tuple[Array, Array]:
     """The test samples."""
     said = DataNotes.known(run.fit.record.classes)
     said.columns = run.fit.record.columns

@@ -13,11 +13,19 @@ from linnet.audit.mislabel import mislabeled
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.nested.nested_fit import NestedFit
 from linnet.plots.measures import Array, ranking
-from linnet.report.evaluation import Predictions, Scale, ridge_path, softmax_path, spectrum_of
-from linnet.report.kinds import Fit, certificate_of, cross_fitted, in_closed_form, loss_of
+from linnet.report.evaluation import (
+    Fit,
+    Predictions,
+    Scale,
+    certificate_of,
+    cross_fitted,
+    in_closed_form,
+    kernel_spectrum,
+    loss_of,
+    ridge_scores,
+)
 from linnet.report.numbers import number
 from linnet.report.records import (
-    Choice,
     DoubtedLabel,
     Explanation,
     FitRecord,
@@ -25,7 +33,6 @@ from linnet.report.records import (
     Neighbor,
     RidgeChoice,
     Samples,
-    Spectrum,
     TrainingSet,
 )
 
@@ -34,7 +41,7 @@ _NEIGHBORS = 5  # training samples shown on each side of an explanation
 _EXPLAINED = 6  # test samples explained in a report
 
 
-class Subject(Protocol):
+class FittedTask(Protocol):
     """A fit, with its samples and classes as people know them."""
 
     @property
@@ -65,7 +72,7 @@ class Subject(Protocol):
         """Samples as the network's inputs, on its device."""
 
 
-def training_set(run: Subject) -> TrainingSet:
+def training_set(run: FittedTask) -> TrainingSet:
     """The training samples, how much each of them moved the fit, and whose labels it doubts."""
     samples = run.shown
     if not in_closed_form(run.fit):
@@ -90,7 +97,7 @@ def suspects(fit: Fit) -> tuple[tuple[DoubtedLabel, ...], float | None, str]:
 
 
 def held_out(
-    run: Subject, samples: Samples, found: Predictions, x: Array, explain: bool = True
+    run: FittedTask, samples: Samples, found: Predictions, x: Array, explain: bool = True
 ) -> HeldOutSet:
     """Test samples with their predictions, some of them explained."""
     explained: tuple[Explanation, ...] = ()
@@ -108,7 +115,7 @@ def predicted(samples: Samples, found: Predictions, explained: tuple[Explanation
 
 
 def explanations(
-    run: Subject, x: Array, places: list[int], found: Predictions, top: int = _NEIGHBORS
+    run: FittedTask, x: Array, places: list[int], found: Predictions, top: int = _NEIGHBORS
 ) -> tuple[Explanation, ...]:
     """The training samples that pushed some predictions up and down."""
     influence = run.fit.influence(run.inputs(x)).double().cpu().numpy()
@@ -143,39 +150,39 @@ def _telling(found: Predictions, answers: Array | None, classes: bool) -> list[i
     return list(dict.fromkeys(int(i) for i in picked))
 
 
-def choices(run: Subject) -> tuple[Choice, ...]:
-    """The choices and their reasons."""
+def choices(run: FittedTask) -> tuple[tuple[str, str, str], ...]:
+    """What was chosen, the choice, and its reason."""
     fit, reasons = run.fit, run.fit.record.reasons
     ridge = reasons.get("ridge", "")
     made = [
-        Choice("solver", fit.solver, solver_reason(reasons)),
+        ("solver", fit.solver, solver_reason(reasons)),
         # a change of the training samples keeps the ridge, and so what was said of the samples before
-        Choice("ridge", number(fit.ridge), f"of the fit before: {ridge}" if "change" in reasons else ridge),
+        ("ridge", number(fit.ridge), f"of the fit before: {ridge}" if "change" in reasons else ridge),
     ]
     if isinstance(fit, NestedFit):
         below = fit.module.below
         parts = [
-            Choice("head", f"new, {fit.system.c} outputs", "a linear probe, part of the fit"),
-            Choice(f"weight of the {below}", f"{fit.body_weight:g}", reasons.get("body", "")),
+            ("head", f"new, {fit.system.c} outputs", "a linear probe, part of the fit"),
+            (f"weight of the {below}", f"{fit.body_weight:g}", reasons.get("body", "")),
         ]
         if fit.trained:
-            parts.append(Choice(f"training of the {below}", reasons["training"], reasons["retraining"]))
+            parts.append((f"training of the {below}", reasons["training"], reasons["retraining"]))
         made = [*parts, *made]
     if isinstance(fit, SoftmaxFit):
-        made.insert(0, Choice("loss", loss_of(fit), "set by the user"))
-        made.append(Choice("optimum", f"{fit.system.steps} Newton steps", reasons.get("newton", "")))
+        made.insert(0, ("loss", loss_of(fit), "set by the user"))
+        made.append(("optimum", f"{fit.system.steps} Newton steps", reasons.get("newton", "")))
         if "leave-one-out" in reasons:
-            made.append(Choice("leave-one-out", "approximate", reasons["leave-one-out"]))
+            made.append(("leave-one-out", "approximate", reasons["leave-one-out"]))
     else:
         trained = isinstance(fit, NestedFit) and fit.trained
         why = "error on held-out folds" if trained else "highest evidence at this ridge"
-        made.append(Choice("noise variance", number(fit.noise), why))
+        made.append(("noise variance", number(fit.noise), why))
     if run.temperatures is not None and not isinstance(fit, SoftmaxFit):
         made.append(
-            Choice("softmax temperature", number(run.temperatures[0]), _moderation(fit, run.temperatures[2]))
+            ("softmax temperature", number(run.temperatures[0]), _moderation(fit, run.temperatures[2]))
         )
     if "change" in reasons:
-        made.append(Choice("change", reasons["change"], "by linear algebra on the fit before"))
+        made.append(("change", reasons["change"], "by linear algebra on the fit before"))
     return tuple(made)
 
 
@@ -192,7 +199,7 @@ def _moderation(fit: Fit, scale: float) -> str:
     return f"likeliest {kind} predictions{counted}"
 
 
-def facts(run: Subject) -> tuple[tuple[str, str], ...]:
+def facts(run: FittedTask) -> tuple[tuple[str, str], ...]:
     """Versions and sizes for the foot of the page."""
     fit = run.fit
     return (
@@ -208,17 +215,13 @@ def facts(run: Subject) -> tuple[tuple[str, str], ...]:
     )
 
 
-def fit_record(run: Subject, x: Tensor | None, labels: Array | None) -> FitRecord:
+def fit_record(run: FittedTask, x: Tensor | None, labels: Array | None) -> FitRecord:
     """What a fit chose and why: the path of ridges, with test accuracies beside it, and the spectrum."""
-    fit, eigen, path = run.fit, spectrum_of(run.fit), None
-    if isinstance(fit, SoftmaxFit):
-        path = softmax_path(fit)
-    elif eigen is not None:
-        path = ridge_path(fit, x, labels if run.classes else None)
+    record = run.fit.record
     return FitRecord(
-        path,
-        None if eigen is None else Spectrum(eigen.cpu().numpy(), fit.ridge),
+        ridge_scores(run.fit, x, labels if run.classes else None),
+        kernel_spectrum(run.fit),
         choices(run),
-        ridge=RidgeChoice(fit.record.criterion, loss_of(fit), cross_fitted(fit)),
-        verdict=fit.record.reasons.get("verdict", ""),
+        ridge=RidgeChoice(record.criterion, loss_of(run.fit), cross_fitted(run.fit)),
+        verdict=record.reasons.get("verdict", ""),
     )

@@ -48,17 +48,8 @@ class Scores:
     squares: Mapping[str, Array] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One decision that the fit took."""
-
-    what: str  # what was decided, such as ``"ridge"``
-    chosen: str  # the value taken
-    why: str = ""  # the reason, in a sentence
-
-
 @dataclass(frozen=True, eq=False)
-class RidgePath:
+class RidgeScores:
     """The scores of a range of ridge values."""
 
     ridges: Array  # ridge values, (R,), positive
@@ -82,7 +73,7 @@ class RidgeChoice:
 
 
 @dataclass(frozen=True, eq=False)
-class Spectrum:
+class KernelSpectrum:
     """The eigenvalues of the kernel of the training set."""
 
     eigenvalues: Array  # eigenvalues of K, (M,), in any order
@@ -123,9 +114,9 @@ class TaskKernel:
 class FitRecord:
     """Record of the fit."""
 
-    path: RidgePath | None = None  # scores over the ridge
-    spectrum: Spectrum | None = None  # eigenvalues of the kernel
-    choices: tuple[Choice, ...] = ()  # every decision and its reason
+    path: RidgeScores | None = None  # scores over the ridge
+    spectrum: KernelSpectrum | None = None  # eigenvalues of the kernel
+    choices: tuple[tuple[str, str, str], ...] = ()  # what was decided, the choice, and the reason
     preflight: Preflight | None = None  # the check of the network
     timings: Mapping[str, float] = field(default_factory=dict)  # seconds of every step
     task: TaskKernel | None = None  # how linear the task is
@@ -248,7 +239,7 @@ class HeldOutSet:
 
 
 @dataclass(frozen=True)
-class Step:
+class NextStep:
     """Something to do next."""
 
     title: str  # what to do, as an order
@@ -267,13 +258,13 @@ class Notes:
     warnings: tuple[str, ...] = ()  # sentences that a reader must not miss
     # (name, value) pairs for the foot of the page: versions, seed, command
     facts: tuple[tuple[str, str], ...] = ()
-    steps: tuple[Step, ...] = ()  # what to do next, behind what follows from the numbers
+    steps: tuple[NextStep, ...] = ()  # what to do next, behind what follows from the numbers
     quick: str = ""  # what a quick run has taken of the data, in a sentence; empty for a whole one
-    first: tuple[Step, ...] = ()  # what to do before all else
+    first: tuple[NextStep, ...] = ()  # what to do before all else
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class Content:
     """Everything that a report shows; only the title is required."""
 
     title: str  # title of the page
@@ -309,7 +300,7 @@ class Run:
             "ridge": fit.ridge,
             "spectrum": fit.spectrum
             and {**vars(fit.spectrum), "degrees_of_freedom": fit.spectrum.effective()},
-            "choices": fit.choices,
+            "choices": [{"what": what, "chosen": chosen, "why": why} for what, chosen, why in fit.choices],
             "preflight": fit.preflight and fit.preflight.to_dict(),
             "timings": fit.timings,
             "task": fit.task,

@@ -11,7 +11,7 @@ import numpy as np
 
 from linnet.plots.measures import Array, ranking, wilson_interval
 from linnet.report.numbers import FEW, measured_share, number, percent, share_error
-from linnet.report.records import Run, Samples, Step
+from linnet.report.records import Content, NextStep, Samples
 from linnet.report.verdict import least_certain
 
 _LABELS, _NEXT, _EXAMPLES, _CLASSES = 5, 10, 3, 4  # most samples and classes that a step names
@@ -30,7 +30,7 @@ class ClassRecord:
     found: int  # how many of these were predicted so
 
 
-def class_records(run: Run) -> list[ClassRecord]:
+def class_records(run: Content) -> list[ClassRecord]:
     """How often predictions of each class are right, on the test samples."""
     test = run.test
     predicted = None if test is None else test.predicted()
@@ -51,7 +51,7 @@ def class_records(run: Run) -> list[ClassRecord]:
     ]
 
 
-def distrusted(run: Run) -> list[ClassRecord]:
+def distrusted(run: Content) -> list[ClassRecord]:
     """Classes whose predictions are right clearly less often than predictions on the whole."""
     # The 95 % interval of each is widened for the number of classes, so that on average one run in twenty
     # names a class without cause.
@@ -68,7 +68,7 @@ def distrusted(run: Run) -> list[ClassRecord]:
     return sorted(below, key=lambda r: r.right / r.predicted)
 
 
-def next_steps(run: Run) -> tuple[Step, ...]:
+def next_steps(run: Content) -> tuple[NextStep, ...]:
     """What to do next, by what the run holds."""
     made = (_look_at_labels(run), _label_next(run), _distrust(run), _check_by_hand(run), _look_behind(run))
     return (*run.notes.first, *(step for step in made if step is not None), *run.notes.steps)
@@ -90,7 +90,7 @@ def beside(run: str, ending: str) -> str:
     return f"{run.rstrip('/')}-{ending}"
 
 
-def _of(run: Run, name: str, samples: Samples, chosen: Sequence[int], **options: str) -> str:
+def _of(run: Content, name: str, samples: Samples, chosen: Sequence[int], **options: str) -> str:
     """A command on samples; empty where the run's folder or the ids are not known, or cannot be typed."""
     if not run.folder or samples.ids is None:
         return ""
@@ -101,7 +101,7 @@ def _of(run: Run, name: str, samples: Samples, chosen: Sequence[int], **options:
     return command(name, run.folder, named, **options)
 
 
-def _look_at_labels(run: Run) -> Step | None:
+def _look_at_labels(run: Content) -> NextStep | None:
     """Probable label errors."""
     train = run.train
     if train is None:
@@ -119,10 +119,10 @@ def _look_at_labels(run: Run) -> Step | None:
     made = _of(run, "forget", train.samples, chosen, out=beside(run.folder, "cleaned"))
     text += ". Correct them in the data"
     text += ", or forget those that are wrong, without training again:" if made else "."
-    return Step(f"Look at {_these(len(chosen), 'label')}", text, made, tuple(chosen))
+    return NextStep(f"Look at {_these(len(chosen), 'label')}", text, made, tuple(chosen))
 
 
-def _label_next(run: Run) -> Step | None:
+def _label_next(run: Content) -> NextStep | None:
     """New samples whose labels would tell most."""
     test = run.test
     if test is None or test.uncertainty is None or test.samples.labels is not None or test.explanations:
@@ -133,14 +133,14 @@ def _label_next(run: Run) -> Step | None:
     kind = "image" if test.samples.images is not None else "sample"
     text = f"The fit is least sure of {'them' if len(chosen) > 1 else 'it'}"
     if not run.folder or not run.folder.isprintable():
-        return Step(f"Label {_these(len(chosen), kind)} next", f"{text}.", tested=chosen)
+        return NextStep(f"Label {_these(len(chosen), kind)} next", f"{text}.", tested=chosen)
     text += ". Put them with their answers into a folder, and add them without training again:"
     line = shlex.join(["linnet", "update", "--run", run.folder, "--data", "FOLDER", "--out",
                        beside(run.folder, "more")])  # fmt: skip
-    return Step(f"Label {_these(len(chosen), kind)} next", text, line, tested=chosen)
+    return NextStep(f"Label {_these(len(chosen), kind)} next", text, line, tested=chosen)
 
 
-def _distrust(run: Run) -> Step | None:
+def _distrust(run: Content) -> NextStep | None:
     """Classes whose predictions are often wrong."""
     records, classes, test = distrusted(run)[:_CLASSES], run.classes, run.test
     if not records or classes is None or test is None or test.probs is None:
@@ -156,10 +156,10 @@ def _distrust(run: Run) -> Step | None:
     text = f"Where it says {_listed(told)}, it is wrong more often than elsewhere. The surest mistakes"
     made = _of(run, "explain", test.samples, chosen)
     text += ", and the training samples behind them:" if made else ":"
-    return Step(title, text, made, tested=chosen)
+    return NextStep(title, text, made, tested=chosen)
 
 
-def _check_by_hand(run: Run) -> Step | None:
+def _check_by_hand(run: Content) -> NextStep | None:
     """What a person should check: predictions below the probability from which on enough are right."""
     split, test = least_certain(run.test), run.test
     correct = None if test is None else test.correct()
@@ -175,10 +175,10 @@ def _check_by_hand(run: Run) -> Step | None:
         f"Among the {count} least confident predictions, {percent(worst, 0)} are wrong; "
         f"among the others, {percent(rest, 0)}."
     )
-    return Step(f"Have a person check predictions below {percent(edge, 0)}", text)
+    return NextStep(f"Have a person check predictions below {percent(edge, 0)}", text)
 
 
-def _to_target(confidence: Array, correct: Array) -> Step:
+def _to_target(confidence: Array, correct: Array) -> NextStep:
     """The lowest probability from which on nine of ten predictions are right, if there is one."""
     order = ranking(confidence)
     right = np.cumsum(correct[order]) / np.arange(1, len(order) + 1)
@@ -187,7 +187,7 @@ def _to_target(confidence: Array, correct: Array) -> Step:
     target = percent(_TARGET, 0)
     if not len(found):
         text = f"There is no probability from which on {target} of the predictions are right."
-        return Step(
+        return NextStep(
             "Have a person check every prediction", f"{text} All together, {percent(correct.mean(), 0)} are."
         )
     count = int(found[-1]) + 1
@@ -197,10 +197,10 @@ def _to_target(confidence: Array, correct: Array) -> Step:
         f"Of the {count} test predictions from there on, {shown} are right; "
         f"of the {len(order) - count} others, {percent(others, 0)}."
     )
-    return Step(f"Have a person check predictions below {percent(confidence[order[count - 1]], 0)}", text)
+    return NextStep(f"Have a person check predictions below {percent(confidence[order[count - 1]], 0)}", text)
 
 
-def _look_behind(run: Run) -> Step | None:
+def _look_behind(run: Content) -> NextStep | None:
     """Training samples that pushed wrong predictions, on a page of explanations."""
     test, train = run.test, run.train
     if test is None or train is None or run.scores.comparison or not test.explanations:
@@ -215,7 +215,7 @@ def _look_behind(run: Run) -> Step | None:
     text = "They did most for the wrong predictions below. If their labels are wrong too, forget them:"
     made = _of(run, "forget", train.samples, chosen, out=beside(run.folder, "cleaned"))
     title = f"Look at {_these(len(chosen), 'training sample')}"
-    return Step(title, text if made else text.partition(".")[0] + ".", made, tuple(chosen))
+    return NextStep(title, text if made else text.partition(".")[0] + ".", made, tuple(chosen))
 
 
 def _these(count: int, noun: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from linnet.memory import format_bytes
 from linnet.plots.measures import ranking
 from linnet.report.numbers import FEW, duration, measured_share, number, percent, share_error
-from linnet.report.records import HeldOutSet, Run
+from linnet.report.records import Content, HeldOutSet
 from linnet.report.steps import class_records
 from linnet.report.tiles import Label, label, thumbnail
 from linnet.report.verdict import loo_name
@@ -34,7 +34,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """One table of the page."""
 
     name: str  # name of the exported file
@@ -46,7 +46,7 @@ class Table:
     own: bool = False  # whether the first row is the fit itself
 
 
-def tables(run: Run) -> dict[str, Table]:
+def tables(run: Content) -> dict[str, PageTable]:
     """Every table that the run has data for, by name."""
     made = (
         _comparison(run), _classes(run), _confusions(run), _ridges(run), _spectrum(run), _task(run),
@@ -56,7 +56,7 @@ def tables(run: Run) -> dict[str, Table]:
     return {table.name: table for table in made if table is not None and table.rows}
 
 
-def _cell(run: Run, value: Any, form: str) -> Cell:
+def _cell(run: Content, value: Any, form: str) -> Cell:
     """A value in the form of its column."""
     if isinstance(value, Cell):
         return value
@@ -85,18 +85,22 @@ _KINDS = {"class": "text", "text": "text", "note": "note", "picture": "picture"}
 
 
 def _table(
-    run: Run, name: str, caption: str, columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]]
-) -> Table:
+    run: Content,
+    name: str,
+    caption: str,
+    columns: Sequence[str | tuple[str, str]],
+    rows: Iterable[Sequence[Any]],
+) -> PageTable:
     """A table of values, in the form of their columns: text unless one is given."""
     forms = [(column, "text") if isinstance(column, str) else column for column in columns]
     kinds = tuple((heading, _KINDS.get(form, "figure")) for heading, form in forms)
     made = (
         tuple(_cell(run, value, form) for value, (_, form) in zip(row, forms, strict=True)) for row in rows
     )
-    return Table(name, caption, kinds, tuple(made), own=name == "scores")
+    return PageTable(name, caption, kinds, tuple(made), own=name == "scores")
 
 
-def _comparison(run: Run) -> Table | None:
+def _comparison(run: Content) -> PageTable | None:
     """The scores of all methods."""
     rows, tested = run.scores.comparison, run.tested()
     every = [
@@ -115,7 +119,7 @@ def _comparison(run: Run) -> Table | None:
     return _table(run, "scores", caption, ("Method", *((heading, form) for _, heading, form in kept)), values)
 
 
-def _classes(run: Run) -> Table | None:
+def _classes(run: Content) -> PageTable | None:
     """How often predictions of each class are right, and samples of each class are found."""
 
     def of(part: int, whole: int) -> tuple[float | None, int]:
@@ -136,7 +140,7 @@ def _classes(run: Run) -> Table | None:
     return _table(run, "classes", caption, columns, rows)
 
 
-def _confusions(run: Run, count: int = 6) -> Table | None:
+def _confusions(run: Content, count: int = 6) -> PageTable | None:
     """The most frequent confusions of the test samples."""
     predicted = None if run.test is None else run.test.predicted()
     if run.test is None or run.test.samples.labels is None or predicted is None or run.classes is None:
@@ -157,7 +161,7 @@ def _confusions(run: Run, count: int = 6) -> Table | None:
     return _table(run, "confusions", caption, columns, rows)
 
 
-def _ridges(run: Run) -> Table | None:
+def _ridges(run: Content) -> PageTable | None:
     """Scores of all ridges."""
     path = run.fit.path
     if path is None:
@@ -177,7 +181,7 @@ def _ridges(run: Run) -> Table | None:
     return _table(run, "ridges", "Scores by ridge.", columns, rows)
 
 
-def _spectrum(run: Run) -> Table | None:
+def _spectrum(run: Content) -> PageTable | None:
     """The facts of the kernel's spectrum."""
     spectrum = run.fit.spectrum
     if spectrum is None or not len(spectrum.eigenvalues):
@@ -199,7 +203,7 @@ def _spectrum(run: Run) -> Table | None:
     return _table(run, "spectrum", "The spectrum in numbers.", ("What", ("Value", "figure")), found)
 
 
-def _task(run: Run) -> Table | None:
+def _task(run: Content) -> PageTable | None:
     """The statistics of the task."""
     if run.fit.task is None:
         return None
@@ -208,7 +212,7 @@ def _task(run: Run) -> Table | None:
     return _table(run, "statistics", caption, columns, run.fit.task.facts)
 
 
-def _suspects(run: Run) -> Table | None:
+def _suspects(run: Content) -> PageTable | None:
     """All probable label errors."""
     train = run.train
     if train is None:
@@ -225,7 +229,7 @@ def _suspects(run: Run) -> Table | None:
     return _table(run, "label-errors", caption, columns, rows)
 
 
-def _forgetting(run: Run) -> Table | None:
+def _forgetting(run: Content) -> PageTable | None:
     """Before and after forgetting."""
     forgotten = None if run.train is None else run.train.forgetting
     if forgotten is None:
@@ -234,14 +238,13 @@ def _forgetting(run: Run) -> Table | None:
     return _table(run, "forgetting", "Before and after forgetting.", columns, forgotten.table)
 
 
-def _choices(run: Run) -> Table:
+def _choices(run: Content) -> PageTable:
     """The choices of the fit and their reasons."""
-    rows = [(choice.what, choice.chosen, choice.why) for choice in run.fit.choices]
     caption = "The choices made for this fit, and their reasons."
-    return _table(run, "choices", caption, ("What", "Chosen", ("Why", "note")), rows)
+    return _table(run, "choices", caption, ("What", "Chosen", ("Why", "note")), run.fit.choices)
 
 
-def _memory(run: Run) -> Table | None:
+def _memory(run: Content) -> PageTable | None:
     """The memory plan."""
     if run.fit.preflight is None:
         return None
@@ -250,7 +253,7 @@ def _memory(run: Run) -> Table | None:
     return _table(run, "memory", f"Memory plan{within}.", ("Item", ("Size", "size")), plan.items)
 
 
-def _parameters(run: Run) -> Table | None:
+def _parameters(run: Content) -> PageTable | None:
     """How each parameter was treated."""
     if run.fit.preflight is None:
         return None
@@ -263,14 +266,14 @@ def _parameters(run: Run) -> Table | None:
     return _table(run, "parameters", caption, columns, rows)
 
 
-def _timings(run: Run) -> Table:
+def _timings(run: Content) -> PageTable:
     """The time of every step."""
     longest = max(run.fit.timings.values(), default=0.0) or 1.0
     rows = [(what, Cell(duration(t), t, length=100 * t / longest)) for what, t in run.fit.timings.items()]
     return _table(run, "timings", "Wall-clock time of each step.", ("Step", ("Time", "time")), rows)
 
 
-def _predictions(run: Run) -> Table | None:
+def _predictions(run: Content) -> PageTable | None:
     """The prediction for each test sample, the least certain first."""
     test = run.test
     predicted = None if test is None else test.predicted()

@@ -13,7 +13,15 @@ from linnet.errors import InputError
 from linnet.plots.measures import Array, ranking, wilson_interval
 from linnet.plots.style import class_color
 from linnet.report.numbers import measured_share, number, percent, share_error, signed
-from linnet.report.records import DoubtedLabel, Explanation, HeldOutSet, Neighbor, Run, Samples, Step
+from linnet.report.records import (
+    Content,
+    DoubtedLabel,
+    Explanation,
+    HeldOutSet,
+    Neighbor,
+    NextStep,
+    Samples,
+)
 from linnet.report.steps import next_steps
 
 if TYPE_CHECKING:
@@ -61,7 +69,7 @@ class Tile:
         return "" if self.bar is None else "up" if self.bar >= 0 else "down"
 
 
-def label(run: Run, value: object) -> Label:
+def label(run: Content, value: object) -> Label:
     """A class index or a regression target as a label."""
     if value is None:
         return Label("–")
@@ -73,7 +81,7 @@ def label(run: Run, value: object) -> Label:
     return Label(shown + (", …" if len(values) > 4 else ""))
 
 
-def tiles(run: Run, count: int = 8) -> dict[str, list[Tile]]:
+def tiles(run: Content, count: int = 8) -> dict[str, list[Tile]]:
     """Every group of tiles of the page, by name."""
     train, test = run.train, run.test
     most, least = _informative(run, count)
@@ -88,12 +96,12 @@ def tiles(run: Run, count: int = 8) -> dict[str, list[Tile]]:
     }
 
 
-def explanations(run: Run) -> list[dict[str, Any]]:
+def explanations(run: Content) -> list[dict[str, Any]]:
     """Test samples and the training samples behind their predictions, the strongest with the longest bar."""
     return [] if run.test is None else [_explained(run, run.test, one) for one in run.test.explanations]
 
 
-def step_tiles(run: Run) -> list[tuple[Step, list[Tile]]]:
+def step_tiles(run: Content) -> list[tuple[NextStep, list[Tile]]]:
     """What to do next, with the samples that each step is about."""
     doubted = {} if run.train is None else {suspect.sample: suspect for suspect in run.train.suspects}
     return [
@@ -106,7 +114,7 @@ def step_tiles(run: Run) -> list[tuple[Step, list[Tile]]]:
     ]
 
 
-def bars(run: Run) -> list[dict[str, Any]]:
+def bars(run: Content) -> list[dict[str, Any]]:
     """The test accuracy of each method with its 95 % interval, in percent of the whole width."""
     tested, made = run.tested(), []
     for row in run.scores.comparison:
@@ -123,7 +131,7 @@ def bars(run: Run) -> list[dict[str, Any]]:
     return made
 
 
-def _tile(run: Run, samples: Samples, index: int, kind: str, pixels: int = _TILE) -> Tile:
+def _tile(run: Content, samples: Samples, index: int, kind: str, pixels: int = _TILE) -> Tile:
     """A sample as it looks on the page."""
     full = samples.name(index)
     alt = f"{kind} sample {full}"
@@ -135,7 +143,7 @@ def _tile(run: Run, samples: Samples, index: int, kind: str, pixels: int = _TILE
     return Tile(full, thumbnail(samples.images[index], pixels), alt, tiny)
 
 
-def _informative(run: Run, count: int) -> tuple[list[Tile], list[Tile]]:
+def _informative(run: Content, count: int) -> tuple[list[Tile], list[Tile]]:
     """The most and the least informative training samples, without overlap."""
     if run.train is None or run.train.informativeness is None:
         return [], []
@@ -150,7 +158,7 @@ def _informative(run: Run, count: int) -> tuple[list[Tile], list[Tile]]:
     return most, least
 
 
-def _training(run: Run, index: int) -> Tile:
+def _training(run: Content, index: int) -> Tile:
     """A training sample with its label."""
     if run.train is None or not len(run.train.samples):
         return Tile(f"#{index}")
@@ -161,7 +169,7 @@ def _training(run: Run, index: int) -> Tile:
     return replace(_tile(run, samples, index, "training"), labels=labels)
 
 
-def _suspect(run: Run, suspect: DoubtedLabel) -> Tile:
+def _suspect(run: Content, suspect: DoubtedLabel) -> Tile:
     """A training sample with the label given and the one suggested."""
     assert run.train is not None
     labels = [("given", label(run, suspect.given))]
@@ -173,7 +181,7 @@ def _suspect(run: Run, suspect: DoubtedLabel) -> Tile:
     return replace(base, labels=tuple(labels), value=value, mark=mark)
 
 
-def _tested(run: Run, index: int, pixels: int = _TILE) -> Tile:
+def _tested(run: Content, index: int, pixels: int = _TILE) -> Tile:
     """A test sample with its prediction, the true value, how sure that is, and whether they differ."""
     test = run.test
     assert test is not None
@@ -195,7 +203,7 @@ def _tested(run: Run, index: int, pixels: int = _TILE) -> Tile:
     return replace(base, labels=tuple(labels), value=value, mark=mark)
 
 
-def _explained(run: Run, test: HeldOutSet, one: Explanation) -> dict[str, Any]:
+def _explained(run: Content, test: HeldOutSet, one: Explanation) -> dict[str, Any]:
     """One explanation."""
     strongest = max((abs(n.influence) for n in (*one.up, *one.down)), default=0.0) or 1.0
     probs = None if test.probs is None else test.probs[one.sample]
@@ -210,7 +218,7 @@ def _explained(run: Run, test: HeldOutSet, one: Explanation) -> dict[str, Any]:
     }
 
 
-def _neighbor(run: Run, neighbor: Neighbor, strongest: float) -> Tile:
+def _neighbor(run: Content, neighbor: Neighbor, strongest: float) -> Tile:
     """A training sample with the signed bar of its influence."""
     bar = 100 * neighbor.influence / strongest
     return replace(_training(run, neighbor.sample), value=signed(neighbor.influence), bar=bar)

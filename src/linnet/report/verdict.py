@@ -26,7 +26,7 @@ from linnet.report.numbers import (
     share_error,
     split_by_uncertainty,
 )
-from linnet.report.records import Comparison, HeldOutSet, RidgeChoice, Run, TrainingSet
+from linnet.report.records import Comparison, Content, HeldOutSet, RidgeChoice, TrainingSet
 
 Answer = Literal["use", "weak", "unclear", "do not use", ""]
 _Z = NormalDist().inv_cdf(0.975)  # standard errors of a 95 % interval to each side, 1.96
@@ -40,7 +40,7 @@ _LEAST = 0.01  # smallest difference of two methods that is worth telling apart,
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Recommendation:
     """What to make of a fit."""
 
     # `"use"` it, or the other method that is named; `"weak"`, it is hardly better than a constant;
@@ -99,7 +99,7 @@ def paired_values(change: Array, least: float = 0.0) -> Difference:
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantAnswer:
     """A constant answer beside a method."""
 
     change: Difference  # how much better the method is, in shares of right answers, or in squared error
@@ -114,12 +114,12 @@ class Constant:
         return "unclear" if is_useful else "do not use"
 
 
-def verdict(run: Run) -> Verdict:
+def verdict(run: Content) -> Recommendation:
     """The verdict on a run."""
     of_fit = [run.fit.verdict] if run.fit.verdict else []
     own = run.scores.comparison[0] if run.scores.comparison else None
     if own is None or (own.accuracy is None and own.rmse is None):
-        return Verdict("", tuple(of_fit))
+        return Recommendation("", tuple(of_fit))
     found = gain(run)
     best = found.other if found is not None and found.clear and found.value < 0 else own
     beside = constant(run, best)
@@ -127,15 +127,15 @@ def verdict(run: Run) -> Verdict:
     if answer == "do not use" and run.notes.quick:
         answer = "unclear"  # what a quick run finds is there to be gone on with
     if answer == "use" and run.fit.verdict.startswith(TRY):
-        return Verdict("unclear", (*of_fit, *_headline(run, best, False, "", beside)))
+        return Recommendation("unclear", (*of_fit, *_headline(run, best, False, "", beside)))
     if answer == "use" and found is not None and not found.clear:
-        return Verdict(answer, (_alike(run, own, found.other), _told_apart(run, own, found), *of_fit))
+        return Recommendation(answer, (_alike(run, own, found.other), _told_apart(run, own, found), *of_fit))
     sentences = _headline(run, best, best is not own, answer, beside)
     rest = [] if found is None else [_told_apart(run, own, found)]
-    return Verdict(answer, (*sentences, *rest, *of_fit))
+    return Recommendation(answer, (*sentences, *rest, *of_fit))
 
 
-def gain(run: Run) -> Gain | None:
+def gain(run: Content) -> Gain | None:
     """The first method against the best of the others, on the same test samples."""
     if not run.scores.comparison:
         return None
@@ -159,7 +159,7 @@ def gain(run: Run) -> Gain | None:
     return Gain(other, value, found.error, found.clear, found.needed)
 
 
-def constant(run: Run, row: Comparison) -> Constant | None:
+def constant(run: Content, row: Comparison) -> ConstantAnswer | None:
     """A method against always giving the same answer, that of the training samples."""
     # Of classes that are equally frequent in training, one is taken at random.
     own = losses(run, row)
@@ -171,13 +171,13 @@ def constant(run: Run, row: Comparison) -> Constant | None:
         counts = np.bincount(given, minlength=len(run.classes))
         most = counts == counts.max()
         other = 1.0 - most[answers] / most.sum()
-        return Constant(paired(other - own, _USEFUL * other.mean()), float(other.mean()))
+        return ConstantAnswer(paired(other - own, _USEFUL * other.mean()), float(other.mean()))
     mean = np.asarray(given, dtype=float).reshape(len(given), -1).mean(0)
     other = ((np.asarray(answers, dtype=float).reshape(len(answers), -1) - mean) ** 2).mean(1)
-    return Constant(paired_values(other - own, _USEFUL * other.mean()), float(other.mean()))
+    return ConstantAnswer(paired_values(other - own, _USEFUL * other.mean()), float(other.mean()))
 
 
-def losses(run: Run, row: Comparison) -> Array | None:
+def losses(run: Content, row: Comparison) -> Array | None:
     """The loss of a method on each test sample."""
     known = {part.method: 1.0 - np.asarray(part.correct, dtype=float) for part in run.scores.reliability}
     known |= run.scores.squares
@@ -193,7 +193,7 @@ def losses(run: Run, row: Comparison) -> Array | None:
     return np.asarray(squares.mean(1))
 
 
-def score_error(run: Run, row: Comparison) -> float | None:
+def score_error(run: Content, row: Comparison) -> float | None:
     """The standard error of a method's score."""
     if row.accuracy is not None:
         return share_error(row.accuracy, run.tested())
@@ -201,21 +201,21 @@ def score_error(run: Run, row: Comparison) -> float | None:
     return None if squares is None or not row.rmse else mean_and_error(squares)[1] / (2 * row.rmse)
 
 
-def short_score(run: Run, row: Comparison) -> str:
+def short_score(run: Content, row: Comparison) -> str:
     """A method's score with its standard error."""
     if row.accuracy is not None:
         return measured_share(row.accuracy, score_error(run, row))
     return measured(row.rmse or 0.0, score_error(run, row))
 
 
-def told(run: Run, row: Comparison) -> str:
+def told(run: Content, row: Comparison) -> str:
     """A method's score as a clause."""
     if row.accuracy is not None:
         return f"{short_score(run, row)} of {tests_of(run)} are right"
     return f"its root mean squared error on {tests_of(run)} is {short_score(run, row)}"
 
 
-def tests_of(run: Run) -> str:
+def tests_of(run: Content) -> str:
     """The test samples, counted, in words."""
     kind = "images" if run.test is not None and run.test.samples.images is not None else "samples"
     tested = run.tested()
@@ -228,7 +228,7 @@ def the(row: Comparison) -> str:
 
 
 def _headline(
-    run: Run, best: Comparison, is_other: bool, answer: Answer, beside: Constant | None
+    run: Content, best: Comparison, is_other: bool, answer: Answer, beside: ConstantAnswer | None
 ) -> list[str]:
     """The answer in a sentence, and what to do about it."""
     name, score = the(best), told(run, best)
@@ -253,7 +253,7 @@ def _headline(
             else f"Do not use {name}: {score}, not less than {always}."]  # fmt: skip
 
 
-def _alike(run: Run, own: Comparison, other: Comparison) -> str:
+def _alike(run: Content, own: Comparison, other: Comparison) -> str:
     """Two methods that the test samples do not tell apart, in a sentence."""
     names, scores = f"{the(own)} and {the(other)}", f"{short_score(run, own)} and {short_score(run, other)}"
     if own.accuracy is not None:
@@ -263,7 +263,7 @@ def _alike(run: Run, own: Comparison, other: Comparison) -> str:
     return f"{names[:1].upper()}{names[1:]} cannot be told apart: {said}."
 
 
-def _told_apart(run: Run, own: Comparison, found: Gain) -> str:
+def _told_apart(run: Content, own: Comparison, found: Gain) -> str:
     """The best of the others beside the first method, in a sentence."""
     first, second = the(own), the(found.other)
     shares = own.accuracy is not None
@@ -299,7 +299,7 @@ class KeyNumber:
     note: str = ""  # what to compare it with
 
 
-def summary(run: Run) -> list[str]:
+def summary(run: Content) -> list[str]:
     """The sentences at the top of the page, the verdict first: those given, or written from the numbers."""
     if run.notes.headline:
         return list(run.notes.headline)
@@ -307,7 +307,7 @@ def summary(run: Run) -> list[str]:
     return [sentence for sentence in (first, run.notes.quick, *rest, trust(run), _changes(run)) if sentence]
 
 
-def trust(run: Run) -> str:
+def trust(run: Content) -> str:
     """The sentence on the probabilities."""
     if not run.scores.reliability or not len(run.scores.reliability[0].confidence):
         return ""
@@ -329,7 +329,7 @@ def trust(run: Run) -> str:
     return f"Its probabilities are well calibrated (calibration error {shown})."
 
 
-def key_numbers(run: Run) -> list[KeyNumber]:
+def key_numbers(run: Content) -> list[KeyNumber]:
     """The numbers at the top of the page."""
     found: list[KeyNumber] = []
     if run.scores.comparison:
@@ -354,7 +354,7 @@ def least_certain(test: HeldOutSet | None) -> tuple[float, float, int] | None:
     return split_by_uncertainty(test.uncertainty, loss)
 
 
-def _of_classes(run: Run, own: Comparison) -> list[KeyNumber]:
+def _of_classes(run: Content, own: Comparison) -> list[KeyNumber]:
     """Accuracy, what is gained on the best of the others, and calibration."""
     tested, beside, found = run.tested(), constant(run, own), gain(run)
     counted = tests_of(run) if tested else ""
@@ -372,7 +372,7 @@ def _of_classes(run: Run, own: Comparison) -> list[KeyNumber]:
     return made
 
 
-def _of_values(run: Run, own: Comparison) -> list[KeyNumber]:
+def _of_values(run: Content, own: Comparison) -> list[KeyNumber]:
     """Error of a regression, the variance that it explains, and the coverage of its intervals."""
     if own.rmse is None:
         return []
@@ -395,7 +395,7 @@ def _of_values(run: Run, own: Comparison) -> list[KeyNumber]:
     return made
 
 
-def _changes(run: Run) -> str:
+def _changes(run: Content) -> str:
     """Label errors and forgetting."""
     if run.train is None:
         return ""

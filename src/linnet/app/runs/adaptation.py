@@ -44,8 +44,16 @@ from linnet.params import integer
 from linnet.predictive.noise import fit_temperature, probabilities
 from linnet.progress import waiting
 from linnet.report import Comparison, Reliability, Scores
-from linnet.report.evaluation import Predictions, predict, reliability, score_classes, score_values
-from linnet.report.kinds import PROBE, name_of, temperatures_of
+from linnet.report.evaluation import (
+    PROBE,
+    Predictions,
+    name_of,
+    predict,
+    reliability,
+    score_classes,
+    score_values,
+    temperatures_of,
+)
 from linnet.report.numbers import number
 from linnet.tangent.batch import hash_examples, split
 from linnet.tangent.functional import OWN_SHAPE, Functional

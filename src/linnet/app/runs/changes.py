@@ -20,9 +20,16 @@ from linnet.app.runs.place import clear_run, made_folder
 from linnet.errors import DataError, InputError
 from linnet.linear.dual import DualSystem
 from linnet.nested.nested_fit import NestedFit
-from linnet.report import Comparison, FitRecord, Forgetting, Notes, Run, Samples, Scores, TrainingSet
-from linnet.report.evaluation import Predictions, predict, reliability, score_classes, score_values
-from linnet.report.kinds import Fit, certificate_of
+from linnet.report import Comparison, Content, FitRecord, Forgetting, Notes, Samples, Scores, TrainingSet
+from linnet.report.evaluation import (
+    Fit,
+    Predictions,
+    certificate_of,
+    predict,
+    reliability,
+    score_classes,
+    score_values,
+)
 from linnet.report.numbers import duration, number, percent
 from linnet.report.reading import choices, facts, held_out, suspects, training_set
 from linnet.tangent.batch import hash_examples
@@ -157,7 +164,7 @@ def keep_change(change: Change, command: str, out: Path, title: str, overwrite: 
     return result
 
 
-def report_change(change: Change, command: str, out: Path, title: str) -> tuple[dict[str, Any], Run]:
+def report_change(change: Change, command: str, out: Path, title: str) -> tuple[dict[str, Any], Content]:
     """The result and the page of a change."""
     before, after = change.before, change.after
     task, why = load_test(after)
@@ -188,7 +195,7 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     again = "the same from scratch" if change.verified else "solving from scratch"
     timings = {command: change.seconds, again: change.refit_seconds}
     record = FitRecord(choices=choices(after), timings=timings)
-    page = Run(title, after.classes, notes, Scores(rows, diagrams), record, train, test, place_of(out))
+    page = Content(title, after.classes, notes, Scores(rows, diagrams), record, train, test, place_of(out))
     summary = after.fit.summary()
     result = {
         "command": command, "train_before": before.fit.n, "train": after.fit.n,

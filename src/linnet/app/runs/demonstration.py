@@ -27,7 +27,7 @@ from linnet.fitting.descent import nearest_class_mean
 from linnet.plots.measures import ranking
 from linnet.progress import track
 from linnet.report import Comparison, DoubtedLabel, TrainingSet
-from linnet.report.kinds import contradiction
+from linnet.report.evaluation import contradiction
 from linnet.training import train
 
 Array = np.ndarray[Any, Any]

@@ -14,13 +14,13 @@ from linnet.app.runs.place import writing
 from linnet.files import write_json
 from linnet.nested.nested_fit import NestedFit
 from linnet.report import (
+    Content,
+    NextStep,
     Notes,
-    Run,
     Samples,
-    Step,
     write_report,
 )
-from linnet.report.kinds import Fit
+from linnet.report.evaluation import Fit
 from linnet.report.reading import facts, fit_record, held_out, training_set
 from linnet.report.steps import beside, next_steps
 from linnet.report.verdict import summary
@@ -28,14 +28,14 @@ from linnet.report.verdict import summary
 Array = np.ndarray[Any, Any]
 
 
-def write(folder: Path, result: dict[str, Any], page: Run) -> None:
+def write(folder: Path, result: dict[str, Any], page: Content) -> None:
     """Write ``report.html`` and ``result.json``: the result, and every number of the page."""
     with writing(folder, wait=True):  # both of one process
         write_report(folder / "report.html", page)
         write_json(folder / "result.json", {**result, "next": _named_steps(page), "report": page.to_dict()})
 
 
-def _named_steps(page: Run) -> list[dict[str, Any]]:
+def _named_steps(page: Content) -> list[dict[str, Any]]:
     """What the page says to do next, with samples by their ids."""
     train = Samples() if page.train is None else page.train.samples
     test = Samples() if page.test is None else page.test.samples
@@ -48,7 +48,7 @@ def _named_steps(page: Run) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def adaptation_page(found: Adaptation, title: str, out: Path, replay: bool = False) -> Run:
+def adaptation_page(found: Adaptation, title: str, out: Path, replay: bool = False) -> Content:
     """The report of an adaptation."""
     run, task = found.run, found.task
     with found.stages.measure("ridge path and spectrum"):
@@ -65,16 +65,16 @@ def adaptation_page(found: Adaptation, title: str, out: Path, replay: bool = Fal
         warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run), steps=steps, quick=found.quick,
         first=() if found.whole or not replay else _in_full(folder),
     )  # fmt: skip
-    page = Run(title, run.classes, notes, found.scores, record, train, test, folder)
+    page = Content(title, run.classes, notes, found.scores, record, train, test, folder)
     return replace(page, notes=replace(notes, headline=tuple(summary(page))))
 
 
-def _in_full(folder: str) -> tuple[Step, ...]:
+def _in_full(folder: str) -> tuple[NextStep, ...]:
     """The command that takes all samples for the lower layers too."""
     words = ["linnet", "adapt", "--config", f"{folder}/run.yaml", "--quick", "false"]
     line = shlex.join([*words, "--out", beside(folder, "full")])
     text = "A quick run gives a first answer. The full one fits all layers, to all training samples."
-    return (Step("Run it in full", text, line),) if folder.isprintable() else ()
+    return (NextStep("Run it in full", text, line),) if folder.isprintable() else ()
 
 
 def place_of(folder: Path) -> str:
@@ -87,16 +87,16 @@ def _is_untuned(fit: Fit) -> bool:
     return isinstance(fit, NestedFit) and not fit.trained and not fit.rungs
 
 
-def further(folder: str, tunable: bool, classes: bool) -> tuple[Step, ...]:
+def further(folder: str, tunable: bool, classes: bool) -> tuple[NextStep, ...]:
     """The commands that go on from a run, whatever its numbers are."""
     predict = shlex.join(["linnet", "predict", "--run", folder, "--data", "FOLDER"])
     text = "FOLDER: an image folder, .npz or .csv. Without labels, the page suggests which samples to label."
-    steps = [Step("Predict new samples", text, predict)]
+    steps = [NextStep("Predict new samples", text, predict)]
     if tunable:
         words = ["linnet", "adapt", "--config", f"{folder}/run.yaml", "--tune", "true"]
         line = shlex.join([*words, "--out", beside(folder, "tuned")])
         why = "Trains the network as well, and keeps the result only if cross-validation improves."
-        steps.insert(0, Step("Try for more accuracy" if classes else "Try for less error", why, line))
+        steps.insert(0, NextStep("Try for more accuracy" if classes else "Try for less error", why, line))
     return tuple(steps) if folder.isprintable() else ()
 
 

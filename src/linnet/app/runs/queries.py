@@ -21,9 +21,8 @@ from linnet.app.runs.pages import place_of
 from linnet.app.runs.place import check_new_file
 from linnet.errors import InputError
 from linnet.files import finite, write_text
-from linnet.report import Explanation, Neighbor, Notes, Run, Samples, Scores, TrainingSet
-from linnet.report.evaluation import Predictions, predict, reliability, score_classes, score_values
-from linnet.report.kinds import name_of
+from linnet.report import Content, Explanation, Neighbor, Notes, Samples, Scores, TrainingSet
+from linnet.report.evaluation import Predictions, name_of, predict, reliability, score_classes, score_values
 from linnet.report.reading import explanations, facts, predicted
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet
@@ -114,7 +113,7 @@ def check_table(path: Path, overwrite: bool = True) -> None:
 
 def prediction_page(
     run: SavedRun, new: NewSamples, found: Predictions, title: str, folder: Path
-) -> tuple[dict[str, Any], Run]:
+) -> tuple[dict[str, Any], Content]:
     """The result and the page of predictions."""
     scores = Scores()
     if new.y is not None:
@@ -132,7 +131,7 @@ def prediction_page(
     )
     findings = (*new.findings, *((found.note,) if found.note else ()))
     warnings = (*run.fit.record.warnings, *findings)
-    page = Run(
+    page = Content(
         title, run.classes, Notes(headline, warnings, facts(run)), scores, test=test, folder=place_of(folder)
     )
     counts = None
@@ -153,7 +152,7 @@ class Explained:
 
     lines: list[str]  # for people
     result: dict[str, Any]  # as plain values
-    page: Run  # the report
+    page: Content  # the report
 
 
 def explain(run: SavedRun, new: NewSamples | None, ids: Sequence[str], top: int, title: str) -> Explained:
@@ -173,7 +172,7 @@ def explain(run: SavedRun, new: NewSamples | None, ids: Sequence[str], top: int,
     test = replace(predicted(samples, found, made), uncertainty=None)
     headline = (f"The training samples behind {len(chosen.ids)} predictions.",)
     train = TrainingSet(run.shown)
-    page = Run(
+    page = Content(
         title, run.classes, Notes(headline, run.fit.record.warnings, facts(run)), train=train, test=test
     )
     answers = chosen.y if answered else None

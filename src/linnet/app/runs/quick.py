@@ -33,7 +33,7 @@ from linnet.fitting.arguments import Record
 from linnet.linear.targets import make_targets
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.search import SAME
-from linnet.report import Run, Scores
+from linnet.report import Content, Scores
 from linnet.report.numbers import duration, number
 from linnet.report.verdict import TRY, told
 
@@ -73,7 +73,7 @@ def _probed(
     with stages.measure("linear probe on the test samples"):
         found = predict_test(run, task)
     score = own_score(run, task, found)
-    page = Run("", task.classes, scores=Scores((score.row,), tested=len(task.test)))
+    page = Content("", task.classes, scores=Scores((score.row,), tested=len(task.test)))
     seconds = duration(sum(stages.seconds.values())).replace("\u202f", " ")
     tell(f"linear probe of {taken(every, task, tests=False)}: {told(page, score.row)} ({seconds})")
     each = seconds_each(fit.module.kernel, begun.tensors()[0][:FEW])

@@ -31,7 +31,7 @@ from linnet.linear.targets import OneHot
 from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit
 from linnet.progress import waiting
-from linnet.report import Comparison, FitRecord, Notes, Run, Scores, TaskKernel, TrainingSet
+from linnet.report import Comparison, Content, FitRecord, Notes, Scores, TaskKernel, TrainingSet
 from linnet.report.numbers import duration, number, percent
 from linnet.report.reading import choices, facts
 from linnet.spectrum.kernel_matrix import gram_part
@@ -221,7 +221,7 @@ def result_of(found: Examined, title: str, out: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def page_of(found: Examined, title: str) -> Run:
+def page_of(found: Examined, title: str) -> Content:
     """The report."""
     run, seen_task = found.subject.run, found.linearity
     energy, verdict = seen_task.energy, seen_task.verdict
@@ -234,7 +234,7 @@ def page_of(found: Examined, title: str) -> Run:
     record = FitRecord(choices=choices(run), timings=dict(found.subject.stages.seconds), task=task)
     notes = Notes((verdict.text, *verdict.reasons[:1]), _warnings(found), facts(run))
     tested = None if found.subject.test is None else len(found.subject.test)
-    return Run(
+    return Content(
         title, run.classes, notes, Scores(found.scores, tested=tested), record, TrainingSet(run.shown)
     )  # fmt: skip
 
