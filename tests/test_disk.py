@@ -25,7 +25,7 @@ from linnet.errors import DiskSpaceError, InputError
 from linnet.files import load, remove_partial, save, write_atomic, write_json, write_text
 from linnet.report import Content, write_report
 from linnet.tangent.store import GramFile
-from tests.fitting.problems import refused
+from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZE = 1 << 16  # bytes of the small disk and of the largest file that is allowed

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from linnet import files, load_fit
-from linnet.app.data import read_folder
+from linnet import files
 from linnet.app.models import load_weights
 from linnet.errors import FileFormatError, InputError, LinnetError, MemoryBudgetError
-from linnet.files import load, save
-from tests.fitting.problems import refused
+from linnet.files import load
+from tests.refusals import refused
 
 
 def endless() -> dict[str, Any]:
@@ -124,19 +123,3 @@ def test_pipes(suffix: str, tmp_path: Path) -> None:
     file = tmp_path / f"weights{suffix}"
     os.mkfifo(file)
     refused(InputError, lambda: load_weights(file), f"{file} is a named pipe")
-
-
-@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "x" * 300, "", 3, None])
-def test_paths_that_are_none(path: Any) -> None:
-    calls: dict[str, Callable[[], object]] = {
-        "path": lambda: load_weights(path),
-        "directory": lambda: save(path, "fit", {}),
-        "root": lambda: read_folder(path),
-    }
-    for call in calls.values():
-        with pytest.raises(InputError) as caught:
-            call()
-        assert caught.value.expected
-        assert len(str(caught.value)) < 1000
-    with pytest.raises(InputError, match="directory="):
-        load_fit(path, torch.nn.Linear(1, 1))

@@ -29,9 +29,10 @@ from linnet.tangent import tiles
 from linnet.tangent.alike import require_same_arguments
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import GramTask, gram, gram_and_own, own_kernels, plan_gram
-from tests.fitting.problems import network, peak_bytes, real, refused
+from tests.fitting.problems import network, peak_bytes, real
 from tests.oracles.dense import jacobian_oracle, kernel_oracle
 from tests.ranks import one_of_ranks, run_ranks
+from tests.refusals import refused
 
 FORMS: tuple[Any, ...] = ("full", "trace", "diagonal", "sum")
 ROUNDOFF = 2.0**-9  # of bfloat16: half of the spacing at 1

@@ -19,8 +19,9 @@ from linnet.fitting import CG, Nystrom, Shared, Sketch
 from linnet.laplace.laplace import Laplace
 from linnet.likelihoods import Gaussian
 from linnet.saved import READERS
-from tests.fitting.problems import near, network, problem, real, refused
+from tests.fitting.problems import near, network, problem, real
 from tests.laplace.laplace_problems import classes, fitted, numbers
+from tests.refusals import refused
 from tests.tangent_gp.tangent_gp_cases import WAYS, dense
 
 P = problem(tests=2)

@@ -22,7 +22,7 @@ from linnet.linear import formed_rows
 from linnet.tangent import gram as gram_module
 from linnet.tangent import store
 from linnet.unfinished import Checkpoint, keeper, resumable
-from tests.fitting.problems import refused
+from tests.refusals import refused
 
 N = 40
 G = torch.Generator().manual_seed(0)

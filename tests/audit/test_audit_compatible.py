@@ -11,8 +11,9 @@ from torch import Tensor, nn
 import linnet
 from linnet import audit
 from linnet.errors import DataError, InputError
-from tests.fitting.problems import ALPHA, flat, near, network, problem, real, refused
+from tests.fitting.problems import ALPHA, flat, near, problem, real
 from tests.oracles.dense import ridge_oracle
+from tests.refusals import refused
 
 RHO = 0.3
 every_solver = pytest.mark.parametrize("solver", ["dual", "primal", "cg"])
@@ -133,23 +134,6 @@ def test_nothing_to_do_and_one_round_only() -> None:
     assert audit.compatible(new, x, old, y, rounds=1).rounds == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"pin": "all"}, ["pin='all'"]),
-        ({"rounds": 0}, ["rounds=0"]),
-        ({"weight": -1.0}, ["weight=-1.0"]),
-        ({"old_outputs": torch.eye(2)[[0] * 12]}, ["old_outputs has 2 outputs", "3"]),
-        ({"old_outputs": torch.eye(3)[[0] * 12].long()}, ["torch.int64"]),
-        ({"fit": network()}, ["fit is Sequential"]),
-    ],
-)
-def test_compatible_of_bad_input(arguments: dict[str, Any], words: list[str]) -> None:
-    old, new, x, y = an_update()
-    given = {"fit": new, "x": x, "old_outputs": old, "y": y, **arguments}
-    refused(InputError, lambda: audit.compatible(**given), *words)
-
-
 # --- group means ------------------------------------------------------------------------------------
 
 
@@ -261,11 +245,6 @@ def test_all_labels_at_once() -> None:
 )
 def test_counterfactuals_of_bad_input(kind: Any, index: Any, target: Any, words: list[str]) -> None:
     refused(kind, lambda: audit.counterfactual(P.fit(ridge=RHO), index, target), *words)
-
-
-def test_a_regression_has_no_classes() -> None:
-    fit = problem(classes=False).fit()
-    refused(InputError, lambda: audit.counterfactual(fit, 0, 1), "target", "float targets")
 
 
 # --- forgetting ---------------------------------------------------------------------------------------

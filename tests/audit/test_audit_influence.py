@@ -12,8 +12,9 @@ import linnet
 from linnet import audit
 from linnet.errors import DataError, InputError, MemoryBudgetError
 from linnet.fitting import CG
-from tests.fitting.problems import ALPHA, Problem, near, problem, refused, rho_for
+from tests.fitting.problems import ALPHA, Problem, near, problem, rho_for
 from tests.oracles.conformance import CountingOperator
+from tests.refusals import refused
 
 
 def solve(p: Problem, keep: Tensor, rho: float) -> Tensor:
@@ -190,28 +191,3 @@ def test_what_cannot_be_asked(p: Problem) -> None:
     refused(MemoryBudgetError, lambda: audit.influence(fit, p.x_test, memory="100B"))
     refused(MemoryBudgetError, lambda: audit.weight_changes(fit, memory="100B"))
     refused(InputError, lambda: audit.weight_changes(fit, [8]), "8")
-
-
-@pytest.mark.parametrize("labels", ["cat", {}, 1.0, [1, "b"]])
-def test_what_are_no_labels(p: Problem, labels: Any) -> None:
-    refused(InputError, lambda: audit.loss_influence(p.fit(ridge=1.0), p.x_test, labels), "labels is")
-
-
-@pytest.mark.parametrize("candidates", ["cat", {}, [1, "b"], [1j]])
-def test_what_are_no_candidates(p: Problem, candidates: Any) -> None:
-    call = lambda: audit.summarize(p.fit(ridge=1.0), 2, candidates=candidates)  # noqa: E731
-    refused(InputError, call, "candidates")
-
-
-def test_predictions_that_are_no_outputs(p: Problem) -> None:
-    fit, y = p.fit(ridge=1.0), torch.zeros(len(p.x_test), dtype=torch.long)
-    wrong: Any
-    for wrong in (lambda x: 1, lambda x: torch.tensor(1.0), torch.eye(len(p.x_test)).to_sparse()):
-        refused(InputError, lambda wrong=wrong: audit.flips(fit, wrong, p.x_test, y), "after")
-
-
-def test_a_seed_is_no_source_of_privacy(p: Problem) -> None:
-    seed: Any = 3
-    fit = p.fit(ridge=1.0)
-    call = lambda: audit.release(fit, 1.0, 1e-5, clip=(5.0, 5.0), generator=seed)  # noqa: E731
-    refused(InputError, call, "generator is int")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import linnet
 from linnet import audit
 from linnet.errors import InputError
-from tests.fitting.problems import near, problem, refused, rho_for
+from tests.fitting.problems import near, problem, rho_for
+from tests.refusals import refused
 
 
 def auroc(scores: Tensor, positive: Tensor) -> float:

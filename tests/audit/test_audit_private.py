@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,9 @@ from linnet import audit
 from linnet.audit.clipped import clip_rows, clipped_optimum, jacobian_scales
 from linnet.audit.gaussian_noise import gaussian_noise, objective_noise, privacy_delta
 from linnet.errors import InputError, NumericalError
-from tests.fitting.problems import flat, near, network, problem, real, refused
+from tests.fitting.problems import flat, near, network, problem, real
 from tests.oracles.dense import jacobian_oracle, output_oracle
+from tests.refusals import refused
 
 CLIP = (1.5, 2.0)
 RHO = 3.0
@@ -249,28 +249,6 @@ def test_single_precision() -> None:
 
 
 # --- refusals ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"epsilon": 0.0}, ["epsilon=0.0"]),
-        ({"epsilon": math.inf}, ["epsilon=inf"]),
-        ({"delta": 0.0}, ["delta=0.0"]),
-        ({"delta": 1.5}, ["delta=1.5"]),
-        ({"delta": 0.2}, ["delta=0.2", "7 examples", "1/N"]),
-        ({"delta": 1 / 7}, ["7 examples"]),
-        ({"mechanism": "laplace"}, ["mechanism='laplace'"]),
-        ({"neighbors": "add"}, ["neighbors='add'"]),
-        ({"clip": 1.0}, ["clip=1.0", "(κ, τ)"]),
-        ({"clip": (1.0, 0.0)}, ["clip[1] is 0.0"]),
-        ({"clip": (-1.0, 1.0)}, ["clip[0] is -1.0"]),
-        ({"fit": "fit"}, ["fit is str"]),
-    ],
-)
-def test_arguments_that_promise_nothing(arguments: dict[str, Any], words: list[str]) -> None:
-    given = {"fit": problem().fit(ridge=RHO, solver="dual"), "epsilon": 1.0, "delta": 0.01, "clip": CLIP}
-    refused(InputError, lambda: audit.release(**{**given, **arguments}), *words)
 
 
 def test_fits_that_would_leak() -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 import linnet
 from linnet import audit
-from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError
-from tests.fitting.problems import near, network, problem, real, refused
+from linnet.errors import InputError
+from tests.fitting.problems import near, network, problem, real
 from tests.oracles.dense import jacobian_oracle
+from tests.refusals import refused
 
 RHO = 0.4
 P = problem(n=5, outputs=2, hidden=3)
@@ -184,16 +185,3 @@ def test_other_kinds_of_inputs() -> None:
 def test_arguments_that_cannot_be_used(arguments: dict[str, Any], words: list[str]) -> None:
     given = {"fit": P.fit(ridge=RHO), "pool": POOL, "n": 2, **arguments}
     refused(InputError, lambda: audit.select(**given), *words)
-
-
-def test_pools_that_cannot_be_used() -> None:
-    fit = P.fit(ridge=RHO)
-    bad = POOL.clone()
-    bad[3, 0] = float("nan")
-    refused(DataError, lambda: audit.select(fit, bad, 1), "pool", "NaN", "index 3")
-    refused(DataError, lambda: audit.select(fit, POOL[:0], 1), "pool is empty")
-    refused(DataError, lambda: audit.select(fit, POOL, 1, at=AT[:0]), "at is empty")
-    refused(ModelError, lambda: audit.select(fit, real(2, 4), 1), "(1, 4)")
-    tight = P.fit(ridge=RHO)
-    tight.memory = 2000
-    refused(MemoryBudgetError, lambda: audit.select(tight, POOL, 1), "joint covariance", "at=")

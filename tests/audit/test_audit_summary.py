@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import audit
-from linnet.errors import InputError, MemoryBudgetError
-from tests.fitting.problems import near, problem, refused, rho_for
+from tests.fitting.problems import near, problem, rho_for
 
 
 def test_the_greedy_choice_is_that_of_refitting_every_candidate() -> None:
@@ -103,16 +102,3 @@ def test_a_greedy_summary_stands_for_the_whole_better_than_chance(data_file: Cal
         rest = torch.randperm(80, generator=generator)[20:]
         gap = (fit.forget(rest).predict(x[:80]) - fit.predict(x[:80])).square().sum(1).mean()
         assert found.distance < 0.7 * float(gap)
-
-
-def test_what_cannot_be_asked() -> None:
-    p = problem(n=5)
-    fit = p.fit(ridge=1.0)
-    for n in (0, 5, True, 2.0):
-        refused(InputError, lambda n=n: audit.summarize(fit, n), "n=")  # type: ignore[misc]
-    refused(InputError, lambda: audit.summarize(fit, 2, "random"), "random")
-    refused(InputError, lambda: audit.summarize(p.fit(ridge=1.0, solver="cg", memory=4000), 2), "greedy")
-    refused(InputError, lambda: audit.summarize(fit, 2, x=p.x_test), "greedy")
-    refused(InputError, lambda: audit.summarize(fit, 1, candidates=[0, 0]), "candidates")
-    refused(InputError, lambda: audit.summarize(fit, 1, candidates=[9]), "9")
-    refused(MemoryBudgetError, lambda: audit.summarize(fit, 2, memory="1KB"), "informative")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from linnet.audit.mislabel import GAIN, labels_in_words, mislabeled
 from linnet.errors import InputError
-from tests.fitting.problems import problem, refused
+from tests.fitting.problems import problem
+from tests.refusals import refused
 
 
 def drawn(n: int, classes: int, rate: float, seed: int, sharp: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:

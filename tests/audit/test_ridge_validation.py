@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from linnet import audit
-from linnet.errors import DataError, InputError
-from tests.fitting.problems import ALPHA, Problem, near, problem, refused, rho_for
+from linnet.errors import InputError
+from tests.fitting.problems import ALPHA, Problem, near, problem, rho_for
+from tests.refusals import refused
 
 LABELS = torch.tensor([0, 2, 1, 1, 0, 2])
 
@@ -100,9 +101,3 @@ def test_constrained_dual_fits_keep_their_equations_along_the_path(p: Problem) -
     near(path.outputs[0], fit.predict(p.x_test), 1e-8)
     near(path.outputs[1, 0], p.f0_test[0] + 1, 1e-7)
     refused(InputError, lambda: audit.tune_ridge(fit, (p.x_test, LABELS)), "constraints")
-
-
-def test_what_cannot_be_asked(p: Problem) -> None:
-    fit = p.fit(ridge=1.0)
-    refused(InputError, lambda: audit.ridge_path(fit, (p.x_test, LABELS), [1.0, -1.0]), "ridges")
-    refused(DataError, lambda: audit.ridge_gradient(fit, p.x_test, p.f0_test), "validation")

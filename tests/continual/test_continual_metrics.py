@@ -62,9 +62,3 @@ def test_too_few_tasks() -> None:
     for name in ("forgetting", "backward_transfer", "forward_transfer"):
         with pytest.raises(InputError, match="at least 2"):
             getattr(StreamMetrics(R[:1]), name)()
-
-
-@pytest.mark.parametrize("rows", [None, 0.5, 3])
-def test_accuracies_are_rows(rows: Any) -> None:
-    with pytest.raises(InputError, match="accuracy is"):
-        StreamMetrics(rows)

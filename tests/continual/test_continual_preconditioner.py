@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.errors import InputError, ModelError
+from linnet.errors import ModelError
 from tests.zoo import assert_near
 
 
@@ -53,13 +53,6 @@ def test_nothing_is_known_before_the_first_task() -> None:
     method = linnet.continual.OnlineLaplace(net, linnet.likelihoods.Categorical())
     with pytest.raises(ModelError, match="no task has been consolidated"):
         method.preconditioner(examples=10)
-
-
-@pytest.mark.parametrize(("examples", "damping"), [(0, 1.0), (-3, 1.0), (10, 0.0), (10, float("nan"))])
-def test_arguments_must_be_positive(examples: int, damping: float) -> None:
-    _, method = stream("kfac")
-    with pytest.raises(InputError, match=r"examples|damping"):
-        method.preconditioner(examples=examples, damping=damping)
 
 
 def test_lists_of_products_are_refused() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import linnet
 from experiments.kernels.advantage import linear_advantage
 from linnet.errors import DataError, InputError, NumericalError
-from tests.fitting.problems import near, network, real, refused
+from tests.fitting.problems import near, network, real
+from tests.refusals import refused
 
 X, X_TEST = real(40, 3, seed=1), real(20, 3, seed=2)
 

@@ -22,9 +22,10 @@ from linnet.surgery import leaky_relu
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.surgery import report
 from tests.finetuning.by_name import finetune, recover
-from tests.fitting.problems import near, refused
+from tests.fitting.problems import near
 from tests.grids import grid
 from tests.hangs import HANGS
+from tests.refusals import refused
 
 
 class Net(nn.Module):

@@ -18,7 +18,8 @@ from linnet.finetuning.bilinear import (
     upper_triangle,
     with_bilinear_head,
 )
-from tests.fitting.problems import near, refused
+from tests.fitting.problems import near
+from tests.refusals import refused
 
 
 def spd(values: list[float], seed: int = 0) -> Tensor:

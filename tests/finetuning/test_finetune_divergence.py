@@ -22,7 +22,7 @@ from linnet.fitting.descent import held_out_split
 from linnet.tangent.surgery import leaky_relu
 from tests.finetuning import by_name
 from tests.finetuning.by_name import finetune, recover
-from tests.fitting.problems import refused
+from tests.refusals import refused
 
 QUIET: dict[str, Any] = {"steps": 200, "batch_size": 100, "head": "zero", "momentum": 0.0}
 PLAIN: dict[str, Any] = {**QUIET, "preconditioner": "none", "activation": "relu", "params": "last-layer"}

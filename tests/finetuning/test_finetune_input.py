@@ -13,7 +13,7 @@ import linnet
 from linnet.errors import DataError, InputError, WeightsError
 from tests.finetuning.by_name import finetune
 from tests.finetuning.test_finetune import SHORT, images, net
-from tests.fitting.problems import refused
+from tests.refusals import refused
 
 
 class Scale(nn.BatchNorm2d):
@@ -52,12 +52,6 @@ def test_values_that_a_recipe_does_not_use_are_refused() -> None:
     refused(InputError, lambda: finetune(net(), images(), "gaf", damping=0.1, **SHORT), "damping=0.1")
     unpaired = {**SHORT, "preconditioner": "none", "activation": "relu"}
     refused(InputError, lambda: finetune(net(), images(), damping=0.1, **unpaired), "damping=0.1")
-
-
-def test_what_is_no_network_has_no_weights_to_load(tmp_path: Path) -> None:
-    finetune(net(), images(), **SHORT).save(tmp_path)
-    refused(InputError, lambda: linnet.load(tmp_path, None), "model")  # type: ignore[arg-type]
-    refused(InputError, lambda: linnet.load(None, net()), "directory=None")  # type: ignore[arg-type]
 
 
 def test_validation_data_are_of_the_kind_of_the_training_data() -> None:

@@ -16,7 +16,8 @@ from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.recipes import Candidate, Recipe, candidates_for, effective_rate
 from linnet.finetuning.trainer import Examples, Objective
 from linnet.optim.preconditioner import KroneckerPreconditioner
-from tests.fitting.problems import near, network, real, refused
+from tests.fitting.problems import near, network, real
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 

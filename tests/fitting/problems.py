@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import LinnetError
 from linnet.fitting import CG, SGD, Dual, Nystrom
 from tests.oracles.dense import jacobian_oracle, output_oracle
 
@@ -125,19 +123,6 @@ def flat(params: dict[str, Tensor]) -> Tensor:
 def rho_for(p: Problem, share: float = 0.1) -> float:
     """A ridge that matters: a share of the mean of K's diagonal."""
     return share * p.kernel.diagonal().mean().item()
-
-
-def refused(kind: type[LinnetError], call: Callable[[], object], *words: str) -> LinnetError:
-    """The call raises an error of that very class that has the words and says what to do."""
-    with pytest.raises(LinnetError) as caught:
-        call()
-    error = caught.value
-    assert type(error) is kind, f"{type(error).__name__}: {error}"
-    for word in words:
-        assert word in str(error), f"{word!r} is not in: {error}"
-    assert error.expected, f"no expectation in: {error}"
-    assert error.remedy, f"no remedy in: {error}"
-    return error
 
 
 def peak_bytes(call: Callable[[], object]) -> int:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 import linnet
 from linnet.errors import InputError, MemoryBudgetError
-from tests.fitting.problems import Problem, flat, near, network, problem, real, refused
+from tests.fitting.problems import Problem, flat, near, network, problem, real
 from tests.oracles.dense import jacobian_oracle, output_oracle
+from tests.refusals import refused
 
 RHO = 0.3
 every_solver = pytest.mark.parametrize("solver", ["dual", "primal", "cg"])

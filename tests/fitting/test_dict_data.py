@@ -14,7 +14,7 @@ from linnet.errors import InputError
 from linnet.laplace.laplace import Laplace
 from linnet.likelihoods import Categorical
 from linnet.tangent.gather import gather_data
-from tests.fitting.problems import refused
+from tests.refusals import refused
 
 N = 12
 IDS = torch.randint(9, (N, 4), generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.iterative import Iterative
 from linnet.linear.kernel_system import KernelSystem
 from linnet.tangent.jacobian import jacobian
-from tests.fitting.problems import refused
+from tests.refusals import refused
 
 N, T = 12, 5
 RIDGES = [1e2, 1e-2, 1e-5, 1e-7, 1e-9]

@@ -12,8 +12,9 @@ import linnet
 from linnet.errors import InputError
 from linnet.fitting import OneHot
 from linnet.linear.iterative import Iterative
-from tests.fitting.problems import flat, near, problem, real, refused
+from tests.fitting.problems import flat, near, problem, real
 from tests.oracles.dense import jacobian_oracle, leave_one_out_oracle, output_oracle, ridge_oracle
+from tests.refusals import refused
 
 RHO = 0.3
 every_solver = pytest.mark.parametrize("solver", ["dual", "primal", "cg"])

@@ -14,7 +14,8 @@ import linnet
 from linnet.errors import FileFormatError, InputError
 from linnet.files import save
 from linnet.fitting import CG, Nystrom, OneHot
-from tests.fitting.problems import flat, near, network, problem, refused
+from tests.fitting.problems import flat, near, network, problem
+from tests.refusals import refused
 from tests.zoo import BY_NAME
 
 P = problem(tests=2)

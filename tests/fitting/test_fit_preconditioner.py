@@ -25,7 +25,8 @@ from linnet.linear.preconditioner import (
 )
 from linnet.linear.problem import Problem
 from linnet.tangent.functional import Functional
-from tests.fitting.problems import fit_options, flat, near, network, problem, real, refused
+from tests.fitting.problems import fit_options, flat, near, network, problem, real
+from tests.refusals import refused
 
 CURVATURES = ("ekfac", "kfac", "diagonal")
 NAMED = ("nystrom", *CURVATURES)

@@ -16,7 +16,8 @@ from linnet.errors import InputError, LinnetError, NumericalError
 from linnet.fitting.last_layer import with_centered_head
 from linnet.fitting.sketch import MetricNetwork
 from linnet.likelihoods import Gaussian
-from tests.fitting.problems import fit_options, near, problem, refused
+from tests.fitting.problems import fit_options, near, problem
+from tests.refusals import refused
 from tests.zoo_modules import TiedEmbedding
 
 P = problem(n=9, tests=5)

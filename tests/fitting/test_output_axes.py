@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import InputError
 from linnet.finetuning.finetuned import Finetuned
-from tests.fitting.problems import flat, near, real, refused, solver_of
+from tests.fitting.problems import flat, near, real, solver_of
 from tests.oracles.dense import jacobian_oracle
+from tests.refusals import refused
 
 
 class Grid(nn.Module):

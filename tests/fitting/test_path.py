@@ -13,8 +13,9 @@ import linnet
 from linnet.errors import InputError
 from linnet.linear.dual import Spectrum
 from linnet.linear.iterative import Iterative
-from tests.fitting.problems import Problem, near, network, problem, real, refused
+from tests.fitting.problems import Problem, near, network, problem, real
 from tests.oracles.dense import leave_one_out_oracle
+from tests.refusals import refused
 
 RIDGES = [1e-3, 0.05, 1.0, 40.0]
 CRITERIA = ["loo", "gcv", "evidence"]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import ModelError
 from linnet.fitting.head import features
-from tests.fitting.problems import near, refused
+from tests.fitting.problems import near
+from tests.refusals import refused
 
 N, LENGTH, WIDTH = 10, 5, 6
 IDS = torch.randint(1, 9, (N, LENGTH), generator=torch.Generator().manual_seed(0))

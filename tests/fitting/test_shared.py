@@ -21,8 +21,9 @@ from linnet.fitting.head import deal, example_hashes
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linear.features import Heads
 from linnet.linear.kernel_system import KernelSystem
-from tests.fitting.problems import Problem, near, network, problem, real, refused
+from tests.fitting.problems import Problem, near, network, problem, real
 from tests.fitting.test_cross_fit import X, Y, crossed, procedure
+from tests.refusals import refused
 
 N, T, C, RIDGE = 14, 5, 6, 0.7
 

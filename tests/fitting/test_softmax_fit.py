@@ -14,8 +14,9 @@ from linnet.errors import InputError
 from linnet.fitting import CG
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linalg.operator import LinearOperator
-from tests.fitting.problems import flat, near, network, real, refused, solver_of
+from tests.fitting.problems import flat, near, network, real, solver_of
 from tests.fitting.softmax_cases import Case, case, curvatures, hessian, log_losses, probabilities_of
+from tests.refusals import refused
 from tests.zoo import ZOO, Animal
 
 every_solver = pytest.mark.parametrize("solver", ["dual", "cg"])

@@ -15,8 +15,9 @@ from linnet.errors import MemoryBudgetError, NumericalError
 from linnet.fitting import plan as plan_module
 from linnet.linear.label_problem import class_problem
 from linnet.linear.newton import KernelNewton
-from tests.fitting.problems import near, peak_bytes, refused
+from tests.fitting.problems import near, peak_bytes
 from tests.fitting.softmax_cases import case
+from tests.refusals import refused
 
 every_solver = pytest.mark.parametrize("solver", ["dual", "cg"])
 CASES = {"classes": case(), "binary": case(outputs=1), "soft": case(soft=True)}

@@ -20,7 +20,8 @@ from linnet.metrics.evaluate import batches_of, evaluate
 from linnet.metrics.reports import Report, equal_mass, equal_width
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
-from tests.fitting.problems import near, peak_bytes, real, refused
+from tests.fitting.problems import near, peak_bytes, real
+from tests.refusals import refused
 
 metrics = pytest.importorskip("sklearn.metrics")
 

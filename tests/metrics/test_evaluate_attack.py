@@ -16,7 +16,8 @@ from linnet.errors import DataError, InputError, NumericalError
 from linnet.metrics.adversarial import Attack, fgsm
 from linnet.metrics.evaluate import evaluate
 from linnet.metrics.reports import Report
-from tests.fitting.problems import near, network, real, refused
+from tests.fitting.problems import near, network, real
+from tests.refusals import refused
 
 MODEL = network(inputs=3, outputs=4)
 X, Y = 2 * real(12, 3, seed=3), torch.arange(12) % 4

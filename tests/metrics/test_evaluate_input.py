@@ -20,7 +20,8 @@ from linnet.metrics.evaluate import class_probabilities, evaluate
 from linnet.metrics.reports import RegressionReport, Report, join, judge
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
-from tests.fitting.problems import near, real, refused
+from tests.fitting.problems import near, real
+from tests.refusals import refused
 
 X, Y = real(4, 3), torch.tensor([0, 1, 2, 1])
 P = real(4, 3, seed=1).softmax(1)
@@ -117,18 +118,6 @@ def test_wrong_data() -> None:
     answers = iter([P[:2], Normal(torch.zeros(2), 1.0)])
     loader = DataLoader(mixed, batch_size=None)  # type: ignore[arg-type]
     refused(InputError, lambda: evaluate(lambda x: next(answers), loader), "mix")
-
-
-def test_wrong_arguments() -> None:
-    def predict(x: Tensor) -> Tensor:
-        return P
-
-    refused(InputError, lambda: evaluate(P, (X, Y)), "predict is a float64 tensor")  # type: ignore[arg-type]
-    refused(InputError, lambda: evaluate(predict, (X, Y), bins=0), "bins=0")
-    refused(InputError, lambda: evaluate(predict, (X, Y), bins=True), "bins=True")
-    refused(InputError, lambda: evaluate(predict, (X, Y), batch_size=0), "batch_size=0")
-    refused(InputError, lambda: evaluate(predict, (X, Y), device="abacus"), "device='abacus'")
-    refused(InputError, lambda: evaluate(predict, (X, Y), noise="none"), "noise='none'")
 
 
 def test_scores_without_labels() -> None:
@@ -237,11 +226,3 @@ def test_wrong_answers_of_a_regression() -> None:
     found, *_ = regression()
     refused(InputError, lambda: found.coverage(1.0), "levels=1.0")
     refused(InputError, lambda: found.coverage([]), "levels=[]")
-
-
-def test_resampling_with_wrong_numbers() -> None:
-    report = evaluate(lambda x: P, (X, Y))
-    for seed in ("a", None, 1.5, True):
-        refused(InputError, lambda seed=seed: report.bootstrap("ece", seed=seed), "seed=")
-    for draws in ("a", 1, 2.5, None):
-        refused(InputError, lambda draws=draws: report.bootstrap("ece", draws=draws), "draws=")

@@ -14,7 +14,8 @@ import linnet
 from linnet.errors import DataError, InputError, MemoryBudgetError, NumericalError
 from linnet.optim import IterativeLinearization
 from linnet.optim.gradient_flow import Flow, gradient_flow
-from tests.fitting.problems import Problem, flat, near, problem, real, refused
+from tests.fitting.problems import Problem, flat, near, problem, real
+from tests.refusals import refused
 
 INF = math.inf
 

@@ -10,9 +10,10 @@ import linnet
 from linnet.errors import InputError, NumericalError
 from linnet.fitting import CG
 from linnet.optim import IterativeLinearization
-from tests.fitting.problems import near, real, refused
+from tests.fitting.problems import near, real
 from tests.optim.relinearize_cases import OPTIMIZERS, batches, mlp, run, values
 from tests.oracles.dense import jacobian_oracle, output_oracle
+from tests.refusals import refused
 
 
 def gauss_newton(net: nn.Module, x: Tensor, y: Tensor, ridge: float, rate: float) -> Tensor:

@@ -11,9 +11,10 @@ from torch import nn
 import linnet
 from linnet.errors import ModelError, WeightsError
 from linnet.optim import IterativeLinearization
-from tests.fitting.problems import near, network, real, refused
+from tests.fitting.problems import near, network, real
 from tests.optim.relinearize_cases import OPTIMIZERS, batches, convnet, mlp, run
 from tests.oracles.dense import jacobian_oracle
+from tests.refusals import refused
 from tests.zoo import case
 
 

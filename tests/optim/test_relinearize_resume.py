@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.errors import DataError, InputError, ModelError, NumericalError, WeightsError
+from linnet.errors import InputError, ModelError, NumericalError, WeightsError
 from linnet.optim import Converged, IterativeLinearization, KernelDrift, OutputGap
-from tests.fitting.problems import real, refused
+from tests.fitting.problems import real
 from tests.optim.relinearize_cases import (
     OPTIMIZERS,
     batches,
@@ -24,6 +24,7 @@ from tests.optim.relinearize_cases import (
     same_bits,
     values,
 )
+from tests.refusals import refused
 
 PERIODS: dict[str, Any] = {
     "1": lambda: 1,
@@ -83,13 +84,6 @@ def test_states_of_something_else_are_refused() -> None:
 
 
 # --- bad input ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("period", [0, -3, 2.5, True, "often", float("nan")])
-def test_periods_that_are_none(period: Any) -> None:
-    refused(
-        InputError, lambda: IterativeLinearization(mlp(), OPTIMIZERS["sgd"], period), f"period={period!r}"
-    )
 
 
 def test_whole_floats_are_periods() -> None:
@@ -162,46 +156,12 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(period: int, bad: fl
     assert torch.equal(values(undisturbed), values(net))
 
 
-def test_weights_that_are_not_finite_are_not_linearized_at() -> None:
-    net, (batch,) = mlp(), batches(1, (4,), torch.float64)
-    training = IterativeLinearization(net, lambda p: torch.optim.SGD(p, lr=1e308), period=1e9)
-    training.step(cross_entropy(batch))
-    with torch.no_grad():
-        net[0].weight[0, 0] = float("nan")
-    refused(ModelError, training.relinearize, "0.weight")
-
-
 def test_a_network_that_changes_type_is_noticed() -> None:
     net, (batch,) = mlp(), batches(1, (4,), torch.float64)
     training = IterativeLinearization(net, OPTIMIZERS["sgd"], period=2)
     net.float()
     refused(ModelError, lambda: training.step(cross_entropy(batch)), "torch.float32")
     refused(ModelError, training.relinearize, "torch.float32")
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: OutputGap(0.0), "threshold=0.0"),
-        (lambda: OutputGap(0.1, every=0), "every=0"),
-        (lambda: OutputGap(0.1, most=-1), "most=-1"),
-        (lambda: KernelDrift(1.5, torch.ones(2, 4)), "threshold=1.5"),
-        (lambda: KernelDrift(0.1, torch.ones(2, 4), form="diagonal"), "diagonal"),  # type: ignore[arg-type]
-        (lambda: Converged(gradient=-1.0), "gradient=-1.0"),
-        (lambda: Converged(gradient=None), "None"),
-        (lambda: Converged(loss=float("nan")), "loss=nan"),
-        (lambda: Converged(most=2.5), "most=2.5"),  # type: ignore[arg-type]
-    ],
-)
-def test_schedules_with_impossible_numbers(make: Any, words: str) -> None:
-    refused(InputError, make, words)
-
-
-@pytest.mark.parametrize("make", [OutputGap, KernelDrift])
-def test_schedules_on_examples_that_are_not_finite(make: Any) -> None:
-    x = torch.ones(3, 4)
-    x[1, 2] = float("nan")
-    refused(DataError, lambda: make(0.1, x), "first at index 1")
 
 
 def test_optimizers_closures_and_states_of_the_wrong_kind() -> None:

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.errors import ModelError
 from linnet.optim import Converged, IterativeLinearization, KernelDrift, OutputGap
 from linnet.optim.relinearize import LinearizationReport
-from tests.fitting.problems import near, real, refused
+from tests.fitting.problems import near, real
 from tests.optim.relinearize_cases import OPTIMIZERS, batches, cross_entropy, mlp, run, values
 from tests.oracles.dense import jacobian_oracle, output_oracle
 
@@ -29,12 +28,6 @@ def test_the_gap_is_what_its_formula_says() -> None:
     nn.utils.vector_to_parameters(values(net) + delta, net.parameters())
     missed = output_oracle(net, x) - f0 - tangent
     assert lin.gap(x) == pytest.approx(float(missed.norm() / tangent.norm()), rel=1e-10)
-
-
-def test_a_gap_on_inputs_that_the_network_cannot_take() -> None:
-    lin = linnet.linearize(mlp())
-    lin.gap(real(2, 4))
-    refused(ModelError, lambda: lin.gap(real(2, 5)), "cannot run on x")
 
 
 def test_a_network_linear_in_its_weights_has_no_gap() -> None:

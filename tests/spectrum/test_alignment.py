@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.errors import MemoryBudgetError
-from tests.fitting.problems import near, network, problem, real, refused
+from tests.fitting.problems import near, network, problem, real
 from tests.oracles.dense import kernel_oracle
+from tests.refusals import refused
 from tests.zoo import case, every_animal, linearize
 
 ONE = problem(n=9, outputs=1, classes=False)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import InputError, NumericalError
 from linnet.spectrum.anisotropy import MixedDerivative
-from tests.fitting.problems import near, real, refused
+from tests.fitting.problems import near, real
+from tests.refusals import refused
 
 Kind = Literal["full", "trace", "sum"]
 KINDS: tuple[Kind, ...] = ("full", "trace", "sum")

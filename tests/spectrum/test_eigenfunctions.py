@@ -17,8 +17,9 @@ import linnet
 from linnet.errors import InputError, NumericalError
 from linnet.spectrum import kernel_eigenpairs
 from linnet.spectrum.kernel_matrix import KernelOperator
-from tests.fitting.problems import near, problem, real, refused
+from tests.fitting.problems import near, problem, real
 from tests.oracles.dense import kernel_oracle
+from tests.refusals import refused
 
 ONE = problem(n=16, outputs=1, classes=False, hidden=12)
 MANY = problem(n=10, outputs=3, classes=False, hidden=12)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError
-from tests.fitting.problems import near, network, problem, real, refused
+from tests.fitting.problems import near, network, problem, real
 from tests.oracles.dense import jacobian_oracle, kernel_oracle
+from tests.refusals import refused
 
 P = problem(n=8, outputs=3, classes=False)
 OTHER = network(seed=7)

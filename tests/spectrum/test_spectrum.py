@@ -11,8 +11,9 @@ import torch
 
 import linnet
 from linnet.errors import MemoryBudgetError
-from tests.fitting.problems import near, problem, refused
+from tests.fitting.problems import near, problem
 from tests.oracles.dense import kernel_oracle
+from tests.refusals import refused
 
 P = problem()
 OUTPUTS: tuple[Literal["full", "trace", "diagonal", "sum"], ...] = ("full", "trace", "diagonal", "sum")

@@ -20,7 +20,7 @@ from transformers import BatchEncoding
 import linnet
 from linnet import audit
 from linnet.errors import DataError, InputError, LinnetError
-from linnet.tangent.door import admit, tensorize
+from linnet.tangent.door import admit
 from linnet.tangent.gather import examples, gather_data
 from linnet.tangent.loaders import DataNotes
 from tests.hostile import doors
@@ -264,16 +264,6 @@ def test_samples_of_every_kind() -> None:
 def test_one_picture_is_one_example() -> None:
     fit = linnet.adapt(of_images(), PICTURES, Y, weight=0.5, ridge=1.0)
     torch.testing.assert_close(fit.predict(PICTURES[3]), fit.predict(IMAGES[3:4]))
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "CMYK", "YCbCr"])
-def test_pictures_of_other_modes(mode: str) -> None:
-    converted = [picture.convert(mode) for picture in PICTURES]
-    found = tensorize([converted[0], PICTURES[1]])
-    assert found.dtype == torch.uint8
-    assert found.shape == (2, 3, 6, 5)
-    assert torch.equal(found[1], torch.from_numpy(BYTES[1]).permute(2, 0, 1))
-    assert tensorize([picture.convert("L") for picture in PICTURES]).shape == (N, 1, 6, 5)
 
 
 FLAT = nn.Sequential(nn.Flatten(), nn.Linear(90, 3))

@@ -22,6 +22,7 @@ from linnet.tangent.store import GramFile, missing_parts
 from linnet.tangent.tiles import TileSizes, run_of, tile_steps
 from tests.fitting.problems import refused
 from tests.hangs import HANGS
+from tests.refusals import refused
 
 N = 37
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -257,12 +258,7 @@ def test_records_without_a_matrix_are_stale(tmp_path: Path) -> None:
     assert torch.allclose(found, gram(net(0.5), X), rtol=1e-12, atol=1e-12)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("part", [(2, 2), (-1, 2), (0, 0), (0, 2.5), 3, "3/64", None])
-def test_wrong_parts(part: Any, tmp_path: Path) -> None:
-    refused(InputError, lambda: gram_part(net(), X, file=tmp_path / "k.npy", part=part), "part")
-    assert not list(tmp_path.iterdir())
-
-
+@pytest.mark.long
 def test_parts_at_the_same_time(tmp_path: Path) -> None:
     """Two processes begin, write and end together; one of them has the whole."""
     root = Path(__file__).resolve().parents[2]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import ModelError
 from linnet.tangent.independence import GRAPHS
-from tests.fitting.problems import near, real, refused
+from tests.fitting.problems import near, real
+from tests.refusals import refused
 
 H = real(6, 3, seed=1)
 

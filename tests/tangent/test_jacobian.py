@@ -18,9 +18,10 @@ from linnet.tangent.jacobian import (
     jvp_path,
     vjp_columns,
 )
-from tests.fitting.problems import near, network, peak_bytes, real, refused
+from tests.fitting.problems import near, network, peak_bytes, real
 from tests.oracles.conformance import check_operator
 from tests.oracles.dense import jacobian_oracle
+from tests.refusals import refused
 
 MODEL = network()
 FUNCTION = Functional(MODEL)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import ModelError
-from tests.fitting.problems import network, real, refused
+from tests.fitting.problems import network, real
+from tests.refusals import refused
 from tests.zoo import BY_NAME
 
 X = real(4, 3)

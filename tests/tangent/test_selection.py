@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
 from linnet.tangent.selection import select_parameters
-from tests.fitting.problems import refused
+from tests.refusals import refused
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from linnet.errors import InputError
 from linnet.tangent import store as store_module
 from linnet.tangent.store import GramFile
-from tests.fitting.problems import refused
+from tests.refusals import refused
 
 
 @dataclass(frozen=True)

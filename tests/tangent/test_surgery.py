@@ -15,22 +15,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import linnet
-from linnet.errors import InputError, LinnetError, ModelError
+from linnet.errors import InputError, ModelError
 from linnet.tangent.modes import differentiable_kernels
 from linnet.tangent.surgery import RELU, CappedLeakyReLU, SurgeryReport, leaky_relu, report
+from tests.refusals import refused
 from tests.zoo import BY_NAME, ZOO, assert_near, outputs
 
 SLOPE = 0.3
-
-
-def refused(kind: type[LinnetError], call: Callable[[], object], *words: str) -> None:
-    """The call raises an error of that very class that has the words and says what to do."""
-    with pytest.raises(kind) as caught:
-        call()
-    assert type(caught.value) is kind
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert caught.value.expected
-    assert caught.value.remedy
 
 
 class Rectifiers(TorchFunctionMode):

@@ -20,7 +20,7 @@ from linnet import files
 from linnet.app.data import ImageTransform, load_data
 from linnet.errors import DataError, FileFormatError, InputError, LinnetError, MemoryBudgetError
 from linnet.npz import npz_headers, read_npz
-from tests.fitting.problems import refused
+from tests.refusals import refused
 
 pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
 

@@ -17,7 +17,7 @@ from linnet.app.runs.folder import load_run, save_run
 from linnet.app.runs.queries import write_rows
 from linnet.errors import DiskSpaceError, FileFormatError
 from linnet.files import read_json, write_json
-from tests.fitting.problems import refused
+from tests.refusals import refused
 
 
 @pytest.fixture
