@@ -280,14 +280,6 @@ def test_no_examples_have_no_curvature(name: str) -> None:
     assert likelihood.sample(f, 2).shape == (2, *y.shape)
 
 
-def test_all_labels_missing_is_no_curvature_and_no_loss() -> None:
-    f, y = torch.randn(3, 4), torch.full((3,), -100)
-    likelihood = Categorical()
-    assert not likelihood.nll(f, y).any()
-    assert not likelihood.gradient(f, y).any()
-    assert not likelihood.root(f, y).any()
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_positions_are_examples_of_their_own(name: str) -> None:
     likelihood, f, y = CASES[name].problem((2, 0, 3), 1)

@@ -20,7 +20,6 @@ from linnet.spectrum import gram, gram_part
 from linnet.tangent import gram as gram_module
 from linnet.tangent.store import GramFile, missing_parts
 from linnet.tangent.tiles import TileSizes, run_of, tile_steps
-from tests.fitting.problems import refused
 from tests.hangs import HANGS
 from tests.refusals import refused
 
