@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.fitting import CG, SGD, Dual, Nystrom
 from tests.oracles.dense import jacobian_oracle, output_oracle
+from tests.refusals import refused as refused
 
 ALPHA = 15.0
 
