@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +16,12 @@ from torch.utils.data import DataLoader
 
 import linnet
 from linnet.errors import InputError, NumericalError
-from linnet.spectrum import kernel_eigenpairs
 from linnet.spectrum.kernel_matrix import KernelOperator
 from tests.fitting.problems import near, problem, real
 from tests.oracles.dense import kernel_oracle
 from tests.refusals import refused
 
+MODULE = importlib.import_module("linnet.spectrum.eigenfunctions")
 ONE = problem(n=16, outputs=1, classes=False, hidden=12)
 MANY = problem(n=10, outputs=3, classes=False, hidden=12)
 WIDE = problem(n=40, outputs=1, classes=False, hidden=40)
@@ -85,8 +86,8 @@ def test_nystrom_extension(outputs: Kind) -> None:
 
 
 def test_the_choice_of_the_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kernel_eigenpairs, "SMALL", 8)
-    monkeypatch.setattr(kernel_eigenpairs, "PATIENCE", 1.0)
+    monkeypatch.setattr(MODULE, "SMALL", 8)
+    monkeypatch.setattr(MODULE, "PATIENCE", 1.0)
     values, _ = leading(dense(WIDE, "full"), 3)
 
     def run(**options: Any) -> Any:
@@ -99,7 +100,7 @@ def test_the_choice_of_the_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert run(memory=12_000).method == "matrix-free"
     kept = linnet.spectrum.gram(WIDE.model, WIDE.x, file=tmp_path / "k.npy")
     assert run(memory=90_000, gram=kept).method == "lanczos"
-    monkeypatch.setattr(kernel_eigenpairs, "PATIENCE", 0.0)  # too few steps for Lanczos
+    monkeypatch.setattr(MODULE, "PATIENCE", 0.0)  # too few steps for Lanczos
     assert run(method=exactly("auto", 1e-12)).method == "eigh"
     with pytest.raises(NumericalError, match="eigenfunctions"):
         run(method=exactly("lanczos", 1e-30))
