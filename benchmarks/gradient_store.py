@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import linnet
-from linnet.audit.loss_gradients import LossGradients
+from linnet.audit.gradient_store import LossGradients
 from linnet.curvatures import MonteCarlo
 from linnet.likelihoods import Categorical
 from linnet.solvers import cg

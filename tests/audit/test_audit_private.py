@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import audit
-from linnet.audit.clipped import clip_rows, clipped_optimum, jacobian_scales
-from linnet.audit.gaussian_noise import gaussian_noise, objective_noise, privacy_delta
+from linnet.audit.private_release import (
+    clip_rows,
+    clipped_optimum,
+    gaussian_noise,
+    jacobian_scales,
+    objective_noise,
+    privacy_delta,
+)
 from linnet.errors import InputError, NumericalError
 from tests.fitting.problems import flat, near, network, problem, real
 from tests.oracles.dense import jacobian_oracle, output_oracle

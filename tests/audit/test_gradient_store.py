@@ -215,9 +215,9 @@ def test_an_interrupted_store_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(InputError, match="no process came to the end"):
         store.scores(iter(batches(1)))
     computed = []
-    inner = linnet.audit.loss_gradients.LossGradients.rows  # type: ignore[attr-defined]
+    inner = linnet.audit.gradient_store.LossGradients.rows  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        "linnet.audit.loss_gradients.LossGradients.rows",
+        "linnet.audit.gradient_store.LossGradients.rows",
         lambda self, x, y: (computed.append(len(y)), inner(self, x, y))[1],
     )
     again = GradientStore(folder, net).add(iter(batches()))  # the network is enough: the basis is there

@@ -6,13 +6,10 @@ Every answer is linear algebra on the solved fit; none of them trains anything.
 from __future__ import annotations
 
 from linnet.audit.accuracy import accuracy
-from linnet.audit.compatibility import compatible, flips
-from linnet.audit.counterfactuals import counterfactual
-from linnet.audit.fairness import group_means
+from linnet.audit.constrained import compatible, counterfactual, flips, group_means
 from linnet.audit.forgetting import forgetting_certificate
 from linnet.audit.gradient_store import GradientStore
-from linnet.audit.influence import influence, weight_changes
-from linnet.audit.loss_influence import loss_influence
+from linnet.audit.influence import influence, loss_influence, weight_changes
 from linnet.audit.mislabel import mislabeled
 from linnet.audit.private_release import release
 from linnet.audit.selection import select

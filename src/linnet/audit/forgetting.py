@@ -35,15 +35,6 @@ class ForgettingCertificate(Record):
         retained: Number of retained examples.
         forgotten: Number of forgotten examples.
         warnings: What else of the forgotten examples may be left.
-
-    Example:
-        >>> import linnet
-        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-        >>> x, y = torch.randn(8, 2), torch.arange(8) % 2
-        >>> fit = linnet.fit(linnet.linearize(net), (x, y))
-        >>> found = linnet.audit.forgetting_certificate(fit, [0])
-        >>> found.retained, found.relative < 1e-3
-        (7, True)
     """
 
     gradient: float

@@ -9,13 +9,29 @@ is what an influence function estimates (Koh and Liang 2017): to first order the
 because i was among the N training examples. Ĝ is the mean of φφᵀ over the store (the empirical Fisher matrix,
 as in TRAK and LoGra), or the eigenvalues that came with the directions (those of the Gauss-Newton matrix, as
 in EKFAC). With all directions, H square and orthonormal, s is the influence in all weights.
+
+Gradients of the loss of every example of a stream, and the stream itself, batch by batch.
+
+The gradient of example i is J(x_i)ᵀ u_i with u_i that of its negative log-likelihood in the outputs, summed
+over the positions that have a label. In the coordinates of a sketched network it is formed along its D
+directions from captured inputs and output gradients, Q_Lᵀ (Σ_s g_s a_sᵀ) Q_R, with one backward pass.
+
+The folder of a gradient store: a record, the basis, and rows in shards that are written whole.
+
+Shard s holds the gradients of the examples s·S to (s + 1)·S of the stream, in one checksummed file that is
+written completely or not at all. So a process that is killed loses the shard in hand, and any number of
+processes can make the shards of one folder without exchanging anything: a shard has one content, whoever
+makes it. ``ends.json`` says where each part came to the end of its stream, and ``end.json`` how many examples
+there are, once all parts agree.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,21 +40,36 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from linnet.audit.loss_gradients import LossGradients, stream
-from linnet.audit.store_folder import DTYPES, StoreFolder
-from linnet.errors import DataError, InputError
-from linnet.files import as_path
+from linnet.curvatures.stream import usable
+from linnet.disk import locked
+from linnet.errors import DataError, FileFormatError, InputError
+from linnet.files import as_path, load, read_json, remove_partial, save, write_json
 from linnet.fitting.sketch import SketchedNetwork, restored_sketch, sketch_state
 from linnet.likelihoods import from_description
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.factorize import cholesky
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import choice, flag, integer, number, part_of, real_type
+from linnet.params import choice, flag, integer, number, part_of, real_type, refuse
 from linnet.progress import track
 from linnet.shown import Shown
-from linnet.tangent.batch import EMPTY, batch_size, hash_examples, take
+from linnet.tangent.batch import (
+    EMPTY,
+    Inputs,
+    batch_size,
+    check_finite,
+    example_shapes,
+    hash_examples,
+    require_some,
+    split,
+    take,
+)
+from linnet.tangent.capture import capture, capture_bytes
+from linnet.tangent.door import answers, taken
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
+from linnet.tangent.gather import pairs, require_targets
+from linnet.tangent.independence import require_own_rows
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.loaders import DataNotes
 from linnet.tangent.matching import (
     given_network,
     matching_function,
@@ -47,7 +78,246 @@ from linnet.tangent.matching import (
     witness,
 )
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.output_scale import warn_of_scale
 from linnet.tangent.selection import require_module
+from linnet.tree import map_tensors
+
+Pair = tuple[Inputs, Tensor]
+
+LARGEST = 64  # examples differentiated at once, at most
+SHARE = 0.5  # of the budget that one captured batch may take
+
+
+def stream(data: Any, function: Functional) -> Iterator[Pair]:
+    """The batches of any kind of data, one after the other; nothing is gathered."""
+    said = DataNotes()
+    for i, (inputs, targets) in enumerate(pairs(data, said)):
+        while said.warnings:
+            warnings.warn(said.warnings.pop(), stacklevel=2)
+        y, name = answers(targets), f"batch {i} of data"
+        x = taken(function, inputs)
+        require_some(x, name)
+        require_targets(x, y, name)
+        check_finite(x, "x")
+        check_finite(y, "y")
+        yield x, y
+
+
+class LossGradients:
+    """The gradient of the loss of every example, in the parameters of a network."""
+
+    def __init__(self, function: Functional, likelihood: Likelihood, memory: str | int | None = None) -> None:
+        self.function, self.likelihood = function, likelihood
+        self._budget = parse_bytes(memory, function.device)
+        self._sizes: dict[object, int] = {}  # examples at once, by their shapes
+
+    def rows(self, x: Inputs, y: Tensor) -> Tensor:
+        """The gradients of a batch, (n, P)."""
+        device = self.function.device
+        x, y = map_tensors(lambda t: usable(t, device), x), usable(y, device)
+        size = self._size(x)
+        pieces = zip(split(x, size), y.split(size), strict=True)
+        return torch.cat([self._of_piece(part, labels) for part, labels in pieces])
+
+    def _of_piece(self, x: Inputs, y: Tensor) -> Tensor:
+        """The gradients of examples that are differentiated at once."""
+        function, n = self.function, batch_size(x)
+        shape = function.output_shape(x)
+
+        def cotangents(outputs: Tensor) -> Tensor:
+            f = outputs.view(n, *shape)
+            u: Tensor = self.likelihood.gradient(f, self.likelihood.check(f, y))
+            return u.reshape(1, n, -1).to(outputs.dtype)
+
+        captured = capture(function, x, cotangents)
+        return torch.cat([captured.rows(name).reshape(n, -1) for name in function.names], 1)
+
+    def _size(self, x: Inputs) -> int:
+        """Examples at once; a kind of batch is looked at when it first comes."""
+        kind = example_shapes(x)
+        if kind not in self._sizes:
+            self.function.output_shape(x)  # raises in words where the network cannot run
+            require_own_rows(self.function, x)
+            if not self._sizes:
+                warn_of_scale(self.function, self.likelihood, x)
+            own = capture_bytes(self.function, take(x, slice(0, 1)), 1)
+            self._sizes[kind] = max(1, min(LARGEST, int(SHARE * self._budget) // max(own, 1)))
+        return self._sizes[kind]
+
+
+RECORD, BASIS, END = "gradient-store", "gradient-store-basis", "gradient-store-end"  # kinds of files
+SHARD, WITNESS = "gradient-store-rows", "gradient-store-network"
+_OTHER_STREAM = (
+    "the same examples in the same order, in every process and after every interruption",
+    "turn shuffling and augmentation off, or begin a store in another folder",
+)
+DTYPES = {str(t).removeprefix("torch."): t
+          for t in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}  # fmt: skip
+
+
+class StoreFolder:
+    """A folder with the gradients of a stream of examples."""
+
+    def __init__(self, path: Path, record: Mapping[str, Any]) -> None:
+        self.path, self.record = path, dict(record)
+
+    @classmethod
+    def opened(cls, path: Path) -> StoreFolder | None:
+        """The store in a folder."""
+        file = path / "store.json"
+        return cls(path, read_json(file, RECORD)) if file.is_file() else None
+
+    @classmethod
+    def begun(cls, path: Path, record: Mapping[str, Any], basis: Mapping[str, Any] | None) -> StoreFolder:
+        """A store in a folder that has none, unless another process is first: then that one's."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse("directory", str(path), f"a folder that can be made ({error})", "name another folder")
+        with locked(path / "store.lock"):
+            found = cls.opened(path)
+            if found is not None:
+                return found
+            if basis is not None:
+                save(path, "basis", dict(basis), BASIS)
+            write_json(path / "store.json", dict(record), RECORD)
+        return cls(path, record)
+
+    def basis(self) -> dict[str, Any]:
+        """The directions."""
+        found: dict[str, Any] = load(self.path / "basis.safetensors", BASIS)
+        return found
+
+    def witness(self, made: Callable[[], dict[str, Any] | None] | None = None) -> dict[str, Any] | None:
+        """What the network computes on made-up inputs; the first writes it."""
+        file = self.path / f"{WITNESS}.safetensors"
+        if made is not None:
+            with locked(self.path / "store.lock"):
+                if not file.is_file():
+                    save(self.path, WITNESS, made())
+        found: dict[str, Any] | None = load(file, WITNESS) if file.is_file() else None
+        return found
+
+    @property
+    def size(self) -> int:
+        """S, examples of a shard."""
+        return int(self.record["shard_size"])
+
+    @property
+    def dim(self) -> int:
+        """D, numbers of a row."""
+        return int(self.record["dim"])
+
+    @property
+    def examples(self) -> int | None:
+        """N, or ``None`` where not all parts have come to the same end of the stream."""
+        file = self.path / "end.json"
+        return int(read_json(file, END)["examples"]) if file.is_file() else None
+
+    def missing(self) -> list[int] | None:
+        """The shards that are not there, of a stream whose length is known; else ``None``."""
+        n = self.examples
+        if n is None:
+            return None
+        return [s for s in range(math.ceil(n / self.size)) if not self.has(s)]
+
+    def file(self, shard: int) -> Path:
+        """The file of a shard."""
+        return self.path / f"{_name(shard)}.safetensors"
+
+    def has(self, shard: int) -> bool:
+        """Whether a shard is there."""
+        return self.file(shard).is_file()
+
+    def write(self, shard: int, rows: Tensor, digest: str) -> None:
+        """Write a shard, completely or not at all."""
+        # rows (n, D)
+        # of length one, so that no type overflows or comes to nothing
+        lengths = rows.double().norm(dim=1)
+        unit = rows / lengths.clamp_min(torch.finfo(torch.float64).tiny)[:, None].to(rows.dtype)
+        content = {"rows": unit.to(DTYPES[self.record["dtype"]]), "lengths": lengths}
+        facts = {"shard": shard, "examples": digest, "store": self.record["id"]}
+        save(self.path, _name(shard), content | facts, SHARD)
+
+    def read(self, shard: int) -> tuple[Tensor, Tensor, str]:
+        """A shard."""
+        found = load(self.file(shard), SHARD)
+        if (found["store"], found["shard"]) != (self.record["id"], shard):
+            raise FileFormatError(
+                f"{self.file(shard)} holds shard {found['shard']} of a store with the mark {found['store']}",
+                expected=f"shard {shard} with the mark {self.record['id']}, which tells network and settings",
+                remedy="remove the file, and call add() again",
+            )
+        return found["rows"], found["lengths"], str(found["examples"])
+
+    def compare(self, shard: int, digest: str) -> None:
+        """Raise if a shard that is there is of other examples."""
+        if self.read(shard)[2] != digest:
+            raise DataError(f"shard {shard} in {self.path} was made of other examples", *_OTHER_STREAM)
+
+    def finish(self, examples: int, digest: str, part: int, parts: int) -> None:
+        """Remember where a part came to the end of the stream."""
+        file, unfinished, own = self.path / "end.json", self.path / "ends.json", [examples, digest]
+        with locked(self.path / "store.lock"):
+            if file.is_file():
+                settled = read_json(file, END)
+                other = [settled["examples"], settled["digest"]]
+            else:
+                ends = {**self._ends(parts), str(part): own}
+                other = next((end for end in ends.values() if end != own), own)
+                if other == own and len(ends) == parts:
+                    write_json(file, {"examples": examples, "digest": digest}, END)
+                    unfinished.unlink(missing_ok=True)
+                else:
+                    write_json(unfinished, {"parts": parts, "ends": ends}, END)
+            remove_partial(file)
+            remove_partial(unfinished)
+        if other != own:
+            detail = "other examples, or another order"
+            if other[0] != examples:
+                detail = f"{other[0]} examples, now {examples}"
+            raise DataError(f"the data in {self.path} had {detail}", *_OTHER_STREAM)
+
+    def _ends(self, parts: int | None = None) -> dict[str, list[Any]]:
+        """Where each part came to the end, while not all agree: of a number of parts, or of the last one."""
+        file = self.path / "ends.json"
+        found = read_json(file, END) if file.is_file() else {"parts": parts, "ends": {}}
+        ends: dict[str, list[Any]] = found["ends"]
+        return ends if parts in (None, found["parts"]) else {}
+
+    def _lacking(self, missing: list[int] | None) -> str:
+        """What an unfinished store lacks."""
+        if missing is not None:
+            count = math.ceil((self.examples or 0) / self.size)
+            return f"{len(missing)} of {count} shards are missing, first {missing[0]}"
+        ends = self._ends()
+        lengths = sorted({end[0] for end in ends.values()})
+        if not ends:
+            return "no process came to the end of its data"
+        if len({end[1] for end in ends.values()}) == 1:
+            return f"only part {', '.join(sorted(ends, key=int))} came to the end of its data"
+        return f"its parts had other data, of {' and '.join(map(str, lengths))} examples"
+
+    def blocks(self, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+        """All rows, one shard at a time."""
+        missing, start = self.missing(), 0
+        if missing is None or missing:
+            raise InputError(
+                f"the store in {self.path} is not complete: {self._lacking(missing)}",
+                expected="a store whose data were added to the end, by all of the parts",
+                remedy="call add() with the same data again; what is there is not computed anew",
+            )
+        for shard in range(math.ceil((self.examples or 0) / self.size)):
+            rows, lengths, _ = self.read(shard)
+            place = slice(start, start + len(rows))
+            yield place, rows.to(device, dtype) * lengths.to(device, dtype)[:, None]
+            start = place.stop
+
+
+def _name(shard: int) -> str:
+    """The name of a shard's file, without its suffix."""
+    return f"rows-{shard:07d}"
+
 
 METRICS = ("auto", "curvature", "gradients")
 SHARE_OF_MEAN = 0.1  # the damping by default, of the mean of the eigenvalues
@@ -66,10 +336,6 @@ class TopExamples:
     Args:
         indices: Their places in the stream, (Q, k), the most extreme first.
         scores: Their scores, (Q, k).
-
-    Example:
-        >>> TopExamples(torch.tensor([[3, 1]]), torch.tensor([[0.5, 0.2]])).indices[0].tolist()
-        [3, 1]
     """
 
     indices: Tensor

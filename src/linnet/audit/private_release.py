@@ -1,4 +1,14 @@
-"""A differentially private release of a fit's weights."""
+"""A differentially private release of a fit's weights.
+
+Its noise is calibrated to (ε, δ): for neighboring data D, D' and every set A of results,
+P(result(D) ∈ A) ≤ e^ε P(result(D') ∈ A) + δ. What is released is the fit with clipped per-example gradients,
+
+    F(δ) = Σᵢ h(sᵢ (rᵢ − Jᵢδ)) + ½ ρ‖δ‖²,   sᵢ = min(1, κ/‖Jᵢ‖),   h(e) = ½‖e‖² up to ‖e‖ = τ, then τ‖e‖ − ½τ²
+
+The gradient of an example is −sᵢJᵢᵀ e min(1, τ/‖e‖), no longer than κτ whatever the example. h is Huber's
+function, so F is convex, its gradient is the clipped one, and its optimum is that of the fit where nothing
+is clipped. In the dual, δ = JᵀSβ with ρβ = clip(e), found by Newton's method.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.audit.clipped import clip_rows, clipped_optimum, jacobian_scales
-from linnet.audit.gaussian_noise import (
-    determinant_cost,
-    gaussian_noise,
-    left_for_noise,
-    objective_noise,
-)
 from linnet.audit.predictors import check_fit
 from linnet.errors import InputError, NumericalError
 from linnet.fitting.arguments import checked_inputs
 from linnet.fitting.last_layer import RECORD
 from linnet.fitting.linear_fit import LinearFit
+from linnet.linalg.factorize import cholesky
 from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem
 from linnet.params import number
@@ -30,6 +34,173 @@ from linnet.tangent.forward_mode import Params
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+
+STEPS = 200  # of Newton's method, or of a bisection: until the interval has no number left inside
+
+
+def privacy_delta(noise: float, sensitivity: float, epsilon: float) -> float:
+    """The least δ for which Gaussian noise on a vector of some sensitivity is (ε, δ)-private: exactly."""
+    # Source: Balle and Wang, "Improving the Gaussian mechanism for differential privacy", ICML 2018, theorem
+    # 8.
+    ratio, half = epsilon * noise / sensitivity, sensitivity / (2 * noise)
+    first = float(torch.special.ndtr(_number(half - ratio)))
+    # in logarithms: e^ε overflows before the product does
+    second = math.exp(min(0.0, epsilon + float(torch.special.log_ndtr(_number(-half - ratio)))))
+    return max(0.0, first - second)
+
+
+def gaussian_noise(sensitivity: float, epsilon: float, delta: float) -> float:
+    """The least σ for which Gaussian noise on a vector of some sensitivity is (ε, δ)-private."""
+    # Source: Balle and Wang, ICML 2018, algorithm 1.
+    low, high = 0.0, sensitivity
+    while privacy_delta(high, sensitivity, epsilon) > delta:
+        low, high = high, 2 * high
+    for _ in range(STEPS):
+        middle = 0.5 * (low + high)
+        if not low < middle < high:
+            break
+        if privacy_delta(middle, sensitivity, epsilon) > delta:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def objective_noise(gradient: float, directions: int, epsilon: float, delta: float) -> float:
+    """The σ of a random linear term bᵀδ that makes the optimum of an objective (ε, δ)-private."""
+    # The optimum a determines b = −∇F(a; D). For neighbors, b moves by at most L in a subspace of k
+    # directions that their examples alone determine, so the logarithm of the ratio of the densities of b is
+    # at most (2 L‖Πb‖ + L²)/2σ², and ‖Πb‖ ≤ σ q but with probability δ, q² the quantile of χ²_k. Hence ½u² +
+    # q u ≤ ε for u = L/σ. (What the change of variables adds is to be taken off ε before.)
+    #
+    # Source: Kifer, Smith, Thakurta, "Private convex empirical risk minimization", COLT 2012, whose theorem
+    # is the case k = 1; the constants here are those of the argument above.
+    from scipy.special import gammainccinv
+
+    q = math.sqrt(2 * float(gammainccinv(directions / 2, delta)))
+    # the positive root of ½u² + q u − ε, without cancellation
+    u = 2 * epsilon / (q + math.sqrt(q * q + 2 * epsilon))
+    return gradient / u
+
+
+def determinant_cost(jacobian: float, ridge: float, outputs: int) -> float:
+    """Privacy cost of the change of variables in objective perturbation: C log(1 + κ²/ρ)."""
+    # An example adds to the Hessian at most C eigenvalues of at most κ², so the determinants of neighbors
+    # differ by a factor of at most (1 + κ²/ρ)^C.
+    return outputs * math.log1p(jacobian**2 / ridge)
+
+
+def left_for_noise(jacobian: float, ridge: float, outputs: int, epsilon: float) -> float:
+    """ε less what the determinants cost, if anything is left."""
+    left = epsilon - determinant_cost(jacobian, ridge, outputs)
+    if left <= 0:
+        least = jacobian**2 / math.expm1(epsilon / outputs)
+        raise InputError(
+            f'ridge={ridge:g} is too small for mechanism="objective" with epsilon={epsilon:g}',
+            expected=f"a ridge above κ²/(e^(ε/C) − 1) = {least:.4g} for κ={jacobian:g} and C={outputs}",
+            remedy='fit with a larger ridge, clip the Jacobian lower, or pass mechanism="output"',
+        )
+    return left
+
+
+def _number(value: float) -> Tensor:
+    """A float64 scalar."""
+    return torch.tensor(value, dtype=torch.float64)
+
+
+TOLERANCE = 1e-12  # of the gradient, relative to its two parts
+ENOUGH = 1e-4  # share of the slope by which a step must lower the objective
+HALVINGS = 50
+
+
+def jacobian_scales(blocks: Tensor, limit: float, eps: float) -> Tensor:
+    """s_i = min(1, κ/‖J_i‖), with ‖J_i‖² the largest eigenvalue of K_ii."""
+    # blocks (N, C, C)
+    norms = torch.linalg.eigvalsh(blocks.double())[:, -1].clamp_min(0).sqrt() * (1 + 100 * eps)
+    scales: Tensor = (limit / norms.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1.0)
+    return scales
+
+
+def clip_rows(e: Tensor, limit: float) -> Tensor:
+    """Rows no longer than τ: the gradient of Huber's function, (N, C)."""
+    return e * _factors(e, limit)[:, None]
+
+
+def _factors(e: Tensor, limit: float) -> Tensor:
+    """min(1, τ/‖e_i‖), (N,)."""
+    factors: Tensor = (limit / e.norm(dim=1).clamp_min(torch.finfo(e.dtype).tiny)).clamp_max(1.0)
+    return factors
+
+
+def _losses(e: Tensor, limit: float) -> Tensor:
+    """Σ h(e_i)."""
+    norms = e.norm(dim=1)
+    return torch.where(norms <= limit, 0.5 * norms**2, limit * norms - 0.5 * limit**2).sum()
+
+
+def _roots(e: Tensor, limit: float) -> Tensor:
+    """Square roots of the Hessians of h: I, or √(τ/‖e‖) (I − êêᵀ) where clipped, (N, C, C)."""
+    eye = torch.eye(e.shape[1], dtype=e.dtype, device=e.device).expand(len(e), -1, -1)
+    unit = e / e.norm(dim=1, keepdim=True).clamp_min(torch.finfo(e.dtype).tiny)
+    factors = _factors(e, limit)
+    outside = factors.sqrt()[:, None, None] * (eye - unit[:, :, None] * unit[:, None, :])
+    return torch.where((factors < 1)[:, None, None], outside, eye)
+
+
+def clipped_optimum(kernel: Tensor, residual: Tensor, ridge: float, limit: float) -> Tensor:
+    """β of the optimum, by Newton's method on a strongly convex objective, (N, C)."""
+    # kernel (N·C, N·C), residual (N, C)
+    n, c = residual.shape
+    beta = torch.zeros_like(residual)
+    product = torch.zeros_like(residual)  # Kβ
+
+    def value(b: Tensor, p: Tensor) -> float:
+        return float(_losses(residual - p, limit) + 0.5 * ridge * (b * p).sum())
+
+    reached = torch.inf
+    for _ in range(STEPS):
+        e = residual - product
+        pull = clip_rows(e, limit)
+        v = ridge * beta - pull  # ∇F = JᵀS v
+        kv = (kernel @ v.reshape(-1)).view(n, c)
+        scale = _norm(pull, (kernel @ pull.reshape(-1)).view(n, c))
+        reached = _norm(v, kv) / scale if scale > 0 else 0.0
+        if reached <= TOLERANCE:
+            return beta
+        eta = _direction(kernel, _roots(e, limit), v, kv, ridge)
+        moved = (kernel @ eta.reshape(-1)).view(n, c)
+        slope, before, step = float((kv * eta).sum()), value(beta, product), 1.0
+        rounding = 1e-14 * abs(before)
+        for _ in range(HALVINGS):
+            if value(beta + step * eta, product + step * moved) <= before + ENOUGH * step * slope + rounding:
+                break
+            step /= 2
+        beta, product = beta + step * eta, product + step * moved
+    if reached <= 1e-8:
+        return beta
+    raise NumericalError(
+        f"the clipped fit stopped at a relative gradient of {reached:.1e} after {STEPS} Newton steps",
+        expected=f"at most {TOLERANCE:g}",
+        remedy="use a larger ridge",
+    )
+
+
+def _norm(v: Tensor, kv: Tensor) -> float:
+    """‖JᵀS v‖."""
+    return float((v * kv).sum().clamp_min(0).sqrt())
+
+
+def _direction(kernel: Tensor, roots: Tensor, v: Tensor, kv: Tensor, ridge: float) -> Tensor:
+    """η = −(ρI + ΛK)⁻¹ v = −(v − R B⁻¹ R K v)/ρ with Λ = R², B = ρI + R K R."""
+    n, c = v.shape
+    half = torch.einsum("nij,njk->nik", roots, kernel.view(n, c, n * c)).reshape(n * c, n, c)
+    matrix = torch.einsum("anj,njk->ank", half, roots).reshape(n * c, n * c)
+    matrix = (matrix + matrix.T) / 2
+    matrix.diagonal().add_(ridge)
+    right = torch.einsum("nij,nj->ni", roots, kv).reshape(-1, 1)
+    solved = torch.cholesky_solve(right, cholesky(matrix, "clipped kernel + ridge")).view(n, c)
+    return -(v - torch.einsum("nij,nj->ni", roots, solved)) / ridge
+
 
 MECHANISMS = ("output", "objective")
 NEIGHBORS = ("replace", "remove")
@@ -59,15 +230,6 @@ class PrivacyCertificate(Record):
         noise: Standard deviation of the noise on each weight, or on each entry of the linear term.
         constants: The numbers from which it follows.
         not_protected: What the guarantee does not cover.
-
-    Example:
-        >>> import linnet
-        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-        >>> x = torch.randn(50, 2)
-        >>> fit = linnet.fit(linnet.linearize(net), (x, x[:, :1]), ridge=20.0, solver="dual")
-        >>> certificate = linnet.audit.release(fit, 1.0, 1e-3, clip=(2.0, 1.0)).certificate
-        >>> certificate.epsilon, certificate.mechanism
-        (1.0, 'output')
     """
 
     mechanism: str
@@ -105,14 +267,6 @@ class Release(Record):
         certificate: What is guaranteed.
         private: Figures that must stay private: how many examples were clipped, and how far the
             release is from the optimum.
-
-    Example:
-        >>> import linnet
-        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-        >>> x = torch.randn(50, 2)
-        >>> fit = linnet.fit(linnet.linearize(net), (x, x[:, :1]), ridge=20.0, solver="dual")
-        >>> linnet.audit.release(fit, 1.0, 1e-3, clip=(2.0, 1.0)).module(x).shape
-        torch.Size([50, 1])
     """
 
     module: Linearized
@@ -148,7 +302,7 @@ def release(
     """Release δ with (ε, δ) differential privacy.
 
     With ``clip=(κ, τ)`` an example counts as if ‖J_i‖ were at most κ and pulls on its residual with at most
-    τ, so that its gradient is at most κτ (see ``linnet.audit.clipped``); where nothing is clipped
+    τ, so that its gradient is at most κτ (see the top of this file); where nothing is clipped
     the optimum is the fit's own. The objective is ρ-strongly convex, so that one example moves the optimum
     by at most κτ/ρ when it is removed and 2κτ/ρ when it is replaced: the larger the ridge, the less noise.
     ``"output"`` adds Gaussian noise of that sensitivity to δ; ``"objective"`` adds a random linear term to

@@ -42,15 +42,6 @@ class Selection(Record):
             of the trace of their covariance) for ``"variance"`` and ``"uncertainty"``, nats otherwise.
         variance: The mean total variance of the examples that count, before and after each choice, (n + 1,).
         criterion: How they were chosen.
-
-    Example:
-        >>> import linnet
-        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-        >>> x, y = torch.randn(8, 2), torch.arange(8) % 2
-        >>> fit = linnet.fit(linnet.linearize(net), (x, y))
-        >>> found = linnet.audit.select(fit, torch.randn(20, 2), 3)
-        >>> bool(found.variance[-1] <= found.variance[0])
-        True
     """
 
     indices: Tensor

@@ -43,10 +43,6 @@ class SketchError(Record):
         lower: Posterior variance of each output that is at least there, (T, C); ``None`` without inputs.
         upper: And at most, (T, C).
         predictions: Bound on the change of each output, (T, C).
-
-    Example:
-        >>> SketchError(residual=0.01, weights=0.2).lower is None
-        True
     """
 
     residual: float

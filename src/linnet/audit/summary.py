@@ -44,15 +44,6 @@ class Summary(Record):
             ``"greedy"`` the distance of the fits after each choice, (n,).
         distance: Mean squared distance of the outputs on all training examples to those of the full fit.
         fit: The fit on these examples alone, at the same ridge.
-
-    Example:
-        >>> import linnet
-        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-        >>> x, y = torch.randn(8, 2), torch.arange(8) % 2
-        >>> fit = linnet.fit(linnet.linearize(net), (x, y))
-        >>> found = linnet.audit.summarize(fit, 4)
-        >>> found.fit.n, len(found.rest)
-        (4, 4)
     """
 
     indices: Tensor
