@@ -40,7 +40,7 @@ from linnet.errors import NumericalError
 from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.recipes import Recipe
 from linnet.finetuning.search import Call, Prepared, Task, frozen_curvature, largest_eigenvalue, prepare
-from linnet.finetuning.trainer import Examples, Objective, Optimization, Trainer
+from linnet.finetuning.trainer import ExampleSet, Objective, Optimization, Trainer
 from linnet.fitting import CG
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.linearized import Linearized
@@ -97,7 +97,7 @@ class Setting:
 
     def prepared(self) -> Prepared:
         """The network ready, as the recipe has it."""
-        return prepare(self.call, Examples(self.data, torch.device("cpu")), VIEW)
+        return prepare(self.call, ExampleSet(self.data, torch.device("cpu")), VIEW)
 
     @property
     def call(self) -> Call:
@@ -154,7 +154,7 @@ def plans(setting: Setting) -> None:
 
 def preconditioner(setting: Setting, module: Linearized) -> tuple[float, KroneckerPreconditioner]:
     """K-FAC of the frozen problem, and the seconds of its estimate."""
-    examples, decay = Examples(setting.data, torch.device("cpu")), setting.ridge / setting.n
+    examples, decay = ExampleSet(setting.data, torch.device("cpu")), setting.ridge / setting.n
     begin = time.perf_counter()
     curvature = frozen_curvature(module, setting.call, examples, VIEW)
     damping = default_damping(curvature, 1 / setting.n) + decay
@@ -162,7 +162,7 @@ def preconditioner(setting: Setting, module: Linearized) -> tuple[float, Kroneck
     return time.perf_counter() - begin, before
 
 
-def trainer_of(setting: Setting, module: Any, examples: Examples, rate: float, decay: float) -> Trainer:
+def trainer_of(setting: Setting, module: Any, examples: ExampleSet, rate: float, decay: float) -> Trainer:
     """SGD of the recipe on a module."""
     objective = Objective("squared", CLASSES, ALPHA, decay)
     return Trainer(module, examples, objective, Optimization(rate, batch_size=BATCH))
@@ -176,7 +176,7 @@ def recipe(setting: Setting) -> None:
     estimating, before = preconditioner(setting, module)
     before.gain = 1 / max(largest_eigenvalue(module, setting.problem.x[:256], before), 1.0)
     found = dict(setting.measured.get("recipe", {}))
-    examples, decay = Examples(setting.data, torch.device("cpu")), setting.ridge / setting.n
+    examples, decay = ExampleSet(setting.data, torch.device("cpu")), setting.ridge / setting.n
     for rate in setting.options.rates:
         fresh = Linearized(module.function)
         trainer = trainer_of(setting, fresh, examples, rate, decay)

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import linnet
 from linnet.errors import InputError, NumericalError
 from linnet.finetuning.augment import Augmentation
-from linnet.finetuning.recipes import Candidate, Recipe, candidates_for, effective_rate
-from linnet.finetuning.trainer import Examples, Objective
+from linnet.finetuning.recipes import Recipe, Trial, candidates_for, effective_rate
+from linnet.finetuning.trainer import ExampleSet, Objective
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from tests.fitting.problems import near, network, real
 from tests.refusals import refused
@@ -225,7 +225,7 @@ def test_examples_are_the_same_from_every_source() -> None:
     loader = DataLoader(Reader(x, y), batch_size=2, shuffle=True)
     rows = torch.tensor([5, 0, 2])
     for data in ((x, y), TensorDataset(x, y), Reader(x, y), loader):
-        examples = Examples(data, CPU)
+        examples = ExampleSet(data, CPU)
         assert examples.n == 7
         got_x, got_y = examples.batch(rows)
         assert torch.equal(got_x, x[rows])
@@ -233,13 +233,13 @@ def test_examples_are_the_same_from_every_source() -> None:
         assert torch.equal(examples.labels(), y)
         part = examples.part(rows).part(torch.tensor([2, 1]))
         assert torch.equal(part.labels(), y[[2, 0]])
-        assert part.fingerprint() != examples.fingerprint() == Examples(data, CPU).fingerprint()
+        assert part.fingerprint() != examples.fingerprint() == ExampleSet(data, CPU).fingerprint()
 
     class Stream(IterableDataset):  # type: ignore[type-arg]
         def __iter__(self):  # type: ignore[no-untyped-def]
             yield x[0], y[0]
 
-    refused(InputError, lambda: Examples(Stream(), CPU), "Stream")
+    refused(InputError, lambda: ExampleSet(Stream(), CPU), "Stream")
 
 
 def test_objective_has_the_optimum_of_the_fit() -> None:
@@ -261,10 +261,10 @@ def test_recipes_and_grids() -> None:
     assert not Recipe("lqf", activation="relu").leaky
     assert Recipe("nlft", loss="squared").loss == "squared"
     lqf = Recipe("lqf")
-    first = Candidate(None, 1e-5, 28, Augmentation())
+    first = Trial(None, 1e-5, 28, Augmentation())
     assert candidates_for(None, lqf, first) == [first]
     assert len(candidates_for("paper", lqf, first)) == 4
-    images = Candidate(None, 1e-5, 28, Augmentation("center"))
+    images = Trial(None, 1e-5, 28, Augmentation("center"))
     found = candidates_for("paper", lqf, images)
     assert len(found) == 9
     assert [c.augmentation.kind for c in found].count("resized-crop") == 1

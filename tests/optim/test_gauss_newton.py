@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.optim.gauss_newton import GaussNewton
-from linnet.optim.gauss_newton_model import Batch
+from linnet.optim.gauss_newton_model import LinearizedBatch
 from linnet.optim.gauss_newton_settings import Damping
 from tests.optim.gauss_newton_cases import (
     classes,
@@ -200,14 +200,14 @@ def test_first_damping_is_the_best_of_the_grid() -> None:
 
 def test_one_product_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """One J d for α, two with momentum, three more where ζ is searched."""
-    batches: list[Batch] = []
-    make = Batch.__init__
+    batches: list[LinearizedBatch] = []
+    make = LinearizedBatch.__init__
 
-    def noted(self: Batch, *args: Any, **kwargs: Any) -> None:
+    def noted(self: LinearizedBatch, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         batches.append(self)
 
-    monkeypatch.setattr(Batch, "__init__", noted)
+    monkeypatch.setattr(LinearizedBatch, "__init__", noted)
     x, y = classes()
     optimizer = classifier(mlp(), damping=Damping(1.0, 1.0, zeta_period=3))
     for _ in range(3):

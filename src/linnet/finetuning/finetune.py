@@ -14,13 +14,13 @@ from linnet.finetuning.recipes import (
     BATCH_SIZE,
     MOMENTUM,
     WEIGHT_DECAY,
-    Candidate,
     ClosedForm,
     Recipe,
+    Trial,
     candidates_for,
 )
 from linnet.finetuning.search import Call, Task, exact, searched
-from linnet.finetuning.trainer import Examples, Run, checked_run
+from linnet.finetuning.trainer import ExampleSet, Run, checked_run
 from linnet.fitting.last_layer import RECORD
 from linnet.params import instance, no_targets
 from linnet.params import seed as checked_seed
@@ -112,10 +112,10 @@ def finetune(
     seed = checked_seed("seed", seed)
     model, params, output = _split(model)
     device = _device(model)
-    examples = Examples(data, device, model)
+    examples = ExampleSet(data, device, model)
     assert steps.weight_decay is not None
     assert steps.batch_size is not None
-    first = Candidate(steps.learning_rate, steps.weight_decay, steps.batch_size, recipe.view)
+    first = Trial(steps.learning_rate, steps.weight_decay, steps.batch_size, recipe.view)
     candidates = candidates_for(search, recipe, first)
     if closed is not None:
         _check_closed_form(recipe, candidates)
@@ -130,14 +130,14 @@ def finetune(
     own = linear[-1].out_features if linear else None
     task = Task.of(examples, kept, recipe, own)
     call = Call(model, recipe, task, params, output, seed, steps, run)
-    held = None if validation is None else Examples(validation, device, model)
-    if held is not None:
-        task.check(held)
+    scored = None if validation is None else ExampleSet(validation, device, model)
+    if scored is not None:
+        task.check(scored)
     # whatever the caller has switched off. New layers draw from torch's own generator before they are set
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         if closed is not None:
-            return exact(call, (examples, held), candidates[0], closed)
-        return searched(call, (examples, held), candidates)
+            return exact(call, (examples, scored), candidates[0], closed)
+        return searched(call, (examples, scored), candidates)
 
 
 def _training(training: Any, recipe: Recipe) -> tuple[ClosedForm | None, Training]:
@@ -170,7 +170,7 @@ def _split(model: Any) -> tuple[nn.Module, Selector, OutputAdapter]:
 
 
 def _outputs_to_keep(
-    model: nn.Module, recipe: Recipe, output: OutputAdapter, examples: Examples
+    model: nn.Module, recipe: Recipe, output: OutputAdapter, examples: ExampleSet
 ) -> int | None:
     """Number of outputs of a head that may be kept; ``None`` where there will be a new one."""
     made = recipe.head == "auto" and hasattr(model, RECORD)
@@ -201,7 +201,7 @@ def _device(model: nn.Module) -> torch.device:
     return first.device
 
 
-def _check_closed_form(recipe: Recipe, candidates: list[Candidate]) -> None:
+def _check_closed_form(recipe: Recipe, candidates: list[Trial]) -> None:
     """Raise where there is no closed form."""
     why = ""
     if not recipe.linear:

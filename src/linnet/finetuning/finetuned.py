@@ -38,7 +38,7 @@ _OTHER = (
 
 @node()
 @dataclass(frozen=True)
-class Settings:
+class FinetunedSettings:
     """Settings of a result, as plain values."""
 
     recipe: str  # the recipe's name
@@ -74,7 +74,7 @@ class Finetuned(PredictiveModel):
     """
 
     module: nn.Module
-    settings: Settings
+    settings: FinetunedSettings
     history: list[dict[str, float]]
     candidates: list[dict[str, Any]]
     notes: tuple[str, ...]
@@ -233,7 +233,7 @@ def _check_kinds(network: nn.Module, saved: dict[str, str] | None, path: Path) -
         )
 
 
-def _rebuilt(model: nn.Module, settings: Settings, tensors: dict[str, Tensor]) -> nn.Module:
+def _rebuilt(model: nn.Module, settings: FinetunedSettings, tensors: dict[str, Tensor]) -> nn.Module:
     """The architecture that the weights belong to."""
     network, parts = model, settings.parts
     if parts["activation"] == "leaky-relu":

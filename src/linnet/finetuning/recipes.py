@@ -143,32 +143,39 @@ class Recipe:
         """Raise where a part would not be used, or could not."""
         if self.pooling is not None:
             instance("pooling", self.pooling, Bilinear, "a linnet.surgery.Bilinear")
-            if not self.linear or self.last_layer or self.head == "keep":
-                raise InputError(
-                    f"bilinear pooling with recipe={self.name!r} and head={self.head!r}",
-                    expected="a linear model of all layers, with a new head behind the pooling",
-                    remedy='leave pooling= out, or pass Recipe("b-lqf")',
-                )
-        if self.preconditioner != "none" and not self.linear:
-            raise InputError(
-                f'preconditioner={self.preconditioner!r} with recipe="{self.name}"',
-                expected="a linear model, whose curvature does not change while it is trained",
-                remedy="put a KroneckerPreconditioner before your own optimizer and refresh it as you train",
-            )
-        if self.training_mode and self.linear:
-            raise InputError(
-                "training_mode=True with a linear model",
-                expected="BatchNorm with its running statistics: a linear model has no others",
-                remedy='leave training_mode= out, or pass Recipe("nlft")',
-            )
         if self.damping is not None:
             number("damping", self.damping, above=0, remedy="leave it out for a tenth of the mean eigenvalue")
-            if self.preconditioner == "none":
-                raise InputError(
-                    f"damping={self.damping!r} without a preconditioner",
-                    expected="a recipe whose steps a curvature preconditions",
-                    remedy='leave damping= out, or pass preconditioner="kfac"',
-                )
+        whole = self.linear and not self.last_layer and self.head != "keep"
+        # where, what was given, what it goes with, what to do
+        table = (
+            (
+                self.pooling is not None and not whole,
+                f"bilinear pooling with recipe={self.name!r} and head={self.head!r}",
+                "a linear model of all layers, with a new head behind the pooling",
+                'leave pooling= out, or pass Recipe("b-lqf")',
+            ),
+            (
+                self.preconditioner != "none" and not self.linear,
+                f'preconditioner={self.preconditioner!r} with recipe="{self.name}"',
+                "a linear model, whose curvature does not change while it is trained",
+                "put a KroneckerPreconditioner before your own optimizer and refresh it as you train",
+            ),
+            (
+                self.training_mode and self.linear,
+                "training_mode=True with a linear model",
+                "BatchNorm with its running statistics: a linear model has no others",
+                'leave training_mode= out, or pass Recipe("nlft")',
+            ),
+            (
+                self.damping is not None and self.preconditioner == "none",
+                f"damping={self.damping!r} without a preconditioner",
+                "a recipe whose steps a curvature preconditions",
+                'leave damping= out, or pass preconditioner="kfac"',
+            ),
+        )
+        for wrong, what, expected, remedy in table:
+            if wrong:
+                raise InputError(what, expected=expected, remedy=remedy)
 
     @property
     def linear(self) -> bool:
@@ -233,7 +240,7 @@ class ClosedForm:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Trial:
     """Values that are tried together."""
 
     learning_rate: float | None  # η; ``None`` for the recipe's own
@@ -249,8 +256,8 @@ class Candidate:
 
 
 def candidates_for(
-    search: str | Mapping[str, Sequence[Any]] | None, recipe: Recipe, first: Candidate
-) -> list[Candidate]:
+    search: str | Mapping[str, Sequence[Any]] | None, recipe: Recipe, first: Trial
+) -> list[Trial]:
     """All values to try."""
     # `"paper"` is the grid of Achille et al. (2021), A.2: for SGD η ∈ {0.01, 0.001}, λ ∈ {1e-4, 1e-5}; Adam η
     # ∈ {0.001, 0.0004, 0.0001}, λ ∈ {1e-5, 1e-6}; with center and with random crops of images; resized crops
@@ -290,14 +297,14 @@ def _lists(values: Any) -> bool:
     return isinstance(values, Iterable) and not isinstance(values, str) and bool(list(values))
 
 
-def _as_value(name: str, value: Any, first: Candidate) -> Any:
+def _as_value(name: str, value: Any, first: Trial) -> Any:
     """A value of a search; augmentations also by their kind."""
     if name == "augmentation" and isinstance(value, str):
         return replace(first.augmentation, kind=value)
     return value
 
 
-def _paper(recipe: Recipe, first: Candidate) -> list[Candidate]:
+def _paper(recipe: Recipe, first: Trial) -> list[Trial]:
     """The grid of section A.2; images are cropped where ``first`` says that they are images."""
     adam = recipe.optimizer == "adam"
     rates = (0.001, 0.0004, 0.0001) if adam else (0.01, 0.001)
@@ -315,7 +322,7 @@ def _paper(recipe: Recipe, first: Candidate) -> list[Candidate]:
     return found
 
 
-def _wide(first: Candidate) -> list[Candidate]:
+def _wide(first: Trial) -> list[Trial]:
     """The grid of the study of effective learning rates."""
     return [
         replace(first, learning_rate=rate, batch_size=size, weight_decay=decay)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from linnet.errors import InputError, ModelError, NumericalError
 from linnet.finetuning.search import RETRIES, largest_eigenvalue
 from linnet.finetuning.trainer import (
-    Examples,
+    ExampleSet,
     Objective,
     Optimization,
     Run,
@@ -93,7 +93,7 @@ def recover(
     settings = filled(training, "recover", **DEFAULTS, learning_rate=None, epochs=None, clip=None)
     run = checked_run(run, "recover", ("evaluate_every", "keep", "memory"))
     clone = copy.deepcopy(model).requires_grad_(True)
-    examples = Examples(data, next(clone.parameters()).device, clone)
+    examples = ExampleSet(data, next(clone.parameters()).device, clone)
     x, y = examples.batch(torch.arange(1))
     outputs = Functional(clone, "all", output).check_runs(x).flatten(1).shape[1]
     if teacher is not None:
@@ -159,8 +159,8 @@ def _check(model: Any, teacher: Any) -> None:
         )
 
 
-def _own_rate(network: nn.Module, examples: Examples, loss: str, output: OutputAdapter) -> float:
-    """A rate that gradient descent would not grow with, as far as can be told at the start."""
+def _own_rate(network: nn.Module, examples: ExampleSet, loss: str, output: OutputAdapter) -> float:
+    """A rate that gradient descent would not grow with, as far as can be known at the start."""
     if loss != "squared":
         return RATE
     some = torch.arange(min(PROBED, examples.n))
@@ -170,7 +170,7 @@ def _own_rate(network: nn.Module, examples: Examples, loss: str, output: OutputA
 
 
 @torch.no_grad()
-def _taught(examples: Examples, teacher: nn.Module, output: OutputAdapter, outputs: int) -> Examples:
+def _taught(examples: ExampleSet, teacher: nn.Module, output: OutputAdapter, outputs: int) -> ExampleSet:
     """The examples with the outputs of a network as targets."""
     frozen = copy.deepcopy(teacher).eval()
     same = "the network before surgery, with the same inputs and outputs"
@@ -188,4 +188,4 @@ def _taught(examples: Examples, teacher: nn.Module, output: OutputAdapter, outpu
             expected=same,
             remedy="pass the network that was given to linnet.surgery.leaky_relu",
         )
-    return Examples((x, targets), examples.device)
+    return ExampleSet((x, targets), examples.device)

@@ -23,19 +23,19 @@ from linnet.distributed import apart
 from linnet.errors import InputError, ModelError, NumericalError
 from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.bilinear import with_bilinear_head
-from linnet.finetuning.finetuned import Finetuned, Settings
+from linnet.finetuning.finetuned import Finetuned, FinetunedSettings
 from linnet.finetuning.recipes import (
     ADAM_RATE,
     EFFECTIVE_RATE,
     PLAIN_RATE,
     WEIGHT_DECAY,
-    Candidate,
     ClosedForm,
     Recipe,
+    Trial,
     effective_rate,
 )
 from linnet.finetuning.trainer import (
-    Examples,
+    ExampleSet,
     Objective,
     Optimization,
     Run,
@@ -84,7 +84,7 @@ class Task:
     notes: tuple[str, ...] = ()  # what is worth knowing of them
 
     @classmethod
-    def of(cls, examples: Examples, kept: int | None, recipe: Recipe, own: int | None) -> Task:
+    def of(cls, examples: ExampleSet, kept: int | None, recipe: Recipe, own: int | None) -> Task:
         """Read it off the targets; a head that is kept may have outputs for more classes."""
         y = tensor("y", examples.labels(), "classes or real targets")
         if y.is_floating_point() and recipe.loss == "cross-entropy":
@@ -106,9 +106,9 @@ class Task:
         notes = (f"{empty} of {outputs} classes have no training example",) if empty else ()
         return cls(outputs, True, y, (*said, *notes))
 
-    def check(self, held: Examples) -> None:
+    def check(self, validation: ExampleSet) -> None:
         """Raise unless validation data are of the same kind: before the training, not after it."""
-        y = held.labels()
+        y = validation.labels()
         if y.is_floating_point() == self.classes:
             raise InputError(
                 f"y of the validation data has type {y.dtype}",
@@ -137,7 +137,7 @@ class Call:
         assert self.training.momentum is not None
         return self.training.momentum
 
-    def optimization(self, rate: float, candidate: Candidate, n: int) -> Optimization:
+    def optimization(self, rate: float, candidate: Trial, n: int) -> Optimization:
         """The steps of a run on n examples."""
         given, b = self.training, min(candidate.batch_size, n)
         steps = given.steps or max(FEWEST_STEPS, math.ceil(EPOCHS * n / b))
@@ -152,7 +152,7 @@ class Call:
         """The objective at a weight decay."""
         return Objective(self.recipe.loss, self.task.outputs, self.recipe.scale, weight_decay)
 
-    def settings(self, candidate: Candidate, values: dict[str, Any], new_head: bool) -> Settings:
+    def settings(self, candidate: Trial, values: dict[str, Any], new_head: bool) -> FinetunedSettings:
         """The settings of a result."""
         recipe, task = self.recipe, self.task
         parts = {
@@ -167,7 +167,9 @@ class Call:
             "pooling": None if recipe.pooling is None else asdict(recipe.pooling),
             "seed": self.seed,
         }
-        return Settings(recipe.name, parts, values, candidate.augmentation, task.outputs, task.classes)
+        return FinetunedSettings(
+            recipe.name, parts, values, candidate.augmentation, task.outputs, task.classes
+        )
 
 
 # -- the network made ready ------------------------------------------------------------------------
@@ -190,7 +192,7 @@ class Prepared:
         return copy.deepcopy(self.module)
 
 
-def prepare(call: Call, examples: Examples, view: Augmentation) -> Prepared:
+def prepare(call: Call, examples: ExampleSet, view: Augmentation) -> Prepared:
     """Surgery, a new head, linearization."""
     model, recipe, notes = call.model, call.recipe, list[str]()
     network: nn.Module = getattr(model, "_orig_mod", model)
@@ -227,7 +229,7 @@ def _surgery_notes(network: nn.Module, found: int, slope: float) -> list[str]:
 
 
 def _selected(params: Selector, model: nn.Module) -> Selector:
-    """All parameters unless told: a network may come frozen; where only a part of it is, that stays so."""
+    """All parameters by default: a network may come frozen; where only a part of it is, that stays so."""
     if isinstance(params, nn.Module):
         return select_parameters(model, params)  # by name: what is trained is a copy
     free = {p.requires_grad for p in model.parameters()}
@@ -235,7 +237,7 @@ def _selected(params: Selector, model: nn.Module) -> Selector:
 
 
 def _with_head(
-    network: nn.Module, call: Call, examples: Examples, view: Augmentation, notes: list[str]
+    network: nn.Module, call: Call, examples: ExampleSet, view: Augmentation, notes: list[str]
 ) -> nn.Module:
     """The network with a last layer for the task."""
     recipe, outputs = call.recipe, call.task.outputs
@@ -274,7 +276,7 @@ def _with_head(
     return made
 
 
-def gathered(examples: Examples, view: Augmentation) -> tuple[Inputs, Tensor]:
+def gathered(examples: ExampleSet, view: Augmentation) -> tuple[Inputs, Tensor]:
     """All examples in memory, as they are predicted, (x, y)."""
     parts = [(view(x), y) for x, y in examples.batches()]
     return concatenate([x for x, _ in parts]), torch.cat([y for _, y in parts])
@@ -283,7 +285,7 @@ def gathered(examples: Examples, view: Augmentation) -> tuple[Inputs, Tensor]:
 class _Viewed(Dataset[Any]):
     """Inputs one at a time, as they are predicted, with a target that says nothing."""
 
-    def __init__(self, examples: Examples, view: Augmentation, target: Tensor) -> None:
+    def __init__(self, examples: ExampleSet, view: Augmentation, target: Tensor) -> None:
         self.examples, self.view, self.target = examples, view, target
 
     def __len__(self) -> int:
@@ -294,7 +296,7 @@ class _Viewed(Dataset[Any]):
         return map_tensors(lambda t: t[0], x), self.target
 
 
-def frozen_curvature(lin: Linearized, call: Call, examples: Examples, view: Augmentation) -> Curvature:
+def frozen_curvature(lin: Linearized, call: Call, examples: ExampleSet, view: Augmentation) -> Curvature:
     """The Gauss-Newton matrix of the frozen problem."""
     own = lin.function.output_shape(view(examples.batch(torch.arange(1))[0]))
     expectation = "exact" if own.numel() <= EXACT_COLUMNS else MonteCarlo(seed=call.seed)
@@ -340,11 +342,11 @@ def largest_eigenvalue(
 class Runs:
     """Runs of one recipe on one set of examples."""
 
-    def __init__(self, call: Call, examples: Examples, held: Examples | None) -> None:
-        self.call, self.examples, self.held = call, examples, held
+    def __init__(self, call: Call, examples: ExampleSet, validation: ExampleSet | None) -> None:
+        self.call, self.examples, self.validation = call, examples, validation
         self._prepared: dict[Augmentation, Prepared] = {}
 
-    def prepared(self, candidate: Candidate) -> Prepared:
+    def prepared(self, candidate: Trial) -> Prepared:
         """The network made ready for a candidate's images."""
         view = candidate.augmentation.evaluation
         if view not in self._prepared:
@@ -353,7 +355,7 @@ class Runs:
 
     def result(
         self,
-        candidate: Candidate,
+        candidate: Trial,
         folder: str,
         tried: list[dict[str, Any]] | None = None,
         retries: int = 0,
@@ -390,7 +392,7 @@ class Runs:
             probe=made_up(self.examples.batch(torch.zeros(1, dtype=torch.long))[0]),
         )
 
-    def _trainer(self, ready: Prepared, candidate: Candidate, folder: str, notes: list[str]) -> Trainer:
+    def _trainer(self, ready: Prepared, candidate: Trial, folder: str, notes: list[str]) -> Trainer:
         """The trainer of one set of values."""
         call, module, before = self.call, ready.fresh(), None
         if call.recipe.preconditioner != "none":
@@ -399,15 +401,15 @@ class Runs:
         rate = self._rate(ready, before, candidate, notes)
         optimization = call.optimization(rate, candidate, self.examples.n)
         objective = call.objective(candidate.weight_decay)
-        trainer = Trainer(module, self.examples, objective, optimization, call.seed, self._watched(folder))
+        trainer = Trainer(module, self.examples, objective, optimization, call.seed, self._monitor(folder))
         trainer.description = f"fine-tuning by {call.recipe.name} {folder}".strip()
         trainer.augmentation, trainer.preconditioner = candidate.augmentation, before
         trainer.output = None if call.recipe.linear else call.output
-        trainer.validation = self.held
+        trainer.validation = self.validation
         return trainer
 
     def _preconditioner(
-        self, ready: Prepared, module: Linearized, candidate: Candidate, notes: list[str]
+        self, ready: Prepared, module: Linearized, candidate: Trial, notes: list[str]
     ) -> KroneckerPreconditioner:
         """A, whose gain makes the largest eigenvalue of A JᵀJ/N 1, as an exact inverse would have it."""
         view, damping = candidate.augmentation.evaluation, self.call.recipe.damping
@@ -427,7 +429,7 @@ class Runs:
         self,
         ready: Prepared,
         before: KroneckerPreconditioner | None,
-        candidate: Candidate,
+        candidate: Trial,
         notes: list[str],
     ) -> float:
         """The learning rate."""
@@ -454,7 +456,7 @@ class Runs:
         some = torch.arange(min(PROBED, self.examples.n))
         return largest_eigenvalue(lin, view(self.examples.batch(some)[0]), before)
 
-    def _watched(self, folder: str) -> Run:
+    def _monitor(self, folder: str) -> Run:
         """Record of one run: a folder of its own, its name beside the numbers."""
         whole = self.call.run
         place = None if whole.checkpoint is None else Path(whole.checkpoint) / folder
@@ -464,15 +466,15 @@ class Runs:
         return replace(whole, checkpoint=place, log=log)
 
 
-def searched(call: Call, data: tuple[Examples, Examples | None], candidates: list[Candidate]) -> Finetuned:
+def searched(call: Call, data: tuple[ExampleSet, ExampleSet | None], candidates: list[Trial]) -> Finetuned:
     """Try every candidate, and keep the best."""
-    examples, held = data
+    examples, validation = data
     if len(candidates) == 1:
         (only,) = candidates
         retries = RETRIES if only.learning_rate is None else 0
-        return _warned(Runs(call, examples, held).result(only, "", retries=retries))
-    train, chosen_by = examples, held
-    if held is None:
+        return _warned(Runs(call, examples, validation).result(only, "", retries=retries))
+    train, chosen_by = examples, validation
+    if validation is None:
         rows, kept = held_out_split(call.task.labels, call.seed)
         train, chosen_by = examples.part(rows), examples.part(kept)
     runs = Runs(call, train, chosen_by)
@@ -495,7 +497,7 @@ def searched(call: Call, data: tuple[Examples, Examples | None], candidates: lis
         )
     for i, entry in enumerate(tried):
         entry["taken"] = i == best_at
-    if held is None:
+    if validation is None:
         final = Runs(call, examples, None).result(candidates[best_at], "final", tried, RETRIES)
         note = "values chosen on a fifth of each class held out, then trained on everything"
         return _warned(replace(final, notes=(*final.notes, note)))
@@ -504,11 +506,14 @@ def searched(call: Call, data: tuple[Examples, Examples | None], candidates: lis
 
 
 def exact(
-    call: Call, data: tuple[Examples, Examples | None], candidate: Candidate, closed: ClosedForm
+    call: Call,
+    data: tuple[ExampleSet, ExampleSet | None],
+    candidate: Trial,
+    closed: ClosedForm,
 ) -> Finetuned:
     """The optimum of the same objective in closed form."""
-    (examples, held), recipe = data, call.recipe
-    ready, view = Runs(call, examples, held).prepared(candidate), candidate.augmentation.evaluation
+    (examples, validation), recipe = data, call.recipe
+    ready, view = Runs(call, examples, validation).prepared(candidate), candidate.augmentation.evaluation
     assert isinstance(ready.module, Linearized)
     decay = WEIGHT_DECAY if closed.weight_decay is None else closed.weight_decay
     with apart():  # like every fine-tuning
@@ -523,7 +528,7 @@ def exact(
     decay = solved.ridge / examples.n
     trainer = Trainer(solved.module, examples, call.objective(decay), Optimization(PLAIN_RATE))
     trainer.augmentation = view
-    scores = trainer.score(held) if held is not None else {}
+    scores = trainer.score(validation) if validation is not None else {}
     values = {"ridge": solved.ridge, "weight_decay": decay, "solver": solved.solver}
     notes = (*call.task.notes, *ready.notes, f"optimum in closed form at ridge ρ = {solved.ridge:.3g}")
     return Finetuned(

@@ -107,7 +107,7 @@ def checked_run(run: Run | None, caller: str, unused: Collection[str] = ()) -> R
     return own
 
 
-class Examples:
+class ExampleSet:
     """Data that are read by position: a pair in memory, or a Dataset that is read as it is needed."""
 
     def __init__(self, data: Any, device: torch.device, network: nn.Module | None = None) -> None:
@@ -141,9 +141,9 @@ class Examples:
         """Whether the examples are tensors, rather than read as they are needed."""
         return self._set is None
 
-    def part(self, index: Tensor) -> Examples:
+    def part(self, index: Tensor) -> ExampleSet:
         """Some of the examples."""
-        own = object.__new__(Examples)
+        own = object.__new__(ExampleSet)
         own.__dict__.update(self.__dict__)
         own.index = index.cpu() if self.index is None else self.index[index.cpu()]
         own.n = len(index)
@@ -282,19 +282,19 @@ class Trainer:
     def __init__(
         self,
         module: nn.Module,
-        data: Examples,
+        data: ExampleSet,
         objective: Objective,
         optimization: Optimization,
         seed: int = 0,
         run: Run | None = None,
     ) -> None:
         self.module, self.data, self.objective = module, data, objective
-        self.optimization, self.seed, self.watched = optimization, seed, run or Run()
+        self.optimization, self.seed, self.monitor = optimization, seed, run or Run()
         self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.optimizer = optimization.build(list(self.parameters.values()))
         self.augmentation = Augmentation()
         self.preconditioner: KroneckerPreconditioner | None = None
-        self.validation: Examples | None = None
+        self.validation: ExampleSet | None = None
         self.output: OutputAdapter = None
         self.description = "training"
         self.step = 0  # steps done
@@ -310,16 +310,16 @@ class Trainer:
         self._resume()
         begin, steps = self.step, self.optimization.steps
         n, size = self.data.n, min(self.optimization.batch_size, self.data.n)
-        each = self.watched.evaluate_every or math.ceil(n / size)
+        each = self.monitor.evaluate_every or math.ceil(n / size)
         batches = islice(enumerate(stream(n, size, self._order, begin), begin), steps - begin)
-        ahead = track(batches, self.description, steps - begin, self.watched.progress)
+        ahead = track(batches, self.description, steps - begin, self.monitor.progress)
         rate = self.optimization.rate
         was_training = self.module.training
         self.module.train(self.optimization.training_mode)
         try:
             for step, loss in train(self.optimizer, ahead, self._gradient, rate, begin):
                 self.curve.add(loss)
-                if step % self.watched.log_every == 0 or step + 1 == steps:
+                if step % self.monitor.log_every == 0 or step + 1 == steps:
                     self._note({"loss": loss, "learning_rate": rate(step)}, step)
                 if (step + 1) % each == 0 or step + 1 == steps:
                     self._validate(step + 1)
@@ -331,7 +331,7 @@ class Trainer:
         if self.best_tensors:
             self._put(self.best_tensors)
 
-    def score(self, examples: Examples) -> dict[str, float]:
+    def score(self, examples: ExampleSet) -> dict[str, float]:
         """Mean loss on examples, and accuracy for classes; from center crops if images are cropped."""
         was_training = self.module.training
         self.module.eval()
@@ -395,18 +395,18 @@ class Trainer:
         score = rank(scores)
         if score > self.best:
             self.best = score
-            if self.watched.keep == "best":
+            if self.monitor.keep == "best":
                 self.best_tensors = {name: t.clone() for name, t in self._tensors().items()}
 
     def _note(self, values: dict[str, float], step: int) -> None:
         """Keep numbers in the history and hand them to the logger."""
         self.history.append({"step": step, **values})
-        if self.watched.log is None:
+        if self.monitor.log is None:
             return
-        place = self.watched.checkpoint
+        place = self.monitor.checkpoint
         after = "with Run(checkpoint=FOLDER) the same call would go on"
         after = f"the same call goes on from the last state in {place}" if place else after
-        tell(self.watched.log, dict(values), step, f"the run ends here; {after}")
+        tell(self.monitor.log, dict(values), step, f"the run ends here; {after}")
 
     def _check_batch(self) -> None:
         """Raise if BatchNorm would normalize single examples."""
@@ -437,8 +437,8 @@ class Trainer:
     def _saves(self, step: int) -> bool:
         """Whether the state is kept after this step."""
         steps = self.optimization.steps
-        every = self.watched.save_every or max(1, steps // 20)
-        return self.watched.checkpoint is not None and (step % every == 0 or step == steps)
+        every = self.monitor.save_every or max(1, steps // 20)
+        return self.monitor.checkpoint is not None and (step % every == 0 or step == steps)
 
     def _save(self) -> None:
         """Keep the state: a whole new file takes the place of the old one."""
@@ -456,15 +456,15 @@ class Trainer:
             "curve": asdict(self.curve),
             "run": self._identity,
         }
-        assert self.watched.checkpoint is not None
-        save(self.watched.checkpoint, KIND, {"tensors": tensors, **metadata})
+        assert self.monitor.checkpoint is not None
+        save(self.monitor.checkpoint, KIND, {"tensors": tensors, **metadata})
 
     def _resume(self) -> None:
         """Take up the state in the folder, if there is one."""
-        if self.watched.checkpoint is None:
+        if self.monitor.checkpoint is None:
             return
         self._identity = self._fingerprint()
-        place = path("checkpoint", self.watched.checkpoint) / f"{KIND}.safetensors"
+        place = path("checkpoint", self.monitor.checkpoint) / f"{KIND}.safetensors"
         if not place.exists():
             return
         metadata = load(place, KIND)
@@ -495,9 +495,9 @@ class Trainer:
             "optimization": asdict(self.optimization),
             "seed": self.seed,
             "augmentation": asdict(self.augmentation),
-            "log_every": self.watched.log_every,
-            "evaluate_every": self.watched.evaluate_every,
-            "keep": self.watched.keep,
+            "log_every": self.monitor.log_every,
+            "evaluate_every": self.monitor.evaluate_every,
+            "keep": self.monitor.keep,
             "data": self.data.fingerprint(),
             "validation": self.validation and self.validation.fingerprint(),
             "start": hash_tensors(list(self._tensors().values())),

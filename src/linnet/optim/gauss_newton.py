@@ -23,14 +23,14 @@ from linnet.errors import InputError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.logged import tell
 from linnet.optim.gauss_newton_batch import suggested_batch
-from linnet.optim.gauss_newton_inverse import Inverse, Search, Undamped, adapted, hopeless
+from linnet.optim.gauss_newton_inverse import DampingSearch, Inverse, Undamped, adapted, hopeless
 from linnet.optim.gauss_newton_model import (
     EXPECTATION,
-    Batch,
-    Examples,
+    LinearizedBatch,
     Network,
     OnePass,
-    Quadratic,
+    Pair,
+    QuadraticModel,
     average_of,
     combined,
     evaluated,
@@ -161,7 +161,7 @@ class GaussNewton(torch.optim.Optimizer):
         self._once = OnePass(self._network, self._running, self._raw)
         self.tau, self.zeta = self.damping.tau, self.damping.zeta
         self.steps, self._failures, self._first = 0, 0, math.nan
-        self._pending: list[Examples] = []
+        self._pending: list[Pair] = []
         self._buffers: dict[str, Tensor] = {}  # of the last good loss, such as running statistics
         self._inverse: Inverse | None = None
         self._saved: Mapping[str, Any] | None = None
@@ -240,8 +240,8 @@ class GaussNewton(torch.optim.Optimizer):
             self._fresh = False
             report = self._step(x, y, closure, loss)
         if self.settings.log is not None and not (self._network.shared and world()[0]):
-            told = report._asdict()
-            values = {k: float(v) for k, v in told.items() if k != "step" and isinstance(v, int | float)}
+            known = report._asdict()
+            values = {k: float(v) for k, v in known.items() if k != "step" and isinstance(v, int | float)}
             tell(self.settings.log, values, report.step, "the step is complete, the weights are the new ones")
         return report
 
@@ -274,7 +274,7 @@ class GaussNewton(torch.optim.Optimizer):
         if isinstance(decay, Tensor) or decay:
             gradient = gradient + decay * parameters_to_vector(self._network.parameters.values())
         function, shared = self._running.function, self._network.shared
-        batch = Batch(function, self._network.likelihood, parts, decay, shared, self._once.seen)
+        batch = LinearizedBatch(function, self._network.likelihood, parts, decay, shared, self._once.seen)
         self._follow(parts)
         self.steps += 1
 
@@ -305,18 +305,18 @@ class GaussNewton(torch.optim.Optimizer):
 
     # -- loss ------------------------------------------------------------------------------------
 
-    def _batch(self, x: Inputs, y: Tensor | None) -> list[Examples]:
+    def _batch(self, x: Inputs, y: Tensor | None) -> list[Pair]:
         """The examples of the step, in the parts in which they are differentiated."""
         self._network.check_parameters(self._raw)
         return in_parts(with_pending(self._pending, x, y), self.settings.examples)
 
-    def _measure(self, parts: list[Examples], closure: Closure | None, loss: Any) -> Measured:
+    def _measure(self, parts: list[Pair], closure: Closure | None, loss: Any) -> Measured:
         """Mean loss and its gradient at the present weights, and N."""
         if closure is None and loss is None:
             return self._once.gradient(parts)
         return given_gradient(self._network, closure, loss, sum(batch_size(x) for x, _ in parts))
 
-    def _after(self, parts: list[Examples], closure: Closure | None, rng: Tensor | None) -> float:
+    def _after(self, parts: list[Pair], closure: Closure | None, rng: Tensor | None) -> float:
         """The objective at the present weights, with the random numbers of the gradient."""
         with self._network.replayed(rng):
             if closure is None:
@@ -366,18 +366,18 @@ class GaussNewton(torch.optim.Optimizer):
 
     # -- direction -------------------------------------------------------------------------------
 
-    def _follow(self, parts: list[Examples]) -> None:
+    def _follow(self, parts: list[Pair]) -> None:
         """Add the batch to the average of the curvature at the present weights."""
         if self._once.seen is None:
             self._running.refresh(self._raw)
         self._once.add(parts)
 
-    def _resume(self, parts: list[Examples]) -> None:
+    def _resume(self, parts: list[Pair]) -> None:
         """Take over what was loaded, once there is a batch to find the layers on."""
         if self._saved is None:
             return
-        held = self._network.parameters.items()
-        good = {name: self.state[p]["before"] for name, p in held if "before" in self.state[p]}
+        named = self._network.parameters.items()
+        good = {name: self.state[p]["before"] for name, p in named if "before" in self.state[p]}
         self._running.refresh({**tensors_by_name(self._raw), **self._buffers, **good})
         self._running.load_state_dict(self._saved["curvature"], concatenate([one for one, _ in parts]))
         saved, self._saved = self._saved["inverse"], None
@@ -388,29 +388,29 @@ class GaussNewton(torch.optim.Optimizer):
         return Undamped(self._running.curvature(examples=1.0), self.damping.inversion, self._network.shared)
 
     def _directions(
-        self, batch: Batch, gradient: Tensor, score: Callable[[], float]
-    ) -> tuple[list[Tensor], Quadratic, Tensor]:
+        self, batch: LinearizedBatch, gradient: Tensor, score: Callable[[], float]
+    ) -> tuple[list[Tensor], QuadraticModel, Tensor]:
         """The new direction (and the step before, for momentum), the model along them and its minimum."""
         decays = {name: self._group(p)["weight_decay"] for name, p in self._network.parameters.items()}
 
-        def along(inverse: Inverse) -> tuple[list[Tensor], Quadratic]:
+        def proposal(inverse: Inverse) -> tuple[list[Tensor], QuadraticModel]:
             directions = [inverse.times(gradient).mul_(-self._scale()), *self._before()]
             return directions, batch.quadratic(gradient, directions)
 
         if self.tau is None or self.zeta is None:
-            search = Search(self.damping, self._undamped(), decays, along)
+            search = DampingSearch(self.damping, self._undamped(), decays, proposal)
             curvature = self._running.curvature(examples=1.0)
             self.tau, self.zeta, self._inverse = search.first(
                 float(curvature.trace()) / curvature.shape[0],
                 lambda ways, alpha: self._reached(combined(ways, alpha), score),
             )
         elif self.damping.zeta_period and self.steps % self.damping.zeta_period == 0:
-            search = Search(self.damping, self._undamped(), decays, along)
+            search = DampingSearch(self.damping, self._undamped(), decays, proposal)
             self.zeta, self._inverse, (directions, model) = search.nearby(self.tau, self.zeta)
             return directions, model, model.best(self.tau)
         elif self._inverse is None or self._is_stale():
             self._inverse = self._undamped().inverse(self.zeta, decays)
-        directions, model = along(self._inverse)
+        directions, model = proposal(self._inverse)
         assert self.tau is not None
         return directions, model, model.best(self.tau)
 
@@ -453,8 +453,8 @@ class GaussNewton(torch.optim.Optimizer):
 
     def _penalty(self) -> float:
         """½ Σ λ θ²."""
-        held = [(float(g["weight_decay"]), p) for g in self.param_groups for p in g["params"]]
-        return 0.5 * sum(decay * float(p.double().square().sum()) for decay, p in held if decay)
+        decayed = [(float(g["weight_decay"]), p) for g in self.param_groups for p in g["params"]]
+        return 0.5 * sum(decay * float(p.double().square().sum()) for decay, p in decayed if decay)
 
     def _before(self) -> list[Tensor]:
         """The step before, where momentum is on and there was one."""

@@ -19,7 +19,7 @@ from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen, group
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen, factored_damping, kron_mm
 from linnet.linalg.operator import ParameterSpace
 from linnet.linalg.structured import StructuredOperator
-from linnet.optim.gauss_newton_model import Quadratic
+from linnet.optim.gauss_newton_model import QuadraticModel
 from linnet.optim.gauss_newton_settings import Damping
 from linnet.tangent.modes import in_exact_mode
 from linnet.tree import from_plain, node, to_plain
@@ -174,24 +174,24 @@ THRESHOLD = 0.75  # ρ above which the quadratic model is trusted more, and belo
 
 
 @dataclass(frozen=True)
-class Search:
+class DampingSearch:
     """A search among dampings of one undamped curvature."""
 
     damping: Damping  # how the dampings move
     undamped: Undamped  # G̃
     decays: Mapping[str, float]  # λ of every parameter by name
     # from an inverse to the directions of a step and the quadratic model along them
-    along: Callable[[Inverse], tuple[list[Tensor], Quadratic]]
+    proposal: Callable[[Inverse], tuple[list[Tensor], QuadraticModel]]
 
-    def nearby(self, tau: float, zeta: float) -> tuple[float, Inverse, tuple[list[Tensor], Quadratic]]:
+    def nearby(self, tau: float, zeta: float) -> tuple[float, Inverse, tuple[list[Tensor], QuadraticModel]]:
         """The ζ among ωζ, ζ, ζ/ω whose direction has the lowest q at its best step size."""
         omega, found = self.damping.decay, []
         for candidate in (omega * zeta, zeta, zeta / omega):
             inverse = self.undamped.inverse(candidate, self.decays)
-            directions, model = self.along(inverse)
+            directions, model = self.proposal(inverse)
             found.append((model.change(model.best(tau), tau), candidate, inverse, (directions, model)))
-        _, best, inverse, along = min(found, key=lambda one: one[0])
-        return best, inverse, along
+        _, best, inverse, proposal = min(found, key=lambda one: one[0])
+        return best, inverse, proposal
 
     def first(
         self, mean: float, reached: Callable[[Sequence[Tensor], Tensor], float]
@@ -209,7 +209,7 @@ class Search:
             tau = factor * mean if self.damping.tau is None else self.damping.tau
             zeta = factor * mean if self.damping.zeta is None else self.damping.zeta
             inverse = self.undamped.inverse(zeta, self.decays)
-            directions, model = self.along(inverse)
+            directions, model = self.proposal(inverse)
             value = reached(directions, model.best(tau))
             found.append((value if math.isfinite(value) else math.inf, tau, zeta, inverse))
         value, tau, zeta, inverse = min(found, key=lambda one: one[0])

@@ -63,7 +63,7 @@ def put(parameters: Sequence[Tensor], values: Sequence[Tensor], add: bool = Fals
     torch.clear_autocast_cache()  # it holds cast copies of the weights of before
 
 
-Examples = tuple[Inputs, Tensor]
+Pair = tuple[Inputs, Tensor]
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ class Network:
         except NumericalError:  # a step too far, which the optimizer takes back
             return torch.full((len(f),), math.nan, device=f.device)
 
-    def loss(self, parts: Sequence[Examples]) -> float:
+    def loss(self, parts: Sequence[Pair]) -> float:
         """Mean loss, without a gradient."""
         with torch.no_grad():
             total = torch.stack([self.losses(x, y).double().sum() for x, y in parts]).sum()
         return self._mean(total, parts)[0]
 
-    def gradient(self, parts: Sequence[Examples]) -> tuple[float, Tensor, int]:
+    def gradient(self, parts: Sequence[Pair]) -> tuple[float, Tensor, int]:
         """Mean loss, its gradient (P,) with zeros for frozen parameters, and N."""
         free = [p for p in self.parameters.values() if p.requires_grad]
         sums, total = [torch.zeros_like(p) for p in free], torch.zeros(())
@@ -125,9 +125,7 @@ class Network:
         loss, n = self._mean(total, parts, flat)
         return loss, flat.div_(n), n
 
-    def _mean(
-        self, total: Tensor, parts: Sequence[Examples], flat: Tensor | None = None
-    ) -> tuple[float, int]:
+    def _mean(self, total: Tensor, parts: Sequence[Pair], flat: Tensor | None = None) -> tuple[float, int]:
         """A sum over examples as a mean, over all processes where data are shared."""
         count = torch.tensor([float(total), sum(batch_size(x) for x, _ in parts)], dtype=torch.float64)
         if self.shared:
@@ -172,7 +170,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Quadratic:
+class QuadraticModel:
     """q on a batch, along some directions."""
 
     slopes: Tensor  # ∇Eᵀ d_i, (K,), float64
@@ -201,19 +199,19 @@ class Quadratic:
 
 
 @dataclass
-class Batch:
+class LinearizedBatch:
     """A batch at the present weights, as the frozen network sees it."""
 
     function: Functional  # the frozen network, in evaluation mode
     likelihood: Likelihood  # what its outputs mean
-    parts: list[Examples]  # the examples
+    parts: list[Pair]  # the examples
     decay: Tensor | float  # λ of every entry, (P,), or one number for all
     shared: bool  # whether sums are taken over all processes
     seen: ChainPass | None = None  # A forward pass over the one part there is, where it is at hand
     products: int = 0  # J d so far
 
     @in_exact_mode
-    def quadratic(self, gradient: Tensor, directions: Sequence[Tensor]) -> Quadratic:
+    def quadratic(self, gradient: Tensor, directions: Sequence[Tensor]) -> QuadraticModel:
         """The model along directions, one product J d each."""
         # gradient (P,), directions (P,)
         k = len(directions)
@@ -234,7 +232,7 @@ class Batch:
         squared = (stacked @ stacked.T).double()
         decayed = _weighed(stacked, self.decay, squared)
         curved = total[:-1].view(k, k) / total[-1] + decayed
-        return Quadratic((stacked @ gradient.to(exact)).double(), (curved + curved.T) / 2, squared)
+        return QuadraticModel((stacked @ gradient.to(exact)).double(), (curved + curved.T) / 2, squared)
 
     @in_exact_mode
     def reductions(self, step: Tensor) -> tuple[float, float]:
@@ -261,14 +259,14 @@ class Batch:
         return found[0][0].detach(), torch.stack([t.detach() for _, t in found])
 
 
-def in_parts(pairs: Sequence[Examples], size: int | None) -> list[Examples]:
+def in_parts(pairs: Sequence[Pair], size: int | None) -> list[Pair]:
     """Batches cut to at most ``size`` examples."""
     if size is None:
         return list(pairs)
     return [part for x, y in pairs for part in zip(split(x, size), split(y, size), strict=True)]
 
 
-def with_pending(pending: Sequence[Examples], x: Inputs, y: Tensor | None) -> list[Examples]:
+def with_pending(pending: Sequence[Pair], x: Inputs, y: Tensor | None) -> list[Pair]:
     """The batch of a step: what was accumulated, and what the step was given."""
     if x is not None and y is None:
         raise InputError("y is None", expected="targets", remedy="call step(x, y)")
@@ -284,7 +282,7 @@ def with_pending(pending: Sequence[Examples], x: Inputs, y: Tensor | None) -> li
     return pairs
 
 
-def joined(parts: Sequence[Examples]) -> Examples:
+def joined(parts: Sequence[Pair]) -> Pair:
     """One batch of all parts; a part by itself is not copied."""
     if len(parts) == 1:
         return parts[0]
@@ -364,7 +362,7 @@ def average_of(
 def require_alike(running: Average, settings: Settings, others: Any) -> None:
     """Raise on all processes of ``torch.distributed`` unless their optimizers were made alike."""
     e, structure = running.expectation, getattr(running, "structure", "kfra")
-    # these are of each process, or told by names
+    # these are of each process, or compared by names
     alike = settings._replace(params=None, output=None, examples=None, log=None)
     found = {
         "structure": structure,
@@ -399,7 +397,7 @@ class OnePass:
         self._layers: tuple[Layer, ...] | None = None  # of the chain; () where there is none
         self._proved: dict[tuple[bool, tuple[bool, ...]], bool] = {}
 
-    def gradient(self, parts: list[Examples]) -> tuple[float, Tensor, int]:
+    def gradient(self, parts: list[Pair]) -> tuple[float, Tensor, int]:
         """Mean loss, its gradient (P,) with zeros for frozen parameters, and N."""
         try:
             return self._measured(parts)
@@ -407,7 +405,7 @@ class OnePass:
             self.running.function.check_runs(take(parts[0][0], slice(0, 1)))  # may say better what is wrong
             raise
 
-    def _measured(self, parts: list[Examples]) -> tuple[float, Tensor, int]:
+    def _measured(self, parts: list[Pair]) -> tuple[float, Tensor, int]:
         """The same by the way that the network's mode is known to allow."""
         self.seen = None
         mode = self._mode()
@@ -425,7 +423,7 @@ class OnePass:
         self.seen = chain
         return short
 
-    def add(self, parts: list[Examples]) -> None:
+    def add(self, parts: list[Pair]) -> None:
         """Add the batch to the curvature, with the pass if there is one."""
         x, y = joined(parts)
         self.running.add(x, y, shared=self.network.shared, seen=self.seen)
@@ -440,7 +438,7 @@ class OnePass:
         self.seen = None
         self._proved = {(hooked, tuple(training)): good for hooked, training, good in modes}
 
-    def _look(self, parts: list[Examples]) -> ChainPass | None:
+    def _look(self, parts: list[Pair]) -> ChainPass | None:
         """The pass at the present weights, if it can be taken and is finite."""
         if len(parts) != 1 or self.network.shared:
             return None
