@@ -353,7 +353,7 @@ def test_results_are_kept(tmp_path: Path) -> None:
         assert loaded.settings == tuned.settings
         assert loaded.history == tuned.history
         assert loaded.notes == tuned.notes
-    refused(InputError, lambda: linnet.load(tmp_path / "none", net()), "no file")
+    refused(InputError, lambda: linnet.load(tmp_path / "none", net()), "none")
     other = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
     refused(WeightsError, lambda: linnet.load(tmp_path / "nlft", other), "does not fit")
 
