@@ -276,6 +276,7 @@ HEADS: list[Row] = [
     (ModelError, "gate", lambda: head(model=Gated())),
     (ModelError, "0.2", lambda: head(model=nn.Sequential(body(), nn.Softmax(1)))),
     (InputError, "head=", lambda: linnet.with_head(Gated(), 2, "zero", head=".*")),
+    (InputError, "head=", lambda: linnet.with_head(Gated(), 2, "zero", head="(")),
     (
         InputError,
         "cross_fit=19",

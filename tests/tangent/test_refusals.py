@@ -114,6 +114,7 @@ DATA: list[Row] = [
     (InputError, "to_dense()", lambda: gather_data((A.to_sparse(), Y))),
     (InputError, "to_dense()", lambda: gather_data((A, Y.to_sparse()))),
     (InputError, "length 3", lambda: gather_data((A, Y, Y))),
+    (InputError, "x is dict", lambda: linnet.fit(LIN, ({}, Y))),
     (InputError, "sample 0", lambda: gather_data(Samples(2, lambda i: A[i]))),
     (InputError, "x is str", lambda: gather_data(Samples(2, lambda i: ("a", 0)))),
     (InputError, "text", lambda: gather_data(Samples(2, lambda i: (A[i], "cat")))),
