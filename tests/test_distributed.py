@@ -33,15 +33,15 @@ from linnet import memory
 from linnet.continual.laplace import OnlineLaplace
 from linnet.distributed import (
     Share,
-    _apart_from,
+    _excerpts,
     _exchanged,
     all_same,
     all_sum,
+    check_others,
+    collective,
     gathered,
     least,
-    look_around,
     sum_numbers,
-    together,
 )
 from linnet.errors import InputError, LinnetError
 from linnet.fitting import CG
@@ -354,15 +354,15 @@ def test_three_processes_have_the_numbers_of_one_and_notice_a_death(
 
 def test_a_process_by_itself_exchanges_nothing() -> None:
     ones = torch.ones(2)
-    with together("a test"):
+    with collective("a test"):
         all_sum([ones])
         all_same([ones])
-        look_around()
+        check_others()
     assert bool((ones == 1).all())
     assert least(3) == 3
     assert gathered("a") == ["a"]
     assert Share.of(None) == Share.of(True) == Share(0, 1)
-    with pytest.raises(KeyError), together("a test"):
+    with pytest.raises(KeyError), collective("a test"):
         raise KeyError("as it was")
     with pytest.raises(InputError, match="shard='all'"):
         full((X, Y), shard="all")
@@ -427,14 +427,14 @@ def test_an_exchange_ends_when_the_backend_has_let_go_of_its_tensors() -> None:
 
 
 def test_what_differs_is_shown_however_long_the_texts_are() -> None:
-    assert _apart_from("dim=30", "dim=31") == ("dim=30", "dim=31")
+    assert _excerpts("dim=30", "dim=31") == ("dim=30", "dim=31")
     first, second = (f"Sketch({'a' * 300}, seed={seed}, {'b' * 300})" for seed in range(2))
-    found = _apart_from(first, second)
+    found = _excerpts(first, second)
     assert "seed=0" in found[0]
     assert "seed=1" in found[1]
     assert all(len(text) < 210 and text[0] == text[-1] == "…" for text in found)
-    assert _apart_from("a" * 300, "a" * 301) == ("…" + "a" * 100, "…" + "a" * 101)
-    assert _apart_from("", "a" * 300) == ("", "a" * 200 + "…")
+    assert _excerpts("a" * 300, "a" * 301) == ("…" + "a" * 100, "…" + "a" * 101)
+    assert _excerpts("", "a" * 300) == ("", "a" * 200 + "…")
 
 
 def test_whole_data_are_whole() -> None:

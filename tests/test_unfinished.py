@@ -21,7 +21,7 @@ from linnet.likelihoods import Categorical
 from linnet.linear import formed_rows
 from linnet.tangent import gram as gram_module
 from linnet.tangent import store
-from linnet.unfinished import Checkpoint, keeper, resumable
+from linnet.unfinished import Checkpoint, resumable, sums_folder
 from tests.refusals import refused
 
 N = 40
@@ -139,7 +139,7 @@ def test_it_goes_on_where_it_was_to_the_same_bits(kind: str, tmp_path: Path) -> 
             assert first + again == total
         else:
             assert again < total
-    assert keeper() is None
+    assert sums_folder() is None
 
 
 @pytest.mark.parametrize("kind", ["primal", "gram"])

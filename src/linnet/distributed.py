@@ -1,10 +1,10 @@
 """Collective work of ``torch.distributed`` processes, with errors raised on all of them.
 
-Whatever has sums over processes runs inside :func:`together`, and every exchange begins with three integers
+Whatever has sums over processes runs inside :func:`collective`, and every exchange begins with three integers
 that all processes reduce: whether one has failed, and a hash of what each is about to exchange. So an error
 on one process becomes the same error on all of them at their next exchange, where they would otherwise wait
 for the time-out of the group, and processes that have come to different places say so. Long passes also look
-every half second whether another has failed (:func:`look_around`). A process that was killed cannot tell:
+every half second whether another has failed (:func:`check_others`). A process that was killed cannot tell:
 the others get torch's connection error, as a :class:`~linnet.errors.ProcessGroupError`.
 
 A process by itself exchanges nothing.
@@ -43,7 +43,7 @@ _Result = TypeVar("_Result")
 _LOOK = 0.5  # seconds between two looks at the store: it costs a message, and news may be that old
 _LET_GO = 1.0  # seconds at most to wait for a thread of gloo, which needs microseconds
 _SHOWN = 200  # characters of a setting, or of another library's error, in an error
-_TOLD = "_linnet_told"  # marks an error that all processes have
+_SHARED = "_linnet_shared"  # marks an error that all processes have
 
 
 def world() -> tuple[int, int]:
@@ -98,7 +98,7 @@ def current() -> Share:
 
 
 @contextlib.contextmanager
-def taking(share: Share) -> Iterator[None]:
+def with_share(share: Share) -> Iterator[None]:
     """Work of which this process has a given share, without telling the others."""
     token = _share.set(share)
     try:
@@ -136,10 +136,10 @@ def sharing(what: str = "shared work", device: torch.device | str = "cpu") -> It
         yield current()
         return
     share = Share(rank, size)
-    with together(what):
+    with collective(what):
         with waiting(f"{what} waits for all {size} processes"):  # says so where one never comes
             budget = least(parse_bytes(None, device))
-        with assumed(budget), taking(share):
+        with assumed(budget), with_share(share):
             yield share
 
 
@@ -166,7 +166,7 @@ def apart() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def together(what: str, shared: bool = True) -> Iterator[None]:
+def collective(what: str, shared: bool = True) -> Iterator[None]:
     """Work in which all processes take part: if it fails on one, all raise the same error."""
     if not shared or world()[1] == 1:
         yield
@@ -178,7 +178,7 @@ def together(what: str, shared: bool = True) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # whatever it is, the others wait
-        if is_told(error):
+        if is_shared(error):
             raise
         failure = error
     finally:
@@ -186,15 +186,15 @@ def together(what: str, shared: bool = True) -> Iterator[None]:
     if isinstance(failure, _FailedElsewhere):
         failure = None
     elif failure is not None:
-        _leave_word(call)
-    _meet(f"the end of {what}", failure)
+        _announce_failure(call)
+    _rendezvous(f"the end of {what}", failure)
 
 
 def all_sum(tensors: Sequence[Tensor]) -> None:
     """Replace each tensor by its sum over all processes, which must all call this with equal shapes."""
     if world()[1] == 1:
         return
-    _meet(f"a sum of {[(str(t.dtype), tuple(t.shape)) for t in tensors]}")
+    _rendezvous(f"a sum of {[(str(t.dtype), tuple(t.shape)) for t in tensors]}")
     for tensor in tensors:
         with _sent(tensor) as whole:
             _exchanged(torch.distributed.all_reduce, whole)
@@ -217,7 +217,7 @@ def all_filled(parts: Sequence[Sequence[Tensor]]) -> None:
     """Copy to all processes what each has filled."""
     if world()[1] == 1:
         return
-    _meet(f"a copy of {[[(str(t.dtype), tuple(t.shape)) for t in tensors] for tensors in parts]}")
+    _rendezvous(f"a copy of {[[(str(t.dtype), tuple(t.shape)) for t in tensors] for tensors in parts]}")
     for rank, tensors in enumerate(parts):
         for tensor in tensors:
             if tensor.numel():
@@ -237,7 +237,7 @@ def all_rows(own: Tensor, n: int) -> Tensor:
     return whole
 
 
-def of_first(value: _Result | None, device: torch.device) -> _Result:
+def from_first(value: _Result | None, device: torch.device) -> _Result:
     """The result of the first process, on all of them."""
     rank, size = world()
     if size == 1:
@@ -273,7 +273,7 @@ def gathered(value: _Result) -> list[_Result]:
     """Small values of all processes, by rank."""
     if world()[1] == 1:
         return [value]
-    _meet("values of all processes")
+    _rendezvous("values of all processes")
     return _gathered(value)
 
 
@@ -283,7 +283,7 @@ def agree(kind: type[LinnetError], settings: Mapping[str, Any], remedy: str) -> 
     if size == 1:
         return
     texts = {name: str(value) for name, value in settings.items()}
-    _meet(f"a comparison of {', '.join(texts)}")
+    _rendezvous(f"a comparison of {', '.join(texts)}")
     own = [_hash(text) for text in texts.values()]
     marks = torch.tensor([*own, *(-h for h in own)], dtype=torch.int64, device=_device())
     _exchanged(torch.distributed.all_reduce, marks, torch.distributed.ReduceOp.MAX)
@@ -294,16 +294,16 @@ def agree(kind: type[LinnetError], settings: Mapping[str, Any], remedy: str) -> 
     found = _gathered({name: texts[name] for name in different})
     other = next(rank for rank in range(size) if found[rank] != found[0])
     values = ", ".join(
-        "{} is {} on rank 0 and {} on rank {}".format(name, *_apart_from(found[0][name], text), other)
+        "{} is {} on rank 0 and {} on rank {}".format(name, *_excerpts(found[0][name], text), other)
         for name, text in found[other].items()
         if text != found[0][name]
     )
     error = kind(f"processes differ: {values}", expected="the same on all processes", remedy=remedy)
-    _mark_told(error)
+    _mark_shared(error)
     raise error
 
 
-def _apart_from(first: str, second: str) -> tuple[str, str]:
+def _excerpts(first: str, second: str) -> tuple[str, str]:
     """Two texts that differ; long ones are cut to what is around their first difference."""
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     start = max(0, alike - _SHOWN // 2) if max(len(first), len(second)) > _SHOWN else 0
@@ -315,13 +315,13 @@ def _apart_from(first: str, second: str) -> tuple[str, str]:
     return cut(first), cut(second)
 
 
-def look_around() -> None:
-    """Leave :func:`together` at once if another process has failed; looks every half second at most."""
+def check_others() -> None:
+    """Leave :func:`collective` at once if another process has failed; looks every half second at most."""
     if not _Calls.open or time.monotonic() - _Calls.looked < _LOOK:
         return
     _Calls.looked = time.monotonic()
     store = _store()
-    if store is not None and any(_carried(store.check, [_word(call)]) for call in _Calls.open):
+    if store is not None and any(_carried(store.check, [_failure_key(call)]) for call in _Calls.open):
         raise _FailedElsewhere
 
 
@@ -337,7 +337,7 @@ class _Calls:
     looked = 0.0
 
 
-def _meet(what: str, failure: BaseException | None = None) -> None:
+def _rendezvous(what: str, failure: BaseException | None = None) -> None:
     """Wait for all processes at one place; if one has failed, or is at another place, all raise the same."""
     own = _hash(what)
     marks = torch.tensor([int(failure is not None), own, -own], dtype=torch.int64, device=_device())
@@ -349,7 +349,7 @@ def _meet(what: str, failure: BaseException | None = None) -> None:
         if most != -least_:
             places = _gathered(what)
             other = next(rank for rank, place in enumerate(places) if place != places[0])
-            first, second = _apart_from(places[0], places[other])
+            first, second = _excerpts(places[0], places[other])
             raise ProcessGroupError(
                 f"processes came to different places: rank 0 to {first}, rank {other} to {second}",
                 expected="the same calls with the same settings, in the same order, on all processes",
@@ -357,11 +357,11 @@ def _meet(what: str, failure: BaseException | None = None) -> None:
                 "does alone",
             )
     except LinnetError as error:
-        _mark_told(error)
+        _mark_shared(error)
         if failure is None:
             raise
         if not isinstance(failure, Exception):  # an interrupt, or an exit
-            _mark_told(failure)
+            _mark_shared(failure)
             raise failure from error
         raise error from failure
 
@@ -386,14 +386,14 @@ def _described(failure: BaseException) -> tuple[str, str, str | None, str | None
     )  # fmt: skip
 
 
-def is_told(error: BaseException) -> bool:
+def is_shared(error: BaseException) -> bool:
     """Whether all processes have an error."""
-    return bool(getattr(error, _TOLD, False))
+    return bool(getattr(error, _SHARED, False))
 
 
-def _mark_told(error: BaseException) -> None:
+def _mark_shared(error: BaseException) -> None:
     """From now on an error needs no telling."""
-    setattr(error, _TOLD, True)
+    setattr(error, _SHARED, True)
 
 
 def _carried(exchange: Callable[..., _Result], *args: Any, **options: Any) -> _Result:
@@ -410,7 +410,7 @@ def _carried(exchange: Callable[..., _Result], *args: Any, **options: Any) -> _R
             expected="all processes alive until the result is there",
             remedy="look for the process that ended first, and restart all of them",
         )
-        _mark_told(gone)
+        _mark_shared(gone)
         raise gone from error
 
 
@@ -473,17 +473,17 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _word(call: int) -> str:
+def _failure_key(call: int) -> str:
     """The key under which a failure is left in the store."""
     return f"linnet/failed/{call}"
 
 
-def _leave_word(call: int) -> None:
+def _announce_failure(call: int) -> None:
     """Let those who look around know; whoever does not learns of it at the next exchange."""
     store = _store()
     if store is not None:
         with contextlib.suppress(RuntimeError):
-            store.set(_word(call), "1")
+            store.set(_failure_key(call), "1")
 
 
 def _store() -> Any:

@@ -35,7 +35,7 @@ KIND = "unfinished-sums"
 COMMON = "kernels"  # the files that all processes of a group write to
 _SHOWN = 40  # characters of a setting in an error
 
-Begun = tuple[int, int]  # examples that are done, and the size of the blocks
+Resumed = tuple[int, int]  # examples that are done, and the size of the blocks
 Block = tuple[slice, Tensor]
 
 
@@ -107,7 +107,7 @@ def _change(key: str, before: Any, now: Any) -> str:
     return f"{key} ({values[0]}, now {values[1]})"
 
 
-class Keeper:
+class SumsFolder:
     """The files of the work inside one ``resumable``."""
 
     def __init__(self, folder: Path, interval: float) -> None:
@@ -162,7 +162,7 @@ class Keeper:
             self.folder.rmdir()
 
 
-_keeper: ContextVar[Keeper | None] = ContextVar("linnet_keeper", default=None)
+_folder: ContextVar[SumsFolder | None] = ContextVar("linnet_sums_folder", default=None)
 
 
 @contextlib.contextmanager
@@ -196,35 +196,37 @@ def resumable(folder: str | Path, interval: float = INTERVAL) -> Iterator[None]:
         torch.Size([40, 1])
     """
     place = path("folder", folder, 'pass folder="runs/sums"')
-    keeper = Keeper(place, number("interval", interval, least=0))
-    keeper.open()
-    token = _keeper.set(keeper)
+    own = SumsFolder(place, number("interval", interval, least=0))
+    own.open()
+    token = _folder.set(own)
     try:
         yield
     finally:
-        _keeper.reset(token)
-    keeper.close()
+        _folder.reset(token)
+    own.close()
 
 
-def keeper() -> Keeper | None:
+def sums_folder() -> SumsFolder | None:
     """What keeps unfinished work, inside ``resumable``."""
-    return _keeper.get()
+    return _folder.get()
 
 
 def checkpoint(what: str, share: Share, identity: Callable[[], Mapping[str, Any]]) -> Checkpoint | None:
     """A file for the next sum over data."""
-    own = _keeper.get()
+    own = _folder.get()
     if own is None:
         return None
     return Checkpoint(own.place(what, share, ".safetensors"), identity(), own.interval, stays=True)
 
 
 def summing(
-    tensors: Mapping[str, Tensor], kept: Checkpoint | None, blocks: Callable[[Begun | None], Iterator[Block]]
+    tensors: Mapping[str, Tensor],
+    file: Checkpoint | None,
+    blocks: Callable[[Resumed | None], Iterator[Block]],
 ) -> Iterator[Block]:
     """The blocks still to be added to some tensors, which then hold the sums of all before."""
-    found = None if kept is None else kept.read()
-    begun: Begun | None = None
+    found = None if file is None else file.read()
+    begun: Resumed | None = None
     if found is not None:
         for name, tensor in tensors.items():
             tensor.copy_(found[2][name])
@@ -233,5 +235,5 @@ def summing(
     for place, block in blocks(begun):
         yield place, block
         size = max(size, place.stop - place.start)
-        if kept is not None:
-            kept.note(0, place.stop, {**tensors, "size": torch.tensor(size)})
+        if file is not None:
+            file.note(0, place.stop, {**tensors, "size": torch.tensor(size)})

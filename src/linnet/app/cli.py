@@ -281,9 +281,9 @@ def _overview() -> str:
 
 def _is_told(error: LinnetError) -> bool:
     """Whether the first process of several prints this error as well."""
-    from linnet.distributed import is_told
+    from linnet.distributed import is_shared
 
-    return is_told(error)
+    return is_shared(error)
 
 
 def _print_error(error: LinnetError, words: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from linnet.continual.parameters import Live, same_random_state
 from linnet.continual.precision import Precision
 from linnet.continual.quadratic import Quadratic, value_and_gradient
 from linnet.curvatures.stream import Batches, held
-from linnet.distributed import Share, sum_numbers, together
+from linnet.distributed import Share, collective, sum_numbers
 from linnet.errors import DataError, ModelError
 from linnet.tangent.functional import OutputAdapter
 
@@ -45,7 +45,7 @@ def log_evidence(
     function = recipe.function(network, own)
     device, nll = next(iter(Live.of(model).tensors.values())).device, 0.0
     share = Share.of(recipe.passes.shard)
-    with together("the likelihood of a task", share.world > 1), same_random_state(data):
+    with collective("the likelihood of a task", share.world > 1), same_random_state(data):
         data = held(data, recipe.passes.memory)
         for batch in Batches(data, device, recipe.passes.block, share):
             if batch.y is None:

@@ -38,7 +38,7 @@ from linnet.curvatures.settings import (
 )
 from linnet.curvatures.stream import FEW, Batches
 from linnet.curvatures.treatments import resolve
-from linnet.distributed import Share, agree, least, together
+from linnet.distributed import Share, agree, collective, least
 from linnet.errors import InputError, ModelError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.lowrank import LowRankMatrix
@@ -48,7 +48,7 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, known, no_targets
 from linnet.solvers.lanczos import eigenpairs
 from linnet.solvers.nystrom import nystrom
-from linnet.solvers.solution import led
+from linnet.solvers.solution import solved_by_first
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -147,7 +147,7 @@ def _low_rank(product: SummedOperator, low: settings.LowRank, request: Request) 
         found = pairs.require("the leading eigenpairs of the curvature")
         return found.vectors, found.values.clamp(min=0)
 
-    basis, values = led(product, solve, product.data.share)
+    basis, values = solved_by_first(product, solve, product.data.share)
     return LowRankMatrix(basis, values, space=product.space, name="low-rank curvature")
 
 
@@ -257,7 +257,7 @@ def watched(
     """Compute a curvature and call ``watch(outputs, labels)`` for each batch."""
     passes = passes_of(options.get("passes"))
     share = Share.of(passes.shard)
-    with together("linnet.curvature", share.world > 1):
+    with collective("linnet.curvature", share.world > 1):
         return _computed(watch, share, passes, model, data, likelihood, structure, options)
 
 

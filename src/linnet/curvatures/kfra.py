@@ -28,7 +28,7 @@ from linnet.curvatures.layers import Layer, Part, find_layers
 from linnet.curvatures.moments import input_moment
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import second_moment, wide
-from linnet.distributed import all_sum, together, world
+from linnet.distributed import all_sum, collective, world
 from linnet.errors import DataError, InputError, ModelError
 from linnet.likelihoods.likelihood import IndependentComponents, Likelihood
 from linnet.linalg.kronecker import Kronecker
@@ -228,7 +228,7 @@ class RunningRecursion:
         self, x: Inputs, y: Tensor | None = None, shared: bool = False, seen: ChainPass | None = None
     ) -> None:
         """Fade what was added before, and add a batch."""
-        with together("RunningRecursion.add", shared):
+        with collective("RunningRecursion.add", shared):
             self._add_all(x, y, shared, seen)
 
     def _add_all(self, x: Inputs, y: Tensor | None, shared: bool, seen: ChainPass | None) -> None:

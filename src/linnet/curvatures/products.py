@@ -22,7 +22,7 @@ from torch import Tensor
 
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.stream import Batch, Batches
-from linnet.distributed import all_sum, together
+from linnet.distributed import all_sum, collective
 from linnet.errors import DataError, InputError, ModelError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.operator import LinearOperator, ParameterSpace, require_fit
@@ -389,7 +389,7 @@ class SummedOperator(LinearOperator, ABC):
             return total
         shared = self.data.share.world > 1
         shown = None if self.data.share.rank == 0 else False
-        with together(self.description, shared):
+        with collective(self.description, shared):
             for batch in track(self.data, self.description, total=self.data.length(), enabled=shown):
                 total += self.product(batch, v)
             if shared:

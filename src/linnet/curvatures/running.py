@@ -43,7 +43,7 @@ from linnet.curvatures.treatments import (
     resolve,
     treatment,
 )
-from linnet.distributed import Share, together, world
+from linnet.distributed import Share, collective, world
 from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.operator import require_params
@@ -155,7 +155,7 @@ class RunningCurvature(Shown):
         flag("shared", shared)
         if seen is not None:
             instance("seen", seen, ChainPass, "a forward pass of linnet's own")
-        with together("RunningCurvature.add", shared):
+        with collective("RunningCurvature.add", shared):
             self._add_all(x, y, shared, seen)
 
     def _add_all(self, x: Inputs, y: Tensor | None, shared: bool, seen: ChainPass | None) -> None:

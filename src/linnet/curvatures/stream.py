@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from linnet.distributed import Share, agree, current, look_around, sum_numbers
+from linnet.distributed import Share, agree, check_others, current, sum_numbers
 from linnet.errors import DataError, InputError
 from linnet.linalg.factorize import read
 from linnet.params import integer
@@ -165,7 +165,7 @@ class Batches:
                     whole = whole.plus(batch_size(part_x), *total)
                 index += 1
                 if share.world > 1:
-                    look_around()
+                    check_others()
         if index == 0:
             raise _empty()
         self._settle(whole)

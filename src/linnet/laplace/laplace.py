@@ -16,7 +16,7 @@ from linnet.curvatures.build import check_options, watched
 from linnet.curvatures.curvature import Curvature, restored_curvature
 from linnet.curvatures.settings import CurvatureOptions, expectation_of, passes_of, reseeded, word_of
 from linnet.curvatures.stream import held
-from linnet.distributed import Share, together
+from linnet.distributed import Share, collective
 from linnet.errors import InputError
 from linnet.files import save
 from linnet.laplace.blocks import union
@@ -166,7 +166,7 @@ class Laplace(PredictiveModel):
         no_targets("add", add)
         flag("add", add)
         share = Share.of(passes_of(self._options.get("passes")).shard)
-        with together("Laplace.fit", share.world > 1):
+        with collective("Laplace.fit", share.world > 1):
             return self._fit(data, add, share)
 
     def _fit(self, data: Any, add: bool, share: Share) -> Laplace:

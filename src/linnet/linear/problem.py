@@ -26,7 +26,7 @@ from linnet.tangent.batch import Inputs, concatenate, hash_examples, observed, t
 from linnet.tangent.functional import Functional, adapt_outputs, call_arguments
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.tree import hash_tensors, tensors_in
-from linnet.unfinished import Begun, checkpoint, summing
+from linnet.unfinished import Resumed, checkpoint, summing
 
 Memory = str | int | None
 
@@ -119,7 +119,7 @@ class Problem:
         """J̃ᵀ u for columns u, (N·C, K) to (P, K), in the network's type."""
         return self.jacobian.T.mm(self.weighed(u).to(self.function.dtype))
 
-    def rows(self, memory: Memory = None, begun: Begun | None = None) -> Iterator[tuple[slice, Tensor]]:
+    def rows(self, memory: Memory = None, begun: Resumed | None = None) -> Iterator[tuple[slice, Tensor]]:
         """J̃, as many examples at a time as the memory budget allows."""
         found = self._rows(memory)
         for place, rows in iter(found) if begun is None else found.after(*begun):
@@ -133,7 +133,7 @@ class Problem:
         found: Rows = vars(self)["kept rows"]
         return found
 
-    def own_rows(self, memory: Memory = None, begun: Begun | None = None) -> Iterator[tuple[slice, Tensor]]:
+    def own_rows(self, memory: Memory = None, begun: Resumed | None = None) -> Iterator[tuple[slice, Tensor]]:
         """The same of the examples that this process has a share in; all of them where it computes alone."""
         share = current()
         if share.world == 1:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from linnet.curvatures.treatments import Structure
-from linnet.distributed import together, world
+from linnet.distributed import collective, world
 from linnet.errors import InputError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.logged import tell
@@ -234,7 +234,7 @@ class GaussNewton(torch.optim.Optimizer):
         """
         if closure is None and y is None and callable(x):
             x, closure = None, x
-        with together("GaussNewton.step", self._network.shared):
+        with collective("GaussNewton.step", self._network.shared):
             if self._network.shared and self._fresh:
                 require_alike(self._running, self.settings, (self.damping, self.defaults, self.steps))
             self._fresh = False

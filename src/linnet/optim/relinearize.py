@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from linnet.distributed import all_sum, apart, of_first, together, world
+from linnet.distributed import all_sum, apart, collective, from_first, world
 from linnet.errors import InputError, ModelError, NumericalError, WeightsError
 from linnet.fitting.fit import fit
 from linnet.fitting.linear_fit import LinearFit
@@ -316,7 +316,7 @@ class IterativeLinearization(Shown):
         """
         optimizer = self._ready(closure)
         self._end_waiting()
-        with together("a step of IterativeLinearization", self._shared), self._only_selected():
+        with collective("a step of IterativeLinearization", self._shared), self._only_selected():
             if evaluates(optimizer):
                 step: Any = optimizer.step
                 value = step(lambda: self._evaluate(closure))
@@ -355,7 +355,7 @@ class IterativeLinearization(Shown):
             Every(5): 10 steps, 2 feature updates, one in 5.0 steps
         """
         optimizer = self._ready(closure)
-        with together("a step of IterativeLinearization", self._shared), self._only_selected():
+        with collective("a step of IterativeLinearization", self._shared), self._only_selected():
             loss = self._evaluate(closure, fresh=False)
 
         def after(*_: Any) -> None:
@@ -442,7 +442,7 @@ class IterativeLinearization(Shown):
             with apart():  # by the batch of this process
                 verdict = self.schedule.judge(moment)
             if self._shared:
-                verdict = of_first(verdict, next(iter(self._parameters.values())).device)
+                verdict = from_first(verdict, next(iter(self._parameters.values())).device)
         if verdict.kind:
             self._measured.append((self.steps, verdict.kind, verdict.value))
         if verdict.due:

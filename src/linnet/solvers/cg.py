@@ -15,10 +15,10 @@ from linnet.errors import InputError
 from linnet.linalg.factorize import cholesky, eigh
 from linnet.linalg.operator import LinearOperator, Vector, flatten, require_fit, require_square, unflatten
 from linnet.params import integer, number, refuse, tensor
-from linnet.solvers.solution import Solution, Status, one_leads
+from linnet.solvers.solution import Solution, Status, by_first_process
 
 
-@one_leads
+@by_first_process
 def cg(
     operator: LinearOperator,
     b: Vector,
@@ -118,7 +118,7 @@ class _State:
         return True
 
 
-@one_leads
+@by_first_process
 def relative_residual(operator: LinearOperator, x: Tensor, b: Tensor) -> float:
     """The largest ‖b − A x‖ / ‖b‖ over the columns, subtracted and measured in float64."""
     # x (n, K), b (m, K)
@@ -186,7 +186,7 @@ def checked_limits(tolerance: float, max_steps: int | None, default: int) -> int
 RESTARTS = 3  # times that the residual is computed again where its recursion has drifted
 
 
-@one_leads
+@by_first_process
 def block_cg(
     operator: LinearOperator,
     b: Vector,
@@ -321,7 +321,7 @@ def _block_status(residual: float, tolerance: float, broken: bool, out_of_steps:
 # costs two vectors and no product with A.
 
 
-@one_leads
+@by_first_process
 def shifted_cg(
     operator: LinearOperator,
     b: Tensor,

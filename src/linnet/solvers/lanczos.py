@@ -19,7 +19,7 @@ from linnet.linalg.operator import LinearOperator, require_fit, require_square
 from linnet.linalg.random import Seed, normal
 from linnet.params import flag, integer, refuse
 from linnet.solvers.cg import checked_limits
-from linnet.solvers.solution import Solution, Status, one_leads
+from linnet.solvers.solution import Solution, Status, by_first_process
 from linnet.tree import node
 
 
@@ -124,7 +124,7 @@ class Eigenpairs:
     vectors: Tensor
 
 
-@one_leads
+@by_first_process
 def eigenpairs(
     operator: LinearOperator,
     k: int,
@@ -260,7 +260,7 @@ class Krylov:
         return (s - shift).clamp_min(0), e
 
 
-@one_leads
+@by_first_process
 def krylov(
     operator: LinearOperator, block: int, rank: int, enough: float = math.inf, seed: Seed = None
 ) -> Krylov:

@@ -16,7 +16,7 @@ from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import LinearOperator, require_square
 from linnet.linalg.random import Seed, normal
 from linnet.params import integer, number
-from linnet.solvers.solution import one_leads
+from linnet.solvers.solution import by_first_process
 
 
 def nystrom(operator: LinearOperator, rank: int, seed: Seed = None) -> LowRankMatrix:
@@ -79,7 +79,7 @@ def nystrom_preconditioner(
     return LowRankMatrix(basis, ratios, rest=1.0, space=operator.space, name="Nyström preconditioner")
 
 
-@one_leads
+@by_first_process
 def _decompose(operator: LinearOperator, rank: int, seed: Seed) -> tuple[Tensor, Tensor]:
     """U (n, rank) and λ (rank,), with the small shift ν that keeps the Cholesky factor stable."""
     n = require_square(operator, factored=True).shape[0]

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from linnet.distributed import Share, all_same, current, of_first, sum_numbers, taking
+from linnet.distributed import Share, all_same, current, from_first, sum_numbers, with_share
 from linnet.errors import NumericalError
 from linnet.linalg.operator import LinearOperator
 from linnet.params import refuse, tensor
@@ -160,7 +160,7 @@ class _Leading(LinearOperator):
         sum_numbers([v.shape[1]])
         v = v.contiguous()
         all_same([v])
-        with taking(self.share):
+        with with_share(self.share):
             return self.matrix.mm(v)
 
     @property
@@ -169,13 +169,13 @@ class _Leading(LinearOperator):
         return self
 
 
-def led(matrix: LinearOperator, solve: Callable[[LinearOperator], R], share: Share) -> R:
+def solved_by_first(matrix: LinearOperator, solve: Callable[[LinearOperator], R], share: Share) -> R:
     """The solution of a solver, the same on all processes."""
     if share.world == 1:
         return solve(matrix)
     found: R | None = None
     if share.rank == 0:
-        with taking(Share()):  # what the solver does between products it does alone
+        with with_share(Share()):  # what the solver does between products it does alone
             found = solve(_Leading(matrix, share))
         sum_numbers([0])  # columns of the next product: there is none
     else:
@@ -183,10 +183,10 @@ def led(matrix: LinearOperator, solve: Callable[[LinearOperator], R], share: Sha
             v = torch.empty(matrix.shape[0], columns, dtype=matrix.dtype, device=matrix.device)
             all_same([v])
             matrix.mm(v)
-    return of_first(found, matrix.device)
+    return from_first(found, matrix.device)
 
 
-def one_leads(solver: F) -> F:
+def by_first_process(solver: F) -> F:
     """A solver that the first process leads inside ``linnet.distributed.sharing``."""
 
     @functools.wraps(solver)
@@ -194,6 +194,6 @@ def one_leads(solver: F) -> F:
         share = current()
         if share.world == 1:
             return solver(operator, *args, **kwargs)
-        return led(operator, lambda matrix: solver(matrix, *args, **kwargs), share)
+        return solved_by_first(operator, lambda matrix: solver(matrix, *args, **kwargs), share)
 
     return solved  # type: ignore[return-value]

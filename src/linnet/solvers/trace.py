@@ -13,12 +13,12 @@ from linnet.linalg.operator import LinearOperator, require_square
 from linnet.linalg.random import Seed, make_generator, signs
 from linnet.params import integer
 from linnet.solvers.lanczos import tridiagonalize
-from linnet.solvers.solution import Estimate, one_leads
+from linnet.solvers.solution import Estimate, by_first_process
 
 _COLUMNS = 32  # random vectors multiplied at once
 
 
-@one_leads
+@by_first_process
 def hutchinson(operator: LinearOperator, samples: int, seed: Seed = None) -> Estimate:
     """The trace of A as the mean of zᵀ A z over random signs z (Hutchinson 1990).
 
@@ -45,7 +45,7 @@ def hutchinson(operator: LinearOperator, samples: int, seed: Seed = None) -> Est
     return Estimate.of(torch.cat(parts))
 
 
-@one_leads
+@by_first_process
 def hutchpp(operator: LinearOperator, samples: int, seed: Seed = None) -> Estimate:
     """The trace of A, exact on a random subspace and by Hutchinson outside (Hutch++, Meyer et al. 2021).
 
@@ -82,7 +82,7 @@ def hutchpp(operator: LinearOperator, samples: int, seed: Seed = None) -> Estima
     return Estimate(float(inside) + remainder.mean, remainder.stderr)
 
 
-@one_leads
+@by_first_process
 def slq(
     operator: LinearOperator,
     function: Callable[[Tensor], Tensor],

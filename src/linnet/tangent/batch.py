@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
-from linnet.distributed import current, look_around
+from linnet.distributed import check_others, current
 from linnet.errors import DataError, InputError
 from linnet.linalg.factorize import is_finite
 from linnet.params import wrapped
@@ -308,7 +308,7 @@ def own_parts(x: Inputs, size: int) -> Iterator[tuple[slice, Inputs]]:
     own = share.part(batch_size(x))
     start = own.start
     for part in split(take(x, own), size) if share.world > 1 else split(x, size):
-        look_around()
+        check_others()
         stop = start + batch_size(part)
         yield slice(start, stop), part
         start = stop

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from linnet.distributed import Share, all_filled, all_rows, current, gathered, look_around
+from linnet.distributed import Share, all_filled, all_rows, check_others, current, gathered
 from linnet.errors import InputError
 from linnet.linalg.factorize import is_finite
 from linnet.memory import Plan, parse_bytes, require
@@ -73,7 +73,7 @@ from linnet.tangent.tiles import (
     tile_steps,
 )
 from linnet.tree import hash_tensors, tensors_in
-from linnet.unfinished import keeper
+from linnet.unfinished import sums_folder
 
 T = TypeVar("T")
 OUTPUTS = ("full", "trace", "diagonal", "sum")
@@ -248,7 +248,7 @@ def _compute(
     own: Tensor | None = None,
 ) -> Tensor | None:
     """Plan, and run every step of this process; ``own`` takes the traces of the rows with themselves."""
-    keeps, begin = keeper(), time.monotonic()
+    keeps, begin = sums_folder(), time.monotonic()
     if keeps is not None and file is None and own is None:
         kept = keeps.place("kernel", current(), ".npy")
         found = _compute(replace(task, part=Writer(array=True)), memory, kept, progress)
@@ -317,7 +317,7 @@ def _run_blocks(
         with _found_by_all(share):
             for _ in parts[share.rank]:
                 step = next(ticks)
-                look_around()
+                check_others()
                 _run(step, held, task, plan, out[0])
                 if store is not None:
                     store.mark_done(step)
@@ -601,7 +601,7 @@ def _hold(task: GramTask, plan: GramPlan, rows: Range, outputs: Range, share: Sh
     own = share.part(n)
     with _found_by_all(share):
         for start, stop in ranges(own.start, own.stop, plan.sizes.capture):
-            look_around()
+            check_others()
             wanted = rows[0] + start, rows[0] + stop
             _features(task, plan, task.x1, wanted, outputs, held.part(start, stop))
     if share.world > 1:

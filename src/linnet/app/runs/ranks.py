@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from linnet.distributed import sharing, together, world
+from linnet.distributed import collective, sharing, world
 from linnet.tangent.alike import require_same_arguments
 
 
@@ -36,7 +36,7 @@ class Group:
         if on_gpus:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         torch.distributed.init_process_group("nccl" if on_gpus else "gloo")
-        self._call = together(self.what)
+        self._call = collective(self.what)
         self._call.__enter__()
         _groups.append(self)
         return self
