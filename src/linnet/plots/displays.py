@@ -50,7 +50,7 @@ class Display(Shown):
         also: Mapping[str, Any] | None = None,
         **numbers: Any,
     ) -> None:
-        self._paint, self._told, self._drawn = paint, shown, numbers
+        self._paint, self._summary, self._drawn = paint, shown, numbers
         vars(self).update(numbers, **(also or {}))
 
     if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Display(Shown):
             """One of the numbers."""
 
     def _shown(self) -> Mapping[str, Any]:
-        return self._told
+        return self._summary
 
     def plot(self, ax: Axes | None = None) -> Display:
         """Draw on matplotlib axes.
@@ -168,8 +168,8 @@ def influence(examples: Array, values: Array, output: int, labels: Array | None 
     """Prediction with each training example minus without it, (K,), descending."""
     classes = [""] * len(examples) if labels is None else [f" (class {y})" for y in labels]
     names = [f"{at}{of}" for at, of in zip(examples, classes, strict=True)]
-    told = dict(zip(names, (float(value) for value in values), strict=True))
-    shown = {"output": output, "examples": len(examples), "influence": told}
+    named = dict(zip(names, (float(value) for value in values), strict=True))
+    shown = {"output": output, "examples": len(examples), "influence": named}
     return Display(
         panels.influences, shown, {"examples": examples}, values=values, names=names, output=output
     )

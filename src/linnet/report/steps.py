@@ -85,7 +85,7 @@ def command(name: str, run: str, ids: Sequence[str] = (), **options: str) -> str
     return shlex.join(words)
 
 
-def beside(run: str, ending: str) -> str:
+def folder_beside(run: str, ending: str) -> str:
     """A folder beside that of a run."""
     return f"{run.rstrip('/')}-{ending}"
 
@@ -116,7 +116,7 @@ def _look_at_labels(run: Content) -> NextStep | None:
         text += f", of which {number(train.by_chance, 2)} would be right by chance"
         if len(doubted) < train.by_chance + 2 * max(train.by_chance, 1.0) ** 0.5:
             text += ": most may just be hard"
-    made = _of(run, "forget", train.samples, chosen, out=beside(run.folder, "cleaned"))
+    made = _of(run, "forget", train.samples, chosen, out=folder_beside(run.folder, "cleaned"))
     text += ". Correct them in the data"
     text += ", or forget those that are wrong, without training again:" if made else "."
     return NextStep(f"Look at {_these(len(chosen), 'label')}", text, made, tuple(chosen))
@@ -136,7 +136,7 @@ def _label_next(run: Content) -> NextStep | None:
         return NextStep(f"Label {_these(len(chosen), kind)} next", f"{text}.", tested=chosen)
     text += ". Put them with their answers into a folder, and add them without training again:"
     line = shlex.join(["linnet", "update", "--run", run.folder, "--data", "FOLDER", "--out",
-                       beside(run.folder, "more")])  # fmt: skip
+                       folder_beside(run.folder, "more")])  # fmt: skip
     return NextStep(f"Label {_these(len(chosen), kind)} next", text, line, tested=chosen)
 
 
@@ -145,7 +145,7 @@ def _distrust(run: Content) -> NextStep | None:
     records, classes, test = distrusted(run)[:_CLASSES], run.classes, run.test
     if not records or classes is None or test is None or test.probs is None:
         return None
-    told = [
+    named = [
         f"{classes[r.index]} ({percent(r.right / r.predicted, 0)} of {r.predicted} right)" for r in records
     ]
     predicted, labels = test.probs.argmax(1), test.samples.labels
@@ -153,7 +153,7 @@ def _distrust(run: Content) -> NextStep | None:
     surest = wrong[ranking(test.probs[wrong].max(1))][:_EXAMPLES]
     chosen = tuple(int(i) for i in surest)
     title = "Do not trust this class" if len(records) == 1 else f"Do not trust these {len(records)} classes"
-    text = f"Where it says {_listed(told)}, it is wrong more often than elsewhere. The surest mistakes"
+    text = f"Where it says {_listed(named)}, it is wrong more often than elsewhere. The surest mistakes"
     made = _of(run, "explain", test.samples, chosen)
     text += ", and the training samples behind them:" if made else ":"
     return NextStep(title, text, made, tested=chosen)
@@ -213,7 +213,7 @@ def _look_behind(run: Content) -> NextStep | None:
     if not chosen:
         return None
     text = "They did most for the wrong predictions below. If their labels are wrong too, forget them:"
-    made = _of(run, "forget", train.samples, chosen, out=beside(run.folder, "cleaned"))
+    made = _of(run, "forget", train.samples, chosen, out=folder_beside(run.folder, "cleaned"))
     title = f"Look at {_these(len(chosen), 'training sample')}"
     return NextStep(title, text if made else text.partition(".")[0] + ".", made, tuple(chosen))
 

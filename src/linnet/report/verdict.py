@@ -129,9 +129,9 @@ def verdict(run: Content) -> Recommendation:
     if answer == "use" and run.fit.verdict.startswith(TRY):
         return Recommendation("unclear", (*of_fit, *_headline(run, best, False, "", beside)))
     if answer == "use" and found is not None and not found.clear:
-        return Recommendation(answer, (_alike(run, own, found.other), _told_apart(run, own, found), *of_fit))
+        return Recommendation(answer, (_alike(run, own, found.other), _difference(run, own, found), *of_fit))
     sentences = _headline(run, best, best is not own, answer, beside)
-    rest = [] if found is None else [_told_apart(run, own, found)]
+    rest = [] if found is None else [_difference(run, own, found)]
     return Recommendation(answer, (*sentences, *rest, *of_fit))
 
 
@@ -208,7 +208,7 @@ def short_score(run: Content, row: Comparison) -> str:
     return measured(row.rmse or 0.0, score_error(run, row))
 
 
-def told(run: Content, row: Comparison) -> str:
+def score_in_words(run: Content, row: Comparison) -> str:
     """A method's score as a clause."""
     if row.accuracy is not None:
         return f"{short_score(run, row)} of {tests_of(run)} are right"
@@ -231,7 +231,7 @@ def _headline(
     run: Content, best: Comparison, is_other: bool, answer: Answer, beside: ConstantAnswer | None
 ) -> list[str]:
     """The answer in a sentence, and what to do about it."""
-    name, score = the(best), told(run, best)
+    name, score = the(best), score_in_words(run, best)
     subject = name[:1].upper() + name[1:]
     if not answer:
         return [f"{subject}: {score}."]
@@ -263,7 +263,7 @@ def _alike(run: Content, own: Comparison, other: Comparison) -> str:
     return f"{names[:1].upper()}{names[1:]} cannot be told apart: {said}."
 
 
-def _told_apart(run: Content, own: Comparison, found: Gain) -> str:
+def _difference(run: Content, own: Comparison, found: Gain) -> str:
     """The best of the others beside the first method, in a sentence."""
     first, second = the(own), the(found.other)
     shares = own.accuracy is not None

@@ -22,7 +22,7 @@ from linnet.report import (
 )
 from linnet.report.evaluation import Fit
 from linnet.report.reading import facts, fit_record, held_out, training_set
-from linnet.report.steps import beside, next_steps
+from linnet.report.steps import folder_beside, next_steps
 from linnet.report.verdict import summary
 
 Array = np.ndarray[Any, Any]
@@ -72,7 +72,7 @@ def adaptation_page(found: Adaptation, title: str, out: Path, replay: bool = Fal
 def _in_full(folder: str) -> tuple[NextStep, ...]:
     """The command that takes all samples for the lower layers too."""
     words = ["linnet", "adapt", "--config", f"{folder}/run.yaml", "--quick", "false"]
-    line = shlex.join([*words, "--out", beside(folder, "full")])
+    line = shlex.join([*words, "--out", folder_beside(folder, "full")])
     text = "A quick run gives a first answer. The full one fits all layers, to all training samples."
     return (NextStep("Run it in full", text, line),) if folder.isprintable() else ()
 
@@ -94,7 +94,7 @@ def further(folder: str, tunable: bool, classes: bool) -> tuple[NextStep, ...]:
     steps = [NextStep("Predict new samples", text, predict)]
     if tunable:
         words = ["linnet", "adapt", "--config", f"{folder}/run.yaml", "--tune", "true"]
-        line = shlex.join([*words, "--out", beside(folder, "tuned")])
+        line = shlex.join([*words, "--out", folder_beside(folder, "tuned")])
         why = "Trains the network as well, and keeps the result only if cross-validation improves."
         steps.insert(0, NextStep("Try for more accuracy" if classes else "Try for less error", why, line))
     return tuple(steps) if folder.isprintable() else ()

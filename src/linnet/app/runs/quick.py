@@ -35,7 +35,7 @@ from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.search import SAME
 from linnet.report import Content, Scores
 from linnet.report.numbers import duration, number
-from linnet.report.verdict import TRY, told
+from linnet.report.verdict import TRY, score_in_words
 
 Array = np.ndarray[Any, Any]
 QUICK = 15.0  # seconds of passes through the network, about the time that torch takes to start
@@ -75,7 +75,7 @@ def _probed(
     score = own_score(run, task, found)
     page = Content("", task.classes, scores=Scores((score.row,), tested=len(task.test)))
     seconds = duration(sum(stages.seconds.values())).replace("\u202f", " ")
-    tell(f"linear probe of {taken(every, task, tests=False)}: {told(page, score.row)} ({seconds})")
+    tell(f"linear probe of {taken(every, task, tests=False)}: {score_in_words(page, score.row)} ({seconds})")
     each = seconds_each(fit.module.kernel, begun.tensors()[0][:FEW])
     shots = _shots(task, QUICK / each)
     if shots >= _counts(task).max():
