@@ -23,7 +23,8 @@ from linnet.app.runs.queries import write_rows
 from linnet.disk import process_mark, reserve
 from linnet.errors import DiskSpaceError, InputError
 from linnet.files import load, remove_partial, save, write_atomic, write_json, write_text
-from linnet.report import Content, write_report
+from linnet.report.html import write_report
+from linnet.report.records import Content
 from linnet.tangent.store import GramFile
 from tests.refusals import refused
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from linnet.memory import Plan
 from linnet.plots.measures import calibration_error, reliability_bins
-from linnet.report import (
+from linnet.report.records import (
     Comparison,
     Content,
     DoubtedLabel,

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from linnet.plots.style import brief, class_color
-from linnet.report import KernelSpectrum, Reliability, RidgeScores, figures
+from linnet.report import figures
 from linnet.report.figures import draw
+from linnet.report.records import KernelSpectrum, Reliability, RidgeScores
 
 RNG = np.random.default_rng(0)
 RIDGES = np.logspace(-3, 2, 12)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from linnet.report import Content, HeldOutSet, TrainingSet, write_report
+from linnet.report.html import write_report
+from linnet.report.records import Content, HeldOutSet, TrainingSet
 from tests.report.browser import Browser, browsing, chromium
 from tests.report.material import digits_run, regression_run
 

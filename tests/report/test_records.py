@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from linnet.report import (
+from linnet.report.records import (
     Comparison,
     Content,
     FitRecord,

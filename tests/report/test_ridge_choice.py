@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from linnet.report import RidgeChoice, render
+from linnet.report.html import render
+from linnet.report.records import RidgeChoice
 from linnet.report.verdict import loo_name, ridge_choice
 from tests.report.material import digits_run
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from linnet.report import (
+from linnet.report.records import (
     Content,
     DoubtedLabel,
     Explanation,

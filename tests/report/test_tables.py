@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from linnet.report import Content, HeldOutSet, Samples, TrainingSet, render
+from linnet.report.html import render
+from linnet.report.records import Content, HeldOutSet, Samples, TrainingSet
 from linnet.report.tables import PageTable, tables
 from tests.report.material import digits_run, regression_run
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from linnet.report import Content, FitRecord, TaskKernel, render
 from linnet.report.figures import label_energy
+from linnet.report.html import render
+from linnet.report.records import Content, FitRecord, TaskKernel
 
 TASK = TaskKernel(
     np.array([9.0, 4.0, 1.0, 0.1]), np.array([0.1, 0.7, 0.8, 0.81]), 40, 2, (0.5, 2.3),

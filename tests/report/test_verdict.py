@@ -8,7 +8,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from linnet.report import (
+from linnet.report.records import (
     Comparison,
     Content,
     HeldOutSet,

@@ -52,7 +52,7 @@ def demo(*, out: Path = Path("runs/demo"), seed: int = 0, overwrite: bool = Fals
     from linnet.app.runs.demonstration import FLIPPED, adapt_digits, forget_flipped, prepare
     from linnet.app.runs.place import check_out, clear_run
     from linnet.app.runs.summary import print_adaptation, print_change
-    from linnet.report import Comparison
+    from linnet.report.records import Comparison
 
     check_out(out)
     if overwrite:

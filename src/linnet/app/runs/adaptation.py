@@ -43,7 +43,6 @@ from linnet.nested.tuning import HEAD_SCALE, tuned
 from linnet.params import integer
 from linnet.predictive.noise import fit_temperature, probabilities
 from linnet.progress import waiting
-from linnet.report import Comparison, Reliability, Scores
 from linnet.report.evaluation import (
     PROBE,
     Predictions,
@@ -55,6 +54,7 @@ from linnet.report.evaluation import (
     temperatures_of,
 )
 from linnet.report.numbers import number
+from linnet.report.records import Comparison, Reliability, Scores
 from linnet.tangent.batch import hash_examples, split
 from linnet.tangent.functional import OWN_SHAPE, Functional
 from linnet.tangent.preflight import LEFT_OUT, Preflight, preflight

@@ -20,7 +20,6 @@ from linnet.app.runs.place import clear_run, made_folder
 from linnet.errors import DataError, InputError
 from linnet.linear.dual import DualSystem
 from linnet.nested.nested_fit import NestedFit
-from linnet.report import Comparison, Content, FitRecord, Forgetting, Notes, Samples, Scores, TrainingSet
 from linnet.report.evaluation import (
     Fit,
     Predictions,
@@ -32,6 +31,16 @@ from linnet.report.evaluation import (
 )
 from linnet.report.numbers import duration, number, percent
 from linnet.report.reading import choices, facts, held_out, suspects, training_set
+from linnet.report.records import (
+    Comparison,
+    Content,
+    FitRecord,
+    Forgetting,
+    Notes,
+    Samples,
+    Scores,
+    TrainingSet,
+)
 from linnet.tangent.batch import hash_examples
 
 Array = np.ndarray[Any, Any]

@@ -17,8 +17,8 @@ from linnet.app.runs.folder import TestSource, tested
 from linnet.app.runs.summary import score_table
 from linnet.errors import FileFormatError, InputError
 from linnet.files import read_json
-from linnet.report import Comparison
 from linnet.report.numbers import number
+from linnet.report.records import Comparison
 
 Array = np.ndarray[Any, Any]
 _RESULT = "result.json"

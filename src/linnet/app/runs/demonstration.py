@@ -26,8 +26,8 @@ from linnet.files import save, write_atomic
 from linnet.fitting.descent import nearest_class_mean
 from linnet.plots.measures import ranking
 from linnet.progress import track
-from linnet.report import Comparison, DoubtedLabel, TrainingSet
 from linnet.report.evaluation import contradiction
+from linnet.report.records import Comparison, DoubtedLabel, TrainingSet
 from linnet.training import train
 
 Array = np.ndarray[Any, Any]

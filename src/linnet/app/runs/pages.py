@@ -13,15 +13,10 @@ from linnet.app.runs.adaptation import Adaptation
 from linnet.app.runs.place import writing
 from linnet.files import write_json
 from linnet.nested.nested_fit import NestedFit
-from linnet.report import (
-    Content,
-    NextStep,
-    Notes,
-    Samples,
-    write_report,
-)
 from linnet.report.evaluation import Fit
+from linnet.report.html import write_report
 from linnet.report.reading import facts, fit_record, held_out, training_set
+from linnet.report.records import Content, NextStep, Notes, Samples
 from linnet.report.steps import folder_beside, next_steps
 from linnet.report.verdict import summary
 

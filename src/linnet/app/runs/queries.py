@@ -21,9 +21,9 @@ from linnet.app.runs.pages import place_of
 from linnet.app.runs.place import check_new_file
 from linnet.errors import InputError
 from linnet.files import finite, write_text
-from linnet.report import Content, Explanation, Neighbor, Notes, Samples, Scores, TrainingSet
 from linnet.report.evaluation import Predictions, name_of, predict, reliability, score_classes, score_values
 from linnet.report.reading import explanations, facts, predicted
+from linnet.report.records import Content, Explanation, Neighbor, Notes, Samples, Scores, TrainingSet
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet
 Array = np.ndarray[Any, Any]

@@ -33,8 +33,8 @@ from linnet.fitting.arguments import Record
 from linnet.linear.targets import make_targets
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.search import SAME
-from linnet.report import Content, Scores
 from linnet.report.numbers import duration, number
+from linnet.report.records import Content, Scores
 from linnet.report.verdict import TRY, score_in_words
 
 Array = np.ndarray[Any, Any]

@@ -31,9 +31,9 @@ from linnet.linear.targets import OneHot
 from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit
 from linnet.progress import waiting
-from linnet.report import Comparison, Content, FitRecord, Notes, Scores, TaskKernel, TrainingSet
 from linnet.report.numbers import duration, number, percent
 from linnet.report.reading import choices, facts
+from linnet.report.records import Comparison, Content, FitRecord, Notes, Scores, TaskKernel, TrainingSet
 from linnet.spectrum.kernel_matrix import gram_part
 from linnet.spectrum.task_linearity import TaskLinearity, task_linearity
 from linnet.tangent.batch import split

@@ -10,9 +10,9 @@ from linnet.app.runs.adaptation import Adaptation
 from linnet.app.runs.naming import lines_of
 from linnet.app.runs.pages import adaptation_page, write
 from linnet.app.terminal import kept
-from linnet.report import Comparison
 from linnet.report.numbers import duration, number, percent, share_error
 from linnet.report.reading import solver_reason
+from linnet.report.records import Comparison
 from linnet.report.verdict import verdict
 
 
