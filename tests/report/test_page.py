@@ -191,7 +191,8 @@ def drop(part: str) -> Callable[[Content], Content]:
         value = getattr(record, name)
         if rest:
             return replace(record, **{name: without(value, rest)})
-        return replace(record, **{name: () if isinstance(value, tuple) and name != "ids" else None})
+        empty = type(value)() if isinstance(value, tuple | dict) and name != "ids" else None
+        return replace(record, **{name: empty})
 
     return lambda run: without(run, part.split("."))
 
