@@ -40,8 +40,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
     ("machine",),
     # The application, which stands on the library.
-    ("app.data", "app.models", "app.terminal"),
     ("app.options",),
+    ("app.data", "app.models", "app.terminal"),
     ("app.runs",),
     ("app.serve",),
     ("app.commands",),

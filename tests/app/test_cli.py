@@ -238,7 +238,7 @@ def paint(
 @pytest.fixture
 def with_paint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "COMMANDS", (*COMMANDS, "paint"))
-    monkeypatch.setattr(commands, "paint", paint, raising=False)
+    monkeypatch.setattr(commands, "paint_command", paint, raising=False)
 
 
 @pytest.mark.parametrize(

@@ -357,7 +357,7 @@ class Command:
     @classmethod
     def load(cls, name: str) -> Command:
         """The command of a name."""
-        return cls(name, getattr(commands, name))
+        return cls(name, getattr(commands, f"{name}_command"))
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """Call the function with the values of all options."""

@@ -1,5 +1,8 @@
 """The commands of the command line: functions whose signature is the options and whose docstring is the help.
 
+They are called NAME_command: a function called adapt would be taken for `linnet.adapt` by what reads its
+options, and torch would be imported for a page of help.
+
 Parameters are keyword-only. One whose type is a record of `linnet.app.options` stands for the fields of that
 record. A command
 
@@ -41,7 +44,7 @@ def _print(lines: Iterable[str]) -> None:
         print(line)
 
 
-def demo(*, out: Path = Path("runs/demo"), seed: int = 0, overwrite: bool = False) -> dict[str, Any]:
+def demo_command(*, out: Path = Path("runs/demo"), seed: int = 0, overwrite: bool = False) -> dict[str, Any]:
     """Adapt a small network to digits that it has never seen; then find wrong labels and forget them.
 
     Args:
@@ -79,7 +82,7 @@ def demo(*, out: Path = Path("runs/demo"), seed: int = 0, overwrite: bool = Fals
     }  # fmt: skip
 
 
-def adapt(
+def adapt_command(
     *, options: AdaptOptions, out: Path, quick: bool = False, overwrite: bool = False
 ) -> dict[str, Any]:
     """Fit a trained network to a new task in closed form, and report how good and how sure it is.
@@ -106,7 +109,7 @@ def adapt(
     return result
 
 
-def predict(
+def predict_command(
     *,
     options: RunOptions,
     data: Path,
@@ -152,7 +155,7 @@ def predict(
     return result
 
 
-def explain(
+def explain_command(
     *, options: RunOptions, ids: list[str], data: Path | None = None, top: int = 5, out: Path | None = None
 ) -> dict[str, Any]:
     """Show the training samples that pushed a prediction up and down.
@@ -184,7 +187,7 @@ def explain(
     return result
 
 
-def forget(
+def forget_command(
     *, options: RunOptions, ids: list[str], out: Path, verify: bool = False, overwrite: bool = False
 ) -> dict[str, Any]:
     """Forget training samples: the fit without them, exactly and without training.
@@ -210,7 +213,7 @@ def forget(
     return result
 
 
-def update(
+def update_command(
     *, options: RunOptions, data: Path, out: Path, verify: bool = False, overwrite: bool = False
 ) -> dict[str, Any]:
     """Add training samples to a fit, exactly and without training.
@@ -239,7 +242,7 @@ def update(
     return result
 
 
-def compare(*, runs: list[str], out: Path | None = None, overwrite: bool = False) -> dict[str, Any]:
+def compare_command(*, runs: list[str], out: Path | None = None, overwrite: bool = False) -> dict[str, Any]:
     """Compare two runs on the same test samples, and name those that one of them gets wrong.
 
     Args:
@@ -266,7 +269,7 @@ def compare(*, runs: list[str], out: Path | None = None, overwrite: bool = False
     return result
 
 
-def serve(*, options: RunOptions, port: int = 0, browser: bool = False) -> dict[str, Any]:
+def serve_command(*, options: RunOptions, port: int = 0, browser: bool = False) -> dict[str, Any]:
     """Open a local page: predict a sample, see the training samples behind it, forget one, see what changes.
 
     The page is for this machine alone and opens with the key in the printed address. Nothing is written:
@@ -297,7 +300,7 @@ def serve(*, options: RunOptions, port: int = 0, browser: bool = False) -> dict[
     return {"command": "serve", "run": str(options.run), "port": server.server_port}
 
 
-def export(
+def export_command(
     *,
     options: RunOptions,
     out: Path = Path("model.pt2"),
@@ -338,7 +341,7 @@ def export(
     return {"command": "export", **result}
 
 
-def spectrum(
+def spectrum_command(
     *,
     options: NetworkOptions,
     data: Path | None = None,
@@ -429,7 +432,7 @@ def spectrum(
     return result
 
 
-def check(*, options: TaskOptions, batch: int = 8) -> dict[str, Any]:
+def check_command(*, options: TaskOptions, batch: int = 8) -> dict[str, Any]:
     """Check that a network and its data are supported, and estimate what a fit will cost.
 
     The network is the one that ``linnet adapt`` makes of it, with a new head in place of its last layer.
@@ -445,7 +448,7 @@ def check(*, options: TaskOptions, batch: int = 8) -> dict[str, Any]:
     return found.to_dict()
 
 
-def doctor(*, seconds: float = 0.5) -> dict[str, Any]:
+def doctor_command(*, seconds: float = 0.5) -> dict[str, Any]:
     """Report what is installed, what works on this machine, and why the rest does not.
 
     Args:

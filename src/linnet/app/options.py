@@ -1,16 +1,13 @@
 """The options that commands share: each field of a record is an option of the commands that take it.
 
-Nothing here imports torch, so that a page of help appears at once.
+Nothing here imports torch, for types either, so that a page of help appears at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from linnet.app.data import ImageTransform, TaskData
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +53,6 @@ class NetworkOptions:
     device: str = "cpu"
     seed: int = 0
 
-    @property
-    def transform(self) -> ImageTransform:
-        """The transform of images; with ``mean="auto"`` the network may know a better one."""
-        from linnet.app.data import image_transform
-
-        mean = "none" if self.mean == "auto" and self.std is None else self.mean
-        return image_transform(mean, self.std, self.size, self.channels)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions(NetworkOptions):
@@ -74,12 +63,6 @@ class TaskOptions(NetworkOptions):
     """
 
     data: Path
-
-    def read(self) -> TaskData:
-        """The whole task, its samples not read yet where they are files."""
-        from linnet.app.data import load_data
-
-        return load_data(self.data, self.transform, seed=self.seed, target=self.target, damaged=self.damaged)
 
 
 @dataclass(frozen=True, kw_only=True)

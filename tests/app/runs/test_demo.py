@@ -14,10 +14,10 @@ from linnet.app import cli
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """The result of the demo and its folder."""
-    from linnet.app.commands import demo as run_demo
+    from linnet.app.commands import demo_command
 
     out = tmp_path_factory.mktemp("demo")
-    return run_demo(out=out), out
+    return demo_command(out=out), out
 
 
 def test_the_first_act(demo: tuple[dict[str, Any], Path]) -> None:

@@ -27,16 +27,16 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="stops processes by s
 HELD = """
 import sys
 from linnet.app import cli
-from linnet.app.options import TaskOptions
+from linnet.app.runs import adaptation
 
-read = TaskOptions.read
+read = adaptation.read_task
 
 def wait(options):
     print("held", flush=True)
     sys.stdin.readline()
     return read(options)
 
-TaskOptions.read = wait
+adaptation.read_task = wait
 sys.exit(cli.main(["adapt", *sys.argv[1:]]))
 """
 

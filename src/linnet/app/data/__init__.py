@@ -17,11 +17,12 @@ from linnet.app.data.transforms import (
     image_transform,
     require_default,
 )
+from linnet.app.options import TaskOptions
 from linnet.errors import InputError
 from linnet.files import require_file, suggestion
 
 __all__ = [
-    "load_data", "read_folder", "read_arrays", "read_table", "decode_image", "check_images",
+    "load_data", "read_task", "read_folder", "read_arrays", "read_table", "decode_image", "check_images",
     "TaskData", "Part",
     "ImageTransform", "Standardize", "image_transform", "PRESETS",
     "draw_shots", "split_at_random", "split_by_class",
@@ -57,3 +58,12 @@ def load_data(
     if os.path.exists(path):
         raise InputError(f"data {path} has an unknown kind", expected=KINDS, remedy="check its ending")
     raise InputError(f"data {path} does not exist", expected=KINDS, remedy=suggestion(path))
+
+
+def read_task(options: TaskOptions) -> TaskData:
+    """The whole task that a command names, its samples not read yet where they are files."""
+    mean = "none" if options.mean == "auto" and options.std is None else options.mean
+    transform = image_transform(mean, options.std, options.size, options.channels)
+    return load_data(
+        options.data, transform, seed=options.seed, target=options.target, damaged=options.damaged
+    )

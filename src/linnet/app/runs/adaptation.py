@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet.app.data import TaskData
+from linnet.app.data import TaskData, read_task
 from linnet.app.models import load_model
 from linnet.app.options import AdaptOptions, NetworkOptions, TaskOptions
 from linnet.app.runs.folder import (
@@ -148,7 +148,7 @@ def started(options: TaskOptions, draw: Callable[[TaskData], TaskData] | None = 
     if isinstance(options, AdaptOptions):
         asked(options)
     with stages.measure("reading the data"), waiting("reading the data"):
-        whole = options.read()
+        whole = read_task(options)
         task = draw(whole) if draw else drawn(whole, options.shots, options.tests, options.seed)
         task.require_memory(options.memory)
         _ = task.train.x

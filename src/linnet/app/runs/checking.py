@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from linnet.app.data import TaskData, check_images
+from linnet.app.data import TaskData, check_images, read_task
 from linnet.app.models import load_model
 from linnet.app.options import TaskOptions
 from linnet.app.runs.adaptation import TESTED, checked_features, ending, named_network, seconds_each
@@ -44,7 +44,7 @@ class Checked:
 def check_task(options: TaskOptions, batch: int) -> Checked:
     """Check a network on a few samples, and every file of the data by its header."""
     integer("batch", batch)
-    device, task = find_device(options.device), options.read()
+    device, task = find_device(options.device), read_task(options)
     check_images(task)
     sample = task.subset("train", range(min(batch, len(task.train))))
     if options.size is not None:  # of what a few samples take in their own size, the preflight tells
