@@ -22,8 +22,9 @@ import linnet
 from linnet.errors import MemoryBudgetError
 from linnet.tangent import gram as gram_module
 from linnet.tangent.functional import Findings, Functional
-from linnet.tangent.gram import GramTask, gram, plan_gram
+from linnet.tangent.gram import GramTask, gram, own_kernels, plan_gram
 from linnet.tangent.jacobian import jacobian
+from tests import zoo
 from tests.fitting.problems import near, network, peak_bytes, real
 from tests.hangs import HANGS
 from tests.oracles.dense import jacobian_oracle, kernel_oracle
@@ -524,3 +525,22 @@ def test_fifty_thousand_outputs_are_refused_before_anything_is_made() -> None:
     assert peak_bytes(lambda: plan_gram(GramTask(function, x, None, "full"), "100MB")) < 10**7
     summed = gram(function, x, form="sum", memory="100MB")
     near(summed.double(), 50_257 * (x.double() @ x.double().T + 1), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp-tanh",
+        "lenet",
+        "resnet-batchnorm",
+        "vit-mha",
+        "tied-embedding",
+        "lstm",
+        "shared-module",
+        "decoder",
+    ],
+)
+def test_own_kernels_are_the_diagonal_blocks(name: str) -> None:
+    lin, x = zoo.linearized(name), zoo.case(name).animal.feed(5)
+    wanted = lin.kernel(x).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    zoo.assert_near(own_kernels(lin.function, x), wanted)
