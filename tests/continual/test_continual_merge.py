@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.continual import EWC, NonOnlineLaplace, OnlineLaplace
-from linnet.continual.merge import MERGES, scaled, summed
+from linnet.continual.quadratic import MERGES, scaled, summed
 from linnet.likelihoods import Categorical
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen

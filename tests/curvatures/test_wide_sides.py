@@ -214,7 +214,7 @@ def test_the_default_keeps_matrices_up_to_its_limit() -> None:
 
 def test_two_tasks_with_wide_sides_add_up() -> None:
     """One term a layer: the diagonal of the sum in the basis of the sum, which keeps the trace."""
-    from linnet.continual.merge import summed
+    from linnet.continual.quadratic import summed
 
     net, (x, y) = classifier()
     for structure in ("kfac", "ekfac"):

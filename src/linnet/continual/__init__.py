@@ -12,9 +12,8 @@ from __future__ import annotations
 from linnet.continual.ewc import EWC
 from linnet.continual.intelligence import SynapticIntelligence
 from linnet.continual.laplace import NonOnlineLaplace, OnlineLaplace
-from linnet.continual.method import ContinualMethod
+from linnet.continual.method import ContinualMethod, convert_strength
 from linnet.continual.metrics import StreamMetrics
-from linnet.continual.scales import convert_strength
 
 __all__ = [
     "ContinualMethod",

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.continual.method import Prepare
-from linnet.continual.parameters import computing_type, same_random_state, unwrapped
-from linnet.continual.precision import Block
+from linnet.continual.quadratic import Block, computing_type, same_random_state, unwrapped
 from linnet.curvatures.build import check_options, watched
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.settings import (

@@ -9,11 +9,8 @@ import torch
 from torch import nn
 
 from linnet.continual.curvature import make_recipe
-from linnet.continual.merge import check_merge
 from linnet.continual.method import ContinualMethod, Prepare, check_network
-from linnet.continual.parameters import Live
-from linnet.continual.precision import Precision
-from linnet.continual.quadratic import Quadratic, moved_anchor, moved_term
+from linnet.continual.quadratic import Live, Precision, Quadratic, check_merge, moved_anchor, moved_term
 from linnet.curvatures.settings import CurvatureOptions, Structure
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood

@@ -14,9 +14,15 @@ from linnet.continual.method import (
     Prepare,
     check_network,
 )
-from linnet.continual.parameters import Live, computing_type, require_shape
-from linnet.continual.precision import Block, Precision
-from linnet.continual.quadratic import Quadratic, moved_term
+from linnet.continual.quadratic import (
+    Block,
+    Live,
+    Precision,
+    Quadratic,
+    computing_type,
+    moved_term,
+    require_shape,
+)
 from linnet.curvatures.layers import Layer
 from linnet.errors import InputError
 from linnet.linalg.operator import Params

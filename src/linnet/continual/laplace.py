@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
@@ -10,16 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from linnet.continual.curvature import Recipe, make_recipe
-from linnet.continual.evidence import log_evidence
-from linnet.continual.merge import check_merge
 from linnet.continual.method import ContinualMethod, Prepare, check_network
-from linnet.continual.parameters import Live, require_shape, unwrapped
-from linnet.continual.precision import Precision
-from linnet.continual.quadratic import Quadratic, moved_anchor, moved_term
+from linnet.continual.quadratic import (
+    Live,
+    Precision,
+    Quadratic,
+    check_merge,
+    moved_anchor,
+    moved_term,
+    require_shape,
+    same_random_state,
+    unwrapped,
+    value_and_gradient,
+)
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.settings import CurvatureOptions, Structure, drawn
-from linnet.curvatures.stream import held
-from linnet.errors import InputError, ModelError
+from linnet.curvatures.stream import Batches, held
+from linnet.distributed import Share, collective, sum_numbers
+from linnet.errors import DataError, InputError, ModelError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import function, number, refuse
@@ -28,6 +37,55 @@ from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.gather import gather_data, in_pieces
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import Selector, select_parameters
+
+
+@torch.no_grad()
+def log_evidence(
+    recipe: Recipe,
+    model: nn.Module,
+    quadratics: Sequence[Quadratic],
+    precision: Precision,
+    merge: str,
+    data: Any,
+    output: OutputAdapter = None,
+    prepare: Prepare | None = None,
+) -> float:
+    """The log probability of a task given those before, by Laplace's method at the current parameters."""
+    # log p(D_{t+1} | D_{1:t}) ≈ log p(D_{t+1} | θ) − ½ δᵀ Λ_t δ + ½ log det Λ_t − ½ log det (G_{t+1} + Λ_t)
+    #
+    # Source: Botev 2020, eq. 5.18 and section 5.1; MacKay 1992.
+    if precision.prior <= 0:
+        raise ModelError(
+            "the evidence of a model with prior_precision=0",
+            expected="a proper prior",
+            remedy="pass a positive prior_precision",
+        )
+    network, own = recipe.network(model, output, prepare)
+    function = recipe.function(network, own)
+    device, nll = next(iter(Live.of(model).tensors.values())).device, 0.0
+    share = Share.of(recipe.passes.shard)
+    with collective("the likelihood of a task", share.world > 1), same_random_state(data):
+        data = held(data, recipe.passes.memory)
+        for batch in Batches(data, device, recipe.passes.block, share):
+            if batch.y is None:
+                raise DataError("data have no targets", expected="(x, y) pairs", remedy="pass (x, y)")
+            f = function(batch.x)
+            nll += float(recipe.likelihood.nll(f, recipe.likelihood.check(f, batch.y)).double().sum())
+        if share.world > 1:
+            nll = sum_numbers([nll])[0]
+    task = recipe.task(model, data, output, prepare)
+    before = precision.to(task.device, task.dtype)
+    after = before.plus(task.blocks, merge)
+    distance = float(value_and_gradient(quadratics, Live.of(model))[0])
+    fresh = sum(b.layer.size for b in after.blocks) - sum(b.layer.size for b in before.blocks)
+    gained = _logdet(after) - _logdet(before) - fresh * math.log(precision.prior)
+    return -nll - distance - 0.5 * gained
+
+
+def _logdet(precision: Precision) -> float:
+    """Σ log det of the blocks, the prior included."""
+    return sum(float(part.operator.logdet()) for part in precision.parts())
+
 
 PriorMean = float | str | Mapping[str, Tensor] | None
 

@@ -1,20 +1,534 @@
-"""The penalty Σ w/2 (θ − μ)ᵀ Λ (θ − μ), its value and gradient from one product with each Λ."""
+"""The penalty Σ w/2 (θ − μ)ᵀ Λ (θ − μ), its value and gradient from one product with each Λ.
+
+Λ is the summed curvature of the tasks so far, in blocks of layers. Dense matrices and diagonals add plainly.
+A sum of Kronecker products is no Kronecker product (Botev 2020, section 5.3.1): it is kept as a list, or
+merged into one product. Adding the factors one by one instead would make T equal tasks count T² times and is
+not offered.
+
+A penalty acts on the tensors that the optimizer moves. Wrappers (``torch.compile``, data parallelism) are
+looked through, so that names are those of the network itself, and a ``Linearized`` counts with θ = θ₀ + δ,
+whose δ is what is trained.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import DataLoader
 
-from linnet.continual.parameters import Live
-from linnet.continual.precision import Precision
+from linnet.curvatures.layers import Layer, Part
+from linnet.errors import InputError, ModelError
+from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
+from linnet.linalg.kronecker import HalfDiagonal, Kronecker, KroneckerEigen, merge
+from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import Params
+from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 from linnet.params import device as checked_device
 from linnet.params import real_type
-from linnet.tree import node
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.selection import require_module
+from linnet.tree import map_tensors, node, tensors_in
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network inside the wrappers of ``torch.compile`` and data parallelism."""
+    require_module(model)
+    while True:
+        inner = model.module if isinstance(model, DataParallel | DistributedDataParallel) else None
+        inner = inner if inner is not None else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+@dataclass(frozen=True, eq=False)
+class Live:
+    """The parameters as they are now."""
+
+    tensors: Mapping[str, Tensor]  # the parameters themselves, by name; what an optimizer moves
+    # what is added to get θ, by name: θ₀ of a `Linearized`; empty otherwise
+    origins: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Live:
+        """The parameters of a network."""
+        network = unwrapped(model)
+        if isinstance(network, Linearized):
+            return cls(network.delta, network.theta0)
+        return cls({n: p for n, p in network.named_parameters() if p.is_floating_point()})
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Live:
+        """The same with other tensors in place of some."""
+        return Live({**self.tensors, **tensors}, self.origins)
+
+    def theta(self, name: str) -> Tensor:
+        """θ of one parameter, with its history."""
+        tensor = self.tensors[name]
+        return tensor + self.origins[name] if name in self.origins else tensor
+
+    def values(self) -> Params:
+        """Copies of all θ, without history, at least float32."""
+        return {
+            name: self.theta(name).detach().to(computing_type(t.dtype), copy=True)
+            for name, t in self.tensors.items()
+        }
+
+    def difference(self, anchor: Mapping[str, Tensor]) -> Params:
+        """θ − μ for the parameters that are there and have an anchor."""
+        found = {}
+        for name, mu in anchor.items():
+            if name in self.tensors:
+                require_shape(tuple(self.tensors[name].shape), tuple(mu.shape), name)
+                found[name] = self.theta(name).to(mu.dtype) - mu
+        return found
+
+
+def computing_type(dtype: torch.dtype) -> torch.dtype:
+    """The type that penalties are computed in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def require_shape(shape: tuple[int, ...], before: tuple[int, ...], name: str) -> None:
+    """Raise unless a parameter has the shape that it was consolidated with."""
+    if shape != before:
+        raise ModelError(
+            f"parameter {name!r} has shape {shape}, and had {before} when it was consolidated",
+            expected="parameters that keep their shape",
+            remedy="give new classes a head of their own, and what replaces a parameter a new name",
+        )
+
+
+@contextlib.contextmanager
+def same_random_state(data: Any) -> Iterator[None]:
+    """Random generators as they were, once the block is left: reading a loader draws from them."""
+    generators: list[torch.Generator] = []
+    if isinstance(data, DataLoader):
+        own = (data.generator, getattr(data.sampler, "generator", None))
+        generators = [g for g in own if isinstance(g, torch.Generator)]
+    states = [g.get_state() for g in generators]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+
+MERGES = ("svd", "kl", "count", "exact")
+
+
+def scaled(operator: StructuredOperator, factor: float) -> StructuredOperator:
+    """A multiple of a block; of a Kronecker product the left factor alone, so that counts stay counts."""
+    if factor == 1.0:
+        return operator
+    if isinstance(operator, Kronecker):
+        return Kronecker(factor * operator.left, operator.right, name=operator.name)
+    if isinstance(operator, GroupedKronecker):
+        return GroupedKronecker(factor * operator.left, operator.right, name=operator.name)
+    return operator.scaled(factor)
+
+
+def summed(
+    first: StructuredOperator,
+    second: StructuredOperator,
+    method: str,
+    counts: tuple[float, float],
+    transposed: bool = False,
+) -> StructuredOperator | None:
+    """One block for the sum of two."""
+    if isinstance(first, Dense) and isinstance(second, Dense):
+        return Dense(first.matrix + second.matrix, name=second.name)
+    if isinstance(first, Diagonal) and isinstance(second, Diagonal):
+        return Diagonal(first.values + second.values, name=second.name)
+    if method == "exact" or type(first) is not type(second):
+        return None
+    if isinstance(first, Kronecker) and isinstance(second, Kronecker):
+        return _product(first, second, method, counts, transposed)
+    if isinstance(first, GroupedKronecker) and isinstance(second, GroupedKronecker):
+        groups = [
+            _product(Kronecker(*a), Kronecker(*b), method, counts, transposed)
+            for a, b in zip(_groups(first), _groups(second), strict=True)
+        ]
+        left, right = (torch.stack(side) for side in zip(*((g.left, g.right) for g in groups), strict=True))
+        return GroupedKronecker(left, right, name=second.name)
+    if isinstance(first, HalfDiagonal) and isinstance(second, HalfDiagonal):
+        return _half_diagonal(first, second) if first.side == second.side else None
+    if isinstance(first, KroneckerEigen | GroupedKroneckerEigen):
+        return _corrected(first, cast("KroneckerEigen | GroupedKroneckerEigen", second))
+    if isinstance(first, LowRankMatrix) and isinstance(second, LowRankMatrix):
+        return _low_rank(first, second)
+    return None
+
+
+def _groups(operator: GroupedKronecker) -> list[tuple[Tensor, Tensor]]:
+    """Left and right factor of every group."""
+    return list(zip(operator.left, operator.right, strict=True))
+
+
+def _product(
+    first: Kronecker, second: Kronecker, method: str, counts: tuple[float, float], transposed: bool
+) -> Kronecker:
+    """One Kronecker product for the sum of two."""
+    nonzero = [term for term in (first, second) if float(term.trace()) > 0]
+    if len(nonzero) < 2:
+        return nonzero[0] if nonzero else second
+    if method == "kl":
+        return _nearest_gaussian(nonzero)
+    if method == "count" and transposed:
+        swapped = [Kronecker(term.right, term.left, name=term.name) for term in nonzero]
+        one = cast(Kronecker, merge(swapped, "count", counts))
+        return Kronecker(one.right, one.left, name=one.name)
+    return cast(Kronecker, merge(nonzero, method, counts if method == "count" else None))
+
+
+def _nearest_gaussian(terms: Sequence[Kronecker]) -> Kronecker:
+    """The KL merge, inside the span of the factors: dead inputs and outputs have no curvature to compare."""
+    lefts = [term.left.double() for term in terms]
+    rights = [term.right.double() for term in terms]
+    resolution = torch.finfo(terms[0].dtype).eps
+    left_basis, right_basis = _span(lefts, resolution), _span(rights, resolution)
+    inside = [
+        Kronecker(_between(left_basis, left), _between(right_basis, right), name=term.name)
+        for left, right, term in zip(lefts, rights, terms, strict=True)
+    ]
+    one = cast(Kronecker, merge(inside, "kl"))
+    left, right = _between(left_basis.T, one.left), _between(right_basis.T, one.right)
+    kind = terms[0].dtype
+    return Kronecker(left.to(kind), right.to(kind), name=terms[-1].name)
+
+
+def _span(factors: Sequence[Tensor], resolution: float) -> Tensor:
+    """Orthonormal columns that span all factors' images."""
+    # Factors weigh alike, whatever their scales: Σ F / tr F
+    total = torch.stack([factor / factor.trace() for factor in factors]).sum(0)
+    values, vectors = torch.linalg.eigh(total)
+    kept: Tensor = vectors[:, values > len(total) * resolution * values[-1]]
+    return kept
+
+
+def _between(basis: Tensor, matrix: Tensor) -> Tensor:
+    """Uᵀ M U, exactly symmetric."""
+    product = basis.T @ matrix @ basis
+    return (product + product.T) / 2
+
+
+Corrected = KroneckerEigen | GroupedKroneckerEigen
+
+
+def _corrected(first: Corrected, second: Corrected) -> StructuredOperator:
+    """Eigenvalue-corrected products: a common eigenbasis, and the eigenvalues nearest in Frobenius norm."""
+    # The basis is that of the sum's partial traces, Σₖ Q_Lk diag(λₖ 1) Q_Lkᵀ on the left; the eigenvalues are
+    # the diagonal of the sum in this basis, Σₖ (Q_Lᵀ Q_Lk)² λₖ ((Q_Rᵀ Q_Rk)²)ᵀ.
+    pair = (first, second)
+    make: Callable[[Tensor, Tensor, Tensor], StructuredOperator]
+    make = GroupedKroneckerEigen if isinstance(first, GroupedKroneckerEigen) else KroneckerEigen
+    same = torch.equal(first.left_vectors, second.left_vectors) and torch.equal(
+        first.right_vectors, second.right_vectors
+    )
+    if same:
+        return make(first.left_vectors, first.right_vectors, first.values + second.values)
+    left_sum = sum(_spectral(m.left_vectors.double(), m.values.double().sum(-1)) for m in pair)
+    right_sum = sum(_spectral(m.right_vectors.double(), m.values.double().sum(-2)) for m in pair)
+    left, right = torch.linalg.eigh(left_sum)[1], torch.linalg.eigh(right_sum)[1]
+    values = torch.stack(
+        [
+            (left.mT @ m.left_vectors.double()).square()
+            @ m.values.double()
+            @ (right.mT @ m.right_vectors.double()).square().mT
+            for m in pair
+        ]
+    ).sum(0)
+    return make(left.to(first.dtype), right.to(first.dtype), values.to(first.dtype))
+
+
+def _half_diagonal(first: HalfDiagonal, second: HalfDiagonal) -> HalfDiagonal:
+    """The same where one side is a diagonal in both: the basis of the other side alone is turned."""
+    pair = [(m.vectors.double(), m.values.double()) for m in (first, second)]
+    if first.side == "right":
+        pair = [(vectors, values.mT) for vectors, values in pair]
+    if torch.equal(first.vectors, second.vectors):
+        return first.with_values(first.values + second.values)
+    basis = torch.linalg.eigh(sum(_spectral(vectors, values.sum(0)) for vectors, values in pair))[1]
+    total = torch.stack([v @ (basis.mT @ q).square().mT for q, v in pair]).sum(0)
+    total = total.mT.contiguous() if first.side == "right" else total
+    return HalfDiagonal(basis.to(first.dtype), total.to(first.dtype), first.side, name=second.name)
+
+
+def _spectral(vectors: Tensor, values: Tensor) -> Tensor:
+    """Q diag(v) Qᵀ, for one or many."""
+    return (vectors * values[..., None, :]) @ vectors.mT
+
+
+def _low_rank(first: LowRankMatrix, second: LowRankMatrix) -> LowRankMatrix | None:
+    """The leading eigenpairs of the sum, as many as the larger of the two has."""
+    if first.rest or second.rest or first.scale is not None or second.scale is not None:
+        return None
+    rank = max(first.values.numel(), second.values.numel())
+    factor = torch.cat([m.basis.double() * m.values.double().sqrt() for m in (first, second)], 1)
+    u, s, _ = torch.linalg.svd(factor, full_matrices=False)
+    return LowRankMatrix(u[:, :rank].to(first.dtype), s[:rank].square().to(first.dtype), name=second.name)
+
+
+def check_merge(merge_: str) -> None:
+    """Raise unless a way of merging is one of those known."""
+    if merge_ not in MERGES:
+        added = merge_ in ("add", "sum", "additive")
+        raise InputError(
+            f"merge={merge_!r}" + (": adding factors counts T equal tasks T² times" if added else ""),
+            expected=", ".join(f'"{one}"' for one in MERGES),
+            remedy='use merge="svd" at constant memory, or merge="exact" for a list',
+        )
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+WHOLE = ("full", "low-rank")  # one block for all parameters, whichever they are
+
+
+@node()
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A layer's part of Λ."""
+
+    layer: Layer  # the layer
+    structure: str  # what its blocks are, in the engine's words
+    # what they add up to; one, unless a list of Kronecker products is kept
+    terms: tuple[StructuredOperator, ...]
+    examples: float  # number of inputs behind the means of Kronecker products, examples where there are none
+
+    @classmethod
+    def of(cls, part: Part, strength: float, examples: float, like: torch.dtype) -> Block:
+        """The block of one task."""
+        operator = moved(part.operator, part.operator.device, like)
+        # positions without a label are in no mean
+        count = examples if part.terms is None else part.terms
+        return cls(part.layer, part.structure, (scaled(operator, strength),), count)
+
+    @property
+    def _joined(self) -> bool:
+        """Whether the order is that of the matrix [W b]."""
+        return Part(self.layer, self.terms[0], self.structure).joined
+
+    def accepts(self, other: Block) -> bool:
+        """Whether another task's block describes the same parameters in the same form."""
+        if self.structure != other.structure or self._joined != other._joined:
+            return False
+        if self.structure in WHOLE:
+            return True
+        return self.layer.names == other.layer.names and self.layer.transposed == other.layer.transposed
+
+    def plus(self, other: Block, merge: str) -> Block:
+        """The sum with another task's block."""
+        shapes = _united(self.layer.shapes_by_name, other.layer.shapes_by_name)
+        layer = replace(other.layer, shapes_by_name=shapes)
+        terms = [_spread(term, self.layer, layer) for term in self.terms]
+        fresh = [_spread(term, other.layer, layer) for term in other.terms]
+        examples = self.examples + other.examples
+        if len(terms) == len(fresh) == 1:
+            counts = (self.examples, other.examples)
+            one = summed(terms[0], fresh[0], merge, counts, layer.transposed)
+            terms, fresh = ([one], []) if one is not None else (terms, fresh)
+        return Block(layer, self.structure, (*terms, *fresh), examples)
+
+    def times(self, factor: float) -> Block:
+        """A multiple."""
+        return replace(self, terms=tuple(scaled(term, factor) for term in self.terms))
+
+    def product(self, delta: Mapping[str, Tensor]) -> Params:
+        """Λ δ for the layer's parameters; those that are absent count as δ = 0."""
+        shapes = self.layer.shapes_by_name
+        present = [name for name in shapes if name in delta]
+        if not present:
+            return {}
+        like = delta[present[0]]
+        pieces = [delta[name] if name in delta else like.new_zeros(shape) for name, shape in shapes.items()]
+        parts = self._products(pieces)
+        return {name: part for name, part in zip(shapes, parts, strict=True) if name in delta}
+
+    def _products(self, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The product with the layer's parameters, each in its shape."""
+        if not self._joined:
+            return _in_a_row(self.terms, pieces)
+        layer = self.layer
+        if layer.groups == 1 and not layer.transposed:
+            products = [t for t in self.terms if isinstance(t, Kronecker)]
+            if len(products) == len(self.terms):
+                return _of_weight_and_bias(products, pieces)
+        v = layer.join(pieces)  # (R, rows, columns)
+        return layer.part(_summed_products(self.terms, v.flatten()).view(v.shape))
+
+
+def _summed_products(terms: Sequence[StructuredOperator], v: Tensor) -> Tensor:
+    """Σₖ Mₖ v."""
+    total = terms[0].mv(v)
+    for term in terms[1:]:
+        total = total + term.mv(v)
+    return total
+
+
+def _in_a_row(terms: Sequence[StructuredOperator], pieces: Sequence[Tensor]) -> list[Tensor]:
+    """The product with parameters one after another."""
+    sizes = [piece.numel() for piece in pieces]
+    if len(terms) == 1 and isinstance(terms[0], Diagonal):
+        values = terms[0].values.split(sizes)
+        return [v.view(p.shape) * p for v, p in zip(values, pieces, strict=True)]
+    flat = pieces[0].flatten() if len(pieces) == 1 else torch.cat([p.flatten() for p in pieces])
+    out = _summed_products(terms, flat)
+    return [o.view(p.shape) for o, p in zip(out.split(sizes), pieces, strict=True)]
+
+
+def _of_weight_and_bias(terms: Sequence[Kronecker], pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Σₖ Lₖ [W b] Rₖ without joining weight and bias or taking them apart."""
+    weight = pieces[0].flatten(1)
+    m = weight.shape[1]
+    totals: list[Tensor] = []
+    for term in terms:
+        # [W b] R = [W R₁₁ + b r₂₁, W r₁₂ + b r₂₂]
+        right = term.right
+        if len(pieces) == 1:
+            found = [term.left @ (weight @ right)]
+        else:
+            edge = right[m, :m]  # r₂₁ = r₁₂ᵀ
+            inner = torch.addr(weight @ right[:m, :m], pieces[1], edge)
+            last = torch.addcmul(torch.mv(weight, edge), right[m, m], pieces[1])
+            found = [term.left @ inner, torch.mv(term.left, last)]
+        totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
+    return [total.view(piece.shape) for total, piece in zip(totals, pieces, strict=True)]
+
+
+def moved(operator: StructuredOperator, device: torch.device, dtype: torch.dtype) -> StructuredOperator:
+    """A block on another device or in another type."""
+    if operator.dtype == dtype and operator.device == device:
+        return operator
+    made: StructuredOperator = map_tensors(lambda t: t.to(device, dtype), operator)
+    return made
+
+
+@node()
+@dataclass(frozen=True, eq=False)
+class Precision:
+    """Λ = p I + Σ of blocks; p I for the parameters that a task has reached, nothing for others."""
+
+    blocks: tuple[Block, ...] = ()  # the curvature, layer by layer
+    prior: float = 0.0  # p, the precision of the prior
+    # shapes of the parameters that have had curvature, which p applies to
+    reached: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def plus(self, blocks: Iterable[Block], merge: str, decay: float = 1.0) -> Precision:
+        """Λ after one more task."""
+        known = [block.times(decay) for block in self.blocks]
+        reached = dict(self.reached)
+        for block in blocks:
+            shapes = _with_curvature(block)
+            if not shapes:
+                continue
+            reached = _united(reached, shapes)
+            place = next((i for i, old in enumerate(known) if old.accepts(block)), None)
+            if place is None:
+                known.append(block)
+            else:
+                known[place] = known[place].plus(block, merge)
+        return Precision(tuple(known), self.prior, reached)
+
+    @property
+    def names(self) -> list[str]:
+        """All parameters that it says something about."""
+        return list(dict.fromkeys([*self.reached, *(n for b in self.blocks for n in b.layer.names)]))
+
+    def product(self, delta: Mapping[str, Tensor]) -> Params:
+        """Λ δ."""
+        out: Params = {}
+        for block in self.blocks:
+            for name, product in block.product(delta).items():
+                out[name] = out[name] + product if name in out else product
+        for name in self.reached if self.prior else ():
+            if name in out:
+                out[name] = torch.add(out[name], delta[name], alpha=self.prior)
+            elif name in delta:
+                out[name] = self.prior * delta[name]
+        return out
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Precision:
+        """Λ on another device or in another type."""
+        return replace(
+            self,
+            blocks=tuple(
+                replace(block, terms=tuple(moved(term, device, dtype) for term in block.terms))
+                for block in self.blocks
+            ),
+        )
+
+    def nbytes(self) -> int:
+        """Memory of all blocks, in bytes."""
+        terms = [term for block in self.blocks for term in block.terms]
+        return sum(tensor.nbytes for tensor in tensors_in(terms))
+
+    def diagonal(self) -> Tensor:
+        """The diagonal entries of all blocks one after another, with the prior's p."""
+        found = [torch.stack([t.diagonal() for t in b.terms]).sum(0) + self.prior for b in self.blocks]
+        return torch.cat(found) if found else torch.zeros(0)
+
+    def parts(self) -> tuple[Part, ...]:
+        """Λ with its prior, as one structured block a layer."""
+        several = next((block.layer.name for block in self.blocks if len(block.terms) > 1), None)
+        if several is not None:
+            raise ModelError(
+                f"the precision of {several} is a list of Kronecker products",
+                expected="one product, which has an inverse in closed form",
+                remedy='use merge="svd"',
+            )
+        return tuple(Part(b.layer, b.terms[0].damped(self.prior), b.structure) for b in self.blocks)
+
+
+def _with_curvature(block: Block) -> dict[str, tuple[int, ...]]:
+    """The parameters of a task's block whose diagonal is not all zero."""
+    diagonal = torch.stack([term.diagonal() for term in block.terms]).sum(0)
+    shapes = block.layer.shapes_by_name
+    if block._joined:
+        pieces = block.layer.part(diagonal.view(block.layer.groups, *block.layer.matrix))
+    else:
+        pieces = list(diagonal.split([torch.Size(shape).numel() for shape in shapes.values()]))
+    return {
+        name: shape for (name, shape), p in zip(shapes.items(), pieces, strict=True) if bool((p != 0).any())
+    }
+
+
+def _united(first: Shapes, second: Shapes) -> dict[str, tuple[int, ...]]:
+    """The parameters of both; those of both have one shape."""
+    for name in first.keys() & second.keys():
+        require_shape(tuple(second[name]), tuple(first[name]), name)
+    return {**first, **second}
+
+
+def _spread(operator: StructuredOperator, old: Layer, new: Layer) -> StructuredOperator:
+    """A block of some parameters as one of more, with zeros for the others."""
+    if old.shapes_by_name == new.shapes_by_name:
+        return operator
+    sizes = {name: torch.Size(shape).numel() for name, shape in new.shapes_by_name.items()}
+    starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    index = torch.cat([starts[name] + torch.arange(sizes[name]) for name in old.shapes_by_name])
+    index = index.to(operator.device)
+    if isinstance(operator, Dense):
+        matrix = operator.matrix.new_zeros(new.size, new.size)
+        matrix[index[:, None], index] = operator.matrix
+        return Dense(matrix, name=operator.name)
+    if isinstance(operator, LowRankMatrix) and operator.rest == 0 and operator.scale is None:
+        basis = operator.basis.new_zeros(new.size, operator.values.numel())
+        basis[index] = operator.basis
+        return LowRankMatrix(basis, operator.values, name=operator.name)
+    raise ModelError(
+        f"parameters have joined those of {new.name}, and {operator!r} cannot take them",
+        expected='structure="full" or "low-rank", or blocks by layer',
+        remedy="start again with another structure",
+    )
+
 
 Observe = Callable[[Tensor, Params], None]  # a factor, and gradients by parameter
 
