@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.curvatures import LowRank, MonteCarlo, Passes
-from linnet.curvatures import expectation_cost as cost
+from linnet.curvatures import expectation as expectation_module
 from linnet.curvatures.expectation import LIMIT, SAMPLES, exact_passes
 from linnet.curvatures.layers import Form, Layer
 from linnet.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian
@@ -65,7 +65,7 @@ def test_the_choice_falls_where_the_counted_cost_crosses_the_limit(monkeypatch: 
     passes = counted(net, 19)
     assert passes < LIMIT
     for limit, expected in ((passes + 0.1, "exact"), (passes - 0.1, "mc")):
-        monkeypatch.setattr(cost, "LIMIT", limit)
+        monkeypatch.setattr(expectation_module, "LIMIT", limit)
         assert linnet.curvature(net, data, Categorical()).made.expectation == expected
 
 

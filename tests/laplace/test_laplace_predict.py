@@ -12,8 +12,6 @@ from torch import Tensor, nn
 import linnet
 from linnet.curvatures import Passes
 from linnet.errors import InputError, MemoryBudgetError
-from linnet.laplace import head as laplace_head
-from linnet.laplace import linearized as laplace_linearized
 from linnet.laplace import outputs as laplace_outputs
 from linnet.laplace.laplace import Laplace
 from linnet.likelihoods import Categorical
@@ -63,7 +61,7 @@ def test_joint_covariance_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_large_predictions_keep_variances_only(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
     la, x, y = fitted("kfac")
     whole = la.predictive(x, link=link, seed=3)
-    monkeypatch.setattr(laplace_linearized, "KEPT", 0)
+    monkeypatch.setattr(laplace_outputs, "KEPT", 0)
     lean = la.predictive(x, link=link, seed=3)
     near(lean.probs, whole.probs, 1e-12)
     near(lean.variance, whole.variance, 1e-12)
@@ -81,9 +79,9 @@ def test_last_layer_without_derivatives(structure: str, tail: bool, monkeypatch:
     j = linnet.linearize(model, params=["2.weight", "2.bias"]).jacobian(x)
     expected = torch.einsum("ncp,pq,ndq->ncd", j, la.covariance.dense(), j)
     near(la.predictive(x).covariance, expected, 1e-9)
-    monkeypatch.setattr(laplace_head, "FORMED", 30)  # three examples at once
+    monkeypatch.setattr(laplace_outputs, "FORMED", 30)  # three examples at once
     for name in ("KEPT_OF_HEAD", "KEPT"):
-        monkeypatch.setattr(laplace_linearized, name, 0)
+        monkeypatch.setattr(laplace_outputs, name, 0)
         prediction = la.predictive(x)
         near(prediction.variance, expected.diagonal(dim1=1, dim2=2), 1e-9)
         near(prediction.mean, model(x).detach(), 1e-12)
@@ -105,8 +103,8 @@ def test_links_of_a_last_layer_in_parts(link: str, structure: str, monkeypatch: 
         return original(covariance, block)
 
     monkeypatch.setattr(laplace_outputs, "head_spreads", noting)
-    monkeypatch.setattr(laplace_linearized, "KEPT", 0)
-    monkeypatch.setattr(laplace_head, "FORMED", 30)
+    monkeypatch.setattr(laplace_outputs, "KEPT", 0)
+    monkeypatch.setattr(laplace_outputs, "FORMED", 30)
     lean = la.predictive(x, link=link, samples=20_000, seed=3)
     near(lean.probs, whole.probs, 1e-12 if link != "mc" else 0.03)
     assert formed == ([] if link == "probit" else [12])
@@ -138,7 +136,7 @@ def test_a_head_at_every_position(structure: str, widest: int, monkeypatch: pyte
     j = linnet.linearize(model, params="last-layer").jacobian(x).flatten(1, -2)
     expected = torch.einsum("ncp,pq,ncq->nc", j, la.covariance.dense(), j)
     near(la.predictive(x).variance, expected, 1e-9)
-    monkeypatch.setattr(laplace_linearized, "KEPT", 0)
+    monkeypatch.setattr(laplace_outputs, "KEPT", 0)
     monkeypatch.setattr(laplace_outputs, "variance_blocks", lambda *_: pytest.fail("derivatives"))
     prediction = la.predictive(x)
     near(prediction.variance, expected, 1e-9)
