@@ -32,7 +32,6 @@ from linnet.errors import InputError
 from linnet.fitting.arguments import checked_inputs, positions
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.frames import frame
 from linnet.linear.dual import DualSystem
 from linnet.linear.formed_rows import FormedRows
@@ -435,7 +434,7 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 def _losses(fit: Fitted, x: Inputs, labels: Any, outputs: Tensor) -> Tensor:
     """The loss with each example less that without it, exact in both, (N, T)."""
     targets, now = label_targets(fit, x, labels).to(outputs), fit.predict(x).to(outputs)
-    if isinstance(fit, SoftmaxFit):
+    if fit.loss == "cross-entropy":
         return _cross_entropy(now, targets) - _cross_entropy(now - outputs, targets)
     # f₋ᵢ = f − Δ: ½‖t − f‖² − ½‖t − f + Δ‖² = −(t − f)·Δ − ½‖Δ‖²
     return -torch.einsum("tc,ntc->nt", targets - now, outputs) - outputs.square().sum(2) / 2
@@ -455,7 +454,7 @@ def label_targets(fit: Fitted, x: Inputs, labels: Any) -> Tensor:
         check_arrangement(y, fit.module.function.output_shape(x), "labels")
     made = (
         class_targets(y, c, dtype)
-        if isinstance(fit, SoftmaxFit)
+        if fit.loss == "cross-entropy"
         else make_targets(y, c, fit._targets.scale, varied=False, dtype=dtype)
     )
     if len(made.values) != n:

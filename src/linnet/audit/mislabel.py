@@ -37,8 +37,6 @@ from torch import Tensor
 from linnet.audit.predictors import check_fitted
 from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
-from linnet.fitting.softmax_fit import SoftmaxFit
-from linnet.fitting.squared_fit import SquaredFit
 from linnet.frames import frame
 from linnet.linalg.factorize import searched
 from linnet.params import choice, refuse, tensor
@@ -219,18 +217,16 @@ def mislabeled(fit: Fitted | Tensor, labels: Tensor | None = None, *, score: str
     fit = check_fitted(fit)
     if labels is not None:
         raise InputError("labels= with a fit", expected="those of the fit", remedy="leave labels= out")
-    if isinstance(fit, SquaredFit):
-        loo, solved = fit._left_out().double(), fit.system
+    if fit.loss == "squared":
+        loo = fit._left_out().double()
         residual = fit.targets.to(loo) - loo
-        # from the fit's own leave-one-out; that of cross-fitted heads has no fit with the example in it
-        own = solved.loo_residuals() - solved.ridge * solved.beta
     else:
-        assert isinstance(fit, SoftmaxFit)
         odds, targets = fit.loo().double(), fit.targets.double()
         loo = _both(odds, torch.zeros_like(odds))
         residual = _both(targets, 1 - targets).to(loo) - loo.softmax(1)
-        own = fit.system.outputs - fit.system.loo_outputs()
-    return _judged(loo, loo, fit.labels, residual.norm(dim=1), own.double().norm(dim=1), score)
+    # from the fit's own leave-one-out; that of cross-fitted heads has no fit with the example in it
+    own = fit.system.own_changes().double()
+    return _judged(loo, loo, fit.labels, residual.norm(dim=1), own.norm(dim=1), score)
 
 
 def _judged(

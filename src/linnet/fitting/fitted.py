@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, fx
@@ -55,7 +55,8 @@ class Fitted(PredictiveModel):
         held_out: Outputs by a procedure that has not seen the example, where the head was cross-fitted.
     """
 
-    _likely = False  # whether labels are those of a likelihood
+    loss: ClassVar[str] = "squared"  # as ``linnet.fit`` calls it
+    chosen_path: SoftmaxPath | None = None  # the path that the ridge was chosen from, where it is kept
 
     def __init__(self, system: System | NewtonSystem, targets: Targets, record: Record) -> None:
         self.system, self.x = system, system.x
@@ -112,6 +113,16 @@ class Fitted(PredictiveModel):
     @memory.setter
     def memory(self, memory: str | int | None) -> None:
         self.system.memory = memory
+
+    @property
+    def trained(self) -> bool:
+        """Whether the weights that the model is linear around were trained on the same examples."""
+        return False
+
+    @property
+    def body_weight(self) -> float | None:
+        """Share of the layers below a linear probe; ``None`` where the fit has no probe of its own."""
+        return None
 
     @property
     def n(self) -> int:
@@ -289,7 +300,7 @@ class Fitted(PredictiveModel):
         """A fit by another system of the same model, and with what was done."""
         reasons = {**self.record.reasons, "change": what + self._effort(system)}
         warnings = after_change(
-            self.record.warnings, self._function.model, system.x, targets, likely=self._likely
+            self.record.warnings, self._function.model, system.x, targets, likely=self.loss == "cross-entropy"
         )
         record = replace(self.record, reasons=reasons, warnings=warnings, seconds=dict(self.record.seconds))
         made = self._made(system, targets, record)

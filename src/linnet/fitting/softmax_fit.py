@@ -88,12 +88,11 @@ class SoftmaxFit(Fitted):
     """
 
     system: NewtonSystem  # the solved problem
-    _likely = True
+    loss = "cross-entropy"
 
     def __init__(self, module: Linearized, targets: Targets, system: NewtonSystem, record: Record) -> None:
         super().__init__(system, targets, record)
         self.module = module
-        self.chosen_path: SoftmaxPath | None = None
         with torch.no_grad():
             for name, value in module.space.to_params(system.delta).items():
                 module.delta[name].copy_(value)

@@ -215,6 +215,10 @@ class NewtonSystem(Solved):
             return form.loo_outputs()
         return self.outputs - (self.own_covariances() @ self.loo_residuals()[:, :, None])[:, :, 0]
 
+    def own_changes(self) -> Tensor:
+        """f_i less the output without the example, (N, C)."""
+        return self.outputs - self.loo_outputs()
+
     @abstractmethod
     def outputs_without(self, i: int) -> Tensor:
         """The outputs at example i of the optimum without it, solved anew, (C,)."""

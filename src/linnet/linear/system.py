@@ -333,6 +333,10 @@ class System(Solved):
         residuals: Tensor = torch.linalg.solve(blocks, beta.to(blocks))
         return residuals
 
+    def own_changes(self) -> Tensor:
+        """f(x_i) − f₋ᵢ(x_i), (N, C)."""
+        return self.loo_residuals() - self.ridge * self.beta
+
     def loo_variances(self) -> Tensor:
         """Cov[f(x_i)] in units of the noise without example i: ((M_ii)⁻¹ − ρI)/ρ, (N, C, C)."""
         blocks = self.inverse_blocks()

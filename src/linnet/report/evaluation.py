@@ -37,14 +37,9 @@ def in_closed_form(fit: Fit) -> bool:
     return not isinstance(fit.system, Iterative | WeightNewton)
 
 
-def loss_of(fit: Fit) -> str:
-    """The loss of a fit, as ``linnet.fit`` calls it."""
-    return "cross-entropy" if isinstance(fit, SoftmaxFit) else "squared"
-
-
 def name_of(fit: Fit) -> str:
     """What a fit is called beside other methods: without its lower layers it is a linear probe."""
-    is_probe = isinstance(fit, NestedFit) and not (fit.body_weight or fit.trained)
+    is_probe = fit.body_weight == 0 and not fit.trained
     return PROBE if is_probe else "linear fit"
 
 
@@ -61,13 +56,13 @@ def temperatures_of(fit: Fit) -> tuple[float, float, float] | None:
 
 def certificate_of(fit: Fit) -> str:
     """Name of the number that shows how exactly a fit was solved."""
-    return "relative gradient" if isinstance(fit, SoftmaxFit) else "relative residual"
+    return "relative gradient" if fit.loss == "cross-entropy" else "relative residual"
 
 
 def contradiction(fit: Fit) -> Tensor:
     """The degree to which the fit of all other examples contradicts each label, (N,)."""
     outputs = fit.loo()
-    if isinstance(fit, SoftmaxFit):
+    if fit.loss == "cross-entropy":
         outputs = outputs.sigmoid() if outputs.shape[1] == 1 else outputs.softmax(1)
     return (fit.targets.to(outputs) - outputs).square().sum(1).sqrt()
 

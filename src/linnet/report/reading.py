@@ -10,7 +10,6 @@ from torch import Tensor
 
 from linnet import __version__
 from linnet.audit.mislabel import mislabeled
-from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.nested.nested_fit import NestedFit
 from linnet.plots.measures import Array, ranking
 from linnet.report.evaluation import (
@@ -21,7 +20,6 @@ from linnet.report.evaluation import (
     cross_fitted,
     in_closed_form,
     kernel_spectrum,
-    loss_of,
     ridge_scores,
 )
 from linnet.report.numbers import number
@@ -168,16 +166,15 @@ def choices(run: FittedTask) -> tuple[tuple[str, str, str], ...]:
         if fit.trained:
             parts.append((f"training of the {below}", reasons["training"], reasons["retraining"]))
         made = [*parts, *made]
-    if isinstance(fit, SoftmaxFit):
-        made.insert(0, ("loss", loss_of(fit), "set by the user"))
-        made.append(("optimum", f"{fit.system.steps} Newton steps", reasons.get("newton", "")))
+    if fit.loss == "cross-entropy":
+        made.insert(0, ("loss", fit.loss, "set by the user"))
+        made.append(("optimum", f"{fit.summary()['steps']} Newton steps", reasons.get("newton", "")))
         if "leave-one-out" in reasons:
             made.append(("leave-one-out", "approximate", reasons["leave-one-out"]))
     else:
-        trained = isinstance(fit, NestedFit) and fit.trained
-        why = "error on held-out folds" if trained else "highest evidence at this ridge"
+        why = "error on held-out folds" if fit.trained else "highest evidence at this ridge"
         made.append(("noise variance", number(fit.noise), why))
-    if run.temperatures is not None and not isinstance(fit, SoftmaxFit):
+    if run.temperatures is not None and fit.loss == "squared":
         made.append(
             ("softmax temperature", number(run.temperatures[0]), _moderation(fit, run.temperatures[2]))
         )
@@ -222,6 +219,6 @@ def fit_record(run: FittedTask, x: Tensor | None, labels: Array | None) -> FitRe
         ridge_scores(run.fit, x, labels if run.classes else None),
         kernel_spectrum(run.fit),
         choices(run),
-        ridge=RidgeChoice(record.criterion, loss_of(run.fit), cross_fitted(run.fit)),
+        ridge=RidgeChoice(record.criterion, run.fit.loss, cross_fitted(run.fit)),
         verdict=record.reasons.get("verdict", ""),
     )

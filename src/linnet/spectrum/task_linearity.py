@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from linnet.errors import DataError, InputError, NumericalError
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linalg.factorize import cholesky
 from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import parse_bytes
@@ -369,15 +368,9 @@ def _check_fit(fit: Any) -> None:
     """Raise unless it is a linear fit of the squared loss."""
     if isinstance(fit, LinearFit) and not fit.system.shared:
         return
-    if isinstance(fit, SoftmaxFit):
-        raise InputError(
-            "fit is a fit of the cross-entropy",
-            expected="one of the squared loss, whose targets the kernel's directions explain",
-            remedy='fit with linnet.fit(lin, data, ridge="loo")',
-        )
     raise InputError(
         f"fit is {type(fit).__name__}",
-        expected="a LinearFit",
+        expected="a LinearFit of the squared loss, whose targets the kernel's directions explain",
         remedy='pass linnet.fit(linnet.linearize(model), (x, y), ridge="loo")',
     )
 
