@@ -181,13 +181,11 @@ def _execute(command: Command, settings: Settings, flags: AbstractSet[str]) -> i
             _write_replay(command.name, settings, folder)
             raise
         except KeyboardInterrupt:
-            if _rank():
-                raise
-            if command.name == "adapt":
+            resumes = command.name == "adapt" and not _rank()
+            if resumes or command.name not in _RUNS:
                 _write_replay(command.name, settings, folder)
+            if resumes:
                 raise KeyboardInterrupt("the same command continues where it stopped") from None
-            if command.name not in _RUNS:
-                _write_replay(command.name, settings, folder)
             raise
         _write_replay(command.name, settings, folder)
     if result is _NOTHING:  # of a process that has done its share of another one's command
