@@ -79,7 +79,6 @@ def convert_strength(
     return strength * factors[to] / factors[source]
 
 
-VERSION = 1
 Prepare = Callable[[nn.Module], object]
 
 
@@ -223,7 +222,6 @@ class ContinualMethod(ABC):
         """
         return {
             "method": type(self).__name__,
-            "version": VERSION,
             "settings": self._settings(),
             "tasks": self.tasks,
             "state": to_plain(self._state()),
@@ -242,7 +240,7 @@ class ContinualMethod(ABC):
             raise InputError(
                 f"state is {type(state).__name__}", expected="what state_dict() returned", remedy="pass that"
             )
-        mine = {"method": type(self).__name__, "version": VERSION, "settings": self._settings()}
+        mine = {"method": type(self).__name__, "settings": self._settings()}
         for key, own in mine.items():
             theirs = state.get(key)
             if theirs != own:

@@ -27,7 +27,7 @@ from linnet.fitting.squared_fit import SquaredFit
 from linnet.linear.constrained_system import constrained
 from linnet.linear.constraints import Constraints, wanted
 from linnet.linear.features import Heads
-from linnet.linear.files import system_state
+from linnet.linear.saved import system_state
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
 from linnet.params import number

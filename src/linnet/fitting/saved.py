@@ -12,9 +12,9 @@ from linnet.fitting.combinations import averaged
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.sketch import SketchedNetwork, restored_sketch
 from linnet.fitting.softmax_fit import SoftmaxFit
-from linnet.linear.files import restored_newton, restored_system
 from linnet.linear.label_problem import class_problem
 from linnet.linear.problem import Problem
+from linnet.linear.saved import restored_newton, restored_system
 from linnet.number_types import Precision
 from linnet.tangent.batch import KnownInputs
 from linnet.tangent.functional import OutputAdapter

@@ -44,10 +44,10 @@ from linnet.fitting.softmax_path import (
     solutions,
 )
 from linnet.linalg.operator import LinearOperator
-from linnet.linear.files import newton_state
 from linnet.linear.iterative import CGSettings
 from linnet.linear.label_problem import LabelProblem, class_problem, class_targets
 from linnet.linear.newton import KernelNewton, NewtonSystem, WeightNewton
+from linnet.linear.saved import newton_state
 from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.forward_mode import Params

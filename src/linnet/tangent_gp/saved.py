@@ -10,8 +10,8 @@ from torch import nn
 from linnet import tree
 from linnet.fitting.saved import OTHER
 from linnet.likelihoods import from_description
-from linnet.linear.files import restored_system
 from linnet.linear.problem import Problem
+from linnet.linear.saved import restored_system
 from linnet.tangent.batch import batch_size
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.matching import given_network, matching_function, require_same_outputs

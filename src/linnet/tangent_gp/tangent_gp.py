@@ -21,8 +21,8 @@ from linnet.errors import InputError
 from linnet.files import save
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.linear.files import system_state
 from linnet.linear.problem import Problem
+from linnet.linear.saved import system_state
 from linnet.linear.system import System
 from linnet.params import flag, number
 from linnet.predictive.gaussian import GaussianPredictive
