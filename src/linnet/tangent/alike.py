@@ -96,6 +96,8 @@ def _described(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str | os.PathLike):
         return repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
     if (held := parts(value)) is not None:
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(_described, value))}]"
         told = ", ".join(f"{name}={_described(part)}" for name, part in held.items())
         return f"{type(value).__name__}({told})"
     return str(getattr(value, "__qualname__", type(value).__name__))
