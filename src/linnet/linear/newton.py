@@ -631,10 +631,21 @@ class WeightNewton(NewtonSystem):
         for part in track(list(split(x, max(1, self.settings.columns // self.c))), what):
             yield from super().solved_rows(part, what, memory)
 
+    def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
+        """By the kernel, or by solves and products with J, which few columns make cheaper than its rows."""
+        # e (N, C)
+        if (form := self._elsewhere) is not None:
+            yield from form.effects(x, e)
+            return
+        for _, solved in self.solved_rows(x, "influence"):
+            cross = self.problem.jacobian.mm(solved.flatten(1)).view(self.n, self.c, -1, self.c)
+            yield torch.einsum("ndtc,nd->ntc", cross, e.to(cross))
+
     @cached_property
     def _own(self) -> Tensor:
         """A_ii, (N, C, C), by N·C solves."""
-        found = self.covariance(self.x) / self.ridge
+        solved = self.solved_rows(self.x, "leave-one-out")
+        found = torch.cat([torch.einsum("ncp,pnd->ncd", rows.to(each), each) for rows, each in solved])
         return ((found + found.mT) / 2).double()
 
     def own_covariances(self) -> Tensor:
