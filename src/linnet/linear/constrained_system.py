@@ -62,6 +62,12 @@ class ConstrainedSystem(System):
         return self._kernel_form
 
     @property
+    def eigenvalues(self) -> Tensor:
+        """Eigenvalues of the kernel given the equations."""
+        form = self.kernel_form
+        return super().eigenvalues if form is None else form.eigenvalues
+
+    @property
     def factorized(self) -> System | None:
         """Itself where the solution without the equations has a factorization of its own."""
         return self if self.free.factorized is self.free else self.kernel_form
