@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import linnet
 from linnet.app import cli
-from linnet.app.runs import adaptation, summary
+from linnet.app.runs import adaptation, results
 from linnet.continual import OnlineLaplace
 from linnet.files import write_atomic
 from linnet.likelihoods import Categorical
@@ -30,7 +30,7 @@ from tests.app.runs.small_tasks import write_nets, write_pictures
 from tests.continual.continual_cases import small_network, small_task
 
 ROOT = Path(__file__).resolve().parents[1]
-LOADED = (adaptation, summary)  # imported here, so that no process has to
+LOADED = (adaptation, results)  # imported here, so that no process has to
 TASKS, STEPS = 3, 4
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from linnet.app.runs.summary import score_table
+from linnet.app.runs.results import score_table
 from linnet.report.numbers import calibration_and_error, measured_share, share_error
 from linnet.report.records import Comparison, Content, Notes, Reliability, Scores
 from linnet.report.verdict import key_numbers, summary, trust

@@ -54,7 +54,7 @@ def demo_command(*, out: Path = Path("runs/demo"), seed: int = 0, overwrite: boo
     """
     from linnet.app.runs.demonstration import FLIPPED, adapt_digits, forget_flipped, prepare
     from linnet.app.runs.place import check_out, clear_run
-    from linnet.app.runs.summary import print_adaptation, print_change
+    from linnet.app.runs.results import print_adaptation, print_change
     from linnet.report.records import Comparison
 
     check_out(out)
@@ -98,7 +98,7 @@ def adapt_command(
     from linnet.app.runs.adaptation import adapt as run_adaptation
     from linnet.app.runs.folder import keep_fit
     from linnet.app.runs.quick import first_answer
-    from linnet.app.runs.summary import keep_adaptation, print_adaptation
+    from linnet.app.runs.results import keep_adaptation, print_adaptation
 
     name, model = options.data.stem, options.model
     run = first_answer if quick else run_adaptation
@@ -127,8 +127,6 @@ def predict_command(
         overwrite: Whether to replace a file that exists, where one is named by out.
     """
     from linnet.app.runs.folder import opened
-    from linnet.app.runs.newdata import read_new
-    from linnet.app.runs.pages import write
     from linnet.app.runs.queries import (
         check_table,
         predict_new,
@@ -137,7 +135,8 @@ def predict_command(
         told_rows,
         write_rows,
     )
-    from linnet.app.runs.summary import print_prediction
+    from linnet.app.runs.results import print_prediction, write
+    from linnet.app.runs.samples import read_new
 
     table = out or options.run / "predictions.csv"
     if out is not None:
@@ -170,11 +169,10 @@ def explain_command(
     from dataclasses import replace
 
     from linnet.app.runs.folder import opened
-    from linnet.app.runs.newdata import read_new
-    from linnet.app.runs.pages import place_of, write
     from linnet.app.runs.place import check_out
     from linnet.app.runs.queries import explain as explain_samples
-    from linnet.app.runs.summary import written
+    from linnet.app.runs.results import place_of, write, written
+    from linnet.app.runs.samples import read_new
 
     folder = out or options.run / "explain"
     check_out(folder, options.run)
@@ -203,7 +201,7 @@ def forget_command(
     from linnet.app.runs.changes import keep_change
     from linnet.app.runs.folder import opened
     from linnet.app.runs.place import check_out
-    from linnet.app.runs.summary import print_change
+    from linnet.app.runs.results import print_change
 
     check_out(out, options.run)
     change = forget_samples(opened(options), ids, verify)
@@ -228,9 +226,9 @@ def update_command(
     from linnet.app.runs.changes import keep_change
     from linnet.app.runs.changes import update as update_samples
     from linnet.app.runs.folder import opened
-    from linnet.app.runs.newdata import read_new, required_answers
     from linnet.app.runs.place import check_out
-    from linnet.app.runs.summary import print_change
+    from linnet.app.runs.results import print_change
+    from linnet.app.runs.samples import read_new, required_answers
 
     check_out(out, options.run)
     saved = opened(options)
@@ -369,7 +367,7 @@ def spectrum_command(
             as a task of an array job. Afterwards the same command without --part, and with --out, goes on.
         trust: Whether to run code that a run of another user names.
     """
-    from linnet.app.runs.pages import write
+    from linnet.app.runs.results import write
     from linnet.app.runs.spectrum import (
         check_place,
         examine,

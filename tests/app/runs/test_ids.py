@@ -11,7 +11,7 @@ import pytest
 
 from linnet.app import cli
 from linnet.app.runs.folder import load_run
-from linnet.app.runs.naming import find_samples, lines_of, named
+from linnet.app.runs.samples import find_samples, lines_of, named
 from linnet.errors import InputError
 from tests.app.runs.small_tasks import pictures, write_folder
 

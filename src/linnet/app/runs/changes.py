@@ -13,10 +13,9 @@ import torch
 
 from linnet.app.data import TaskData
 from linnet.app.runs.folder import SavedRun, TrainingSamples, load_test, save_run, test_digest
-from linnet.app.runs.naming import find_samples, named
-from linnet.app.runs.newdata import NewSamples
-from linnet.app.runs.pages import further, place_of, write
 from linnet.app.runs.place import clear_run, made_folder
+from linnet.app.runs.results import further, place_of, write
+from linnet.app.runs.samples import NewSamples, find_samples, named
 from linnet.errors import DataError, InputError
 from linnet.linear.dual import DualSystem
 from linnet.nested.nested_fit import NestedFit

@@ -10,7 +10,7 @@ from linnet.app.models import load_model
 from linnet.app.options import TaskOptions
 from linnet.app.runs.adaptation import TESTED, checked_features, ending, named_network, seconds_each
 from linnet.app.runs.normalization import normalized
-from linnet.app.runs.summary import in_plain_spaces
+from linnet.app.runs.results import in_plain_spaces
 from linnet.machine import find_device
 from linnet.params import integer
 from linnet.progress import is_verbose

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from linnet.app.runs.folder import TestSource, tested
-from linnet.app.runs.summary import score_table
+from linnet.app.runs.results import score_table
 from linnet.errors import FileFormatError, InputError
 from linnet.files import read_json
 from linnet.report.numbers import number

@@ -19,8 +19,7 @@ from linnet.app.runs import demo_net
 from linnet.app.runs.adaptation import Adaptation, adapt
 from linnet.app.runs.changes import Change, forget, report_change
 from linnet.app.runs.folder import keep_fit, save_run
-from linnet.app.runs.pages import write
-from linnet.app.runs.summary import keep_adaptation
+from linnet.app.runs.results import keep_adaptation, write
 from linnet.examples import load_digits
 from linnet.files import save, write_atomic
 from linnet.fitting.descent import nearest_class_mean

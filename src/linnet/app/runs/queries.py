@@ -15,10 +15,9 @@ import numpy as np
 from linnet.app.data import Part
 from linnet.app.data.task import InMemory
 from linnet.app.runs.folder import SavedRun, load_test
-from linnet.app.runs.naming import answer_in_words, find_samples, named
-from linnet.app.runs.newdata import NewSamples
-from linnet.app.runs.pages import place_of
 from linnet.app.runs.place import check_new_file
+from linnet.app.runs.results import place_of
+from linnet.app.runs.samples import NewSamples, answer_in_words, find_samples, named
 from linnet.errors import InputError
 from linnet.files import finite, write_text
 from linnet.report.evaluation import Predictions, name_of, predict, reliability, score_classes, score_values

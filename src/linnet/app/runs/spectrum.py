@@ -20,7 +20,7 @@ from linnet.app.runs.adaptation import (
 )
 from linnet.app.runs.folder import SavedRun, TrainingSamples, load_test, opened
 from linnet.app.runs.place import RECORD, check_out
-from linnet.app.runs.summary import score_table, written
+from linnet.app.runs.results import score_table, written
 from linnet.errors import InputError
 from linnet.fitting.fit import fit as fit_linear
 from linnet.fitting.head import with_head

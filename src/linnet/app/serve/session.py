@@ -17,9 +17,8 @@ from linnet.app.data import ImageTransform
 from linnet.app.data.folder import UNDAMAGED
 from linnet.app.runs.changes import forget
 from linnet.app.runs.folder import SavedRun
-from linnet.app.runs.naming import answer_in_words
-from linnet.app.runs.newdata import SUFFIXES, NewSamples, read_new
 from linnet.app.runs.queries import predict_new
+from linnet.app.runs.samples import SUFFIXES, NewSamples, answer_in_words, read_new
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.report.reading import explanations
 from linnet.report.tiles import thumbnail
