@@ -36,6 +36,7 @@ from linnet.curvatures.expectation import Expectation
 from linnet.errors import NumericalError
 from linnet.linalg.factorize import cholesky, require_finite
 from linnet.linalg.operator import LinearOperator
+from linnet.linear.formed_rows import FormedRows
 from linnet.linear.iterative import STAGNATED, CGSettings, accepted, solve_columns
 from linnet.linear.kernel_system import SHARE, kernel_fits
 from linnet.linear.label_problem import LabelProblem
@@ -629,7 +630,9 @@ class WeightNewton(NewtonSystem):
     def solved_rows(self, x: Inputs, what: str, memory: Memory = None) -> Iterator[tuple[Tensor, Tensor]]:
         """J(x) and H⁻¹ J(x)ᵀ, few examples at a time."""
         for part in track(list(split(x, max(1, self.settings.columns // self.c))), what):
-            yield from super().solved_rows(part, what, memory)
+            formed = FormedRows(self.function, part, self.c, memory or self.memory, keep=False)
+            rows, n = torch.cat([block for _, block in formed]), batch_size(part)
+            yield rows.view(n, self.c, -1), self.solve(rows.T.contiguous()).view(-1, n, self.c)
 
     def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
         """By the kernel, or by solves and products with J, which few columns make cheaper than its rows."""
