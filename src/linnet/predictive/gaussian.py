@@ -114,7 +114,7 @@ class GaussianPredictive(Predictive):
             raise InputError(
                 "joint_covariance of a prediction without it",
                 expected="predictive(x, joint=True)",
-                remedy="predict again with joint=True; a fit of the cross-entropy and baselines have none",
+                remedy="predict again with joint=True; a fit of the cross-entropy has none",
             )
         return self.full
 
