@@ -26,6 +26,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from linnet.errors import InputError
 from linnet.linear.formed_rows import Directions
 from linnet.memory import Plan, parse_bytes
 from linnet.tangent.batch import Inputs, batch_size
@@ -78,7 +79,11 @@ class Features(ABC):
     ) -> None:
         """Add s Φ(X)ᵀ β of shared features to a model in weights."""
         # beta (N, C)
-        raise NotImplementedError(f"{type(self).__name__} are not shared by the outputs")
+        raise InputError(
+            f"{type(self).__name__} as a model in weights",
+            expected="features that all outputs share",
+            remedy="take the kernel's own predictions",
+        )
 
     def weights(self, train: Examples, beta: Tensor, memory: Memory = None) -> Weights:
         """Φ(x) Φ(X)ᵀ β of shared features in weights."""
