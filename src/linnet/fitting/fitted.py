@@ -213,7 +213,7 @@ class Fitted(PredictiveModel):
         """
         x = self._examples(x)
         covariance = self.system.covariance(x, flag("joint", joint)) / self.ridge
-        mean = self.predict(x)
+        mean = self._outputs(x)
         turned = covariance.permute(2, 3, 0, 1) if joint else covariance.mT
         spread = (self._unit * (covariance + turned) / 2).to(mean.dtype)
         targets = Noise(self.noise, self.temperature, self.variance_scale, self._possible)

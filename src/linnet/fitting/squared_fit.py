@@ -142,6 +142,7 @@ class SquaredFit(Fitted):
 
     # -- predictions -----------------------------------------------------------------------------
 
+    @torch.no_grad()
     def _outputs(self, x: Inputs) -> Tensor:
         """f(x) of shared features: by a kernel that is kept, in weights, or by K(x, X)."""
         system, start = self.system, self._start(x)
