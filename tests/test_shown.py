@@ -24,7 +24,7 @@ SETTINGS = (
     "likelihoods",
     "optim.feature_schedules",
     "finetuning.augment",
-    "linalg.space",
+    "linalg.operator",
     "gauss_newton_batch",
 )
 

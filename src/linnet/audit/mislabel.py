@@ -271,7 +271,7 @@ def _checked(outputs: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
     if not bool(outputs.isfinite().all()):
         refuse("outputs", outputs, "finite numbers", "look for divergence of the training")
     given = tensor("labels", labels, "classes (N,)", "pass those that go with the outputs").to(outputs.device)
-    classes = given.long()
+    classes = given.long().clone()  # of our own
     if outputs.ndim != 2 or classes.shape != outputs.shape[:1] or not len(classes):
         raise InputError(
             f"outputs has shape {tuple(outputs.shape)} and labels {tuple(classes.shape)}",
