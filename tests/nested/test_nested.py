@@ -12,7 +12,7 @@ import linnet
 from linnet.errors import NumericalError
 from linnet.fitting import squared_fit
 from linnet.integrations.pretrained import BUILDERS
-from linnet.linear.features import Sum
+from linnet.linear.features import WeightedSum
 from linnet.linear.targets import Targets, make_targets
 from linnet.nested import search
 from linnet.nested.adapt import HEADS
@@ -87,11 +87,11 @@ def test_predictions_in_weights_are_those_by_the_kernel(
     alike = linnet.adapt(NET, (X[:N], Y[:N]), weight=weight, ridge=RIDGE)
     expected = solution(reference(NET, X, N, weight), GOAL, RIDGE, torch.arange(N))
     # by weights no kernel between new and old samples is formed, and the kernel needs no directions
-    monkeypatch.setattr(Sum, "cross", lambda *_: pytest.fail("a kernel"))
+    monkeypatch.setattr(WeightedSum, "cross", lambda *_: pytest.fail("a kernel"))
     assert near(fit.predict(X), expected)
     monkeypatch.undo()
     monkeypatch.setattr(squared_fit, "SHARE", 0.0)
-    monkeypatch.setattr(Sum, "weights", lambda *_: pytest.fail("weights"))
+    monkeypatch.setattr(WeightedSum, "weights", lambda *_: pytest.fail("weights"))
     if weight:  # a probe's weights take no memory to speak of
         assert near(alike.predict(X), expected)
 

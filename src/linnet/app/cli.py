@@ -130,7 +130,7 @@ def _run(words: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _messages(settings: Settings, flags: AbstractSet[str]) -> Iterator[None]:
+def _messages(settings: CallOptions, flags: AbstractSet[str]) -> Iterator[None]:
     """The level of messages on standard error: none, progress, or everything."""
     amount = "0" if "--quiet" in flags else "2" if "--verbose" in flags else os.environ.get("LINNET_PROGRESS")
     before, start = os.environ.get("LINNET_PROGRESS"), time.monotonic()
@@ -151,7 +151,7 @@ def _messages(settings: Settings, flags: AbstractSet[str]) -> Iterator[None]:
             print(f"{format_seconds(time.monotonic() - start)} in all", file=sys.stderr)
 
 
-def _execute(command: Command, settings: Settings, flags: AbstractSet[str]) -> int:
+def _execute(command: Command, settings: CallOptions, flags: AbstractSet[str]) -> int:
     """Call the command, and leave the settings beside what it wrote, even when it was interrupted."""
     as_json, trust = "--json" in flags, "--trust" in flags
     values = dict(settings.values)
@@ -221,7 +221,7 @@ def _started(command: Command, values: Mapping[str, Any]) -> Iterator[bool]:
 
 
 def _claimed(
-    command: Command, settings: Settings, goes_on: bool = True
+    command: Command, settings: CallOptions, goes_on: bool = True
 ) -> contextlib.AbstractContextManager[None]:
     """The folder of a command that writes a run, for this process alone until the settings are in it too."""
     values = settings.values
@@ -233,7 +233,7 @@ def _claimed(
     return claimed(Path(values["out"]), command.name, settings.yaml, overwrite, values.get("run"))
 
 
-def _write_replay(name: str, settings: Settings, folder: object) -> None:
+def _write_replay(name: str, settings: CallOptions, folder: object) -> None:
     """Write the settings into the run's folder, where there is one, in the form that `--config` reads."""
     if not isinstance(folder, str | os.PathLike) or not Path(folder).is_dir():
         return
@@ -335,7 +335,7 @@ def _unknown_command(name: str) -> InputError:
 
 
 @dataclass(frozen=True)
-class Settings:
+class CallOptions:
     """The options of one call: by parameter name, as the YAML that `--config` reads, and what was typed."""
 
     # `typed` holds the words beside a `--config`, such as `--shots=3`; None where there is no `--config`.
@@ -409,7 +409,7 @@ class Command:
         }
         return {**options, **dict.fromkeys(["--config", "--help", *self.flags], ())}
 
-    def parse(self, words: Sequence[str]) -> Settings:
+    def parse(self, words: Sequence[str]) -> CallOptions:
         """Read the options."""
         parser, given = self._parser(), self._normalize(words)
         _check_configs(self.name, given)
@@ -426,7 +426,7 @@ class Command:
                 remedy=f"linnet {self.name} --help shows every option",
             ) from error
         values = {name: getattr(found, name) for name in self.types if name != "trust"}
-        return Settings(values, parser.dump(found), typed if files else None)
+        return CallOptions(values, parser.dump(found), typed if files else None)
 
     def _parser(self) -> jsonargparse.ArgumentParser:
         """The parser of the function's signature."""

@@ -100,7 +100,7 @@ def select(
     pool = checked_inputs(fit.module, pool, "pool")
     _check_pool(fit, pool, n)
     counted = None if at is None else checked_inputs(fit.module, at, "at")
-    state = _State(fit, pool, counted, criterion)
+    state = _Covariances(fit, pool, counted, criterion)
     unit = fit.noise / fit.ridge if criterion in ("variance", "uncertainty") else 1.0
     taken = torch.zeros(batch_size(pool), dtype=torch.bool, device=state.own.device)
     first = state.scores()
@@ -123,7 +123,7 @@ def select(
     )
 
 
-class _State:
+class _Covariances:
     """Covariances of a pool, of the examples that count, and between them, given the choices so far."""
 
     def __init__(self, fit: LinearFit, pool: Inputs, at: Inputs | None, criterion: str) -> None:

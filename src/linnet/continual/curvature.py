@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.continual.method import Prepare
-from linnet.continual.quadratic import Block, computing_type, same_random_state, unwrapped
+from linnet.continual.quadratic import PenaltyBlock, computing_type, same_random_state, unwrapped
 from linnet.curvatures.build import check_options, watched
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.settings import (
@@ -39,13 +39,13 @@ OUTPUTS = "shifted."  # where a shifted network keeps the network itself
 class TaskCurvature:
     """The curvature of a task, to be added to that of others."""
 
-    blocks: tuple[Block, ...]  # λ times the curvature, layer by layer
+    blocks: tuple[PenaltyBlock, ...]  # λ times the curvature, layer by layer
     device: torch.device  # where it is
     dtype: torch.dtype  # its type
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
+class CurvatureRecipe:
     """Settings of the curvature of a task."""
 
     likelihood: Likelihood  # what the outputs mean
@@ -131,11 +131,11 @@ class Recipe:
         """The curvature of a task in the form in which it is kept."""
         measured = self.measure(model, data, output, prepare)
         kind = computing_type(measured.dtype)
-        blocks = [Block.of(part, strength, measured.made.examples, kind) for part in measured.parts]
+        blocks = [PenaltyBlock.of(part, strength, measured.made.examples, kind) for part in measured.parts]
         return TaskCurvature(tuple(_renamed(block) for block in blocks), measured.device, kind)
 
 
-def make_recipe(caller: type, likelihood: Any, structure: Any, options: CurvatureOptions) -> Recipe:
+def make_recipe(caller: type, likelihood: Any, structure: Any, options: CurvatureOptions) -> CurvatureRecipe:
     """A recipe, if its parts can be used for remembering."""
     check_likelihood(likelihood)
     check_options(caller, structure, options)
@@ -157,17 +157,17 @@ def make_recipe(caller: type, likelihood: Any, structure: Any, options: Curvatur
             expected='"gauss-newton", "fisher" or "auto"',
             remedy="leave matrix= out",
         )
-    return Recipe(likelihood, structure, options)
+    return CurvatureRecipe(likelihood, structure, options)
 
 
-def _renamed(block: Block) -> Block:
+def _renamed(block: PenaltyBlock) -> PenaltyBlock:
     """A block with the network's own parameter names."""
     shapes = {name.removeprefix(OUTPUTS): shape for name, shape in block.layer.shapes_by_name.items()}
     name = block.layer.name.removeprefix(OUTPUTS)
     return replace(block, layer=replace(block.layer, name=name, shapes_by_name=shapes))
 
 
-class _Shifted(nn.Module):
+class _ShiftedNetwork(nn.Module):
     """f₀(x) + s with s given as one more input: its Jacobian is J(x), its value that of the linear model."""
 
     def __init__(self, function: Functional) -> None:
@@ -188,7 +188,7 @@ class _Shifted(nn.Module):
         return moved
 
 
-def _at_delta(network: Linearized, data: Any) -> tuple[_Shifted, tuple[Inputs, Tensor | None]]:
+def _at_delta(network: Linearized, data: Any) -> tuple[_ShiftedNetwork, tuple[Inputs, Tensor | None]]:
     """The linear model's outputs, with the network's Jacobian, as a network and data for it."""
     # The curvature of f₀ + J δ has the Jacobian of θ₀ and Λ at the outputs at δ.
     function = network.function.copy()
@@ -199,7 +199,7 @@ def _at_delta(network: Linearized, data: Any) -> tuple[_Shifted, tuple[Inputs, T
         xs.append(_with_shift(batch.x, shift))
         if batch.y is not None:
             ys.append(batch.y)
-    return _Shifted(function).eval(), (concatenate(xs), torch.cat(ys) if ys else None)
+    return _ShiftedNetwork(function).eval(), (concatenate(xs), torch.cat(ys) if ys else None)
 
 
 def _with_shift(x: Inputs, shift: Tensor) -> Inputs:

@@ -10,7 +10,14 @@ from torch import nn
 
 from linnet.continual.curvature import make_recipe
 from linnet.continual.method import ContinualMethod, Prepare, check_network
-from linnet.continual.quadratic import Live, Precision, Quadratic, check_merge, moved_anchor, moved_term
+from linnet.continual.quadratic import (
+    Live,
+    PenaltyPrecision,
+    Quadratic,
+    check_merge,
+    moved_anchor,
+    moved_term,
+)
 from linnet.curvatures.settings import CurvatureOptions, Structure
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood
@@ -104,7 +111,7 @@ class EWC(ContinualMethod):
         if self.strength > 0:
             live = Live.of(self.model)
             online = self.variant == "online" and bool(self._terms)
-            before = self._terms[0] if online else Quadratic({}, Precision())
+            before = self._terms[0] if online else Quadratic({}, PenaltyPrecision())
             for known in self._terms:
                 live.difference(known.anchor)  # refuses parameters of another shape
             task = self._recipe.task(self.model, data, output, prepare)

@@ -15,9 +15,9 @@ from linnet.continual.method import (
     check_network,
 )
 from linnet.continual.quadratic import (
-    Block,
     Live,
-    Precision,
+    PenaltyBlock,
+    PenaltyPrecision,
     Quadratic,
     computing_type,
     moved_term,
@@ -200,10 +200,10 @@ class SynapticIntelligence(ContinualMethod):
     def _quadratic(self, importance: Params, anchor: Params) -> Quadratic:
         """The penalty c Σ Ω δ² as a quadratic with weight 2c."""
         blocks = tuple(
-            Block(Layer(name, {name: tuple(t.shape)}), "diagonal", (Diagonal(t.flatten()),), 0.0)
+            PenaltyBlock(Layer(name, {name: tuple(t.shape)}), "diagonal", (Diagonal(t.flatten()),), 0.0)
             for name, t in importance.items()
         )
-        return Quadratic(anchor, Precision(blocks), 2 * self.strength)
+        return Quadratic(anchor, PenaltyPrecision(blocks), 2 * self.strength)
 
     def _divisor(self, examples: float | None) -> float:
         if examples is not None:

@@ -10,11 +10,11 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from linnet.continual.curvature import Recipe, make_recipe
+from linnet.continual.curvature import CurvatureRecipe, make_recipe
 from linnet.continual.method import ContinualMethod, Prepare, check_network
 from linnet.continual.quadratic import (
     Live,
-    Precision,
+    PenaltyPrecision,
     Quadratic,
     check_merge,
     moved_anchor,
@@ -41,10 +41,10 @@ from linnet.tangent.selection import Selector, select_parameters
 
 @torch.no_grad()
 def log_evidence(
-    recipe: Recipe,
+    recipe: CurvatureRecipe,
     model: nn.Module,
     quadratics: Sequence[Quadratic],
-    precision: Precision,
+    precision: PenaltyPrecision,
     merge: str,
     data: Any,
     output: OutputAdapter = None,
@@ -82,7 +82,7 @@ def log_evidence(
     return -nll - distance - 0.5 * gained
 
 
-def _logdet(precision: Precision) -> float:
+def _logdet(precision: PenaltyPrecision) -> float:
     """Σ log det of the blocks, the prior included."""
     return sum(float(part.operator.logdet()) for part in precision.parts())
 
@@ -164,7 +164,7 @@ class OnlineLaplace(ContinualMethod):
         self.strength, self.merge = number("strength", strength, least=0), merge
         self._prior = number("prior_precision", prior_precision, least=0)
         start = _prior_anchor(model, prior_mean, options.get("params"), self._prior)
-        self._main = Quadratic({}, Precision(prior=self._prior))
+        self._main = Quadratic({}, PenaltyPrecision(prior=self._prior))
         self._start = start
 
     def after_step(self) -> None:
@@ -402,10 +402,10 @@ class NonOnlineLaplace(ContinualMethod):
     ) -> None:
         check_merge(merge)
         self.model, self.tasks = check_network(model), 0
-        self._recipe: Recipe = make_recipe(type(self), likelihood, structure, options)
+        self._recipe: CurvatureRecipe = make_recipe(type(self), likelihood, structure, options)
         self.strength, self.merge = number("strength", strength, least=0), merge
         self._prior = number("prior_precision", prior_precision, least=0)
-        self._main = Quadratic({}, Precision(prior=self._prior))
+        self._main = Quadratic({}, PenaltyPrecision(prior=self._prior))
         self._past: list[PastTask] = []
 
     def after_step(self) -> None:
@@ -434,7 +434,7 @@ class NonOnlineLaplace(ContinualMethod):
                 )
             kept = held(data, self._recipe.passes.memory, keep=True)
             past = [*self._past, PastTask(kept, output, prepare)]
-            precision, device, kind = Precision(prior=self._prior), torch.device("cpu"), torch.float32
+            precision, device, kind = PenaltyPrecision(prior=self._prior), torch.device("cpu"), torch.float32
             for task in past:
                 own = self._recipe.task(self.model, task.data, task.output, task.prepare, self.strength)
                 precision = precision.plus(own.blocks, self.merge)
@@ -521,4 +521,4 @@ def _prior_anchor(model: nn.Module, mean: PriorMean, params: Selector, prior: fl
     else:
         refuse("prior_mean", mean, 'None, "initial", a number, or tensors by name')
     reached = {name: tuple(value.shape) for name, value in anchor.items()}
-    return Quadratic(anchor, Precision(prior=prior, reached=reached))
+    return Quadratic(anchor, PenaltyPrecision(prior=prior, reached=reached))

@@ -294,7 +294,7 @@ WHOLE = ("full", "low-rank")  # one block for all parameters, whichever they are
 
 @node()
 @dataclass(frozen=True, eq=False)
-class Block:
+class PenaltyBlock:
     """A layer's part of Λ."""
 
     layer: Layer  # the layer
@@ -304,7 +304,7 @@ class Block:
     examples: float  # number of inputs behind the means of Kronecker products, examples where there are none
 
     @classmethod
-    def of(cls, part: Part, strength: float, examples: float, like: torch.dtype) -> Block:
+    def of(cls, part: Part, strength: float, examples: float, like: torch.dtype) -> PenaltyBlock:
         """The block of one task."""
         operator = moved(part.operator, part.operator.device, like)
         # positions without a label are in no mean
@@ -316,7 +316,7 @@ class Block:
         """Whether the order is that of the matrix [W b]."""
         return Part(self.layer, self.terms[0], self.structure).joined
 
-    def accepts(self, other: Block) -> bool:
+    def accepts(self, other: PenaltyBlock) -> bool:
         """Whether another task's block describes the same parameters in the same form."""
         if self.structure != other.structure or self._joined != other._joined:
             return False
@@ -324,7 +324,7 @@ class Block:
             return True
         return self.layer.names == other.layer.names and self.layer.transposed == other.layer.transposed
 
-    def plus(self, other: Block, merge: str) -> Block:
+    def plus(self, other: PenaltyBlock, merge: str) -> PenaltyBlock:
         """The sum with another task's block."""
         shapes = _united(self.layer.shapes_by_name, other.layer.shapes_by_name)
         layer = replace(other.layer, shapes_by_name=shapes)
@@ -335,9 +335,9 @@ class Block:
             counts = (self.examples, other.examples)
             one = summed(terms[0], fresh[0], merge, counts, layer.transposed)
             terms, fresh = ([one], []) if one is not None else (terms, fresh)
-        return Block(layer, self.structure, (*terms, *fresh), examples)
+        return PenaltyBlock(layer, self.structure, (*terms, *fresh), examples)
 
-    def times(self, factor: float) -> Block:
+    def times(self, factor: float) -> PenaltyBlock:
         """A multiple."""
         return replace(self, terms=tuple(scaled(term, factor) for term in self.terms))
 
@@ -413,15 +413,15 @@ def moved(operator: StructuredOperator, device: torch.device, dtype: torch.dtype
 
 @node()
 @dataclass(frozen=True, eq=False)
-class Precision:
+class PenaltyPrecision:
     """Λ = p I + Σ of blocks; p I for the parameters that a task has reached, nothing for others."""
 
-    blocks: tuple[Block, ...] = ()  # the curvature, layer by layer
+    blocks: tuple[PenaltyBlock, ...] = ()  # the curvature, layer by layer
     prior: float = 0.0  # p, the precision of the prior
     # shapes of the parameters that have had curvature, which p applies to
     reached: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def plus(self, blocks: Iterable[Block], merge: str, decay: float = 1.0) -> Precision:
+    def plus(self, blocks: Iterable[PenaltyBlock], merge: str, decay: float = 1.0) -> PenaltyPrecision:
         """Λ after one more task."""
         known = [block.times(decay) for block in self.blocks]
         reached = dict(self.reached)
@@ -435,7 +435,7 @@ class Precision:
                 known.append(block)
             else:
                 known[place] = known[place].plus(block, merge)
-        return Precision(tuple(known), self.prior, reached)
+        return PenaltyPrecision(tuple(known), self.prior, reached)
 
     @property
     def names(self) -> list[str]:
@@ -455,7 +455,7 @@ class Precision:
                 out[name] = self.prior * delta[name]
         return out
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Precision:
+    def to(self, device: torch.device, dtype: torch.dtype) -> PenaltyPrecision:
         """Λ on another device or in another type."""
         return replace(
             self,
@@ -487,7 +487,7 @@ class Precision:
         return tuple(Part(b.layer, b.terms[0].damped(self.prior), b.structure) for b in self.blocks)
 
 
-def _with_curvature(block: Block) -> dict[str, tuple[int, ...]]:
+def _with_curvature(block: PenaltyBlock) -> dict[str, tuple[int, ...]]:
     """The parameters of a task's block whose diagonal is not all zero."""
     diagonal = torch.stack([term.diagonal() for term in block.terms]).sum(0)
     shapes = block.layer.shapes_by_name
@@ -539,7 +539,7 @@ class Quadratic:
     """w/2 (θ − μ)ᵀ Λ (θ − μ)."""
 
     anchor: Params  # μ by parameter name
-    precision: Precision  # Λ
+    precision: PenaltyPrecision  # Λ
     weight: float = 1.0  # w
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Quadratic:
@@ -566,7 +566,7 @@ def value_and_gradient(quadratics: Sequence[Quadratic], live: Live) -> tuple[Ten
     return total, gradients
 
 
-class _Penalty(torch.autograd.Function):
+class _SummedPenalty(torch.autograd.Function):
     """The penalty, whose products Λ δ are formed once for value and gradient."""
 
     @staticmethod
@@ -610,7 +610,7 @@ def penalty(quadratics: Sequence[Quadratic], live: Live, observe: Observe | None
     names = [n for n, t in live.tensors.items() if n in wanted and t.requires_grad]
     if names:
         tensors = [live.tensors[name] for name in names]
-        apply: Any = _Penalty.apply
+        apply: Any = _SummedPenalty.apply
         value: Tensor = apply(quadratics, live, names, observe, *tensors)
         return value
     if wanted & set(live.tensors):
@@ -620,7 +620,7 @@ def penalty(quadratics: Sequence[Quadratic], live: Live, observe: Observe | None
     return torch.zeros((), dtype=some.dtype, device=some.device)
 
 
-def moved_anchor(anchor: Mapping[str, Tensor], live: Live, precision: Precision) -> Params:
+def moved_anchor(anchor: Mapping[str, Tensor], live: Live, precision: PenaltyPrecision) -> Params:
     """μ after a task: the parameters as they are, and of those that are absent the last known ones."""
     values = live.values()
     kept = {name: mu for name, mu in anchor.items() if name not in values}

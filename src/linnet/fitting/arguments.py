@@ -79,7 +79,7 @@ def positions(indices: Any, n: int, leave: int = 1) -> Tensor:
 
 @node()
 @dataclass(frozen=True)
-class Record:
+class Choices:
     """Choices of a fit, their reasons and costs."""
 
     solver: str  # ``"dual"``, ``"primal"``, ``"cg"`` or ``"sgd"``

@@ -14,7 +14,7 @@ from linnet.fitting.accuracy import sound_fit
 from linnet.fitting.arguments import base_outputs, check_ridge
 from linnet.fitting.combinations import averaged, drawn_combinations, explain_outputs
 from linnet.fitting.cross_fit import Chosen, CrossFit, chosen_ridge, find_cross_fit, given_ridge
-from linnet.fitting.linear_fit import LinearFit, Record
+from linnet.fitting.linear_fit import Choices, LinearFit
 from linnet.fitting.plan import Size, affordable, choose_solver
 from linnet.fitting.remarks import head_remarks, held_remarks, single_remarks, unused_remarks
 from linnet.fitting.sketch import deflated, sketched
@@ -252,7 +252,7 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     of_head = (folds.said,) if folds is not None else head_remarks(lin.model, x, y)
     name = "sketch" if "sketch" in reasons else chosen
     said = (*held_remarks(lin.function), *of_head, *single_remarks(made), *_of_scale(lin, x, y, made, f0))
-    record = Record(name, criterion, reasons, said, seconds)
+    record = Choices(name, criterion, reasons, said, seconds)
     if loss == "cross-entropy":
         settings = affordable(lin.function, x, settings, memory) if chosen == "cg" else settings
         labels = class_problem(module.function, x, f0, made.values)
@@ -445,7 +445,9 @@ def _factorized(
     return system.at(taken.ridge), taken
 
 
-def _by_one_kernel(module: Linearized, work: Work, targets: Targets, f0: Tensor, record: Record) -> LinearFit:
+def _by_one_kernel(
+    module: Linearized, work: Work, targets: Targets, f0: Tensor, record: Choices
+) -> LinearFit:
     """Form the kernel that all outputs share, choose ρ, solve; with cross-fitted heads, by folds too."""
     asked, x, ridge, memory = work.solving.shared or Shared(), work.x, work.ridge, work.memory
     combinations = drawn_combinations(f0.shape[1], asked.combinations, asked.seed).to(f0.device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from linnet import pages
-from linnet.fitting.arguments import Record, count_in_words, positions
+from linnet.fitting.arguments import Choices, count_in_words, positions
 from linnet.fitting.export import checked_module
 from linnet.fitting.merged import Merged
 from linnet.fitting.plots import FitPlots, eigenvalues_of
@@ -58,7 +58,7 @@ class Fitted(PredictiveModel):
     loss: ClassVar[str] = "squared"  # as ``linnet.fit`` calls it
     chosen_path: SoftmaxPath | None = None  # the path that the ridge was chosen from, where it is kept
 
-    def __init__(self, system: System | NewtonSystem, targets: Targets, record: Record) -> None:
+    def __init__(self, system: System | NewtonSystem, targets: Targets, record: Choices) -> None:
         self.system, self.x = system, system.x
         self._targets, self.record = targets, record
         self.held_out: Tensor | None = None
@@ -66,7 +66,7 @@ class Fitted(PredictiveModel):
     # -- what a subclass says --------------------------------------------------------------------
 
     @abstractmethod
-    def _made(self, system: Any, targets: Targets, record: Record) -> Self:
+    def _made(self, system: Any, targets: Targets, record: Choices) -> Self:
         """A fit by another system of the same model."""
 
     @abstractmethod

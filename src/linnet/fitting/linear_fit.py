@@ -18,7 +18,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.fitting.accuracy import sound_change
-from linnet.fitting.arguments import Record as Record
+from linnet.fitting.arguments import Choices as Choices
 from linnet.fitting.arguments import base_outputs, count_in_words, linear_outputs
 from linnet.fitting.export import ExportedPosterior, exported_directions, exported_fit
 from linnet.fitting.fit_files import write_fit
@@ -64,7 +64,7 @@ class LinearFit(SquaredFit):
         (torch.Size([3, 1]), 2)
     """
 
-    def __init__(self, module: Linearized, targets: Targets, system: System, record: Record) -> None:
+    def __init__(self, module: Linearized, targets: Targets, system: System, record: Choices) -> None:
         super().__init__(system, targets, record)
         self.module = module
         if not system.shared:
@@ -184,7 +184,7 @@ class LinearFit(SquaredFit):
         what = f"constrained {count_in_words(batch_size(x))}"
         return sound_change(self._changed(self._targets, system, what, start))
 
-    def _made(self, system: System, targets: Targets, record: Record) -> LinearFit:
+    def _made(self, system: System, targets: Targets, record: Choices) -> LinearFit:
         """A fit by another system on the same network."""
         if system.constraints is not None:
             record = replace(record, reasons={**record.reasons, "constraints": system.constraints.says()})

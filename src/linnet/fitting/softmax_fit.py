@@ -31,7 +31,7 @@ from linnet.fitting.cross_fit import CrossFit
 from linnet.fitting.export import ExportedPosterior, exported_fit
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import Fitted, joined_targets
-from linnet.fitting.linear_fit import Record
+from linnet.fitting.linear_fit import Choices
 from linnet.fitting.merged import Merged, merged_network
 from linnet.fitting.remarks import empty_remarks
 from linnet.fitting.softmax_path import (
@@ -90,7 +90,7 @@ class SoftmaxFit(Fitted):
     system: NewtonSystem  # the solved problem
     loss = "cross-entropy"
 
-    def __init__(self, module: Linearized, targets: Targets, system: NewtonSystem, record: Record) -> None:
+    def __init__(self, module: Linearized, targets: Targets, system: NewtonSystem, record: Choices) -> None:
         super().__init__(system, targets, record)
         self.module = module
         with torch.no_grad():
@@ -266,7 +266,7 @@ class SoftmaxFit(Fitted):
         targets, what = joined_targets(self._targets, new), f"added {count_in_words(len(new.values))}"
         return sound_change(self._changed(targets, self.system.extended(more), what, start))
 
-    def _made(self, system: NewtonSystem, targets: Targets, record: Record) -> SoftmaxFit:
+    def _made(self, system: NewtonSystem, targets: Targets, record: Choices) -> SoftmaxFit:
         """A fit by another system on the same network."""
         return SoftmaxFit(Linearized(self.module.function), targets, system, record)
 
@@ -333,7 +333,7 @@ class SoftmaxTask:
 
 def solve_softmax(
     task: SoftmaxTask,
-    record: Record,
+    record: Choices,
     settings: CGSettings,
     operator: LinearOperator | None,
     folds: CrossFit | None,
@@ -363,7 +363,7 @@ def solve_softmax(
 
 
 def _solve_dual(
-    task: SoftmaxTask, record: Record, settings: CGSettings, folds: CrossFit | None
+    task: SoftmaxTask, record: Choices, settings: CGSettings, folds: CrossFit | None
 ) -> tuple[KernelNewton, Tensor | None, SoftmaxPath | None]:
     """Form K, choose ρ, take Newton steps; with cross-fitted heads, the held-out outputs too."""
     start = time.perf_counter()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from linnet.errors import DataError, InputError
 from linnet.fitting.accuracy import answerable, sound_change
-from linnet.fitting.arguments import CRITERIA, Record, count_in_words, ridge_grid
+from linnet.fitting.arguments import CRITERIA, Choices, count_in_words, ridge_grid
 from linnet.fitting.cross_fit import chosen_ridge
 from linnet.fitting.fitted import Fitted, joined_targets
 from linnet.linear.dual import RidgePath
@@ -46,7 +46,7 @@ class SquaredFit(Fitted):
 
     system: System  # the solved equations
 
-    def __init__(self, system: System, targets: Targets, record: Record) -> None:
+    def __init__(self, system: System, targets: Targets, record: Choices) -> None:
         super().__init__(system, targets, record)
         self._moderation: tuple[float, float] | None = None
         self._point_temperature: float | None = None

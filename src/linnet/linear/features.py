@@ -5,7 +5,7 @@
     Heads        the mean of the tangent kernels of H outputs       k (N, M)
     Explicit     features φ(x) that are computed                    k (N, M)
     Constant     an intercept                                       k (N, M)
-    Sum          Σ w_t k_t of several of these                      k (N, M)
+    WeightedSum          Σ w_t k_t of several of these                      k (N, M)
 
 The last four are *shared*: every output has the kernel k and weights of its own, K = k ⊗ I. In weights
 
@@ -237,7 +237,7 @@ class Constant(Features):
 
 
 @dataclass(frozen=True, eq=False)
-class Sum(Features):
+class WeightedSum(Features):
     """Σ w_t k_t: features of several kinds side by side, each with its prior variance."""
 
     terms: tuple[tuple[float, Features], ...]  # w_t and the features; at most one kind has formed rows

@@ -215,7 +215,7 @@ class BatchedDifferences(SummedOperator):
 # K̃ and J̃ᵀJ̃ of a linear model as operators.
 
 
-class KernelOperator(LinearOperator):
+class KernelProducts(LinearOperator):
     """K̃ = J̃ J̃ᵀ over the data, (N·C) × (N·C): one VJP and one JVP a pass, K̃ is not formed."""
 
     def __init__(self, problem: Problem) -> None:
@@ -377,7 +377,7 @@ def make_measure(
     # right (P,)
     size, primal = problem.n * problem.c, operator.space is not None
     if primal and how.derivative == "exact" and operator.shape[0] >= size:
-        operator, primal = KernelOperator(problem), False
+        operator, primal = KernelProducts(problem), False
     start = right.double() if primal else problem.residual.reshape(-1)
     facts = problem.squared, problem.count, problem.log_noise
     if operator.shape[0] <= SMALL:
@@ -462,7 +462,7 @@ class Iterative(System):
             elif self.space == "stored":
                 self.reused.operator = stored_kernel(self.problem, self.memory)
             else:
-                self.reused.operator = KernelOperator(self.problem)
+                self.reused.operator = KernelProducts(self.problem)
         return self.reused.operator
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from linnet import params as check
 from linnet.distributed import sharing
 from linnet.errors import InputError
-from linnet.fitting.arguments import Record
+from linnet.fitting.arguments import Choices
 from linnet.fitting.last_layer import Appended, ending_linear, last_linear, selected_inside
 from linnet.fitting.remarks import single_remarks
 from linnet.linear.targets import doubts, task_targets, understood
@@ -168,7 +168,7 @@ def _adapted(
     features.function.check_runs(take(x, slice(0, 1)))
     remarks = (*heard.warnings, *said, *single_remarks(targets))
     reasons, seconds = {"targets": understood(targets)}, {"network": time.perf_counter() - begin}
-    record = Record(
+    record = Choices(
         "dual", "loo", {**heard.reasons(), **reasons}, remarks, seconds, heard.classes, heard.columns
     )
     return solved(features, x, targets, memory, record, chosen)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from linnet.errors import ModelError
 from linnet.fitting.last_layer import BELOW, features, last_linear, replace_module, zero_layer
 from linnet.linalg.operator import ParameterSpace
-from linnet.linear.features import Constant, Examples, Explicit, Features, Heads, Sum
+from linnet.linear.features import Constant, Examples, Explicit, Features, Heads, WeightedSum
 from linnet.nested.search import BIAS, Mixture
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import IDLE, Functional, copied
@@ -103,11 +103,11 @@ class Prior:
     mixture: Mixture  # how the kernels are added
 
     @property
-    def features(self) -> Sum:
+    def features(self) -> WeightedSum:
         """κ + (1 − w)/m_head K_head + w/m_body K_body."""
         mixed, center = self.mixture, self.center.double()
         head: Features = Explicit(self.network.phi, center)
         terms = [(BIAS, Constant(center.device)), ((1 - mixed.weight) / mixed.head, head)]
         if mixed.weight:
             terms.append((mixed.weight / mixed.body, self.network.body))
-        return Sum(tuple(terms))
+        return WeightedSum(tuple(terms))

@@ -21,7 +21,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.files import save
 from linnet.fitting.accuracy import TOLERANCE
-from linnet.fitting.arguments import Record, count_in_words, positions
+from linnet.fitting.arguments import Choices, count_in_words, positions
 from linnet.fitting.fitted import joined_targets, kept
 from linnet.fitting.last_layer import HIDDEN, Appended
 from linnet.fitting.merged import Merged, compared
@@ -76,7 +76,7 @@ class NestedFit(SquaredFit):
 
     system: KernelSystem
 
-    def __init__(self, prior: Prior, targets: Targets, system: KernelSystem, record: Record) -> None:
+    def __init__(self, prior: Prior, targets: Targets, system: KernelSystem, record: Choices) -> None:
         super().__init__(system, targets, record)
         self.prior = prior
         self.rungs: tuple[Rung, ...] = ()
@@ -129,7 +129,7 @@ class NestedFit(SquaredFit):
         """Zero: nothing of a new task is known before the data."""
         return 0.0
 
-    def _made(self, system: System, targets: Targets, record: Record) -> NestedFit:
+    def _made(self, system: System, targets: Targets, record: Choices) -> NestedFit:
         """A fit by another system, with what held-out folds told: closed forms cannot find that again."""
         assert isinstance(system, KernelSystem)
         made = NestedFit(self.prior, targets, system, record)
@@ -337,7 +337,7 @@ def solved(
     x: Inputs,
     targets: Targets,
     memory: str | int | None,
-    record: Record,
+    record: Choices,
     given: tuple[float | None, float | None] = (None, None),
     file: Path | None = None,
 ) -> NestedFit:

@@ -100,7 +100,7 @@ def decomposition(method: str | Decomposition) -> Decomposition:
 
 
 @dataclass(frozen=True)
-class Request:
+class EigenRequest:
     """The kernel to decompose, and the accuracy."""
 
     function: Functional  # the network
@@ -122,7 +122,7 @@ class Pairs:
 
 
 def kernel_eigenpairs(
-    request: Request,
+    request: EigenRequest,
     given: Tensor | None = None,
     memory: str | int | None = None,
     progress: bool | None = None,
@@ -146,7 +146,7 @@ def check_count(k: Any, limit: int, what: str) -> None:
         )
 
 
-def _choose(request: Request, given: Tensor | None, memory: str | int | None) -> Method:
+def _choose(request: EigenRequest, given: Tensor | None, memory: str | int | None) -> Method:
     """The method, matrix-free where the Gram matrix would not fit."""
     method = request.how.method
     if method == "matrix-free" and given is not None:
@@ -162,7 +162,7 @@ def _choose(request: Request, given: Tensor | None, memory: str | int | None) ->
 
 
 def _matrix(
-    request: Request,
+    request: EigenRequest,
     given: Tensor | None,
     memory: str | int | None,
     progress: bool | None,
@@ -183,7 +183,7 @@ def _matrix(
 
 
 def _decompose(
-    request: Request, matrix: Tensor, method: Method, memory: str | int | None, progress: bool | None
+    request: EigenRequest, matrix: Tensor, method: Method, memory: str | int | None, progress: bool | None
 ) -> Pairs:
     """Leading eigenpairs of a stored matrix."""
     rows = matrix.shape[0]
@@ -198,7 +198,7 @@ def _decompose(
         return _full(request, matrix, memory, progress)
 
 
-def _full(request: Request, matrix: Tensor, memory: str | int | None, progress: bool | None) -> Pairs:
+def _full(request: EigenRequest, matrix: Tensor, memory: str | int | None, progress: bool | None) -> Pairs:
     """All eigenpairs, the leading k of them kept."""
     rows = matrix.shape[0]
     bytes_ = 8 * rows * rows
@@ -214,7 +214,7 @@ def _full(request: Request, matrix: Tensor, memory: str | int | None, progress: 
     return Pairs(values, vectors, "eigh", error / first if first else 0.0)
 
 
-def _lanczos(request: Request, operator: LinearOperator, steps: int | None) -> Pairs:
+def _lanczos(request: EigenRequest, operator: LinearOperator, steps: int | None) -> Pairs:
     """Leading eigenpairs by block Lanczos."""
     default = 1e-9 if operator.dtype == torch.float64 else 2e-6
     tolerance = default if request.how.tolerance is None else request.how.tolerance
@@ -535,7 +535,7 @@ def eigenfunctions(
     x = taken(function, x)
     check_dense(x)
     q, n = values_of_one(check_inputs(function, x), form), batch_size(x)
-    request = Request(function, x, form, n * q, n * q if k is None else k, how)
+    request = EigenRequest(function, x, form, n * q, n * q if k is None else k, how)
     pairs = kernel_eigenpairs(request, gram, memory, progress)
     vectors = _signed(pairs.vectors).reshape(n, *([q] if q > 1 else []), -1)
     if gram is not None:

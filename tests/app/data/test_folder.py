@@ -9,7 +9,7 @@ import pytest
 
 from linnet.app.data import (
     ImageTransform,
-    Part,
+    SampleSet,
     load_data,
 )
 from linnet.errors import DataError, InputError
@@ -109,7 +109,7 @@ class TestFolder:
         for name in ("ant/3.png", "cow/7.png"):
             (photos / name).write_bytes(damage((photos / name).read_bytes()))
         task = load_data(photos, test_fraction=0.1)
-        whole = Part(task.train.source, np.arange(30), np.zeros(30), tuple(map(str, range(30))))
+        whole = SampleSet(task.train.source, np.arange(30), np.zeros(30), tuple(map(str, range(30))))
         with pytest.raises(DataError, match=r"2 of 30 .*ant/3\.png \(\w+: .*cow/7\.png.*damaged='skip'"):
             _ = whole.x
         task = load_data(photos, damaged="skip")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from linnet.app.data import ImageTransform, image_transform
-from linnet.app.data.task import InMemory, Part, TaskData
+from linnet.app.data.task import InMemory, SampleSet, TaskData
 from linnet.app.runs.folder import load_run
 from linnet.app.runs.normalization import UNKNOWN, distance, normalized
 from linnet.integrations.pretrained import own_normalization
@@ -52,7 +52,7 @@ def task(channels: int = 3, transform: ImageTransform | None = None) -> TaskData
     rng = np.random.default_rng(0)
     x = rng.uniform(0, 0.4, (80, 8, 8, channels)) + rng.uniform(0, 0.2, (80, 1, 1, 1))
     images = (255 * x).round().astype(np.uint8)
-    part = Part(InMemory(images), np.arange(80), np.arange(80) % 2, tuple(map(str, range(80))))
+    part = SampleSet(InMemory(images), np.arange(80), np.arange(80) % 2, tuple(map(str, range(80))))
     return TaskData(part, part, ("a", "b"), transform or ImageTransform())
 
 

@@ -9,7 +9,7 @@ from linnet import params
 from linnet.app.data.arrays import read_arrays
 from linnet.app.data.folder import check_images, decode_image, read_folder
 from linnet.app.data.table import read_table
-from linnet.app.data.task import Part, TaskData, draw_shots, split_at_random, split_by_class
+from linnet.app.data.task import SampleSet, TaskData, draw_shots, split_at_random, split_by_class
 from linnet.app.data.transforms import (
     PRESETS,
     ImageTransform,
@@ -23,9 +23,9 @@ from linnet.files import require_file, suggestion
 
 __all__ = [
     "load_data", "read_task", "read_folder", "read_arrays", "read_table", "decode_image", "check_images",
-    "TaskData", "Part",
+    "TaskData",
     "ImageTransform", "Standardize", "image_transform", "PRESETS",
-    "draw_shots", "split_at_random", "split_by_class",
+    "draw_shots", "split_at_random", "split_by_class", "SampleSet",
 ]  # fmt: skip
 
 KINDS = "a folder of images, an .npz archive or a .csv table"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from linnet.app.data.checks import as_labels, as_targets, check_classes, check_lengths
-from linnet.app.data.task import Part, TaskData, split_at_random, split_by_class
+from linnet.app.data.task import SampleSet, TaskData, split_at_random, split_by_class
 from linnet.app.data.transforms import ImageTransform, require_default
 from linnet.errors import DataError
 from linnet.files import require_file, require_room
@@ -174,14 +174,16 @@ def _row_names(name: str, rows: Array) -> tuple[str, ...]:
     return tuple(f"{name}/{row}" for row in range(len(rows)))
 
 
-def _part(member: Member, name: str, y: Array, classes: tuple[str, ...] | None) -> Part:
+def _part(member: Member, name: str, y: Array, classes: tuple[str, ...] | None) -> SampleSet:
     """One part with checked answers."""
     ids = _row_names(name, y)
     checked = as_labels(f"y_{name}", y, len(classes), ids) if classes else as_targets(f"y_{name}", y, ids)
-    return Part(member, np.arange(len(y)), checked, ids)
+    return SampleSet(member, np.arange(len(y)), checked, ids)
 
 
-def _hold_out(part: Part, by_class: bool, test_fraction: float, seed: int) -> tuple[Part, Part]:
+def _hold_out(
+    part: SampleSet, by_class: bool, test_fraction: float, seed: int
+) -> tuple[SampleSet, SampleSet]:
     """A training and a test part from one."""
     if by_class:
         train, test = split_by_class(part.y, test_fraction, seed)

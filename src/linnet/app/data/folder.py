@@ -23,7 +23,7 @@ import numpy as np
 
 from linnet import params
 from linnet.app.data.checks import check_classes, some
-from linnet.app.data.task import Part, TaskData, split_by_class
+from linnet.app.data.task import SampleSet, TaskData, split_by_class
 from linnet.app.data.transforms import ImageTransform, scaled_size
 from linnet.errors import DataError, InputError
 from linnet.files import special_file
@@ -125,7 +125,7 @@ def _check_same_classes(folder: Path, classes: tuple[str, ...]) -> None:
 
 def _list_part(
     root: Path, folder: Path, classes: tuple[str, ...], transform: ImageTransform, options: _Options
-) -> tuple[Part, list[str]]:
+) -> tuple[SampleSet, list[str]]:
     """The images below a folder, not yet decoded, and what was noticed."""
     found = [
         (label, file)
@@ -140,14 +140,14 @@ def _list_part(
     others = [name for name, image in zip(names, is_image, strict=True) if not image]
     labels = np.array([label for label, _ in compress(found, is_image)])
     images = ImageFiles(root, ids, transform)
-    part = Part(images, np.arange(len(ids)), labels, ids)
+    part = SampleSet(images, np.arange(len(ids)), labels, ids)
     faults = images.faults() if options.damaged == "skip" else {}
     if len(faults) == len(ids):
         raise DataError(f"no image in {folder} can be decoded, first {ids[0]} ({faults[ids[0]]})")
     if faults:
         good = np.array([row for row, name in enumerate(ids) if name not in faults])
         kept = tuple(ids[row] for row in good)
-        part = Part(ImageFiles(root, kept, transform), np.arange(len(kept)), labels[good], kept)
+        part = SampleSet(ImageFiles(root, kept, transform), np.arange(len(kept)), labels[good], kept)
     left_out = {"no images": others, "damaged": list(faults)}
     return part, [f"left out, {why}: {some(names)}" for why, names in left_out.items() if names]
 

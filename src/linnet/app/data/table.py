@@ -27,7 +27,7 @@ from linnet.app.data.columns import (
     names_lines,
     remarks,
 )
-from linnet.app.data.task import InMemory, Part, TaskData, split_at_random, split_by_class
+from linnet.app.data.task import InMemory, SampleSet, TaskData, split_at_random, split_by_class
 from linnet.app.data.transforms import Standardize
 from linnet.errors import DataError, FileFormatError, InputError
 from linnet.files import require_file, require_room
@@ -84,7 +84,7 @@ def read_table(
     spreads = np.ptp(numbers[train], axis=0)
     constant = [label for label, s in zip((*table.labels, *answers), spreads, strict=False) if s == 0]
     findings += [*told, *([f"constant in the training lines: {some(constant)}"] if constant else [])]
-    whole = Part(InMemory(x), np.arange(len(x)), y, cells.ids)
+    whole = SampleSet(InMemory(x), np.arange(len(x)), y, cells.ids)
     scale = None if classes is not None else Standardize.of(y[train])
     parts = whole.take(train), whole.take(test)
     return TaskData(*parts, classes, Standardize.of(x[train]), scale, tuple(findings), table)

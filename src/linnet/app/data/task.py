@@ -50,7 +50,7 @@ class InMemory:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SampleSet:
     """Samples with their answers; the samples are read when ``x`` is first used."""
 
     source: Source  # where the samples lie
@@ -68,20 +68,20 @@ class Part:
         check_finite("x", x, self.ids)
         return x
 
-    def take(self, positions: Array) -> Part:
+    def take(self, positions: Array) -> SampleSet:
         """Some of the samples."""
         ids = tuple(self.ids[position] for position in positions)
         if "x" in self.__dict__:
-            return Part(InMemory(self.x), positions, self.y[positions], ids)
-        return Part(self.source, self.indices[positions], self.y[positions], ids)
+            return SampleSet(InMemory(self.x), positions, self.y[positions], ids)
+        return SampleSet(self.source, self.indices[positions], self.y[positions], ids)
 
 
 @dataclass(frozen=True, eq=False)
 class TaskData:
     """A classification or a regression, ready for a network."""
 
-    train: Part  # samples to learn from
-    test: Part  # samples held out
+    train: SampleSet  # samples to learn from
+    test: SampleSet  # samples held out
     classes: tuple[str, ...] | None  # the classes' names in the order of their labels; None for a regression
     # from stored samples to the network's inputs; None takes them as they are
     transform: ImageTransform | Standardize | None = None
@@ -113,7 +113,7 @@ class TaskData:
             "whole numbers only for embeddings",
         )
 
-    def part(self, name: PartName) -> Part:
+    def part(self, name: PartName) -> SampleSet:
         """One of the two parts."""
         if name not in ("train", "test"):
             raise InputError(f"part is {name!r}", expected="'train' or 'test'")

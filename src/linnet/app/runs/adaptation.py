@@ -29,7 +29,7 @@ from linnet.app.runs.place import KERNEL_FILE, check_out, made_folder
 from linnet.app.runs.ranks import leave, shared_fit
 from linnet.app.runs.trust import absolute_spec
 from linnet.errors import InputError, ModelError
-from linnet.fitting.arguments import Record
+from linnet.fitting.arguments import Choices
 from linnet.fitting.descent import fine_tune, held_out_probe
 from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import Appended, ending_linear, selected_inside
@@ -240,7 +240,7 @@ def fitted(
     if known is not None and known.samples.ids == task.train.ids:
         return known, report
     targets = make_targets(y, outputs_of(task), dtype=module.function.dtype)
-    record = Record("dual", "loo", {}, single_remarks(targets), classes=task.classes or ())
+    record = Choices("dual", "loo", {}, single_remarks(targets), classes=task.classes or ())
     file = out / KERNEL_FILE
     discard(file)  # a finished one is of a run that was killed, and may be of other settings
     with stages.measure("fit"), shared_fit(options.device, network=module.function, x=x, y=y):

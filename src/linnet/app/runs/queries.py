@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet.app.data import Part
+from linnet.app.data import SampleSet
 from linnet.app.data.task import InMemory
 from linnet.app.runs.folder import SavedRun, load_test
 from linnet.app.runs.place import check_new_file
@@ -182,13 +182,13 @@ def explain(run: SavedRun, new: NewSamples | None, ids: Sequence[str], top: int,
     return Explained(lines, result, page)
 
 
-def _part(run: SavedRun, new: NewSamples | None) -> Part:
+def _part(run: SavedRun, new: NewSamples | None) -> SampleSet:
     """The samples to choose from."""
     if new is not None:
         y = np.zeros(len(new.ids), dtype=np.int64) if new.y is None else new.y
         if new.y is None and run.classes is None:
             y = np.zeros((len(new.ids), run.fit.system.c))
-        return Part(InMemory(new.x), np.arange(len(new.ids)), y, new.ids)
+        return SampleSet(InMemory(new.x), np.arange(len(new.ids)), y, new.ids)
     task, why = load_test(run)
     if task is None:
         raise InputError(

@@ -29,7 +29,7 @@ from linnet.app.runs.adaptation import (
     started,
 )
 from linnet.app.runs.place import check_out, made_folder
-from linnet.fitting.arguments import Record
+from linnet.fitting.arguments import Choices
 from linnet.linear.targets import make_targets
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.search import SAME
@@ -84,7 +84,7 @@ def _probed(
     x, y = part.tensors()
     with stages.measure("lower layers on some samples"):
         targets = make_targets(y, fit.system.c, dtype=fit.module.function.dtype)
-        trial = solved(fit.module, x, targets, options.memory, Record("dual", "loo", {}, ()))
+        trial = solved(fit.module, x, targets, options.memory, Choices("dual", "loo", {}, ()))
     some = taken(every, part.task, tests=False)
     reasons = {"body": "a quick run keeps the linear probe"}
     verdict = str(trial.verdict).removeprefix("Kept the linear probe: ")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from linnet.app.data import Part
+from linnet.app.data import SampleSet
 from linnet.app.options import RunOptions, TaskOptions
 from linnet.app.runs.adaptation import (
     Stages,
@@ -49,7 +49,7 @@ class Subject:
     """Network and data under examination."""
 
     run: SavedRun  # the fit, with its network and training samples
-    test: Part | None  # test samples; None where there are none or they cannot be read again
+    test: SampleSet | None  # test samples; None where there are none or they cannot be read again
     findings: tuple[str, ...]  # remarks on the data
     stages: Stages  # time of each step
 
@@ -186,7 +186,7 @@ def examine(subject: Subject, top: int | None, samples: int | None, memory: str 
 
 
 @torch.no_grad()
-def _scores(run: SavedRun, x: Any, test: Part) -> tuple[Comparison, ...]:
+def _scores(run: SavedRun, x: Any, test: SampleSet) -> tuple[Comparison, ...]:
     """The linear fit, and the network with the weights that it found."""
     fit = run.fit
     assert isinstance(fit, LinearFit)
