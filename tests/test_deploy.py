@@ -40,6 +40,7 @@ def test_the_fit_is_the_same_on_two_processes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_the_parts_of_the_kernel_end_in_one_file(tmp_path: Path) -> None:
     file = tmp_path / "kernel.npy"
     first, second = (run("kernel.py", "--file", str(file), "--part", f"{i}/2") for i in range(2))

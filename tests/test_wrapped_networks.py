@@ -162,6 +162,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
         (folder / f"said{rank}.json").write_text(json.dumps(said))
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_two_processes_train_like_one_and_refuse_networks_in_parts(tmp_path: Path) -> None:
     run_ranks(__file__, tmp_path)

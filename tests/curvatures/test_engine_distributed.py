@@ -55,6 +55,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
         torch.save(found, folder / f"rank{rank}.pt")
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_two_ranks_have_the_sums_of_one(tmp_path: Path) -> None:
     run_ranks(__file__, tmp_path)

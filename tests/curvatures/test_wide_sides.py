@@ -250,6 +250,7 @@ def test_a_running_average_carries_over_to_a_new_basis(monkeypatch: pytest.Monke
     assert_near(G.dense(), expected.dense(), 1e-8)
 
 
+@pytest.mark.long
 def test_an_optimizer_steps_with_a_wide_head() -> None:
     """Beyond the default limit; the sampled curvature is damped and inverted without a matrix of its size."""
     net = nn.Linear(3, WIDEST + 8)

@@ -301,7 +301,10 @@ def test_maps_are_averaged_and_a_mask_of_other_positions_is_refused() -> None:
         linnet.adapt(Strided(maps=False).double(), (sounds, y))
 
 
-@pytest.mark.parametrize("output", ["pooler_output", lambda result: result.last_hidden_state[:, 0]])
+@pytest.mark.parametrize(
+    "output",
+    ["pooler_output", pytest.param(lambda result: result.last_hidden_state[:, 0], marks=pytest.mark.long)],
+)
 def test_an_output_is_taken_and_kept(output: Any, tmp_path: Path) -> None:
     encoder, x, y = text_encoder("pooler"), tokens(), torch.arange(N) % 3
     fit = linnet.adapt(encoder, (x, y), weight=0.5, ridge=0.1, output=output)

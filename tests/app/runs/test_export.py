@@ -87,6 +87,7 @@ def test_what_a_file_takes_is_told_before_it_is_written(workshop: Path, tmp_path
     assert 0 < seconds < 600
 
 
+@pytest.mark.long
 def test_a_network_with_merged_weights_as_a_file(
     workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

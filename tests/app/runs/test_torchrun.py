@@ -35,6 +35,7 @@ def result(run: Path) -> Any:
     return json.loads((run / "result.json").read_text())
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_two_processes_make_the_run_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_nets(tmp_path)
