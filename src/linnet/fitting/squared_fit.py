@@ -21,7 +21,7 @@ from torch import Tensor
 
 from linnet.errors import DataError, InputError
 from linnet.fitting.accuracy import answerable, sound_change
-from linnet.fitting.arguments import CRITERIA, Choices, count_in_words, ridge_grid
+from linnet.fitting.arguments import Choices, check_ridge, count_in_words, ridge_grid
 from linnet.fitting.cross_fit import chosen_ridge
 from linnet.fitting.fitted import Fitted, joined_targets
 from linnet.linear.dual import RidgePath
@@ -30,7 +30,7 @@ from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.problem import Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets
-from linnet.params import choice, number
+from linnet.params import number
 from linnet.predictive.noise import fit_moderation, fit_temperature
 from linnet.tangent.batch import Inputs, observe, observed, take
 from linnet.tangent.gather import gather_data
@@ -264,19 +264,20 @@ class SquaredFit(Fitted):
 
         Raises:
             DataError: If the data are empty, not finite, or have labels out of range.
+            InputError: If ``ridge`` is neither a positive number nor a criterion.
         """
         start = time.perf_counter()
+        if ridge is not None:
+            check_ridge(ridge)
         x, new = more_data(self, data)
         system = self.system.extended(self._more(x, new))
         targets = joined_targets(self._targets, new)
         what, factor = f"added {count_in_words(len(new.values))}", self.record.noise_factor
         if isinstance(ridge, str):
-            choice("ridge", ridge, CRITERIA, remedy='try ridge="loo"')
             taken = chosen_ridge(system.path(None, targets), ridge, targets)
             system, factor = system.at(taken.ridge), taken.noise_factor
             what = f"{what}; the ridge chosen by {ridge}"
         elif ridge is not None:
-            number("ridge", ridge, above=0, remedy='pass ρ > 0, or "loo", "gcv" or "evidence"')
             system, factor = system.at(float(ridge)), 1.0
             what = f"{what}; the ridge set to {float(ridge):.4g}"
         fitted = sound_change(self._changed(targets, system, what, start))

@@ -388,7 +388,7 @@ class Constraints:
 
 @dataclass(frozen=True, eq=False)
 class Conditioned(Features):
-    """J given equations on outputs: K̃(x, x') = K(x, x') − G(x) G(x')ᵀ, in float64."""
+    """J given equations on outputs: K̃(x, x') = K(x, x') − G(x) G(x')ᵀ, in float64; G are the formed rows."""
 
     function: Functional
     constraints: Constraints
@@ -402,7 +402,9 @@ class Conditioned(Features):
 
     def cross(self, x: Inputs, train: Examples, memory: Memory = None) -> Tensor:
         """K̃(x, X), (T, C, N, C)."""
-        first, second = (self.constraints.whitened(self.function, one, memory) for one in (x, train.x))
+        first, second = self.constraints.whitened(self.function, x, memory), train.rows
+        if second is None:
+            second = self.constraints.whitened(self.function, train.x, memory)
         kernel = gram(self.function, x, train.x, form="full", memory=memory).double()
         return kernel - (first @ second.T).view(kernel.shape)
 

@@ -5,7 +5,7 @@
     Heads        the mean of the tangent kernels of H outputs       k (N, M)
     Explicit     features φ(x) that are computed                    k (N, M)
     Constant     an intercept                                       k (N, M)
-    WeightedSum          Σ w_t k_t of several of these                      k (N, M)
+    WeightedSum  Σ w_t k_t of several of these                      k (N, M)
 
 The last four are *shared*: every output has the kernel k and weights of its own, K = k ⊗ I. In weights
 
@@ -41,7 +41,7 @@ class Examples(NamedTuple):
     """Inputs, and their rows of those features that are formed."""
 
     x: Inputs
-    rows: Tensor | None = None  # φ, (N, D)
+    rows: Tensor | None = None  # φ, (N, D), or a row an output, (N·C, D)
 
 
 class Features(ABC):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linnet.linear.constraints import Conditioned, Constraints
 from linnet.linear.dual import Along, DualSystem, Measure, RidgePath, from_eigenvalues, joined
-from linnet.linear.features import Features
+from linnet.linear.features import Examples, Features
 from linnet.linear.problem import Memory, Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
@@ -40,7 +40,8 @@ class KnownRows:
         places = [self._places.get(name) for name in names]
         if self._kernel is None or None in places:
             return None
-        return self._kernel[places]
+        # the same samples again take no copy
+        return self._kernel if places == list(range(len(self._kernel))) else self._kernel[places]
 
     def keep(self, names: Sequence[str], kernel: Tensor) -> None:
         """Keep rows in the place of those before."""
@@ -96,6 +97,12 @@ class KernelSystem(System):
         """What the model is linear in, given the equations on outputs."""
         held = self.constraints
         return self.problem.basis if held is None else Conditioned(self.function, held)
+
+    @property
+    def examples(self) -> Examples:
+        """The training inputs, with their rows of these features that are formed."""
+        held = self.constraints
+        return self.problem.examples if held is None else Examples(self.x, held.design)
 
     @property
     def shared(self) -> bool:
@@ -276,9 +283,9 @@ class KernelSystem(System):
         for part in self._parts(x):
             alone: Tensor | None = None
             if own:
-                cross, alone = features.cross_and_own(part, self.problem.examples, self.memory)
+                cross, alone = features.cross_and_own(part, self.examples, self.memory)
             else:
-                cross = features.cross(part, self.problem.examples, self.memory)
+                cross = features.cross(part, self.examples, self.memory)
             if self.problem.weights is not None:
                 cross = cross.double() * self.problem.weights
             if len(cross) == len(names):
@@ -310,11 +317,11 @@ class KernelSystem(System):
         return self._of_outputs(torch.cat(found))
 
     def _of_outputs(self, blocks: Tensor) -> Tensor:
-        """Covariances (T, C, C), from those (T, 1, 1) that all outputs share."""
+        """Covariances (T, C, C); of shared kernels from variances (T, 1, 1), by rounding below 0 at times."""
         if not self.shared:
             return blocks
         eye = torch.eye(self.c, dtype=blocks.dtype, device=blocks.device)
-        return blocks * eye
+        return blocks.clamp_min(0) * eye
 
     def between(self, x1: Inputs, x2: Inputs) -> Tensor:
         """K(x1,x2) − K̃(x1,X) M K̃(X,x2)."""
