@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up. Parts of one floor do not import each other; files inside one part may, without cycles.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("distribution", "frames", "params", "shown", "tree"),
-    ("logged", "memory", "number_types", "plots", "progress", "training"),
+    ("distribution", "params", "shown", "tree"),
+    ("memory", "number_types", "plots", "progress", "training"),
     ("distributed",),
     ("disk",),
     ("files",),

@@ -16,8 +16,8 @@ from torch import nn
 import linnet
 from linnet.audit import influence, mislabeled, ridge_path
 from linnet.errors import DependencyError
-from linnet.frames import frame
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian
+from linnet.shown import frame
 
 X = torch.randn(30, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 CLASSES, VALUES = (X[:, 0] > 0).long(), torch.cat([X[:, :1].sin(), X[:, 1:]], 1)

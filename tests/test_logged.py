@@ -12,7 +12,7 @@ from torch import nn
 import linnet
 from linnet.errors import InputError
 from linnet.likelihoods import Gaussian
-from linnet.logged import check_log
+from linnet.progress import check_log
 
 
 def test_a_log_is_a_function() -> None:

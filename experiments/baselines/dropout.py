@@ -25,9 +25,8 @@ from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.params import integer
 from linnet.params import seed as checked_seed
-from linnet.predictive.links import Link
 from linnet.predictive.model import PredictiveModel
-from linnet.predictive.sampled import Labels, SampledPredictive
+from linnet.predictive.sampled import Labels, Link, SampledPredictive
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gather import examples

@@ -18,7 +18,7 @@ from experiments.lqf.tasks import PAIRS, Pair, accuracy, load, log_loss, loo_log
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 from linnet.fitting.last_layer import features, with_centered_head
-from linnet.report.evaluation import predict, temperatures_of
+from linnet.report.reading import predict, temperatures_of
 
 LOSSES = ("squared", "cross-entropy")
 SHOTS = 10

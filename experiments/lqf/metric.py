@@ -22,7 +22,7 @@ from experiments.tables import chosen, markdown, with_error
 from linnet.fitting import Dual
 from linnet.fitting.last_layer import with_centered_head
 from linnet.likelihoods import Gaussian
-from linnet.report.evaluation import predict, temperatures_of
+from linnet.report.reading import predict, temperatures_of
 
 SHOTS = 10
 HEADS = ("probe", "random")

@@ -1,6 +1,7 @@
-"""Progress bars of long steps, silent for short ones.
+"""Progress bars of long steps, silent for short ones, and numbers of a run for its user.
 
 Set the environment variable ``LINNET_PROGRESS`` to 0 to silence every bar, to 2 to show it from the start.
+What takes steps gives numbers for dashboards to ``log(values, step)``, which is checked and called here.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from linnet.params import flag
+from linnet.params import flag, function
 
 T = TypeVar("T")
 
@@ -181,3 +182,23 @@ def format_seconds(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+Log = Callable[[dict[str, float], int], object]
+
+
+def check_log(log: Any) -> Log | None:
+    """Raise unless numbers can be told to an argument."""
+    return None if log is None else function("log", log, "a function of a dict of numbers and a step")
+
+
+def tell(log: Log, values: dict[str, float], step: int, after: str) -> None:
+    """Call a user's log; an error that it raises stays the user's own, such as one that stops a run."""
+    try:
+        log(values, step)
+    except Exception as error:
+        error.add_note(
+            f"log= raised this at step {step}: {after}. Expected: a function of a dict of numbers and a "
+            "step. To fix it: mend the function; to go on without its numbers, catch the error inside it."
+        )
+        raise

@@ -2,6 +2,7 @@
 
 A class says what that is once, in ``_shown``; the line of ``repr`` and the table of ``_repr_html_`` follow.
 For a :class:`Record` it is the fields. Large tensors are told by shape and range, never printed whole.
+Tables for pandas are made here too; pandas is imported when one is asked for.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ from collections.abc import Mapping
 from dataclasses import Field, fields
 from enum import Enum
 from html import escape
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from linnet.errors import DependencyError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 _WHOLE = 6  # entries of a tensor that are shown as they are
 _ROWS = 12  # parts of a list or a dict in a cell
@@ -103,3 +109,33 @@ def _cell(value: Any) -> str:
         return escape(in_line(value))
     more = [f"… {len(lines) - _ROWS} more"] if len(lines) > _ROWS else []
     return "<br>".join([*lines[:_ROWS], *more])
+
+
+def frame(columns: Mapping[str, Tensor | None], index: str = "example") -> DataFrame:
+    """A table of columns of one length."""
+    # columns (N,)
+    try:
+        from pandas import DataFrame
+    except ImportError as error:
+        raise DependencyError(
+            "to_frame() needs pandas, which cannot be imported",
+            expected="pandas 2 or later",
+            remedy="pip install pandas; the same numbers are tensors in this object's fields and methods",
+        ) from error
+    arrays = {name: _exact(value).cpu().numpy() for name, value in columns.items() if value is not None}
+    table = DataFrame(arrays)
+    return table.set_index(index) if index in arrays else table.rename_axis(index)
+
+
+def outputs(name: str, values: Tensor) -> dict[str, Tensor]:
+    """Columns of outputs."""
+    # values (N, C)
+    if values.shape[1] == 1:
+        return {name: values[:, 0]}
+    return {f"{name} {k}": values[:, k] for k in range(values.shape[1])}
+
+
+def _exact(value: Tensor) -> Tensor:
+    """A tensor in a type that numpy has."""
+    value = value.detach()
+    return value.float() if value.is_floating_point() and value.dtype.itemsize < 4 else value

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import InputError
 from linnet.likelihoods import Categorical, Gaussian
-from linnet.predictive.distribution import Predictive
+from linnet.predictive.gaussian import Predictive
 from linnet.predictive.model import PredictiveModel
 
 X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

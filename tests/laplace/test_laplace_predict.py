@@ -16,8 +16,7 @@ from linnet.laplace import outputs as laplace_outputs
 from linnet.laplace.laplace import Laplace
 from linnet.likelihoods import Categorical
 from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.links import Link, class_probabilities, log_density
-from linnet.predictive.sampled import SampledPredictive
+from linnet.predictive.sampled import Link, SampledPredictive, class_probabilities, log_density
 from tests import zoo
 from tests.fitting.problems import near, network, real
 from tests.laplace.laplace_problems import CATEGORICAL, classes, fitted, numbers, output_covariance

@@ -15,8 +15,7 @@ from linnet.laplace.laplace import Laplace
 from linnet.laplace.outputs import Draws
 from linnet.laplace.posterior import Hyper
 from linnet.laplace.tune import Scorer, left_out
-from linnet.predictive.links import Link
-from linnet.predictive.sampled import Labels
+from linnet.predictive.sampled import Labels, Link
 from tests.curvatures.side_by_side import grouped
 from tests.fitting.problems import near, real
 from tests.laplace.laplace_problems import CATEGORICAL, LinearModel, classes, numbers

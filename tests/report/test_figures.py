@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from linnet.plots.style import brief, class_color
+from linnet.plots.panels import brief, class_color
 from linnet.report import figures
 from linnet.report.figures import draw
 from linnet.report.records import KernelSpectrum, Reliability, RidgeScores

@@ -32,7 +32,6 @@ from linnet.errors import InputError
 from linnet.fitting.arguments import checked_inputs, positions
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit
-from linnet.frames import frame
 from linnet.linear.dual import DualSystem
 from linnet.linear.formed_rows import FormedRows
 from linnet.linear.iterative import CGSettings, Effort, Iterative, Reused
@@ -43,7 +42,7 @@ from linnet.linear.problem import Problem
 from linnet.linear.targets import check_arrangement, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import integer
-from linnet.shown import Record
+from linnet.shown import Record, frame
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
 from linnet.tangent.capture import capture

@@ -37,11 +37,10 @@ from torch import Tensor
 from linnet.audit.predictors import check_fitted
 from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
-from linnet.frames import frame
 from linnet.linalg.factorize import searched
 from linnet.params import choice, refuse, tensor
 from linnet.predictive.noise import probabilities
-from linnet.shown import Record
+from linnet.shown import Record, frame
 from linnet.tangent.modes import in_exact_mode
 
 if TYPE_CHECKING:

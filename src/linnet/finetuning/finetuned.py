@@ -18,7 +18,7 @@ from linnet.fitting.descent import outputs_of
 from linnet.fitting.head import with_head
 from linnet.fitting.linear_fit import LinearFit
 from linnet.params import integer
-from linnet.predictive.distribution import Predictive
+from linnet.predictive.gaussian import Predictive
 from linnet.predictive.model import PredictiveModel
 from linnet.tangent.batch import Inputs, on_device, split
 from linnet.tangent.functional import OutputAdapter

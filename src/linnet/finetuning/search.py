@@ -49,9 +49,9 @@ from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import RECORD, last_linear
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.linear.targets import OneHot, check_arrangement, doubts, make_targets, task_targets
-from linnet.logged import Log
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import tensor, warn
+from linnet.progress import Log
 from linnet.tangent.batch import Inputs, concatenate, made_up
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized, linearize

@@ -27,11 +27,10 @@ from linnet.files import load, save
 from linnet.finetuning.augment import Augmentation
 from linnet.fitting.descent import outputs_of
 from linnet.linear.targets import make_targets
-from linnet.logged import Log, check_log, tell
 from linnet.memory import parse_bytes
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import choice, flag, instance, integer, path, warn, wrapped
-from linnet.progress import track
+from linnet.progress import Log, check_log, tell, track
 from linnet.tangent.batch import Inputs, as_pair, batch_size, concatenate, is_data_set, on_device, take
 from linnet.tangent.door import as_batch, taken
 from linnet.tangent.functional import OutputAdapter

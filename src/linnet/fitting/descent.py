@@ -16,8 +16,7 @@ from linnet.errors import InputError
 from linnet.fitting.head import linear_probe
 from linnet.fitting.last_layer import features
 from linnet.linear.targets import make_targets
-from linnet.logged import Log
-from linnet.progress import track
+from linnet.progress import Log, track
 from linnet.tangent.batch import Inputs, on_device, split, take
 from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs, call_arguments, copied
 from linnet.tangent.gather import gather_data

@@ -19,7 +19,6 @@ from linnet.fitting.merged import Merged
 from linnet.fitting.plots import FitPlots, eigenvalues_of
 from linnet.fitting.remarks import after_change
 from linnet.fitting.softmax_path import SoftmaxPath
-from linnet.frames import frame, outputs
 from linnet.linear.dual import RidgePath
 from linnet.linear.newton import NewtonSystem
 from linnet.linear.system import System
@@ -28,6 +27,7 @@ from linnet.params import flag
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
+from linnet.shown import frame, outputs
 from linnet.tangent.batch import Inputs, batch_size, observed, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import examples

@@ -15,7 +15,7 @@ from linnet.linear.system import System
 from linnet.params import choice, integer
 from linnet.plots import displays
 from linnet.plots.displays import Display, array
-from linnet.predictive.plots import ModelPlots
+from linnet.predictive.model import ModelPlots
 from linnet.tangent.batch import Inputs, batch_size
 
 if TYPE_CHECKING:

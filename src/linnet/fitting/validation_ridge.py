@@ -25,11 +25,10 @@ from linnet.fitting.arguments import ridge_grid
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import after_change
 from linnet.fitting.squared_fit import more_data
-from linnet.frames import frame
 from linnet.linear.constrained_system import ConstrainedSystem
 from linnet.linear.iterative import Iterative
 from linnet.linear.system import System
-from linnet.shown import Record
+from linnet.shown import Record, frame
 from linnet.solvers.cg import shifted_cg
 from linnet.tangent.batch import Inputs
 from linnet.tangent.jacobian import jvp_columns

@@ -48,9 +48,8 @@ from linnet.linalg.random import Seed, make_generator
 from linnet.memory import parse_bytes
 from linnet.params import choice, flag, instance, integer, no_targets, number, own
 from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.links import Link
 from linnet.predictive.model import PredictiveModel
-from linnet.predictive.sampled import Labels, SampledPredictive
+from linnet.predictive.sampled import Labels, Link, SampledPredictive
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.gather import examples

@@ -26,8 +26,7 @@ from linnet.linalg.structured import Diagonal
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import flag
 from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.links import class_probabilities
-from linnet.predictive.sampled import Labels
+from linnet.predictive.sampled import Labels, class_probabilities
 from linnet.tangent.batch import Inputs, batch_size, check_finite, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.functional import Functional

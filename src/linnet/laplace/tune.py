@@ -21,8 +21,7 @@ from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.params import choice, integer, own, refuse, tensor
 from linnet.params import seed as checked_seed
-from linnet.predictive.links import log_density
-from linnet.predictive.sampled import Labels, SampledPredictive
+from linnet.predictive.sampled import Labels, SampledPredictive, log_density
 from linnet.solvers.lbfgs import minimize
 from linnet.tangent.rules import Captured
 

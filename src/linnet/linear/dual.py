@@ -22,14 +22,13 @@ from torch import Tensor
 
 from linnet.distributed import current
 from linnet.errors import NumericalError
-from linnet.frames import frame
 from linnet.linalg.factorize import cholesky, eigenvalue_error, eigh
 from linnet.linalg.grouped import dealt_eigh
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, signs
 from linnet.params import choice, number
 from linnet.predictive.noise import golden_section
-from linnet.shown import Record
+from linnet.shown import Record, frame
 from linnet.solvers.lanczos import tridiagonalize
 from linnet.solvers.solution import Estimate
 

@@ -11,8 +11,7 @@ import torch
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import DataError, InputError
 from linnet.metrics.evaluate import Predict, ask, asked, batches_of, class_probabilities, same_classes
-from linnet.metrics.plots import SeparationPlots
-from linnet.metrics.reports import SCORES, Detection, Judged, join, judge
+from linnet.metrics.reports import SCORES, Detection, Judged, SeparationPlots, join, judge
 from linnet.params import choice
 from linnet.predictive.model import PredictiveModel
 from linnet.progress import track

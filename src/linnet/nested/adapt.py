@@ -15,10 +15,10 @@ from linnet.fitting.arguments import Choices
 from linnet.fitting.last_layer import Appended, ending_linear, last_linear, selected_inside
 from linnet.fitting.remarks import single_remarks
 from linnet.linear.targets import doubts, task_targets, understood
-from linnet.logged import Log
 from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.tuning import tuned
+from linnet.progress import Log
 from linnet.tangent.alike import require_same_arguments
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import OutputAdapter, check_output, without_wrapper

@@ -25,12 +25,11 @@ from linnet.errors import DataError, NumericalError
 from linnet.fitting.descent import Descent
 from linnet.fitting.head import Probe, deal, example_hashes, with_head
 from linnet.linear.dual import DualSystem, Spectrum
-from linnet.logged import Log
 from linnet.nested.features import Prior, RandomHeads
 from linnet.nested.nested_fit import NestedFit, system_of
 from linnet.nested.search import ERRORS, Mixture, Rung, counted, ladder, scale_of, verdict
 from linnet.predictive.noise import fit_moderation, fit_temperature
-from linnet.progress import track
+from linnet.progress import Log, track
 from linnet.tangent.batch import take
 
 FOLDS = 3  # networks trained without a third each: twice as many cost twice as much

@@ -21,7 +21,6 @@ from linnet.curvatures.treatments import Structure
 from linnet.distributed import collective, world
 from linnet.errors import InputError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
-from linnet.logged import tell
 from linnet.optim.gauss_newton_batch import suggested_batch
 from linnet.optim.gauss_newton_inverse import DampingSearch, Inverse, Undamped, adapted, hopeless
 from linnet.optim.gauss_newton_model import (
@@ -55,6 +54,7 @@ from linnet.optim.gauss_newton_settings import (
     parameters_of,
 )
 from linnet.params import number, tensor
+from linnet.progress import tell
 from linnet.tangent.batch import Inputs, batch_size, concatenate
 from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional, tensors_by_name

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypedDict
 from torch import Tensor, nn
 
 from linnet.errors import InputError
-from linnet.logged import Log, check_log
 from linnet.params import choice, flag, instance, integer, number, refuse
 from linnet.params import seed as checked_seed
+from linnet.progress import Log, check_log
 from linnet.tangent.functional import OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import Selector, check_selector

@@ -29,7 +29,6 @@ from linnet.errors import InputError, ModelError, NumericalError, WeightsError
 from linnet.fitting.fit import fit
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.solver import Solver
-from linnet.logged import Log, check_log, tell
 from linnet.optim.feature_schedules import (
     Decision,
     Every,
@@ -40,6 +39,7 @@ from linnet.optim.feature_schedules import (
 )
 from linnet.optim.gradient_flow import Flow, gradient_flow
 from linnet.params import call, flag, instance, number, refuse
+from linnet.progress import Log, check_log, tell
 from linnet.shown import Record, Shown
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import OutputAdapter, check_output, tensors_by_name

@@ -32,9 +32,8 @@ from linnet.params import choice, flag, instance, integer, no_targets, number
 from linnet.posterior.draws import inverse_root
 from linnet.posterior.svi import SVI, MeanField, bound, mean_field
 from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.links import Link
 from linnet.predictive.model import PredictiveModel
-from linnet.predictive.sampled import Labels, SampledPredictive
+from linnet.predictive.sampled import Labels, Link, SampledPredictive
 from linnet.solvers.solution import Estimate
 from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.gather import examples, gather_data

@@ -1,18 +1,110 @@
-"""The interface of all fitted models."""
+"""The interface of all fitted models, and ``model.plot``: what one predicts, drawn."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from linnet.errors import InputError
-from linnet.predictive.distribution import Predictive
-from linnet.predictive.plots import ModelPlots
+from linnet.errors import DataError, InputError
+from linnet.params import integer, tensor
+from linnet.plots import displays
+from linnet.plots.displays import Display, Plots, array
+from linnet.plots.measures import Array
+from linnet.predictive.gaussian import Predictive, exclusive
 from linnet.shown import Shown
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, check_finite
+from linnet.tangent.door import known_answers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class ModelPlots(Plots):
+    """``model.plot``: predictions for N test examples x, and their classes (N,) or targets (N, C) as y."""
+
+    def calibration(self, x: Inputs, y: Any, ax: Axes | None = None, *, bins: int = 10) -> Display:
+        """How far probabilities are right, or for numbers how many lie inside predictive intervals."""
+        bins = integer("bins", bins)
+        prediction = self._of.predictive(x)
+        p = _probabilities(prediction)
+        if p is None:
+            return displays.coverage(*_values(prediction, y)).plot(ax)
+        likeliest = p.max(1)
+        names = getattr(self._of, "class_names", None) or ()
+        correct = likeliest.indices == _labels(known_answers(y, names), p)
+        return displays.calibration(array(likeliest.values), correct.cpu().numpy(), bins).plot(ax)
+
+    def predicted(self, x: Inputs, y: Any, ax: Axes | None = None) -> Display:
+        """Predicted against true values, with the standard deviation of a target; regression alone."""
+        prediction = self._of.predictive(x)
+        if _probabilities(prediction) is not None:
+            raise InputError(
+                "predicted() of a model that predicts classes",
+                expected="a model of values",
+                remedy="draw .plot.calibration(x, y)",
+            )
+        return displays.prediction(*_values(prediction, y)).plot(ax)
+
+    def curve(self, x: Inputs, ax: Axes | None = None, *, output: int = 0) -> Display:
+        """An output over places (T, 1), with two standard deviations of it and of new targets."""
+        if not isinstance(x, Tensor) or not x.ndim or not len(x) or x[0].numel() != 1:
+            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(
+                f"x is {shape}",
+                expected="a tensor of places on a line, (T, 1)",
+                remedy="draw .plot.predicted(x, y) for inputs of several numbers",
+            )
+        prediction = self._of.predictive(x)
+        integer("output", output, 0, prediction.mean.shape[1] - 1)
+        noisy = prediction if _probabilities(prediction) is not None else prediction.with_noise()
+        deviations = [array(part.variance[:, output].clamp_min(0).sqrt()) for part in (prediction, noisy)]
+        return displays.curve(array(x.reshape(-1)), array(prediction.mean[:, output]), *deviations).plot(ax)
+
+
+def _probabilities(prediction: Predictive) -> Tensor | None:
+    """Probabilities (N, C) of classes that exclude each other; ``None`` where outputs are values."""
+    try:
+        p = prediction.probs
+    except InputError:
+        return None
+    return exclusive(p)
+
+
+def _labels(labels: Tensor, p: Tensor) -> Tensor:
+    """Classes (N,), checked."""
+    labels = tensor("y", labels, "classes (N,)", "pass one class index for each example").to(p.device)
+    given = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if given.shape != p.shape[:1]:
+        raise InputError(
+            f"y has shape {tuple(labels.shape)}",
+            f"({len(p)},), a class for each example",
+            "pass y of the same x",
+        )
+    whole = given.long()
+    if not bool(((given == whole) & (whole >= 0) & (whole < p.shape[1])).all()):
+        raise DataError(
+            f"y holds {given.min().item()} to {given.max().item()}",
+            expected=f"classes from 0 to {p.shape[1] - 1}",
+            remedy="count classes from 0, as in the data of the fit",
+        )
+    return whole
+
+
+def _values(prediction: Predictive, y: Any) -> tuple[Array, Array, Array]:
+    """Mean, standard deviation with noise, and targets, (N, C) each."""
+    target = tensor("y", y, "targets (N, C)", "pass one target for each output")
+    check_finite(target, "y")
+    noisy = prediction.with_noise()
+    shape = tuple(noisy.mean.shape)
+    if tuple(target.shape) != shape and not (shape[1] == 1 and tuple(target.shape) == shape[:1]):
+        raise InputError(
+            f"y has shape {tuple(target.shape)}", f"{shape}, a target for each output", "pass y of the same x"
+        )
+    std = noisy.variance.clamp_min(0).sqrt()
+    return array(noisy.mean), array(std), array(target.reshape(shape))
 
 
 class PredictiveModel(Shown):

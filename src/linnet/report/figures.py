@@ -17,7 +17,7 @@ import numpy as np
 
 from linnet.plots import panels
 from linnet.plots.measures import Array, calibration_error, interval_coverage, ranking, reliability_bins
-from linnet.plots.style import (
+from linnet.plots.panels import (
     ACCENT,
     DOWN,
     INK,

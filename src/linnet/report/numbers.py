@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 
 from linnet.plots.measures import Array, ranking, wilson_interval
-from linnet.plots.style import SUPERSCRIPTS
+from linnet.plots.panels import SUPERSCRIPTS
 
 _SPACE = "\u202f"  # narrow, and never a line break
 FEW = 20  # test samples below which shares of them are not judged

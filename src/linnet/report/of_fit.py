@@ -16,18 +16,21 @@ from linnet.errors import DataError, InputError
 from linnet.fitting.fitted import Fitted
 from linnet.pages import Page
 from linnet.params import instance
-from linnet.report.evaluation import (
+from linnet.report.html import render
+from linnet.report.reading import (
     Fit,
     Predictions,
+    facts,
+    fit_record,
+    held_out,
     name_of,
     predict,
     reliability,
     score_classes,
     score_values,
     temperatures_of,
+    training_set,
 )
-from linnet.report.html import render
-from linnet.report.reading import facts, fit_record, held_out, training_set
 from linnet.report.records import Content, Notes, Samples, Scores
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.gather import gather_data

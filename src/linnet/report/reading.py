@@ -2,37 +2,249 @@
 
 from __future__ import annotations
 
+import math
 import platform
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from linnet import __version__
 from linnet.audit.mislabel import mislabeled
+from linnet.errors import InputError, NumericalError
+from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.linalg.factorize import decomposing
+from linnet.linear.iterative import Iterative
+from linnet.linear.newton import WeightNewton
+from linnet.linear.normal_system import NormalSystem
+from linnet.linear.system import System
+from linnet.memory import parse_bytes
 from linnet.nested.nested_fit import NestedFit
-from linnet.plots.measures import Array, ranking
-from linnet.report.evaluation import (
-    Fit,
-    Predictions,
-    Scale,
-    certificate_of,
-    cross_fitted,
-    in_closed_form,
-    kernel_spectrum,
-    ridge_scores,
-)
+from linnet.plots.measures import Array, calibration_error, ranking, reliability_bins
+from linnet.predictive.noise import probabilities
+from linnet.progress import track, waiting
 from linnet.report.numbers import number
 from linnet.report.records import (
+    Comparison,
     DoubtedLabel,
     Explanation,
     FitRecord,
     HeldOutSet,
+    KernelSpectrum,
     Neighbor,
+    Reliability,
     RidgeChoice,
+    RidgeScores,
     Samples,
     TrainingSet,
 )
+from linnet.tangent.batch import batch_size, split
+
+Fit: TypeAlias = LinearFit | SoftmaxFit | NestedFit
+PROBE = "linear probe"
+_MOST = 10**9  # bytes of kernel between new and training samples held at once
+
+
+def in_closed_form(fit: Fit) -> bool:
+    """Whether leave-one-out, influence and variances take no iterations, of which each sample needs many."""
+    return not isinstance(fit.system, Iterative | WeightNewton)
+
+
+def name_of(fit: Fit) -> str:
+    """What a fit is called beside other methods: without its lower layers it is a linear probe."""
+    is_probe = fit.body_weight == 0 and not fit.trained
+    return PROBE if is_probe else "linear fit"
+
+
+def cross_fitted(fit: Fit) -> bool:
+    """Whether head or network were fitted in folds, so that leave-one-out leaves out their part too."""
+    return fit.held_out is not None
+
+
+def temperatures_of(fit: Fit) -> tuple[float, float, float] | None:
+    """T of the softmax, fitted to leave-one-out outputs with and without their variance, and its scale."""
+    moderated, point = fit.temperature, fit.point_temperature
+    return None if moderated is None or point is None else (moderated, point, fit.variance_scale)
+
+
+def certificate_of(fit: Fit) -> str:
+    """Name of the number that shows how exactly a fit was solved."""
+    return "relative gradient" if fit.loss == "cross-entropy" else "relative residual"
+
+
+def contradiction(fit: Fit) -> Tensor:
+    """The degree to which the fit of all other examples contradicts each label, (N,)."""
+    outputs = fit.loo()
+    if fit.loss == "cross-entropy":
+        outputs = outputs.sigmoid() if outputs.shape[1] == 1 else outputs.softmax(1)
+    return (fit.targets.to(outputs) - outputs).square().sum(1).sqrt()
+
+
+class Scale(Protocol):
+    """Units of regression targets."""
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Standard deviation of each target."""
+
+    def inverse(self, values: Tensor) -> Tensor:
+        """Predictions in the unit of the data, (N, C)."""
+
+    def inverse_variance(self, values: Tensor) -> Tensor:
+        """Variances in that unit, (N, C)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """Predictions for T samples, in the units of the data."""
+
+    mean: Array  # outputs (T, C)
+    # their standard deviation (T, C), with noise for a regression; None when it was not requested
+    std: Array | None
+    probs: Array | None  # class probabilities (T, C); None for a regression
+    note: str = ""  # why there are no standard deviations, where they were requested
+
+    @property
+    def predicted(self) -> Array:
+        """The most probable class (T,), or the values (T, C) of a regression."""
+        return self.mean if self.probs is None else np.asarray(self.probs.argmax(1))
+
+    @property
+    def uncertainty(self) -> Array | None:
+        """One minus the highest probability, or the mean standard deviation, (T,)."""
+        if self.probs is not None:
+            return np.asarray(1 - self.probs.max(1))
+        return None if self.std is None else np.asarray(self.std.mean(1))
+
+
+def predict(
+    fit: Fit,
+    x: Tensor,
+    scale: Scale | None = None,
+    temperatures: tuple[float, float, float] | None = None,
+    std: bool = True,
+) -> Predictions:
+    """Predict in pieces that fit the memory."""
+    means, variances, note = [], [], ""
+    for part in _pieces(fit, x, "predicting"):
+        if std and not note:
+            try:
+                found = fit.predictive(part)
+            except NumericalError as error:
+                note = f"no standard deviations: {error.what}; --std false leaves them out from the start"
+            else:
+                means.append(found.mean)
+                variances.append(found.variance.clamp_min(0))
+                continue
+        means.append(fit.predict(part))
+    mean = torch.cat(means)
+    variance = torch.cat(variances) if std and not note else None
+    if temperatures is not None:
+        moderated, point, share = temperatures
+        known = None if variance is None else share * variance.double()
+        probs = probabilities(mean.double(), known, point if known is None else moderated)
+        spread = None if variance is None else _numpy(variance.sqrt())
+        return Predictions(_numpy(mean), spread, _numpy(probs), note)
+    if variance is not None:
+        variance = variance + fit.noise
+    if scale is not None:
+        mean = scale.inverse(mean)
+        variance = None if variance is None else scale.inverse_variance(variance)
+    return Predictions(_numpy(mean), None if variance is None else _numpy(variance.sqrt()), None, note)
+
+
+def _pieces(fit: Fit, x: Tensor, what: str) -> Any:
+    """X in pieces whose kernel with the training samples, or rows of J, are small."""
+    # the kernel with the training samples in float32, in float64, and its product with M; or the rows of J
+    outputs = 1 if isinstance(fit.system, System) and fit.system.shared else fit.system.c
+    row = 24 * outputs * _equations(fit)
+    room = min(parse_bytes(fit.memory, fit.module.function.device) // 4, _MOST)
+    size = max(1, min(int(room // row), 512))
+    parts = list(split(x, size))
+    return track(parts, f"{what} {batch_size(x)} samples", len(parts))
+
+
+def _equations(fit: Fit) -> int:
+    """How many equations a fit has."""
+    system = fit.system
+    if isinstance(system, NormalSystem):
+        return fit.module.space.dim
+    return fit.n if isinstance(system, System) and system.shared else fit.n * system.c
+
+
+def score_classes(
+    name: str, probs: Array, labels: Array, seconds: float | None, note: str = ""
+) -> Comparison:
+    """Accuracy, log loss and calibration error of a classifier."""
+    own = np.clip(probs[np.arange(len(labels)), labels], 1e-300, None)
+    bins = reliability_bins(probs.max(1), probs.argmax(1) == labels)
+    accuracy = float((probs.argmax(1) == labels).mean())
+    return Comparison(
+        name, accuracy, float(-np.log(own).mean()), calibration_error(bins), None, seconds, note
+    )
+
+
+def score_values(
+    name: str, mean: Array, targets: Array, std: Array | None, seconds: float | None, note: str = ""
+) -> Comparison:
+    """Root mean squared error and Gaussian log loss of a regression."""
+    gap = mean - targets
+    nll = None
+    if std is not None:
+        # ½ log 2πσ² + (t − μ)² / 2σ², a target
+        nll = float((0.5 * np.log(2 * math.pi * std**2) + gap**2 / (2 * std**2)).mean())
+    return Comparison(name, None, nll, None, float(np.sqrt((gap**2).mean())), seconds, note)
+
+
+def reliability(name: str, probs: Array, labels: Array) -> Reliability:
+    """The data of the reliability diagram."""
+    return Reliability(name, probs.max(1), probs.argmax(1) == labels)
+
+
+@torch.no_grad()
+def ridge_scores(fit: Fit, x: Tensor | None, labels: Array | None) -> RidgeScores | None:
+    """Every criterion along the ridge, and the test accuracy beside it; None where that takes iterations."""
+    accuracy: Array | None = None
+    path: Any = None
+    if isinstance(fit, SoftmaxFit):
+        path = fit.chosen_path
+    elif in_closed_form(fit):
+        with waiting("the criteria at every ridge"):
+            path = fit.path()
+        if x is not None and labels is not None and fit.classes and fit.system.constraints is None:
+            grid = path.ridges.to(fit.module.function.device)
+            parts = _pieces(fit, x, "ridges: predicting")
+            chosen = torch.cat([fit.along(part, grid).argmax(2) for part in parts], 1)
+            accuracy = (_numpy(chosen) == labels).mean(1)
+    if path is None:
+        return None
+    found = {name: getattr(path, name, None) for name in ("loo_accuracy", "gcv", "evidence")}
+    shown = {name: None if values is None else _numpy(values) for name, values in found.items()}
+    return RidgeScores(
+        _numpy(path.ridges), _numpy(path.loo_error), fit.ridge, test_accuracy=accuracy, **shown
+    )
+
+
+def kernel_spectrum(fit: Fit) -> KernelSpectrum | None:
+    """The eigenvalues of the matrix that a fit was solved by; None where it was not decomposed."""
+    if not in_closed_form(fit):
+        return None
+    try:
+        with decomposing(_equations(fit)):
+            values = fit._eigenvalues()
+    except InputError:
+        return None
+    return KernelSpectrum(_numpy(values.clamp_min(0)), fit.ridge)
+
+
+def _numpy(value: Tensor) -> Array:
+    """A tensor as float64 (or integer) NumPy array."""
+    value = value.detach().cpu()
+    return np.asarray((value.double() if value.is_floating_point() else value).numpy())
+
 
 TARGET = "standard deviation in the unit of the target"  # what a regression's uncertainty is
 _NEIGHBORS = 5  # training samples shown on each side of an explanation

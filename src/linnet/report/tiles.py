@@ -11,7 +11,7 @@ import numpy as np
 
 from linnet.errors import InputError
 from linnet.plots.measures import Array, ranking, wilson_interval
-from linnet.plots.style import class_color
+from linnet.plots.panels import class_color
 from linnet.report.numbers import measured_share, number, percent, share_error, signed
 from linnet.report.records import (
     Content,

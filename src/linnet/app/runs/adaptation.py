@@ -43,7 +43,8 @@ from linnet.nested.tuning import HEAD_SCALE, tuned
 from linnet.params import integer
 from linnet.predictive.noise import fit_temperature, probabilities
 from linnet.progress import waiting
-from linnet.report.evaluation import (
+from linnet.report.numbers import number
+from linnet.report.reading import (
     PROBE,
     Predictions,
     name_of,
@@ -53,7 +54,6 @@ from linnet.report.evaluation import (
     score_values,
     temperatures_of,
 )
-from linnet.report.numbers import number
 from linnet.report.records import Comparison, Reliability, Scores
 from linnet.tangent.batch import hash_examples, split
 from linnet.tangent.functional import OWN_SHAPE, Functional

@@ -19,17 +19,21 @@ from linnet.app.runs.samples import NewSamples, find_samples, named
 from linnet.errors import DataError, InputError
 from linnet.linear.dual import DualSystem
 from linnet.nested.nested_fit import NestedFit
-from linnet.report.evaluation import (
+from linnet.report.numbers import duration, number, percent
+from linnet.report.reading import (
     Fit,
     Predictions,
     certificate_of,
+    choices,
+    facts,
+    held_out,
     predict,
     reliability,
     score_classes,
     score_values,
+    suspects,
+    training_set,
 )
-from linnet.report.numbers import duration, number, percent
-from linnet.report.reading import choices, facts, held_out, suspects, training_set
 from linnet.report.records import (
     Comparison,
     Content,

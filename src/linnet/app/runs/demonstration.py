@@ -25,7 +25,7 @@ from linnet.files import save, write_atomic
 from linnet.fitting.descent import nearest_class_mean
 from linnet.plots.measures import ranking
 from linnet.progress import track
-from linnet.report.evaluation import contradiction
+from linnet.report.reading import contradiction
 from linnet.report.records import Comparison, DoubtedLabel, TrainingSet
 from linnet.training import train
 

@@ -34,7 +34,7 @@ from linnet.fitting.last_layer import Appended
 from linnet.machine import find_device
 from linnet.nested.features import with_random_heads
 from linnet.nested.nested_fit import KIND as NESTED
-from linnet.report.evaluation import Fit, temperatures_of
+from linnet.report.reading import Fit, temperatures_of
 from linnet.report.records import Samples
 from linnet.saved import load
 from linnet.tangent.batch import take

@@ -20,8 +20,17 @@ from linnet.app.runs.results import place_of
 from linnet.app.runs.samples import NewSamples, answer_in_words, find_samples, named
 from linnet.errors import InputError
 from linnet.files import finite, write_text
-from linnet.report.evaluation import Predictions, name_of, predict, reliability, score_classes, score_values
-from linnet.report.reading import explanations, facts, predicted
+from linnet.report.reading import (
+    Predictions,
+    explanations,
+    facts,
+    name_of,
+    predict,
+    predicted,
+    reliability,
+    score_classes,
+    score_values,
+)
 from linnet.report.records import Content, Explanation, Neighbor, Notes, Samples, Scores, TrainingSet
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet

@@ -15,10 +15,9 @@ from linnet.app.runs.samples import lines_of
 from linnet.app.terminal import kept
 from linnet.files import write_json
 from linnet.nested.nested_fit import NestedFit
-from linnet.report.evaluation import Fit
 from linnet.report.html import write_report
 from linnet.report.numbers import duration, number, percent, share_error
-from linnet.report.reading import facts, fit_record, held_out, solver_reason, training_set
+from linnet.report.reading import Fit, facts, fit_record, held_out, solver_reason, training_set
 from linnet.report.records import Comparison, Content, NextStep, Notes, Samples
 from linnet.report.steps import folder_beside, next_steps
 from linnet.report.verdict import summary, verdict
