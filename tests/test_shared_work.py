@@ -29,7 +29,6 @@ from linnet.linalg import grouped
 from linnet.linalg.operator import LinearOperator
 from linnet.linear import formed_rows
 from linnet.solvers import cg
-from linnet.spectrum import Decomposition
 from linnet.tangent import gram as gram_module
 from linnet.unfinished import resumable
 from tests.hangs import HANGS
@@ -111,9 +110,8 @@ def numbers(folder: Path) -> dict[str, Tensor]:
     found["gp, updated"] = more.predictive(X).mean
     adapted = linnet.adapt(net(), (X, Y))
     found["adapt"] = adapted.predict(X)
-    free = Decomposition(method="matrix-free", tolerance=1e-11, seed=0)
     for form in ("full", "trace", "sum"):
-        pairs = linnet.spectrum.eigenfunctions(net(), X, 2, form, method=free)  # type: ignore[arg-type]
+        pairs = linnet.spectrum.eigenfunctions(net(), X, 2, form, method="matrix-free")  # type: ignore[arg-type]
         found[f"spectrum {form}"] = pairs.values
     found["kernel, little memory"] = linnet.spectrum.gram(
         lin(), X, memory="24kB", file=folder / "k.npy"
@@ -296,7 +294,7 @@ def other_settings(rank: int) -> dict[str, tuple[Callable[[], object], list[str]
         basis = linnet.curvature(net(), (X + rank, Y), Categorical(), structure="ekfac")
         before = process(solver="cholesky").fit(X[:9], T[:9] + rank)
         fit = linnet.fit(lin(), (X, T), ridge=1.0 + rank, solver="dual")
-    data, elsewhere = (X, T), Decomposition(seed=torch.Generator().manual_seed(rank))
+    data, seed = (X, T), torch.Generator().manual_seed(rank)
 
     def fitted(solver: Any) -> Callable[[], object]:
         return lambda: linnet.fit(lin(), data, solver=solver)
@@ -315,8 +313,8 @@ def other_settings(rank: int) -> dict[str, tuple[Callable[[], object], list[str]
         "parameters": (lambda: linnet.adapt(net(), (X, Y), params=names), ["params is ['0.weight']"]),
         "before": (lambda: before.update(X[9:], T[9:]), ["DataError: processes differ: y before is"]),
         "fit": (lambda: linnet.spectrum.task_linearity(fit), ["fit is LinearFit with the hash "]),
-        "generator": (lambda: linnet.spectrum.eigenfunctions(net(), X, 2, method=elsewhere),
-                      ["seed=Generator with the hash "]),
+        "generator": (lambda: linnet.spectrum.spectral_density(net(), X, seed=seed),
+                      ["seed is Generator with the hash "]),
         "data set": (lambda: linnet.spectrum.alignment(net(), scores), ["DataError: processes differ: y is"]),
     }  # fmt: skip
 

@@ -90,7 +90,7 @@ class Functions:
         """Training and validation parts, 5 : 1 as in the paper, of the task of one eigenfunction."""
         if self._found is None:
             self._found = spectrum.eigenfunctions(self.network(), self.x, k=self.count, progress=False)
-        y = self._found.binarized(index).y
+        y = self._found.binarized(index)
         order = torch.randperm(len(self.x), generator=torch.Generator().manual_seed(self.seed))
         first, rest = order[: len(order) * 5 // 6], order[len(order) * 5 // 6 :]
         return (self.x[first], y[first]), (self.x[rest], y[rest])

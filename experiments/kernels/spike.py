@@ -41,7 +41,7 @@ def cell(name: str, index: int, seed: int, x: Tensor, epochs: int, count: int) -
     network = build(name, seed, x.shape[1], x.shape[2]).to(x.device).eval()
     found = spectrum.eigenfunctions(network, x, k=count, progress=False)
     before = found.values / diagonal(network, x)  # α(φ_j) = λ_j at initialization
-    y = found.binarized(index).y
+    y = found.binarized(index)
     train(network, x, y, epochs, 32, seed)
     after = spectrum.alignment(network, (x, found.functions), progress=False) / diagonal(network, x)
     return {

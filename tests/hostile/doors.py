@@ -151,8 +151,6 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "spectrum.gram": dict,
     "spectrum.gram_part": lambda: {"file": "kernel.npy", "part": (0, 1)},
     "spectrum.eigenfunctions": lambda: {"k": 3},
-    "spectrum.Decomposition": lambda: {"tolerance": 0.1},
-    "spectrum.EigenfunctionTargets": lambda: {"y": small.labels(), "index": 0},
     "spectrum.alignment": dict,
     "spectrum.kernel_norm_bound": dict,
     "spectrum.energy_concentration": lambda: {"k": 3},

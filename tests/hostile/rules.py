@@ -11,7 +11,6 @@ KEEPING = (
     "optim.GrowingBatches",
     "optim.OutputGap",
     "optim.KernelDrift",
-    "spectrum.EigenfunctionTargets",
     "spectrum.Recorder",
 )
 FITS = ("LinearFit", "SoftmaxFit", "NestedFit")
@@ -63,7 +62,6 @@ KINDS: dict[str, set[str]] = {
     "seed": WHOLE | {"zero", "None"},
     "place": PLACES,
     "place or none": PLACES | {"None"},
-    "place or flag": PLACES | {"true", "false"},
     "step or schedule": {"None", "inf", "three"},
     "model": {"module"},
     "model or none": {"module", "None"},
@@ -225,7 +223,6 @@ OF_CALL: dict[str, str] = {
     "preflight(batch)": "kept inputs",
     "continual.convert_strength(batch)": "positive",
     "fgsm(step)": "not negative",
-    "spectrum.Recorder(keep)": "place or flag",
     "surgery.leaky_relu(keep)": "optional mapping",
     "optim.Converged(loss)": "real",
     "optim.GaussNewton(noise)": "flag",

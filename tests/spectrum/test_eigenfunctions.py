@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import linnet
 from linnet.errors import InputError, NumericalError
@@ -42,17 +41,12 @@ def leading(k: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values.flip(0)[:count], vectors.flip(1)[:, :count]
 
 
-def exactly(method: Any, tolerance: float = 1e-11, seed: int = 0) -> linnet.spectrum.Decomposition:
-    """A method with a tolerance."""
-    return linnet.spectrum.Decomposition(method=method, tolerance=tolerance, seed=seed)
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("outputs", KINDS)
 def test_eigenpairs_are_those_of_the_dense_kernel(outputs: Kind, method: Any) -> None:
     k = dense(MANY, outputs)
     values, vectors = leading(k, 4)
-    found = linnet.spectrum.eigenfunctions(MANY.model, MANY.x, 4, outputs, method=exactly(method))
+    found = linnet.spectrum.eigenfunctions(MANY.model, MANY.x, 4, outputs, method=method)
     near(found.values, values / 10)  # Mercer's eigenvalues: of K / N
     flat = found.vectors.reshape(-1, 4)
     near(flat @ flat.T, vectors @ vectors.T, 1e-7)  # free of signs
@@ -101,9 +95,9 @@ def test_the_choice_of_the_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     kept = linnet.spectrum.gram(WIDE.model, WIDE.x, file=tmp_path / "k.npy")
     assert run(memory=90_000, gram=kept).method == "lanczos"
     monkeypatch.setattr(MODULE, "PATIENCE", 0.0)  # too few steps for Lanczos
-    assert run(method=exactly("auto", 1e-12)).method == "eigh"
-    with pytest.raises(NumericalError, match="eigenfunctions"):
-        run(method=exactly("lanczos", 1e-30))
+    assert run().method == "eigh"
+    monkeypatch.setattr(MODULE, "FINE", 1e-30)
+    refused(NumericalError, lambda: run(method="lanczos"), "eigenfunctions")
 
 
 def test_a_gram_matrix_is_used_as_it_is() -> None:
@@ -112,18 +106,6 @@ def test_a_gram_matrix_is_used_as_it_is() -> None:
     near(found.values, leading(dense(ONE, "full"), 3)[0] / 8)
     shares = linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 3, gram=given[:, 0, :, 0])
     near(shares, linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 3))
-
-
-def test_seeds_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    one, same, other = (
-        linnet.spectrum.eigenfunctions(
-            WIDE.model, WIDE.x, 2, method=exactly("lanczos", 1e-3, seed), progress=False
-        )
-        for seed in (0, 0, 1)
-    )
-    assert torch.equal(one.vectors, same.vectors)
-    assert not torch.equal(one.vectors, other.vectors)
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("outputs", KINDS)
@@ -201,26 +183,10 @@ def test_the_norm_outside_the_range_is_infinite() -> None:
 # Binarized eigenfunctions.
 
 
-def test_binarized_targets_are_a_data_set() -> None:
+def test_binarized_targets_are_signs() -> None:
     found = linnet.spectrum.eigenfunctions(ONE.model, ONE.x, 4)
-    data = found.binarized(2)
-    assert (len(data), data.index) == (16, 2)
-    assert torch.equal(data.y, found.functions[:, 2].sign())
-    x, y = data[5]
-    assert torch.equal(x, ONE.x[5])
-    assert float(y) == float(found.functions[5, 2].sign())
-    batches = list(DataLoader(data, batch_size=5))
-    assert torch.equal(torch.cat([b[0] for b in batches]), ONE.x)
-    classes = found.binarized(2, labels="classes").y
-    assert classes.dtype == torch.int64
-    assert torch.equal(2.0 * classes - 1, data.y)
-    fresh = found.binarized(1, x=ONE.x_test)
-    assert torch.equal(fresh.y, found(ONE.x_test)[:, 1].sign())
-    assert torch.equal(fresh.x, ONE.x_test)
-    with pytest.raises(IndexError):
-        data[16]
-    pair = linnet.spectrum.EigenfunctionTargets({"a": ONE.x, "b": ONE.x}, data.y, 0)[3]
-    assert torch.equal(pair[0]["b"], ONE.x[3])
+    assert torch.equal(found.binarized(2), found.functions[:, 2].sign())
+    assert torch.equal(found.binarized(1, ONE.x_test), found(ONE.x_test)[:, 1].sign())
 
 
 def test_binarization_keeps_most_of_the_direction() -> None:

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import NumericalError
-from linnet.spectrum.task_linearity import FULL, Evidence, judge, task_linearity
+from linnet.spectrum.task_linearity import (
+    FULL,
+    HeldOut,
+    LabelEnergy,
+    LinearityGap,
+    TaskLinearity,
+    task_linearity,
+)
 from tests.oracles.dense import jacobian_oracle
 
 N, C = 24, 3
@@ -177,26 +184,27 @@ def test_numbers_are_plain() -> None:
     assert found.energy.top == 14  # a fifth of the rows, which are fewer than 250
 
 
-KNOWN = Evidence(0.8, 0.95, 0.5, 10.0, 0.7, 0.1, 0.02)
+ENERGY = LabelEnergy(torch.ones(1), torch.tensor([0.7]), 1, 10, 10, 1.0)
+KNOWN = TaskLinearity(ENERGY, 1.0, 10.0, 1.0, 0.1, HeldOut(0.8, 0.95, 0.5), LinearityGap(0.02))
 
 
 @pytest.mark.parametrize(
     ("change", "level", "words"),
     [
         ({}, "well", "95 % of the training samples"),
-        ({"accuracy": 0.75}, "partly", "75 %"),
-        ({"accuracy": 0.55}, "poorly", "55 %"),
-        ({"accuracy": None, "chance": None}, "well", "explained to 80 %"),
-        ({"accuracy": None, "chance": None, "explained": -0.2}, "poorly", "no better than their mean"),
-        ({"accuracy": None, "chance": None, "explained": None}, "unknown", "10 times"),
+        ({"held_out": HeldOut(0.8, 0.75, 0.5)}, "partly", "75 %"),
+        ({"held_out": HeldOut(0.8, 0.55, 0.5)}, "poorly", "55 %"),
+        ({"held_out": HeldOut(0.8)}, "well", "explained to 80 %"),
+        ({"held_out": HeldOut(-0.2)}, "poorly", "no better than their mean"),
+        ({"held_out": None}, "unknown", "10 times"),
         ({"lift": 0.5}, "well", "worse than random labels"),
-        ({"gap": 0.5}, "well", "use the linear model for predictions"),
-        ({"gap": 2.0}, "well", "only the linear model can be used"),
-        ({"gap": 0.02}, "well", "within its linear range"),
+        ({"gap": LinearityGap(0.5)}, "well", "use the linear model for predictions"),
+        ({"gap": LinearityGap(2.0)}, "well", "only the linear model can be used"),
+        ({}, "well", "within its linear range"),
     ],
 )
 def test_the_verdict_in_words(change: dict[str, Any], level: str, words: str) -> None:
-    found = judge(replace(KNOWN, **change))
+    found = replace(KNOWN, **change).verdict
     assert found.level == level
     assert words in " ".join(found.reasons)
     assert found.text.endswith((".", "evidence."))

@@ -13,12 +13,7 @@ from __future__ import annotations
 
 from linnet.spectrum.alignment import alignment, kernel_norm_bound
 from linnet.spectrum.anisotropy import anisotropy_directions
-from linnet.spectrum.eigenfunctions import (
-    Decomposition,
-    EigenfunctionTargets,
-    eigenfunctions,
-    energy_concentration,
-)
+from linnet.spectrum.eigenfunctions import eigenfunctions, energy_concentration
 from linnet.spectrum.kernel_matrix import centered_alignment, gram, gram_part, kernel_distance
 from linnet.spectrum.recorder import Recorder
 from linnet.spectrum.spectral_density import (
@@ -34,8 +29,6 @@ __all__ = [
     "gram",
     "gram_part",
     "eigenfunctions",
-    "Decomposition",
-    "EigenfunctionTargets",
     "alignment",
     "kernel_norm_bound",
     "energy_concentration",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from linnet.errors import InputError, NumericalError
 from linnet.linalg.factorize import eigh
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.random import Seed, make_generator
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import choice, flag, instance, integer, number, refuse, tensor
+from linnet.params import choice, flag, integer, tensor
 from linnet.progress import waiting
 from linnet.shown import Record
 from linnet.solvers.lanczos import eigenpairs
@@ -41,74 +40,20 @@ from linnet.spectrum.kernel_matrix import (
 )
 from linnet.spectrum.plots import EigenfunctionPlots
 from linnet.tangent.alike import require_same_arguments, shared_call
-from linnet.tangent.batch import Inputs, batch_size, check_examples, check_finite, split
-from linnet.tangent.door import taken, tensorize
+from linnet.tangent.batch import Inputs, batch_size, check_finite, split
+from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import gather_data, owned
 from linnet.tangent.gram import gram as _gram
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.rules import Form
-from linnet.tree import map_tensors
-
-# -- kernel eigenpairs -----------------------------------------------------------------------------
-# Eigenpairs of a kernel on a data set, with a method that fits the memory.
 
 Method = Literal["auto", "lanczos", "matrix-free", "eigh"]
 METHODS = ("auto", "lanczos", "matrix-free", "eigh")
 SMALL = 512  # matrices up to this size are decomposed in full by "auto"
 PATIENCE = 0.3  # share of the space that Lanczos may fill before "auto" decomposes in full instead
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decomposition:
-    """The method that finds the leading eigenpairs of a kernel.
-
-    Args:
-        method: ``"lanczos"`` on the stored Gram matrix, ``"matrix-free"`` (two passes over the data for each
-            of k vectors a step), ``"eigh"`` (full decomposition), or ``"auto"``: Lanczos, a full
-            decomposition where that is cheaper or Lanczos converges too slowly, matrix-free where the Gram
-            matrix does not fit.
-        tolerance: Lanczos stops at ‖K u − σ u‖ ≤ tolerance · σ₁; by default 1e-9 in double precision and 2e-6
-            in single.
-        seed: Generator or seed of the start vectors.
-
-    Raises:
-        InputError: If a value does not work.
-
-    Example:
-        >>> Decomposition(tolerance=1e-4).method
-        'auto'
-    """
-
-    method: Method = "auto"
-    tolerance: float | None = None
-    seed: Seed = 0
-
-    def __post_init__(self) -> None:
-        choice("method", self.method, METHODS)
-        if self.tolerance is not None:
-            number("tolerance", self.tolerance, above=0, remedy="leave tolerance= out")
-        make_generator(self.seed)
-
-
-def decomposition(method: str | Decomposition) -> Decomposition:
-    """The settings, or those of a method by its name."""
-    if isinstance(method, str):
-        return Decomposition(method=cast("Method", choice("method", method, METHODS)))
-    return instance("method", method, Decomposition, "the name of a method, or a Decomposition")
-
-
-@dataclass(frozen=True)
-class EigenRequest:
-    """The kernel to decompose, and the accuracy."""
-
-    function: Functional  # the network
-    x: Inputs  # N examples
-    form: Form  # which kernel
-    rows: int  # R, the size of the kernel's matrix
-    k: int  # number of eigenpairs
-    how: Decomposition  # the method and its settings
+FINE, COARSE = 1e-9, 2e-6  # Lanczos stops at ‖K u − σ u‖ ≤ this · σ₁, in double and in single precision
 
 
 @dataclass(frozen=True)
@@ -121,84 +66,22 @@ class Pairs:
     residual: float  # the largest ‖K u − σ u‖ / σ₁
 
 
-def kernel_eigenpairs(
-    request: EigenRequest,
-    given: Tensor | None = None,
-    memory: str | int | None = None,
-    progress: bool | None = None,
-) -> Pairs:
-    """Leading eigenpairs of the kernel."""
-    check_count(request.k, request.rows, "the values of a function on x")
-    chosen = _choose(request, given, memory)
-    if chosen == "matrix-free":
-        return _lanczos(request, KernelOperator(request.function, request.x, request.form), None)
-    matrix = _matrix(request, given, memory, progress)
-    return _decompose(request, matrix, chosen, memory, progress)
-
-
-def check_count(k: Any, limit: int, what: str) -> None:
-    """Raise unless 1 ≤ k ≤ limit."""
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= limit:
-        raise InputError(
-            f"k is {k!r}",
-            expected=f"an integer from 1 to {limit}, {what}",
-            remedy="pass a smaller k=, or more examples" if isinstance(k, int) and k > 0 else "leave k= out",
-        )
-
-
-def _choose(request: EigenRequest, given: Tensor | None, memory: str | int | None) -> Method:
-    """The method, matrix-free where the Gram matrix would not fit."""
-    method = request.how.method
-    if method == "matrix-free" and given is not None:
-        raise InputError(
-            'gram= with method="matrix-free"', "no Gram matrix", 'pass method="lanczos" to use it'
-        )
-    if method != "auto" or given is not None:
-        return method
-    rows = request.rows
-    size = rows * rows * torch.promote_types(request.function.dtype, torch.float32).itemsize
-    fits = size <= 0.8 * parse_bytes(memory, request.function.device)
-    return "auto" if fits or 4 * request.k > rows else "matrix-free"
-
-
-def _matrix(
-    request: EigenRequest,
-    given: Tensor | None,
-    memory: str | int | None,
-    progress: bool | None,
-) -> Tensor:
-    """The Gram matrix (R, R)."""
-    if given is None:
-        options: dict[str, Any] = {"form": request.form, "memory": memory}
-        return flat_gram(_gram(request.function, request.x, progress=progress, **options))
-    flat = flat_gram(given)
-    if flat.shape[0] != request.rows:
-        raise InputError(
-            f"gram has shape {tuple(given.shape)}",
-            expected=f"{request.rows} rows: one for each value of a function on x",
-            remedy=f"compute it on the same x with form={request.form!r}",
-        )
-    check_symmetry(flat, "gram")
-    return flat
-
-
 def _decompose(
-    request: EigenRequest, matrix: Tensor, method: Method, memory: str | int | None, progress: bool | None
+    matrix: Tensor, k: int, method: Method, memory: str | int | None, progress: bool | None
 ) -> Pairs:
     """Leading eigenpairs of a stored matrix."""
     rows = matrix.shape[0]
-    if method == "eigh" or (method == "auto" and (rows <= SMALL or 4 * request.k > rows)):
-        return _full(request, matrix, memory, progress)
+    if method == "eigh" or (method == "auto" and (rows <= SMALL or 4 * k > rows)):
+        return _full(matrix, k, memory, progress)
     if method == "lanczos":
-        return _lanczos(request, stored_operator(matrix), None)
-    steps = max(2, int(PATIENCE * rows) // request.k)
+        return _lanczos(stored_operator(matrix), k)
     try:
-        return _lanczos(request, stored_operator(matrix), steps)
+        return _lanczos(stored_operator(matrix), k, max(2, int(PATIENCE * rows) // k))
     except NumericalError:
-        return _full(request, matrix, memory, progress)
+        return _full(matrix, k, memory, progress)
 
 
-def _full(request: EigenRequest, matrix: Tensor, memory: str | int | None, progress: bool | None) -> Pairs:
+def _full(matrix: Tensor, k: int, memory: str | int | None, progress: bool | None) -> Pairs:
     """All eigenpairs, the leading k of them kept."""
     rows = matrix.shape[0]
     bytes_ = 8 * rows * rows
@@ -208,19 +91,18 @@ def _full(request: EigenRequest, matrix: Tensor, memory: str | int | None, progr
     require(Plan(f"eigendecomposition of {rows} rows", budget, items), ways)
     with waiting(f"eigendecomposition of {rows} rows", enabled=progress):
         values, vectors = eigh(matrix, "the Gram matrix")
-    values, vectors = values.flip(0)[: request.k], vectors.flip(1)[:, : request.k]
+    values, vectors = values.flip(0)[:k], vectors.flip(1)[:, :k]
     first = float(values[0].abs())
     error = float((matrix @ vectors - vectors * values).norm(dim=0).max())
     return Pairs(values, vectors, "eigh", error / first if first else 0.0)
 
 
-def _lanczos(request: EigenRequest, operator: LinearOperator, steps: int | None) -> Pairs:
+def _lanczos(operator: LinearOperator, k: int, steps: int | None = None) -> Pairs:
     """Leading eigenpairs by block Lanczos."""
-    default = 1e-9 if operator.dtype == torch.float64 else 2e-6
-    tolerance = default if request.how.tolerance is None else request.how.tolerance
+    tolerance = FINE if operator.dtype == torch.float64 else COARSE
+    solution = eigenpairs(operator, k, tolerance=tolerance, max_steps=steps, seed=0)
+    pairs = solution.require(f"Lanczos for {k} eigenfunctions")
     name = "matrix-free" if isinstance(operator, KernelOperator) else "lanczos"
-    solution = eigenpairs(operator, request.k, tolerance=tolerance, max_steps=steps, seed=request.how.seed)
-    pairs = solution.require(f"Lanczos for {request.k} eigenfunctions")
     return Pairs(pairs.values, pairs.vectors, name, solution.residual)
 
 
@@ -333,8 +215,7 @@ class Eigenfunctions(Record):
             InputError: If k is out of range, or a target is zero.
         """
         flag("squared", squared)
-        k = self.k if k is None else k
-        check_count(k, self.k, "the eigenfunctions that were computed")
+        k = integer("k", self.k if k is None else k, 1, self.k, "compute more eigenfunctions with k=")
         values = self._targets(y)
         flat = values.flat
         # the eigenvectors are orthonormal, so the projection's norm is that of its coefficients
@@ -370,30 +251,25 @@ class Eigenfunctions(Record):
         norm = (squares[~is_zero] / sigma).sum(0)
         return values.shaped(torch.where(outside, torch.inf, norm))
 
-    def binarized(self, index: int, x: Inputs | None = None, labels: str = "signs") -> EigenfunctionTargets:
-        """The classification task x ↦ sign(φ_j(x)) as a data set.
+    def binarized(self, index: int, x: Inputs | None = None) -> Tensor:
+        """The classification task x ↦ sign(φ_j(x)).
 
         Args:
             index: j, counted from 0.
             x: New points; by default those of the decomposition.
-            labels: ``"signs"`` for float −1 and 1, ``"classes"`` for integers 0 and 1.
 
         Returns:
-            A data set of (example, label); zero counts as positive.
+            Labels −1 and 1, (N,) or (N, C); zero counts as positive.
 
         Raises:
-            InputError: If the index is out of range or ``labels`` is neither.
+            InputError: If the index is out of range.
 
         Source:
             Ortiz-Jimenez et al., NeurIPS 2021, supplement B, "Binarization".
         """
-        choice("labels", labels, ("signs", "classes"), "leave labels= out for signs")
         integer("index", index, 0, self.k - 1, "compute more eigenfunctions with k=")
-        chosen = self._chosen([index])
-        phi = (self.vectors[..., chosen] if x is None else self(x, chosen))[..., 0]
-        is_positive = phi >= 0
-        y = is_positive.long() if labels == "classes" else torch.where(is_positive, 1.0, -1.0).to(phi)
-        return EigenfunctionTargets(self.x if x is None else x, y, index)
+        phi = (self.vectors[..., [index]] if x is None else self(x, [index]))[..., 0]
+        return torch.where(phi >= 0, 1.0, -1.0).to(phi)
 
     def _targets(self, y: Tensor) -> FunctionValues:
         """Targets as functions on the examples."""
@@ -441,44 +317,6 @@ class Eigenfunctions(Record):
         return values
 
 
-class EigenfunctionTargets(torch.utils.data.Dataset[tuple[Any, Tensor]]):
-    """A binary task whose labels are the signs of an eigenfunction.
-
-    Args:
-        x: N examples.
-        y: Labels (N,) or (N, C).
-        index: Which eigenfunction.
-
-    Example:
-        >>> data = EigenfunctionTargets(torch.zeros(3, 2), torch.tensor([1.0, -1.0, 1.0]), index=4)
-        >>> len(data), data[1][1]
-        (3, tensor(-1.))
-    """
-
-    def __init__(self, x: Inputs, y: Tensor, index: int) -> None:
-        x = tensorize(x)
-        check_examples(x)
-        tensor("y", y, "labels (N,) or (N, C)", convert=False)
-        if y.ndim == 0 or len(y) != batch_size(x):
-            refuse("y", y, f"one label for each of the {batch_size(x)} examples", "take both from one split")
-        check_finite(y, "y")
-        self.x, self.y, self.index = owned(x), y.clone(), integer("index", index, 0)
-
-    def __len__(self) -> int:
-        return self.y.shape[0]
-
-    def __getitem__(self, i: int) -> tuple[Any, Tensor]:
-        n = len(self)
-        if not -n <= i < n:
-            raise IndexError(f"example {i} of {n}")
-        return _example(self.x, i, n), self.y[i]
-
-
-def _example(x: Inputs, i: int, n: int) -> Any:
-    """One example, without the example axis."""
-    return map_tensors(lambda t: t[i] if t.ndim and t.shape[0] == n else t, x)
-
-
 @shared_call("linnet.spectrum.eigenfunctions")
 @in_exact_mode
 def eigenfunctions(
@@ -487,7 +325,7 @@ def eigenfunctions(
     k: int | None = 50,
     form: Form = "full",
     *,
-    method: Method | Decomposition = "auto",
+    method: Method = "auto",
     gram: Tensor | None = None,
     memory: str | int | None = None,
     progress: bool | None = None,
@@ -503,7 +341,7 @@ def eigenfunctions(
         method: ``"lanczos"`` on the stored Gram matrix, ``"matrix-free"`` (two passes over the data for
             each of k vectors a step), ``"eigh"`` (full decomposition), or ``"auto"``: Lanczos, a full
             decomposition where that is cheaper or Lanczos converges too slowly, matrix-free where the
-            Gram matrix does not fit; or a :class:`Decomposition`, with a tolerance and a seed of its own.
+            Gram matrix does not fit.
         gram: The Gram matrix, where it is known already: (N, N) or (N, C, N, C). One that is kept in a file
             comes from :func:`gram`.
         memory: Budget such as ``"4GB"``; by default half of what is available.
@@ -527,7 +365,7 @@ def eigenfunctions(
         torch.Size([20, 3])
     """
     check_kernel(form)
-    how = decomposition(method)
+    choice("method", method, METHODS)
     parse_bytes(memory)
     if progress is not None:
         flag("progress", progress)
@@ -535,13 +373,42 @@ def eigenfunctions(
     x = taken(function, x)
     check_dense(x)
     q, n = values_of_one(check_inputs(function, x), form), batch_size(x)
-    request = EigenRequest(function, x, form, n * q, n * q if k is None else k, how)
-    pairs = kernel_eigenpairs(request, gram, memory, progress)
-    vectors = _signed(pairs.vectors).reshape(n, *([q] if q > 1 else []), -1)
+    rows = n * q
+    k = integer("k", rows if k is None else k, 1, rows, f"pass a smaller k=, of {rows} values on x")
     if gram is not None:
+        pairs = _decompose(_given(gram, rows, form, method), k, method, memory, progress)
         _check_kernel_values(pairs.values)
+    elif method == "matrix-free" or (method == "auto" and not _fits(function, rows, k, memory)):
+        pairs = _lanczos(KernelOperator(function, x, form), k)
+    else:
+        matrix = flat_gram(_gram(function, x, form=form, memory=memory, progress=progress))
+        pairs = _decompose(matrix, k, method, memory, progress)
+    vectors = _signed(pairs.vectors).reshape(n, *([q] if q > 1 else []), -1)
     kept = owned(x, memory)
     return Eigenfunctions(function, kept, pairs.values / n, vectors, form, pairs.method, pairs.residual)
+
+
+def _fits(function: Functional, rows: int, k: int, memory: str | int | None) -> bool:
+    """Whether the Gram matrix fits the memory, or is needed whole."""
+    size = rows * rows * torch.promote_types(function.dtype, torch.float32).itemsize
+    return size <= 0.8 * parse_bytes(memory, function.device) or 4 * k > rows
+
+
+def _given(gram: Tensor, rows: int, form: Form, method: Method) -> Tensor:
+    """A Gram matrix of the user's own as (R, R)."""
+    if method == "matrix-free":
+        raise InputError(
+            'gram= with method="matrix-free"', "no Gram matrix", 'pass method="lanczos" to use it'
+        )
+    flat = flat_gram(gram)
+    if flat.shape[0] != rows:
+        raise InputError(
+            f"gram has shape {tuple(gram.shape)}",
+            expected=f"{rows} rows: one for each value of a function on x",
+            remedy=f"compute it on the same x with form={form!r}",
+        )
+    check_symmetry(flat, "gram")
+    return flat
 
 
 def _check_kernel_values(values: Tensor) -> None:
@@ -564,7 +431,7 @@ def energy_concentration(
     form: Form = "full",
     *,
     squared: bool = False,
-    method: Method | Decomposition = "auto",
+    method: Method = "auto",
     gram: Tensor | None = None,
     memory: str | int | None = None,
 ) -> Tensor:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from linnet.distributed import apart
-from linnet.errors import InputError
 from linnet.memory import parse_bytes
 from linnet.params import integer
-from linnet.params import path as checked_path
 from linnet.shown import Record, Shown
-from linnet.spectrum.eigenfunctions import Eigenfunctions, eigenfunctions
+from linnet.spectrum.eigenfunctions import eigenfunctions
 from linnet.spectrum.kernel_matrix import (
-    FunctionValues,
     centered_alignment,
     check_inputs,
     check_kernel,
@@ -29,7 +25,7 @@ from linnet.spectrum.kernel_matrix import (
 )
 from linnet.spectrum.plots import RecorderPlots
 from linnet.tangent.batch import Inputs, batch_size, check_examples
-from linnet.tangent.door import taken, tensorize
+from linnet.tangent.door import tensorize
 from linnet.tangent.gather import gather_data, owned
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -75,9 +71,6 @@ class Recorder(Shown):
         y: Targets on them (N,) or (N, T), as for ``alignment``; None to follow the kernel alone.
         k: Number of leading eigenvalues and eigenvectors; N at most.
         form: Which kernel of a network with several outputs.
-        every: ``note`` passes over steps that are not multiples of this.
-        keep: True to keep every Gram matrix in memory, or a folder to keep them in files, one for each
-            training: files of other weights are refused; False for the first and the last only.
         memory: Budget of a Gram matrix.
 
     Attributes:
@@ -106,13 +99,10 @@ class Recorder(Shown):
         y: Tensor | None = None,
         k: int = 10,
         form: Form = "full",
-        every: int = 1,
-        keep: bool | str | Path = False,
         memory: str | int | None = None,
     ) -> None:
         check_kernel(form)
-        for name, value in (("k", k), ("every", every)):
-            integer(name, value)
+        integer("k", k)
         x = tensorize(x)
         check_examples(x)
         parse_bytes(memory)
@@ -121,21 +111,13 @@ class Recorder(Shown):
             self.x: Inputs = owned(x)
         else:
             self.x, self.y = gather_data((x, y))
-        self.k, self.form, self.every, self.memory = k, form, every, memory
-        self.folder = None if isinstance(keep, bool) else checked_path("keep", keep)
-        if self.folder is not None and not self.folder.is_dir():
-            raise InputError(
-                f"keep={str(keep)!r} is no folder", "True, False or an existing folder", "create the folder"
-            )
-        self.keep = bool(keep)
+        self.k, self.form, self.memory = k, form, memory
         self.notes: list[KernelNote] = []
-        self._grams: dict[int, Tensor] = {}
-        self._first: Tensor | None = None
-        self._last: Tensor | None = None
+        self._kernels: tuple[Tensor, ...] = ()  # the first and the last
 
     def _shown(self) -> dict[str, Any]:
-        known = {"examples": batch_size(self.x), "form": self.form, "every": self.every, "kept": self.keep}
-        return {**known, "notes": len(self.notes), "last": self.notes[-1] if self.notes else None}
+        known = {"examples": batch_size(self.x), "form": self.form, "notes": len(self.notes)}
+        return {**known, "last": self.notes[-1] if self.notes else None}
 
     @property
     def plot(self) -> RecorderPlots:
@@ -144,7 +126,7 @@ class Recorder(Shown):
 
     @apart()  # training may be on one process, or on batches of its own
     @in_exact_mode
-    def note(self, model: Linearized | nn.Module, step: int) -> KernelNote | None:
+    def note(self, model: Linearized | nn.Module, step: int) -> KernelNote:
         """Record the kernel of a network as it is now.
 
         Args:
@@ -152,93 +134,33 @@ class Recorder(Shown):
             step: The iteration or epoch; larger than at the last note.
 
         Returns:
-            What was recorded, or None for a step that is passed over.
+            What was recorded.
 
         Raises:
             InputError: If the step is no integer or not larger than the last, or y or k do not fit.
         """
-        integer("step", step, 0, remedy="pass the number of the iteration or epoch")
-        if step % self.every:
-            return None
-        if self.notes and step <= self.notes[-1].step:
-            raise InputError(
-                f"step is {step} after a note at step {self.notes[-1].step}",
-                expected="steps that increase",
-                remedy="use one Recorder for each run",
-            )
-        function = tangent_of(model)
-        x = taken(function, self.x)
-        shape = check_inputs(function, x)
-        targets = None
-        if self.y is not None:
-            targets = function_values(self.y.to(function.device), shape, self.form, function.dtype)
-        file = None if self.folder is None else self.folder / f"kernel-{step}.npy"
-        matrix = gram(Linearized(function), x, form=self.form, memory=self.memory, file=file, progress=False)
-        options: dict[str, Any] = {"gram": matrix, "memory": self.memory, "progress": False}
-        pairs = eigenfunctions(Linearized(function), x, self.k, self.form, **options)
-        found = self._measured(step, matrix, pairs, targets)
-        self._first = matrix if self._first is None else self._first
-        self._last = matrix
-        if self.keep:
-            self._grams[step] = matrix
-        self.notes.append(found)
-        return found
-
-    def _measured(
-        self, step: int, matrix: Tensor, pairs: Eigenfunctions, targets: FunctionValues | None
-    ) -> KernelNote:
-        """All measures of one kernel."""
+        least = self.notes[-1].step + 1 if self.notes else 0
+        step = integer("step", step, least, remedy="pass steps that increase; use one Recorder for each run")
+        lin = Linearized(tangent_of(model))
+        matrix = gram(lin, self.x, form=self.form, memory=self.memory, progress=False)
+        pairs = eigenfunctions(
+            lin, self.x, self.k, self.form, gram=matrix, memory=self.memory, progress=False
+        )
+        first, last = self._kernels or (matrix, matrix)
         n, flat = batch_size(self.x), flat_gram(matrix)
-        first = matrix if self._first is None else self._first
-        last = matrix if self._last is None else self._last
         distances = {"first": kernel_distance(first, matrix), "previous": kernel_distance(last, matrix)}
         centered = {"first": centered_alignment(first, matrix)}
         alphas: list[float] = []
         shares: list[float] = []
-        if targets is not None:
-            f = targets.flat.to(flat)
+        if self.y is not None:
+            shape = check_inputs(lin.function, self.x)
+            f = function_values(self.y.to(flat.device), shape, self.form, flat.dtype).flat
             # α(f) = fᵀK f / N²
             alphas = ((f * (flat @ f)).sum(0, dtype=torch.float64) / n**2).tolist()
-            assert self.y is not None
             shares = pairs.energy_concentration(self.y).reshape(-1).tolist()
             centered["targets"] = centered_alignment((f @ f.T).reshape(matrix.shape), matrix)
         trace = float(flat.diagonal().sum(dtype=torch.float64)) / n
-        return KernelNote(step, trace, pairs.values.tolist(), distances, alphas, shares, centered)
-
-    @property
-    def grams(self) -> dict[int, Tensor]:
-        """Gram matrices (N, N) by step, where they were kept."""
-        return dict(self._grams)
-
-    @apart()
-    def distances(self) -> Tensor:
-        """Kernel distances between all moments.
-
-        Returns:
-            (S, S), zero on the diagonal, in the order of ``notes``.
-
-        Raises:
-            InputError: If the Gram matrices were not kept.
-
-        Source:
-            Fort et al., NeurIPS 2020, figure 5.
-        """
-        if len(self._grams) != len(self.notes):
-            raise InputError(
-                "keep=False: the Gram matrices are gone", "keep=True or a folder", "pass keep=True"
-            )
-        kept = list(self._grams.values())
-        table = torch.zeros(len(kept), len(kept), dtype=torch.float64)
-        for i, a in enumerate(kept):
-            for j in range(i):
-                table[i, j] = table[j, i] = kernel_distance(a, kept[j])
-        return table
-
-    def to_dict(self) -> dict[str, list[Any]]:
-        """Everything recorded as columns, for JSON or a table.
-
-        Returns:
-            One list for each field of ``KernelNote``.
-        """
-        rows = [asdict(note) for note in self.notes]
-        return {name: [row[name] for row in rows] for name in KernelNote.__dataclass_fields__}
+        found = KernelNote(step, trace, pairs.values.tolist(), distances, alphas, shares, centered)
+        self._kernels = first, matrix
+        self.notes.append(found)
+        return found

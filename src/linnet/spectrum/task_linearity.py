@@ -20,19 +20,17 @@ from linnet.fitting.linear_fit import LinearFit
 from linnet.linalg.factorize import cholesky
 from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import parse_bytes
+from linnet.params import integer
 from linnet.shown import Record
 from linnet.spectrum.alignment import alignment
-from linnet.spectrum.eigenfunctions import check_count, eigenfunctions
+from linnet.spectrum.eigenfunctions import eigenfunctions
 from linnet.spectrum.kernel_matrix import check_inputs, flat_gram, gram
 from linnet.spectrum.plots import TaskPlots
 from linnet.tangent.alike import shared_call
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.modes import in_exact_mode
 
-# -- verdict ---------------------------------------------------------------------------------------
-# Verdicts: recommendation of linear or plain fine-tuning from the statistics of a task.
-
-# Rules of thumb: the skill of leave-one-out (see ``Evidence.skill``) from which a fit does well, and below
+# Rules of thumb: the skill of leave-one-out (``HeldOut.skill``) from which a fit does well, and below
 # which it does poorly. In experiments/kernels/verdict.py the skill on test samples was 0.45 to 0.83 for the
 # tasks in between and at most 0.51 for those below; no task there was above.
 WELL, POORLY = 0.75, 0.35
@@ -60,88 +58,6 @@ class Verdict(Record):
     level: str
     text: str
     reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Evidence for a verdict."""
-
-    # share of the labels' variance that leave-one-out predicts; None if it is not known
-    explained: float | None
-    accuracy: float | None  # leave-one-out accuracy; None for a regression
-    chance: float | None  # share of the most frequent class; None for a regression
-    lift: float  # alignment over that of random labels
-    share: float  # share of the labels' squared norm on the leading eigenvectors
-    fair: float  # that share for random labels
-    gap: float  # relative linearity gap on the training data
-
-    @property
-    def skill(self) -> float | None:
-        """(accuracy − chance) / (1 − chance) for classes, the share explained for values."""
-        if self.accuracy is None or self.chance is None:
-            return self.explained
-        return (self.accuracy - self.chance) / (1 - self.chance)
-
-
-def judge(evidence: Evidence) -> Verdict:
-    """Judge a task by what the fit predicts of each training example from all the others."""
-    skill = evidence.skill
-    reasons = [_prediction(evidence), _alignment(evidence), _gap_said(evidence.gap), OPEN]
-    if skill is None:
-        level, text = "unknown", (
-            "Whether linear fine-tuning does well cannot be said without leave-one-out, which needs the "
-            "kernel of all samples; the alignment is the only evidence."
-        )  # fmt: skip
-    elif skill >= WELL:
-        level, text = "well", "Linear fine-tuning is likely to do well on this task."
-    elif skill >= POORLY:
-        level, text = (
-            "partly",
-            ("Linear fine-tuning is likely to learn a good part of this task, but not all of it."),
-        )
-    else:
-        level, text = "poorly", "Linear fine-tuning is likely to do poorly on this task with these samples."
-    return Verdict(level, text, tuple(reason for reason in reasons if reason))
-
-
-def _prediction(evidence: Evidence) -> str:
-    """Leave-one-out in words."""
-    if evidence.accuracy is not None and evidence.chance is not None:
-        return (
-            f"Predicted from all the others, {_percent(evidence.accuracy)} of the training samples get the "
-            f"right class; always naming the most frequent one would get {_percent(evidence.chance)}."
-        )
-    if evidence.explained is None:
-        return ""
-    if evidence.explained <= 0:
-        return "Predicted from all the others, training samples come out no better than their mean."
-    return (
-        f"Predicted from all the others, the training samples' values are explained to "
-        f"{_percent(evidence.explained)} of their variance."
-    )
-
-
-def _alignment(evidence: Evidence) -> str:
-    """Alignment in words."""
-    lift = f"{evidence.lift:.2g}" if evidence.lift < 100 else f"{evidence.lift:.0f}"
-    side = (
-        "better than" if evidence.lift > 1.2 else "worse than" if evidence.lift < 0.8 else "about as well as"
-    )
-    return (
-        f"The labels are aligned with the kernel {side} random labels ({lift} times their alignment); "
-        f"its leading directions hold {_percent(evidence.share)} of them, and of random ones "
-        f"{_percent(evidence.fair)}."
-    )
-
-
-def _gap_said(gap: float) -> str:
-    """The linearity gap in words."""
-    start = f"The network with the fitted weights is {_percent(gap)} away from its linear model"
-    if gap < NEAR:
-        return f"{start}: the task lies within its linear range, and plain fine-tuning could move there too."
-    if gap < FAR:
-        return f"{start}: use the linear model for predictions, not the network with those weights."
-    return f"{start}, farther than the fit moved it: only the linear model can be used, not those weights."
 
 
 def _percent(share: float) -> str:
@@ -182,6 +98,16 @@ class LabelEnergy(Record):
     rows: int
     trace: float
 
+    @property
+    def share(self) -> float:
+        """Share of the labels' squared norm on the ``top`` eigenvectors."""
+        return float(self.shares[self.top - 1])
+
+    @property
+    def fair(self) -> float:
+        """That share for random labels."""
+        return self.top / self.rows
+
 
 @dataclass(frozen=True, repr=False)
 class HeldOut(Record):
@@ -202,6 +128,27 @@ class HeldOut(Record):
     accuracy: float | None = None
     chance: float | None = None
 
+    @property
+    def skill(self) -> float:
+        """(accuracy − chance) / (1 − chance) for classes, the share explained for values."""
+        if self.accuracy is None or self.chance is None:
+            return self.explained
+        return (self.accuracy - self.chance) / (1 - self.chance)
+
+    def __str__(self) -> str:
+        """Leave-one-out in words."""
+        if self.accuracy is not None and self.chance is not None:
+            return (
+                f"Predicted from all the others, {_percent(self.accuracy)} of the training samples get the "
+                f"right class; always naming the most frequent one would get {_percent(self.chance)}."
+            )
+        if self.explained <= 0:
+            return "Predicted from all the others, training samples come out no better than their mean."
+        return (
+            f"Predicted from all the others, the training samples' values are explained to "
+            f"{_percent(self.explained)} of their variance."
+        )
+
 
 @dataclass(frozen=True, repr=False)
 class LinearityGap(Record):
@@ -221,6 +168,19 @@ class LinearityGap(Record):
     training: float
     validation: float | None = None
     agreement: float | None = None
+
+    def __str__(self) -> str:
+        """The gap in words."""
+        start = f"The network with the fitted weights is {_percent(self.training)} away from its linear model"
+        if self.training < NEAR:
+            return (
+                f"{start}: the task lies within its linear range, and plain fine-tuning could move there too."
+            )
+        if self.training < FAR:
+            return f"{start}: use the linear model for predictions, not the network with those weights."
+        return (
+            f"{start}, farther than the fit moved it: only the linear model can be used, not those weights."
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -259,16 +219,36 @@ class TaskLinearity(Record):
     @property
     def concentration(self) -> float:
         """‖Φ_K y‖₂ / ‖y‖₂ on the K leading eigenvectors, as in table 1 of Ortiz-Jimenez et al. (2021)."""
-        return math.sqrt(float(self.energy.shares[self.energy.top - 1]))
+        return math.sqrt(self.energy.share)
 
     @property
     def verdict(self) -> Verdict:
         """Whether linear fine-tuning is likely to do well, in words, with the numbers it rests on."""
-        held = self.held_out or HeldOut(math.nan)
-        explained = None if math.isnan(held.explained) else held.explained
-        share, fair = float(self.energy.shares[self.energy.top - 1]), self.energy.top / self.energy.rows
-        return judge(
-            Evidence(explained, held.accuracy, held.chance, self.lift, share, fair, self.gap.training)
+        held = self.held_out
+        said = [str(part) for part in (held, self._aligned(), self.gap, OPEN) if part is not None]
+        if held is None:
+            level, text = "unknown", (
+                "Whether linear fine-tuning does well cannot be said without leave-one-out, which needs the "
+                "kernel of all samples; the alignment is the only evidence."
+            )  # fmt: skip
+        elif held.skill >= WELL:
+            level, text = "well", "Linear fine-tuning is likely to do well on this task."
+        elif held.skill >= POORLY:
+            level = "partly"
+            text = "Linear fine-tuning is likely to learn a good part of this task, but not all of it."
+        else:
+            level = "poorly"
+            text = "Linear fine-tuning is likely to do poorly on this task with these samples."
+        return Verdict(level, text, tuple(said))
+
+    def _aligned(self) -> str:
+        """Alignment in words."""
+        lift = f"{self.lift:.2g}" if self.lift < 100 else f"{self.lift:.0f}"
+        side = "better than" if self.lift > 1.2 else "worse than" if self.lift < 0.8 else "about as well as"
+        return (
+            f"The labels are aligned with the kernel {side} random labels ({lift} times their alignment); "
+            f"its leading directions hold {_percent(self.energy.share)} of them, and of random ones "
+            f"{_percent(self.energy.fair)}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -341,7 +321,7 @@ def task_linearity(
     matrix = _gram(fit, index, memory, progress)
     rows = matrix.shape[0]
     k = min(TOP, max(1, rows // 5)) if k is None else k
-    check_count(k, rows, "the rows of the kernel")
+    integer("k", k, 1, rows, "pass at most the rows of the kernel")
     module = fit.module
     part = fit.x if len(index) == n else take(fit.x, index)
     count = rows if rows <= FULL else k
@@ -389,12 +369,8 @@ def _labels(fit: LinearFit) -> Tensor:
 def _drawn(fit: LinearFit, n: int, c: int, samples: int | None, memory: str | int | None) -> Tensor:
     """Examples to take the kernel on, in order."""
     device = fit.module.function.device
-    if samples is not None and (
-        isinstance(samples, bool) or not isinstance(samples, int) or not 2 <= samples <= n
-    ):
-        raise InputError(
-            f"samples is {samples!r}", f"2 to {n}, the training examples", "leave samples= out for all"
-        )
+    if samples is not None:
+        integer("samples", samples, 2, n, "leave samples= out for all training examples")
     most = n
     if not isinstance(fit.system, KernelSystem):
         # a matrix in float64, its eigenvectors and their workspace

@@ -243,11 +243,10 @@ def table_of(found: Examined) -> list[tuple[str, str]]:
     """The numbers behind the verdict."""
     task, run = found.linearity, found.subject.run
     energy, held, gap = task.energy, task.held_out, task.gap
-    share = float(energy.shares[energy.top - 1])
     rows = [
         (
             f"labels' squared norm on the top {energy.top}",
-            f"{percent(share)} (random {percent(energy.top / energy.rows)})",
+            f"{percent(energy.share)} (random {percent(energy.fair)})",
         ),
         (f"energy concentration on the top {energy.top} (norms)", percent(task.concentration)),
         ("target alignment α(y)", number(task.alignment)),
