@@ -88,7 +88,7 @@ def run(method: str, tasks: list[Task], how: Training, seed: int, grid: Sequence
             # the same path of the first task, with another strength
             state = watch.state_dict()
             state["settings"] = other.state_dict()["settings"]
-            (term,) = state["state"]["term"].values()
+            ((term,),) = (kept.values() for kept in state["state"]["terms"])
             term["weight"] = 2 * float(strength)
             other.load_state_dict(state)
         optimizer = second(twin, other, how, len(data[1][0]))

@@ -9,9 +9,8 @@ Source: Botev 2020, sections 5.3 and 5.4; Ritter, Botev and Barber, NeurIPS 2018
 
 from __future__ import annotations
 
-from linnet.continual.ewc import EWC
 from linnet.continual.intelligence import SynapticIntelligence
-from linnet.continual.laplace import NonOnlineLaplace, OnlineLaplace
+from linnet.continual.laplace import EWC, NonOnlineLaplace, OnlineLaplace
 from linnet.continual.method import ContinualMethod, convert_strength
 from linnet.continual.metrics import StreamMetrics
 

@@ -1,23 +1,29 @@
-"""The curvature of one task, for methods with a quadratic penalty."""
+"""The curvature of one task, and what the methods that measure it share."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from abc import ABC
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from linnet.continual.method import Prepare
-from linnet.continual.quadratic import PenaltyBlock, computing_type, same_random_state, unwrapped
+from linnet.continual.method import ContinualMethod, Prepare
+from linnet.continual.quadratic import (
+    PenaltyBlock,
+    check_merge,
+    computing_type,
+    same_random_state,
+    unwrapped,
+)
 from linnet.curvatures.build import check_options, watched
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.settings import (
     CurvatureOptions,
     LowRank,
-    Passes,
     Structure,
     drawn,
     passes_of,
@@ -35,73 +41,97 @@ from linnet.tangent.linearized import Linearized
 OUTPUTS = "shifted."  # where a shifted network keeps the network itself
 
 
-@dataclass(frozen=True, eq=False)
-class TaskCurvature:
-    """The curvature of a task, to be added to that of others."""
+class CurvatureMethod(ContinualMethod, ABC):
+    """A penalty made of the curvature of every task, measured when the task has been learned."""
 
-    blocks: tuple[PenaltyBlock, ...]  # λ times the curvature, layer by layer
-    device: torch.device  # where it is
-    dtype: torch.dtype  # its type
+    KEPT: ClassVar[tuple[str, ...]]  # the settings, beside those of the curvature, that a state belongs to
 
-
-@dataclass(frozen=True, eq=False)
-class CurvatureRecipe:
-    """Settings of the curvature of a task."""
-
-    likelihood: Likelihood  # what the outputs mean
-    structure: Structure  # the structure of the curvature
-    options: CurvatureOptions  # keywords of :func:`linnet.curvature`, and ``params`` and ``output``
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        structure: Structure,
+        strength: float,
+        merge: str,
+        options: CurvatureOptions,
+    ) -> None:
+        check_merge(merge)
+        super().__init__(model, strength)
+        check_likelihood(likelihood)
+        check_options(type(self), structure, options)
+        # where, what was given, what it goes with, what to do
+        table = (
+            (
+                word_of(structure) == "matrix-free",
+                "structure='matrix-free' needs the data of past tasks for every product",
+                "a structure that can be kept without data",
+                'use structure="kfac" or "low-rank"',
+            ),
+            (
+                passes_of(options.get("passes")).file is not None,
+                "passes has a file, which one task would leave to the next",
+                "no file for the sums of a stream of tasks",
+                "leave file= out",
+            ),
+            (
+                options.get("matrix") == "hessian",
+                "matrix='hessian' can be indefinite, and a penalty with it unbounded below",
+                '"gauss-newton", "fisher" or "auto"',
+                "leave matrix= out",
+            ),
+        )
+        for wrong, what, expected, remedy in table:
+            if wrong:
+                raise InputError(what, expected=expected, remedy=remedy)
+        self.merge = merge
+        self._likelihood, self._structure, self._options = likelihood, structure, options
 
     @property
-    def word(self) -> str:
+    def _word(self) -> str:
         """The structure in a word, or a mixture as it was written."""
-        return str(word_of(self.structure))
+        return str(word_of(self._structure))
 
-    @property
-    def passes(self) -> Passes:
-        """The passes over the data."""
-        return passes_of(self.options.get("passes"))
-
-    def settings(self) -> dict[str, Any]:
-        """The settings that a saved state belongs to."""
+    def _settings(self) -> dict[str, Any]:
+        structure, options = self._structure, self._options
         chosen: dict[str, Any] = {}
-        if "expectation" in self.options:
-            chosen["expectation"], samples, _ = drawn(self.options["expectation"])
+        if "expectation" in options:
+            chosen["expectation"], samples, _ = drawn(options["expectation"])
             chosen |= {"samples": samples} if samples != 1 else {}
         for word in ("sharing", "matrix"):
-            if word in self.options:
-                chosen[word] = self.options[word]
-        if isinstance(self.structure, LowRank):
-            chosen["rank"] = self.structure.rank
-        structure = dict(self.structure) if isinstance(self.structure, Mapping) else self.word
-        return {"likelihood": repr(self.likelihood), "structure": structure, **chosen}
+            if word in options:
+                chosen[word] = options[word]
+        if isinstance(structure, LowRank):
+            chosen["rank"] = structure.rank
+        shown = dict(structure) if isinstance(structure, Mapping) else self._word
+        kept = {name: getattr(self, name) for name in self.KEPT}
+        return {"likelihood": repr(self._likelihood), "structure": shown, **chosen, **kept}
 
-    def measure(
-        self, model: nn.Module, data: Any, output: OutputAdapter = None, prepare: Prepare | None = None
-    ) -> Curvature:
-        """The curvature of a task at the current parameters, summed over its examples."""
-        network, adapter = self.network(model, output, prepare)
-        options = self.options.copy()
+    def _measured(
+        self, data: Any, output: OutputAdapter, prepare: Prepare | None, strength: float = 1.0
+    ) -> tuple[PenaltyBlock, ...]:
+        """λ times the curvature of a task at the current parameters, summed over its examples, by layers."""
+        network, adapter = self._network(output, prepare)
+        options = self._options.copy()
         if adapter is not None:
             options["output"] = adapter
         with same_random_state(data), torch.enable_grad():
-            if isinstance(network, Linearized) and not isinstance(self.likelihood, Gaussian):
+            if isinstance(network, Linearized) and not isinstance(self._likelihood, Gaussian):
                 network, data = _at_delta(network, data)
                 options["params"] = [OUTPUTS + name for name in network.function.names]
-            found = watched(None, network, data, self.likelihood, self.structure, **options)
+            found = watched(None, network, data, self._likelihood, self._structure, **options)
         if not isinstance(found, Curvature):
             raise InputError(
-                f"structure={self.structure!r}",
+                f"structure={self._structure!r}",
                 expected="a structure that can be kept",
                 remedy='pass structure="kfac" or "diagonal"',
             )
-        return found
+        kind = computing_type(found.dtype)
+        blocks = [PenaltyBlock.of(part, strength, found.made.examples, kind) for part in found.parts]
+        return tuple(_renamed(block) for block in blocks)
 
-    def network(
-        self, model: nn.Module, output: OutputAdapter = None, prepare: Prepare | None = None
-    ) -> tuple[nn.Module, OutputAdapter]:
+    def _network(self, output: OutputAdapter, prepare: Prepare | None) -> tuple[nn.Module, OutputAdapter]:
         """The network that serves a task, and how its outputs are taken."""
-        network = unwrapped(model)
+        network = unwrapped(self.model)
         if isinstance(network, Linearized) and (prepare is not None or output is not None):
             raise InputError(
                 "output= or prepare= with a Linearized",
@@ -109,55 +139,11 @@ class CurvatureRecipe:
                 remedy="pass output= to linnet.linearize",
             )
         if prepare is not None:
-            function("prepare", prepare, "a function that makes a network serve the task")
+            expected = "a function that makes a network serve the task"
+            function("prepare", prepare, expected)
             network = copy.deepcopy(network)
-            call("prepare", prepare, network, expected="a function that makes a network serve the task")
-        return network, self.options.get("output") if output is None else output
-
-    def function(self, network: nn.Module, adapter: OutputAdapter) -> Callable[[Inputs], Tensor]:
-        """The outputs as a function of inputs, in evaluation mode, on a copy of the network, (N, ...)."""
-        if isinstance(network, Linearized):
-            return network
-        return Functional(network, self.options.get("params"), adapter).check_runs
-
-    def task(
-        self,
-        model: nn.Module,
-        data: Any,
-        output: OutputAdapter = None,
-        prepare: Prepare | None = None,
-        strength: float = 1.0,
-    ) -> TaskCurvature:
-        """The curvature of a task in the form in which it is kept."""
-        measured = self.measure(model, data, output, prepare)
-        kind = computing_type(measured.dtype)
-        blocks = [PenaltyBlock.of(part, strength, measured.made.examples, kind) for part in measured.parts]
-        return TaskCurvature(tuple(_renamed(block) for block in blocks), measured.device, kind)
-
-
-def make_recipe(caller: type, likelihood: Any, structure: Any, options: CurvatureOptions) -> CurvatureRecipe:
-    """A recipe, if its parts can be used for remembering."""
-    check_likelihood(likelihood)
-    check_options(caller, structure, options)
-    if word_of(structure) == "matrix-free":
-        raise InputError(
-            "structure='matrix-free' needs the data of past tasks for every product",
-            expected="a structure that can be kept without data",
-            remedy='use structure="kfac" or "low-rank"',
-        )
-    if passes_of(options.get("passes")).file is not None:
-        raise InputError(
-            "passes has a file, which one task would leave to the next",
-            expected="no file for the sums of a stream of tasks",
-            remedy="leave file= out",
-        )
-    if options.get("matrix") == "hessian":
-        raise InputError(
-            "matrix='hessian' can be indefinite, and a penalty with it unbounded below",
-            expected='"gauss-newton", "fisher" or "auto"',
-            remedy="leave matrix= out",
-        )
-    return CurvatureRecipe(likelihood, structure, options)
+            call("prepare", prepare, network, expected=expected)
+        return network, self._options.get("output") if output is None else output
 
 
 def _renamed(block: PenaltyBlock) -> PenaltyBlock:

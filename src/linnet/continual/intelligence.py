@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from linnet.continual.method import (
-    ContinualMethod,
-    Prepare,
-    check_network,
-)
+from linnet.continual.method import ContinualMethod, Prepare
 from linnet.continual.quadratic import (
     Live,
     PenaltyBlock,
     PenaltyPrecision,
     Quadratic,
     computing_type,
-    moved_term,
     require_shape,
 )
 from linnet.curvatures.layers import Layer
 from linnet.errors import InputError
 from linnet.linalg.operator import Params
 from linnet.linalg.structured import Diagonal
-from linnet.params import device as checked_device
-from linnet.params import number, real_type
+from linnet.params import number
 from linnet.tangent.functional import OutputAdapter
 
 
@@ -80,12 +74,8 @@ class SynapticIntelligence(ContinualMethod):
     """
 
     def __init__(self, model: nn.Module, strength: float = 0.1, damping: float = 0.1) -> None:
-        self.model, self.tasks = check_network(model), 0
-        self.strength, self.damping = (
-            number("strength", strength, least=0),
-            number("damping", damping, above=0),
-        )
-        self._term: Quadratic | None = None
+        super().__init__(model, strength)
+        self.damping = number("damping", damping, above=0)
         self._path: Params = {}  # ω
         self._start: Params = {}  # θ where the task began
         self._before: Params = {}  # parameters before the step under way
@@ -98,9 +88,8 @@ class SynapticIntelligence(ContinualMethod):
     @property
     def importance(self) -> Params:
         """Ω by parameter name, in the order of the network; empty before the first task."""
-        if self._term is None:
-            return {}
-        layers = [(block.layer, block.terms[0].diagonal()) for block in self._term.precision.blocks]
+        blocks = [block for term in self._terms for block in term.precision.blocks]
+        layers = [(block.layer, block.terms[0].diagonal()) for block in blocks]
         found = {layer.name: values.view(layer.shapes[0]) for layer, values in layers}
         known = [name for name in Live.of(self.model).tensors if name in found]
         return {name: found[name] for name in dict.fromkeys([*known, *found])}
@@ -140,70 +129,45 @@ class SynapticIntelligence(ContinualMethod):
             )
 
     @torch.no_grad()
-    def consolidate(
-        self, data: Any = None, *, output: OutputAdapter = None, prepare: Prepare | None = None
-    ) -> None:
-        """Turn the task's path into importances; no data are needed.
-
-        Args:
-            data: Not used.
-            output: Not used.
-            prepare: Not used.
-
-        Raises:
-            InputError: If no step has been seen since the last task.
-        """
-        if self.strength > 0:
-            if not self._path:
-                raise InputError(
-                    "consolidate() without a step of training since the last task",
-                    expected="after_step() after every optimizer step",
-                    remedy="call method.after_step() in the training loop",
-                )
-            live = Live.of(self.model)
-            values, old = live.values(), self.importance
-            importance: Params = {}
-            for name in dict.fromkeys([*old, *self._path]):
-                if name not in values:
-                    importance[name] = old.get(name, self._path.get(name, torch.zeros(0)))
-                    continue
-                value = values[name]
-                before = _like(old[name], value, name) if name in old else torch.zeros_like(value)
-                if name in self._path:
-                    path = _like(self._path[name], value, name)
-                    distance = value - _like(self._start[name], value, name)
-                    # Ω + ω / (Δ² + ξ) (Zenke et al. 2017, eq. 5)
-                    before = (before + path / (distance.square() + self.damping)).clamp(min=0)
-                importance[name] = before
-            kept = {} if self._term is None else self._term.anchor
-            anchor = {n: values.get(n, kept.get(n, torch.zeros_like(t))) for n, t in importance.items()}
-            self._term = self._quadratic(importance, anchor)
-            self._path, self._start = {}, {}
-        self._forget_step()
-        self.tasks += 1
-
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> SynapticIntelligence:
-        """Move what is remembered to another device or type."""
-        device = checked_device("device", device, 'pass "cpu" or "cuda"')
-        if dtype is not None:
-            real_type("dtype", dtype)
-        self._term = None if self._term is None else moved_term(self._term, device, dtype)
-        for own in (self._path, self._start):
-            own.update({name: t.to(device, dtype or t.dtype) for name, t in own.items()})
-        return self
-
-    def __repr__(self) -> str:
-        return (
-            f"SynapticIntelligence(strength={self.strength:g}, damping={self.damping:g}, {self.tasks} tasks)"
-        )
-
-    def _quadratic(self, importance: Params, anchor: Params) -> Quadratic:
-        """The penalty c Σ Ω δ² as a quadratic with weight 2c."""
+    def _learn(self, data: Any, output: OutputAdapter, prepare: Prepare | None) -> None:
+        if not self._path:
+            raise InputError(
+                "consolidate() without a step of training since the last task",
+                expected="after_step() after every optimizer step",
+                remedy="call method.after_step() in the training loop",
+            )
+        live = Live.of(self.model)
+        values, old = live.values(), self.importance
+        importance: Params = {}
+        for name in dict.fromkeys([*old, *self._path]):
+            if name not in values:
+                importance[name] = old.get(name, self._path.get(name, torch.zeros(0)))
+                continue
+            value = values[name]
+            before = _like(old[name], value, name) if name in old else torch.zeros_like(value)
+            if name in self._path:
+                path = _like(self._path[name], value, name)
+                distance = value - _like(self._start[name], value, name)
+                # Ω + ω / (Δ² + ξ) (Zenke et al. 2017, eq. 5)
+                before = (before + path / (distance.square() + self.damping)).clamp(min=0)
+            importance[name] = before
+        kept = {name: mu for term in self._terms for name, mu in term.anchor.items()}
+        anchor = {n: values.get(n, kept.get(n, torch.zeros_like(t))) for n, t in importance.items()}
         blocks = tuple(
             PenaltyBlock(Layer(name, {name: tuple(t.shape)}), "diagonal", (Diagonal(t.flatten()),), 0.0)
             for name, t in importance.items()
         )
-        return Quadratic(anchor, PenaltyPrecision(blocks), 2 * self.strength)
+        # the penalty c Σ Ω δ² as a quadratic with weight 2c
+        self._terms = [Quadratic(anchor, PenaltyPrecision(blocks), 2 * self.strength)]
+        self._path, self._start = {}, {}
+        self._forget_step()
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
+        """Move what is remembered, the path of the task under way included; see :class:`ContinualMethod`."""
+        super().to(device, dtype)
+        for own in (self._path, self._start):
+            own.update({name: t.to(device, dtype or t.dtype) for name, t in own.items()})
+        return self
 
     def _divisor(self, examples: float | None) -> float:
         if examples is not None:
@@ -252,18 +216,19 @@ class SynapticIntelligence(ContinualMethod):
         self.__dict__.update(state)
         self._watch(Live.of(self.model))
 
-    def _quadratics(self) -> Sequence[Quadratic]:
+    def _active(self) -> list[Quadratic]:
         self._watch(Live.of(self.model))
-        return () if self._term is None else (self._term,)
+        return super()._active()
 
     def _settings(self) -> dict[str, Any]:
         return {"strength": self.strength, "damping": self.damping}
 
     def _state(self) -> dict[str, Any]:
-        return {"term": self._term, "path": self._path, "start": self._start}
+        return {**super()._state(), "path": self._path, "start": self._start}
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._term, self._path, self._start = state["term"], state["path"], state["start"]
+        super()._load(state)
+        self._path, self._start = state["path"], state["start"]
         self._forget_step()
 
 

@@ -1,96 +1,46 @@
-"""Online Laplace: the posterior of the tasks so far is the prior of the next (Botev 2020, section 5.3)."""
+"""Laplace's method along a stream of tasks, and elastic weight consolidation.
+
+Online, the posterior of the tasks so far is the prior of the next (Botev 2020, section 5.3).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from linnet.continual.curvature import CurvatureRecipe, make_recipe
-from linnet.continual.method import ContinualMethod, Prepare, check_network
+from linnet.continual.curvature import CurvatureMethod
+from linnet.continual.method import Prepare
 from linnet.continual.quadratic import (
     Live,
     PenaltyPrecision,
     Quadratic,
-    check_merge,
-    moved_anchor,
-    moved_term,
     require_shape,
     same_random_state,
     unwrapped,
     value_and_gradient,
 )
 from linnet.curvatures.curvature import Curvature, Provenance
-from linnet.curvatures.settings import CurvatureOptions, Structure, drawn
+from linnet.curvatures.settings import CurvatureOptions, Structure, drawn, passes_of
 from linnet.curvatures.stream import Batches, held
 from linnet.distributed import Share, collective, sum_numbers
 from linnet.errors import DataError, InputError, ModelError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.optim.preconditioner import KroneckerPreconditioner
-from linnet.params import function, number, refuse
-from linnet.tangent.batch import is_data_set
+from linnet.params import choice, function, number, refuse
+from linnet.tangent.batch import Inputs, is_data_set
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.gather import gather_data, in_pieces
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import Selector, select_parameters
 
-
-@torch.no_grad()
-def log_evidence(
-    recipe: CurvatureRecipe,
-    model: nn.Module,
-    quadratics: Sequence[Quadratic],
-    precision: PenaltyPrecision,
-    merge: str,
-    data: Any,
-    output: OutputAdapter = None,
-    prepare: Prepare | None = None,
-) -> float:
-    """The log probability of a task given those before, by Laplace's method at the current parameters."""
-    # log p(D_{t+1} | D_{1:t}) ≈ log p(D_{t+1} | θ) − ½ δᵀ Λ_t δ + ½ log det Λ_t − ½ log det (G_{t+1} + Λ_t)
-    #
-    # Source: Botev 2020, eq. 5.18 and section 5.1; MacKay 1992.
-    if precision.prior <= 0:
-        raise ModelError(
-            "the evidence of a model with prior_precision=0",
-            expected="a proper prior",
-            remedy="pass a positive prior_precision",
-        )
-    network, own = recipe.network(model, output, prepare)
-    function = recipe.function(network, own)
-    device, nll = next(iter(Live.of(model).tensors.values())).device, 0.0
-    share = Share.of(recipe.passes.shard)
-    with collective("the likelihood of a task", share.world > 1), same_random_state(data):
-        data = held(data, recipe.passes.memory)
-        for batch in Batches(data, device, recipe.passes.block, share):
-            if batch.y is None:
-                raise DataError("data have no targets", expected="(x, y) pairs", remedy="pass (x, y)")
-            f = function(batch.x)
-            nll += float(recipe.likelihood.nll(f, recipe.likelihood.check(f, batch.y)).double().sum())
-        if share.world > 1:
-            nll = sum_numbers([nll])[0]
-    task = recipe.task(model, data, output, prepare)
-    before = precision.to(task.device, task.dtype)
-    after = before.plus(task.blocks, merge)
-    distance = float(value_and_gradient(quadratics, Live.of(model))[0])
-    fresh = sum(b.layer.size for b in after.blocks) - sum(b.layer.size for b in before.blocks)
-    gained = _logdet(after) - _logdet(before) - fresh * math.log(precision.prior)
-    return -nll - distance - 0.5 * gained
-
-
-def _logdet(precision: PenaltyPrecision) -> float:
-    """Σ log det of the blocks, the prior included."""
-    return sum(float(part.operator.logdet()) for part in precision.parts())
-
-
 PriorMean = float | str | Mapping[str, Tensor] | None
 
 
-class OnlineLaplace(ContinualMethod):
+class OnlineLaplace(CurvatureMethod):
     """A Gaussian posterior over the weights that takes in one task after the other, at constant memory.
 
     After task t the mean is where training ended, μ_t, and the precision grows by the task's curvature,
@@ -147,6 +97,8 @@ class OnlineLaplace(ContinualMethod):
         True
     """
 
+    KEPT: ClassVar = ("strength", "prior_precision", "merge")
+
     def __init__(
         self,
         model: nn.Module,
@@ -158,36 +110,24 @@ class OnlineLaplace(ContinualMethod):
         prior_mean: PriorMean = None,
         **options: Unpack[CurvatureOptions],
     ) -> None:
-        check_merge(merge)
-        self.model, self.tasks = check_network(model), 0
-        self._recipe = make_recipe(type(self), likelihood, structure, options)
-        self.strength, self.merge = number("strength", strength, least=0), merge
-        self._prior = number("prior_precision", prior_precision, least=0)
-        start = _prior_anchor(model, prior_mean, options.get("params"), self._prior)
-        self._main = Quadratic({}, PenaltyPrecision(prior=self._prior))
-        self._start = start
+        super().__init__(model, likelihood, structure, strength, merge, options)
+        self.prior_precision = number("prior_precision", prior_precision, least=0)
+        start = _prior_anchor(model, prior_mean, options.get("params"), self.prior_precision)
+        posterior = Quadratic({}, PenaltyPrecision(prior=self.prior_precision))
+        self._terms = [posterior, *([] if start is None else [start])]
 
-    def after_step(self) -> None:
-        """Nothing: the curvature of a task is measured when it has been learned."""
+    @property
+    def _posterior(self) -> Quadratic:
+        """What is known of the tasks so far; behind it stands the first prior, if it has a mean."""
+        return self._terms[0]
 
-    def consolidate(
-        self, data: Any = None, *, output: OutputAdapter = None, prepare: Prepare | None = None
-    ) -> None:
-        """Take a task that has been learned into the posterior.
-
-        Args:
-            data: The task's training data: an (x, y) pair, a ``Dataset``, a ``DataLoader`` or batches.
-            output: This task's output adapter; by default that of the constructor.
-            prepare: Called with a copy of the network to make it serve this task.
-        """
-        if self.strength > 0:
-            live = Live.of(self.model)
-            live.difference(self._main.anchor)  # refuses parameters of another shape
-            task = self._recipe.task(self.model, data, output, prepare, self.strength)
-            main = self._main.to(task.device, task.dtype)
-            precision = main.precision.plus(task.blocks, self.merge)
-            self._main = Quadratic(moved_anchor(main.anchor, live, precision), precision)
-        self.tasks += 1
+    def _learn(self, data: Any, output: OutputAdapter, prepare: Prepare | None) -> None:
+        live = Live.of(self.model)
+        live.difference(self._posterior.anchor)  # refuses parameters of another shape
+        blocks = self._measured(data, output, prepare, self.strength)
+        known = self._posterior.after(blocks, live, self.merge)
+        # the first prior still holds for what no task has reached
+        self._terms = [known, *(term.without(known.precision.reached) for term in self._terms[1:])]
 
     def precision(self) -> Curvature:
         """Λ at μ as an operator, over the parameters that tasks have reached.
@@ -202,7 +142,7 @@ class OnlineLaplace(ContinualMethod):
         Raises:
             ModelError: If no task has been consolidated, or sums of products are kept as lists.
         """
-        blocks = self._main.precision.blocks
+        blocks = self._posterior.precision.blocks
         if not blocks:
             raise ModelError(
                 "no task has been consolidated",
@@ -211,15 +151,9 @@ class OnlineLaplace(ContinualMethod):
             )
         names = {name for block in blocks for name in block.layer.names}
         network = unwrapped(self.model)
-        linear = isinstance(network, Linearized)
-        inner, adapter = (
-            (network.model, network.function.output)
-            if isinstance(network, Linearized)
-            else (
-                network,
-                self._recipe.options.get("output"),
-            )
-        )
+        inner, adapter, anchor = network, self._options.get("output"), self._posterior.anchor
+        if isinstance(network, Linearized):
+            inner, adapter, anchor = network.model, network.function.output, {}
         known = [name for name, _ in inner.named_parameters() if name in names]
         if len(known) < len(names):
             raise ModelError(
@@ -228,19 +162,19 @@ class OnlineLaplace(ContinualMethod):
                 remedy="pass that network",
             )
         function = Functional(inner, known, adapter)
-        anchor = {} if linear else {name: self._main.anchor[name] for name in known}
-        for name, tensor in anchor.items():
-            require_shape(tuple(function.theta[name].shape), tuple(tensor.shape), name)
-        function = function.moved(anchor) if anchor else function
+        if anchor:
+            for name in known:
+                require_shape(tuple(function.theta[name].shape), tuple(anchor[name].shape), name)
+            function = function.moved({name: anchor[name] for name in known})
         made = Provenance(
-            self._recipe.word,
+            self._word,
             "gauss-newton",
-            drawn(self._recipe.options.get("expectation", "auto"))[0],
-            self._recipe.options.get("sharing", "expand"),
-            self._recipe.likelihood.describe(),
+            drawn(self._options.get("expectation", "auto"))[0],
+            self._options.get("sharing", "expand"),
+            self._likelihood.describe(),
             max(block.examples for block in blocks),
         )
-        return Curvature(self._main.precision.parts(), function, made)
+        return Curvature(self._posterior.precision.parts(), function, made)
 
     def preconditioner(self, examples: int, damping: float = 1.0) -> KroneckerPreconditioner:
         """Preconditioner by the posterior precision, for the optimizer of the next task.
@@ -278,6 +212,7 @@ class OnlineLaplace(ContinualMethod):
         made.gain = made.damping
         return made
 
+    @torch.no_grad()
     def log_evidence(
         self, data: Any, *, output: OutputAdapter = None, prepare: Prepare | None = None
     ) -> float:
@@ -295,70 +230,59 @@ class OnlineLaplace(ContinualMethod):
 
         Returns:
             log p(D_{t+1} | D_{1:t}), in nats.
+
+        Raises:
+            DataError: If the task has no targets.
+            ModelError: If the prior precision is 0.
         """
-        quadratics, _ = self._ready()
-        main = self._main.precision
-        return log_evidence(self._recipe, self.model, quadratics, main, self.merge, data, output, prepare)
-
-    def nbytes(self) -> int:
-        """Memory of what is remembered, in bytes; constant in the number of tasks unless merge="exact".
-
-        Returns:
-            Bytes of Λ and μ.
-        """
-        return self._main.precision.nbytes() + sum(mu.nbytes for mu in self._main.anchor.values())
-
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> OnlineLaplace:
-        """Move the posterior to another device or type."""
-        self._main = moved_term(self._main, device, dtype)
-        self._start = None if self._start is None else moved_term(self._start, device, dtype)
-        return self
-
-    def __repr__(self) -> str:
-        return (
-            f"OnlineLaplace({self._recipe.word}, strength={self.strength:g}, merge={self.merge!r}, "
-            f"{self.tasks} tasks)"
-        )
-
-    def _quadratics(self) -> Sequence[Quadratic]:
-        if self.strength == 0:
-            return ()
-        main = (self._main,) if self._main.precision.blocks else ()
-        if self._start is None:
-            return main
-        # the first prior still holds for what no task has reached
-        left = {
-            n: s for n, s in self._start.precision.reached.items() if n not in self._main.precision.reached
-        }
-        return (*main, replace(self._start, precision=replace(self._start.precision, reached=left)))
-
-    def _settings(self) -> dict[str, Any]:
-        words = {"strength": self.strength, "prior_precision": self._prior, "merge": self.merge}
-        return {**self._recipe.settings(), **words}
-
-    def _state(self) -> dict[str, Any]:
-        return {"main": self._main, "start": self._start}
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        self._main, self._start = state["main"], state["start"]
+        # ≈ log p(D_{t+1} | θ) − ½ δᵀ Λ_t δ + ½ log det Λ_t − ½ log det (G_{t+1} + Λ_t)
+        #
+        # Source: Botev 2020, eq. 5.18 and section 5.1; MacKay 1992.
+        quadratics, live = self._ready()
+        if self.prior_precision <= 0:
+            raise ModelError(
+                "the evidence of a model with prior_precision=0",
+                expected="a proper prior",
+                remedy="pass a positive prior_precision",
+            )
+        network, adapter = self._network(output, prepare)
+        outputs: Callable[[Inputs], Tensor] = network
+        if not isinstance(network, Linearized):
+            outputs = Functional(network, self._options.get("params"), adapter).check_runs
+        device, nll = next(iter(live.tensors.values())).device, 0.0
+        passes = passes_of(self._options.get("passes"))
+        share = Share.of(passes.shard)
+        with collective("the likelihood of a task", share.world > 1), same_random_state(data):
+            data = held(data, passes.memory)
+            for batch in Batches(data, device, passes.block, share):
+                if batch.y is None:
+                    raise DataError("data have no targets", expected="(x, y) pairs", remedy="pass (x, y)")
+                f = outputs(batch.x)
+                nll += float(self._likelihood.nll(f, self._likelihood.check(f, batch.y)).double().sum())
+            if share.world > 1:
+                nll = sum_numbers([nll])[0]
+        blocks = self._measured(data, output, prepare)
+        distance = float(value_and_gradient(quadratics, live)[0])
+        after, before = self._posterior.after(blocks, live, self.merge).precision, self._posterior.precision
+        fresh = sum(b.layer.size for b in after.blocks) - sum(b.layer.size for b in before.blocks)
+        gained = _logdet(after) - _logdet(before) - fresh * math.log(self.prior_precision)
+        return -nll - distance - 0.5 * gained
 
 
-@dataclass(frozen=True, eq=False)
-class PastTask:
-    """A task whose data are still at hand."""
-
-    data: Any  # the data
-    output: OutputAdapter = None  # its output adapter
-    prepare: Prepare | None = None  # what makes the network serve it
+def _logdet(precision: PenaltyPrecision) -> float:
+    """Σ log det of the blocks, the prior included."""
+    return sum(float(part.operator.logdet()) for part in precision.parts())
 
 
-class NonOnlineLaplace(ContinualMethod):
+class NonOnlineLaplace(CurvatureMethod):
     """Laplace with the curvature of every task measured again at the end of the last, one term for each task.
 
         Λ_t = p I + λ Σ_i G_i(μ_t),   i = 1 ... t             (Botev 2020, eq. 5.24)
 
     It needs the data of all tasks, which it holds on to, and so breaks the rules of continual learning: it
-    shows how much :class:`OnlineLaplace` loses by measuring each curvature once.
+    shows how much :class:`OnlineLaplace` loses by measuring each curvature once. A pair or a list of batches
+    is copied; a data set or a loader is read again, and must give the same then. After ``load_state_dict``
+    the data have to be handed back (:meth:`remember`).
 
     Args:
         model: The network.
@@ -390,6 +314,8 @@ class NonOnlineLaplace(ContinualMethod):
         (2, 0.0)
     """
 
+    KEPT: ClassVar = ("strength", "prior_precision", "merge")
+
     def __init__(
         self,
         model: nn.Module,
@@ -400,49 +326,27 @@ class NonOnlineLaplace(ContinualMethod):
         merge: str = "exact",
         **options: Unpack[CurvatureOptions],
     ) -> None:
-        check_merge(merge)
-        self.model, self.tasks = check_network(model), 0
-        self._recipe: CurvatureRecipe = make_recipe(type(self), likelihood, structure, options)
-        self.strength, self.merge = number("strength", strength, least=0), merge
-        self._prior = number("prior_precision", prior_precision, least=0)
-        self._main = Quadratic({}, PenaltyPrecision(prior=self._prior))
-        self._past: list[PastTask] = []
+        super().__init__(model, likelihood, structure, strength, merge, options)
+        self.prior_precision = number("prior_precision", prior_precision, least=0)
+        self._past: list[tuple[Any, OutputAdapter, Prepare | None]] = []
 
-    def after_step(self) -> None:
-        """Nothing: the curvature of a task is measured when it has been learned."""
+    def _learn(self, data: Any, output: OutputAdapter, prepare: Prepare | None) -> None:
+        if len(self._past) != self.tasks:
+            raise InputError(
+                f"{self.tasks} tasks were consolidated, and the data of {len(self._past)} are at hand",
+                expected="the data of all past tasks",
+                remedy="hand them back in order with remember(data) after load_state_dict",
+            )
+        past = [*self._past, (self._held(data), output, prepare)]
+        live, anchor = Live.of(self.model), self._terms[0].anchor if self._terms else {}
+        term = Quadratic(anchor, PenaltyPrecision(prior=self.prior_precision))
+        for task in past:
+            term = term.after(self._measured(*task, self.strength), live, self.merge)
+        self._terms, self._past = [term], past
 
-    def consolidate(
-        self, data: Any = None, *, output: OutputAdapter = None, prepare: Prepare | None = None
-    ) -> None:
-        """Measure the curvature of this task and of all before it at the current parameters.
-
-        Args:
-            data: The task's training data, which are kept: a pair or a list of batches is copied, a data set
-                or a loader is read again, and must give the same then.
-            output: This task's output adapter.
-            prepare: Called with a copy of the network to make it serve this task.
-
-        Raises:
-            InputError: After ``load_state_dict``, if the data of past tasks have not been handed back.
-        """
-        if self.strength > 0:
-            if len(self._past) != self.tasks:
-                raise InputError(
-                    f"{self.tasks} tasks were consolidated, and the data of {len(self._past)} are at hand",
-                    expected="the data of all past tasks",
-                    remedy="hand them back in order with remember(data) after load_state_dict",
-                )
-            kept = held(data, self._recipe.passes.memory, keep=True)
-            past = [*self._past, PastTask(kept, output, prepare)]
-            precision, device, kind = PenaltyPrecision(prior=self._prior), torch.device("cpu"), torch.float32
-            for task in past:
-                own = self._recipe.task(self.model, task.data, task.output, task.prepare, self.strength)
-                precision = precision.plus(own.blocks, self.merge)
-                device, kind = own.device, own.dtype
-            main = self._main.to(device, kind)
-            anchor = moved_anchor(main.anchor, Live.of(self.model), precision)
-            self._main, self._past = Quadratic(anchor, precision), past
-        self.tasks += 1
+    def _held(self, data: Any) -> Any:
+        """The data of a task, to be read again."""
+        return held(data, passes_of(self._options.get("passes")).memory, keep=True)
 
     def remember(self, data: Any, output: OutputAdapter = None, prepare: Prepare | None = None) -> None:
         """Hand back the data of a past task, in order, after a state has been loaded.
@@ -464,35 +368,93 @@ class NonOnlineLaplace(ContinualMethod):
         check_output(output)
         if prepare is not None:
             function("prepare", prepare, "a function that makes a network serve the task")
-        data = held(data, self._recipe.passes.memory, keep=True)
+        data = self._held(data)
         if isinstance(data, tuple | list | Mapping):
             gather_data(data, keep=False)
         elif not (in_pieces(data) or is_data_set(data)):
             refuse(
                 "data", data, "an (x, y) pair, a Dataset or a DataLoader of such pairs", "pass data=(x, y)"
             )
-        self._past.append(PastTask(data, output, prepare))
-
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> NonOnlineLaplace:
-        """Move what is remembered to another device or type."""
-        self._main = moved_term(self._main, device, dtype)
-        return self
-
-    def __repr__(self) -> str:
-        return f"NonOnlineLaplace({self._recipe.word}, strength={self.strength:g}, {self.tasks} tasks)"
-
-    def _quadratics(self) -> Sequence[Quadratic]:
-        return (self._main,) if self.strength > 0 and self._main.precision.blocks else ()
-
-    def _settings(self) -> dict[str, Any]:
-        words = {"strength": self.strength, "prior_precision": self._prior, "merge": self.merge}
-        return {**self._recipe.settings(), **words}
-
-    def _state(self) -> dict[str, Any]:
-        return {"main": self._main}
+        self._past.append((data, output, prepare))
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._main, self._past = state["main"], []
+        super()._load(state)
+        self._past = []
+
+
+class EWC(CurvatureMethod):
+    """One quadratic penalty around the end of every task, weighted by that task's Fisher matrix.
+
+        λ/2 Σ_i (θ − μ_i)ᵀ F_i(μ_i) (θ − μ_i)                 (offline; Botev 2020, eq. 5.26)
+        λ/2 (θ − μ_t)ᵀ F̃_t (θ − μ_t),  F̃_t = γ F̃_{t-1} + F_t     (online; Schwarz et al. 2018)
+
+    F is summed over the examples of its task, so that λ = 1 is the natural value on a summed loss, and
+    ``penalty(examples=N)`` goes with a mean. :func:`convert_strength` gives λ in other libraries' scales.
+    Which Fisher matrix is a visible choice: expectation "exact" (over all labels), "mc" (labels drawn from
+    the network) or "empirical" (the observed labels; gradients of single examples, never of batches).
+
+    Args:
+        model: The network.
+        likelihood: What the outputs mean.
+        structure: "diagonal" as published, or any structure of :func:`linnet.curvature`, such as "kfac".
+        strength: λ ≥ 0; 0 switches the method off.
+        variant: "offline" (a term a task) or "online" (one term at constant memory).
+        decay: γ of the online variant, between 0 and 1.
+        merge: How the online variant keeps sums of Kronecker products; as in :class:`OnlineLaplace`.
+        **options: Keywords of :func:`linnet.curvature`.
+
+    Attributes:
+        model: The network.
+        tasks: Tasks consolidated so far.
+        strength: λ.
+
+    Raises:
+        InputError: If an argument has a value that cannot be used.
+
+    Source:
+        Kirkpatrick et al., PNAS 2017; Huszár, PNAS 2018; Schwarz et al., ICML 2018.
+
+    Example:
+        >>> import linnet
+        >>> method = EWC(nn.Linear(3, 2), linnet.likelihoods.Categorical(), strength=10.0)
+        >>> method.consolidate((torch.randn(9, 3), torch.randint(2, (9,))))
+        >>> method.penalty().item(), method.tasks
+        (0.0, 1)
+    """
+
+    KEPT: ClassVar = ("strength", "variant", "decay", "merge")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        structure: Structure = "diagonal",
+        strength: float = 1.0,
+        variant: str = "offline",
+        decay: float = 1.0,
+        merge: str = "svd",
+        **options: Unpack[CurvatureOptions],
+    ) -> None:
+        super().__init__(model, likelihood, structure, strength, merge, options)
+        self.variant = choice("variant", variant, ("offline", "online"), "leave variant= out")
+        self.decay = number("decay", decay, least=0)
+        if self.decay > 1 or (variant == "offline" and self.decay != 1):
+            raise InputError(
+                f"decay={decay!r} with variant={variant!r}",
+                expected="a number between 0 and 1 for the online variant",
+                remedy='leave decay= out, or pass variant="online"',
+            )
+
+    def _learn(self, data: Any, output: OutputAdapter, prepare: Prepare | None) -> None:
+        live, online = Live.of(self.model), self.variant == "online"
+        for known in self._terms:
+            live.difference(known.anchor)  # refuses parameters of another shape
+        blocks = self._measured(data, output, prepare)
+        before = (
+            self._terms[0] if online and self._terms else Quadratic({}, PenaltyPrecision(), self.strength)
+        )
+        term = before.after(blocks, live, self.merge, self.decay)
+        self._terms = [term] if online else [*self._terms, term]
 
 
 def _prior_anchor(model: nn.Module, mean: PriorMean, params: Selector, prior: float) -> Quadratic | None:

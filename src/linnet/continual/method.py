@@ -13,16 +13,25 @@ for task in tasks:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from linnet.continual.quadratic import Live, Quadratic, computing_type, penalty, unwrapped, value_and_gradient
+from linnet.continual.quadratic import (
+    Live,
+    Quadratic,
+    computing_type,
+    penalty,
+    unwrapped,
+    value_and_gradient,
+)
 from linnet.errors import InputError, ModelError
 from linnet.linalg.operator import Params
-from linnet.params import choice, number
+from linnet.params import choice, instance, number, real_type
+from linnet.params import device as checked_device
+from linnet.shown import Shown
 from linnet.tangent.functional import OutputAdapter
 from linnet.tree import from_plain, map_tensors, to_plain
 
@@ -82,12 +91,13 @@ def convert_strength(
 Prepare = Callable[[nn.Module], object]
 
 
-class ContinualMethod(ABC):
+class ContinualMethod(Shown, ABC):
     """A quadratic penalty that remembers the tasks before.
 
     Attributes:
         model: The network, as it was given.
         tasks: Number of tasks consolidated so far.
+        strength: Factor of the penalty; 0 switches the method off.
 
     Example:
         What is the same for all of them in a loop of one's own:
@@ -109,8 +119,16 @@ class ContinualMethod(ABC):
         2
     """
 
-    model: nn.Module
-    tasks: int
+    def __init__(self, model: nn.Module, strength: float) -> None:
+        if not Live.of(model).tensors:
+            raise ModelError(
+                f"model ({type(unwrapped(model)).__name__}) has no floating-point parameter",
+                expected="a network to train",
+                remedy="pass the network that holds the weights",
+            )
+        self.model, self.tasks = model, 0
+        self.strength = number("strength", strength, least=0)
+        self._terms: list[Quadratic] = []  # of the penalty
 
     def penalty(self, examples: float | None = None) -> Tensor:
         """The penalty at the current parameters, to be added to the loss.
@@ -168,11 +186,9 @@ class ContinualMethod(ABC):
         self._observe(torch.full((), 1 / divisor), gradients)
         return value / divisor
 
-    @abstractmethod
     def after_step(self) -> None:
         """Take note of an optimizer step, before the gradients are cleared; only some methods need it."""
 
-    @abstractmethod
     def consolidate(
         self, data: Any = None, *, output: OutputAdapter = None, prepare: Prepare | None = None
     ) -> None:
@@ -181,29 +197,19 @@ class ContinualMethod(ABC):
         Args:
             data: The task's training data: an (x, y) pair, a ``Dataset``, a ``DataLoader`` or batches.
             output: How to take this task's outputs from what the network returns, as in
-                :func:`linnet.linearize`; for instance ``lambda heads: heads[task]``.
+                :func:`linnet.linearize`; for instance ``lambda heads: heads[task]``. By default as the
+                method was told when it was made.
             prepare: Called with a copy of the network to make it serve this task, for networks that hold
                 the task as a state; for instance ``lambda net: net.select(task)``.
+
+        Raises:
+            InputError: If the method lacks what it needs to know of the task.
         """
+        if self.strength > 0:
+            self._learn(data, output, prepare)
+        self.tasks += 1
 
-    @abstractmethod
-    def _quadratics(self) -> Sequence[Quadratic]:
-        """The terms of the penalty; none if there is nothing to add."""
-
-    @abstractmethod
-    def _settings(self) -> dict[str, Any]:
-        """The settings that a state belongs to."""
-
-    @abstractmethod
-    def _state(self) -> dict[str, Any]:
-        """The learned state: tensors, numbers, names and terms of the penalty."""
-
-    @abstractmethod
-    def _load(self, state: Mapping[str, Any]) -> None:
-        """Undo :meth:`_state`."""
-
-    @abstractmethod
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> ContinualMethod:
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
         """Move what is remembered; it also follows the network by itself when that has moved.
 
         Args:
@@ -213,6 +219,40 @@ class ContinualMethod(ABC):
         Returns:
             Itself.
         """
+        place = checked_device("device", device, 'pass "cpu" or "cuda"')
+        if dtype is not None:
+            real_type("dtype", dtype)
+        kinds = [dtype or next((mu.dtype for mu in t.anchor.values()), torch.float32) for t in self._terms]
+        self._terms = [term.to(place, kind) for term, kind in zip(self._terms, kinds, strict=True)]
+        return self
+
+    def nbytes(self) -> int:
+        """Memory of what is remembered, in bytes.
+
+        Returns:
+            Bytes of the matrices Λ and the means μ.
+        """
+        anchors = sum(mu.nbytes for term in self._terms for mu in term.anchor.values())
+        return anchors + sum(term.precision.nbytes() for term in self._terms)
+
+    @abstractmethod
+    def _learn(self, data: Any, output: OutputAdapter, prepare: Prepare | None) -> None:
+        """Bring the terms of the penalty up to date with a task."""
+
+    @abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """The settings that a state belongs to."""
+
+    def _state(self) -> dict[str, Any]:
+        """The learned state: tensors, numbers, names and terms of the penalty."""
+        return {"terms": self._terms}
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Undo :meth:`_state`."""
+        self._terms = list(state["terms"])
+
+    def _shown(self) -> dict[str, Any]:
+        return {**self._settings(), "tasks": self.tasks}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is remembered, for ``torch.save``; readable with ``weights_only=True``.
@@ -236,10 +276,7 @@ class ContinualMethod(ABC):
         Raises:
             InputError: If it is of another method, or was made with other settings.
         """
-        if not isinstance(state, Mapping):
-            raise InputError(
-                f"state is {type(state).__name__}", expected="what state_dict() returned", remedy="pass that"
-            )
+        instance("state", state, Mapping, "what state_dict() returned", "pass that")
         mine = {"method": type(self).__name__, "settings": self._settings()}
         for key, own in mine.items():
             theirs = state.get(key)
@@ -262,16 +299,20 @@ class ContinualMethod(ABC):
         """The divisor of the summed penalty."""
         return 1.0 if examples is None else number("examples", examples, above=0)
 
-    def _ready(self) -> tuple[Sequence[Quadratic], Live]:
+    def _active(self) -> list[Quadratic]:
+        """The terms that add anything."""
+        return [term for term in self._terms if self.strength > 0 and term.precision.names]
+
+    def _ready(self) -> tuple[list[Quadratic], Live]:
         """The terms and the parameters, in one place."""
         live = Live.of(self.model)
         some = next(iter(live.tensors.values()))
-        quadratics = self._quadratics()
+        quadratics = self._active()
         mu = next((m for term in quadratics for m in term.anchor.values()), None)
         kind = computing_type(some.dtype)
         if mu is not None and (mu.device != some.device or mu.dtype != kind):
             self.to(some.device, kind)
-            quadratics = self._quadratics()
+            quadratics = self._active()
         known = {name for term in quadratics for name in term.precision.names}
         if known and not known & set(live.tensors):
             raise ModelError(
@@ -281,14 +322,3 @@ class ContinualMethod(ABC):
                 remedy="keep the names of the parameters that tasks share",
             )
         return quadratics, live
-
-
-def check_network(model: nn.Module) -> nn.Module:
-    """Raise unless a model is a network with floating-point parameters."""
-    if not Live.of(model).tensors:
-        raise ModelError(
-            f"model ({type(unwrapped(model)).__name__}) has no floating-point parameter",
-            expected="a network to train",
-            remedy="pass the network that holds the weights",
-        )
-    return model

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -30,8 +30,6 @@ from linnet.linalg.kronecker import HalfDiagonal, Kronecker, KroneckerEigen, mer
 from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import Params
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
-from linnet.params import device as checked_device
-from linnet.params import real_type
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import require_module
 from linnet.tree import map_tensors, node, tensors_in
@@ -547,6 +545,21 @@ class Quadratic:
         anchor = {name: mu.to(device, dtype) for name, mu in self.anchor.items()}
         return replace(self, anchor=anchor, precision=self.precision.to(device, dtype))
 
+    def after(self, blocks: Sequence[PenaltyBlock], live: Live, merge: str, decay: float = 1.0) -> Quadratic:
+        """The same after a task: its blocks added, μ where the parameters are, or were if they are absent."""
+        some = blocks[0].terms[0]
+        before = self.to(some.device, some.dtype)
+        precision, values = before.precision.plus(blocks, merge, decay), live.values()
+        kept = {name: mu for name, mu in before.anchor.items() if name not in values}
+        anchor = {**kept, **{name: values[name] for name in precision.names if name in values}}
+        return replace(before, anchor=anchor, precision=precision)
+
+    def without(self, names: Collection[str]) -> Quadratic:
+        """What is left for other parameters of a term that has a prior alone."""
+        reached = {name: shape for name, shape in self.precision.reached.items() if name not in names}
+        anchor = {name: self.anchor[name] for name in reached}
+        return replace(self, anchor=anchor, precision=replace(self.precision, reached=reached))
+
 
 def value_and_gradient(quadratics: Sequence[Quadratic], live: Live) -> tuple[Tensor, Params]:
     """The penalty and its gradient in θ, in differentiable operations."""
@@ -618,19 +631,3 @@ def penalty(quadratics: Sequence[Quadratic], live: Live, observe: Observe | None
             return value_and_gradient(quadratics, live)[0]
     some = next(iter(live.tensors.values()))
     return torch.zeros((), dtype=some.dtype, device=some.device)
-
-
-def moved_anchor(anchor: Mapping[str, Tensor], live: Live, precision: PenaltyPrecision) -> Params:
-    """μ after a task: the parameters as they are, and of those that are absent the last known ones."""
-    values = live.values()
-    kept = {name: mu for name, mu in anchor.items() if name not in values}
-    return {**kept, **{name: values[name] for name in precision.names if name in values}}
-
-
-def moved_term(term: Quadratic, device: torch.device | str, dtype: torch.dtype | None) -> Quadratic:
-    """A term on another device, in its own type unless another is given."""
-    place = checked_device("device", device, 'pass "cpu" or "cuda"')
-    if dtype is not None:
-        real_type("dtype", dtype)
-    kind = dtype or next((mu.dtype for mu in term.anchor.values()), torch.float32)
-    return term.to(place, kind)
