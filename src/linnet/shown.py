@@ -61,12 +61,21 @@ def in_line(value: Any) -> str:
         return value.name.lower()
     if isinstance(value, Tensor):
         return _tensor(value.detach())
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {in_line(part)}" for name, part in value.items())
     if isinstance(value, tuple):
         parts = [in_line(part) for part in value[:_WHOLE]]
         return f"({', '.join(parts)}{', …' if len(value) > _WHOLE else ''})"
     if isinstance(value, int | str | torch.dtype | torch.device) or value is None:
         return str(value)
     return repr(value) if isinstance(value, Record) else type(value).__name__
+
+
+def in_lines(told: Mapping[str, Any]) -> str:
+    """A line for each name with its value; what is missing has none."""
+    known = {name: value for name, value in told.items() if value is not None}
+    width = max(map(len, known), default=0)
+    return "\n".join(f"{name:<{width}}  {in_line(value)}" for name, value in known.items())
 
 
 def _short(value: Any) -> bool:

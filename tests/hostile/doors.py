@@ -347,7 +347,6 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "solve": lambda: {"b": small.normal(26)},
     "RunningCurvature.load_state_dict": lambda: {"state": small.running().state_dict()},
     "RunningCurvature.refresh": lambda: {"model": small.net()},
-    "Report.bootstrap": lambda: {"name": "accuracy", "draws": 3},
     "KroneckerPreconditioner.multiply": lambda: {"v": small.normal(26)},
     "KroneckerPreconditioner.refresh": lambda: {"curvature": small.curvature("kfac")},
     "Flow.delta": lambda: {"time": 0.5},

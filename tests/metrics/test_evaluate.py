@@ -118,7 +118,6 @@ def test_bins_are_closed_on_the_right() -> None:
     bins = equal_width(confidence, torch.ones(6), bins=4)
     assert bins.count.tolist() == [2, 2, 1, 1]
     assert bins.edges.tolist() == [0, 0.25, 0.5, 0.75, 1]
-    assert bins.largest_error == pytest.approx(0.875)
 
 
 def test_no_more_bins_than_examples() -> None:
@@ -160,7 +159,7 @@ def test_entropy_splits_over_samples() -> None:
     assert found.expected_entropy == pytest.approx(expected.mean().item(), rel=1e-12)
     assert found.mutual_information == pytest.approx(found.entropy - expected.mean().item(), rel=1e-10)
     assert found.nll == pytest.approx(report(mean, y).nll, rel=1e-12)
-    assert "disagreement of the samples" in str(found)
+    assert "mutual_information" in str(found)
 
 
 def test_the_two_kinds_of_uncertainty() -> None:
@@ -186,19 +185,6 @@ def test_standard_errors_of_means() -> None:
     assert found.stderr["nll"] == pytest.approx(losses.std().item() / math.sqrt(60), rel=1e-12)
     assert set(found.stderr) == {"accuracy", "nll", "brier", "entropy"}
     assert report(p[:1], y[:1]).stderr["nll"] == math.inf
-
-
-def test_bootstrap_agrees_with_the_formula() -> None:
-    p = probabilities(n=400)
-    found = report(p, drawn(p))
-    for name in ("accuracy", "nll"):
-        estimate = found.bootstrap(name, draws=400)
-        assert estimate.mean == getattr(found, name)
-        assert estimate.stderr == pytest.approx(found.stderr[name], rel=0.15)
-    first = found.bootstrap("ece", draws=10)
-    assert 0 < first.stderr < 0.1
-    assert first == found.bootstrap("ece", draws=10)
-    assert first != found.bootstrap("ece", draws=10, seed=1)
 
 
 # What must not matter
@@ -343,7 +329,6 @@ def test_the_report_is_json() -> None:
     assert values["mutual_information"] is None
     assert values["n"] == 2
     assert values["stderr"]["accuracy"] == 0
-    assert "none where wrong" in str(perfect)
     assert repr(perfect) == str(perfect)
 
 
@@ -355,8 +340,5 @@ def test_the_bins_keyword_matters() -> None:
 
 def test_questions_that_cannot_be_answered() -> None:
     found = report(probabilities(), labels())
-    refused(InputError, lambda: found.bootstrap("ecee"), "name='ecee'")
-    refused(InputError, lambda: found.bootstrap("mutual_information"), "name='mutual_information'")
-    refused(InputError, lambda: found.bootstrap("ece", draws=1), "draws=1")
     refused(InputError, lambda: found.risk_coverage("mutual-information"), "samples")
     refused(InputError, lambda: found.risk_coverage("gut feeling"), "score='gut feeling'")

@@ -165,7 +165,7 @@ def test_an_attack_stays_in_its_box_and_lowers_the_predicted_class(seed: int, st
 def test_predictions_without_a_gradient() -> None:
     refused(InputError, lambda: fgsm(lambda x: predict(x).detach(), X, 0.1), "without a gradient")
     refused(InputError, lambda: fgsm(lambda x: predict(x).detach().numpy(), X, 0.1), "without a gradient")
-    refused(InputError, lambda: fgsm(lambda x: predict(x.detach()), X, 0.1), "do not depend")
+    refused(InputError, lambda: fgsm(lambda x: predict(x.detach()), X, 0.1), "without a gradient")
     refused(InputError, lambda: fgsm(MODEL, X, 0.1), "logits", "softmax")
 
     def broken(x: Tensor) -> Tensor:

@@ -39,16 +39,11 @@ def test_agrees_with_scikit_learn(n: int, m: int, seed: int, ties: bool) -> None
     values = torch.cat([found.inside, found.outside])
     assert found.auroc == pytest.approx(metrics.roc_auc_score(truth, values), abs=1e-12)
     assert found.aupr == pytest.approx(metrics.average_precision_score(truth, values), abs=1e-12)
-    assert found.aupr_in == pytest.approx(metrics.average_precision_score(1 - truth, -values), abs=1e-12)
     false, true, _ = metrics.roc_curve(truth, values, drop_intermediate=False)
     own_false, own_true = found.roc()
     near(own_false, torch.from_numpy(false), 1e-12)
     near(own_true, torch.from_numpy(true), 1e-12)
-    for wanted in (0.3, 0.95, 1.0):
-        assert found.false_positive_rate(wanted) == pytest.approx(false[(true >= wanted).argmax()], abs=1e-12)
-    assert found.fpr95 == found.false_positive_rate(0.95)
-    false, true, _ = metrics.roc_curve(1 - truth, -values, drop_intermediate=False)
-    assert found.fpr95_in == pytest.approx(false[(true >= 0.95).argmax()], abs=1e-12)
+    assert found.fpr95 == pytest.approx(false[(true >= 0.95).argmax()], abs=1e-12)
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -88,14 +83,14 @@ def test_order_of_examples_does_not_matter(n: int, m: int, seed: int, ties: bool
     found = scores(n, m, seed, ties)
     other = Detection("s", found.inside.flip(0), found.outside.flip(0))
     assert other.auroc_stderr == pytest.approx(found.auroc_stderr, rel=1e-9, abs=1e-12)
-    for name in ("auroc", "aupr", "aupr_in", "fpr95", "fpr95_in"):
+    for name in ("auroc", "aupr", "fpr95"):
         assert getattr(other, name) == getattr(found, name)
 
 
 def test_extremes() -> None:
     low, high = torch.tensor([0.0, 1.0]), torch.tensor([2.0, 3.0])
     perfect, worst, blind = Detection("s", low, high), Detection("s", high, low), Detection("s", low, low)
-    assert [perfect.auroc, perfect.aupr, perfect.aupr_in, perfect.fpr95] == [1, 1, 1, 0]
+    assert [perfect.auroc, perfect.aupr, perfect.fpr95] == [1, 1, 0]
     assert [worst.auroc, worst.fpr95] == [0, 1]
     constant = Detection("s", torch.zeros(3), torch.zeros(1))
     assert [blind.auroc, constant.auroc, constant.aupr, constant.fpr95] == [0.5, 0.5, 0.25, 1]
@@ -103,10 +98,9 @@ def test_extremes() -> None:
 
 def test_one_class_is_refused() -> None:
     some, none = torch.zeros(3), torch.zeros(0)
-    refused(DataError, lambda: Detection("s", none, some), "inside is empty", "one class only")
+    refused(DataError, lambda: Detection("s", none, some), "inside is empty")
     refused(DataError, lambda: Detection("s", some, none), "outside is empty")
     refused(DataError, lambda: Detection("s", some / 0, some), "NaN inside")
-    refused(InputError, lambda: Detection("s", some, some).false_positive_rate(0), "recall=0")
 
 
 # Risk against coverage
@@ -131,13 +125,9 @@ def test_ties_are_averaged_over_all_orders() -> None:
 
 def test_where_to_abstain() -> None:
     curve = risk_coverage(torch.arange(10.0), torch.tensor([0, 0, 0, 0, 0, 1, 0, 1, 1, 1]))
-    assert curve.coverage_at(0.0) == 0.5
-    assert curve.coverage_at(0.15) == 0.7
-    assert curve.coverage_at(1.0) == 1.0
     assert curve.risk_at(0.5) == 0.0
     assert curve.risk_at(0.7) == pytest.approx(1 / 7)
     assert curve.risk_at(0.61) == pytest.approx(1 / 7)
-    assert risk_coverage(torch.zeros(2), torch.ones(2)).coverage_at(0.5) == 0.0
     refused(InputError, lambda: curve.risk_at(0.0), "coverage=0.0")
 
 
@@ -239,10 +229,10 @@ def test_bad_input_of_ood() -> None:
     def predict(x: Tensor) -> Tensor:
         return (x @ weight).softmax(-1)
 
-    refused(InputError, lambda: ood(predict, x, real(4, 5)), "outside", "shape 5", "inside ones of 3")
+    refused(InputError, lambda: ood(predict, x, real(4, 5)), "outside", "(4, 5)")
     refused(InputError, lambda: ood(predict, x, x, score="energy"), "score='energy'")
     refused(InputError, lambda: ood(predict, x, x, score="mutual-information"), "samples")
-    refused(InputError, lambda: ood(lambda x: x @ weight, x, x), "logits", "softmax")
+    refused(InputError, lambda: ood(lambda x: x @ weight, x, x), "inside", "softmax")
     refused(DataError, lambda: ood(predict, x, x[:0]), "outside", "empty")
     refused(DataError, lambda: ood(predict, x / 0, x), "inside", "NaN")
     refused(

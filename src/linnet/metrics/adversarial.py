@@ -115,20 +115,14 @@ def _gradient(predict: Predict, x: Tensor) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False), torch.enable_grad():
         variable = x.detach().clone().requires_grad_()
         p = class_probabilities(ask(predict, variable), len(x))
-        if not p.requires_grad:
-            raise InputError(
-                "predict returns probabilities without a gradient in its inputs",
-                expected="a differentiable computation in torch",
-                remedy="remove torch.no_grad(), .detach() and .numpy() from predict",
-            )
         mean = p.mean(0) if p.ndim == 3 else p
-        own = mean.gather(1, mean.argmax(1)[:, None])
-        (gradient,) = torch.autograd.grad(own.log().sum(), variable, allow_unused=True)
+        own = mean.gather(1, mean.argmax(1)[:, None]).log().sum()
+        gradient = torch.autograd.grad(own, variable, allow_unused=True)[0] if p.requires_grad else None
     if gradient is None:
         raise InputError(
-            "predict returns probabilities that do not depend on its inputs",
+            "predict returns probabilities without a gradient in its inputs",
             expected="a differentiable computation in torch",
-            remedy="remove .detach() from predict",
+            remedy="remove torch.no_grad(), .detach() and .numpy() from predict",
         )
     finite = torch.isfinite(gradient.flatten(1)).all(1)
     if not finite.all():

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from linnet.curvatures.stream import Batches
-from linnet.errors import DataError, InputError
+from linnet.errors import InputError
 from linnet.metrics.reports import Judged, RegressionReport, Report, join, judge
 from linnet.params import call, choice, function, integer, wrapped
 from linnet.params import device as checked_device
 from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, check_finite
 from linnet.tangent.door import in_columns
 from linnet.tangent.loaders import DataNotes
 from linnet.tree import map_tensors
@@ -35,25 +35,17 @@ def ask(predict: Callable[[Any], Any], x: Any) -> Any:
 def class_probabilities(answer: Any, n: int) -> Tensor:
     """The class probabilities in what a predict callable returned."""
     p = _as_tensor(answer if isinstance(answer, Tensor) else getattr(answer, "probs", answer))
-    if p.ndim not in (2, 3) or p.shape[-2] != n or 0 in p.shape:
+    if p.ndim not in (2, 3) or p.shape[-2] != n or 0 in p.shape or p.shape[-1] < 2:
         hint = "return p for all classes, not the class itself" if p.ndim < 2 else "put the classes last"
+        one_column = p.ndim > 1 and p.shape[-1] == 1
         raise InputError(
-            f"predict returned the shape {tuple(p.shape)} for {n} example(s)", expected=SHAPES, remedy=hint
-        )
-    if p.shape[-1] < 2:
-        raise InputError(
-            f"predict returned one column, the shape {tuple(p.shape)}",
-            expected="one column per class, two for a yes or no",
-            remedy="return torch.stack([1 - p, p], -1)",
+            f"predict returned the shape {tuple(p.shape)} for {n} example(s)",
+            expected=f"{SHAPES}, with one column per class, two for a yes or no",
+            remedy="return torch.stack([1 - p, p], -1)" if one_column else hint,
         )
     p = p if p.is_floating_point() else p.to(torch.get_default_dtype())
     _check_distribution(p.detach())
     return p
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """The largest distance from one of the sum of a row of rounded probabilities."""
-    return max(1e-4, 4 * torch.finfo(dtype).eps)
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -71,39 +63,24 @@ def _as_tensor(value: Any) -> Tensor:
 
 def _check_distribution(p: Tensor) -> None:
     """Raise unless every row is a distribution, to rounding; say what it seems to be instead."""
-    finite = torch.isfinite(p).all(-1)
-    if not finite.all():
-        first = int((~finite).nonzero()[0, -1])
-        raise InputError(
-            f"predict returned NaN or infinite values, first for example {first} of its batch",
-            expected="finite probabilities",
-            remedy="look at the network's outputs for this example",
-        )
-    slack = tolerance(p.dtype)
+    slack = max(1e-4, 4 * torch.finfo(p.dtype).eps)
     total = p.sum(-1, dtype=torch.float64)
-    wrong = ((total - 1).abs() > slack) | (p < -slack).any(-1)
-    if not wrong.any():
+    right = torch.isfinite(p).all(-1) & ((total - 1).abs() <= slack) & (p >= -slack).all(-1)
+    if right.all():
         return
-    place = tuple(wrong.nonzero()[0].tolist())
-    likely_log = bool((p <= 0).all()) and bool(
-        ((p.exp().sum(-1, dtype=torch.float64) - 1).abs() < slack).all()
-    )
-    kind = "log-probabilities" if likely_log else "logits, not probabilities"
+    place = tuple((~right).nonzero()[0].tolist())
+    likely_log = bool(((p.exp().sum(-1, dtype=torch.float64) - 1).abs() < slack).all())
+    use = "return outputs.exp()" if likely_log else "return outputs.softmax(-1)"
     raise InputError(
         f"predict returned rows that are no distribution: example {place[-1]} of its batch sums to "
-        f"{float(total[place]):.4g} and its smallest value is {float(p[place].min()):.4g}; "
-        f"these seem to be {kind}",
-        expected="rows of non-negative numbers that sum to one",
-        remedy=(
-            "return outputs.exp()"
-            if likely_log
-            else "return outputs.softmax(-1); of a fit, pass the fit itself"
-        ),
+        f"{float(total[place]):.4g} and its smallest value is {float(p[place].min()):.4g}",
+        expected="rows of finite, non-negative numbers that sum to one",
+        remedy=f"{use} for {'log-probabilities' if likely_log else 'logits; of a fit, pass the fit itself'}",
     )
 
 
-def mean_and_variance(answer: Any, n: int, noise: str) -> tuple[Tensor, Tensor]:
-    """The mean and variance in what a predict callable returned for a regression."""
+def compared(answer: Any, y: Tensor, noise: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Means and variances that a predict callable returned for a regression, and its targets, (N, D) each."""
     if noise == "add" and callable(getattr(answer, "with_noise", None)):
         answer = answer.with_noise()
     if isinstance(answer, Tensor) or not (hasattr(answer, "mean") and hasattr(answer, "variance")):
@@ -112,39 +89,26 @@ def mean_and_variance(answer: Any, n: int, noise: str) -> tuple[Tensor, Tensor]:
             expected="an object with .mean and .variance, as torch.distributions.Normal has them",
             remedy="return such an object, or convert class labels to integers with y.long()",
         )
-    mean, variance = (_column(value, n) for value in (answer.mean, answer.variance))
-    if mean.shape != variance.shape:
+    check_finite(y, "y")
+    found = [_as_tensor(value).detach().cpu().double() for value in (answer.mean, answer.variance, y)]
+    mean, variance, target = (part.reshape(len(part), -1) if part.ndim else part for part in found)
+    if not mean.shape == variance.shape == target.shape:
         raise InputError(
-            f"predict returned .mean of shape {tuple(mean.shape)} and .variance of {tuple(variance.shape)}",
-            expected="one variance for each mean",
-            remedy="return the marginal variances, as in covariance.diagonal(dim1=1, dim2=2)",
+            f"predict returned .mean of shape {tuple(mean.shape)} and .variance of {tuple(variance.shape)} "
+            f"for y of shape {tuple(y.shape)}",
+            expected="a mean and a marginal variance for each target, (N,) or (N, D)",
+            remedy="put the examples first; convert class labels to integers with y.long()",
         )
-    bad = ~(torch.isfinite(mean) & torch.isfinite(variance)).all(1)
-    if bad.any():
+    wrong = ~(torch.isfinite(mean) & torch.isfinite(variance) & (variance > 0)).all(1)
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
         raise InputError(
-            f"predict returned NaN or infinite values, as for example {int(bad.nonzero()[0])} of its batch",
-            expected="a finite mean and variance",
-            remedy="look at the network's outputs for this example",
+            f"predict returned NaN, an infinite value or a variance of {float(variance[first].min()):.4g} "
+            f"for example {first} of its batch",
+            expected="finite means, and positive variances of a target about them",
+            remedy="look at the network's outputs for this example; add the variance of the noise",
         )
-    if not (variance > 0).all():
-        raise InputError(
-            f"predict returned a variance of {float(variance.min()):.4g}",
-            expected="positive variances, those of a target about the mean",
-            remedy="add the variance of the noise",
-        )
-    return mean, variance
-
-
-def _column(value: Any, n: int) -> Tensor:
-    """Numbers as (N, D) in float64 on the CPU."""
-    column = _as_tensor(value).detach().cpu().double()
-    if column.ndim == 0 or column.shape[0] != n:
-        raise InputError(
-            f"predict returned a mean or variance of shape {tuple(column.shape)} for {n} example(s)",
-            expected="(N,) or (N, D)",
-            remedy="put the examples first",
-        )
-    return column.reshape(n, -1)
+    return mean, variance, target
 
 
 Predict = Callable[[Inputs], Any]
@@ -206,7 +170,7 @@ def evaluate(
                 raise InputError("data have no targets", expected="(x, y) pairs", remedy="pass data=(x, y)")
             answer = ask(predict, batch.x)
             if batch.y.is_floating_point():
-                values.append(_compared(answer, batch.y, noise, start))
+                values.append(compared(answer, batch.y, noise))
             else:
                 p = class_probabilities(answer, batch.size)
                 classes = same_classes(classes, p)
@@ -220,26 +184,6 @@ def evaluate(
         mean, variance, target = (torch.cat(column) for column in zip(*values, strict=True))
         return RegressionReport(mean, variance, target)
     return Report(join(judged), classes, bins)
-
-
-def _compared(answer: Any, y: Tensor, noise: str, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and target of one batch, (N, D) each."""
-    mean, variance = mean_and_variance(answer, y.shape[0], noise)
-    target = y.detach().cpu().double().reshape(y.shape[0], -1)
-    if target.shape != mean.shape:
-        raise InputError(
-            f"y has shape {tuple(y.shape)} but predict returned a mean of shape {tuple(mean.shape)}",
-            expected="a mean for each target",
-            remedy="convert class labels to integers with y.long(), or check what predict returns",
-        )
-    bad = ~torch.isfinite(target).all(1)
-    if bad.any():
-        raise DataError(
-            f"y is not finite at index {start + int(bad.nonzero()[0])}",
-            expected="finite targets",
-            remedy="drop or repair these examples",
-        )
-    return mean, variance, target
 
 
 def asked(predict: Any) -> Predict:

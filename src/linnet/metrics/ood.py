@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from linnet.curvatures.stream import Batch, Batches
+from linnet.curvatures.stream import Batches
 from linnet.errors import DataError, InputError
 from linnet.metrics.evaluate import Predict, ask, asked, batches_of, class_probabilities, same_classes
-from linnet.metrics.reports import SCORES, Detection, Judged, SeparationPlots, join, judge
+from linnet.metrics.reports import SCORES, Detection, Judged, Scored, SeparationPlots, join, judge
 from linnet.params import choice
 from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
-from linnet.shown import Record
 from linnet.tangent.door import bare_inputs
-from linnet.tree import tensors_in
-
-Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Separation(Record):
+class Separation(Scored):
     """Separation of in-distribution and out-of-distribution data by predictive uncertainty.
 
     Args:
@@ -34,10 +29,12 @@ class Separation(Record):
 
     Example:
         >>> near, far = torch.tensor([[3.0], [-4.0]]), torch.tensor([[0.1], [-0.2], [3.5]])
-        >>> print(ood(lambda x: torch.cat([-x, x], 1).softmax(1), near, far))
-        2 inside, 3 outside; mean entropy 0.0102 inside, 0.4563 outside
-        entropy: auroc 0.8333 ± 0.2357, aupr 0.9167 (inside 0.8333), fpr95 0.5000
-        max-probability: auroc 0.8333 ± 0.2357, aupr 0.9167 (inside 0.8333), fpr95 0.5000
+        >>> print(ood(lambda x: torch.cat([-x, x], 1).softmax(1), near, far).detection())
+        inside   2
+        outside  3
+        auroc    0.8333 ± 0.2357
+        aupr     0.9167
+        fpr95    0.5
     """
 
     score: str
@@ -100,30 +97,15 @@ class Separation(Record):
         Returns:
             A dict; ``detections`` holds one entry a score.
         """
-        return {
-            "inside": self.inside.n,
-            "outside": self.outside.n,
-            "classes": self.classes,
-            "score": self.score,
-            "entropy_inside": self.entropy_inside,
-            "entropy_outside": self.entropy_outside,
-            "detections": {name: found.to_dict() for name, found in self.detections.items()},
-        }
-
-    def __str__(self) -> str:
-        """The printed report."""
-        head = (
-            f"{self.inside.n:,} inside, {self.outside.n:,} outside; mean entropy "
-            f"{self.entropy_inside:.4f} inside, {self.entropy_outside:.4f} outside"
-        )
-        return "\n".join([head, *(str(found) for found in self.detections.values())])
+        counts = {"inside": self.inside.n, "outside": self.outside.n, "classes": self.classes}
+        entropies = {"entropy_inside": self.entropy_inside, "entropy_outside": self.entropy_outside}
+        found = {name: each.to_dict() for name, each in self.detections.items()}
+        return {**counts, "score": self.score, **entropies, "detections": found}
 
     def _shown(self) -> dict[str, Any]:
-        counts = {"inside": self.inside.n, "outside": self.outside.n}
-        entropies = {"entropy inside": self.entropy_inside, "entropy outside": self.entropy_outside}
-        return {**counts, **entropies, "detections": [str(found) for found in self.detections.values()]}
-
-    __repr__ = __str__
+        scores = self.to_dict()
+        del scores["detections"]
+        return {**scores, **{name: dict(each._shown()) for name, each in self.detections.items()}}
 
 
 def ood(
@@ -163,11 +145,9 @@ def ood(
     """
     choice("score", score, SCORES)
     predict = asked(predict)
-    known, classes, shapes = _judged(
-        predict, batches_of(predict, bare_inputs(inside), batch_size, device), "inside", ()
-    )
-    apart, others, _ = _judged(
-        predict, batches_of(predict, bare_inputs(outside), batch_size, device), "outside", shapes
+    (known, classes), (apart, others) = (
+        _judged(predict, batches_of(predict, bare_inputs(x), batch_size, device), name)
+        for name, x in (("inside", inside), ("outside", outside))
     )
     if classes != others:
         raise InputError(
@@ -180,38 +160,16 @@ def ood(
     return found
 
 
-def _judged(predict: Predict, batches: Batches, name: str, before: Shapes) -> tuple[Judged, int, Shapes]:
-    """Numbers of each example, C, and the shapes of an example's inputs."""
+def _judged(predict: Predict, batches: Batches, name: str) -> tuple[Judged, int]:
+    """Numbers of each example, and C; an error says which of the two data sets it is about."""
     parts: list[Judged] = []
-    classes, shapes = 0, before
-    with torch.no_grad():
-        for batch in track(_named(batches, name), f"predicting {name}"):
-            here = tuple(tuple(t.shape[1:]) for t in tensors_in(batch.x))
-            try:
-                answer = ask(predict, batch.x)
-            except InputError as error:
-                if not before or here == before:
-                    raise
-                raise InputError(
-                    f"predict failed on {name} examples of shape {_shown(here)} after inside ones of "
-                    f"{_shown(before)} ({error.what})",
-                    expected="outside examples that predict can take",
-                    remedy="resize or pad the outside examples",
-                ) from error
-            p = class_probabilities(answer, batch.size)
-            classes, shapes = same_classes(classes, p), here
-            parts.append(judge(p, None))
-    return join(parts), classes, shapes
-
-
-def _named(batches: Batches, name: str) -> Iterator[Batch]:
-    """The batches; what is wrong with the data is said of the argument that holds them."""
+    classes = 0
     try:
-        yield from batches
-    except DataError as error:
-        raise DataError(f"{name}: {error.what}", error.expected, error.remedy) from error
-
-
-def _shown(shapes: Shapes) -> str:
-    """Shapes in words."""
-    return " and ".join("×".join(map(str, shape)) or "scalar" for shape in shapes)
+        with torch.no_grad():
+            for batch in track(batches, f"predicting {name}"):
+                p = class_probabilities(ask(predict, batch.x), batch.size)
+                classes = same_classes(classes, p)
+                parts.append(judge(p, None))
+    except (DataError, InputError) as error:
+        raise type(error)(f"{name}: {error.what}", error.expected, error.remedy) from error
+    return join(parts), classes

@@ -7,7 +7,8 @@ score ranks, errors of means and by resampling.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
-from linnet.params import choice, flag, integer, refuse, tensor
-from linnet.params import seed as checked_seed
+from linnet.files import finite
+from linnet.params import choice, flag, number, refuse, tensor
 from linnet.plots import displays
 from linnet.plots.displays import Display, Plots, array
-from linnet.shown import Record
+from linnet.shown import Record, in_lines
 from linnet.solvers.solution import Estimate
+from linnet.tree import map_tensors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,6 +79,26 @@ class SeparationPlots(Plots):
 SCORES = ("entropy", "max-probability", "mutual-information")
 
 
+class Scored(Record, ABC):
+    """Scores that print as a table, with their standard errors beside them."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """The scores as plain values, and under "stderr" the standard errors of some."""
+
+    def _shown(self) -> dict[str, Any]:
+        scores = self.to_dict()
+        for name, error in scores.pop("stderr", {}).items():
+            scores[name] = f"{scores[name]:.4f}" + ("" if error is None else f" ± {error:.4f}")
+        return scores
+
+    def __str__(self) -> str:
+        """A score a line."""
+        return in_lines(self._shown())
+
+    __repr__ = __str__
+
+
 @dataclass(frozen=True, eq=False)
 class Judged:
     """Numbers of N examples, in float64 on the CPU, logarithms natural."""
@@ -126,15 +148,6 @@ class Judged:
         # I[y; θ] = H[E p] − E H[p] ≥ 0 (Jensen), to rounding
         return (self.entropy - self.expected_entropy).clamp_min(0)
 
-    def take(self, index: Tensor) -> Judged:
-        """Some of the examples."""
-        return self._mapped(lambda column: column[index])
-
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> Judged:
-        """The same with a function applied to every column."""
-        columns = (getattr(self, field.name) for field in fields(self))
-        return Judged(*(None if column is None else function(column) for column in columns))  # type: ignore[arg-type]
-
 
 def judge(p: Tensor, y: Tensor | None, start: int = 0) -> Judged:
     """Compare class probabilities with true classes."""
@@ -146,7 +159,7 @@ def judge(p: Tensor, y: Tensor | None, start: int = 0) -> Judged:
     mean = samples.mean(0, dtype=torch.float64).clamp_min(0)
     expected = None
     if p.ndim == 3:
-        expected = _stack_mean([_entropy(sample.double().clamp_min(0)) for sample in samples])
+        expected = torch.stack([_entropy(sample.double().clamp_min(0)) for sample in samples]).mean(0)
     confidence, predicted = mean.max(1)
     label = log_loss = brier = None
     if y is not None:
@@ -156,17 +169,14 @@ def judge(p: Tensor, y: Tensor | None, start: int = 0) -> Judged:
         # Σ_c (p_c − [c = y])² = Σ_c p_c² − 2 p_y + 1 suffers cancellation; the sum itself does not
         brier = (mean - torch.nn.functional.one_hot(label, mean.shape[1])).square().sum(1)
     found = Judged(predicted, confidence.clamp_max(1), _entropy(mean), expected, label, log_loss, brier)
-    return found._mapped(lambda column: column.cpu())
+    moved: Judged = map_tensors(Tensor.cpu, found)
+    return moved
 
 
 def _entropy(p: Tensor) -> Tensor:
     """−Σ p log p, at most log C."""
     entropy: Tensor = torch.special.entr(p).sum(-1)
     return entropy.clamp(0, math.log(p.shape[-1]))
-
-
-def _stack_mean(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(parts)).mean(0)
 
 
 def join(parts: Sequence[Judged]) -> Judged:
@@ -226,18 +236,13 @@ class CalibrationBins(Record):
         gap = (self.accuracy - self.confidence).abs().nan_to_num(0)
         return float((gap * self.count).sum() / self.count.sum())
 
-    @property
-    def largest_error(self) -> float:
-        """Maximum calibration error, the largest gap of a bin, in [0, 1]."""
-        return float((self.accuracy - self.confidence).abs().nan_to_num(0).max())
-
 
 def equal_width(confidence: Tensor, correct: Tensor, bins: int = 15) -> CalibrationBins:
     """Bins of equal width: bin b holds confidences in ((b − 1)/B, b/B], the last one a confidence of 1."""
     # confidence (N,), correct (N,)
     # Source: C. Guo et al., On calibration of modern neural networks, ICML 2017, eqs. 1-3.
     confidence = confidence.double()
-    edges = torch.linspace(0, 1, _checked(bins) + 1, dtype=torch.float64, device=confidence.device)
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device=confidence.device)
     # Interior edges alone, closed on the right: neither 0 nor 1 can fall outside the B bins.
     place = torch.bucketize(confidence, edges[1:-1])
     return _summed(edges, place, confidence, correct.double(), bins)
@@ -252,7 +257,7 @@ def equal_mass(confidence: Tensor, correct: Tensor, bins: int = 15) -> Calibrati
     # Source: K. Nguyen and B. O'Connor, Posterior calibration and exploratory analysis for NLP models, EMNLP
     # 2015, section 3.2.
     n = confidence.shape[0]
-    bins = min(_checked(bins), n)
+    bins = min(bins, n)
     share = tied_mean(correct, confidence)
     ordered, order = confidence.double().sort()
     place = torch.arange(n, device=confidence.device) * bins // n  # B runs of ⌊N/B⌋ or ⌈N/B⌉
@@ -277,16 +282,9 @@ def _summed(edges: Tensor, place: Tensor, confidence: Tensor, correct: Tensor, b
     return CalibrationBins(edges, count, means[0], means[1])
 
 
-def _checked(bins: int) -> int:
-    return integer("bins", bins)
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class Detection(Record):
-    """Detection metrics: how well a score separates two sets."""
-
-    # The score should be larger outside. Outside is the positive class: a true positive is an outside example
-    # that is found, a false positive an inside example that is flagged.
+class Detection(Scored):
+    """How well a score separates two sets; it should be larger outside, which is the positive class."""
 
     score: str  # name of the score
     inside: Tensor  # its values inside, (N,)
@@ -294,16 +292,10 @@ class Detection(Record):
 
     def __post_init__(self) -> None:
         for name, values in (("inside", self.inside), ("outside", self.outside)):
-            if values.numel() == 0:
+            if values.numel() == 0 or values.isnan().any():
                 raise DataError(
-                    f"{name} is empty: there is one class only",
-                    expected="examples of both, inside and outside",
-                    remedy="a ranking of one set against another needs both",
-                )
-            if values.isnan().any():
-                raise DataError(
-                    f"the score {self.score!r} is NaN {name}",
-                    expected="numbers",
+                    f"the score {self.score!r} is NaN {name}" if values.numel() else f"{name} is empty",
+                    expected="examples of both sets, with numbers as scores",
                     remedy="look at the predictions",
                 )
 
@@ -327,55 +319,36 @@ class Detection(Record):
     @property
     def aupr(self) -> float:
         """Average precision Σ_k (R_k − R_{k−1}) P_k with outside as the positive class."""
-        return _average_precision(*_counts(self.inside, self.outside))
-
-    @property
-    def aupr_in(self) -> float:
-        """Average precision with inside as the positive class."""
-        return _average_precision(*_counts(-self.outside, -self.inside))
+        true, false = self._counts()
+        gained = torch.diff(true, prepend=torch.zeros_like(true[:1]))
+        return float((gained * (true.double() / (true + false))).sum() / true[-1])
 
     @property
     def fpr95(self) -> float:
         """Share of inside examples that are flagged when at least 95 % of those outside are found."""
-        return self.false_positive_rate(0.95)
-
-    @property
-    def fpr95_in(self) -> float:
-        """Share of outside examples that pass when at least 95 % of those inside do (Liang et al. 2018)."""
-        return Detection(self.score, -self.outside, -self.inside).fpr95
-
-    def false_positive_rate(self, recall: float) -> float:
-        """Share of inside examples that are flagged at the highest threshold that finds enough outside."""
-        if not 0 < recall <= 1:
-            raise InputError(f"recall={recall}", expected="a share in (0, 1]", remedy="pass recall=0.95")
-        true, false = _counts(self.inside, self.outside)
-        enough = true >= recall * self.outside.numel() * (1 - 1e-12)
+        true, false = self._counts()
+        enough = true >= 0.95 * self.outside.numel() * (1 - 1e-12)
         return int(false[enough][0]) / self.inside.numel()
 
     def roc(self) -> tuple[Tensor, Tensor]:
-        """The ROC curve."""
-        true, false = _counts(self.inside, self.outside)
-        zero = torch.zeros(1, dtype=torch.float64, device=true.device)
-        return (
-            torch.cat([zero, false.double() / self.inside.numel()]),
-            torch.cat([zero, true.double() / self.outside.numel()]),
-        )
+        """Shares of inside examples that are flagged, and of outside ones that are found, from (0, 0) on."""
+        true, false = (torch.nn.functional.pad(counted.double(), (1, 0)) for counted in self._counts())
+        return false / self.inside.numel(), true / self.outside.numel()
+
+    def _counts(self) -> tuple[Tensor, Tensor]:
+        """True and false positives at every distinct threshold, the highest first."""
+        values = torch.cat([self.inside, self.outside])
+        positive = torch.arange(len(values)) >= self.inside.numel()
+        ordered, order = values.sort(descending=True)
+        last = torch.ones_like(positive)
+        last[:-1] = ordered[1:] != ordered[:-1]  # equal scores are flagged together
+        return positive[order].cumsum(0)[last], (~positive[order]).cumsum(0)[last]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        names = ("auroc", "auroc_stderr", "aupr", "aupr_in", "fpr95", "fpr95_in")
-        counts = {"score": self.score, "inside": self.inside.numel(), "outside": self.outside.numel()}
-        return {**counts, **{name: plain(getattr(self, name)) for name in names}}
-
-    def _shown(self) -> dict[str, Any]:
-        return self.to_dict()
-
-    def __str__(self) -> str:
-        """One line."""
-        return (
-            f"{self.score}: auroc {self.auroc:.4f} ± {self.auroc_stderr:.4f}, aupr {self.aupr:.4f} "
-            f"(inside {self.aupr_in:.4f}), fpr95 {self.fpr95:.4f}"
-        )
+        counts = {"inside": self.inside.numel(), "outside": self.outside.numel()}
+        scores = {"auroc": self.auroc, "aupr": self.aupr, "fpr95": self.fpr95}
+        return {**counts, **scores, "stderr": {"auroc": finite(self.auroc_stderr)}}
 
 
 def _placements(lower: Tensor, upper: Tensor) -> Tensor:
@@ -383,23 +356,6 @@ def _placements(lower: Tensor, upper: Tensor) -> Tensor:
     ordered = lower.sort().values
     below, not_above = (torch.searchsorted(ordered, upper, right=right) for right in (False, True))
     return below + not_above
-
-
-def _counts(negatives: Tensor, positives: Tensor) -> tuple[Tensor, Tensor]:
-    """True and false positives at every distinct threshold, the highest first."""
-    values = torch.cat([negatives, positives])
-    positive = torch.cat([torch.zeros_like(negatives), torch.ones_like(positives)]).bool()
-    ordered, order = values.sort(descending=True)
-    last = torch.ones_like(positive)
-    last[:-1] = ordered[1:] != ordered[:-1]  # equal scores are flagged together
-    return positive[order].cumsum(0)[last], (~positive[order]).cumsum(0)[last]
-
-
-def _average_precision(true: Tensor, false: Tensor) -> float:
-    """Σ_k (R_k − R_{k−1}) P_k."""
-    precision = true.double() / (true + false)
-    gained = torch.diff(true, prepend=torch.zeros_like(true[:1]))
-    return float((gained * precision).sum() / true[-1])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -418,15 +374,9 @@ class RiskCoverage(Record):
 
     def risk_at(self, coverage: float) -> float:
         """The mean loss when at least a share of the examples is answered."""
-        if not 0 < coverage <= 1:
-            raise InputError(f"coverage={coverage}", expected="a share in (0, 1]", remedy="pass coverage=0.8")
+        number("coverage", coverage, above=0, most=1, remedy="pass coverage=0.8")
         n = self.risk.shape[0]
         return float(self.risk[math.ceil(coverage * n * (1 - 1e-12)) - 1])
-
-    def coverage_at(self, risk: float) -> float:
-        """The largest share of examples that can be answered at a mean loss."""
-        allowed = self.coverage[self.risk <= risk]
-        return float(allowed[-1]) if allowed.numel() else 0.0
 
 
 def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
@@ -439,17 +389,8 @@ def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
     return RiskCoverage(k / n, ordered.cumsum(0) / k)
 
 
-def plain(value: float | None) -> float | None:
-    """A number that JSON can hold: None for NaN and infinity."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-_MEANS = ("accuracy", "nll", "brier", "entropy", "expected_entropy", "mutual_information")
-_NEED_LABELS = ("accuracy", "nll", "brier", "ece", "adaptive_ece", "entropy_correct", "entropy_wrong", "aurc")
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class Report(Record):
+class Report(Scored):
     """Scores of class probabilities: accuracy, calibration and uncertainty.
 
     Everything follows from a few numbers kept of each example. Logarithms are natural; entropies and
@@ -465,13 +406,19 @@ class Report(Record):
         >>> from linnet.metrics.evaluate import evaluate
         >>> report = evaluate(lambda x: torch.cat([-x, x], 1).softmax(1), (x, y))
         >>> print(report)
-        3 examples, 2 classes
-        accuracy  0.6667 ± 0.3333
-        nll       0.2781 ± 0.2600
-        brier     0.2020 ± 0.2013
-        ece       0.1953 (adaptive 0.1953, 15 bins)
-        entropy   0.2895 ± 0.1994 (0.0901 where right, 0.6882 where wrong)
-        aurc      0.1111
+        n                3
+        classes          2
+        bins             15
+        accuracy         0.6667 ± 0.3333
+        nll              0.2781 ± 0.2600
+        brier            0.2020 ± 0.2013
+        entropy          0.2895 ± 0.1994
+        confidence       0.838
+        ece              0.1953
+        adaptive_ece     0.1953
+        entropy_correct  0.09009
+        entropy_wrong    0.6882
+        aurc             0.1111
     """
 
     examples: Judged
@@ -486,17 +433,17 @@ class Report(Record):
     @property
     def accuracy(self) -> float:
         """Share of examples whose most probable class is the true one."""
-        return float(self._column("accuracy").mean())
+        return float(self.examples.correct.double().mean())
 
     @property
     def nll(self) -> float:
         """Mean negative log-likelihood of the true classes; p = 0 counts as its type's smallest number."""
-        return float(self._column("nll").mean())
+        return float(self.examples.known(self.examples.log_loss).mean())
 
     @property
     def brier(self) -> float:
         """Mean of Σ_c (p_c − [c is the true class])², in [0, 2] (Brier 1950)."""
-        return float(self._column("brier").mean())
+        return float(self.examples.known(self.examples.brier).mean())
 
     @property
     def ece(self) -> float:
@@ -521,25 +468,24 @@ class Report(Record):
     @property
     def expected_entropy(self) -> float | None:
         """Mean of E H[p] over samples: uncertainty that more data would leave; None without samples."""
-        column = self.examples.expected_entropy
+        column = self._columns().get("expected_entropy")
         return None if column is None else float(column.mean())
 
     @property
     def mutual_information(self) -> float | None:
         """Mean of H[E p] − E H[p]: what the samples disagree about; None without samples."""
-        if self.examples.expected_entropy is None:
-            return None
-        return float(self._column("mutual_information").mean())
+        column = self._columns().get("mutual_information")
+        return None if column is None else float(column.mean())
 
     @property
     def entropy_correct(self) -> float:
         """Mean entropy of correct predictions; NaN if there are none."""
-        return float(self._entropies("correct").mean())
+        return float(self.examples.entropy[self.examples.correct].mean())
 
     @property
     def entropy_wrong(self) -> float:
         """Mean entropy of wrong predictions; NaN if there are none."""
-        return float(self._entropies("wrong").mean())
+        return float(self.examples.entropy[~self.examples.correct].mean())
 
     @property
     def aurc(self) -> float:
@@ -548,9 +494,8 @@ class Report(Record):
 
     @property
     def stderr(self) -> dict[str, float]:
-        """Standard errors s/√N of the means; infinite for one example. For the rest, see ``bootstrap``."""
-        names = [name for name in _MEANS if self._has(name)]
-        return {name: Estimate.of(self._column(name)).stderr for name in names}
+        """Standard errors s/√N of the means; infinite for one example."""
+        return {name: Estimate.of(column).stderr for name, column in self._columns().items()}
 
     def calibration(self, adaptive: bool = False) -> CalibrationBins:
         """The bins of a reliability diagram.
@@ -575,95 +520,34 @@ class Report(Record):
         """
         return risk_coverage(self.examples.uncertainty(score), ~self.examples.correct)
 
-    def bootstrap(self, name: str, draws: int = 200, seed: int = 0) -> Estimate:
-        """A score with its standard error by resampling examples with replacement.
-
-        Args:
-            name: Name of a score, as "ece" or "aurc".
-            draws: Number of resampled data sets.
-            seed: Seed of the resampling.
-
-        Returns:
-            The score of these data and the standard deviation of the resampled ones.
-
-        Raises:
-            InputError: If the score is unknown or not defined here, or there are fewer than two draws.
-
-        Source:
-            B. Efron, Bootstrap methods: another look at the jackknife, Annals of Statistics 1979.
-        """
-        scores = [key for key in self.to_dict() if isinstance(getattr(self, key, None), float)]
-        value = getattr(self, choice("name", name, scores, "pass name='ece'"))
-        integer("draws", draws, 2)
-        generator, n = torch.Generator().manual_seed(checked_seed("seed", seed)), self.examples.n
-        found = []
-        for _ in range(draws):
-            index = torch.randint(n, (n,), generator=generator)
-            found.append(getattr(Report(self.examples.take(index), self.classes, self.bins), name))
-        spread = torch.tensor(found, dtype=torch.float64)
-        return Estimate(value, float(spread[~spread.isnan()].std()))
-
     def to_dict(self) -> dict[str, Any]:
         """The scores as plain values, for JSON; those that need labels are left out where there are none.
 
         Returns:
             A dict; a score that is not defined, as the entropy of wrong predictions if none is, is None.
         """
-        names = (*_MEANS, "ece", "adaptive_ece", "confidence", "entropy_correct", "entropy_wrong", "aurc")
-        scores = {name: plain(getattr(self, name)) for name in names if self._has(name, samples=True)}
-        stderr = {name: plain(value) for name, value in self.stderr.items()}
-        return {"n": self.examples.n, "classes": self.classes, "bins": self.bins, **scores, "stderr": stderr}
+        labeled = ("accuracy", "nll", "brier") if self.examples.label is not None else ()
+        derived = ("ece", "adaptive_ece", "entropy_correct", "entropy_wrong", "aurc") if labeled else ()
+        names = (*labeled, "entropy", "expected_entropy", "mutual_information", "confidence", *derived)
+        sizes = {"n": self.examples.n, "classes": self.classes, "bins": self.bins}
+        scores = {name: getattr(self, name) for name in names}
+        values: dict[str, Any] = finite({**sizes, **scores, "stderr": self.stderr})
+        return values
 
-    def __str__(self) -> str:
-        """The printed report."""
-        error = self.stderr
-        rows = [f"{self.examples.n:,} examples, {self.classes} classes"]
-        rows += [
-            f"{name:<9} {getattr(self, name):.4f} ± {error[name]:.4f}" for name in _MEANS[:3] if name in error
-        ]
-        entropy = f"entropy   {self.entropy:.4f} ± {error['entropy']:.4f}"
-        if self.examples.label is not None:
-            rows.append(f"ece       {self.ece:.4f} (adaptive {self.adaptive_ece:.4f}, {self.bins} bins)")
-            right, wrong = (
-                "none" if math.isnan(v) else f"{v:.4f}" for v in (self.entropy_correct, self.entropy_wrong)
-            )
-            entropy += f" ({right} where right, {wrong} where wrong)"
-        rows.append(entropy)
-        if self.examples.expected_entropy is not None:
-            rows.append(f"  of which {self.mutual_information:.4f} is disagreement of the samples")
-        if self.examples.label is not None:
-            rows.append(f"aurc      {self.aurc:.4f}")
-        return "\n".join(rows)
-
-    def _shown(self) -> dict[str, Any]:
-        return _with_errors(self.to_dict())
-
-    __repr__ = __str__
-
-    def _column(self, name: str) -> Tensor:
-        """The numbers that a mean is taken of, (N,)."""
+    def _columns(self) -> dict[str, Tensor]:
+        """The numbers that means are taken of, (N,) each."""
         e = self.examples
-        if name in ("nll", "brier"):
-            return e.known(e.log_loss if name == "nll" else e.brier)
-        if name == "accuracy":
-            return e.correct.double()
-        if name == "expected_entropy" and e.expected_entropy is not None:
-            return e.expected_entropy
-        return e.uncertainty(name.replace("_", "-"))
-
-    def _has(self, name: str, samples: bool = False) -> bool:
-        """Whether a score is defined for these data; with ``samples`` also one that is None without them."""
-        if name in ("expected_entropy", "mutual_information"):
-            return samples or self.examples.expected_entropy is not None
-        return name not in _NEED_LABELS or self.examples.label is not None
-
-    def _entropies(self, of: str) -> Tensor:
-        """Entropies of correct or of wrong predictions."""
-        return self.examples.entropy[self.examples.correct == (of == "correct")]
+        found = {"entropy": e.entropy}
+        if e.label is not None:
+            found |= {"accuracy": e.correct.double(), "nll": e.known(e.log_loss), "brier": e.known(e.brier)}
+        if e.expected_entropy is not None:
+            found |= {"expected_entropy": e.expected_entropy}
+            found |= {"mutual_information": e.uncertainty("mutual-information")}
+        return found
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RegressionReport(Record):
+class RegressionReport(Scored):
     """Scores of Gaussian predictions of real targets. Each of the N·D target values has the same weight.
 
     Args:
@@ -675,11 +559,12 @@ class RegressionReport(Record):
         >>> normal = torch.distributions.Normal(torch.zeros(4), 2.0)
         >>> from linnet.metrics.evaluate import evaluate
         >>> print(evaluate(lambda x: normal, (torch.zeros(4, 1), torch.tensor([1.0, -1.0, 2.0, 4.0]))))
-        4 examples, 1 target value each
+        n         4
+        outputs   1
         rmse      2.3452 ± 0.7613
         nll       2.2996 ± 0.4463
-        coverage  0.5000 at 0.5, 0.7500 at 0.9, 0.7500 at 0.95
-        width     2.0000 (mean standard deviation)
+        width     2
+        coverage  0.5: 0.5, 0.9: 0.75, 0.95: 0.75
     """
 
     mean: Tensor
@@ -742,37 +627,12 @@ class RegressionReport(Record):
             A dict; ``coverage`` maps nominal levels to observed shares.
         """
         coverage = {str(level): float(self.coverage(level)) for level in (0.5, 0.9, 0.95)}
-        stderr = {name: plain(value) for name, value in self.stderr.items()}
         n, d = self.target.shape
-        scores = {"rmse": self.rmse, "nll": self.nll, "width": self.width}
-        return {"n": n, "outputs": d, **scores, "coverage": coverage, "stderr": stderr}
-
-    def __str__(self) -> str:
-        """The printed report."""
-        n, d = self.target.shape
-        error = self.stderr
-        coverage = ", ".join(f"{share:.4f} at {level}" for level, share in self.to_dict()["coverage"].items())
-        return "\n".join([
-            f"{n:,} examples, {d} target value{'s' if d > 1 else ''} each",
-            f"rmse      {self.rmse:.4f} ± {error['rmse']:.4f}",
-            f"nll       {self.nll:.4f} ± {error['nll']:.4f}",
-            f"coverage  {coverage}",
-            f"width     {self.width:.4f} (mean standard deviation)",
-        ])  # fmt: skip
-
-    def _shown(self) -> dict[str, Any]:
-        return _with_errors(self.to_dict())
-
-    __repr__ = __str__
+        scores = {"rmse": self.rmse, "nll": self.nll, "width": self.width, "coverage": coverage}
+        values: dict[str, Any] = finite({"n": n, "outputs": d, **scores, "stderr": self.stderr})
+        return values
 
     def _log_losses(self) -> Tensor:
         """½ log 2πσ² + (t − μ)² / 2σ², (N, D)."""
         distance = (self.target - self.mean).square() / self.variance
         return 0.5 * ((2 * math.pi * self.variance).log() + distance)
-
-
-def _with_errors(scores: dict[str, Any]) -> dict[str, Any]:
-    """Scores with their standard errors beside them."""
-    errors = scores.pop("stderr")
-    known = {name: f"{scores[name]:.4f} ± {error:.4f}" for name, error in errors.items() if error is not None}
-    return {"examples": scores.pop("n"), **scores, **known}
