@@ -14,6 +14,7 @@ from enum import Enum
 from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,8 +60,8 @@ def in_line(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, Enum):
         return value.name.lower()
-    if isinstance(value, Tensor):
-        return _tensor(value.detach())
+    if isinstance(value, Tensor | np.ndarray):
+        return _tensor(torch.as_tensor(value).detach())
     if isinstance(value, Mapping):
         return ", ".join(f"{name}: {in_line(part)}" for name, part in value.items())
     if isinstance(value, tuple):

@@ -11,7 +11,7 @@ import torch
 
 from linnet.errors import InputError
 from linnet.params import number, refuse, tensor
-from linnet.plots import displays
+from linnet.plots import panels
 from linnet.plots.displays import Display, Plots
 
 if TYPE_CHECKING:
@@ -207,4 +207,4 @@ class StreamPlots(Plots):
         lines = {"average": (learned, np.array(self._of.averages()))}
         for task in range(len(rows)):
             lines[f"task {task + 1}"] = (learned[task:], np.array([row[task] for row in rows[task:]]))
-        return displays.lines(lines, "tasks learned", "accuracy").plot(ax)
+        return Display(panels.lines, lines=lines, xlabel="tasks learned", ylabel="accuracy").plot(ax)

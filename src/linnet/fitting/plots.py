@@ -13,7 +13,7 @@ from linnet.linear.dual import RidgePath
 from linnet.linear.newton import NewtonSystem
 from linnet.linear.system import System
 from linnet.params import choice, integer
-from linnet.plots import displays
+from linnet.plots import panels
 from linnet.plots.displays import Display, array
 from linnet.predictive.model import ModelPlots
 from linnet.tangent.batch import Inputs, batch_size
@@ -43,7 +43,10 @@ class FitPlots(ModelPlots):
             if path.loo_accuracy is None:
                 raise InputError("of='accuracy' of a regression", "'error' or 'evidence'", "leave of= out")
             scores, label = {"leave-one-out": array(path.loo_accuracy)}, "accuracy"
-        return displays.ridge(array(path.ridges), scores, self._of.ridge, label).plot(ax)
+        drawn = Display(
+            panels.over_ridges, ridges=array(path.ridges), scores=scores, chosen=self._of.ridge, label=label
+        )
+        return drawn.plot(ax)
 
     def spectrum(self, ax: Axes | None = None) -> Display:
         """Eigenvalues of the kernel of the training examples by rank, beside the ridge."""
@@ -51,7 +54,10 @@ class FitPlots(ModelPlots):
         ridge, values = self._of.ridge, self._of._eigenvalues()
         squared = not isinstance(self._of.system, NewtonSystem)
         freedom = float((values / (values + ridge)).sum()) if squared else None
-        return displays.spectrum(values.cpu().numpy(), ridge, freedom).plot(ax)
+        drawn = Display(
+            panels.spectrum, eigenvalues=values.cpu().numpy(), ridge=ridge, degrees_of_freedom=freedom
+        )
+        return drawn.plot(ax)
 
     def influence(
         self, x: Inputs, ax: Axes | None = None, *, top: int = 10, output: int | None = None
@@ -74,7 +80,8 @@ class FitPlots(ModelPlots):
         largest = moved.abs().argsort(descending=True, stable=True)[:top]
         order = largest[moved[largest].argsort(descending=True, stable=True)]
         classes = None if labels is None else labels.to(order.device)[order].cpu().numpy()
-        return displays.influence(order.cpu().numpy(), array(moved[order]), output, classes).plot(ax)
+        numbers = {"examples": order.cpu().numpy(), "values": array(moved[order])}
+        return Display(panels.influences, **numbers, output=output, labels=classes).plot(ax)
 
 
 def eigenvalues_of(system: System | NewtonSystem) -> Tensor:

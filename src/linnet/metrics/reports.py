@@ -19,7 +19,7 @@ from torch import Tensor
 from linnet.errors import DataError, InputError
 from linnet.files import finite
 from linnet.params import choice, flag, number, refuse, tensor
-from linnet.plots import displays
+from linnet.plots import displays, panels
 from linnet.plots.displays import Display, Plots, array
 from linnet.shown import Record, in_lines
 from linnet.solvers.solution import Estimate
@@ -41,8 +41,13 @@ class ReportPlots(Plots):
         """The error rate among the most certain examples, by a score, for every share of them."""
         found = self._of.risk_coverage(score)
         curve = {score: (found.coverage.numpy(), found.risk.numpy())}
-        title = f"area {found.area:.3g}"
-        return displays.lines(curve, "share that is answered", "error rate", title).plot(ax)
+        return Display(
+            panels.lines,
+            lines=curve,
+            xlabel="share that is answered",
+            ylabel="error rate",
+            title=f"area {found.area:.3g}",
+        ).plot(ax)
 
 
 class RegressionPlots(Plots):
@@ -55,8 +60,8 @@ class RegressionPlots(Plots):
 
     def predicted(self, ax: Axes | None = None) -> Display:
         """Predicted against true values, with the standard deviation of a target."""
-        of = self._of
-        return displays.prediction(array(of.mean), array(of.variance.sqrt()), array(of.target)).plot(ax)
+        mean, std, target = map(array, (self._of.mean, self._of.variance.sqrt(), self._of.target))
+        return Display(panels.against_truth, mean=mean, std=std, target=target).plot(ax)
 
 
 class SeparationPlots(Plots):
@@ -66,14 +71,17 @@ class SeparationPlots(Plots):
         """How a score is distributed inside and outside."""
         found = self._of.detection(score)
         values = {"inside": found.inside.numpy(), "outside": found.outside.numpy()}
-        return displays.histogram(values, found.score, f"AUROC {found.auroc:.3g}").plot(ax)
+        title = f"AUROC {found.auroc:.3g}"
+        return Display(panels.histograms, values=values, label=found.score, title=title).plot(ax)
 
     def roc(self, ax: Axes | None = None, *, score: str | None = None) -> Display:
         """Share of outside examples that are found over the share of inside ones that are flagged."""
         found = self._of.detection(score)
         flagged, caught = found.roc()
         curve, title = {found.score: (flagged.numpy(), caught.numpy())}, f"area {found.auroc:.3g}"
-        return displays.lines(curve, "inside flagged", "outside found", title).plot(ax)
+        return Display(
+            panels.lines, lines=curve, xlabel="inside flagged", ylabel="outside found", title=title
+        ).plot(ax)
 
 
 SCORES = ("entropy", "max-probability", "mutual-information")

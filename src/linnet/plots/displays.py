@@ -26,8 +26,6 @@ class Display(Shown):
 
     Args:
         paint: Draws the numbers, given by name, on axes.
-        shown: What a prompt and a notebook show.
-        also: Numbers that are not drawn.
         numbers: Arrays, numbers and texts, by name.
 
     Attributes:
@@ -35,23 +33,17 @@ class Display(Shown):
         figure_: Their figure.
 
     Example:
-        >>> display = spectrum(np.array([4.0, 1.0, 0.1]), ridge=0.5)
-        >>> display.ridge, display.plot().ax_.get_ylabel()
-        (0.5, 'eigenvalue')
+        >>> display = Display(panels.curve, x=np.arange(3), mean=np.ones(3), std=np.ones(3))
+        >>> display, display.plot().ax_.get_ylabel()
+        (Display(x=[0, 1, 2], mean=[1, 1, 1], std=[1, 1, 1]), 'output')
     """
 
     ax_: Axes
     figure_: Figure | SubFigure
 
-    def __init__(
-        self,
-        paint: Callable[..., None],
-        shown: Mapping[str, Any],
-        also: Mapping[str, Any] | None = None,
-        **numbers: Any,
-    ) -> None:
-        self._paint, self._summary, self._drawn = paint, shown, numbers
-        vars(self).update(numbers, **(also or {}))
+    def __init__(self, paint: Callable[..., None], **numbers: Any) -> None:
+        self._paint, self._drawn = paint, numbers
+        vars(self).update(numbers)
 
     if TYPE_CHECKING:
 
@@ -59,7 +51,7 @@ class Display(Shown):
             """One of the numbers."""
 
     def _shown(self) -> Mapping[str, Any]:
-        return self._summary
+        return self._drawn
 
     def plot(self, ax: Axes | None = None) -> Display:
         """Draw on matplotlib axes.
@@ -115,88 +107,13 @@ def array(values: Any) -> Array:
     return found
 
 
-def ridge(ridges: Array, scores: Mapping[str, Array], chosen: float, label: str) -> Display:
-    """Scores (R,) over ridges (R,); the first is the one that counts."""
-    ends = {"from": float(np.min(ridges)), "to": float(np.max(ridges))}
-    shown = {"score": label, "ridges": len(ridges), **ends, "chosen": chosen, "lines": list(scores)}
-    return Display(panels.over_ridges, shown, ridges=ridges, scores=scores, chosen=chosen, label=label)
-
-
 def calibration(confidence: Array, correct: Array, bins: int = 10) -> Display:
     """Whether predictions (N,) are right against the probability of the likeliest class, (N,)."""
     error = calibration_error(reliability_bins(confidence, correct, bins))
-    shown = {
-        "examples": len(confidence), "accuracy": float(np.mean(correct)),
-        "mean confidence": float(np.mean(confidence)), "calibration error": error,
-    }  # fmt: skip
-    return Display(panels.calibration, shown, confidence=confidence, correct=correct, bins=bins, error=error)
+    return Display(panels.calibration, confidence=confidence, correct=correct, bins=bins, error=error)
 
 
 def coverage(mean: Array, std: Array, target: Array) -> Display:
     """Shares of true values (N, C) inside predictive intervals of each level; ``std`` has the noise."""
     observed = interval_coverage(mean, std, target, LEVELS)
-    shares = dict(zip(LEVELS.round(2).tolist(), observed.tolist(), strict=True))
-    count = int(np.size(target))
-    shown = {"values": count, "inside 50 %": shares[0.5], "inside 90 %": shares[0.9]}
-    return Display(panels.coverage, shown, levels=LEVELS, observed=observed, trials=count)
-
-
-def prediction(mean: Array, std: Array, target: Array) -> Display:
-    """Predicted against true values (N, C), with the standard deviation of a target."""
-    rmse = float(np.sqrt(np.mean((mean - target) ** 2)))
-    shown = {"values": int(np.size(target)), "rmse": rmse}
-    return Display(panels.against_truth, shown, {"rmse": rmse}, mean=mean, std=std, target=target)
-
-
-def spectrum(
-    eigenvalues: Array, ridge: float | None = None, degrees_of_freedom: float | None = None
-) -> Display:
-    """Eigenvalues of a kernel (M,), with the ridge that bounds what a fit uses of them."""
-    values = np.asarray(eigenvalues)  # all that degrees of freedom are summed over, drawn or not
-    known: dict[str, Any] = {"eigenvalues": len(values)}
-    if ridge is None:
-        known["largest"] = float(values.max()) if len(values) else None
-    else:
-        known |= {"above the ridge": int((values > ridge).sum()), "ridge": ridge}
-    known["effective degrees of freedom"] = degrees_of_freedom
-    return Display(
-        panels.spectrum, known, eigenvalues=values, ridge=ridge, degrees_of_freedom=degrees_of_freedom
-    )
-
-
-def influence(examples: Array, values: Array, output: int, labels: Array | None = None) -> Display:
-    """Prediction with each training example minus without it, (K,), descending."""
-    classes = [""] * len(examples) if labels is None else [f" (class {y})" for y in labels]
-    names = [f"{at}{of}" for at, of in zip(examples, classes, strict=True)]
-    named = dict(zip(names, (float(value) for value in values), strict=True))
-    shown = {"output": output, "examples": len(examples), "influence": named}
-    return Display(
-        panels.influences, shown, {"examples": examples}, values=values, names=names, output=output
-    )
-
-
-def curve(x: Array, mean: Array, std: Array, noise: Array | None = None) -> Display:
-    """A function at places (T,) with two standard deviations on each side; ``noise`` those of new targets."""
-    shown = {"places": len(x), "from": float(np.min(x)), "to": float(np.max(x))}
-    return Display(panels.curve, shown, x=x, mean=mean, std=std, noise=noise)
-
-
-def lines(lines: Mapping[str, tuple[Array, Array]], xlabel: str, ylabel: str, title: str = "") -> Display:
-    """Functions of one variable by name, each of places and values (T,), the first in front."""
-    ends = {name: float(y[-1]) for name, (_, y) in lines.items() if len(y)}
-    shown = {"of": ylabel, "over": xlabel, "title": title or None, "at the end": ends}
-    return Display(panels.lines, shown, lines=lines, xlabel=xlabel, ylabel=ylabel, title=title)
-
-
-def histogram(values: Mapping[str, Array], label: str, title: str = "") -> Display:
-    """Distributions of a score (N,) over the same bins, at most three sets by name."""
-    means = {f"mean {name}": float(np.mean(each)) for name, each in values.items()}
-    shown = {"of": label, "title": title or None, **means}
-    return Display(panels.histograms, shown, values=values, label=label, title=title)
-
-
-def energy(shares: Array, rows: int, top: int) -> Display:
-    """Share of a target's squared norm on the first 1, ..., k of all eigenvectors of a kernel, (k,)."""
-    share = float(shares[top - 1])
-    shown = {"directions": rows, "top": top, "share": share}
-    return Display(panels.energy, shown, {"share": share}, shares=shares, rows=rows, top=top)
+    return Display(panels.coverage, levels=LEVELS, observed=observed, trials=int(np.size(target)))

@@ -144,9 +144,12 @@ def coverage(axes: Axes, levels: Array, observed: Array, trials: int) -> None:
 
 
 def spectrum(
-    axes: Axes, eigenvalues: Array, ridge: float | None, degrees_of_freedom: float | None,
+    axes: Axes,
+    eigenvalues: Array,
+    ridge: float | None = None,
+    degrees_of_freedom: float | None = None,
     notes: tuple[str, str] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Eigenvalues by rank, both on logarithmic scales; ``notes`` at the ridge and the degrees of freedom."""
     if notes is None:
         freedom = "" if degrees_of_freedom is None else f"{degrees_of_freedom:.3g}"
@@ -201,7 +204,9 @@ def energy(axes: Axes, shares: Array, rows: int, top: int) -> None:
     axes.minorticks_off()
 
 
-def lines(axes: Axes, lines: Mapping[str, tuple[Array, Array]], xlabel: str, ylabel: str, title: str) -> None:
+def lines(
+    axes: Axes, lines: Mapping[str, tuple[Array, Array]], xlabel: str, ylabel: str, title: str = ""
+) -> None:
     """Functions of one variable, the first in front, with a legend where there are several."""
     for index, (name, (x, y)) in enumerate(lines.items()):
         look: dict[str, Any] = {"marker": "o" if len(x) <= 60 else "", "markersize": 4.0, "label": name}
@@ -244,12 +249,13 @@ def against_truth(axes: Axes, mean: Array, target: Array, std: Array | None = No
     axes.locator_params(nbins=6)
 
 
-def influences(axes: Axes, values: Array, names: Sequence[str], output: int) -> None:
+def influences(axes: Axes, examples: Array, values: Array, output: int, labels: Array | None = None) -> None:
     """Bars of what each training example adds to a prediction, the first on top."""
-    places = np.arange(len(names))[::-1]
+    classes = [""] * len(examples) if labels is None else [f" (class {y})" for y in labels]
+    places = np.arange(len(examples))[::-1]
     axes.barh(places, values, height=0.7, color=[ACCENT if value >= 0 else DOWN for value in values])
     axes.axvline(0, color=INK, linewidth=0.9)
-    axes.set_yticks(places, names)
+    axes.set_yticks(places, [f"{at}{of}" for at, of in zip(examples, classes, strict=True)])
     axes.grid(False, axis="y")
     axes.set(xlabel="prediction with the example minus without it", ylabel="training example")
     axes.set_title(f"output {output}")
@@ -263,7 +269,7 @@ def band(axes: Axes, x: Array, mean: Array, std: Array, color: str = ACCENT) -> 
     axes.plot(at, middle, color=color)
 
 
-def curve(axes: Axes, x: Array, mean: Array, std: Array, noise: Array | None) -> None:
+def curve(axes: Axes, x: Array, mean: Array, std: Array, noise: Array | None = None) -> None:
     """A function of one variable with its band; the outer one is that of new targets."""
     if noise is not None:
         band(axes, x, mean, noise, QUIET)

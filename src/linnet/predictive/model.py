@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linnet.errors import DataError, InputError
 from linnet.params import integer, tensor
-from linnet.plots import displays
+from linnet.plots import displays, panels
 from linnet.plots.displays import Display, Plots, array
 from linnet.plots.measures import Array
 from linnet.predictive.gaussian import Predictive, exclusive
@@ -46,7 +46,8 @@ class ModelPlots(Plots):
                 expected="a model of values",
                 remedy="draw .plot.calibration(x, y)",
             )
-        return displays.prediction(*_values(prediction, y)).plot(ax)
+        mean, std, target = _values(prediction, y)
+        return Display(panels.against_truth, mean=mean, std=std, target=target).plot(ax)
 
     def curve(self, x: Inputs, ax: Axes | None = None, *, output: int = 0) -> Display:
         """An output over places (T, 1), with two standard deviations of it and of new targets."""
@@ -60,8 +61,9 @@ class ModelPlots(Plots):
         prediction = self._of.predictive(x)
         integer("output", output, 0, prediction.mean.shape[1] - 1)
         noisy = prediction if _probabilities(prediction) is not None else prediction.with_noise()
-        deviations = [array(part.variance[:, output].clamp_min(0).sqrt()) for part in (prediction, noisy)]
-        return displays.curve(array(x.reshape(-1)), array(prediction.mean[:, output]), *deviations).plot(ax)
+        std, noise = (array(part.variance[:, output].clamp_min(0).sqrt()) for part in (prediction, noisy))
+        places, mean = array(x.reshape(-1)), array(prediction.mean[:, output])
+        return Display(panels.curve, x=places, mean=mean, std=std, noise=noise).plot(ax)
 
 
 def _probabilities(prediction: Predictive) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.params import choice
-from linnet.plots import displays
+from linnet.plots import panels
 from linnet.plots.displays import Display, Plots, array
 
 if TYPE_CHECKING:
@@ -31,8 +31,14 @@ class DensityPlots(Plots):
         """The density of the eigenvalues, or of their log₁₀ with "log", which integrates to one."""
         choice("scale", scale, tuple(SCALES), "leave scale= out for linear")
         points, values = (part.cpu().numpy() for part in self._of.density(scale=scale))
-        title = f"{self._of.dimension:,} eigenvalues"
-        return displays.lines({"density": (points, values)}, SCALES[scale], "density", title).plot(ax)
+        drawn = Display(
+            panels.lines,
+            lines={"density": (points, values)},
+            xlabel=SCALES[scale],
+            ylabel="density",
+            title=f"{self._of.dimension:,} eigenvalues",
+        )
+        return drawn.plot(ax)
 
 
 class EigenfunctionPlots(Plots):
@@ -40,7 +46,7 @@ class EigenfunctionPlots(Plots):
 
     def spectrum(self, ax: Axes | None = None) -> Display:
         """Eigenvalues λ_j by rank; means over the examples."""
-        return displays.spectrum(array(self._of.values)).plot(ax)
+        return Display(panels.spectrum, eigenvalues=array(self._of.values)).plot(ax)
 
     def energy(self, y: Tensor, ax: Axes | None = None) -> Display:
         """Share of the squared norm of one target (N,) on the first 1, ..., k eigenvectors."""
@@ -48,7 +54,8 @@ class EigenfunctionPlots(Plots):
         if found.energy_concentration(y).ndim:
             raise InputError("y holds several targets", "one", "draw one after the other: y[:, 0]")
         shares = [float(found.energy_concentration(y, k + 1, squared=True)) for k in range(found.k)]
-        return displays.energy(np.array(shares), found.vectors[..., 0].numel(), found.k).plot(ax)
+        rows = found.vectors[..., 0].numel()
+        return Display(panels.energy, shares=np.array(shares), rows=rows, top=found.k).plot(ax)
 
 
 class TaskPlots(Plots):
@@ -57,12 +64,12 @@ class TaskPlots(Plots):
     def spectrum(self, ax: Axes | None = None) -> Display:
         """Leading eigenvalues of the kernel by rank, with the effective dimension."""
         values, dimension = array(self._of.energy.values), self._of.effective_dimension
-        return displays.spectrum(values, degrees_of_freedom=dimension).plot(ax)
+        return Display(panels.spectrum, eigenvalues=values, degrees_of_freedom=dimension).plot(ax)
 
     def energy(self, ax: Axes | None = None) -> Display:
         """Share of the labels' squared norm on the leading eigenvectors, beside that of random labels."""
         found = self._of.energy
-        return displays.energy(array(found.shares), found.rows, found.top).plot(ax)
+        return Display(panels.energy, shares=array(found.shares), rows=found.rows, top=found.top).plot(ax)
 
 
 class RecorderPlots(Plots):
@@ -79,7 +86,7 @@ class RecorderPlots(Plots):
             raise InputError(f"the recorder has no {what}", f"{what}, to draw {of}", remedy)
         steps = np.array([note.step for note in notes])
         lines = {name: (steps, np.array([each[name] for each in found])) for name in found[0]}
-        return displays.lines(lines, "step", OF[of]).plot(ax)
+        return Display(panels.lines, lines=lines, xlabel="step", ylabel=OF[of]).plot(ax)
 
 
 def _named(values: Any) -> dict[str, float]:
