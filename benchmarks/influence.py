@@ -166,14 +166,9 @@ def outputs(kept: Kept) -> None:
 def ekfac(kept: Kept) -> None:
     """All outputs of the first test images by EKFAC and some steps."""
     made, few = kept.fit(), kept.given["test_x"][: kept.options.brute_tests]
-    for steps in kept.options.steps:
-        own = {} if steps < 0 else {"steps": steps}
-        seconds, near = timed(
-            lambda own=own: audit.influence(made, few, "ekfac", memory=kept.options.memory, **own)
-        )
-        name = _ekfac_name(steps)
-        kept.save(name, near.outputs)
-        kept.keep(name, {"seconds": seconds, "residual": near.residual})
+    seconds, near = timed(lambda: audit.influence(made, few, "ekfac", memory=kept.options.memory))
+    kept.save("EKFAC", near.outputs)
+    kept.keep("EKFAC", {"seconds": seconds, "residual": near.residual})
 
 
 def adapted(kept: Kept) -> None:
@@ -197,13 +192,6 @@ def adapted(kept: Kept) -> None:
     kept.keep("agreement: adapted outputs", near)
 
 
-def _ekfac_name(steps: int) -> str:
-    """What a run of EKFAC is called."""
-    if steps < 0:
-        return "EKFAC as it is by default"
-    return f"EKFAC and {steps} steps" if steps else "EKFAC alone"
-
-
 def agreement(kept: Kept) -> None:
     """Correlations with F − f₋ᵢ by solving again without each example."""
     made, few = kept.fit(), kept.given["test_x"][: kept.options.brute_tests]
@@ -216,7 +204,7 @@ def agreement(kept: Kept) -> None:
         found = kept.tensor(name)
         if found is not None:
             kept.keep(f"agreement: {name}", correlation(found[picked][:, :t], true_scores))
-    for name in ("outputs", "known outputs", *map(_ekfac_name, kept.options.steps)):
+    for name in ("outputs", "known outputs", "EKFAC"):
         found = kept.tensor(name)
         if found is not None:
             kept.keep(f"agreement: {name}", correlation(found[picked], truth))
@@ -298,7 +286,6 @@ def main() -> None:
     arguments.add_argument("--peer-share", type=float, default=1.0, help="of the training images")
     arguments.add_argument("--brute", type=int, default=4, help="examples left out by brute force")
     arguments.add_argument("--brute-tests", type=int, default=20, help="test images of brute force and EKFAC")
-    arguments.add_argument("--steps", type=int, nargs="*", default=[0, -1], help="of EKFAC, -1 for its own")
     arguments.add_argument("--memory", default="8GB")
     arguments.add_argument("--folder", default="runs/influence", help="where fits and figures are kept")
     arguments.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))

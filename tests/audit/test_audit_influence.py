@@ -100,18 +100,6 @@ def test_the_loss_to_first_order(solver: str, tests: int) -> None:
     refused(InputError, lambda: audit.loss_influence(fit, p.x_test, labels[:2]), "labels")
 
 
-def test_ekfac_comes_as_near_as_its_steps_take_it(p: Problem) -> None:
-    rho = rho_for(p, 0.3)
-    _, expected = retrained(p, rho)
-    errors = []
-    for steps in (0, 1, 40):
-        found = audit.influence(p.fit(ridge=rho), p.x_test, "ekfac", steps=steps)
-        errors.append(float((found.outputs - expected).norm() / expected.norm()))
-        assert found.method == "ekfac"
-    assert errors[0] > errors[1] > errors[2]
-    assert errors[2] < 1e-8
-
-
 @pytest.mark.parametrize("solver", ["dual", "cg"])
 def test_ekfac_correlates_with_retraining(solver: str) -> None:
     p = problem(n=20, tests=10, hidden=8)
@@ -121,19 +109,6 @@ def test_ekfac_correlates_with_retraining(solver: str) -> None:
     correlation = torch.corrcoef(torch.stack([found.outputs.reshape(-1), expected.reshape(-1)]))[0, 1]
     assert float(correlation) > 0.98
     assert 1e-4 < found.residual <= 0.1  # no further than it needs
-
-
-def test_ekfac_alone_is_the_inverse_that_it_stands_for(p: Problem) -> None:
-    rho = rho_for(p)
-    data = (p.x, torch.zeros(8, 3).double())
-    g = linnet.curvature(p.model, data, linnet.likelihoods.Gaussian(variance=1.0), structure="ekfac")
-    inverse = g.damped(rho).inverse().dense()
-    fit = p.fit(ridge=rho, solver="cg")
-    own = torch.einsum("ncp,pq,ndq->ncd", p.j, inverse, p.j)
-    r = p.t - fit.predict(p.x)
-    e = r + torch.einsum("ncd,nd->nc", own, r)
-    expected = torch.einsum("tcp,pq,ndq,nd->ntc", p.j_test, inverse, p.j, e)
-    near(audit.influence(fit, p.x_test, "ekfac", steps=0).outputs, expected, 1e-8)
 
 
 def test_columns_are_solved_together(p: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +156,6 @@ def test_what_cannot_be_asked(p: Problem) -> None:
     fit, cg = p.fit(ridge=1.0), p.fit(ridge=1.0, solver="cg")
     refused(InputError, lambda: audit.influence(fit, p.x_test, "lissa"), "method", "lissa")
     refused(InputError, lambda: audit.influence(cg, p.x_test, "exact"), "exact")
-    refused(InputError, lambda: audit.influence(fit, p.x_test, "ekfac", steps=-1), "steps")
     refused(InputError, lambda: audit.influence(p.model, p.x_test), "fit")  # type: ignore[arg-type]
     refused(InputError, lambda: audit.influence(fit, p.x_test, directions=torch.ones(3)), "directions")
     refused(DataError, lambda: audit.influence(fit, p.x_test[:0]), "empty")

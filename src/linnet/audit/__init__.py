@@ -5,16 +5,13 @@ Every answer is linear algebra on the solved fit; none of them trains anything.
 
 from __future__ import annotations
 
-from linnet.audit.accuracy import accuracy
+from linnet.audit.certificates import accuracy, forgetting_certificate, sketch_error
 from linnet.audit.constrained import compatible, counterfactual, flips, group_means
-from linnet.audit.forgetting import forgetting_certificate
 from linnet.audit.gradient_store import GradientStore
 from linnet.audit.influence import influence, loss_influence, weight_changes
 from linnet.audit.mislabel import mislabeled
 from linnet.audit.private_release import release
-from linnet.audit.selection import select
-from linnet.audit.sketch import sketch_error
-from linnet.audit.summary import summarize
+from linnet.audit.selection import select, summarize
 from linnet.fitting.validation_ridge import ridge_gradient, ridge_path, tune_ridge
 
 __all__ = [

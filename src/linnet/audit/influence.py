@@ -19,7 +19,6 @@ approximation. It takes one gradient of each test example instead of C, and one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,7 @@ from linnet.linear.preconditioner import CurvatureInverse
 from linnet.linear.problem import Problem
 from linnet.linear.targets import check_arrangement, make_targets
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import integer
+from linnet.params import choice
 from linnet.shown import Record, frame
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
@@ -55,8 +54,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 METHODS = ("auto", "exact", "cg", "ekfac")
-NEAR = 0.1  # relative residual at which conjugate gradients from EKFAC end
-MOST_STEPS = 50  # that they take at the most
+NEAR = Effort(50, 0.1)  # steps of conjugate gradients from EKFAC at the most, and residual at which they end
 TOLD = 6  # training examples that are named where the result is shown
 TOGETHER = 64  # columns of the inverse contracted at once, and test examples differentiated at once
 
@@ -117,7 +115,6 @@ def influence(
     memory: str | int | None = None,
     *,
     directions: Tensor | None = None,
-    steps: int | None = None,
 ) -> Influence:
     """Influence of each training example on each of T predictions, and on their losses.
 
@@ -125,9 +122,8 @@ def influence(
     changes δ − δ₋ᵢ of :func:`weight_changes`, whichever takes fewer operations. ``"cg"`` solves T·C (with the
     leave-one-out residuals of a primal fit N·C) right-hand sides in blocks with formed rows of J. ``"ekfac"``
     stands for (G̃ + ρI)⁻¹ with the eigenvalue-corrected Kronecker factors G̃, and a few block steps of
-    conjugate gradients with G̃ as preconditioner: ``steps`` of them, by default until every right-hand side
-    has a relative residual of 0.1 (two or three where the ridge is of the size of the kernel's diagonal), or
-    50. ``steps=0`` is that inverse alone, which can be far off.
+    conjugate gradients with G̃ as preconditioner, until every right-hand side has a relative residual of 0.1:
+    two or three where the ridge is of the size of the kernel's diagonal, and 50 at the most.
 
     Args:
         fit: A fit of ``linnet.fit`` or ``linnet.adapt``; of the cross-entropy, its influence is one exact
@@ -138,7 +134,6 @@ def influence(
         labels: Classes (T,) or targets (T, C), for the influence on their losses.
         memory: Budget such as ``"4GB"``; by default half of what is available.
         directions: δ − δ₋ᵢ of all examples, (N, P), from :func:`weight_changes`, to ask about many x.
-        steps: Of ``"ekfac"``; by default as many as it takes.
 
     Returns:
         The influence, with its certificate.
@@ -162,10 +157,9 @@ def influence(
     """
     fit = check_fitted(fit)
     if not isinstance(fit, LinearFit) or fit.system.shared:
-        return _of_other(fit, x, method, labels, directions is not None or steps is not None)
+        return _of_other(fit, x, method, labels, directions)
     x = checked_inputs(fit.module, x)
     chosen = _method(fit, method, directions)
-    effort = _effort(steps)
     t, c, item = batch_size(x), fit.system.c, 8
     plan = Plan(
         f"influence of {fit.n} × {t} examples",
@@ -181,7 +175,7 @@ def influence(
     elif chosen == "cg":
         outputs, residual = _iterated(fit, x, memory)
     else:
-        outputs, residual = _approximate(fit, x, effort, memory)
+        outputs, residual = _approximate(fit, x, memory)
     loss = None if labels is None else _losses(fit, x, labels, outputs)
     return Influence(outputs, loss, chosen, residual)
 
@@ -326,55 +320,20 @@ def _iterated(fit: LinearFit, x: Inputs, memory: str | int | None) -> tuple[Tens
     return _contracted(primal, x, residuals, None, memory)
 
 
-def _effort(steps: Any) -> Effort:
-    """The block steps that follow EKFAC."""
-    if steps is None:
-        return Effort(MOST_STEPS, NEAR)
-    return Effort(integer("steps", steps, 0))
-
-
-def _approximate(fit: LinearFit, x: Inputs, effort: Effort, memory: str | int | None) -> tuple[Tensor, float]:
+def _approximate(fit: LinearFit, x: Inputs, memory: str | int | None) -> tuple[Tensor, float]:
     """By EKFAC, and a few steps from there."""
     primal = _primal_of(fit, fit.system)
-    lifted = effort.steps > 0
-    primal.reused.preconditioner = CurvatureInverse.of("ekfac", primal.jacobian, primal.ridge, lifted)
+    primal.reused.preconditioner = CurvatureInverse.of("ekfac", primal.jacobian, primal.ridge)
     if fit.system.factorized is fit.system:
-        residuals = fit.system.loo_residuals()
-    else:
-        residuals = _approximate_residuals(primal, effort, memory)
-    return _contracted(primal, x, residuals, effort, memory)
-
-
-def _approximate_residuals(primal: Iterative, effort: Effort, memory: str | int | None) -> Tensor:
-    """eᵢ by the same approximation."""
+        return _contracted(primal, x, fit.system.loo_residuals(), NEAR, memory)
     residuals = primal.ridge * primal.beta
     found, start = [], 0
-    for rows, solved in _solved(primal, primal.x, effort, memory):
+    for rows, solved in primal.solved_rows(primal.x, "influence", memory, NEAR):
         own = torch.einsum("ncp,pnd->ncd", rows, solved)
-        own = (own + own.mT) / 2
-        r = residuals[start : start + len(rows)].to(rows)
-        if effort.steps:  # Galerkin's solutions bound the leverage from below
-            found.append(_left_out(own, r))
-        else:  # (I − Hᵢ)⁻¹ = I + Jᵢ (G₋ᵢ + ρI)⁻¹ Jᵢᵀ, positive whatever stands for G₋ᵢ
-            found.append(r + torch.einsum("ncd,nd->nc", own, r))
+        # Galerkin's solutions bound the leverage from below
+        found.append(_left_out((own + own.mT) / 2, residuals[start : start + len(rows)].to(rows)))
         start += len(rows)
-    return torch.cat(found)
-
-
-def _solved(
-    primal: Iterative, x: Inputs, effort: Effort | None, memory: str | int | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """J(x) (n, C, P) and (G + ρI)⁻¹ J(x)ᵀ (P, n, C), to convergence or as far as the steps go."""
-    if effort is None or effort.steps:
-        yield from primal.solved_rows(x, "influence", memory, effort)
-        return
-    preconditioner = primal.preconditioner
-    assert preconditioner is not None
-    for part in split(x, max(1, primal.together(memory) // primal.c)):
-        formed = FormedRows(primal.function, part, primal.c, memory, keep=False)
-        rows = torch.cat([block for _, block in formed])
-        n = batch_size(part)
-        yield rows.view(n, primal.c, -1), preconditioner.mm(rows.T.contiguous()).view(-1, n, primal.c)
+    return _contracted(primal, x, torch.cat(found), NEAR, memory)
 
 
 def _contracted(
@@ -383,7 +342,7 @@ def _contracted(
     """J(x) (G + ρI)⁻¹ Jᵢᵀ eᵢ block by block, (N, T, C), and the largest residual of the solutions."""
     parts, worst = [], 0.0
     matrix = primal.formed.damped(primal.ridge)
-    for rows, solved in _solved(primal, x, effort, memory):
+    for rows, solved in primal.solved_rows(x, "influence", memory, effort):
         t, c = rows.shape[:2]
         columns, pieces = solved.flatten(1), []
         worst = max(worst, relative_residual(matrix, columns, rows.flatten(0, 1).T))
@@ -409,14 +368,13 @@ def _primal_of(fit: LinearFit, system: Any) -> Iterative:
     return primal
 
 
-def _of_other(fit: Fitted, x: Inputs, method: Any, labels: Any, options: bool) -> Influence:
+def _of_other(fit: Fitted, x: Inputs, method: Any, labels: Any, directions: Any) -> Influence:
     """Influence on a fit that has no displacement of one network's weights under squared loss."""
-    if method not in ("auto", "exact") or options:
-        what = f"method={method!r}" if method not in ("auto", "exact") else "directions= or steps="
+    if method not in ("auto", "exact") or directions is not None:
         raise InputError(
-            f"{what} of a {type(fit).__name__}",
+            f"method={method!r} of a {type(fit).__name__}" if directions is None else "directions=",
             expected='method="exact": this fit has its influence in closed form',
-            remedy="leave method=, directions= and steps= out",
+            remedy="leave method= and directions= out",
         )
     outputs = fit.influence(x)
     loss = None if labels is None else _losses(fit, x, labels, outputs)
@@ -467,12 +425,7 @@ def label_targets(fit: Fitted, x: Inputs, labels: Any) -> Tensor:
 
 def _method(fit: LinearFit, method: Any, directions: Tensor | None) -> str:
     """The method that is used."""
-    if method not in METHODS:
-        raise InputError(
-            f"method={method!r}",
-            expected=", ".join(f'"{name}"' for name in METHODS),
-            remedy='leave method= out for "auto"',
-        )
+    choice("method", method, METHODS)
     dual = fit.system.factorized is fit.system
     chosen: str = ("exact" if dual or fit.constraints is not None else "cg") if method == "auto" else method
     if chosen == "exact" and not dual and fit.constraints is None:

@@ -1,8 +1,19 @@
-"""Active learning: greedy selection of the examples that reduce the predictive variance most.
+"""Which examples to label next, and which of the labeled ones say what all say.
+
+Active learning takes, one after the other, the examples that reduce the predictive variance most.
 
 In units where a new label has noise ρ (that is, covariances times ρ/σ²), with V the posterior covariance
 and S_j = V_jj + ρI, a label of example j takes V_aj S_j⁻¹ V_ja off the covariance of every a, whatever the
 label will be. So the posterior after a whole batch is known before any of its labels is.
+
+A summary takes the examples whose removal changes predictions most (F-SI). Examples that say the same are
+then chosen together; the greedy coreset avoids that, by adding, one after the other, the example whose
+addition brings the fit on the chosen ones nearest to the fit on all. With C_S = K − K_XS M_S K_SX the
+posterior covariance of all outputs given S (over σ²/ρ), and e = t − f_S,
+
+    f_{S+j} − f_S = C_S[:, j] (C_S[j, j] + ρI)⁻¹ e_j
+
+for every candidate j at once, and C_{S+j} = C_S − C_S[:, j] (C_S[j, j] + ρI)⁻¹ C_S[j, :].
 """
 
 from __future__ import annotations
@@ -20,8 +31,10 @@ from linnet.fitting.arguments import checked_inputs
 from linnet.fitting.joint import joint_covariance, own_covariances
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linalg.factorize import cholesky
-from linnet.memory import parse_bytes
-from linnet.params import choice, flag, integer
+from linnet.linear.dual import DualSystem
+from linnet.memory import Plan, parse_bytes, require
+from linnet.params import choice, integer
+from linnet.progress import track
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.modes import in_exact_mode
@@ -58,7 +71,6 @@ def select(
     criterion: str = "variance",
     *,
     at: Inputs | None = None,
-    batch: bool = True,
 ) -> Selection:
     """Choose the n examples of a pool whose labels would be most informative; their labels are not needed.
 
@@ -71,8 +83,6 @@ def select(
             (Bickford Smith et al. 2023); ``"information"``: most information about the weights
             (MacKay 1992; Houlsby et al. 2011); ``"uncertainty"``: largest variance of its own.
         at: Examples whose predictions count; by default those of the pool.
-        batch: Choose each given those before it. Otherwise the n best taken one by one, near-duplicates
-            and all.
 
     Returns:
         The choice.
@@ -95,20 +105,19 @@ def select(
         torch.Size([3])
     """
     check_fit(fit)
-    _check_options(n, criterion)
-    flag("batch", batch)
+    choice("criterion", criterion, CRITERIA, 'leave criterion= out for "variance"')
     pool = checked_inputs(fit.module, pool, "pool")
-    _check_pool(fit, pool, n)
+    size = batch_size(pool)
+    n = integer("n", n, 1, size, f"pass at most {size}, the size of the pool")
+    _check_pool(fit, pool)
     counted = None if at is None else checked_inputs(fit.module, at, "at")
     state = _Covariances(fit, pool, counted, criterion)
     unit = fit.noise / fit.ridge if criterion in ("variance", "uncertainty") else 1.0
-    taken = torch.zeros(batch_size(pool), dtype=torch.bool, device=state.own.device)
-    first = state.scores()
-    order = first.argsort(descending=True, stable=True)
+    taken = torch.zeros(size, dtype=torch.bool, device=state.own.device)
     indices, scores, variance = [], [], [state.variance()]
-    for k in range(n):
-        now = state.scores() if k and batch else first
-        best = int(now.masked_fill(taken, -torch.inf).argmax()) if batch else int(order[k])
+    for _ in range(n):
+        now = state.scores()
+        best = int(now.masked_fill(taken, -torch.inf).argmax())
         indices.append(best)
         scores.append(float(now[best]) * unit)
         taken[best] = True
@@ -231,21 +240,8 @@ class _Covariances:
         return torch.cat(found)
 
 
-def _check_options(n: Any, criterion: Any) -> None:
-    """Raise on options that cannot work."""
-    integer("n", n, remedy="pass n=1 or more")
-    choice("criterion", criterion, CRITERIA, 'leave criterion= out for "variance"')
-
-
-def _check_pool(fit: LinearFit, pool: Inputs, n: int) -> None:
-    """Raise if a pool is too small, or holds what is labeled already."""
-    size = batch_size(pool)
-    if n > size:
-        raise InputError(
-            f"n={n} exceeds the pool of {size} examples",
-            expected=f"at most {size}",
-            remedy="choose fewer, or bring a larger pool",
-        )
+def _check_pool(fit: LinearFit, pool: Inputs) -> None:
+    """Raise if a pool holds what is labeled already."""
     known = set(input_hashes(fit.x))
     again = [i for i, name in enumerate(input_hashes(pool)) if name in known]
     if again:
@@ -254,3 +250,123 @@ def _check_pool(fit: LinearFit, pool: Inputs, n: int) -> None:
             expected="examples that the fit has not seen: their labels are known already",
             remedy="drop them from the pool",
         )
+
+
+METHODS = ("greedy", "informative")
+
+
+@dataclass(frozen=True, repr=False)
+class Summary(Record):
+    """A few training examples that represent all.
+
+    Args:
+        indices: Their positions; for ``"greedy"`` in the order of choice, for ``"informative"`` from the
+            most informative on, (n,).
+        rest: All other positions, ascending, (N - n,).
+        scores: For ``"informative"`` the functional information of each training example, (N,); for
+            ``"greedy"`` the distance of the fits after each choice, (n,).
+        distance: Mean squared distance of the outputs on all training examples to those of the full fit.
+        fit: The fit on these examples alone, at the same ridge.
+    """
+
+    indices: Tensor
+    rest: Tensor
+    scores: Tensor
+    distance: float
+    fit: LinearFit
+
+    def _shown(self) -> dict[str, Any]:
+        chosen, left = len(self.indices), len(self.rest)
+        return {"chosen": chosen, "of": chosen + left, "indices": self.indices, "distance": self.distance}
+
+
+@in_exact_mode
+@torch.no_grad()
+def summarize(
+    fit: LinearFit,
+    n: int,
+    method: str = "greedy",
+    *,
+    x: Inputs | None = None,
+    memory: str | int | None = None,
+) -> Summary:
+    """Choose n training examples that represent the whole training set.
+
+    Args:
+        fit: A linear fit.
+        n: Number of examples, 1 to N − 1.
+        method: ``"greedy"``, the coreset whose fit is nearest to the full one, chosen one at a time (dual
+            fits); ``"informative"``, the n examples of highest functional information.
+        x: Examples whose predictions count in ``"informative"``; by default the training examples.
+        memory: Budget; by default half of what is available.
+
+    Returns:
+        The summary, with its fit.
+
+    Raises:
+        InputError: If n or the method is out of range or does not go with the fit.
+        MemoryBudgetError: If the greedy choice does not fit the budget.
+
+    Source:
+        Achille et al., CVPR 2021, eq. (9) and section 4.6 (figure 6); the greedy choice is forward selection
+        (Smola and Bartlett 2000, for Gaussian processes).
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Linear(1, 1).double()
+        >>> x = torch.tensor([[0.0], [0.01], [1.0]]).double()
+        >>> fit = linnet.fit(linnet.linearize(net), (x, 2 * x), ridge=0.1)
+        >>> sorted(summarize(fit, 2).indices.tolist()) == [0, 1]
+        False
+    """
+    fit = check_fit(fit)
+    choice("method", method, METHODS)
+    n = integer("n", n, 1, fit.n - 1, "pass fewer examples than there are")
+    if method == "informative":
+        scores = fit.informativeness(x)
+        indices = scores.argsort(descending=True, stable=True)[:n]
+    elif fit.system.dual is None or x is not None:
+        what = f"a fit of {fit.n * fit.system.c} equations" if x is None else "x="
+        raise InputError(
+            f'method="greedy" with {what}',
+            expected="a kernel that fits the memory, and the training examples as those that count",
+            remedy='pass method="informative"',
+        )
+    else:
+        indices, scores = _greedy(fit.system.dual, n, memory)
+    left = torch.ones(fit.n, dtype=torch.bool, device=indices.device)
+    left[indices] = False
+    rest = left.nonzero()[:, 0]
+    small = fit.forget(rest)
+    distance = (small.predict(fit.x) - fit.predict(fit.x)).double().square().sum(1).mean()
+    return Summary(indices, rest, scores, float(distance), small)
+
+
+def _greedy(dual: DualSystem, n: int, memory: str | int | None) -> tuple[Tensor, Tensor]:
+    """Forward selection, and the distance after each choice."""
+    size = dual.n * dual.c
+    budget = parse_bytes(memory, dual.kernel.device)
+    plan = Plan(f"greedy summary of {dual.n} examples", budget, (("covariance", 3 * 8 * size * size),))
+    require(plan, ['pass method="informative"', "raise memory="])
+    covariance = dual.kernel.clone()
+    blocks = covariance.view(dual.n, dual.c, dual.n, dual.c)
+    error = dual.residual.clone()  # t − f_S
+    gap = dual.residual - dual.ridge * dual.beta  # f − f_S
+    eye = dual.ridge * torch.eye(dual.c, dtype=covariance.dtype, device=covariance.device)
+    chosen: list[int] = []
+    distances = []
+    for _ in track(range(n), "summary", n):
+        own = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1) + eye
+        weights = torch.linalg.solve(own, error)  # (C_jj + ρI)⁻¹ e_j
+        # what adding j does to every output, (N·C, N): ‖gap − u_j‖² = ‖gap‖² − 2 gap·u_j + ‖u_j‖²
+        moves = torch.einsum("ajd,jd->aj", covariance.view(size, dual.n, dual.c), weights)
+        distance = gap.square().sum() - 2 * gap.reshape(-1) @ moves + moves.square().sum(0)
+        distance[chosen] = float("inf")
+        j = int(distance.argmin())
+        chosen.append(j)
+        distances.append(float(distance[j]) / dual.n)
+        step = moves[:, j].view(dual.n, dual.c)
+        error, gap = error - step, gap - step
+        column = covariance[:, j * dual.c : (j + 1) * dual.c].clone()
+        covariance -= column @ torch.linalg.solve(own[j], column.T)
+    return torch.tensor(chosen, device=covariance.device), torch.tensor(distances, dtype=torch.float64)

@@ -87,21 +87,21 @@ def precondition(
 class CurvatureInverse(LinearOperator):
     """(G̃ + τI)⁻¹ with τ = ρ + tr G̃ / P, for vectors of the network's type."""
 
-    def __init__(self, curvature: Curvature, ridge: float, dtype: torch.dtype, lifted: bool = True) -> None:
-        self.curvature, self.dtype, self.lifted = curvature, dtype, lifted
-        tau = ridge + float(curvature.trace()) / curvature.shape[0] if lifted else ridge
+    def __init__(self, curvature: Curvature, ridge: float, dtype: torch.dtype) -> None:
+        self.curvature, self.dtype = curvature, dtype
+        tau = ridge + float(curvature.trace()) / curvature.shape[0]
         self.inverse: LinearOperator = curvature.damped(tau).inverse()
         self.shape, self.device, self.space = curvature.shape, curvature.device, curvature.space
 
     @classmethod
-    def of(cls, name: str, jacobian: JacobianOperator, ridge: float, lifted: bool = True) -> CurvatureInverse:
+    def of(cls, name: str, jacobian: JacobianOperator, ridge: float) -> CurvatureInverse:
         """Of the curvature of a network under a Gaussian likelihood of variance 1, which stands for JᵀJ."""
         function = jacobian.function
-        return cls(frozen_curvature(name, function, jacobian.x), ridge, function.dtype, lifted)
+        return cls(frozen_curvature(name, function, jacobian.x), ridge, function.dtype)
 
     def at(self, ridge: float) -> CurvatureInverse:
         """At another ρ, the curvature not computed again."""
-        return CurvatureInverse(self.curvature, ridge, self.dtype, self.lifted)
+        return CurvatureInverse(self.curvature, ridge, self.dtype)
 
     def mm(self, v: Tensor) -> Tensor:
         """The product, in the curvature's own type."""
