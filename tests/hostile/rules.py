@@ -102,7 +102,7 @@ KINDS: dict[str, set[str]] = {
 _NAMES = {
     "word": "accumulate activation criterion derivative expectation head init inversion inversions kind "
     "layer "
-    "form link matrix mechanism merge method name neighbors of parametrization pin predict prior psd "
+    "form link matrix merge method name neighbors of parametrization pin predict prior psd "
     "recipe reduction root schedule score search sharing solver source space structure structures "
     "to variant keep preconditioner loss names mode like metric",
     "made": "ax curvature fit forgotten lin likelihood moment param_group report seen description "

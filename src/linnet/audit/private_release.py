@@ -27,7 +27,7 @@ from linnet.fitting.linear_fit import LinearFit
 from linnet.linalg.factorize import cholesky
 from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem
-from linnet.params import number
+from linnet.params import choice, instance, number
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs
 from linnet.tangent.forward_mode import Params
@@ -64,43 +64,6 @@ def gaussian_noise(sensitivity: float, epsilon: float, delta: float) -> float:
         else:
             high = middle
     return high
-
-
-def objective_noise(gradient: float, directions: int, epsilon: float, delta: float) -> float:
-    """The σ of a random linear term bᵀδ that makes the optimum of an objective (ε, δ)-private."""
-    # The optimum a determines b = −∇F(a; D). For neighbors, b moves by at most L in a subspace of k
-    # directions that their examples alone determine, so the logarithm of the ratio of the densities of b is
-    # at most (2 L‖Πb‖ + L²)/2σ², and ‖Πb‖ ≤ σ q but with probability δ, q² the quantile of χ²_k. Hence ½u² +
-    # q u ≤ ε for u = L/σ. (What the change of variables adds is to be taken off ε before.)
-    #
-    # Source: Kifer, Smith, Thakurta, "Private convex empirical risk minimization", COLT 2012, whose theorem
-    # is the case k = 1; the constants here are those of the argument above.
-    from scipy.special import gammainccinv
-
-    q = math.sqrt(2 * float(gammainccinv(directions / 2, delta)))
-    # the positive root of ½u² + q u − ε, without cancellation
-    u = 2 * epsilon / (q + math.sqrt(q * q + 2 * epsilon))
-    return gradient / u
-
-
-def determinant_cost(jacobian: float, ridge: float, outputs: int) -> float:
-    """Privacy cost of the change of variables in objective perturbation: C log(1 + κ²/ρ)."""
-    # An example adds to the Hessian at most C eigenvalues of at most κ², so the determinants of neighbors
-    # differ by a factor of at most (1 + κ²/ρ)^C.
-    return outputs * math.log1p(jacobian**2 / ridge)
-
-
-def left_for_noise(jacobian: float, ridge: float, outputs: int, epsilon: float) -> float:
-    """ε less what the determinants cost, if anything is left."""
-    left = epsilon - determinant_cost(jacobian, ridge, outputs)
-    if left <= 0:
-        least = jacobian**2 / math.expm1(epsilon / outputs)
-        raise InputError(
-            f'ridge={ridge:g} is too small for mechanism="objective" with epsilon={epsilon:g}',
-            expected=f"a ridge above κ²/(e^(ε/C) − 1) = {least:.4g} for κ={jacobian:g} and C={outputs}",
-            remedy='fit with a larger ridge, clip the Jacobian lower, or pass mechanism="output"',
-        )
-    return left
 
 
 def _number(value: float) -> Tensor:
@@ -202,7 +165,6 @@ def _direction(kernel: Tensor, roots: Tensor, v: Tensor, kv: Tensor, ridge: floa
     return -(v - torch.einsum("nij,nj->ni", roots, solved)) / ridge
 
 
-MECHANISMS = ("output", "objective")
 NEIGHBORS = ("replace", "remove")
 INEXACT = 1e-3  # of the sensitivity: how far the solution may be from the optimum; paid for in the noise
 PROTECTED = "δ, and whatever is computed from it and from public data, such as predictions"
@@ -222,17 +184,15 @@ class PrivacyCertificate(Record):
     """Privacy guarantee of a release, with the constants behind it.
 
     Args:
-        mechanism: ``"output"`` or ``"objective"``.
         epsilon: ε.
         delta: δ of (ε, δ).
         neighbors: ``"replace"``: data sets of the same size that differ in one example; ``"remove"``: one
             of them has an example more.
-        noise: Standard deviation of the noise on each weight, or on each entry of the linear term.
+        noise: Standard deviation of the noise on each weight.
         constants: The numbers from which it follows.
         not_protected: What the guarantee does not cover.
     """
 
-    mechanism: str
     epsilon: float
     delta: float
     neighbors: str
@@ -251,7 +211,7 @@ class PrivacyCertificate(Record):
         numbers = ", ".join(f"{name} = {value:.6g}" for name, value in self.constants.items())
         lines = [
             f"({self.epsilon:g}, {self.delta:g}) differential privacy where one example {kind}: "
-            f"{self.mechanism} perturbation, noise {self.noise:.6g} ({numbers}).",
+            f"noise {self.noise:.6g} on each weight ({numbers}).",
             f"Protected: {self.protected}.",
             *(f"Not protected: {line}." for line in self.not_protected),
         ]
@@ -293,7 +253,6 @@ def release(
     fit: LinearFit,
     epsilon: float,
     delta: float,
-    mechanism: str = "output",
     *,
     clip: tuple[float, float],
     neighbors: str = "replace",
@@ -304,15 +263,13 @@ def release(
     With ``clip=(κ, τ)`` an example counts as if ‖J_i‖ were at most κ and pulls on its residual with at most
     τ, so that its gradient is at most κτ (see the top of this file); where nothing is clipped
     the optimum is the fit's own. The objective is ρ-strongly convex, so that one example moves the optimum
-    by at most κτ/ρ when it is removed and 2κτ/ρ when it is replaced: the larger the ridge, the less noise.
-    ``"output"`` adds Gaussian noise of that sensitivity to δ; ``"objective"`` adds a random linear term to
-    the objective, which needs a ridge above κ²/(e^(ε/C) − 1).
+    by at most κτ/ρ when it is removed and 2κτ/ρ when it is replaced. Gaussian noise of that sensitivity is
+    added to δ: the larger the ridge, the less.
 
     Args:
         fit: A fit in the dual, with a given ridge, of a network that does not depend on the data.
         epsilon: ε > 0.
         delta: δ, below 1/N.
-        mechanism: ``"output"`` or ``"objective"``.
         clip: κ in units of the Jacobian's norm, τ in units of the outputs: chosen without these data.
         neighbors: ``"replace"`` (data sets of one size that differ in one example) or ``"remove"``.
         generator: Source of the noise; its seed must stay secret. If left out, torch's global stream, which
@@ -326,8 +283,8 @@ def release(
         NumericalError: If rounding keeps the solution too far from the optimum.
 
     Source:
-        Chaudhuri, Monteleoni, Sarwate, JMLR 2011 (both mechanisms); Kifer, Smith, Thakurta, COLT 2012
-        (objective perturbation with Gaussian noise); Balle and Wang, ICML 2018 (calibration).
+        Chaudhuri, Monteleoni, Sarwate, JMLR 2011 (output perturbation); Balle and Wang, ICML 2018
+        (calibration).
 
     Example:
         >>> import linnet
@@ -337,79 +294,52 @@ def release(
         >>> release(fit, 1.0, 1e-3, clip=(2.0, 1.0)).certificate.constants["gradient"]
         2.0
     """
-    _check(epsilon, delta, mechanism, clip, neighbors)
-    if not isinstance(generator, torch.Generator | None):
-        raise InputError(
-            f"generator is {type(generator).__name__}",
-            expected="a torch.Generator, or None",
-            remedy="pass torch.Generator().manual_seed(seed), with a secret seed",
-        )
+    number("epsilon", epsilon, above=0, remedy="pass a positive ε, such as 1.0")
+    number("delta", delta, above=0, below=1, remedy="pass a δ well below 1/N, such as 1e-5")
+    choice("neighbors", neighbors, NEIGHBORS)
+    kappa, tau = _limits(clip)
+    if generator is not None:
+        instance("generator", generator, torch.Generator, "a torch.Generator, with a secret seed, or None")
     system = _releasable(fit, delta)
     function, c = fit.module.function, system.c
-    kappa, tau = (float(value) for value in clip)
-    pairs = 2 if neighbors == "replace" else 1
     blocks = system.kernel.view(fit.n, c, fit.n, c).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     scales = jacobian_scales(blocks, kappa, torch.finfo(function.dtype).eps)
-    jacobian = JacobianOperator(function, fit.x, c)
-    constants = {"jacobian": kappa, "residual": tau, "ridge": fit.ridge, "gradient": kappa * tau}
-    if mechanism == "output":
-        exact = pairs * kappa * tau / fit.ridge
-        # both solutions may be INEXACT · exact away from their optima
-        constants["sensitivity"] = exact * (1 + 2 * INEXACT)
-        noise = gaussian_noise(constants["sensitivity"], epsilon, delta)
-        linear = None
-    else:
-        left = left_for_noise(kappa, fit.ridge, c, epsilon)
-        constants["determinants"] = determinant_cost(kappa, fit.ridge, c)
-        constants["directions"] = float(pairs * c)
-        noise = objective_noise(pairs * kappa * tau, pairs * c, left, delta)
-        linear = noise * _normal(function.space.dim, generator).to(function.device)
-    flat, private = _solve(system, jacobian, scales, tau, linear)
-    if private["distance"] > INEXACT * pairs * kappa * tau / fit.ridge:
+    exact = (2 if neighbors == "replace" else 1) * kappa * tau / fit.ridge
+    flat, private = _solve(system, JacobianOperator(function, fit.x, c), scales, tau)
+    if private["distance"] > INEXACT * exact:
         raise NumericalError(
             f"the solution may be {private['distance']:.1e} away from the optimum",
             expected=f"at most {INEXACT:g} of the sensitivity",
             remedy="fit with the network in float64",
         )
-    if linear is None:
-        flat = flat + noise * _normal(function.space.dim, generator).to(function.device)
+    # both solutions may be INEXACT · exact away from their optima
+    sensitivity = exact * (1 + 2 * INEXACT)
+    noise = gaussian_noise(sensitivity, epsilon, delta)
+    drawn = torch.randn(function.space.dim, generator=generator, dtype=torch.float64)
+    flat = flat + noise * drawn.to(function.device)
     module = Linearized(function)
     with torch.no_grad():
         for name, value in module.space.to_params(flat.to(function.dtype)).items():
             module.delta[name].copy_(value)
-    left_open = NOT_PROTECTED if linear is None else (*NOT_PROTECTED, _INEXACT_OBJECTIVE)
-    made = PrivacyCertificate(mechanism, float(epsilon), float(delta), neighbors, noise, constants, left_open)
+    constants = {"jacobian": kappa, "residual": tau, "ridge": fit.ridge, "gradient": kappa * tau}
+    constants["sensitivity"] = sensitivity
+    made = PrivacyCertificate(float(epsilon), float(delta), neighbors, noise, constants, NOT_PROTECTED)
     return Release(module, made, private)
 
 
-_INEXACT_OBJECTIVE = (
-    "the distance of the solution from the exact optimum, which objective perturbation presumes"
-)
-
-
 def _solve(
-    system: DualSystem, jacobian: JacobianOperator, scales: Tensor, tau: float, linear: Tensor | None
+    system: DualSystem, jacobian: JacobianOperator, scales: Tensor, tau: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """The optimum of the clipped objective plus bᵀδ, and what must stay private about it."""
+    """The optimum of the clipped objective, and what must stay private about it."""
     wide = scales.repeat_interleave(system.c)
     kernel = wide[:, None] * system.kernel * wide
-    residual = scales[:, None] * system.residual
-    shifted = residual
-    if linear is not None:
-        # δ = JᵀSβ − b/ρ, so that S(r − Jδ) = S(r + Jb/ρ) − SKSβ
-        push = jacobian.mv(linear.to(jacobian.dtype)).view(residual.shape).double()
-        shifted = residual + scales[:, None] * push / system.ridge
-    beta = clipped_optimum(kernel, shifted, system.ridge, tau)
+    beta = clipped_optimum(kernel, scales[:, None] * system.residual, system.ridge, tau)
     flat = jacobian.T.mv((scales[:, None] * beta).reshape(-1).to(jacobian.dtype)).double()
-    if linear is not None:
-        flat = flat - linear / system.ridge
-    # the gradient, computed afresh: ρδ + b − JᵀS clip(S(r − Jδ))
-    fitted = jacobian.mv(flat.to(jacobian.dtype)).view(residual.shape).double()
+    # the gradient, computed afresh: ρδ − JᵀS clip(S(r − Jδ))
+    fitted = jacobian.mv(flat.to(jacobian.dtype)).view(system.residual.shape).double()
     e = scales[:, None] * (system.residual - fitted)
     pull = (scales[:, None] * clip_rows(e, tau)).reshape(-1)
     gradient = system.ridge * flat - jacobian.T.mv(pull.to(jacobian.dtype)).double()
-    if linear is not None:
-        gradient = gradient + linear
     return flat, {
         "clipped_jacobians": float((scales < 1).sum()),
         "clipped_residuals": float((e.norm(dim=1) > tau).sum()),
@@ -417,62 +347,51 @@ def _solve(
     }
 
 
-def _normal(size: int, generator: torch.Generator | None) -> Tensor:
-    """Standard normal numbers, in float64."""
-    return torch.randn(size, generator=generator, dtype=torch.float64)
-
-
-def _check(epsilon: Any, delta: Any, mechanism: Any, clip: Any, neighbors: Any) -> None:
-    """Raise on arguments that cannot work."""
-    number("epsilon", epsilon, above=0, remedy="pass a positive ε, such as 1.0")
-    number("delta", delta, above=0, remedy="pass a δ well below 1/N, such as 1e-5")
-    if delta >= 1:
-        raise InputError(f"delta={delta!r}", expected="a δ below 1", remedy="pass a δ such as 1e-5")
-    for name, value, known in (("mechanism", mechanism, MECHANISMS), ("neighbors", neighbors, NEIGHBORS)):
-        if value not in known:
-            raise InputError(
-                f"{name}={value!r}",
-                expected=" or ".join(f'"{k}"' for k in known),
-                remedy=f'leave {name}= out for "{known[0]}"',
-            )
+def _limits(clip: Any) -> tuple[float, float]:
+    """κ and τ."""
     if not isinstance(clip, tuple | list) or len(clip) != 2:
         raise InputError(
             f"clip={clip!r}",
             expected="two numbers (κ, τ): limits of ‖J_i‖ and of the residual",
             remedy="choose them from public data or from what outputs can be at all, not from these data",
         )
-    for name, value in zip(("clip[0]", "clip[1]"), clip, strict=True):
-        number(name, value, above=0, remedy="pass a positive limit")
+    kappa, tau = (number(f"clip[{i}]", value, above=0) for i, value in enumerate(clip))
+    return kappa, tau
 
 
 def _releasable(fit: LinearFit, delta: float) -> DualSystem:
     """The equations of a fit that can be released, or an error that says why it cannot."""
     check_fit(fit)
-    if fit.record.criterion != "given":
-        raise InputError(
-            f"the ridge of the fit was chosen by {fit.record.criterion!r} on the data, which gives them away",
-            expected="a ridge chosen without these data",
-            remedy="fit with ridge= a number",
-        )
     head = getattr(fit.module.model, RECORD, {})
-    if head.get("init") == "probe" or any("head was" in line for line in fit.record.warnings):
-        raise InputError(
+    leaks = [
+        (
+            fit.record.criterion != "given",
+            f"the ridge of the fit was chosen by {fit.record.criterion!r} on the data, which gives them away",
+            "a ridge chosen without these data",
+            "fit with ridge= a number",
+        ),
+        (
+            head.get("init") == "probe" or any("head was" in line for line in fit.record.warnings),
             "the head of the network was fitted on data, and a release would publish that head",
-            expected="a network that does not depend on the data, its head included",
-            remedy='make the head with linnet.with_head(model, classes, init="random")',
-        )
-    if head.get("metric"):
-        raise InputError(
+            "a network that does not depend on the data, its head included",
+            'make the head with linnet.with_head(model, classes, init="random")',
+        ),
+        (
+            bool(head.get("metric")),
             "the network has the metric of a curvature, which was summed over data",
-            expected="a network that does not depend on the data",
-            remedy="release a fit of the network without linnet.with_metric",
-        )
-    if fit.constraints is not None:
-        raise InputError(
+            "a network that does not depend on the data",
+            "release a fit of the network without linnet.with_metric",
+        ),
+        (
+            fit.constraints is not None,
             "the fit obeys equations on outputs, whose values no noise hides",
-            expected="a fit without constraints",
-            remedy="release fit before it is constrained",
-        )
+            "a fit without constraints",
+            "release fit before it is constrained",
+        ),
+    ]
+    for leak, what, expected, remedy in leaks:
+        if leak:
+            raise InputError(what, expected, remedy)
     if not isinstance(fit.system, KernelSystem):
         raise InputError(
             f"the fit was solved by {fit.solver!r}",
