@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -403,7 +403,7 @@ class GradientStore(Shown):
         if likelihood is not None:
             check_likelihood(likelihood)
         if dtype is not None and real_type("dtype", dtype) not in DTYPES.values():
-            _refuse_type(dtype)
+            refuse("dtype", dtype, "torch.bfloat16, torch.float16, torch.float32 or torch.float64")
         if shard_size is not None:
             shard_size = integer("shard_size", shard_size)
         require_module(model)
@@ -414,7 +414,7 @@ class GradientStore(Shown):
         self.function = _matching(folder, model, output)
         self.likelihood = _settled(folder, likelihood, dtype, shard_size)
         self._moment: Tensor | None = None
-        self._last: tuple[str, float, _Inverse] | None = None  # metric and damping of the last question
+        self._last: tuple[str, float, Tensor] | None = None  # metric and damping of the last question
 
     def __len__(self) -> int:
         return self.folder.examples or 0
@@ -575,8 +575,8 @@ class GradientStore(Shown):
             InputError: If the store is not complete, or an argument has a value that cannot be.
             MemoryBudgetError: If Ĝ does not fit.
         """
-        inverse = self._inverse(damping, metric)
-        return torch.cat([(inverse(rows) * rows).sum(1) for _, rows in self._blocks()])
+        factor = self._factor(damping, metric)
+        return torch.cat([(_solve(factor, rows) * rows).sum(1) for _, rows in self._blocks()])
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """All rows, shard by shard, in the type that is computed in."""
@@ -593,10 +593,10 @@ class GradientStore(Shown):
         rows = [gradients.rows(x, y) for x, y in stream(queries, self.function)]
         if not rows:
             raise DataError("queries is empty: it yields no example", "at least one example", EMPTY)
-        return self._inverse(damping, metric)(torch.cat(rows).to(self._dtype))
+        return _solve(self._factor(damping, metric), torch.cat(rows).to(self._dtype))
 
-    def _inverse(self, damping: float | None, metric: str) -> _Inverse:
-        """(Ĝ + λI)⁻¹."""
+    def _factor(self, damping: float | None, metric: str) -> Tensor:
+        """The Cholesky factor of Ĝ + λI, or its diagonal."""
         choice("metric", metric, METRICS)
         if damping is not None:
             number("damping", damping, above=0, remedy="leave damping= out for a tenth of the mean")
@@ -614,8 +614,7 @@ class GradientStore(Shown):
         tau = SHARE_OF_MEAN * spread if damping is None else damping
         if self._last is None or self._last[:2] != (used, tau):
             damped = mean + (tau if mean.ndim == 1 else tau * torch.eye(len(mean)).to(mean))
-            factor = damped if mean.ndim == 1 else cholesky(damped, "the curvature of the store")
-            self._last = used, tau, _Inverse(factor)
+            self._last = used, tau, damped if mean.ndim == 1 else cholesky(damped, "curvature of the store")
         return self._last[2]
 
     def _gradient_moment(self) -> Tensor:
@@ -644,19 +643,11 @@ class _Shard:
         self.rows: list[Tensor] = []
 
 
-class _Inverse:
-    """(Ĝ + λI)⁻¹ by a Cholesky factor, or a diagonal."""
-
-    # of (D, D)
-
-    def __init__(self, of: Tensor) -> None:
-        self.of = of
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """The product with every row, in their type."""
-        wide = rows.double()
-        found = wide / self.of if self.of.ndim == 1 else torch.cholesky_solve(wide.T, self.of).T
-        return found.to(rows.dtype)
+def _solve(factor: Tensor, rows: Tensor) -> Tensor:
+    """(Ĝ + λI)⁻¹ of every row, in their type, by its Cholesky factor (D, D) or its diagonal (D,)."""
+    wide = rows.double()
+    found = wide / factor if factor.ndim == 1 else torch.cholesky_solve(wide.T, factor).T
+    return found.to(rows.dtype)
 
 
 def _begun(
@@ -674,7 +665,14 @@ def _begun(
             expected="a likelihood, of which the losses are made",
             remedy="pass likelihood=linnet.likelihoods.Categorical(axis=-1) for a language model",
         )
-    function = _functional(model, output)
+    if isinstance(model, Linearized):
+        if output is not None:
+            raise InputError(
+                "output= with a Linearized", "none: it has its own", "pass output= to linnet.linearize"
+            )
+        function = model.function
+    else:
+        function = Functional(model, None, output)
     adapter, small = function.output, function.model
     basis = sketch_state(small) if isinstance(small, SketchedNetwork) else None
     record = {
@@ -691,17 +689,6 @@ def _begun(
     }
     record["id"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
     return StoreFolder.begun(path, record, basis)
-
-
-def _functional(model: nn.Module, output: OutputAdapter) -> Functional:
-    """The network as a function."""
-    if not isinstance(model, Linearized):
-        return Functional(model, None, output)
-    if output is not None:
-        raise InputError(
-            "output= with a Linearized", "none: it has its own", "pass output= to linnet.linearize"
-        )
-    return model.function
 
 
 def _matching(folder: StoreFolder, model: nn.Module, output: OutputAdapter) -> Functional:
@@ -724,28 +711,17 @@ def _settled(
 ) -> Likelihood:
     """The likelihood; what was passed beside it is that of the store."""
     record = folder.record
-    if likelihood is not None and json.loads(json.dumps(likelihood.describe())) != record["likelihood"]:
-        _refuse_other("likelihood", likelihood, record["likelihood"])
-    if dtype is not None and DTYPES[record["dtype"]] != dtype:
-        _refuse_other("dtype", dtype, record["dtype"])
-    if shard_size is not None and shard_size != folder.size:
-        _refuse_other("shard_size", shard_size, folder.size)
+    described = None if likelihood is None else json.loads(json.dumps(likelihood.describe()))
+    given = {
+        "likelihood": (likelihood, described, record["likelihood"]),
+        "dtype": (dtype, dtype, DTYPES[record["dtype"]]),
+        "shard_size": (shard_size, shard_size, folder.size),
+    }
+    for name, (value, own, stored) in given.items():
+        if value is not None and own != stored:
+            raise InputError(
+                f"{name}={value!r} of a store that was begun with {stored!r}",
+                expected="the same value, or none",
+                remedy=f"leave {name}= out, or begin a store in another folder",
+            )
     return from_description(record["likelihood"]) if likelihood is None else likelihood
-
-
-def _refuse_other(name: str, given: Any, stored: Any) -> NoReturn:
-    """The error of an argument that is not that of the store."""
-    raise InputError(
-        f"{name}={given!r} of a store that was begun with {stored!r}",
-        expected="the same value, or none",
-        remedy=f"leave {name}= out, or begin a store in another folder",
-    )
-
-
-def _refuse_type(dtype: torch.dtype) -> NoReturn:
-    """The error of a type that rows are not stored in."""
-    raise InputError(
-        f"dtype={dtype!r}",
-        expected="torch.bfloat16, torch.float16, torch.float32 or torch.float64",
-        remedy="leave dtype= out for bfloat16",
-    )
