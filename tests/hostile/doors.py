@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import linnet
+from linnet.optim.gauss_newton_settings import Settings
 from linnet.solvers.solution import Estimate
 from tests.hostile import rules, small
 
@@ -20,10 +21,9 @@ Arguments = dict[str, Any]
 # Records that linnet makes and hands out: nobody has to construct them.
 MADE_BY_LINNET = frozenset({
     "Linearized", "LinearFit", "SoftmaxFit", "NestedFit", "Curvature", "solvers.Status",
-    "optim.Moment", "optim.Decision",
 })  # fmt: skip
 # Classes to derive from: their methods are tried in the classes that derive from them.
-ABSTRACT = frozenset({"likelihoods.Likelihood", "continual.ContinualMethod", "optim.Schedule"})
+ABSTRACT = frozenset({"likelihoods.Likelihood", "continual.ContinualMethod"})
 
 # Valid arguments by the name of the parameter, where the callable's own table below has none.
 BY_NAME: dict[str, Callable[[], Any]] = {
@@ -142,8 +142,6 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "likelihoods.from_description": lambda: {"description": small.likelihood().describe()},
     "optim.GaussNewton": dict,
     "optim.Damping": dict,
-    "optim.Settings": dict,
-    "optim.GrowingBatches": lambda: {"size": 2},
     "optim.IterativeLinearization": lambda: {"period": 2},
     "optim.OutputGap": lambda: {"threshold": 0.1},
     "optim.KernelDrift": lambda: {"threshold": 0.1},
@@ -195,7 +193,6 @@ TAKERS: dict[str, Callable[..., Any]] = {
     "optim.Damping": lambda **given: linnet.optim.GaussNewton(
         small.net(), small.likelihood(), damping=linnet.optim.Damping(**given)
     ),
-    "optim.Settings": lambda **given: linnet.optim.GaussNewton(small.net(), small.likelihood(), **given),
 }
 # Options that a callable takes as **keywords.
 CURVATURE_OPTIONS: dict[str, Any] = {
@@ -212,7 +209,7 @@ OPTIONS: dict[str, Callable[[], Arguments]] = {
         "tolerance": 1e-6, "max_steps": 100, "seed": 0, "params": None, "output": None, "memory": None,
         "mean": "network",
     },
-    "optim.GaussNewton": lambda: dict(linnet.optim.Settings()._asdict()),
+    "optim.GaussNewton": lambda: dict(Settings()._asdict()),
 }  # fmt: skip
 
 # Objects whose methods are tried: how each is made, and valid arguments of its methods.
@@ -283,7 +280,6 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "continual.SynapticIntelligence": lambda: small.learned("SynapticIntelligence"),
     "continual.StreamMetrics": small.metrics,
     "optim.GaussNewton": small.gauss_newton,
-    "optim.GrowingBatches": small.growing,
     "optim.IterativeLinearization": small.relinearized,
     "optim.OutputGap": lambda: linnet.optim.OutputGap(0.1),
     "optim.KernelDrift": lambda: linnet.optim.KernelDrift(0.1, small.x()),
@@ -366,7 +362,6 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "optim.GaussNewton.load_state_dict": lambda: {"state_dict": small.gauss_newton().state_dict()},
     "optim.GaussNewton.step": lambda: {"x": small.x(), "y": small.labels()},
     "follow": lambda: {"report": small.step_report()},
-    "judge": lambda: {"moment": small.moment()},
     "optim.IterativeLinearization.load_state_dict": lambda: {"state": small.relinearized().state_dict()},
     "optim.IterativeLinearization.backward": lambda: {
         "closure": lambda module: module(small.x()).square().sum()

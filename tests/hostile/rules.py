@@ -8,7 +8,6 @@ WHOLE = {"integer tensor"}
 PLACES = {"text", "missing file"}
 KEEPING = (
     "optim.GaussNewton.accumulate",
-    "optim.GrowingBatches",
     "optim.OutputGap",
     "optim.KernelDrift",
     "spectrum.Recorder",
@@ -223,8 +222,6 @@ OF_CALL: dict[str, str] = {
     "fgsm(step)": "not negative",
     "surgery.leaky_relu(keep)": "optional mapping",
     "optim.Converged(loss)": "real",
-    "optim.GaussNewton(noise)": "flag",
-    "optim.Settings(noise)": "flag",
     "Laplace.tune(noise)": "flag",
     "Laplace (Gaussian).tune(noise)": "flag",
     "TangentGP.tune(noise)": "flag",

@@ -265,15 +265,11 @@ def metrics() -> Any:
 
 
 def gauss_newton() -> Any:
-    return linnet.optim.GaussNewton(net(), likelihood(), noise=True)
+    return linnet.optim.GaussNewton(net(), likelihood())
 
 
 def step_report() -> Any:
     return gauss_newton().step(x(), labels())
-
-
-def growing() -> Any:
-    return linnet.optim.GrowingBatches(x(), labels(), 2)
 
 
 def relinearized() -> Any:
@@ -282,10 +278,6 @@ def relinearized() -> Any:
 
 def solving() -> Any:
     return linnet.optim.IterativeLinearization(net(), None, None)
-
-
-def moment() -> Any:
-    return linnet.optim.Moment(lin(), net(), x(), 10, 0.5, lambda: 0.1)
 
 
 @cache

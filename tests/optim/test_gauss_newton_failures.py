@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from linnet.errors import DataError, InputError, ModelError, NumericalError
 from linnet.likelihoods import Gaussian
 from linnet.optim.gauss_newton import GaussNewton
-from linnet.optim.gauss_newton_batch import GrowingBatches
 from linnet.tangent.linearized import linearize
 from tests.optim.gauss_newton_cases import classes, classifier, flat, mlp, values, weight_of
 
@@ -68,12 +67,8 @@ def test_wrong_closures_and_losses_are_named() -> None:
     optimizer = classifier(net, damping=0.1)
     with pytest.raises(InputError, match="no parameter has a gradient"):
         optimizer.step(x, y, loss=1.0)
-    with pytest.raises(InputError, match="result of closure is None"):
+    with pytest.raises(InputError, match="result of closure"):
         optimizer.step(x, y, closure=lambda: None)
-    with pytest.raises(InputError, match="closure=3"):
-        optimizer.step(x, y, closure=3)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="loss='one'"):
-        optimizer.step(x, y, loss="one")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"loss is .*\(20,\)"):
         optimizer.step(x, y, loss=torch.ones(20))
     assert optimizer.steps == 0
@@ -101,8 +96,6 @@ def test_wrong_networks_groups_and_inputs_are_named() -> None:
     for wrong in (None, {"gauss_newton": {"tau": 1.0}}):
         with pytest.raises(InputError, match="lacks what GaussNewton keeps"):
             classifier(mlp()).load_state_dict(wrong)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="y is an int64 tensor of shape \\(3,\\)"):
-        GrowingBatches(x, y[:3], 2)
 
 
 @pytest.mark.parametrize("structure", ["kfac", "kfra"])

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from linnet.optim.feature_schedules import (
-    Converged,
-    Decision,
-    KernelDrift,
-    Moment,
-    OutputGap,
-    Schedule,
-)
 from linnet.optim.gauss_newton import GaussNewton
-from linnet.optim.gauss_newton_batch import GrowingBatches
-from linnet.optim.gauss_newton_settings import Damping, Settings
+from linnet.optim.gauss_newton_settings import Damping
 from linnet.optim.gradient_flow import gradient_flow
 from linnet.optim.preconditioner import KroneckerPreconditioner
-from linnet.optim.relinearize import IterativeLinearization
+from linnet.optim.relinearize import Converged, IterativeLinearization, KernelDrift, OutputGap
 
 __all__ = [
     "GaussNewton",
     "Damping",
-    "Settings",
-    "GrowingBatches",
     "IterativeLinearization",
     "OutputGap",
     "KernelDrift",
     "Converged",
-    "Schedule",
-    "Moment",
-    "Decision",
     "gradient_flow",
     "KroneckerPreconditioner",
 ]

@@ -21,7 +21,6 @@ from linnet.curvatures.treatments import Structure
 from linnet.distributed import collective, world
 from linnet.errors import InputError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
-from linnet.optim.gauss_newton_batch import suggested_batch
 from linnet.optim.gauss_newton_inverse import DampingSearch, Inverse, Undamped, adapted, hopeless
 from linnet.optim.gauss_newton_model import (
     EXPECTATION,
@@ -113,9 +112,20 @@ class GaussNewton(torch.optim.Optimizer):
         damping: τ and ζ at the start, as one number or a :class:`~linnet.optim.Damping`; by default the best
             of a grid at the first step. They move on from there; 0 stays 0.
         weight_decay: λ.
-        **options: See :class:`~linnet.optim.Settings`: ``lr``, ``momentum``, ``average``, ``inverse_period``,
-            ``sharing``, ``noise``, ``params``, ``output``, ``seed``, ``rejections``, ``limit``, ``examples``,
-            ``log``.
+        **options: What follows, by name.
+        lr: Factor on the step that the quadratic model calls best; for schedulers.
+        momentum: Whether each step is the best combination of the new direction and the step before.
+        average: Decay of the curvature's exponential average from batch to batch, 0.95.
+        inverse_period: Steps between two inversions of the curvature, once as many have been taken; 5.
+        sharing: How weights shared over positions are counted, as in :func:`linnet.curvature`.
+        params: Which parameters are trained, as in :func:`linnet.linearize`.
+        output: How to turn the network's result into a tensor.
+        seed: Seed of everything random.
+        rejections: Rejected steps in a row after which training ends with an error, 5.
+        limit: A mean loss that exceeds the first one by more than so many times its size rejects the step; 2.
+        examples: Examples differentiated at once for the loss and the step size; all by default.
+        log: Called after every step with the numbers of its report and the step; of several processes by the
+            first alone.
 
     Attributes:
         damping: How τ and ζ move.
@@ -287,7 +297,6 @@ class GaussNewton(torch.optim.Optimizer):
         assert self.zeta is not None
         rate = max(float(group["lr"]) for group in self.param_groups)
         step, reduction = combined(direction, rate * alpha), model.change(rate * alpha, self.tau)
-        noise = batch.reductions(step)[1] / math.sqrt(n) if self.settings.noise else None
         due = self.damping.tau_period and self.steps % self.damping.tau_period == 0
         reference = score() if due and loss is not None else objective  # the same measure before and after
         zeta, rho = self.zeta, None
@@ -300,7 +309,7 @@ class GaussNewton(torch.optim.Optimizer):
             self.steps, n, value, objective, rho, self.tau, zeta,
             float(alpha[0]), float(alpha[1]) if len(alpha) > 1 else 0.0, reduction,
             norm_of(gradient), norm_of(direction[0]), norm_of(step),
-            rejected, noise, None if noise is None else suggested_batch(n, noise, reduction),
+            rejected,
         )  # fmt: skip
 
     # -- loss ------------------------------------------------------------------------------------

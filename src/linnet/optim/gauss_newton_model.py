@@ -234,22 +234,6 @@ class LinearizedBatch:
         curved = total[:-1].view(k, k) / total[-1] + decayed
         return QuadraticModel((stacked @ gradient.to(exact)).double(), (curved + curved.T) / 2, squared)
 
-    @in_exact_mode
-    def reductions(self, step: Tensor) -> tuple[float, float]:
-        """Mean and standard deviation over the examples of −(∇ℓ_nᵀδ + ½ δᵀG_nδ)."""
-        # step (P,)
-        sums = torch.zeros(3, dtype=torch.float64, device=step.device)
-        for x, y in self.parts:
-            f, tangents = self._tangents(x, [step])
-            u = self.likelihood.gradient(f, y) + 0.5 * self.likelihood.product(f, tangents, y)[0]
-            each = -(u * tangents[0]).flatten(1).double().sum(1)
-            sums += torch.stack([each.sum(), each.square().sum(), each.new_tensor(len(each))])
-        self.products += 1
-        if self.shared:
-            all_sum([sums])
-        mean = float(sums[0] / sums[2])
-        return mean, math.sqrt(max(0.0, float(sums[1] / sums[2]) - mean**2))
-
     def _tangents(self, x: Inputs, directions: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """F (N, ...) and J d_i, (K, N, ...)."""
         if self.seen is not None:

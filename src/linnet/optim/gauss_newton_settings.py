@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 from torch import Tensor, nn
 
 from linnet.errors import InputError
-from linnet.params import choice, flag, instance, integer, number, refuse
+from linnet.params import choice, flag, function, instance, integer, known, number, refuse
 from linnet.params import seed as checked_seed
 from linnet.progress import Log, check_log
 from linnet.tangent.functional import OutputAdapter, check_output
@@ -45,35 +45,13 @@ class Damping(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Further settings of GaussNewton, with defaults that need no tuning.
-
-    Args:
-        lr: Factor on the step that the quadratic model calls best; for schedulers.
-        momentum: Whether each step is the best combination of the new direction and the step before.
-        average: Decay of the curvature's exponential average from batch to batch.
-        inverse_period: Steps between two inversions of the curvature, once as many have been taken.
-        sharing: How weights shared over positions are counted, as in :func:`linnet.curvature`.
-        noise: Whether each report suggests a size for the next batch.
-        params: Which parameters are trained, as in :func:`linnet.linearize`.
-        output: How to turn the network's result into a tensor.
-        seed: Seed of everything random.
-        rejections: Rejected steps in a row after which training ends with an error.
-        limit: A mean loss that exceeds the first one by more than so many times its size rejects the step.
-        examples: Examples differentiated at once for the loss and the step size; all by default.
-        log: Called after every step with the numbers of its report and the step; of several processes by the
-            first alone.
-
-    Example:
-        >>> Settings(momentum=True).average
-        0.95
-    """
+    """Further settings of GaussNewton, which says what each is."""
 
     lr: float = 1.0
     momentum: bool = False
     average: float = 0.95
     inverse_period: int = 5
     sharing: str = "expand"
-    noise: bool = False
     params: Selector = None
     output: OutputAdapter = None
     seed: int = 0
@@ -91,7 +69,6 @@ class GaussNewtonOptions(TypedDict, total=False):
     average: float
     inverse_period: int
     sharing: str
-    noise: bool
     params: Selector
     output: OutputAdapter
     seed: int
@@ -120,9 +97,6 @@ class StepReport(NamedTuple):
         direction_norm: ‖(G̃ + (λ + ζ)I)⁻¹ ∇E‖.
         step_norm: ‖δ‖.
         rejected: Whether the step before, or this one, was taken back.
-        noise: Standard error of the model's reduction over the examples; ``None`` unless requested.
-        suggested_batch: Size at which that error equals the reduction, from N to 2 N; ``None`` unless asked
-            for.
 
     Example:
         >>> import linnet, torch
@@ -147,8 +121,6 @@ class StepReport(NamedTuple):
     direction_norm: float
     step_norm: float
     rejected: bool
-    noise: float | None
-    suggested_batch: int | None
 
 
 def checked_damping(damping: Any) -> Damping:
@@ -170,18 +142,11 @@ def checked_damping(damping: Any) -> Damping:
 
 def checked_settings(given: GaussNewtonOptions) -> Settings:
     """Settings from keyword arguments."""
-    unknown = sorted(set(given) - set(Settings._fields))
-    if unknown:
-        raise InputError(
-            f"GaussNewton got {unknown[0]!r}",
-            expected="one of " + ", ".join(Settings._fields),
-            remedy="see linnet.optim.Settings for what each means",
-        )
+    known("GaussNewton", given, Settings._fields)
     settings = Settings(**given)
     number("lr", settings.lr, above=0, remedy="leave lr= out for 1")
     number("limit", settings.limit, above=0, remedy="leave limit= out for 2")
-    for name in ("momentum", "noise"):
-        flag(name, getattr(settings, name))
+    flag("momentum", settings.momentum)
     checked_seed("seed", settings.seed)
     check_output(settings.output)
     check_selector(settings.params)
@@ -243,8 +208,8 @@ def check_given(closure: Any, loss: Any) -> None:
     """Raise unless at most one of closure and loss is given, and it can be used."""
     if closure is not None and loss is not None:
         raise InputError("closure and loss are both given", expected="one of them", remedy="drop loss=")
-    if closure is not None and not callable(closure):
-        refuse("closure", closure, "a function without arguments")
+    if closure is not None:
+        function("closure", closure, "a function without arguments")
     if loss is not None:
         check_loss("loss", loss)
 

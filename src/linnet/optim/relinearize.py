@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,22 +30,19 @@ from linnet.errors import InputError, ModelError, NumericalError, WeightsError
 from linnet.fitting.fit import fit
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.solver import Solver
-from linnet.optim.feature_schedules import (
-    Decision,
-    Every,
-    Moment,
-    Schedule,
-    gradient_norm,
-    schedule_of,
-)
 from linnet.optim.gradient_flow import Flow, gradient_flow
-from linnet.params import call, flag, instance, number, refuse
+from linnet.params import call, flag, instance, integer, number, refuse
 from linnet.progress import Log, check_log, tell
 from linnet.shown import Record, Shown
-from linnet.tangent.batch import Inputs
+from linnet.spectrum.kernel_matrix import check_kernel, kernel_distance
+from linnet.tangent.batch import Inputs, check_examples
+from linnet.tangent.door import tensorize
 from linnet.tangent.functional import OutputAdapter, check_output, tensors_by_name
+from linnet.tangent.gather import owned
 from linnet.tangent.linearized import Linearized, linearize
+from linnet.tangent.rules import Form
 from linnet.tangent.selection import Selector, select_parameters
+from linnet.tree import map_tensors
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,22 +89,6 @@ class LinearizationReport(Record):
         """Mean number of steps between updates; ``None`` without one."""
         return self.updates[-1] / len(self.updates) if self.updates else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain numbers and text.
-
-        Returns:
-            A dict that ``json`` can write.
-        """
-        return {
-            "schedule": self.schedule,
-            "steps": self.steps,
-            "relinearizations": self.relinearizations,
-            "mean_period": self.mean_period,
-            "updates": list(self.updates),
-            "measured": [list(item) for item in self.measured],
-            "notes": list(self.notes),
-        }
-
     def __str__(self) -> str:
         """A few lines for people."""
         period = self.mean_period
@@ -120,6 +102,229 @@ class LinearizationReport(Record):
             )
         return "\n".join([*lines, *self.notes])
 
+
+# -- when features are updated ---------------------------------------------------------------------
+
+LONGEST = 2**63  # steps; more are "never", which is written as None
+Verdict = tuple[bool, float | None]  # whether features are due, and what was measured to find out
+
+
+class Schedule(ABC):
+    """Says after each step whether to linearize again: after ``most`` steps, or by what is measured."""
+
+    # Goldwaser and Ge train with a fixed period K and leave adaptive schedules open (section 5.2).
+
+    kind = ""  # of what is measured
+    needs_batch = False  # whether it looks at the batch of the step
+
+    def __init__(self, most: int | None) -> None:
+        self.most = None if most is None else integer("most", most)
+        self.known: dict[str, Any] = {}  # of the present linearization
+
+    @abstractmethod
+    def __repr__(self) -> str:
+        """The schedule in words, by which a saved state knows it again."""
+
+    def _judge(self, training: IterativeLinearization, loss: float) -> Verdict:
+        """Look at a step."""
+        return self.most is not None and training._age >= self.most, None
+
+
+class Every(Schedule):
+    """Linearize again after every K steps: fixed period iterative linearization."""
+
+    # Source: Goldwaser, Ge, algorithm 1.
+
+    def __repr__(self) -> str:
+        return f"Every({self.most})"
+
+
+class _Threshold(Schedule, ABC):
+    """Due when something that is measured every so many steps is over a threshold."""
+
+    def __init__(self, threshold: float, every: int, most: int | None) -> None:
+        super().__init__(most)
+        self.threshold, self.every = threshold, integer("every", every)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.threshold:g}, every={self.every})"
+
+    @abstractmethod
+    def _measure(self, training: IterativeLinearization) -> float | None:
+        """What is compared with the threshold; ``None`` where it cannot be known."""
+
+    def _judge(self, training: IterativeLinearization, loss: float) -> Verdict:
+        """Due when the measure is over the threshold, or ``most`` steps are taken."""
+        late, _ = super()._judge(training, loss)
+        value = None if training._age % self.every else self._measure(training)
+        return late or (value is not None and not value <= self.threshold), value
+
+
+class OutputGap(_Threshold):
+    """Linearize again when the linear model no longer describes the network.
+
+    The measure is ‖f(θ₀ + δ) − f_lin‖ / ‖f_lin − f₀‖: what the linear model misses, as a share of what it
+    predicts. A measurement costs about one linearized pass and one plain pass without gradients.
+
+    Args:
+        threshold: The largest gap that is put up with; 0.1 to 0.5 is a usual range.
+        x: Examples on which it is measured; by default the batch of the step.
+        every: Measure after so many steps, and again so many later.
+        most: Linearize again after so many steps in any case.
+
+    Raises:
+        DataError: If x is not finite.
+        InputError: If a number is not positive.
+
+    Example:
+        >>> OutputGap(0.2, every=5)
+        OutputGap(0.2, every=5)
+    """
+
+    kind = "gap"
+
+    def __init__(
+        self, threshold: float, x: Inputs | None = None, every: int = 10, most: int | None = None
+    ) -> None:
+        number("threshold", threshold, above=0, remedy="pass threshold=0.2")
+        if x is not None:
+            check_examples(x)
+        super().__init__(threshold, every, most)
+        self.x, self.needs_batch = x, x is None
+
+    def _measure(self, training: IterativeLinearization) -> float | None:
+        x = training._batch if self.x is None else self.x
+        return None if x is None else training.linearization.gap(x)
+
+
+class KernelDrift(_Threshold):
+    """Linearize again when the network's tangent kernel has moved away from the one in use.
+
+    The measure is the kernel distance 1 − ⟨K₀, K⟩ / (‖K₀‖ ‖K‖) between the kernel at θ₀ and at θ₀ + δ. A
+    measurement costs a Gram matrix of x, so a few dozen examples are enough.
+
+    Args:
+        threshold: The largest distance that is put up with, below 1; 0.01 to 0.2 is a usual range.
+        x: Examples on which the kernels are evaluated.
+        every: Measure after so many steps, and again so many later.
+        most: Linearize again after so many steps in any case.
+        form: Which kernel: ``"trace"``, ``"full"`` or ``"sum"``.
+
+    Raises:
+        DataError: If x is not finite.
+        InputError: If a number is not positive, or ``outputs`` is something else.
+
+    Source:
+        The distance: Fort et al., NeurIPS 2020, section 4, which found that it grows fastest early.
+
+    Example:
+        >>> KernelDrift(0.05, torch.ones(4, 2))
+        KernelDrift(0.05, every=10)
+    """
+
+    kind = "drift"
+
+    def __init__(
+        self,
+        threshold: float,
+        x: Inputs,
+        every: int = 10,
+        most: int | None = None,
+        form: Form = "trace",
+    ) -> None:
+        # 1 is the distance of orthogonal kernels
+        number("threshold", threshold, above=0, below=1, remedy="pass threshold=0.05")
+        check_kernel(form)
+        x = tensorize(x)
+        check_examples(x)
+        super().__init__(threshold, every, most)
+        self.x, self.form = owned(x), form
+
+    def _measure(self, training: IterativeLinearization) -> float:
+        lin = training.linearization
+        if "start" not in self.known:
+            self.known["start"] = lin.kernel(self.x, form=self.form)
+        here = linearize(training.model, lin.parameter_names, training.output)
+        return kernel_distance(self.known["start"], here.kernel(self.x, form=self.form))
+
+
+class Converged(Schedule):
+    """Linearize again when training on the present linearization has converged.
+
+    With a convex loss each linearization is a convex problem; this is the "fully optimized"
+    variant. The gradient's norm is that of the batch of the step, so use full batches with it, or a
+    ``loss`` to be reached.
+
+    Args:
+        gradient: Converged when the gradient's norm has fallen to this share of what it was at the first
+            step of the linearization (at the last evaluation of a step, for LBFGS); ``None`` not to look
+            at it.
+        loss: Converged when the loss is at most this.
+        most: Linearize again after so many steps in any case.
+
+    Raises:
+        InputError: If a number is not positive, or no criterion is given.
+
+    Source:
+        Goldwaser, Ge, section 4.2, figure 5.
+
+    Example:
+        >>> Converged(gradient=1e-3, most=10_000)
+        Converged(gradient=0.001, loss=None, most=10000)
+    """
+
+    kind = "gradient"
+
+    def __init__(
+        self, gradient: float | None = 1e-3, loss: float | None = None, most: int | None = None
+    ) -> None:
+        if gradient is not None:
+            number("gradient", gradient, above=0, remedy="pass gradient=1e-3")
+        if loss is not None:
+            number("loss", loss, remedy="pass the loss to be reached")
+        if gradient is None and loss is None:
+            raise InputError("gradient and loss are None", "at least one of them", "pass gradient=1e-3")
+        super().__init__(most)
+        self.gradient, self.loss = gradient, loss
+
+    def __repr__(self) -> str:
+        return f"Converged(gradient={self.gradient}, loss={self.loss}, most={self.most})"
+
+    def _judge(self, training: IterativeLinearization, loss: float) -> Verdict:
+        """Due when a criterion is met, or ``most`` steps are taken."""
+        due, _ = super()._judge(training, loss)
+        due = due or (self.loss is not None and loss <= self.loss)
+        if self.gradient is None:
+            return due, None
+        norm = gradient_norm(training._parameters.values())
+        due = due or norm <= self.gradient * self.known.setdefault("first", norm)
+        return due, norm if due else None
+
+
+def schedule_of(period: int | float | Schedule | None) -> Schedule:
+    """The schedule that a ``period=`` stands for."""
+    if isinstance(period, Schedule):
+        return period
+    if period is None or (isinstance(period, float) and period == math.inf):
+        return Every(None)
+    whole = isinstance(period, int) or (isinstance(period, float) and period.is_integer())
+    if isinstance(period, bool) or not whole or period < 1 or period > LONGEST:
+        refuse(
+            "period",
+            period,
+            "a whole number of steps K ≥ 1, None for never, or a schedule such as OutputGap(0.2)",
+            "pass period=1 for plain training, period=None for linearized training",
+        )
+    return Every(int(period))
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """The norm of all gradients together, 0 where there is none."""
+    squares = [p.grad.detach().double().square().sum() for p in parameters if p.grad is not None]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+# -- training --------------------------------------------------------------------------------------
 
 INDEPENDENT = (
     "the loss that closure returned does not depend on its module",
@@ -427,26 +632,15 @@ class IterativeLinearization(Shown):
 
     def _finish_step(self, loss: float) -> None:
         """Ask the schedule, and update the features if it says so."""
-        if isinstance(self.schedule, Every):
-            verdict = Decision(self.schedule.steps is not None and self._age >= self.schedule.steps)
-        else:
-            moment = Moment(
-                self.linearization,
-                self.model,
-                self._batch,
-                self._age,
-                loss,
-                lambda: gradient_norm(list(self._parameters.values())),
-                self.output,
-            )
-            with apart():  # by the batch of this process
-                verdict = self.schedule.judge(moment)
-            if self._shared:
-                verdict = from_first(verdict, next(iter(self._parameters.values())).device)
-        if verdict.kind:
-            self._measured.append((self.steps, verdict.kind, verdict.value))
-        if verdict.due:
-            if self.record_gap and verdict.kind != "gap" and self._batch is not None:
+        with apart():  # by the batch of this process
+            verdict = self.schedule._judge(self, loss)
+        if self._shared:
+            verdict = from_first(verdict, next(iter(self._parameters.values())).device)
+        due, value = verdict
+        if value is not None:
+            self._measured.append((self.steps, self.schedule.kind, value))
+        if due:
+            if self.record_gap and self.schedule.kind != "gap" and self._batch is not None:
                 self.gap(self._batch)
             self.relinearize()
         self._batch = None
@@ -468,7 +662,7 @@ class IterativeLinearization(Shown):
         if self._age:
             self._updates.append(self.steps)
         self._age = 0
-        self.schedule.restart()
+        self.schedule.known = {}
 
     def solve(
         self,
@@ -543,7 +737,7 @@ class IterativeLinearization(Shown):
     @property
     def _is_plain(self) -> bool:
         """Whether this is plain training, K = 1."""
-        return isinstance(self.schedule, Every) and self.schedule.steps == 1
+        return isinstance(self.schedule, Every) and self.schedule.most == 1
 
     @property
     @torch.no_grad()
@@ -603,20 +797,15 @@ class IterativeLinearization(Shown):
             A dict for ``torch.save``.
         """
         point = {} if self._lin is None else tensors_by_name(self._lin.model)
-        steps, kinds, values = zip(*self._measured, strict=True) if self._measured else ((), (), ())
         return {
             "model": self._network.state_dict(),
             "linearization": {name: t.detach() for name, t in point.items()} or None,
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
-            "schedule": {"name": repr(self.schedule), "state": self.schedule.state_dict()},
+            "schedule": {"name": repr(self.schedule), "known": self.schedule.known},
             "steps": self.steps,
             "age": self._age,
-            "updates": torch.tensor(self._updates, dtype=torch.int64),
-            "measured": {
-                "steps": torch.tensor(steps, dtype=torch.int64),
-                "kinds": list(kinds),
-                "values": torch.tensor(values, dtype=torch.float64),
-            },
+            "updates": list(self._updates),
+            "measured": list(self._measured),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -657,14 +846,10 @@ class IterativeLinearization(Shown):
         if self._lin is not None:
             self._lin.relinearize(at=state["linearization"] or self._network)
         self.steps, self._age = int(state["steps"]), int(state["age"]) if state["linearization"] else 0
-        self._updates = state["updates"].tolist()
-        kept = state["measured"]
-        self._measured = list(
-            zip(kept["steps"].tolist(), kept["kinds"], kept["values"].tolist(), strict=True)
-        )
-        self.schedule.restart()
-        if state["schedule"]["name"] == repr(self.schedule):
-            self.schedule.load_state_dict(state["schedule"]["state"])
+        self._updates, self._measured = list(state["updates"]), list(state["measured"])
+        same = state["schedule"]["name"] == repr(self.schedule)
+        place = next(iter(self._parameters.values())).device
+        self.schedule.known = map_tensors(lambda t: t.to(place), state["schedule"]["known"]) if same else {}
 
     # -- inside ----------------------------------------------------------------------------------
 
