@@ -18,19 +18,14 @@ from torch import Tensor
 from linnet.errors import FileFormatError, InputError
 from linnet.files import load, save
 from linnet.linalg import (
-    BlockDiagonal,
     Dense,
     Diagonal,
     FunctionOperator,
-    GroupedKronecker,
-    GroupedKroneckerEigen,
-    HalfDiagonal,
     Kronecker,
     KroneckerEigen,
     LinearOperator,
     LowRankMatrix,
     ParameterSpace,
-    Permuted,
     StructuredOperator,
     Sum,
 )
@@ -50,17 +45,17 @@ def positive(*shape: int) -> Tensor:
 def leaves() -> list[Callable[[], StructuredOperator]]:
     """How to make a 6 x 6 matrix of each kind that has no parts."""
     factor = torch.randn(6, 2, dtype=torch.float64)
-    product, grouped = Kronecker(positive(2), positive(3)), GroupedKronecker(positive(2, 1), positive(2, 3))
+    product, grouped = Kronecker(positive(2), positive(3)), Kronecker(positive(2, 1), positive(2, 3))
     return [
         lambda: Dense(positive(6), SPACE, "G of fc1"),
         lambda: Diagonal(torch.rand(6, dtype=torch.float32), name="curvature of the bias"),
         lambda: Kronecker(positive(2), positive(3), SPACE, "layer 0"),
         lambda: product,
         lambda: KroneckerEigen.of(product).damped(0.1),
-        lambda: HalfDiagonal.of(torch.rand(3).double(), positive(2), name="vocabulary"),
-        lambda: HalfDiagonal.of(positive(2), torch.rand(3).double()),
-        lambda: GroupedKronecker(positive(3, 2), positive(3, 1), name="depthwise"),
-        lambda: GroupedKroneckerEigen.of(grouped).damped(1e-3),
+        lambda: KroneckerEigen.half_diagonal(torch.rand(3).double(), positive(2), name="vocabulary"),
+        lambda: KroneckerEigen.half_diagonal(positive(2), torch.rand(3).double()),
+        lambda: Kronecker(positive(3, 2), positive(3, 1), name="depthwise"),
+        lambda: KroneckerEigen.of(grouped).damped(1e-3),
         lambda: LowRankMatrix.from_factor(factor, diagonal=0.1 + 0.2, name="sketch"),
         lambda: LowRankMatrix.from_factor(factor, diagonal=torch.rand(6).double() + 0.5, space=SPACE),
         lambda: LowRankMatrix.from_factor(factor),
@@ -96,33 +91,24 @@ def test_every_kind_comes_back_bit_by_bit(index: int) -> None:
 
 
 @st.composite
-def structures(draw: st.DrawFn, depth: int = 2) -> StructuredOperator:
+def structures(draw: st.DrawFn, depth: int = 2) -> LinearOperator:
     """Matrices of all kinds, some within others."""
-    kind = draw(st.sampled_from(["leaf", "blocks", "permuted"] if depth else ["leaf"]))
+    kind = draw(st.sampled_from(["leaf", "sum", "scaled"] if depth else ["leaf"]))
     if kind == "leaf":
         made = draw(st.sampled_from(leaves()))()
         return made if made.dtype == torch.float64 else Diagonal(torch.rand(6).double())
-    if kind == "blocks":
-        return BlockDiagonal(draw(st.lists(structures(depth - 1), min_size=1, max_size=3)))
-    inner = draw(structures(depth - 1))
-    order = torch.tensor(draw(st.permutations(range(inner.shape[0]))))
-    return Permuted(inner, order, SPACE if inner.shape[0] == 6 else None)
+    if kind == "sum":
+        return Sum(draw(st.lists(structures(depth - 1), min_size=1, max_size=3)))
+    return Scaled(draw(structures(depth - 1)), draw(st.floats(-3, 3)))
 
 
-@given(structures(), st.floats(-3, 3), st.booleans())
-def test_matrices_within_matrices_come_back(
-    operator: StructuredOperator, scalar: float, summed: bool
-) -> None:
+@given(structures())
+def test_matrices_within_matrices_come_back(operator: LinearOperator) -> None:
     assert_identical(again(operator), operator)
-    multiple = Scaled(operator, scalar)
-    assert_identical(again(multiple), multiple)
-    total = Sum([operator, multiple, operator])
-    assert_identical(again(total), total)
 
 
 def test_through_a_file(tmp_path: Path) -> None:
-    parts = [leaves()[0](), Permuted(leaves()[7](), torch.tensor([5, 0, 4, 1, 3, 2])), leaves()[6]()]
-    operator = BlockDiagonal(parts, ParameterSpace({"a": (6,), "b": (2, 3), "c": (6,)}))
+    operator = Sum([leaves()[0](), Scaled(leaves()[7](), 0.1), leaves()[2]()])
     assert_identical(load(save(tmp_path, "G", {"curvature": operator}), "G")["curvature"], operator)
 
 
@@ -198,16 +184,16 @@ def written() -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A stored matrix with a part of each kind."""
     torch.manual_seed(0)
     factor = torch.randn(6, 2, dtype=torch.float64)
-    parts: list[StructuredOperator] = [
+    parts: list[LinearOperator] = [
         Dense(positive(6), SPACE),
-        Permuted(Diagonal(torch.rand(6).double()), torch.arange(6).flip(0)),
+        Scaled(Diagonal(torch.rand(6).double()), 2.0),
         LowRankMatrix.from_factor(factor, diagonal=torch.rand(6).double() + 0.5),
         Kronecker(positive(2), positive(3)),
         KroneckerEigen.of(Kronecker(positive(2), positive(3))),
-        GroupedKronecker(positive(2, 1), positive(2, 3)),
-        GroupedKroneckerEigen.of(GroupedKronecker(positive(2, 1), positive(2, 3))),
+        Kronecker(positive(2, 1), positive(2, 3)),
+        KroneckerEigen.of(Kronecker(positive(2, 1), positive(2, 3))),
     ]
-    return flatten(BlockDiagonal(parts))
+    return flatten(Sum(parts))
 
 
 def block(index: int, **changes: Any) -> Callable[[dict[str, Any]], None]:
@@ -225,7 +211,7 @@ def block(index: int, **changes: Any) -> Callable[[dict[str, Any]], None]:
 
 def parts_of(spec: dict[str, Any]) -> list[Any]:
     """The descriptions of the parts."""
-    found: list[Any] = spec["$BlockDiagonal"]["blocks"]["$tuple"]
+    found: list[Any] = spec["$Sum"]["terms"]["$tuple"]
     return found
 
 
@@ -235,20 +221,20 @@ def space(**shapes: Any) -> dict[str, Any]:
 
 
 HOSTILE_SPECS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda spec: spec.update({"$pickle": spec.pop("$BlockDiagonal")}), "pickle.*BlockDiagonal"),
-    (lambda spec: spec.update({"$BlockDiagonal": 3}), "put together"),
-    (lambda spec: spec["$BlockDiagonal"].pop("blocks"), "blocks"),
-    (lambda spec: spec["$BlockDiagonal"].update(blocks={"$tuple": []}), "at least one block"),
-    (lambda spec: spec["$BlockDiagonal"].update(blocks=1), "blocks"),
-    (lambda spec: spec["$BlockDiagonal"].update(other=1), "other"),
-    (lambda spec: parts_of(spec).pop(), "unknown tensors 'blocks/6/left_vectors'"),
-    (lambda spec: parts_of(spec).append("dense"), "blocks"),
+    (lambda spec: spec.update({"$pickle": spec.pop("$Sum")}), "pickle.*Sum"),
+    (lambda spec: spec.update({"$Sum": 3}), "put together"),
+    (lambda spec: spec["$Sum"].pop("terms"), "terms"),
+    (lambda spec: spec["$Sum"].update(terms={"$tuple": []}), "sum has no terms"),
+    (lambda spec: spec["$Sum"].update(terms=1), "terms"),
+    (lambda spec: spec["$Sum"].update(other=1), "other"),
+    (lambda spec: parts_of(spec).pop(), "unknown tensors 'terms/6/left_vectors'"),
+    (lambda spec: parts_of(spec).append("dense"), "terms"),
     (lambda spec: parts_of(spec).append({"$Dense": {"name": "G"}}), "matrix"),
-    (lambda spec: parts_of(spec).append(copy.deepcopy(parts_of(spec)[0])), "blocks/0/matrix"),
+    (lambda spec: parts_of(spec).append(copy.deepcopy(parts_of(spec)[0])), "terms/0/matrix"),
     (lambda spec: parts_of(spec).append({"$Sum": {"terms": {"$tuple": []}}}), "sum has no terms"),
-    (lambda spec: spec["$BlockDiagonal"].update(blocks={"$Status": "CONVERGED"}), "blocks"),
-    (lambda spec: spec["$BlockDiagonal"].update(blocks={"$Status": "other"}), "other"),
-    (lambda spec: spec["$BlockDiagonal"].update(space={"$float": "1e9"}), "float"),
+    (lambda spec: spec["$Sum"].update(terms={"$Status": "CONVERGED"}), "terms"),
+    (lambda spec: spec["$Sum"].update(terms={"$Status": "other"}), "other"),
+    (block(0, space={"$float": "1e9"}), "float"),
     (block(0, name=3), "'name' = 3"),
     (block(0, space=space(weight=[2, 2])), "space has dimension 4.*6"),
     (block(0, space=space()), "at least one parameter"),
@@ -282,9 +268,6 @@ HOSTILE_TENSORS: list[tuple[str, Callable[[Tensor], object]]] = [
     ("0/matrix", lambda t: t / 0),
     ("0/matrix", lambda t: t.tolist()),
     ("0/matrix", lambda t: t.float()),
-    ("1/order", lambda t: t[:5]),
-    ("1/order", lambda t: t * 0),
-    ("1/order", lambda t: t[:, None]),
     ("1/operator/values", lambda t: -t),
     ("2/basis", lambda t: t[:, :1]),
     ("2/basis", lambda t: t.T),
@@ -302,7 +285,7 @@ HOSTILE_TENSORS: list[tuple[str, Callable[[Tensor], object]]] = [
 @pytest.mark.parametrize(("key", "change"), HOSTILE_TENSORS)
 def test_tensors_that_do_not_fit_are_refused(key: str, change: Callable[[Tensor], Any]) -> None:
     spec, tensors = written()
-    tensors[f"blocks/{key}"] = change(tensors[f"blocks/{key}"])
+    tensors[f"terms/{key}"] = change(tensors[f"terms/{key}"])
     with pytest.raises(FileFormatError):
         rebuild(spec, tensors)
 
@@ -328,9 +311,9 @@ def test_endless_descriptions_are_refused() -> None:
         rebuild(inner, {})
 
 
-KINDS = st.sampled_from(["Dense", "Diagonal", "BlockDiagonal", "Permuted", "Kronecker", "Sum", "Scaled"])
+KINDS = st.sampled_from(["Dense", "Diagonal", "KroneckerEigen", "Kronecker", "Sum", "Scaled"])
 FIELDS = st.sampled_from(
-    ["matrix", "values", "left", "right", "order", "operator", "blocks", "terms", "scalar", "name", "space"]
+    ["matrix", "values", "left", "right", "left_vectors", "operator", "terms", "scalar", "name", "space"]
 )
 NUMBERS = [torch.eye(2), torch.ones(2), torch.ones(3, 2), torch.zeros(0), torch.tensor([1, 0])]
 DESCRIPTIONS = st.recursive(

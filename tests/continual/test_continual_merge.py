@@ -10,7 +10,6 @@ import linnet
 from linnet.continual import EWC, NonOnlineLaplace, OnlineLaplace
 from linnet.continual.quadratic import MERGES, scaled, summed
 from linnet.likelihoods import Categorical
-from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.structured import Dense, Diagonal
 from tests.continual.continual_cases import flat, gradient, moved_away, small_network, small_task
@@ -157,10 +156,10 @@ def positive(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("merge", ["svd", "kl", "count"])
 def test_groups_merge_one_by_one(merge: str) -> None:
-    first = GroupedKronecker(positive(3, 2, seed=0), positive(3, 4, seed=1))
-    second = GroupedKronecker(positive(3, 2, seed=2), positive(3, 4, seed=3))
+    first = Kronecker(positive(3, 2, seed=0), positive(3, 4, seed=1))
+    second = Kronecker(positive(3, 2, seed=2), positive(3, 4, seed=3))
     one = summed(first, second, merge, (10, 30))
-    assert isinstance(one, GroupedKronecker)
+    assert isinstance(one, Kronecker)
     for r in range(3):
         pair = [Kronecker(m.left[r], m.right[r]) for m in (first, second)]
         alone = summed(pair[0], pair[1], merge, (10, 30))
@@ -215,9 +214,7 @@ def test_corrected_products_merge_in_the_nearest_eigenvalues() -> None:
     assert isinstance(one, KroneckerEigen)
     basis = torch.kron(one.left_vectors, one.right_vectors)
     torch.testing.assert_close(one.values.flatten(), (basis.T @ total @ basis).diagonal())
-    grouped = [
-        GroupedKroneckerEigen(m.left_vectors[None], m.right_vectors[None], m.values[None]) for m in terms
-    ]
+    grouped = [KroneckerEigen(m.left_vectors[None], m.right_vectors[None], m.values[None]) for m in terms]
     both = summed(grouped[0], grouped[1], "svd", (1, 1))
     assert both is not None
     torch.testing.assert_close(both.dense(), one.dense())
@@ -233,7 +230,7 @@ def test_a_task_without_curvature_in_a_layer_leaves_it_as_it_is() -> None:
 
 def test_scaling_keeps_examples_in_the_factor_that_has_them() -> None:
     term = Kronecker(positive(2, seed=0), positive(3, seed=1))
-    grouped = GroupedKronecker(positive(3, 2, seed=0), positive(3, 4, seed=1))
+    grouped = Kronecker(positive(3, 2, seed=0), positive(3, 4, seed=1))
     for operator in (term, grouped, Diagonal(torch.ones(2)), Dense(positive(2, seed=1))):
         torch.testing.assert_close(scaled(operator, 3.0).dense(), 3.0 * operator.dense())
         assert scaled(operator, 1.0) is operator

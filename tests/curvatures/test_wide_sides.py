@@ -18,7 +18,7 @@ from linnet.curvatures.running import RunningCurvature
 from linnet.curvatures.settings import WIDEST
 from linnet.errors import InputError, MemoryBudgetError
 from linnet.likelihoods import Categorical
-from linnet.linalg import Dense, Diagonal, HalfDiagonal, Kronecker
+from linnet.linalg import Dense, Diagonal, Kronecker, KroneckerEigen
 from tests.curvatures.curvature_oracles import Problem
 from tests.oracles.conformance import check_curvature
 from tests.oracles.dense import jacobian_oracle
@@ -26,6 +26,18 @@ from tests.zoo import assert_near
 
 ANIMALS = (("mlp-tanh", "categorical"), ("lenet", "categorical"), ("gpt2-eager", "categorical"),
            ("tied-linears", "gaussian"), ("upsampler", "gaussian"), ("mobilenet", "categorical"))  # fmt: skip
+
+
+def is_halved(operator: object) -> bool:
+    """Whether one of the factors is a diagonal."""
+    return isinstance(operator, KroneckerEigen) and operator.halved
+
+
+def basis_of(M: KroneckerEigen) -> Tensor:
+    """Q_L ⊗ Q_R, with I on the side that is a diagonal."""
+    pairs = zip(M.sides, M.values.shape, strict=True)
+    left, right = (torch.eye(n, dtype=M.dtype) if q is None else q.contiguous() for q, n in pairs)
+    return torch.kron(left, right)
 
 
 def selection(G: Curvature, part: Part) -> Tensor:
@@ -40,14 +52,15 @@ def limit(G: Curvature, share: float) -> int:
     return rows[round((1 - share) * (len(rows) - 1))] - 1
 
 
-def halved(product: Kronecker, part: Part, widest: int) -> Tensor | None:
+def half_of(product: Kronecker, widest: int) -> Tensor | None:
     """The dense product with the diagonals of wide factors; None if both are wide."""
-    wide = [factor.shape[0] > widest for factor in (product.left, product.right)]
+    factors = product.left, product.right
+    wide = [product.left.ndim == 2 and factor.shape[0] > widest for factor in factors]
     if all(wide):
         return None
-    return torch.kron(
-        *(f.diagonal().diag() if w else f for f, w in zip((product.left, product.right), wide, strict=True))
-    )
+    if not any(wide):
+        return product.dense()
+    return torch.kron(*(f.diagonal().diag() if w else f for f, w in zip(factors, wide, strict=True)))
 
 
 @pytest.mark.parametrize(("name", "family"), ANIMALS)
@@ -69,7 +82,7 @@ def test_wide_factors_are_the_diagonals_of_the_factors(
         rows = selection(whole, before)
         expected = before.operator.dense()
         if isinstance(before.operator, Kronecker):
-            half = halved(before.operator, before, widest)
+            half = half_of(before.operator, widest)
             expected = expected if half is None else half
             if half is None:
                 assert isinstance(part.operator, Diagonal)
@@ -78,7 +91,7 @@ def test_wide_factors_are_the_diagonals_of_the_factors(
         assert_near(part.operator.dense(), expected)
         assert rows.shape[0] == part.layer.size
         assert (part.structure == before.structure) or "exact diagonal" in part.note
-    assert HalfDiagonal in kinds or share
+    assert KroneckerEigen in kinds or share
     assert "diagonal" in found.coverage()
 
 
@@ -95,13 +108,10 @@ def test_corrected_eigenvalues_are_the_exact_blocks_diagonal_in_the_basis(
     found = problem.curvature("ekfac", expectation=expectation, passes=Passes(widest=widest))
     seen = 0
     for part in found.parts:
-        if not isinstance(part.operator, HalfDiagonal):
+        if not is_halved(part.operator):
             continue
         rows, M = selection(found, part), part.operator
-        q = M.vectors.contiguous()
-        n, m = M.values.shape
-        eye = torch.eye(n if M.side == "left" else m, dtype=M.dtype)
-        basis = torch.kron(eye, q) if M.side == "left" else torch.kron(q, eye)
+        basis = basis_of(M)
         expected = (basis.T @ rows @ block @ rows.T @ basis).diagonal()
         assert_near(M.values.flatten(), expected)
         seen += 1
@@ -118,12 +128,12 @@ def classifier(c: int = 12) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 def test_every_operation_agrees_with_the_dense_matrix(structure: str, tmp_path: Path) -> None:
     net, data = classifier()
     G = linnet.curvature(net, data, Categorical(), structure, passes=Passes(widest=6))
-    assert [type(p.operator) is HalfDiagonal for p in G.parts] == [False, True]
+    assert [is_halved(p.operator) for p in G.parts] == [False, True]
     expected = torch.zeros(G.shape).double()
     for part in G.parts:
         rows, M = selection(G, part), part.operator
-        if isinstance(M, HalfDiagonal):
-            basis = torch.kron(torch.eye(12).double(), M.vectors)
+        if is_halved(M):
+            basis = basis_of(M)
             expected += rows.T @ (basis * M.values.flatten()) @ basis.T @ rows
         else:
             expected += rows.T @ M.dense() @ rows
@@ -146,7 +156,7 @@ def test_the_output_layer_by_itself_needs_no_columns() -> None:
     for structure in ("kfac", "ekfac"):
         alone = linnet.curvature(lin, data, Categorical(), structure, passes=Passes(widest=6))
         both = linnet.curvature(net, data, Categorical(), structure, passes=Passes(widest=6))
-        assert isinstance(alone.parts[0].operator, HalfDiagonal)
+        assert is_halved(alone.parts[0].operator)
         assert_near(
             alone.dense(), both.parts[1].operator.dense().new_tensor(both.dense()[-72:, -72:].tolist())
         )
@@ -189,13 +199,13 @@ def test_memory_makes_diagonals_of_the_widest_sides_first() -> None:
     ask = lambda memory: linnet.curvature(net, data, Categorical(), passes=Passes(memory=memory), **options)  # noqa: E731
     every = ask("100MB")
     assert [type(p.operator) for p in every.parts] == [Kronecker, Kronecker]
-    assert [type(p.operator) for p in ask("20MB").parts] == [Kronecker, HalfDiagonal]
+    assert [type(p.operator) for p in ask("20MB").parts] == [Kronecker, KroneckerEigen]
     least = ask("2MB")
-    assert [type(p.operator) for p in least.parts] == [HalfDiagonal, HalfDiagonal]
+    assert [type(p.operator) for p in least.parts] == [KroneckerEigen, KroneckerEigen]
     assert f"the factor of {c} rows is a diagonal" in least.coverage()
     left, half = every.parts[1].operator, least.parts[1].operator
     assert isinstance(left, Kronecker)
-    assert isinstance(half, HalfDiagonal)
+    assert is_halved(half)
     assert_near(half.diagonal(), left.diagonal(), 1e-5)
     narrow = nn.Linear(600, 600)
     with pytest.raises(MemoryBudgetError, match=r"kfac of (weight|all)"):
@@ -208,7 +218,7 @@ def test_the_default_keeps_matrices_up_to_its_limit() -> None:
     net = nn.Linear(2, WIDEST + 1)
     data = torch.randn(3, 2), torch.randint(WIDEST, (3,))
     G = linnet.curvature(net, data, Categorical(), expectation="mc")
-    assert isinstance(G.parts[0].operator, HalfDiagonal)
+    assert is_halved(G.parts[0].operator)
     assert G.damped(0.1).logdet().isfinite()
 
 
@@ -223,10 +233,10 @@ def test_two_tasks_with_wide_sides_add_up() -> None:
             for part in ((x[:9], y[:9]), (x[9:], y[9:]))
         )
         total = summed(one, two, "svd", (9, 11))
-        assert isinstance(total, HalfDiagonal)
+        assert isinstance(total, KroneckerEigen)
         both = one.dense() + two.dense()
         assert_near(total.trace(), both.trace())
-        basis = torch.kron(torch.eye(12).double(), total.vectors.contiguous())
+        basis = basis_of(total)
         assert_near(total.values.flatten(), (basis.T @ both @ basis).diagonal())
         same = summed(one, one, "svd", (9, 9))
         assert same is not None
@@ -246,7 +256,7 @@ def test_a_running_average_carries_over_to_a_new_basis(monkeypatch: pytest.Monke
         running.add(x, y)
     expected = linnet.curvature(net, (x, y), Categorical(), "ekfac", passes=Passes(widest=6))
     G = running.curvature(examples=20)
-    assert isinstance(G.parts[1].operator, HalfDiagonal)
+    assert is_halved(G.parts[1].operator)
     assert_near(G.dense(), expected.dense(), 1e-8)
 
 

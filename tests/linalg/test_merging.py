@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from linnet.errors import NumericalError
-from linnet.linalg import Kronecker, LinearOperator, Sum, merge
-from linnet.linalg.kronecker import merge_kl, merge_svd
+from linnet.linalg import Kronecker, merge
 
-METHODS = ["exact", "svd", "kl", "count"]
+METHODS = ["svd", "kl", "count"]
 
 
 def positive(n: int) -> Tensor:
@@ -30,9 +29,9 @@ def total(terms: list[Kronecker]) -> Tensor:
     return torch.stack([term.dense() for term in terms]).sum(0)
 
 
-def merged(terms: list[Kronecker], method: str) -> LinearOperator:
+def merged(terms: list[Kronecker], method: str) -> Kronecker:
     """The sum by a method, with equal counts where they are wanted."""
-    return merge(terms, method, counts=[10.0] * len(terms) if method == "count" else None)
+    return merge(terms, method, [10.0] * len(terms))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -49,20 +48,8 @@ def test_terms_merged_one_by_one_do_not_grow_beyond_the_sum(method: str) -> None
     term = products(1)[0]
     running: Kronecker = term
     for step in range(2, 6):
-        pair = merge([running, term], method, counts=[10.0 * (step - 1), 10.0] if method == "count" else None)
-        if isinstance(pair, Kronecker):
-            running = pair
-            torch.testing.assert_close(running.dense(), step * term.dense(), rtol=1e-7, atol=1e-9)
-        else:
-            torch.testing.assert_close(pair.dense(), 2 * term.dense(), rtol=1e-12, atol=1e-12)
-
-
-def test_exact_keeps_the_list() -> None:
-    terms = products(3)
-    kept = merge(terms, "exact")
-    assert isinstance(kept, Sum)
-    assert kept.terms == tuple(terms)
-    torch.testing.assert_close(kept.dense(), total(terms), rtol=1e-10, atol=1e-10)
+        running = merge([running, term], method, [10.0 * (step - 1), 10.0])
+        torch.testing.assert_close(running.dense(), step * term.dense(), rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("method", ["svd", "kl"])
@@ -78,7 +65,7 @@ def test_a_common_factor_merges_exactly(method: str, side: str) -> None:
 def test_svd_is_the_nearest_product(count: int) -> None:
     terms = products(count)
     wanted = total(terms)
-    nearest = merge_svd(terms)
+    nearest = merge(terms, "svd")
     # The error of the best rank-1 approximation of the rearranged sum (Van Loan and Pitsianis 1993).
     rearranged = wanted.reshape(3, 2, 3, 2).permute(0, 2, 1, 3).reshape(9, 4)
     bound = torch.linalg.svdvals(rearranged)[1:].norm()
@@ -86,7 +73,7 @@ def test_svd_is_the_nearest_product(count: int) -> None:
 
 
 def test_svd_of_positive_terms_is_positive() -> None:
-    nearest = merge_svd(products(4))
+    nearest = merge(products(4), "svd")
     assert float(torch.linalg.eigvalsh(nearest.left)[0]) > 0
     assert float(torch.linalg.eigvalsh(nearest.right)[0]) > 0
 
@@ -99,9 +86,9 @@ def divergence(precision: Tensor, other: Tensor) -> float:
 
 def test_kl_is_a_minimum() -> None:
     terms = products(3)
-    wanted, nearest = total(terms), merge_kl(terms)
+    wanted, nearest = total(terms), merge(terms, "kl")
     best = divergence(nearest.dense(), wanted)
-    assert best < divergence(merge_svd(terms).dense(), wanted)
+    assert best < divergence(merge(terms, "svd").dense(), wanted)
     for _ in range(20):
         moved = Kronecker(nearest.left + 1e-3 * positive(3), nearest.right + 1e-3 * positive(2))
         assert divergence(moved.dense(), wanted) > best
@@ -109,28 +96,20 @@ def test_kl_is_a_minimum() -> None:
         assert divergence(moved.dense(), wanted) > best
 
 
-def test_the_tolerance_of_kl_decides_when_it_stops() -> None:
-    terms = products(4)
-    exact = merge_kl(terms, tolerance=1e-12).dense()
-    errors = [float((merge_kl(terms, tolerance=t).dense() - exact).norm()) for t in (0.5, 1e-3, 1e-9)]
-    assert errors[0] > errors[1] > errors[2]
-
-
 def test_kl_says_when_it_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("linnet.linalg.kronecker._KL_STEPS", 1)
     with pytest.raises(NumericalError, match="method='svd'"):
-        merge_kl(products(3))
+        merge(products(3), "kl")
 
 
 def test_counts_weigh_the_right_factors() -> None:
     first, second = products(2)
     merged_terms = merge([first, second], "count", counts=[30, 10])
-    assert isinstance(merged_terms, Kronecker)
     left, right = first.left + second.left, 0.75 * first.right + 0.25 * second.right
     torch.testing.assert_close(merged_terms.dense(), torch.kron(left, right), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("method", ["svd", "kl", "count"])
+@pytest.mark.parametrize("method", METHODS)
 def test_the_sum_does_not_depend_on_the_order_of_terms(method: str) -> None:
     terms = products(3)
     one, other = merged(terms, method).dense(), merged(terms[::-1], method).dense()

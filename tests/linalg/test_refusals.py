@@ -8,25 +8,18 @@ import torch
 
 from linnet.errors import InputError, NumericalError
 from linnet.linalg import (
-    BlockDiagonal,
     Dense,
     Diagonal,
     FunctionOperator,
-    GroupedKronecker,
-    GroupedKroneckerEigen,
     Kronecker,
     KroneckerEigen,
     LinearOperator,
     LowRankMatrix,
     ParameterSpace,
-    Permuted,
     Sum,
     factored_damping,
-    grouped_factored_damping,
-    merge,
 )
 from linnet.linalg.factorize import cholesky, eigh, root
-from linnet.linalg.kronecker import HalfDiagonal
 from linnet.linalg.random import make_generator
 from linnet.solvers import (
     cg,
@@ -65,11 +58,6 @@ def product(right: Any, left: Any = EYE) -> Any:
     return Kronecker(left, right, name="G of fc1")
 
 
-def grouped(*shape: int) -> Any:
-    """Eigenvalues of groups."""
-    return GroupedKroneckerEigen(EYES, EYES, torch.ones(shape))
-
-
 def composed(a: LinearOperator, b: LinearOperator) -> object:
     """A B."""
     return a @ b
@@ -95,28 +83,20 @@ MATRICES: list[Row] = [
     (NumericalError, "my G", lambda: Diagonal(torch.tensor([1.0, 0.0]), name="my G").inverse()),
     (InputError, "(2, 3)", lambda: Diagonal(ONES).quadratic(torch.ones(2, 3))),
     (InputError, "-1", lambda: Diagonal(ONES).scaled(-1.0)),
-    (InputError, "block", lambda: BlockDiagonal([])),
-    (InputError, "dtype", lambda: BlockDiagonal([Diagonal(ONES), Diagonal(ONES.double())])),
-    (InputError, "permutation", lambda: Permuted(Diagonal(ONES), torch.tensor([0, 0]))),
-    (InputError, "(1,)", lambda: Permuted(Diagonal(ONES), torch.tensor([0]))),
-    (InputError, "matrix", lambda: HalfDiagonal.of(ONES, ONES)),
-    (InputError, "side", lambda: HalfDiagonal(EYE, torch.ones(3, 2), "top")),
-    (InputError, "(3, 2)", lambda: HalfDiagonal(EYE, torch.ones(3, 2), "right")),
-    (NumericalError, "left", lambda: HalfDiagonal.of(NEGATIVE, EYE)),
+    (InputError, "matrix", lambda: KroneckerEigen.half_diagonal(ONES, ONES)),
+    (NumericalError, "left", lambda: KroneckerEigen.half_diagonal(NEGATIVE, EYE)),
     (InputError, "left factor", lambda: Kronecker(torch.ones(2, 3), EYE)),
     (InputError, "float64", lambda: product(EYE.double())),
     (NumericalError, "right factor of G of fc1", lambda: product(torch.diag(NEGATIVE)).solve(torch.ones(4))),
     (NumericalError, "G of fc1", lambda: KroneckerEigen.of(product(0 * EYE)).logdet()),
-    (InputError, "(2, 3)", lambda: KroneckerEigen(EYE, torch.eye(3), torch.ones(3, 2))),
+    (InputError, "(3, 2)", lambda: KroneckerEigen(EYE, torch.eye(3), torch.ones(3, 2))),
     (NumericalError, "-1", lambda: KroneckerEigen(EYE, EYE, -torch.ones(2, 2))),
     (InputError, "damping", lambda: factored_damping(product(EYE), -0.1)),
-    (InputError, "left factors", lambda: GroupedKronecker(EYE, EYES)),
-    (InputError, "2 and 1", lambda: GroupedKronecker(EYES, EYES[:1])),
-    (InputError, "float64", lambda: GroupedKronecker(EYES, EYES.double())),
-    (InputError, "matrix 0", lambda: GroupedKronecker(EYES, torch.ones(2, 2, 2).triu())),
-    (InputError, "(2, 2, 2)", lambda: grouped(2, 2)),
-    (NumericalError, "matrix 1", lambda: GroupedKronecker(EYES, EYES * NEGATIVE[:, None, None]).inverse()),
-    (InputError, "damping", lambda: grouped_factored_damping(GroupedKronecker(EYES, EYES), -0.1)),
+    (InputError, "(2, 2)", lambda: Kronecker(EYE, EYES)),
+    (InputError, "(1, 2, 2)", lambda: Kronecker(EYES, EYES[:1])),
+    (InputError, "symmetric", lambda: Kronecker(EYES, torch.ones(2, 2, 2).triu())),
+    (InputError, "(2, 2, 2)", lambda: KroneckerEigen(EYES, EYES, torch.ones(2, 2))),
+    (NumericalError, "matrix 1", lambda: Kronecker(EYES, EYES * NEGATIVE[:, None, None]).inverse()),
     (InputError, "(3,)", lambda: LowRankMatrix(torch.ones(3), torch.ones(1))),
     (InputError, "scale", lambda: LowRankMatrix(torch.ones(3, 1), torch.ones(1), scale=ONES)),
     (NumericalError, "-2", lambda: LowRankMatrix(EYE, NEGATIVE)),
@@ -128,14 +108,6 @@ MATRICES: list[Row] = [
         lambda: LowRankMatrix.from_factor(torch.ones(3, 1), diagonal=torch.zeros(3)),
     ),
     (NumericalError, "my G", lambda: LowRankMatrix.from_factor(torch.ones(5, 2), name="my G").inverse()),
-]
-MERGED: list[Row] = [
-    (InputError, "product", lambda: merge([], "svd")),
-    (InputError, "shape", lambda: merge([product(EYE), product(torch.eye(3))], "svd")),
-    (InputError, "method", lambda: merge([product(EYE)] * 2, "mean")),
-    (InputError, "counts", lambda: merge([product(EYE)] * 2, "count")),
-    (InputError, "counts", lambda: merge([product(EYE)] * 2, "svd", counts=[1, 1])),
-    (InputError, "positive", lambda: merge([product(EYE)] * 2, "count", counts=[1, 0])),
 ]
 OPERATORS: list[Row] = [
     (InputError, "adjoint=", lambda: TALL.T),
@@ -188,6 +160,6 @@ ITERATIONS: list[Row] = [
 ]
 
 
-@table([*FACTORS, *MATRICES, *MERGED, *OPERATORS, *ITERATIONS])
+@table([*FACTORS, *MATRICES, *OPERATORS, *ITERATIONS])
 def test_what_is_refused(row: Row) -> None:
     holds(row)

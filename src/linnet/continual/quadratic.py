@@ -16,7 +16,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader
 
 from linnet.curvatures.layers import Layer, Part
 from linnet.errors import InputError, ModelError
-from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
-from linnet.linalg.kronecker import HalfDiagonal, Kronecker, KroneckerEigen, merge
+from linnet.linalg.kronecker import Kronecker, KroneckerEigen, merge
 from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import Params
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
@@ -128,8 +127,6 @@ def scaled(operator: StructuredOperator, factor: float) -> StructuredOperator:
         return operator
     if isinstance(operator, Kronecker):
         return Kronecker(factor * operator.left, operator.right, name=operator.name)
-    if isinstance(operator, GroupedKronecker):
-        return GroupedKronecker(factor * operator.left, operator.right, name=operator.name)
     return operator.scaled(factor)
 
 
@@ -148,24 +145,24 @@ def summed(
     if method == "exact" or type(first) is not type(second):
         return None
     if isinstance(first, Kronecker) and isinstance(second, Kronecker):
-        return _product(first, second, method, counts, transposed)
-    if isinstance(first, GroupedKronecker) and isinstance(second, GroupedKronecker):
+        if first.left.shape != second.left.shape:
+            return None
+        if first.left.ndim == 2:
+            return _product(first, second, method, counts, transposed)
         groups = [
             _product(Kronecker(*a), Kronecker(*b), method, counts, transposed)
             for a, b in zip(_groups(first), _groups(second), strict=True)
         ]
         left, right = (torch.stack(side) for side in zip(*((g.left, g.right) for g in groups), strict=True))
-        return GroupedKronecker(left, right, name=second.name)
-    if isinstance(first, HalfDiagonal) and isinstance(second, HalfDiagonal):
-        return _half_diagonal(first, second) if first.side == second.side else None
-    if isinstance(first, KroneckerEigen | GroupedKroneckerEigen):
-        return _corrected(first, cast("KroneckerEigen | GroupedKroneckerEigen", second))
+        return Kronecker(left, right, name=second.name)
+    if isinstance(first, KroneckerEigen) and isinstance(second, KroneckerEigen):
+        return _corrected(first, second)
     if isinstance(first, LowRankMatrix) and isinstance(second, LowRankMatrix):
         return _low_rank(first, second)
     return None
 
 
-def _groups(operator: GroupedKronecker) -> list[tuple[Tensor, Tensor]]:
+def _groups(operator: Kronecker) -> list[tuple[Tensor, Tensor]]:
     """Left and right factor of every group."""
     return list(zip(operator.left, operator.right, strict=True))
 
@@ -181,9 +178,9 @@ def _product(
         return _nearest_gaussian(nonzero)
     if method == "count" and transposed:
         swapped = [Kronecker(term.right, term.left, name=term.name) for term in nonzero]
-        one = cast(Kronecker, merge(swapped, "count", counts))
+        one = merge(swapped, "count", counts)
         return Kronecker(one.right, one.left, name=one.name)
-    return cast(Kronecker, merge(nonzero, method, counts if method == "count" else None))
+    return merge(nonzero, method, counts)
 
 
 def _nearest_gaussian(terms: Sequence[Kronecker]) -> Kronecker:
@@ -196,7 +193,7 @@ def _nearest_gaussian(terms: Sequence[Kronecker]) -> Kronecker:
         Kronecker(_between(left_basis, left), _between(right_basis, right), name=term.name)
         for left, right, term in zip(lefts, rights, terms, strict=True)
     ]
-    one = cast(Kronecker, merge(inside, "kl"))
+    one = merge(inside, "kl")
     left, right = _between(left_basis.T, one.left), _between(right_basis.T, one.right)
     kind = terms[0].dtype
     return Kronecker(left.to(kind), right.to(kind), name=terms[-1].name)
@@ -217,46 +214,31 @@ def _between(basis: Tensor, matrix: Tensor) -> Tensor:
     return (product + product.T) / 2
 
 
-Corrected = KroneckerEigen | GroupedKroneckerEigen
-
-
-def _corrected(first: Corrected, second: Corrected) -> StructuredOperator:
+def _corrected(first: KroneckerEigen, second: KroneckerEigen) -> KroneckerEigen | None:
     """Eigenvalue-corrected products: a common eigenbasis, and the eigenvalues nearest in Frobenius norm."""
     # The basis is that of the sum's partial traces, Σₖ Q_Lk diag(λₖ 1) Q_Lkᵀ on the left; the eigenvalues are
-    # the diagonal of the sum in this basis, Σₖ (Q_Lᵀ Q_Lk)² λₖ ((Q_Rᵀ Q_Rk)²)ᵀ.
-    pair = (first, second)
-    make: Callable[[Tensor, Tensor, Tensor], StructuredOperator]
-    make = GroupedKroneckerEigen if isinstance(first, GroupedKroneckerEigen) else KroneckerEigen
-    same = torch.equal(first.left_vectors, second.left_vectors) and torch.equal(
-        first.right_vectors, second.right_vectors
-    )
-    if same:
-        return make(first.left_vectors, first.right_vectors, first.values + second.values)
-    left_sum = sum(_spectral(m.left_vectors.double(), m.values.double().sum(-1)) for m in pair)
-    right_sum = sum(_spectral(m.right_vectors.double(), m.values.double().sum(-2)) for m in pair)
-    left, right = torch.linalg.eigh(left_sum)[1], torch.linalg.eigh(right_sum)[1]
-    values = torch.stack(
-        [
-            (left.mT @ m.left_vectors.double()).square()
-            @ m.values.double()
-            @ (right.mT @ m.right_vectors.double()).square().mT
-            for m in pair
-        ]
-    ).sum(0)
-    return make(left.to(first.dtype), right.to(first.dtype), values.to(first.dtype))
-
-
-def _half_diagonal(first: HalfDiagonal, second: HalfDiagonal) -> HalfDiagonal:
-    """The same where one side is a diagonal in both: the basis of the other side alone is turned."""
-    pair = [(m.vectors.double(), m.values.double()) for m in (first, second)]
-    if first.side == "right":
-        pair = [(vectors, values.mT) for vectors, values in pair]
-    if torch.equal(first.vectors, second.vectors):
+    # the diagonal of the sum in this basis, Σₖ (Q_Lᵀ Q_Lk)² λₖ ((Q_Rᵀ Q_Rk)²)ᵀ. A side that is its own basis
+    # in both stays so.
+    sides = (first.left_vectors, second.left_vectors), (first.right_vectors, second.right_vectors)
+    if any((one is None) != (other is None) for one, other in sides):
+        return None
+    turned = [[q for q in side if q is not None] for side in sides]
+    if all(not side or torch.equal(*side) for side in turned):
         return first.with_values(first.values + second.values)
-    basis = torch.linalg.eigh(sum(_spectral(vectors, values.sum(0)) for vectors, values in pair))[1]
-    total = torch.stack([v @ (basis.mT @ q).square().mT for q, v in pair]).sum(0)
-    total = total.mT.contiguous() if first.side == "right" else total
-    return HalfDiagonal(basis.to(first.dtype), total.to(first.dtype), first.side, name=second.name)
+    values = [first.values.double(), second.values.double()]
+    sums = [
+        [_spectral(q.double(), v.sum(axis)) for q, v in zip(side, values, strict=False)]
+        for side, axis in zip(turned, (-1, -2), strict=True)
+    ]
+    left, right = (torch.linalg.eigh(sum(side))[1] if side else None for side in sums)
+    if left is not None:
+        pairs = zip(turned[0], values, strict=True)
+        values = [(left.mT @ q.double()).square() @ v for q, v in pairs]
+    if right is not None:
+        pairs = zip(turned[1], values, strict=True)
+        values = [v @ (right.mT @ q.double()).square().mT for q, v in pairs]
+    left, right = (None if q is None else q.to(first.dtype) for q in (left, right))
+    return KroneckerEigen(left, right, torch.stack(values).sum(0).to(first.dtype), name=second.name)
 
 
 def _spectral(vectors: Tensor, values: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from linnet.curvatures.layers import Part, in_eigenbases
 from linnet.curvatures.variance import output_covariance, output_variance
 from linnet.errors import InputError, NumericalError
 from linnet.files import save
-from linnet.linalg.grouped import GroupedKronecker, grouped_factored_damping
 from linnet.linalg.kronecker import Kronecker, factored_damping
 from linnet.linalg.operator import LinearOperator, require_fit
 from linnet.linalg.structured import StructuredOperator
@@ -170,8 +169,6 @@ class Curvature(StructuredOperator):
         """
 
         def damp(block: StructuredOperator) -> StructuredOperator:
-            if isinstance(block, GroupedKronecker):
-                return grouped_factored_damping(block, tau)
             return factored_damping(block, tau) if isinstance(block, Kronecker) else block.damped(tau)
 
         return self._with(damp, "factors damped", tau)

@@ -17,7 +17,7 @@ strides), those of a padded example count that some output depends on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -39,8 +39,7 @@ from linnet.curvatures.moments import (
 from linnet.curvatures.sums import ROWS_AT_ONCE, Gradients, Sums, layer_rows, second_moment
 from linnet.curvatures.sums import wide as wide_type
 from linnet.distributed import Share, all_same
-from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen, eigenbases
-from linnet.linalg.kronecker import HalfDiagonal, Kronecker, KroneckerEigen
+from linnet.linalg.kronecker import Kronecker, KroneckerEigen, eigenbases
 from linnet.tangent.rules import UseFactors
 
 
@@ -118,16 +117,13 @@ class KroneckerSums(Sums):
         count = max(self.terms, torch.finfo(torch.float32).tiny)  # 0 / 0 would be NaN
         return self.tensors["inputs"] / count, self.tensors["gradients"]
 
-    def block(self) -> Kronecker | GroupedKronecker | HalfDiagonal:
+    def block(self) -> Kronecker | KroneckerEigen:
         """B ⊗ A, or A ⊗ B for a weight stored with its inputs first."""
         inputs, gradients = self.factors()
         left, right = (inputs, gradients) if self.layer.transposed else (gradients, inputs)
-        name = f"curvature of {self.layer.name}"
-        if self.wide:
-            return HalfDiagonal.of(left[0], right[0], name)
         if self.layer.groups == 1:
-            return Kronecker(left[0], right[0], name=name)
-        return GroupedKronecker(left, right, name=name)
+            left, right = left[0], right[0]
+        return _product(left, right, self.layer)
 
 
 class RowMomentSums(Sums):
@@ -158,14 +154,19 @@ class RowMomentSums(Sums):
         else:
             self.tensors["right"] += second_moment(matrices.flatten(0, 1).mT)
 
-    def block(self) -> Kronecker | HalfDiagonal:
+    def block(self) -> Kronecker | KroneckerEigen:
         """L ⊗ R."""
         left, right = self.tensors["left"], self.tensors["right"]
         total = (left.sum() if left.ndim == 1 else left.trace()).clamp(min=torch.finfo(left.dtype).tiny)
-        name = f"curvature of {self.layer.name}"
-        if self.wide:
-            return HalfDiagonal.of(left, right / total, name)
-        return Kronecker(left, right / total, name=name)
+        return _product(left, right / total, self.layer)
+
+
+def _product(left: Tensor, right: Tensor, layer: Layer) -> Kronecker | KroneckerEigen:
+    """L ⊗ R, where one of them may be a diagonal."""
+    name = f"curvature of {layer.name}"
+    if left.ndim == right.ndim:
+        return Kronecker(left, right, name=name)
+    return KroneckerEigen.half_diagonal(left, right, name)
 
 
 # -- ekfac -----------------------------------------------------------------------------------------
@@ -180,13 +181,11 @@ class RowMomentSums(Sums):
 # The rotated gradients are formed from rotated inputs and output gradients, or rotated once formed; for
 # each layer the cheaper is taken by counting multiplications.
 
-Basis = KroneckerEigen | GroupedKroneckerEigen | HalfDiagonal
-
 
 class EigenvalueSums(Sums):
     """Σ (Q_Bᵀ G Q_A)² of a layer with factors."""
 
-    def __init__(self, kronecker: KroneckerSums, basis: Basis) -> None:
+    def __init__(self, kronecker: KroneckerSums, basis: KroneckerEigen) -> None:
         self.layer = kronecker.layer
         self.basis = basis
         left, right = self.basis.left_vectors, self.basis.right_vectors
@@ -262,7 +261,7 @@ class EigenvalueSums(Sums):
                 formed = self.gradient_basis.mT[:, None] @ formed
             self.tensors["values"] += formed.square_().sum((0, 2))
 
-    def block(self) -> Basis:
+    def block(self) -> KroneckerEigen:
         """The corrected product."""
         values = _without_rounding(self.tensors["values"])
         values = values.mT if self.layer.transposed else values
@@ -272,7 +271,7 @@ class EigenvalueSums(Sums):
 class RowEigenvalueSums(Sums):
     """The same for a layer that has per-example gradients only."""
 
-    def __init__(self, moments: RowMomentSums, basis: Basis) -> None:
+    def __init__(self, moments: RowMomentSums, basis: KroneckerEigen) -> None:
         self.layer = moments.layer
         self.basis = basis
         self.tensors = {"values": torch.zeros_like(self.basis.values)}
@@ -283,7 +282,7 @@ class RowEigenvalueSums(Sums):
         rotated = self.basis.rotate(rows.unflatten(1, tuple(self.basis.values.shape)))
         self.tensors["values"] += rotated.square().sum(0)
 
-    def block(self) -> Basis:
+    def block(self) -> KroneckerEigen:
         """The corrected product."""
         return self.basis.with_values(_without_rounding(self.tensors["values"]))
 
@@ -298,12 +297,11 @@ def shared_eigenvalue_sums(
 ) -> list[EigenvalueSums | RowEigenvalueSums]:
     """The second pass that belongs to a first one, with bases that all processes have in common."""
     blocks = [first.block() for first in firsts]
-    products = [block for block in blocks if not isinstance(block, HalfDiagonal)]
-    made: Iterator[Basis] = iter(eigenbases(products, share))
-    bases: list[Basis] = [block if isinstance(block, HalfDiagonal) else next(made) for block in blocks]
-    halves = [basis.vectors for basis in bases if isinstance(basis, HalfDiagonal)]
-    if share.world > 1 and halves:
-        all_same(halves)
+    made = iter(eigenbases([block for block in blocks if isinstance(block, Kronecker)], share))
+    bases = [next(made) if isinstance(block, Kronecker) else block for block in blocks]
+    sides = [side for basis in bases if basis.halved for side in (basis.left_vectors, basis.right_vectors)]
+    if share.world > 1 and sides:
+        all_same([side for side in sides if side is not None])
     return [
         EigenvalueSums(first, basis) if isinstance(first, KroneckerSums) else RowEigenvalueSums(first, basis)
         for first, basis in zip(firsts, bases, strict=True)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from linnet.distributed import current
 from linnet.errors import ModelError
-from linnet.linalg.grouped import GroupedKronecker, eigenbases
-from linnet.linalg.kronecker import Kronecker
+from linnet.linalg.kronecker import Kronecker, eigenbases
 from linnet.linalg.operator import ParameterSpace
 from linnet.linalg.structured import StructuredOperator
 from linnet.tangent.rules import Captured, Use, UseFactors, factors
@@ -309,11 +308,8 @@ class Part:
 def in_eigenbases(parts: Sequence[Part]) -> tuple[Part, ...]:
     """The same blocks with Kronecker products by their eigenvectors."""
     # Inside `linnet.distributed.sharing` each factor is decomposed by one process for all.
-    products = [part.operator for part in parts if isinstance(part.operator, Kronecker | GroupedKronecker)]
+    products = [part.operator for part in parts if isinstance(part.operator, Kronecker)]
     made = iter(eigenbases(products, current()))
     return tuple(
-        replace(part, operator=next(made))
-        if isinstance(part.operator, Kronecker | GroupedKronecker)
-        else part
-        for part in parts
+        replace(part, operator=next(made)) if isinstance(part.operator, Kronecker) else part for part in parts
     )

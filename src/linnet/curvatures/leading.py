@@ -22,8 +22,7 @@ from linnet.curvatures.layers import Layer, Part, as_found, in_eigenbases
 from linnet.curvatures.sums import layer_rows
 from linnet.errors import InputError
 from linnet.linalg.factorize import eigh
-from linnet.linalg.grouped import GroupedKroneckerEigen
-from linnet.linalg.kronecker import HalfDiagonal, KroneckerEigen
+from linnet.linalg.kronecker import KroneckerEigen
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.rules import Captured, Use, factors, padded
@@ -260,14 +259,9 @@ Vectors = tuple[Tensor | None, Tensor | None] | Tensor | None
 def _spectrum(part: Part) -> tuple[Vectors, Tensor]:
     """Eigenvectors (a pair for a product, ``None`` for unit vectors) and eigenvalues of one block."""
     block = part.operator
-    if isinstance(block, KroneckerEigen):
-        return (block.left_vectors[None], block.right_vectors[None]), block.values[None]
-    if isinstance(block, GroupedKroneckerEigen):
-        return (block.left_vectors, block.right_vectors), block.values
-    if isinstance(block, HalfDiagonal):  # one side is its own basis
-        sides = block.left_vectors, block.right_vectors
-        left, right = (None if side is None else side[None] for side in sides)
-        return (left, right), block.values[None]
+    if isinstance(block, KroneckerEigen):  # a side without vectors is its own basis
+        left, right = (t if t is None or t.ndim == 3 else t[None] for t in block.sides)
+        return (left, right), block.values.view(-1, *block.values.shape[-2:])
     if isinstance(block, Diagonal):
         return None, block.values
     if isinstance(block, Dense):

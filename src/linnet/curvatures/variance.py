@@ -22,8 +22,7 @@ from torch import Tensor
 from linnet.curvatures.layers import Layer, Part, as_found, layer_factors
 from linnet.curvatures.stream import usable
 from linnet.curvatures.sums import ROWS_AT_ONCE, layer_rows, looked_up
-from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
-from linnet.linalg.kronecker import HalfDiagonal, Kronecker, KroneckerEigen
+from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.structured import Diagonal
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size, split, take
@@ -213,13 +212,8 @@ def _looked_up_rows(part: Part, captured: Captured) -> Iterator[tuple[Tensor, Te
 
 def _is_closed(part: Part) -> bool:
     """Whether the layer has factors and its block one of the formulas above."""
-    return part.layer.factored and _has_form(part)
-
-
-def _has_form(part: Part) -> bool:
-    """Whether the block is one of those with a formula above."""
-    products = (Kronecker, KroneckerEigen, GroupedKronecker, GroupedKroneckerEigen, HalfDiagonal)
-    return isinstance(part.operator, products) if part.joined else isinstance(part.operator, Diagonal)
+    kinds = Kronecker | KroneckerEigen if part.joined else Diagonal
+    return part.layer.factored and isinstance(part.operator, kinds)
 
 
 class _Form:
@@ -245,12 +239,12 @@ class _Form:
         values: Tensor | None
         if isinstance(operator, Diagonal):
             return cls(None, None, _diagonal_values(operator.values, layer))
-        if isinstance(operator, Kronecker | GroupedKronecker):
+        if isinstance(operator, Kronecker):
             left, right, values = operator.left, operator.right, None
         else:
-            assert isinstance(operator, KroneckerEigen | GroupedKroneckerEigen | HalfDiagonal)
+            assert isinstance(operator, KroneckerEigen)
             left, right, values = operator.left_vectors, operator.right_vectors, operator.values
-        if not isinstance(operator, GroupedKronecker | GroupedKroneckerEigen):
+        if layer.groups == 1:
             left, right, values = (None if t is None else t[None] for t in (left, right, values))
         if layer.transposed:
             left, right, values = right, left, None if values is None else values.mT

@@ -22,8 +22,7 @@ from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.layers import Part
 from linnet.errors import InputError, NumericalError
 from linnet.linalg.factorize import cholesky, eigh, nonnegative, nonnegative_each
-from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
-from linnet.linalg.kronecker import HalfDiagonal, Kronecker, KroneckerEigen
+from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 
@@ -248,9 +247,9 @@ def _derivative(function: Callable[[Point], Tensor], at: Point, towards: Point) 
 def make_block(part: Part, damping: str, examples: float, definite: bool) -> Block:
     """Decompose one block of the curvature."""
     operator, name = part.operator, part.layer.name
-    if isinstance(operator, Kronecker | GroupedKronecker):
+    if isinstance(operator, Kronecker):
         return _product_block(part, operator, damping, examples)
-    if isinstance(operator, KroneckerEigen | GroupedKroneckerEigen | HalfDiagonal):
+    if isinstance(operator, KroneckerEigen):
         return EigenBlock(name, operator.values, operator.with_values)
     if isinstance(operator, Diagonal):
         return EigenBlock(name, operator.values, lambda v: Diagonal(v, name=name))
@@ -260,7 +259,7 @@ def make_block(part: Part, damping: str, examples: float, definite: bool) -> Blo
 
 
 def _product_block(
-    part: Part, product: Kronecker | GroupedKronecker, damping: str, examples: float
+    part: Part, product: Kronecker, damping: str, examples: float
 ) -> EigenBlock | ProductBlock:
     """A Kronecker product by the eigendecompositions of its factors, one after the other."""
     name = part.layer.name
@@ -270,11 +269,7 @@ def _product_block(
     )
     left, right = nonnegative_each(left, name), nonnegative_each(right, name)
     values = left[..., :, None] * right[..., None, :]
-    basis: KroneckerEigen | GroupedKroneckerEigen
-    if isinstance(product, Kronecker):
-        basis = KroneckerEigen(left_vectors, right_vectors, values, name=name)
-    else:
-        basis = GroupedKroneckerEigen(left_vectors, right_vectors, values, name=name)
+    basis = KroneckerEigen(left_vectors, right_vectors, values, name=name)
     if damping == "exact":
         return EigenBlock(name, values, basis.with_values)
     turned = part.layer.factored and part.layer.transposed  # the left factor is that of the inputs
@@ -336,16 +331,9 @@ def _sum(
     if isinstance(one, LowRankMatrix) and isinstance(other, LowRankMatrix):
         roots = [low.basis * low.values.sqrt() for low in (one, other)]
         return _low_rank(torch.cat(roots, 1), name)
-    if part.structure == "kfac":
-        if isinstance(one, Kronecker) and isinstance(other, Kronecker):
-            return Kronecker(
-                *_product(part, (one.left, one.right), (other.left, other.right), counts), name=name
-            )
-        if isinstance(one, GroupedKronecker) and isinstance(other, GroupedKronecker):
-            return GroupedKronecker(
-                *_product(part, (one.left, one.right), (other.left, other.right), counts), name=name
-            )
-    halved = ", one factor of which is a diagonal" if isinstance(one, HalfDiagonal) else ""
+    if part.structure == "kfac" and isinstance(one, Kronecker) and isinstance(other, Kronecker):
+        return Kronecker(*_product(part, (one.left, one.right), (other.left, other.right), counts), name=name)
+    halved = ", one factor of which is a diagonal" if part.structure == "kfac" else ""
     raise InputError(
         f"add=True with the {part.structure} block of {name}{halved}",
         expected='a structure that adds up: "kfac", "diagonal", "block", "full" or "low-rank"',

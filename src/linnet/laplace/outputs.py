@@ -20,7 +20,7 @@ from linnet.curvatures.layers import Part
 from linnet.curvatures.sums import layer_rows
 from linnet.curvatures.variance import batch_covariance, row_bytes, variance_blocks
 from linnet.likelihoods.discrete import Categorical
-from linnet.linalg.kronecker import HalfDiagonal, KroneckerEigen
+from linnet.linalg.kronecker import KroneckerEigen
 from linnet.linalg.random import make_generator
 from linnet.linalg.structured import Diagonal
 from linnet.memory import Plan, parse_bytes, require
@@ -49,7 +49,6 @@ from linnet.tree import map_tensors, tensors_in
 # which takes one forward pass, and C numbers an example for the variances, at every position where the
 # layer has several, such as tokens. Covariances are formed for a few examples at a time.
 
-EIGEN = (KroneckerEigen, HalfDiagonal)  # blocks in an eigenbasis
 BLOCK = 128  # examples at once
 FORMED = 1 << 21  # numbers in the covariances that are formed at once
 
@@ -63,7 +62,7 @@ def is_head(covariance: Curvature, x: Inputs, positions: bool = False) -> bool:
     layer, operator = part.layer, part.operator
     once = layer.form.uses == 1 and (positions or layer.form.positions == 1)
     plain = layer.factored and layer.why == "linear" and once
-    known = isinstance(operator, Diagonal) or (part.joined and isinstance(operator, EIGEN))
+    known = isinstance(operator, Diagonal) or (part.joined and isinstance(operator, KroneckerEigen))
     if not plain or not known or layer.groups > 1 or layer.transposed:
         return False
     key = f"outputs of {layer.name}"
@@ -116,7 +115,7 @@ def _spread(part: Part, a: Tensor, diagonal: bool) -> Tensor:
         shaped = [v.reshape(shape) for v, shape in zip(pieces, layer.shapes, strict=True)]
         variance = a.to(operator.dtype).square() @ layer.join(shaped)[0].T
         return variance if diagonal else torch.diag_embed(variance)
-    assert isinstance(operator, EIGEN), "is_head lets no other through"
+    assert isinstance(operator, KroneckerEigen), "is_head lets no other through"
     left, right, a = operator.left_vectors, operator.right_vectors, a.to(operator.dtype)
     weight = (a if right is None else a @ right).square() @ operator.values.T  # w, (N, C)
     if left is None:

@@ -29,7 +29,6 @@ from linnet.laplace.blocks import DAMPINGS, Block, Point, make_block
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.factorize import eigh_bytes, is_finite
-from linnet.linalg.grouped import GroupedKronecker
 from linnet.linalg.kronecker import Kronecker
 from linnet.linalg.operator import ParameterSpace
 from linnet.linalg.structured import Dense, StructuredOperator
@@ -265,7 +264,7 @@ def require_memory(curvature: Curvature, memory: str | int | None) -> None:
     """Raise if the posterior of a curvature would not fit."""
     operators = [part.operator for part in curvature.parts]
     held = [value for one in operators for value in vars(one).values()]
-    products = [one for one in operators if isinstance(one, Kronecker | GroupedKronecker)]
+    products = [one for one in operators if isinstance(one, Kronecker)]
     factors = [side for one in products for side in (one.left, one.right)]
     factors += [one.matrix for one in operators if isinstance(one, Dense)]
     workspace = (t.shape[:-2].numel() * eigh_bytes(t.shape[-1], t.itemsize) for t in factors)

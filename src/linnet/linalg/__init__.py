@@ -2,10 +2,6 @@
 
 from linnet.linalg.factorize import cholesky as cholesky
 from linnet.linalg.factorize import eigh as eigh
-from linnet.linalg.grouped import GroupedKronecker as GroupedKronecker
-from linnet.linalg.grouped import GroupedKroneckerEigen as GroupedKroneckerEigen
-from linnet.linalg.grouped import grouped_factored_damping as grouped_factored_damping
-from linnet.linalg.kronecker import HalfDiagonal as HalfDiagonal
 from linnet.linalg.kronecker import Kronecker as Kronecker
 from linnet.linalg.kronecker import KroneckerEigen as KroneckerEigen
 from linnet.linalg.kronecker import factored_damping as factored_damping
@@ -17,8 +13,6 @@ from linnet.linalg.operator import ParameterSpace as ParameterSpace
 from linnet.linalg.operator import Params as Params
 from linnet.linalg.operator import Sum as Sum
 from linnet.linalg.operator import Vector as Vector
-from linnet.linalg.structured import BlockDiagonal as BlockDiagonal
 from linnet.linalg.structured import Dense as Dense
 from linnet.linalg.structured import Diagonal as Diagonal
-from linnet.linalg.structured import Permuted as Permuted
 from linnet.linalg.structured import StructuredOperator as StructuredOperator

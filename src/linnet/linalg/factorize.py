@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from linnet.distributed import Share, all_filled, owners
 from linnet.errors import InputError, NumericalError
 from linnet.number_types import current
 from linnet.progress import waiting
@@ -282,3 +283,28 @@ def root(matrix: Tensor, name: str = "matrix") -> Tensor:
         return factor
     values, vectors = eigh(matrix, name)
     return (vectors * nonnegative_each(values, name).sqrt()[..., None, :]) @ vectors.mT
+
+
+# -- several processes -----------------------------------------------------------------------------
+#
+# A decomposition costs some ten times n³ operations, and its copy n² numbers, so that each of several has
+# one owner and the others take what it found. All then have one basis to the bit, also where eigenvalues
+# coincide and another machine would find another.
+
+
+def shared_eigh(
+    matrices: Sequence[Tensor], names: Sequence[str], share: Share
+) -> list[tuple[Tensor, Tensor]]:
+    """Eigenvalues and eigenvectors of symmetric matrices, or batches of them, on all processes, (..., n)."""
+    # matrices (..., n, n)
+    ranks = owners([float(matrix.numel() * matrix.shape[-1]) for matrix in matrices], share.world)
+    found = [
+        eigh(matrix, name)
+        if owner == share.rank
+        else (matrix.new_empty(matrix.shape[:-1]), torch.empty_like(matrix))
+        for matrix, name, owner in zip(matrices, names, ranks, strict=True)
+    ]
+    if share.world > 1:
+        pairs = list(zip(found, ranks, strict=True))
+        all_filled([[t for pair, own in pairs if own == rank for t in pair] for rank in range(share.world)])
+    return found

@@ -6,10 +6,9 @@ J M Jᵀ. A precision is turned into the covariance of the same structure by ``i
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Self
 
 import torch
@@ -143,6 +142,8 @@ class Dense(StructuredOperator):
 
     def __init__(self, matrix: Tensor, space: ParameterSpace | None = None, name: str = "matrix") -> None:
         require_symmetric(matrix, name)
+        if matrix.ndim != 2:
+            refuse(name, matrix, "one matrix (n, n)", "pass one matrix")
         self.shape = (matrix.shape[0], matrix.shape[1])
         self.dtype, self.device = matrix.dtype, matrix.device
         self.space, self.name = require_space(space, self.shape[0]), name
@@ -254,119 +255,6 @@ class Diagonal(StructuredOperator):
         return self._root(v)
 
 
-@node("blocks", "space")
-class BlockDiagonal(StructuredOperator):
-    """Blocks along the diagonal, each with its own structure."""
-
-    def __init__(self, blocks: Sequence[StructuredOperator], space: ParameterSpace | None = None) -> None:
-        if len({(block.dtype, block.device) for block in blocks}) != 1:
-            raise InputError(
-                f"blocks is {list(blocks)}",
-                "at least one block, all of one dtype and device",
-                remedy="convert the blocks with .to(dtype) or .to(device)",
-            )
-        ends = list(accumulate((block.shape[0] for block in blocks), initial=0))
-        self.blocks = tuple(blocks)
-        self.slices = tuple(slice(*pair) for pair in pairwise(ends))
-        self.shape = (ends[-1], ends[-1])
-        self.dtype, self.device = blocks[0].dtype, blocks[0].device
-        self.space, self.name = require_space(space, ends[-1]), "block diagonal matrix"
-
-    def _each(self, function: Callable[[StructuredOperator, Tensor], Tensor], v: Tensor) -> Tensor:
-        """Apply a function to every block and its rows of v (n, K)."""
-        return torch.cat([function(b, v[rows]) for b, rows in zip(self.blocks, self.slices, strict=True)])
-
-    def mm(self, v: Tensor) -> Tensor:
-        """M_b v_b for every block b."""
-        return self._each(lambda block, part: block.mm(part), v)
-
-    def inverse(self) -> BlockDiagonal:
-        """M_b⁻¹."""
-        return BlockDiagonal([block.inverse() for block in self.blocks], self.space)
-
-    def damped(self, tau: float) -> BlockDiagonal:
-        """M_b + τ I."""
-        return BlockDiagonal([block.damped(tau) for block in self.blocks], self.space)
-
-    def scaled(self, scalar: float) -> BlockDiagonal:
-        """``c M_b``."""
-        return BlockDiagonal([block.scaled(scalar) for block in self.blocks], self.space)
-
-    def logdet(self) -> Tensor:
-        """Σ log det M_b."""
-        return torch.stack([block.logdet() for block in self.blocks]).sum()
-
-    def diagonal(self) -> Tensor:
-        """The diagonals of all blocks."""
-        return torch.cat([block.diagonal() for block in self.blocks])
-
-    def _solve(self, b: Tensor) -> Tensor:
-        return self._each(lambda block, part: block._solve(part), b)
-
-    def _root(self, v: Tensor) -> Tensor:
-        return self._each(lambda block, part: block._root(part), v)
-
-    def _root_transposed(self, v: Tensor) -> Tensor:
-        return self._each(lambda block, part: block._root_transposed(part), v)
-
-
-@node("operator", "order", "space")
-class Permuted(StructuredOperator):
-    """A matrix with its rows and columns in another order, Π M Πᵀ."""
-
-    # Kronecker blocks of a layer treat weight and bias as one matrix [W b]; this puts their rows back into
-    # the order of the parameters.
-
-    def __init__(
-        self, operator: StructuredOperator, order: Tensor, space: ParameterSpace | None = None
-    ) -> None:
-        n = operator.shape[0]
-        if order.shape != (n,) or not torch.equal(order.sort().values.cpu(), torch.arange(n)):
-            raise InputError(
-                f"order has shape {tuple(order.shape)}",
-                f"a permutation of 0 ... {n - 1}",
-                remedy="pass such as torch.randperm(n)",
-            )
-        self.operator = operator
-        self.order = order.to(operator.device)
-        self._back = self.order.argsort()
-        self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
-        self.space, self.name = require_space(space, n), operator.name
-
-    def mm(self, v: Tensor) -> Tensor:
-        """Π M Πᵀ v."""
-        return self.operator.mm(v[self._back])[self.order]
-
-    def inverse(self) -> Permuted:
-        """Π M⁻¹ Πᵀ."""
-        return Permuted(self.operator.inverse(), self.order, self.space)
-
-    def damped(self, tau: float) -> Permuted:
-        """Π (M + τ I) Πᵀ."""
-        return Permuted(self.operator.damped(tau), self.order, self.space)
-
-    def scaled(self, scalar: float) -> Permuted:
-        """Π c M Πᵀ."""
-        return Permuted(self.operator.scaled(scalar), self.order, self.space)
-
-    def logdet(self) -> Tensor:
-        """``log det M``."""
-        return self.operator.logdet()
-
-    def diagonal(self) -> Tensor:
-        """Π diag M."""
-        return self.operator.diagonal()[self.order]
-
-    def _solve(self, b: Tensor) -> Tensor:
-        return self.operator._solve(b[self._back])[self.order]
-
-    def _root(self, v: Tensor) -> Tensor:
-        return self.operator._root(v)[self.order]
-
-    def _root_transposed(self, v: Tensor) -> Tensor:
-        return self.operator._root_transposed(v[self._back])
-
-
 def require_space(space: ParameterSpace | None, n: int) -> ParameterSpace | None:
     """A parameter space of dimension n, or None."""
     if space is not None and space.dim != n:
@@ -379,21 +267,19 @@ def require_space(space: ParameterSpace | None, n: int) -> ParameterSpace | None
 
 
 def require_symmetric(matrix: Tensor, name: str) -> None:
-    """Check that a matrix is square, finite and symmetric up to rounding."""
-    # matrix (n, n)
+    """Check that a matrix, or each of a batch, is square, finite and symmetric up to rounding."""
+    # matrix (..., n, n)
     require_square(matrix, name)
     require_finite(matrix, name)
-    if matrix.ndim != 2:
-        raise InputError(f"{name} has shape {tuple(matrix.shape)}", "one matrix (n, n)", "pass one matrix")
     if not matrix.numel():
         return
-    tolerance = 1e3 * torch.finfo(matrix.dtype).eps * torch.linalg.vector_norm(matrix, torch.inf)
-    asymmetry = torch.linalg.vector_norm(matrix - matrix.T, torch.inf)
-    if asymmetry > tolerance:
+    largest = functools.partial(torch.linalg.vector_norm, ord=torch.inf, dim=(-2, -1))
+    asymmetry = largest(matrix - matrix.mT)
+    if bool((asymmetry > 1e3 * torch.finfo(matrix.dtype).eps * largest(matrix)).any()):
         raise InputError(
-            f"{name} is not symmetric: two mirrored entries differ by {float(asymmetry):.3g}",
+            f"{name} is not symmetric: two mirrored entries differ by {float(asymmetry.max()):.3g}",
             expected="a symmetric matrix",
-            remedy="pass (M + M.T) / 2 if the difference is rounding",
+            remedy="pass (M + M.mT) / 2 if the difference is rounding",
         )
 
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from linnet.distributed import current
 from linnet.errors import NumericalError
-from linnet.linalg.factorize import cholesky, eigenvalue_error, eigh
-from linnet.linalg.grouped import dealt_eigh
+from linnet.linalg.factorize import cholesky, eigenvalue_error, eigh, shared_eigh
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, signs
 from linnet.params import choice, number
@@ -494,7 +493,7 @@ class Spectrum:
     def __init__(self, kernel: Tensor, residual: Tensor) -> None:
         self.residual = residual.to(kernel.dtype)
         self.n, self.c = residual.shape
-        [(values, self.vectors)] = dealt_eigh([kernel], ["kernel"], current())
+        [(values, self.vectors)] = shared_eigh([kernel], ["kernel"], current())
         self.values = values.clamp_min(0)
         self.counted = counted(kernel, residual)
         # K has no negative eigenvalue: the most negative one found measures its rounding errors

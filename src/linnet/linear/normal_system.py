@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from linnet.distributed import all_rows, current, share_sum
-from linnet.linalg.factorize import cholesky, eigenvalue_error
-from linnet.linalg.grouped import dealt_eigh
+from linnet.linalg.factorize import cholesky, eigenvalue_error, shared_eigh
 from linnet.linear.dual import (
     Along,
     Measure,
@@ -86,7 +85,7 @@ class NormalSystem(System):
     def spectrum(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues λ (P,) and eigenvectors V (P, P) of J̃ᵀJ̃."""
         if self._spectrum is None:
-            [(values, vectors)] = dealt_eigh([self.normal], ["Fisher matrix"], current())
+            [(values, vectors)] = shared_eigh([self.normal], ["Fisher matrix"], current())
             # there is no negative eigenvalue: the most negative one found measures the rounding errors
             self._negative = max(0.0, -float(values.min()), eigenvalue_error(values))
             self._spectrum = values.clamp_min(0), vectors

@@ -15,7 +15,6 @@ from linnet.curvatures.layers import Layer, Part
 from linnet.distributed import all_sum, least, owners, world
 from linnet.errors import NumericalError
 from linnet.linalg.factorize import cholesky
-from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen, grouped_factored_damping
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen, factored_damping, kron_mm
 from linnet.linalg.operator import ParameterSpace
 from linnet.linalg.structured import StructuredOperator
@@ -121,29 +120,22 @@ def _product_in_two(part: Part, block: Factors, g: Tensor, out: Tensor, space: P
 def _cost(block: StructuredOperator) -> float:
     """Σ n³ over the matrices that are inverted."""
     if isinstance(block, Kronecker):
-        return float(block.left.shape[0]) ** 3 + float(block.right.shape[0]) ** 3
-    if isinstance(block, GroupedKronecker):
-        groups, n, m = block.left.shape[0], block.left.shape[1], block.right.shape[1]
-        return groups * (float(n) ** 3 + float(m) ** 3)
+        return block.groups * sum(float(factor.shape[-1]) ** 3 for factor in (block.left, block.right))
     return float(block.shape[0])
 
 
 def _prepared(block: StructuredOperator, inversion: str) -> StructuredOperator:
     """Kronecker products by their eigendecompositions, if inverses are to be exact."""
-    if inversion == "exact" and isinstance(block, Kronecker):
-        return KroneckerEigen.of(block)
-    if inversion == "exact" and isinstance(block, GroupedKronecker):
-        return GroupedKroneckerEigen.of(block)
-    return block
+    return KroneckerEigen.of(block) if inversion == "exact" and isinstance(block, Kronecker) else block
 
 
 def _inverted(block: StructuredOperator, shift: float) -> Block:
     """The inverse of a block with the damping put in, factored where it is a Kronecker product."""
-    if isinstance(block, Kronecker):
-        return _factors_inverted(block, shift)
-    if isinstance(block, GroupedKronecker):
-        return grouped_factored_damping(block, shift).inverse()
-    return block.damped(shift).inverse()
+    if not isinstance(block, Kronecker):
+        return block.damped(shift).inverse()
+    if block.left.ndim == 3:
+        return factored_damping(block, shift).inverse()
+    return _factors_inverted(block, shift)
 
 
 def _factors_inverted(block: Kronecker, shift: float) -> Factors:
