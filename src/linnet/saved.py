@@ -19,9 +19,9 @@ from linnet.fitting.saved import restored_fit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.laplace.laplace import restored_laplace
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.nested.saved import restored_nested
+from linnet.nested.nested_fit import restored_nested
 from linnet.tangent.functional import OutputAdapter
-from linnet.tangent_gp.saved import restored_gp
+from linnet.tangent_gp.tangent_gp import restored_gp
 
 # What makes an object of a saved tree, by the name of the file, less its ending; each checks the network.
 READERS: dict[str, Callable[..., Any]] = {

@@ -16,7 +16,7 @@ from linnet.errors import (
     MemoryBudgetError,
     NumericalError,
 )
-from linnet.fitting import Shared, squared_fit
+from linnet.fitting import Shared, linear_fit
 from linnet.fitting.head import deal, example_hashes
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linear.features import Heads
@@ -80,11 +80,11 @@ def test_weights_and_kernel_predict_alike(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Heads, "cross", lambda *_: pytest.fail("a kernel"))
     near(first.predict(p.x_test), expected)
     monkeypatch.undo()
-    monkeypatch.setattr(squared_fit, "SHARE", 0.0)
+    monkeypatch.setattr(linear_fit, "SHARE", 0.0)
     monkeypatch.setattr(Heads, "weigh", lambda *_: pytest.fail("weights"))
     near(second.predict(p.x_test), expected)
     monkeypatch.undo()
-    assert squared_fit.SHARE > 0
+    assert linear_fit.SHARE > 0
 
 
 @pytest.mark.parametrize("m", [C, C + 3])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import NumericalError
-from linnet.fitting import squared_fit
+from linnet.fitting import linear_fit
 from linnet.integrations.pretrained import BUILDERS
 from linnet.linear.features import WeightedSum
 from linnet.linear.targets import Targets, make_targets
@@ -90,7 +90,7 @@ def test_predictions_in_weights_are_those_by_the_kernel(
     monkeypatch.setattr(WeightedSum, "cross", lambda *_: pytest.fail("a kernel"))
     assert near(fit.predict(X), expected)
     monkeypatch.undo()
-    monkeypatch.setattr(squared_fit, "SHARE", 0.0)
+    monkeypatch.setattr(linear_fit, "SHARE", 0.0)
     monkeypatch.setattr(WeightedSum, "weights", lambda *_: pytest.fail("weights"))
     if weight:  # a probe's weights take no memory to speak of
         assert near(alike.predict(X), expected)

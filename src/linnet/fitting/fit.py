@@ -11,10 +11,10 @@ from torch import Tensor
 from linnet.distributed import sharing
 from linnet.errors import InputError
 from linnet.fitting.accuracy import sound_fit
-from linnet.fitting.arguments import base_outputs, check_ridge
+from linnet.fitting.arguments import Choices, base_outputs, check_ridge
 from linnet.fitting.combinations import averaged, drawn_combinations, explain_outputs
 from linnet.fitting.cross_fit import Chosen, CrossFit, chosen_ridge, find_cross_fit, given_ridge
-from linnet.fitting.linear_fit import Choices, LinearFit
+from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.plan import Size, affordable, choose_solver
 from linnet.fitting.remarks import head_remarks, held_remarks, single_remarks, unused_remarks
 from linnet.fitting.sketch import deflated, sketched

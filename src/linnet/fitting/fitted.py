@@ -13,25 +13,35 @@ import torch
 from torch import Tensor, fx
 
 from linnet import pages
+from linnet.errors import InputError
+from linnet.files import save
+from linnet.fitting.accuracy import sound_change
 from linnet.fitting.arguments import Choices, count_in_words, positions
-from linnet.fitting.export import checked_module
-from linnet.fitting.merged import Merged
+from linnet.fitting.export import ExportedPosterior, checked_module, exported_fit
+from linnet.fitting.merged import Merged, merged_network
 from linnet.fitting.plots import FitPlots, eigenvalues_of
 from linnet.fitting.remarks import after_change
+from linnet.fitting.sketch import SketchedNetwork, sketch_state
 from linnet.fitting.softmax_path import SoftmaxPath
+from linnet.linear.constrained_system import constrained
+from linnet.linear.constraints import wanted
 from linnet.linear.dual import RidgePath
 from linnet.linear.newton import NewtonSystem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
-from linnet.params import flag
+from linnet.params import flag, number
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
 from linnet.shown import frame, outputs
 from linnet.tangent.batch import Inputs, batch_size, observed, take
+from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import examples
+from linnet.tangent.gather import examples, gather_data, owned
 from linnet.tangent.graph import Prototype, Traced
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.loaders import DataNotes
+from linnet.tangent.matching import identity
 from linnet.tangent.modes import in_exact_mode
 
 if TYPE_CHECKING:
@@ -44,34 +54,46 @@ class Fitted(PredictiveModel):
     """Base class of all fits of data: what every loss answers alike, by its solved equations.
 
     Args:
-        system: The solved equations.
+        module: What the model is made of: a ``Linearized``, whose δ is set to the solution, or a network with
+            random heads.
         targets: Training targets.
+        system: The solved equations.
         record: What was chosen and why.
 
     Attributes:
-        system: The same.
-        record: The same.
+        module: The same; a ``Linearized`` stays at δ = 0 where every output has weights of its own.
+        system: The solved equations, in samples or in weights.
+        record: What was chosen and why.
         x: Training inputs, N examples.
         held_out: Outputs by a procedure that has not seen the example, where the head was cross-fitted.
     """
 
     loss: ClassVar[str] = "squared"  # as ``linnet.fit`` calls it
+    kind: ClassVar[str] = "linear-fit"  # of the file
+    system: System | NewtonSystem
     chosen_path: SoftmaxPath | None = None  # the path that the ridge was chosen from, where it is kept
 
-    def __init__(self, system: System | NewtonSystem, targets: Targets, record: Choices) -> None:
-        self.system, self.x = system, system.x
+    def __init__(self, module: Any, targets: Targets, system: Any, record: Choices) -> None:
+        self.module, self.system, self.x = module, system, system.x
         self._targets, self.record = targets, record
         self.held_out: Tensor | None = None
+        if not system.shared:
+            with torch.no_grad():
+                for name, value in module.space.to_params(system.delta).items():
+                    module.delta[name].copy_(value)
+            if system.constraints is not None and system.multipliers is not None:
+                system.constraints.refined(module, system.multipliers)
 
     # -- what a subclass says --------------------------------------------------------------------
 
     @abstractmethod
-    def _made(self, system: Any, targets: Targets, record: Choices) -> Self:
-        """A fit by another system of the same model."""
-
-    @abstractmethod
     def _outputs(self, x: Inputs) -> Tensor:
         """f(x), (T, C), of examples that were checked."""
+
+    @property
+    @abstractmethod
+    def noise(self) -> float:
+        """The noise variance σ²; 0 for the cross-entropy."""
 
     @property
     def _unit(self) -> float:
@@ -93,17 +115,13 @@ class Fitted(PredictiveModel):
     def variance_scale(self) -> float:
         """The factor on variances in probabilities."""
 
-    def _effort(self, system: Any) -> str:
-        """What a change took, as the end of a sentence."""
-        del system
-        return ""
-
     # -- what was fitted -------------------------------------------------------------------------
 
     @property
     def _function(self) -> Functional:
         """The network that runs on the examples, in whose type predictions are."""
-        return self.system.function
+        found: Functional = self.module.function
+        return found
 
     @property
     def memory(self) -> str | int | None:
@@ -150,14 +168,30 @@ class Fitted(PredictiveModel):
         return self.record.classes or None
 
     @property
-    @abstractmethod
-    def noise(self) -> float:
-        """The noise variance σ²; 0 for the cross-entropy."""
+    def classes(self) -> int | None:
+        """Number of classes, ``None`` for regression."""
+        return self._targets.classes
 
     @property
-    @abstractmethod
     def labels(self) -> Tensor | None:
-        """Training classes (N,), ``None`` for regression."""
+        """Training classes (N,), the likeliest of soft labels; ``None`` for regression."""
+        return self._targets.labels
+
+    @property
+    def delta(self) -> Params:
+        """δ by parameter name: the fit's own tensors, not to be written to; ``displacement`` gives copies."""
+        self._require_one_delta("delta")
+        return {name: t.detach() for name, t in self.module.delta.items()}
+
+    def _require_one_delta(self, what: str) -> None:
+        """Raise where every output has weights of its own."""
+        if self.system.shared:
+            raise InputError(
+                f"{what} of a fit with one kernel for all outputs",
+                expected="a fit whose outputs share their weights: here every output has weights of its own",
+                remedy='pass linnet.fit another solver than "shared"; predictive(), and export() without '
+                "variance=, work",
+            )
 
     @abstractmethod
     def loo(self) -> Tensor:
@@ -292,13 +326,109 @@ class Fitted(PredictiveModel):
         """
         index = positions(indices, self.n).to(self._function.device)
         start = time.perf_counter()
-        system = self.system.removed(index)
-        targets = replace(self._targets, values=self.targets[kept(index, self.n).to(self.targets.device)])
-        return self._changed(targets, system, f"forgot {count_in_words(len(index))}", start)
+        system, keep = self.system.removed(index), torch.ones(self.n, dtype=torch.bool)
+        keep[index.cpu()] = False
+        targets = replace(self._targets, values=self.targets[keep.to(self.targets.device)])
+        made = self._changed(targets, system, f"forgot {count_in_words(len(index))}", start)
+        if self.trained and self.held_out is not None:
+            made.held_out = self.held_out[keep.to(self.held_out.device)]
+        return made
+
+    @in_exact_mode
+    def update(self, data: Any, ridge: float | str | None = None) -> Self:
+        """The fit with more training examples, without refitting.
+
+        Args:
+            data: New examples: an (x, y) pair, a Dataset, a DataLoader or batches.
+            ridge: Of the squared loss another ρ, or "loo", "gcv" or "evidence" to choose it again on all
+                examples; of ``linnet.adapt`` "loo" alone, which chooses the weight of the lower layers too.
+                Kept by default, and of the cross-entropy always.
+
+        Returns:
+            A new fit on all examples, old ones first, exact to ``summary()["certificate"]``.
+
+        Raises:
+            DataError: If the data are empty, not finite, or have labels out of range.
+            InputError: If ``ridge`` is none of these.
+        """
+        start = time.perf_counter()
+        self._check_new_ridge(ridge)
+        return self._updated(*self._gathered(data), ridge, start)
+
+    def _gathered(self, data: Any) -> tuple[Inputs, Tensor]:
+        """More data, as the network takes them."""
+        function, said = self._function, DataNotes.known(self.record.classes)
+        x, y = gather_data(data, function, memory=self.memory, said=said)
+        function.check_runs(take(x, slice(0, 1)))
+        return x, y
+
+    @abstractmethod
+    def _check_new_ridge(self, ridge: Any) -> None:
+        """Raise unless an update may take this ridge."""
+
+    @abstractmethod
+    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> Self:
+        """The fit with more examples, which were checked to run."""
+
+    @in_exact_mode
+    def constrain(
+        self, x: Inputs, targets: Any = None, groups: Any = None, *, weight: float | None = None
+    ) -> Self:
+        """The optimum among outputs that obey linear equations, on top of those that hold already.
+
+        Outputs are held at old predictions (backward compatibility) or other values; groups get equal
+        mean outputs (linear fairness). ``forget`` and ``update`` keep the equations, and leave-one-out,
+        influence and covariances are those of the fit that obeys them. For the squared loss.
+
+        Args:
+            x: M examples.
+            targets: Outputs (M, C) to hold, NaN where an output is free; integer classes (M,) stand for
+                their training targets.
+            groups: (M,) integers: every output has the same mean over each of the groups.
+            weight: w, to add ½w‖S f − v‖² to the objective instead of requiring S f = v, at any ridge.
+
+        Returns:
+            A new fit; ``summary()["reasons"]["constraints"]`` says what holds and what was redundant.
+
+        Raises:
+            InputError: If equations contradict each other, an argument does not fit the inputs, the loss is
+                the cross-entropy, or every output has weights of its own (``solver="shared"``).
+            MemoryBudgetError: If there are too many equations for the budget.
+
+        Example:
+            >>> import linnet
+            >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+            >>> x = torch.eye(3, 2).double()
+            >>> fit = linnet.fit(linnet.linearize(net.double()), (x, x[:, :1]))
+            >>> fit.constrain(x[:1], torch.tensor([[0.25]])).predict(x[:1])
+            tensor([[0.2500]], dtype=torch.float64)
+        """
+        start = time.perf_counter()
+        self._require_one_delta("constrain()")
+        if not isinstance(self.system, System):
+            raise InputError(
+                f"constrain() of a fit with loss={self.loss!r}",
+                expected="a fit with the squared loss, whose constrained optimum is linear algebra",
+                remedy="fit with loss='squared' and constrain that",
+            )
+        if weight is not None:
+            number("weight", weight, above=0, remedy="leave weight= out for equations that hold exactly")
+        x = owned(self._examples(x), self.memory)
+        asked = wanted(x, targets, groups, self._targets, self._function.device)
+        system = constrained(self.module, self.system, asked, weight, self.memory)
+        what = f"constrained {count_in_words(batch_size(x))}"
+        return sound_change(self._changed(self._targets, system, what, start))
+
+    def _made(self, system: Any, targets: Targets, record: Choices) -> Self:
+        """A fit by another system of the same model."""
+        return type(self)(Linearized(self.module.function), targets, system, record)
 
     def _changed(self, targets: Targets, system: Any, what: str, start: float) -> Self:
         """A fit by another system of the same model, and with what was done."""
-        reasons = {**self.record.reasons, "change": what + self._effort(system)}
+        steps = f", {system.described()}" if isinstance(system, NewtonSystem) else ""
+        reasons = {**self.record.reasons, "change": what + steps}
+        if system.constraints is not None:
+            reasons["constraints"] = system.constraints.says()
         warnings = after_change(
             self.record.warnings, self._function.model, system.x, targets, likely=self.loss == "cross-entropy"
         )
@@ -410,7 +540,8 @@ class Fitted(PredictiveModel):
             [torch.Size([10, 1]), torch.Size([10, 1])]
         """
         flag("variance", variance)
-        few = self._some(x)
+        given = self.x if x is None else x
+        few = self._examples(take(observed(given)[0], slice(0, TRACED)))
 
         def answer(part: Inputs) -> tuple[Tensor, ...]:
             if not variance:
@@ -443,26 +574,67 @@ class Fitted(PredictiveModel):
         """
         return self._merged(self._examples(self.x if x is None else x))
 
-    def _some(self, x: Inputs | None) -> Inputs:
-        """A few examples to trace, as the network takes them."""
-        given = self.x if x is None else x
-        return self._examples(take(observed(given)[0], slice(0, TRACED)))
-
-    @abstractmethod
     def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
         """The model as a plain module, its variances computed in a type, or in the network's."""
+        if not variance:
+            return exported_fit(self.module, like, None, kind)
+        posterior = ExportedPosterior(
+            self.x, self.ridge, self._unit, self._roots, self.memory, self.system.constraints
+        )
+        return exported_fit(self.module, like, posterior, kind)
 
-    @abstractmethod
+    @property
+    def _roots(self) -> Tensor | None:
+        """L with Λ = LLᵀ at the optimum, (N, C, D); ``None`` for the identity."""
+        return None
+
     def _merged(self, x: Inputs) -> Merged:
         """The network at θ₀ + δ, compared on examples."""
+        self._require_one_delta("merge()")
+        return merged_network(self.module, x, self.classes)
 
-    def _summary(self, parameters: int) -> dict[str, Any]:
-        """Size, choices and their reasons, as plain numbers and text."""
+    # -- keeping ---------------------------------------------------------------------------------
+
+    def save(self, directory: str | Path) -> Path:
+        """Write the fit to a folder: safetensors and JSON, atomically.
+
+        Args:
+            directory: The folder; made if missing.
+
+        Returns:
+            The file that ``linnet.load`` reads.
+        """
+        state = {"record": self.record, "x": self.x, "targets": self._targets, "held_out": self.held_out}
+        return save(directory, self.kind, {"network": self._identity(), **state, **self._state()})
+
+    def _identity(self) -> dict[str, Any]:
+        """What tells the network from others."""
+        function = self._function
+        model = function.model
+        return identity(function) | {
+            "float64": function.source is not None,
+            "precision": {} if function.pinned is None else function.pinned.named(),
+            # made by the fit, so that nobody else can bring it
+            "sketch": sketch_state(model) if isinstance(model, SketchedNetwork) else None,
+        }
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any]:
+        """What a file holds beside the network, the record and the data."""
+
+    def summary(self) -> dict[str, Any]:
+        """Size, solver, ridge and the reasons for choices, as plain numbers and text.
+
+        Returns:
+            A dict that ``json`` can write; ``"certificate"`` is the relative residual of the equations, for
+            the cross-entropy ‖∇‖ relative to ‖∇‖ at δ = 0.
+        """
         return {
+            "loss": self.loss,
             "examples": self.n,
             "outputs": self.system.c,
-            "parameters": parameters,
-            "classes": self._targets.classes,
+            "parameters": self.module.space.dim,
+            "classes": self.classes,
             "solver": self.solver,
             "ridge": self.ridge,
             "criterion": self.record.criterion,
@@ -472,13 +644,6 @@ class Fitted(PredictiveModel):
             "warnings": list(self.record.warnings),
             "seconds": dict(self.record.seconds),
         }
-
-
-def kept(index: Tensor, n: int) -> Tensor:
-    """Which of n examples are left without some, (n,) of bools."""
-    keep = torch.ones(n, dtype=torch.bool, device=index.device)
-    keep[index] = False
-    return keep
 
 
 def joined_targets(targets: Targets, more: Targets) -> Targets:

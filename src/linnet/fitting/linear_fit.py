@@ -1,44 +1,318 @@
-"""The linear fit of a linearized network under squared loss: what ``linnet.fit`` returns.
+"""Fits of the squared loss: every answer once, by the solved equations.
 
-    f(x) = f₀(x) + J(x) δ,    δ = argmin ½ Σᵢ ‖tᵢ − f(xᵢ)‖² + ½ ρ‖δ‖²
+    f(x) = m(x) + Φ(x) δ,    δ = argmin ½ Σᵢ ‖tᵢ − f(xᵢ)‖² + ½ ρ‖δ‖²
 
-With ``solver="shared"`` the features are those of a few combinations of the outputs (``combinations.py``):
-every output has displacements of its own.
+Prediction, uncertainty, leave-one-out, influence, exact forgetting and updates are linear algebra on this
+solution (``linear/system.py``); none of them trains anything. What a model is linear in is a ``Features``
+(``linear/features.py``). LQF's objective (Achille et al., CVPR 2021, eq. 3) is Σᵢ ‖·‖² + ½ λ‖δ‖², so its λ is
+2ρ; with a mean over N examples it is λ = 2ρ/N.
+
+``LinearFit`` is that of a linearized network, f(x) = f₀(x) + J(x) δ. With ``solver="shared"`` its features
+are those of a few combinations of the outputs (``combinations.py``): every output has its own displacements.
 """
 
 from __future__ import annotations
 
-import time
+from abc import abstractmethod
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from functools import cached_property
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
-from linnet.fitting.accuracy import sound_change
-from linnet.fitting.arguments import Choices as Choices
-from linnet.fitting.arguments import base_outputs, count_in_words, linear_outputs
-from linnet.fitting.export import ExportedPosterior, exported_directions, exported_fit
-from linnet.fitting.fit_files import write_fit
-from linnet.fitting.merged import Merged, merged_network
-from linnet.fitting.squared_fit import SquaredFit
-from linnet.linear.constrained_system import constrained
-from linnet.linear.constraints import Constraints, wanted
-from linnet.linear.features import Heads
+from linnet.errors import DataError, InputError
+from linnet.fitting.accuracy import answerable, sound_change
+from linnet.fitting.arguments import (
+    Choices,
+    base_outputs,
+    check_ridge,
+    count_in_words,
+    linear_outputs,
+    ridge_grid,
+)
+from linnet.fitting.cross_fit import chosen_ridge
+from linnet.fitting.export import exported_directions
+from linnet.fitting.fitted import Fitted, joined_targets
+from linnet.linear.constraints import Constraints
+from linnet.linear.dual import RidgePath
+from linnet.linear.features import Heads, Weights
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.problem import Problem
 from linnet.linear.saved import system_state
 from linnet.linear.system import System
-from linnet.linear.targets import Targets
+from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets
 from linnet.params import number
-from linnet.tangent.batch import Inputs, batch_size
+from linnet.predictive.noise import fit_moderation, fit_temperature
+from linnet.tangent.batch import Inputs, observe, observed, take
 from linnet.tangent.coordinates import Coordinates
-from linnet.tangent.forward_mode import Params
-from linnet.tangent.functional import Functional
-from linnet.tangent.gather import owned
 from linnet.tangent.graph import Prototype, Traced
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.nonfinite import check_result
+
+SHARE = 0.25  # of the memory budget that weights kept for predictions may take
+
+
+class SquaredFit(Fitted):
+    """A fit of the squared loss."""
+
+    system: System
+
+    def __init__(self, module: Any, targets: Targets, system: System, record: Choices) -> None:
+        super().__init__(module, targets, system, record)
+        self._moderation: tuple[float, float] | None = None
+        self._point_temperature: float | None = None
+        self._noise: float | None = None
+
+    @abstractmethod
+    def _start(self, x: Inputs) -> Tensor | float:
+        """m(x), (T, C), the mean before the data."""
+
+    # -- what was fitted -------------------------------------------------------------------------
+
+    @property
+    def noise(self) -> float:
+        """σ², the noise variance of highest evidence at this ridge; the prior precision is ρ/σ².
+
+        Where the ridge was chosen for values, it is raised to what new targets need whose ridge and noise are
+        not known: the ridges are averaged over by their evidence, and the noise as in Student's t.
+        """
+        known = self._evident_noise() * self.record.noise_factor if self._noise is None else self._noise
+        return max(known, torch.finfo(torch.float64).tiny)
+
+    def _evident_noise(self) -> float:
+        """σ² of highest evidence."""
+        return self.system.noise()
+
+    @property
+    @in_exact_mode
+    def temperature(self) -> float | None:
+        """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
+        labels = self.labels
+        if labels is not None and self._moderation is None:
+            variances = self.noise * self.system.loo_variances().diagonal(dim1=1, dim2=2)
+            outputs, labels, variances = self._of_possible(self.loo(), labels, variances.clamp_min(0))
+            self._moderation = fit_moderation(outputs, labels, variances)
+        return None if self._moderation is None else self._moderation[0]
+
+    @property
+    def variance_scale(self) -> float:
+        """s, the factor on variances in probabilities; fitted together with ``temperature``."""
+        _ = self.temperature
+        return 1.0 if self._moderation is None else self._moderation[1]
+
+    @property
+    def point_temperature(self) -> float | None:
+        """T for outputs without their variance, fitted to the leave-one-out predictions alike."""
+        labels = self.labels
+        if labels is not None and self._point_temperature is None:
+            self._point_temperature = fit_temperature(*self._of_possible(self.loo(), labels))
+        return self._point_temperature
+
+    def _of_possible(self, outputs: Tensor, labels: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """Outputs (N, C), labels, and more like outputs, as if there were no other classes than these."""
+        seen = self._possible
+        if seen is None:
+            return outputs, labels, *others
+        return outputs[:, seen], torch.searchsorted(seen, labels), *(one[:, seen] for one in others)
+
+    def calibrate(
+        self,
+        temperature: float | None = None,
+        point_temperature: float | None = None,
+        variance_scale: float = 1.0,
+        noise: float | None = None,
+    ) -> None:
+        """Take temperatures and noise that are known already, instead of fitting them in closed form.
+
+        Args:
+            temperature: T of outputs with their variance.
+            point_temperature: T of outputs without it.
+            variance_scale: Factor on variances in probabilities.
+            noise: σ².
+
+        Raises:
+            InputError: If one is not a positive number.
+        """
+        scale = number("variance_scale", variance_scale, above=0)
+        if noise is not None:
+            self._noise = number("noise", noise, above=0)
+        if temperature is not None:
+            self._moderation = number("temperature", temperature, above=0), scale
+        if point_temperature is not None:
+            self._point_temperature = number("point_temperature", point_temperature, above=0)
+
+    # -- predictions -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _outputs(self, x: Inputs) -> Tensor:
+        """f(x) of shared features: by a kernel that is kept, in weights, or by K(x, X)."""
+        system, start = self.system, self._start(x)
+        assert isinstance(system, KernelSystem)
+        found = system.predicted(x)
+        if found is None and self._weights is not None:
+            found = self._weights(x)
+        if found is None:
+            found = torch.cat([system.mean(cross) for cross in system.kernel_to_train(x)])
+        made = (found + start).to(self._function.dtype)
+        check_result(self._function, x, made)
+        return made
+
+    @cached_property
+    def _weights(self) -> Weights | None:
+        """Shared features in weights, formed once; ``None`` where they exceed a share of the memory."""
+        problem, memory = self.system.problem, self.memory
+        plan = problem.basis.plan(self.system.c, memory)
+        if plan.peak > SHARE * plan.budget:
+            return None
+        return problem.basis.weights(problem.examples, self.system.beta.double(), memory)
+
+    @torch.no_grad()
+    def along(self, x: Inputs, ridges: Tensor) -> Tensor:
+        """Outputs along a path of ridges.
+
+        Args:
+            x: T examples.
+            ridges: ρ, (R,).
+
+        Returns:
+            (R, T, C).
+
+        Raises:
+            InputError: If a ridge is not positive, the fit was solved by iterations, or obeys equations.
+        """
+        grid, x = ridge_grid(ridges), self._examples(x)
+        if self.system.constraints is not None:
+            raise InputError(
+                "along() of a fit that obeys equations on outputs",
+                expected="a fit whose outputs are f₀ + Jδ with δ by the data alone",
+                remedy="take the path of the fit before constrain()",
+            )
+        found, start = self.system.along_path(x), self._start(x)
+        coordinates = found.coordinates.reshape(len(found.values), -1)
+        shape = -1, self.system.c
+        moved = [(found.rows / (found.values + ridge)) @ coordinates for ridge in grid]
+        return torch.stack([start + change.view(shape) for change in moved])
+
+    # -- audits ----------------------------------------------------------------------------------
+
+    @in_exact_mode
+    def loo(self) -> Tensor:
+        """Outputs for each training example by the fit without it: exactly, without refitting.
+
+        t_i − (M_ii)⁻¹ β_i with M = (K + ρI)⁻¹.
+
+        Where the head was cross-fitted they are the held-out outputs of ``held_out`` instead. At positions
+        that do not count (``axis=``, labels of −100) they are the outputs of the fit without the example all
+        the same; NaN of cross-fitted heads.
+
+        Returns:
+            Leave-one-out outputs (N, C).
+        """
+        found, (x, mask) = self._left_out(), observed(self.x)
+        if mask is None:
+            return found
+        counted = mask.flatten(1).to(found.device)
+        if self.held_out is not None:
+            return found.masked_fill(~counted, torch.nan)
+        index = (~counted.all(1)).nonzero()[:, 0]
+        plain = take(x, index)
+        outputs, begin = self.predict(plain).to(found), 0
+        for effect in self.system.effects(plain, self.system.loo_residuals()):  # (N, t, C)
+            part = slice(begin, begin := begin + effect.shape[1])
+            outputs[part] -= effect[index[part], torch.arange(effect.shape[1])].to(found)
+        found[index] = torch.where(counted[index], found[index], outputs)
+        return found
+
+    def _left_out(self) -> Tensor:
+        """As ``loo``, and zero at positions that do not count, like the targets there."""
+        if self.held_out is not None:
+            return self.held_out
+        residuals = self.system.loo_residuals()
+        return self.targets.to(residuals) - residuals
+
+    def path(self, ridges: Tensor | list[float] | None = None) -> RidgePath:
+        """Leave-one-out error, GCV, evidence and degrees of freedom along a path of ridges.
+
+        Args:
+            ridges: ρ, (R,), all positive; by default nine decades around the scale of the kernel.
+
+        Returns:
+            The table.
+
+        Raises:
+            InputError: If a ridge is not positive, or the fit was solved by conjugate gradients.
+            NumericalError: If a ridge is below what rounding lets be answered.
+        """
+        given = self._grid() if ridges is None else answerable(self, ridge_grid(ridges))
+        return self.system.path(given, self._targets)
+
+    def _grid(self) -> Tensor | None:
+        """Ridges of the default path, (R,); ``None`` for those of the equations."""
+        return None
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def _check_new_ridge(self, ridge: Any) -> None:
+        """Raise unless it is a positive number or a criterion."""
+        if ridge is not None:
+            check_ridge(ridge)
+
+    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> Self:
+        """The fit with more examples, the ridge kept, given or chosen by a criterion."""
+        x, new = self._like(x, y)
+        system = self.system.extended(self._more(x, new))
+        targets = joined_targets(self._targets, new)
+        what, factor = f"added {count_in_words(len(new.values))}", self.record.noise_factor
+        if isinstance(ridge, str):
+            taken = chosen_ridge(system.path(None, targets), ridge, targets)
+            system, factor = system.at(taken.ridge), taken.noise_factor
+            what = f"{what}; the ridge chosen by {ridge}"
+        elif ridge is not None:
+            system, factor = system.at(float(ridge)), 1.0
+            what = f"{what}; the ridge set to {float(ridge):.4g}"
+        fitted = sound_change(self._changed(targets, system, what, start))
+        criterion = ridge if isinstance(ridge, str) else fitted.record.criterion
+        fitted.record = replace(fitted.record, criterion=criterion, noise_factor=factor)
+        return fitted
+
+    def _more(self, x: Inputs, new: Targets) -> Problem:
+        """More data of the same model."""
+        start = self._start(x)
+        values = new.values.to(start if isinstance(start, Tensor) else self.system.residual)
+        return self.system.problem.of(x, values - start)
+
+    def _like(self, x: Inputs, y: Tensor, what: str = "the new data") -> tuple[Inputs, Targets]:
+        """Inputs, and targets like those that the fit was made of."""
+        function, like = self._function, self._targets
+        if like.axis is not None:
+            y, counted = position_targets(y, function.output_shape(x), like.axis, like.scale, some=False)
+            x = x if counted is None else observe(x, counted)
+        c = self.targets.shape[1]
+        if function.check_runs(take(x, slice(0, 1))).numel() == c:  # not several random heads
+            check_arrangement(y, function.output_shape(x))
+        made = make_targets(y, c, like.scale, varied=False, dtype=self.targets.dtype)
+        if (made.classes is None) != (like.classes is None):
+            kind = "integer classes" if like.classes is not None else "float targets (N, C)"
+            raise DataError(
+                f"y of {what} has type {y.dtype}",
+                expected=f"{kind}, as in the data before",
+                remedy="convert y with y.long() or y.float()",
+            )
+        return x, made
+
+    @torch.no_grad()
+    def recomputed(self) -> Self:
+        """The same fit from the network and the training data alone: nothing but the model is kept.
+
+        Returns:
+            A fit to compare with, after many changes.
+
+        Raises:
+            InputError: If the fit was solved by iterations, or obeys equations on outputs.
+        """
+        return self._made(self.system.again(), self._targets, self.record)
 
 
 class LinearFit(SquaredFit):
@@ -64,31 +338,11 @@ class LinearFit(SquaredFit):
         (torch.Size([3, 1]), 2)
     """
 
-    def __init__(self, module: Linearized, targets: Targets, system: System, record: Choices) -> None:
-        super().__init__(system, targets, record)
-        self.module = module
-        if not system.shared:
-            self._set_delta()
-
-    @torch.no_grad()
-    def _set_delta(self) -> None:
-        """Give the module the solution, δ = Jᵀβ + Aᵀν."""
-        module, nu = self.module, self.system.multipliers
-        for name, value in module.space.to_params(self.system.delta).items():
-            module.delta[name].copy_(value)
-        if self.constraints is not None and nu is not None:
-            self.constraints.refined(module, nu)
+    module: Linearized
 
     def _compared(self) -> tuple[Any, ...]:
         """What processes that ask it together must have alike; each may have rounded its δ by itself."""
         return self.module.function, self.x, self.targets, f"{self.ridge:.4g}"
-
-    # -- what was fitted -------------------------------------------------------------------------
-
-    @property
-    def _function(self) -> Functional:
-        """The network."""
-        return self.module.function
 
     @property
     def constraints(self) -> Constraints | None:
@@ -100,12 +354,6 @@ class LinearFit(SquaredFit):
         """V, (C, M), whose columns are the combinations of outputs that make a shared kernel."""
         basis = self.system.problem.basis
         return basis.combinations if isinstance(basis, Heads) else None
-
-    @property
-    def delta(self) -> Params:
-        """δ by parameter name: the fit's own tensors, not to be written to; ``displacement`` gives copies."""
-        self._require_own_weights("delta")
-        return {name: t.detach() for name, t in self.module.delta.items()}
 
     @torch.no_grad()
     def displacement(self) -> dict[str, Tensor]:
@@ -121,15 +369,6 @@ class LinearFit(SquaredFit):
         found = model.displacement(delta["epsilon"]) if isinstance(model, Coordinates) else delta
         return {name: t.clone() for name, t in found.items()}
 
-    def _require_own_weights(self, what: str) -> None:
-        """Raise where every output has weights of its own."""
-        if self.system.shared:
-            raise InputError(
-                f'{what} of a fit with solver="shared"',
-                expected="a fit whose outputs share their weights: here every output has weights of its own",
-                remedy="fit with another solver; predictive(), and export() without variance= work",
-            )
-
     def _start(self, x: Inputs) -> Tensor:
         """f₀(x)."""
         base = base_outputs(self.module, x)
@@ -139,74 +378,12 @@ class LinearFit(SquaredFit):
         """f₀(x) + J(x)δ."""
         return super()._outputs(x) if self.system.shared else linear_outputs(self.module, x)
 
-    # -- changes ---------------------------------------------------------------------------------
-
-    @in_exact_mode
-    def constrain(
-        self, x: Inputs, targets: Any = None, groups: Any = None, *, weight: float | None = None
-    ) -> LinearFit:
-        """The optimum among outputs that obey linear equations, on top of those that hold already.
-
-        Outputs are held at old predictions (backward compatibility) or other values; groups get equal
-        mean outputs (linear fairness). ``forget`` and ``update`` keep the equations, and leave-one-out,
-        influence and covariances are those of the fit that obeys them.
-
-        Args:
-            x: M examples.
-            targets: Outputs (M, C) to hold, NaN where an output is free; integer classes (M,) stand for
-                their training targets.
-            groups: (M,) integers: every output has the same mean over each of the groups.
-            weight: w, to add ½w‖S f − v‖² to the objective instead of requiring S f = v, at any ridge.
-
-        Returns:
-            A new fit; ``summary()["reasons"]["constraints"]`` says what holds and what was redundant.
-
-        Raises:
-            InputError: If equations contradict each other, an argument does not fit the inputs, or every
-                output has weights of its own (``solver="shared"``).
-            MemoryBudgetError: If there are too many equations for the budget.
-
-        Example:
-            >>> import linnet
-            >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-            >>> x = torch.eye(3, 2).double()
-            >>> fit = linnet.fit(linnet.linearize(net.double()), (x, x[:, :1]))
-            >>> fit.constrain(x[:1], torch.tensor([[0.25]])).predict(x[:1])
-            tensor([[0.2500]], dtype=torch.float64)
-        """
-        start = time.perf_counter()
-        self._require_own_weights("constrain()")
-        if weight is not None:
-            number("weight", weight, above=0, remedy="leave weight= out for equations that hold exactly")
-        x = owned(self._examples(x), self.memory)
-        asked = wanted(x, targets, groups, self._targets, self.module.function.device)
-        system = constrained(self.module, self.system, asked, weight, self.memory)
-        what = f"constrained {count_in_words(batch_size(x))}"
-        return sound_change(self._changed(self._targets, system, what, start))
-
-    def _made(self, system: System, targets: Targets, record: Choices) -> LinearFit:
-        """A fit by another system on the same network."""
-        if system.constraints is not None:
-            record = replace(record, reasons={**record.reasons, "constraints": system.constraints.says()})
-        return LinearFit(Linearized(self.module.function), targets, system, record)
-
-    # -- elsewhere -------------------------------------------------------------------------------
-
     def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
-        """The model as a plain module, its variances computed in a type, or in the network's."""
-        if self.system.shared:
-            return self._plain_shared(like, variance)
-        if not variance:
-            return exported_fit(self.module, like, None, kind)
-        weights = self.system.problem.weights
-        roots = None if weights is None else weights.diag_embed()
-        posterior = ExportedPosterior(self.x, self.ridge, self.noise, roots, self.memory, self.constraints)
-        return exported_fit(self.module, like, posterior, kind)
-
-    def _plain_shared(self, like: Prototype, variance: bool) -> Traced:
-        """The model with displacements of every output."""
+        """The model as a plain module; of one kernel for all outputs with displacements of every output."""
+        if not self.system.shared:
+            return super()._plain(like, variance, kind)
         if variance:
-            self._require_own_weights("export(variance=True)")
+            self._require_one_delta("export(variance=True)")
         problem, function = self.system.problem, self.module.function
         beta, combinations = self.system.beta.double(), self.combinations
         assert combinations is not None
@@ -218,39 +395,20 @@ class LinearFit(SquaredFit):
             like,
         )
 
-    def _merged(self, x: Inputs) -> Merged:
-        """The network at θ₀ + δ, compared on examples."""
-        self._require_own_weights("merge()")
-        return merged_network(self.module, x, self.classes)
-
-    # -- keeping ---------------------------------------------------------------------------------
-
     def summary(self) -> dict[str, Any]:
-        """Size, solver, ridge and the reasons for choices, as plain numbers and text.
+        """As of every fit, and the number of combinations of outputs that make a shared kernel.
 
         Returns:
             A dict that ``json`` can write.
         """
         shared = {} if self.combinations is None else {"combinations": self.combinations.shape[1]}
-        return self._summary(self.module.space.dim) | shared
+        return super().summary() | shared
 
-    def save(self, directory: str | Path) -> Path:
-        """Write the fit to a folder: safetensors and JSON, atomically.
-
-        Args:
-            directory: The folder; made if missing.
-
-        Returns:
-            The file that ``linnet.load`` reads.
-        """
-        state = {
-            "loss": "squared",
-            "record": self.record,
-            "x": self.x,
-            "targets": self._targets,
+    def _state(self) -> dict[str, Any]:
+        """The solved equations."""
+        return {
+            "loss": self.loss,
             "solved": system_state(self.system),
             "residual": self.system.problem.residual,
             "combinations": self.combinations,
-            "held_out": self.held_out,
         }
-        return write_fit(directory, self.module.function, state)

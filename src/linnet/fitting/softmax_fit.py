@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import (
+    Choices,
     base_outputs,
     count_in_words,
     linear_outputs,
@@ -28,11 +28,7 @@ from linnet.fitting.arguments import (
     ridge_grid,
 )
 from linnet.fitting.cross_fit import CrossFit
-from linnet.fitting.export import ExportedPosterior, exported_fit
-from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import Fitted, joined_targets
-from linnet.fitting.linear_fit import Choices
-from linnet.fitting.merged import Merged, merged_network
 from linnet.fitting.remarks import empty_remarks
 from linnet.fitting.softmax_path import (
     LeftOut,
@@ -49,14 +45,9 @@ from linnet.linear.label_problem import LabelProblem, class_problem, class_targe
 from linnet.linear.newton import KernelNewton, NewtonSystem, WeightNewton
 from linnet.linear.saved import newton_state
 from linnet.linear.targets import Targets
-from linnet.tangent.batch import Inputs, take
-from linnet.tangent.forward_mode import Params
-from linnet.tangent.functional import Functional
-from linnet.tangent.gather import gather_data
+from linnet.tangent.batch import Inputs
 from linnet.tangent.gram import gram
-from linnet.tangent.graph import Prototype, Traced
 from linnet.tangent.linearized import Linearized
-from linnet.tangent.loaders import DataNotes
 from linnet.tangent.modes import in_exact_mode
 
 CHECKED = 3  # examples that are refitted where a ridge is chosen by leave-one-out
@@ -76,6 +67,7 @@ class SoftmaxFit(Fitted):
         system: The solved problem, in samples or in weights.
         record: What was chosen and why.
         held_out: Outputs by a procedure that has not seen the example, where the head was cross-fitted.
+        noise: 0; temperature, point_temperature and variance_scale are 1.
         chosen_path: The path that the ridge was chosen from; ``None`` where it was given.
 
     Example:
@@ -87,68 +79,14 @@ class SoftmaxFit(Fitted):
         (torch.Size([6, 2]), 5, True)
     """
 
-    system: NewtonSystem  # the solved problem
+    module: Linearized
+    system: NewtonSystem
     loss = "cross-entropy"
-
-    def __init__(self, module: Linearized, targets: Targets, system: NewtonSystem, record: Choices) -> None:
-        super().__init__(system, targets, record)
-        self.module = module
-        with torch.no_grad():
-            for name, value in module.space.to_params(system.delta).items():
-                module.delta[name].copy_(value)
-
-    # -- what was fitted -------------------------------------------------------------------------
-
-    @property
-    def _function(self) -> Functional:
-        """The network."""
-        return self.module.function
-
-    @property
-    def classes(self) -> int:
-        """Number of classes: C, or 2 for one output."""
-        return self._targets.classes or 2
-
-    @property
-    def labels(self) -> Tensor:
-        """Training classes (N,); the likeliest of soft labels."""
-        found = self._targets.labels
-        assert found is not None
-        return found
-
-    @property
-    def delta(self) -> Params:
-        """δ by parameter name: the fit's own tensors, not to be written to."""
-        return {name: t.detach() for name, t in self.module.delta.items()}
-
-    @property
-    def noise(self) -> float:
-        """0: the cross-entropy has its own noise, the draw of the class."""
-        return 0.0
-
-    @property
-    def temperature(self) -> float:
-        """1: outputs are logits of the classes as they are."""
-        return 1.0
-
-    @property
-    def point_temperature(self) -> float:
-        """1, for outputs without their variance alike."""
-        return 1.0
-
-    @property
-    def variance_scale(self) -> float:
-        """1: the variance of the logits counts as it is."""
-        return 1.0
-
-    @property
-    def _unit(self) -> float:
-        """1: ρ is the precision of the prior."""
-        return 1.0
-
-    def _effort(self, system: NewtonSystem) -> str:
-        """The steps of Newton's method."""
-        return f", {system.described()}"
+    noise = 0.0  # the cross-entropy has its own, the draw of the class
+    temperature = 1.0  # outputs are logits of the classes as they are
+    point_temperature = 1.0  # and without their variance alike
+    variance_scale = 1.0  # the variance of the logits counts as it is
+    _unit = 1.0  # ρ is the precision of the prior
 
     def _outputs(self, x: Inputs) -> Tensor:
         """f₀(x) + J(x)δ, (T, C): logits."""
@@ -220,103 +158,44 @@ class SoftmaxFit(Fitted):
             grid = softmax_grid(system.kernel, self.module.function.dtype)
         else:
             grid = answerable(self, ridge_grid(ridges)).sort(descending=True).values
-        return as_path([point(solved, self.labels) for solved in solutions(system, grid)])
+        labels = self.labels
+        assert labels is not None
+        return as_path([point(solved, labels) for solved in solutions(system, grid)])
 
-    # -- changes ---------------------------------------------------------------------------------
+    # -- changes and files -----------------------------------------------------------------------
 
-    def constrain(self, *_: Any, **__: Any) -> NoReturn:
-        """Not offered: a constrained optimum has a closed form under the squared loss alone.
-
-        Raises:
-            InputError: Always.
-        """
-        raise InputError(
-            "constrain() of a fit with loss='cross-entropy'",
-            expected="a fit with the squared loss, whose constrained optimum is linear algebra",
-            remedy="fit with loss='squared' and constrain that",
-        )
-
-    @in_exact_mode
-    def update(self, data: Any, ridge: None = None) -> SoftmaxFit:
-        """The fit with more training examples: Newton's method from the present one.
-
-        Args:
-            data: New examples: an (x, y) pair, a Dataset, a DataLoader or batches.
-            ridge: Stays as it is; only the fit of the squared loss can choose another.
-
-        Returns:
-            A new fit on all examples, old ones first, exact to ``summary()["certificate"]``.
-
-        Raises:
-            InputError: If a ridge is given.
-            DataError: If the data are empty, not finite, or have labels out of range.
-        """
+    def _check_new_ridge(self, ridge: Any) -> None:
+        """Raise unless it is kept."""
         if ridge is not None:
             raise InputError(
                 f"ridge={ridge!r} in update() of a fit with loss='cross-entropy'",
                 expected="no ridge; it is kept",
                 remedy="leave ridge= out, or fit all examples again with linnet.fit",
             )
-        start = time.perf_counter()
-        function, said = self.module.function, DataNotes.known(self.record.classes)
-        x, y = gather_data(data, function, memory=self.memory, said=said)
-        function.check_runs(take(x, slice(0, 1)))
+
+    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> SoftmaxFit:
+        """The fit with more examples: Newton's method from the present one."""
         new = class_targets(y, self.system.c, self.targets.dtype)
-        more = class_problem(function, x, base_outputs(self.module, x), new.values)
+        more = class_problem(self._function, x, base_outputs(self.module, x), new.values)
         targets, what = joined_targets(self._targets, new), f"added {count_in_words(len(new.values))}"
         return sound_change(self._changed(targets, self.system.extended(more), what, start))
 
-    def _made(self, system: NewtonSystem, targets: Targets, record: Choices) -> SoftmaxFit:
-        """A fit by another system on the same network."""
-        return SoftmaxFit(Linearized(self.module.function), targets, system, record)
-
-    # -- elsewhere -------------------------------------------------------------------------------
-
-    def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
-        """The model as a plain module, its variances computed in a type, or in the network's."""
-        if not variance:
-            return exported_fit(self.module, like, None, kind)
-        posterior = ExportedPosterior(self.x, self.ridge, 1.0, self.system.roots, self.memory)
-        return exported_fit(self.module, like, posterior, kind)
-
-    def _merged(self, x: Inputs) -> Merged:
-        """The network at θ₀ + δ, compared on examples."""
-        return merged_network(self.module, x, self.classes)
-
-    # -- keeping ---------------------------------------------------------------------------------
+    @property
+    def _roots(self) -> Tensor:
+        """L with Λ = LLᵀ at the optimum, (N, C, D)."""
+        return self.system.roots
 
     def summary(self) -> dict[str, Any]:
-        """Size, solver, ridge and the reasons for choices, as plain numbers and text.
+        """As of every fit, the objective and the Newton steps that it took.
 
         Returns:
-            A dict that ``json`` can write; ``"certificate"`` is ‖∇‖ relative to ‖∇‖ at δ = 0.
+            A dict that ``json`` can write.
         """
-        own = {"objective": self.system.objective[-1], "steps": self.system.steps}
-        return {
-            "loss": "cross-entropy",
-            **self._summary(self.module.space.dim),
-            "classes": self.classes,
-            **own,
-        }
+        return {**super().summary(), "objective": self.system.objective[-1], "steps": self.system.steps}
 
-    def save(self, directory: str | Path) -> Path:
-        """Write the fit to a folder: safetensors and JSON, atomically.
-
-        Args:
-            directory: The folder; made if missing.
-
-        Returns:
-            The file that ``linnet.load`` reads.
-        """
-        state = {
-            "loss": "cross-entropy",
-            "record": self.record,
-            "x": self.x,
-            "targets": self._targets,
-            "solved": newton_state(self.system),
-            "held_out": self.held_out,
-        }
-        return write_fit(directory, self.module.function, state)
+    def _state(self) -> dict[str, Any]:
+        """The optimum."""
+        return {"loss": self.loss, "solved": newton_state(self.system)}
 
 
 @dataclass(frozen=True, eq=False)

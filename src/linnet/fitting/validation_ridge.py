@@ -24,7 +24,6 @@ from linnet.errors import InputError
 from linnet.fitting.arguments import ridge_grid
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import after_change
-from linnet.fitting.squared_fit import more_data
 from linnet.linear.constrained_system import ConstrainedSystem
 from linnet.linear.iterative import Iterative
 from linnet.linear.system import System
@@ -274,7 +273,7 @@ class _Curve(Protocol):
 def _curve(fit: LinearFit, validation: Any) -> _Curve:
     """The curve of a fit."""
     _check_squared(fit)
-    x, made = more_data(fit, validation, "the validation data")
+    x, made = fit._like(*fit._gathered(validation), "the validation data")
     targets = made.values.to(fit.module.function.device).double()
     labels = None if made.labels is None or fit.system.c == 1 else made.labels.to(targets.device)
     if fit.constraints is not None and fit.constraints.soft:

@@ -41,6 +41,7 @@ class Solved(ABC):
     ridge: float  # ρ
     memory: Memory  # budget of what is formed later
     tolerance: float = 0.0  # relative residual that a solve may leave; 0 for factorizations
+    constraints: Constraints | None = None  # equations on outputs that the solution obeys
 
     # -- the problem -----------------------------------------------------------------------------
 
@@ -64,6 +65,11 @@ class Solved(ABC):
         """C."""
         return self.problem.c
 
+    @property
+    def shared(self) -> bool:
+        """Whether one kernel (N, N) serves all outputs."""
+        return False
+
     # -- the solution ----------------------------------------------------------------------------
 
     @property
@@ -75,6 +81,11 @@ class Solved(ABC):
     @abstractmethod
     def beta(self) -> Tensor:
         """β, (N, C)."""
+
+    @property
+    def multipliers(self) -> Tensor | None:
+        """ν of the equations on outputs, (q,)."""
+        return None
 
     @abstractmethod
     def solve(self, b: Tensor) -> Tensor:
@@ -157,7 +168,6 @@ class System(Solved):
 
     problem: Problem  # the data
     work: dict[str, int]  # what was done, counted: examples differentiated, factorizations, steps
-    constraints: Constraints | None = None  # equations on outputs that the solution obeys
 
     # -- the problem -----------------------------------------------------------------------------
 
@@ -203,11 +213,6 @@ class System(Solved):
         return form.measure
 
     @property
-    def shared(self) -> bool:
-        """Whether one kernel (N, N) serves all outputs."""
-        return False
-
-    @property
     def kernel_form(self) -> System | None:
         """The same solution by its kernel; ``None`` where that does not fit the memory."""
         return None
@@ -250,11 +255,6 @@ class System(Solved):
             expected='solver="dual" or "primal", whose eigenvalues have every ridge',
             remedy='fit again with solver="dual", or fit at each ridge',
         )
-
-    @property
-    def multipliers(self) -> Tensor | None:
-        """ν of the equations on outputs, (q,)."""
-        return None
 
     def spread(self, v: Tensor) -> Tensor:
         """The posterior covariance of the weights, λ Cov[δ] v for columns v (P, K)."""

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from linnet.errors import InputError
-from linnet.files import save
+from linnet import tree
+from linnet.errors import FileFormatError, InputError
 from linnet.fitting.accuracy import TOLERANCE
-from linnet.fitting.arguments import Choices, count_in_words, positions
-from linnet.fitting.fitted import joined_targets, kept
+from linnet.fitting.arguments import Choices, count_in_words
+from linnet.fitting.fitted import joined_targets
 from linnet.fitting.last_layer import HIDDEN, Appended
+from linnet.fitting.linear_fit import SquaredFit
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.remarks import rounded, unused_remarks
-from linnet.fitting.squared_fit import SquaredFit, more_data
 from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.problem import Problem
@@ -37,11 +37,16 @@ from linnet.nested.features import Prior, RandomHeads
 from linnet.nested.search import BIAS, Mixture, Rung, choose
 from linnet.params import no_targets
 from linnet.tangent.batch import MASK, Inputs, KnownInputs, batch_size, concatenate
-from linnet.tangent.functional import IDLE, Functional
+from linnet.tangent.functional import IDLE, Functional, OutputAdapter, copied
 from linnet.tangent.graph import Prototype, Traced
-from linnet.tangent.matching import identity
+from linnet.tangent.matching import (
+    given_network,
+    identity,
+    require_same_outputs,
+    require_weights,
+    saved_output,
+)
 
-KIND = "nested-fit"  # of the file
 AVERAGED = (
     f"the mean of {HIDDEN} over its positions, by {MASK} where it is given; output= takes something else"
 )
@@ -58,6 +63,7 @@ class NestedFit(SquaredFit):
 
     Attributes:
         prior: The kernel: the network, and the weight of its lower layers.
+        module: The network with random heads for its last layer, which the fit is made of.
         x: Training inputs.
         system: The solved equations.
         record: What was chosen and why.
@@ -74,10 +80,12 @@ class NestedFit(SquaredFit):
         (torch.Size([20, 2]), torch.Size([20, 2]), 19)
     """
 
+    module: RandomHeads
     system: KernelSystem
+    kind = "nested-fit"
 
     def __init__(self, prior: Prior, targets: Targets, system: KernelSystem, record: Choices) -> None:
-        super().__init__(system, targets, record)
+        super().__init__(prior.network, targets, system, record)
         self.prior = prior
         self.rungs: tuple[Rung, ...] = ()
 
@@ -92,11 +100,6 @@ class NestedFit(SquaredFit):
     def body_weight(self) -> float:
         """w, the share of the lower layers in the kernel: 0 for the linear probe alone."""
         return self.prior.mixture.weight
-
-    @property
-    def module(self) -> RandomHeads:
-        """The network with random heads for its last layer, whose features and kernel the fit is made of."""
-        return self.prior.network
 
     @property
     def trained(self) -> bool:
@@ -154,43 +157,8 @@ class NestedFit(SquaredFit):
 
     # -- changes ---------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def forget(self, indices: Any) -> NestedFit:
-        """The fit without some training examples, exactly and without refitting.
-
-        The scales of the two kernels, the weight of the lower layers and the ridge stay as they are.
-
-        Args:
-            indices: Their positions in the training data, each once.
-
-        Returns:
-            A new fit on the remaining examples.
-
-        Raises:
-            InputError: If an index is out of range or given twice, or nothing would be left.
-        """
-        made = super().forget(indices)
-        if self.held_out is not None:
-            keep = kept(positions(indices, self.n), self.n)
-            made.held_out = self.held_out[keep.to(self.held_out.device)]
-        return made
-
-    @torch.no_grad()
-    def update(self, data: Any, ridge: float | str | None = None) -> NestedFit:
-        """The fit with more training examples, without refitting.
-
-        Args:
-            data: New examples: an (x, y) pair, a Dataset, a DataLoader or batches.
-            ridge: ``"loo"`` to choose the weight of the lower layers and the ridge again on all examples.
-
-        Returns:
-            A new fit on all examples, old ones first.
-
-        Raises:
-            DataError: If the data are empty, not finite, or have labels out of range.
-            InputError: If ``ridge`` is neither.
-        """
-        start = time.perf_counter()
+    def _check_new_ridge(self, ridge: Any) -> None:
+        """Raise unless it is kept, or chosen again for layers that have seen no label."""
         no_targets("ridge", ridge)
         if ridge not in (None, "loo"):
             raise InputError(
@@ -204,19 +172,21 @@ class NestedFit(SquaredFit):
                 expected="weights that have seen no label: leave-one-out would not be honest",
                 remedy="leave ridge= out, or call adapt again on all examples",
             )
-        x, new = more_data(self, data)
+
+    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> NestedFit:
+        """The fit with more examples, with "loo" solved again on all of them."""
+        x, new = self._like(x, y)
+        targets, what = joined_targets(self._targets, new), f"added {count_in_words(batch_size(x))}"
         if ridge == "loo":
-            joined, targets = concatenate([self.x, x]), joined_targets(self._targets, new)
+            joined = concatenate([self.x, x])
             given = (0.0 if self.prior.network.bodiless else None, None)
             made = solved(self.prior.network, joined, targets, self.memory, self.record, given)
-            what = f"added {count_in_words(batch_size(x))}; weight and ridge chosen again"
-            made.record = replace(made.record, reasons={**made.record.reasons, "change": what})
+            reasons = {**made.record.reasons, "change": f"{what}; weight and ridge chosen again"}
+            made.record = replace(made.record, reasons=reasons)
             return made
-        system, targets = self.system.extended(self._more(x, new)), joined_targets(self._targets, new)
-        made = self._changed(targets, system, f"added {count_in_words(batch_size(x))}", start)
+        made = self._changed(targets, self.system.extended(self._more(x, new)), what, start)
         if self.held_out is not None:  # the fit before has not seen the new examples
-            told = self.predict(x)
-            made.held_out = torch.cat([self.held_out, told.to(self.held_out)])
+            made.held_out = torch.cat([self.held_out, self.predict(x).to(self.held_out)])
         return made
 
     # -- elsewhere -------------------------------------------------------------------------------
@@ -240,14 +210,13 @@ class NestedFit(SquaredFit):
     # -- keeping ---------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """Size, weights, ridge and the reasons for choices, as plain numbers and text.
+        """As of every fit, the weight of the lower layers, and the models that were compared on folds.
 
         Returns:
             A dict that ``json`` can write.
         """
-        features = self.prior.network
-        own = {"features": features.width, "body_weight": self.body_weight, "trained": self.trained}
-        return {**self._summary(features.space.dim), **own, "rungs": [asdict(rung) for rung in self.rungs]}
+        own = {"features": self.module.width, "body_weight": self.body_weight, "trained": self.trained}
+        return {**super().summary(), **own, "rungs": [asdict(rung) for rung in self.rungs]}
 
     def _shown(self) -> dict[str, Any]:
         return {**({"verdict": self.verdict} if self.verdict else {}), **self.summary()}
@@ -258,21 +227,13 @@ class NestedFit(SquaredFit):
         made = f"NestedFit({self.n} samples, {kind}, body weight {weight:g}, ridge {self.ridge:.3g})"
         return "\n".join(filter(None, (self.verdict, made, self.record.reasons.get("data"))))
 
-    def save(self, directory: str | Path) -> Path:
-        """Write the fit to a folder: safetensors and JSON, atomically.
-
-        Args:
-            directory: The folder; made if missing.
-
-        Returns:
-            The file that ``linnet.load`` reads.
-        """
+    def _identity(self) -> dict[str, Any]:
+        """What tells the network from others."""
         features = self.prior.network
         model, function = features.model, features.function
         appended = model if isinstance(model, Appended) else None
         output = None if appended is None else appended.output
-        weights = dict(model.named_parameters()) if features.trained else {}
-        network = identity(function) | {
+        return identity(function) | {
             "output": output if isinstance(output, str) else None,
             "custom_output": callable(output),
             "appended": None if appended is None else appended.width,
@@ -280,13 +241,13 @@ class NestedFit(SquaredFit):
             "heads": features.heads,
             "seed": features.seed,
         }
+
+    def _state(self) -> dict[str, Any]:
+        """The kernel and the solution."""
+        own = dict(self.module.model.named_parameters()) if self.trained else {}
         known = ("temperature", "point_temperature", "variance_scale", "noise")
-        state = {
-            "network": network,
-            "trained": {name: weights[name] for name in function.names if weights},
-            "record": self.record,
-            "x": self.x,
-            "targets": self._targets,
+        return {
+            "trained": {name: own[name] for name in self.module.function.names if own},
             "center": self.prior.center,
             "mixture": self.prior.mixture,
             "ridge": self.ridge,
@@ -294,11 +255,9 @@ class NestedFit(SquaredFit):
             "kernel": self.system.kernel,
             "phi": self.phi,
             "rungs": self.rungs,
-            "held_out": self.held_out,
             # closed forms cannot find again what held-out folds told
             "calibration": {} if self.held_out is None else {name: getattr(self, name) for name in known},
         }
-        return save(directory, KIND, state)
 
 
 def system_of(
@@ -370,3 +329,49 @@ def solved(
     features.function.known = KnownInputs.of(x, record.columns)
     prior = Prior(features, center, choice.mixture)
     return NestedFit(prior, targets, system_of(prior, (x, phi), system, memory), record)
+
+
+OTHER = ("made on", "the network that was adapted", "load the same checkpoint into the same network first")
+
+
+def restored_nested(
+    saved: dict[str, Any], path: Path, model: nn.Module, output: OutputAdapter = None
+) -> NestedFit:
+    """The fit that ``NestedFit.save`` wrote."""
+    model, known, record = given_network(model), saved["network"], saved["record"]
+    part = saved_output(known, output)
+    if (known["appended"] is not None or part is not None) and not isinstance(model, Appended):
+        model = Appended(model, known["appended"], part)
+    if isinstance(model, Appended):
+        model.idle = known["idle"]
+    network, trained = _with(model, saved["trained"]), bool(saved["trained"])
+    features = RandomHeads(network, known["heads"], known["seed"], known["parameters"], trained=trained)
+    require_weights(features.function, known, path, OTHER)
+    moved = tree.map_tensors(lambda t: t.to(features.function.device), saved)
+    x, targets, phi = moved["x"], moved["targets"], moved["phi"]
+    features.function.known = KnownInputs.of(x, record.columns)
+    prior = Prior(features, moved["center"], saved["mixture"])
+    require_same_outputs(lambda part: features.phi(part) - prior.center, x, phi, path, OTHER)
+    dual = DualSystem(moved["kernel"], targets.values, saved["ridge"], beta=moved["beta"])
+    fit = NestedFit(prior, targets, system_of(prior, (x, phi), dual), record)
+    fit.held_out, fit.rungs = moved["held_out"], saved["rungs"]
+    fit.calibrate(**saved["calibration"])
+    return fit
+
+
+def _with(model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    """A copy of a network with other weights; the network itself where there are none."""
+    if not weights:
+        return model
+    clone = copied(model)
+    own = dict(clone.named_parameters())
+    for name, value in weights.items():
+        if name not in own or own[name].shape != value.shape:
+            raise FileFormatError(
+                f"the fit was made on a network with a parameter {name} of shape {tuple(value.shape)}",
+                expected="the network that was adapted",
+                remedy="pass the network as it was when it was adapted",
+            )
+        with torch.no_grad():
+            own[name].copy_(value)
+    return clone

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from linnet.distributed import sharing
 from linnet.errors import InputError
 from linnet.files import save
+from linnet.fitting.saved import OTHER
+from linnet.likelihoods import from_description
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linear.problem import Problem
-from linnet.linear.saved import system_state
+from linnet.linear.saved import restored_system, system_state
 from linnet.linear.system import System
 from linnet.params import flag, number
 from linnet.predictive.gaussian import GaussianPredictive
@@ -30,13 +32,13 @@ from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
 from linnet.solvers.solution import Estimate
 from linnet.tangent.alike import require_same_arguments
-from linnet.tangent.batch import Inputs, split, take
+from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.forward_mode import Params
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gather import examples, gather_data, owned
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.linearized import Linearized
-from linnet.tangent.matching import identity
+from linnet.tangent.matching import given_network, identity, matching_function, require_same_outputs
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
 from linnet.tangent.output_scale import warn_of_scale
 from linnet.tangent_gp.observed import BATCH, Observed
@@ -464,10 +466,6 @@ class TangentGP(PredictiveModel):
         }
         return save(directory, KIND, state)
 
-    def _restore(self, system: System) -> None:
-        """Take equations that were solved before."""
-        self._system, self._plan = system, planned(system.problem, self._options)
-
 
 def _differentiable_moments(
     system: System, x: Inputs, joint: bool, centered: bool = True
@@ -503,3 +501,32 @@ def _rows(function: Functional, x: Inputs) -> tuple[Tensor, Tensor]:
                     torch.cat([(torch.zeros_like(t) if g is None else g).flatten() for g, t in pairs])
                 )
     return torch.stack(outputs), torch.stack(rows)
+
+
+@in_exact_mode
+def restored_gp(
+    saved: dict[str, Any], path: Path, model: nn.Module, output: OutputAdapter = None
+) -> TangentGP:
+    """The process that ``TangentGP.save`` wrote."""
+    network, x = given_network(model), saved.pop("x")
+    base = matching_function(network, saved["network"], output, path, OTHER)
+    gp = TangentGP(
+        network,
+        from_description(saved["likelihood"]),
+        prior_precision=saved["prior_precision"],
+        noise_scale=saved["noise_scale"],
+        **saved["options"],
+        params=saved["network"]["parameters"],
+        output=base.output,
+    )
+    moved = map_tensors(lambda t: t.to(base.device), saved)
+    residual, weights, y = (moved[key] for key in ("residual", "weights", "y"))
+    problem = Problem(gp._observed.function, x, residual, weights, y)
+    options = gp._options
+    gp._system = restored_system(problem, moved["solved"], options.memory, options.iteration)
+    gp._plan = planned(problem, options)
+    y = y.reshape(gp._observed.shape_of(x))
+    require_same_outputs(
+        lambda few: gp._observed.problem(few, y[: batch_size(few)]).residual, x, residual, path, OTHER
+    )
+    return gp

@@ -33,7 +33,7 @@ from linnet.files import read_json, save, write_json
 from linnet.fitting.last_layer import Appended
 from linnet.machine import find_device
 from linnet.nested.features import with_random_heads
-from linnet.nested.nested_fit import KIND as NESTED
+from linnet.nested.nested_fit import NestedFit
 from linnet.report.reading import Fit, temperatures_of
 from linnet.report.records import Samples
 from linnet.saved import load
@@ -44,7 +44,7 @@ Array = np.ndarray[Any, Any]
 _KIND = "run"
 _KNOWN_SAMPLES, _KNOWN_NUMBERS = 4, 64  # training samples whose outputs, and how many, tell a network again
 _MOST = 2**31  # outputs and positions: beyond what a run in memory can have
-_TENSORS = ("model", NESTED, "samples")
+_TENSORS = ("model", NestedFit.kind, "samples")
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def load_run(
     if model is not None:
         origin = replace(origin, spec=absolute_spec(model))
     network = _build(folder, origin).to(device)
-    fit = load(folder / f"{NESTED}.safetensors", network)
+    fit = load(folder / f"{NestedFit.kind}.safetensors", network)
     fit.memory = memory
     kept = load_tree(folder / "samples.safetensors", "samples")
     images = kept["images"].numpy() if "images" in kept else None
