@@ -29,7 +29,7 @@ from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_mi
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.params import instance, integer, number
 from linnet.params import seed as checked_seed
-from linnet.posterior.svi import SVI, divergence, maximize_bound
+from linnet.posterior import SVI, divergence, maximize_bound
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gather import gather_data

@@ -56,9 +56,9 @@ if TYPE_CHECKING:
     from linnet.number_types import precision as precision
     from linnet.optim.gradient_flow import gradient_flow as gradient_flow
     from linnet.optim.preconditioner import KroneckerPreconditioner as KroneckerPreconditioner
-    from linnet.posterior.posterior import Newton as Newton
-    from linnet.posterior.posterior import linear_posterior as linear_posterior
-    from linnet.posterior.svi import SVI as SVI
+    from linnet.posterior import SVI as SVI
+    from linnet.posterior import Newton as Newton
+    from linnet.posterior import linear_posterior as linear_posterior
     from linnet.saved import load as load
     from linnet.saved import load_fit as load_fit
     from linnet.tangent.linearized import Linearized as Linearized
@@ -93,9 +93,9 @@ _HOME = {
     "Grid": "linnet.laplace.tune",
     "train_with_evidence": "linnet.laplace.training",
     "TangentGP": "linnet.tangent_gp.tangent_gp",
-    "linear_posterior": "linnet.posterior.posterior",
-    "Newton": "linnet.posterior.posterior",
-    "SVI": "linnet.posterior.svi",
+    "linear_posterior": "linnet.posterior",
+    "Newton": "linnet.posterior",
+    "SVI": "linnet.posterior",
     "evaluate": "linnet.metrics.evaluate",
     "ood": "linnet.metrics.ood",
     "fgsm": "linnet.metrics.adversarial",

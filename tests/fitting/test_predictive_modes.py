@@ -16,7 +16,7 @@ import linnet
 from linnet.laplace.laplace import Laplace
 from linnet.laplace.training import train_with_evidence
 from linnet.metrics.adversarial import fgsm
-from linnet.posterior.posterior import linear_posterior
+from linnet.posterior import linear_posterior
 from linnet.tangent_gp.tangent_gp import TangentGP
 from tests.fitting.problems import near
 

@@ -6,44 +6,67 @@ With f = f₀ + J δ, the full Taylor expansion, or f = J δ, the finite tangent
     map       the most probable δ, with a certificate; outputs are certain
     svi       a factorized Gaussian that maximizes a bound on the evidence; output moments in closed form
     laplace   N(δ*, (F + λ I)⁻¹) with the Fisher information F at the most probable δ*, in draws
+
+Variational inference (supplement A) climbs the mini-batched bound
+
+    log p(y | X) ≥ N/B Σ_{i ≤ B} E_q[log p(yᵢ | xᵢ, δ)] − KL(N(μ, softplus(v)²) ‖ N(0, λ⁻¹ I)),
+
+begun at μ = 0 and v = −5, with Adam for ten epochs. Laplace draws from N(0, A⁻¹) by products with A alone:
+A^(−½) z ≈ ‖z‖ Q T^(−½) e₁ (Lanczos; supplements A and B). For a Krylov space of m steps the error is at most
+twice that of the best polynomial of degree m − 1 for x^(−½) on the spectrum of A (Saad 1992); with
+A = G + λ I and G of rank r, r + 1 steps are exact.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.curvatures.engine import everything
 from linnet.curvatures.layers import Part
 from linnet.curvatures.variance import batch_covariance
-from linnet.errors import InputError
+from linnet.errors import DataError, InputError, NumericalError
 from linnet.laplace.outputs import captured_blocks
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
+from linnet.linalg.factorize import eigh
+from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.linalg.structured import Diagonal
 from linnet.linear.iterative import CGSettings
 from linnet.linear.label_problem import LabelProblem
 from linnet.linear.newton import WeightNewton
-from linnet.memory import parse_bytes
+from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, flag, instance, integer, no_targets, number
-from linnet.posterior.draws import inverse_root
-from linnet.posterior.svi import SVI, MeanField, bound, mean_field
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import Labels, Link, SampledPredictive
+from linnet.progress import track
+from linnet.solvers.lanczos import tridiagonalize
 from linnet.solvers.solution import Estimate
-from linnet.tangent.batch import Inputs, batch_size, split
+from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.gather import examples, gather_data
-from linnet.tangent.jacobian import jvp_columns
+from linnet.tangent.jacobian import jvp_columns, vjp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.output_scale import warn_of_scale
+from linnet.training import Training, cosine, filled, shuffled, train
+
+__all__ = ["SVI", "Newton", "linear_posterior"]
 
 BATCH = 128  # examples at once
 CG_STEPS = 500  # for each Newton step that is allowed
+START = -5.0  # of v, supplement A
+EPOCHS = 10
+FIRST = 16  # Lanczos steps that are tried first
+MOST = 512  # and at most
+ERROR = 1e-2  # of a draw, relative, up to which Lanczos steps are enough
+BASIS_BYTES = 512 << 20  # of the bases that are held at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +99,41 @@ class Newton:
         integer("samples", self.samples, 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SVI:
+    """Stochastic variational inference: Adam, with the learning rate annealed to zero along a cosine.
+
+    Args:
+        training: ``learning_rate``, ``batch_size`` and ``epochs``; by default 1e-3, 128, and the
+            number of passes of the function that takes these settings.
+        draws: Draws of the weights a step.
+        deviation: s at the start, by default softplus(−5) = 0.0067.
+
+    Raises:
+        InputError: If a value is not positive.
+
+    Example:
+        >>> from linnet.training import Training
+        >>> SVI(training=Training(epochs=3)).draws
+        1
+    """
+
+    training: Training | None = None
+    draws: int = 1
+    deviation: float | None = None
+
+    def __post_init__(self) -> None:
+        integer("draws", self.draws)
+        if self.deviation is not None:
+            number("deviation", self.deviation, above=0)
+        filled(self.training, "SVI", learning_rate=None, batch_size=None, epochs=None)
+
+
 NAMED: dict[str, Newton | SVI] = {"map": Newton(), "svi": SVI(), "laplace": Newton(samples=30)}
 
 
 class LinearPosterior(PredictiveModel):
     """The posterior of a linear model; :func:`linear_posterior` makes it.
-
-    Args:
-        problem: The linear model and its data.
-        centered: Whether outputs are f₀ + J δ, or J δ alone.
-        prior_precision: λ.
-        found: The optimum, of "map" and "laplace", or the factorized Gaussian of "svi".
-        draws: Draws of δ, (P, S), of "laplace".
 
     Attributes:
         method: "map", "svi" or "laplace".
@@ -96,14 +142,6 @@ class LinearPosterior(PredictiveModel):
         optimum: Of "map" and "laplace": the most probable δ, with ``gradient_norm`` and ``distance``, a bound
             on how far it is from the true one; None for "svi".
         bounds: Of "svi": the bound on the log evidence, epoch by epoch; empty otherwise.
-
-    Example:
-        >>> import linnet
-        >>> net, data = torch.nn.Linear(2, 3), (torch.randn(12, 2), torch.arange(12) % 3)
-        >>> likelihood = linnet.likelihoods.Categorical()
-        >>> posterior = linear_posterior(linnet.linearize(net), data, likelihood, method="map")
-        >>> posterior.predictive(data[0][:2]).mean.shape
-        torch.Size([2, 3])
     """
 
     def __init__(
@@ -138,54 +176,32 @@ class LinearPosterior(PredictiveModel):
 
     @property
     def deviation(self) -> Tensor:
-        """Standard deviation of every δ under "svi", (P,).
-
-        Raises:
-            InputError: For the other methods.
-        """
-        return self._gaussian().deviation
-
-    def _gaussian(self) -> MeanField:
-        """The factorized Gaussian, or an error."""
+        """Standard deviation of every δ under "svi", (P,)."""
         if self._factors is None:
             raise InputError(
                 f"method={self.method!r} has no factorized Gaussian",
                 expected='method="svi"',
                 remedy="see .optimum",
             )
-        return self._factors
+        return self._factors.deviation
 
     @in_exact_mode
     def bound(self, samples: int = 100, seed: Seed = 0) -> Estimate:
-        """The bound on log p(y | X) over all of the data, of "svi".
-
-        Args:
-            samples: Draws of the weights.
-            seed: Seed or generator.
-
-        Returns:
-            ``.mean`` and ``.stderr``, in nats.
-
-        Raises:
-            InputError: For the other methods.
-        """
+        """The bound on log p(y | X) over all of the data, of "svi", in nats, from draws of the weights."""
         integer("samples", samples)
-        return bound(self._problem, self._gaussian(), self.prior_precision, samples, make_generator(seed))
+        problem, source, fitted = self._problem, make_generator(seed), []
+        deviation = self.deviation
+        for _ in range(samples):
+            noise = normal(self.mean.shape, source, self.mean.dtype, self.mean.device)
+            outputs = problem.base + problem.push(self.mean + deviation * noise)
+            fitted.append(-float(problem.losses(outputs).sum()))
+        estimate = Estimate.of(torch.tensor(fitted, dtype=torch.float64))
+        apart = float(divergence(self.mean, deviation, self.prior_precision))
+        return Estimate(estimate.mean - apart, estimate.stderr)
 
     @in_exact_mode
     def sample(self, n: int, seed: Seed = None) -> Tensor:
-        """Draw δ: new draws, also where predictions use those made when the posterior was.
-
-        Args:
-            n: Number of draws.
-            seed: Seed or generator.
-
-        Returns:
-            (n, P).
-
-        Raises:
-            InputError: If the method is "map", whose δ is a point.
-        """
+        """Draw δ, (n, P): new draws, also where predictions use those made when the posterior was."""
         integer("n", n)
         if self.method == "map":
             raise InputError(
@@ -255,27 +271,13 @@ class LinearPosterior(PredictiveModel):
 
     @in_exact_mode
     def predict(self, x: Inputs) -> Tensor:
-        """The mean of the outputs.
-
-        Args:
-            x: N examples.
-
-        Returns:
-            E[f(x)], (N, C); of "laplace" the average over its draws.
-
-        Raises:
-            DataError: If x is empty or not finite.
-        """
+        """E[f(x)], (N, C); of "laplace" the average over its draws."""
         if self._draws is not None:
             return self.predictive(x).mean
         return self._outputs(examples(self._problem.function, x), self.mean)
 
     def summary(self) -> dict[str, Any]:
-        """The method, the model and the prior, as plain numbers and text.
-
-        Returns:
-            A dict that ``json`` can write.
-        """
+        """The method, the model and the prior, as plain numbers and text."""
         known: dict[str, Any] = {
             "method": self.method,
             "outputs": self._formula,
@@ -337,7 +339,15 @@ def linear_posterior(
         >>> posterior.optimum.gradient_norm < 1e-2
         True
     """
-    _check(lin, likelihood)
+    instance("lin", lin, Linearized, "a Linearized", "make one with linnet.linearize(model)")
+    no_targets("likelihood", likelihood)
+    check_likelihood(likelihood)
+    if not likelihood.canonical:
+        raise InputError(
+            f"likelihood={likelihood!r} is not canonical in the outputs",
+            expected="one whose negative logarithm is convex in them, such as Categorical() or Bernoulli()",
+            remedy="use linnet.Laplace for the network itself",
+        )
     flag("base", base)
     make_generator(seed)
     number("prior_precision", prior_precision, above=0, remedy="leave prior_precision= out")
@@ -361,6 +371,99 @@ def linear_posterior(
     return LinearPosterior(problem, base, precision, optimum, draws)
 
 
+def maximize_bound(
+    how: SVI,
+    epochs: int,
+    leaves: list[Tensor],
+    n: int,
+    source: torch.Generator | None,
+    gradient: Callable[[Tensor], float],
+) -> tuple[float, ...]:
+    """Estimates of the bound, epoch by epoch, as Adam climbs it; ``gradient`` gives that of one batch."""
+    given = filled(how.training, "SVI", learning_rate=1e-3, batch_size=128, epochs=epochs)
+    assert given.learning_rate
+    assert given.batch_size
+    assert given.epochs
+    first, each = given.learning_rate, math.ceil(n / given.batch_size)
+    total = given.epochs * each
+    optimizer, bounds = torch.optim.Adam(leaves, lr=first), []
+    for epoch in track(range(given.epochs), "variational inference"):
+        steps = train(
+            optimizer,
+            shuffled(n, given.batch_size, source),
+            gradient,
+            lambda step: first * cosine(step, total),
+            epoch * each,
+        )
+        try:
+            estimates = [estimate for _, estimate in steps]
+        except DataError as error:  # outputs that are NaN
+            raise NumericalError(
+                f"the bound is not finite with learning_rate={first}: {error.what}",
+                expected="a finite bound",
+                remedy="lower learning_rate=",
+            ) from error
+        bounds.append(sum(estimates) / len(estimates))
+        if not math.isfinite(bounds[-1]):
+            raise NumericalError(
+                f"the bound is {bounds[-1]} with learning_rate={first}",
+                expected="a finite bound",
+                remedy="lower learning_rate=",
+            )
+    return tuple(bounds)
+
+
+def divergence(mean: Tensor, deviation: Tensor, precision: float) -> Tensor:
+    """KL(N(μ, s²) ‖ N(0, λ⁻¹ I)) in nats."""
+    # mean (P,), deviation (P,)
+    mean, variance = mean.double(), deviation.double().square()
+    # ½ Σ [λ (μ² + s²) − 1 − log λ s²]
+    return 0.5 * (precision * (mean.square() + variance) - 1 - (precision * variance).log()).sum()
+
+
+@dataclass(frozen=True)
+class MeanField:
+    """A factorized Gaussian."""
+
+    mean: Tensor  # μ, (P,)
+    deviation: Tensor  # s, (P,)
+    bounds: tuple[float, ...]  # estimates of the bound, epoch by epoch
+
+
+@torch.no_grad()
+def mean_field(
+    problem: LabelProblem, precision: float, how: SVI, source: torch.Generator | None
+) -> MeanField:
+    """Climb the bound."""
+    function, likelihood, n = problem.function, problem.likelihood, len(problem.base)
+    mean = torch.zeros(function.space.dim, dtype=function.dtype, device=function.device)
+    start = START if how.deviation is None else math.log(math.expm1(how.deviation))
+    raw = torch.full_like(mean, start)
+
+    @torch.no_grad()
+    def gradient(index: Tensor) -> float:
+        index, s = index.to(function.device), F.softplus(raw)
+        x, y, scale = take(problem.x, index), problem.y[index], n / len(index)
+        noise = normal((len(mean), how.draws), source, mean.dtype, mean.device)
+        # f = f₀ + J(μ + s ε), linear in both
+        moved = jvp_columns(function, x, mean[:, None] + s[:, None] * noise).movedim(2, 0)
+        base = problem.base[index]
+        f = base + moved.reshape(how.draws, *base.shape)
+        slopes = torch.stack([likelihood.gradient(one, y).flatten(1) for one in f], -1)
+        pulled = scale * vjp_columns(function, x, slopes.to(mean.dtype))
+        # −∇_μ = N/B Jᵀ∇nll + λ μ, and −∇_s = N/B ε Jᵀ∇nll + λ s − 1/s
+        mean.grad = pulled.mean(1) + precision * mean
+        raw.grad = ((noise * pulled).mean(1) + precision * s - 1 / s) * raw.sigmoid()
+        fitted = sum(float(likelihood.nll(one, y).sum()) for one in f) / how.draws
+        return -scale * fitted - float(divergence(mean, s, precision))
+
+    bounds = maximize_bound(how, EPOCHS, [mean, raw], n, source, gradient)
+    return MeanField(mean.detach(), F.softplus(raw), bounds)
+
+
+# -- draws -----------------------------------------------------------------------------------------
+
+
 def _laplace_draws(optimum: WeightNewton, n: int, seed: Seed) -> Tensor:
     """Draws of N(δ*, (F + λ I)⁻¹), (P, n)."""
     delta = optimum.delta
@@ -368,19 +471,46 @@ def _laplace_draws(optimum: WeightNewton, n: int, seed: Seed) -> Tensor:
     return delta[:, None] + inverse_root(optimum.hessian, z, optimum.ridge)
 
 
-def _check(lin: Any, likelihood: Any) -> None:
-    """Raise on arguments that cannot work."""
-    if not isinstance(lin, Linearized):
-        raise InputError(
-            f"lin is {type(lin).__name__}",
-            expected="a Linearized",
-            remedy="make one with linnet.linearize(model)",
-        )
-    no_targets("likelihood", likelihood)
-    check_likelihood(likelihood)
-    if not likelihood.canonical:
-        raise InputError(
-            f"likelihood={likelihood!r} is not canonical in the outputs",
-            expected="one whose negative logarithm is convex in them, such as Categorical() or Bernoulli()",
-            remedy="use linnet.Laplace for the network itself",
-        )
+def inverse_root(operator: LinearOperator, z: Tensor, floor: float) -> Tensor:
+    """A^(−½) z for each column, by as many Lanczos steps as it takes, (P, K)."""
+    # z (P, K)
+    # Steps are doubled until the last quarter of them has changed the result by less than the tolerance.
+    most, one = min(MOST, operator.shape[0]), z.shape[0] * z.element_size()
+    plan = Plan(
+        f"{most} Lanczos steps in {z.shape[0]} dimensions",
+        parse_bytes(None, z.device),
+        (("basis", (most + 1) * one),),
+    )
+    require(plan, ["raise prior_precision=", "select fewer parameters"])
+    return _columns(operator, z, floor, min(FIRST, most), most)
+
+
+def _columns(operator: LinearOperator, z: Tensor, floor: float, steps: int, most: int) -> Tensor:
+    """A^(−½) z, as many columns at once as there is room for, with twice the steps where these fail."""
+    at_once = max(1, BASIS_BYTES // ((steps + 1) * z.shape[0] * z.element_size()))
+    found = []
+    for part in z.split(at_once, 1):
+        process = tridiagonalize(operator, part, steps)
+        t = process.matrices().double()
+        whole, early = _first_column(t, floor), steps - steps // 4
+        change = whole - torch.nn.functional.pad(_first_column(t[:, :early, :early], floor), (0, steps // 4))
+        error = float((change.norm(dim=1) / whole.norm(dim=1)).max())
+        if error <= ERROR or steps == operator.shape[0]:
+            found.append(torch.einsum("mpk,km->pk", process.basis, whole.to(z)) * part.norm(dim=0))
+        elif steps < most:
+            del process
+            found.append(_columns(operator, part, floor, min(2 * steps, most), most))
+        else:
+            raise NumericalError(
+                f"{steps} Lanczos steps leave the relative error {error:.2g} in draws from the posterior",
+                expected=f"at most {ERROR:.2g}",
+                remedy="raise prior_precision=",
+            )
+    return torch.cat(found, 1)
+
+
+def _first_column(t: Tensor, floor: float) -> Tensor:
+    """T^(−½) e₁ of every process, (K, m); Ritz values are not below the eigenvalues, up to rounding."""
+    values, vectors = eigh(t, "the projected operator")
+    first: Tensor = torch.einsum("kij,kj,kj->ki", vectors, values.clamp_min(floor).rsqrt(), vectors[:, 0])
+    return first
