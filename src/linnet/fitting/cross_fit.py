@@ -19,7 +19,7 @@ from linnet.fitting.arguments import base_outputs
 from linnet.fitting.combinations import combined
 from linnet.fitting.head import Folds, example_hashes
 from linnet.fitting.last_layer import RECORD
-from linnet.fitting.softmax_path import solutions
+from linnet.fitting.softmax_path import SoftmaxPath, solutions
 from linnet.linear.dual import RidgePath, Spectrum
 from linnet.linear.iterative import CGSettings, Iterative
 from linnet.linear.label_problem import class_problem
@@ -148,12 +148,13 @@ def find_cross_fit(
 
 
 class Chosen(NamedTuple):
-    """A ridge, why, held-out outputs (N, C) of cross-fitted heads, and the factor of the noise."""
+    """A ridge and why, what cross-fitted heads say of it, the factor of the noise, and the path."""
 
     ridge: float
     why: str
-    held_out: Tensor | None = None
+    held_out: Tensor | None = None  # outputs of cross-fitted heads, (N, C)
     noise_factor: float = 1.0
+    path: SoftmaxPath | None = None  # of the cross-entropy, whose points are not free
 
 
 def given_ridge(ridge: float, folds: CrossFit | None) -> Chosen:
@@ -166,24 +167,25 @@ def chosen_ridge(path: RidgePath, criterion: str, targets: Targets, folds: Cross
     held: Tensor | None
     if folds is not None and criterion == "loo":
         every = folds.squared(path.ridges)
-        errors = (targets.values.double() - every).square().sum(2).mean(1)
-        at = int(errors.argmin())
-        said = f"lowest held-out error of {len(path.ridges)} values over {folds.folds.count} folds"
+        at = int((targets.values.double() - every).square().sum(2).mean(1).argmin())
         ridge, held = float(path.ridges[at]), every[at]
     else:
         ridge = path.best(criterion)
-        said, held = _explain(path, criterion, ridge), given_ridge(ridge, folds).held_out
-    return Chosen(ridge, said, held, path.noise_factor(ridge))
+        held = given_ridge(ridge, folds).held_out
+    return Chosen(ridge, explained(path, criterion, ridge, folds), held, path.noise_factor(ridge))
 
 
-def _explain(path: RidgePath, criterion: str, ridge: float) -> str:
+def explained(path: RidgePath | SoftmaxPath, criterion: str, ridge: float, folds: CrossFit | None) -> str:
     """One sentence about a chosen ridge."""
     at = int((path.ridges - ridge).abs().argmin())
+    error = "log loss" if isinstance(path, SoftmaxPath) else "error"
     words = {
-        "loo": "lowest leave-one-out error",
+        "loo": f"lowest leave-one-out {error}",
         "gcv": "lowest generalized cross-validation score",
         "evidence": "highest evidence",
     }[criterion]
+    if folds is not None and criterion == "loo":
+        words = f"lowest held-out {error} over {folds.folds.count} folds"
     edge = "; it is at the edge of the grid" if at in (0, len(path.ridges) - 1) else ""
     degrees = float(path.degrees_of_freedom[at])
     return f"{words} of {len(path.ridges)} values, {degrees:.0f} effective parameters{edge}"

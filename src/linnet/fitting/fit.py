@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from linnet.distributed import sharing
@@ -13,22 +15,24 @@ from linnet.errors import InputError
 from linnet.fitting.accuracy import sound_fit
 from linnet.fitting.arguments import Choices, base_outputs, check_ridge
 from linnet.fitting.combinations import averaged, drawn_combinations, explain_outputs
-from linnet.fitting.cross_fit import Chosen, CrossFit, chosen_ridge, find_cross_fit, given_ridge
+from linnet.fitting.cross_fit import Chosen, CrossFit, chosen_ridge, explained, find_cross_fit, given_ridge
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.plan import Size, affordable, choose_solver
-from linnet.fitting.remarks import head_remarks, held_remarks, single_remarks, unused_remarks
+from linnet.fitting.remarks import empty_remarks, head_remarks, held_remarks, single_remarks, unused_remarks
 from linnet.fitting.sketch import deflated, sketched
-from linnet.fitting.softmax_fit import SoftmaxFit, SoftmaxTask, solve_softmax
-from linnet.fitting.softmax_path import check_criterion
+from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.fitting.softmax_path import followed, softmax_grid
 from linnet.fitting.solver import Shared, Sketch, Solver, Solving
 from linnet.fitting.stochastic import solve_stochastically
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.likelihood import require_axis
 from linnet.linalg.factorize import decomposing
 from linnet.linear.dual import DualSystem
+from linnet.linear.features import Heads
 from linnet.linear.iterative import Iterative, Reused
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.label_problem import class_problem, class_targets
+from linnet.linear.newton import KernelNewton, WeightNewton
 from linnet.linear.normal_system import NormalSystem, summed
 from linnet.linear.preconditioner import TRIAL
 from linnet.linear.problem import Problem
@@ -43,7 +47,7 @@ from linnet.linear.targets import (
     position_targets,
 )
 from linnet.memory import require
-from linnet.params import choice, no_targets, refuse, warn
+from linnet.params import choice, instance, no_targets, refuse, warn
 from linnet.progress import waiting
 from linnet.tangent.alike import require_same_arguments
 from linnet.tangent.batch import Inputs, KnownInputs, check_finite, observe, take
@@ -177,11 +181,14 @@ def _shared_fit(
     memory: str | int | None,
 ) -> LinearFit | SoftmaxFit:
     """The fit, of which each process of several makes its share."""
-    asked = Solving.of(solver)
+    solving = Solving.of(solver)
+    instance("lin", lin, Linearized, "a Linearized", "make one with linnet.linearize(model)")
+    no_targets("loss", loss)
+    choice("loss", loss, LOSSES, 'pass loss="squared" or loss="cross-entropy"')
+    check_ridge(ridge)
+    _check_together(loss, targets, ridge, solving.name, axis)
     scale = targets.scale if isinstance(targets, OneHot) else ALPHA
     given = None if isinstance(targets, OneHot) else targets
-    _check(lin, loss, ridge, asked.name, scale)
-    _check_axis(axis, loss, given, asked.name)
     given = given.detach().clone() if isinstance(given, Tensor) else given
     said = DataNotes()
     lin = pinned(lin, lin.function.precision)  # which later answers keep
@@ -199,9 +206,14 @@ def _shared_fit(
 
     def make(chosen: Linearized) -> LinearFit | SoftmaxFit:
         """The fit on a linearization in a type of its own; what was made for another type stays behind."""
-        fresh = asked if chosen is lin else asked.finer()
-        found = _fit(chosen, Work(x, y, given, ridge, memory, fresh), loss, scale)
-        found._targets = replace(found._targets, axis=axis)
+        start = time.perf_counter()
+        chosen.function.check_runs(take(x, slice(0, 1)))
+        f0 = base_outputs(Linearized(chosen.function), x)
+        check_arrangement(y, chosen.function.output_shape(x))
+        made = replace(_targets(y, given, f0, loss, scale), axis=axis)
+        seconds = {"network": time.perf_counter() - start}
+        asked = solving if chosen is lin else solving.finer()
+        found = _fit(chosen, Task(x, y, f0, made, loss, ridge, memory, asked), seconds)
         told = (*said.warnings, *unused_remarks(chosen.function), *found.record.warnings)
         reasons = {**found.record.reasons, **said.reasons()}
         found.record = replace(
@@ -209,166 +221,105 @@ def _shared_fit(
         )
         return found
 
-    return sound_fit(lin, make, factorized=asked.name in ("auto", "dual", "shared", "primal", "sketch"))
+    return sound_fit(lin, make, factorized=solving.name in ("auto", "dual", "shared", "primal", "sketch"))
+
+
+def _check_together(loss: str, targets: Any, ridge: float | str, solver: str, axis: int | None) -> None:
+    """Raise on arguments that do not go together."""
+    if axis is not None:
+        require_axis(axis)
+    likely, searched, one_hot = loss != "squared", isinstance(ridge, str), isinstance(targets, OneHot)
+    table = (
+        (likely and ridge == "gcv", f"ridge={ridge!r}",
+         "a criterion that the cross-entropy has: GCV is defined by squared residuals",
+         'pass ridge="loo" (leave-one-out log loss) or ridge="evidence"'),
+        (likely and one_hot and targets.scale != ALPHA, f"targets={targets!r}",
+         "no scale: labels are probabilities", "leave targets= out"),
+        (likely and solver in ("shared", "primal", "sgd"), f'solver="{solver}"',
+         '"dual", "cg" or "sketch": the curvature of the cross-entropy changes with every output and step',
+         'pass solver="auto", or loss="squared"'),
+        (likely and solver == "sketch" and searched, f'ridge={ridge!r}, solver="sketch"',
+         "a number: the cross-entropy of a sketch is solved by iterations",
+         'pass a number, or loss="squared"'),
+        (solver in ("cg", "sgd") and searched, f'ridge={ridge!r}, solver="{solver}"',
+         "a number: the criteria need eigenvalues",
+         'pass solver="dual" or "primal", or choose the ridge on a subset first'),
+        (axis is not None and solver == "shared", f'axis={axis}, solver="shared"',
+         "one row of outputs per example: positions do not share a kernel", 'pass solver="auto"'),
+        (axis is not None and likely, f"axis={axis}", "the squared loss", 'pass loss="squared"'),
+        (axis is not None and targets is not None and not one_hot, f"axis={axis}, targets=",
+         "targets made from y", "leave targets= out"),
+    )  # fmt: skip
+    for wrong, what, expected, remedy in table:
+        if wrong:
+            raise InputError(f"{what} with loss={loss!r}", expected, remedy)
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
-    """The problem of a fit: N examples, their labels, and arguments of ``fit``."""
+class Task:
+    """A fit to be made: its data, and the arguments of ``fit``."""
 
-    x: Inputs
-    y: Tensor
-    targets: Tensor | None
+    x: Inputs  # N examples
+    y: Tensor  # their labels
+    f0: Tensor  # f₀, (N, C)
+    targets: Targets  # t, or label probabilities
+    loss: str
     ridge: float | str
     memory: str | int | None
     solving: Solving
 
 
-def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | SoftmaxFit:
+def _fit(lin: Linearized, task: Task, seconds: dict[str, float]) -> LinearFit | SoftmaxFit:
     """The fit, whatever rounding does to it."""
-    x, y, targets, ridge, memory = work.x, work.y, work.targets, work.ridge, work.memory
-    settings, operator, file = work.solving.settings, work.solving.operator, work.solving.file
-    started, asked = time.perf_counter(), settings.preconditioner
-    lin.function.check_runs(take(x, slice(0, 1)))
-    module, types = Linearized(lin.function), lin.function.precision
-    f0 = base_outputs(module, x)
-    check_arrangement(y, lin.function.output_shape(x))
-    made = _targets(y, targets, f0, loss, scale)
-    seconds = {"network": time.perf_counter() - started}
-    size = Size(lin.function, x, f0.shape[1], loss, isinstance(ridge, str), memory)
-    sketch = work.solving.sketch
-    chosen, why = choose_solver(size, work.solving.name, settings, None if sketch is None else sketch.dim)
-    reasons = {"solver": why}
+    x, made, ridge, asked = task.x, task.targets, task.ridge, task.solving
+    size = Size(lin.function, x, task.f0.shape[1], task.loss, isinstance(ridge, str), task.memory)
+    chosen, why = choose_solver(size, asked)
+    name, reasons, squared = chosen, {"solver": why}, task.loss == "squared"
+    types = lin.function.precision
     if chosen == "sketch":
-        lin, reasons["sketch"] = sketched(lin, x, sketch or Sketch(size.default_dim() or 1), memory)
-        module = Linearized(lin.function)
-        chosen = "primal" if loss == "squared" else "cg"
+        sketch = asked.sketch or Sketch(size.default_dim() or 1)
+        lin, reasons["sketch"] = sketched(lin, x, sketch, task.memory)
+        chosen = "primal" if squared else "cg"
     exact = types.exact(lin.function.dtype)  # where products with J are made in the network's type
     capture = types.capture if chosen == "dual" else exact.capture
     sums = types.sums if chosen == "primal" else exact.sums
-    module = pinned(module, replace(types, capture=capture, sums=sums))
-    folds = find_cross_fit(lin, x, y, made.values, memory)
-    criterion = ridge if isinstance(ridge, str) else "given"
-    of_head = (folds.said,) if folds is not None else head_remarks(lin.model, x, y)
-    name = "sketch" if "sketch" in reasons else chosen
-    said = (*held_remarks(lin.function), *of_head, *single_remarks(made), *_of_scale(lin, x, y, made, f0))
-    record = Choices(name, criterion, reasons, said, seconds)
-    if loss == "cross-entropy":
-        settings = affordable(lin.function, x, settings, memory) if chosen == "cg" else settings
-        labels = class_problem(module.function, x, f0, made.values)
-        task = SoftmaxTask(module, made, labels, ridge, memory, file)
-        return solve_softmax(task, record, settings, operator, folds)
-    if chosen == "shared":
-        return _by_one_kernel(module, work, made, f0, record)
-    started = time.perf_counter()
-    residual = made.values.to(f0) - f0
-    problem = Problem(module.function, x, residual)
-    system: System
-    held: Tensor | None = None
-    if chosen in ("dual", "primal"):
-        system, taken = _factorized(problem, work, chosen, made, seconds, folds)
-        reasons["ridge"], held = taken.why, taken.held_out
-        record = replace(record, noise_factor=taken.noise_factor)
+    module = pinned(Linearized(lin.function), replace(types, capture=capture, sums=sums))
+    folds = find_cross_fit(lin, x, task.y, made.values, task.memory)
+    of_head = (folds.said,) if folds is not None else head_remarks(lin.model, x, task.y)
+    said = (*held_remarks(lin.function), *of_head, *single_remarks(made), *_of_scale(lin, task))
+    said = said if squared else (*empty_remarks(made), *said)
+    record = Choices(name, ridge if isinstance(ridge, str) else "given", reasons, said, seconds)
+    start = time.perf_counter()
+    solve: Callable[..., tuple[Any, Chosen]]
+    system: Any
+    if not squared:
+        solve = _newton_by_kernel if chosen == "dual" else _newton_in_weights
     else:
-        assert not isinstance(ridge, str), why
-        settings = affordable(lin.function, x, settings, memory)
-        solve = solve_stochastically if chosen == "sgd" else Iterative
-        shared = Reused(preconditioner=operator)
-        if work.solving.deflating is not None:
-            shared = deflated(lin, problem, work.solving.deflating, float(ridge), memory)
-        system = solve(problem, ridge, settings, memory, shared)
-        reasons["ridge"] = "given"
-        own = (
-            "an operator"
-            if work.solving.deflating is None
-            else f"a sketch of {work.solving.deflating.dim} directions"
-        )
-        reasons["preconditioner"] = _explain_steps(system, asked, own)
-        held = None if folds is None else folds.iterated(system.ridge, system.settings, squared=True)
-    seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
-    fitted = LinearFit(module, made, system, record)
-    fitted.held_out = held
+        solve = _factorized if chosen in ("dual", "shared", "primal") else _iterated
+    system, taken = solve(module, task, chosen, record, folds)
+    reasons["ridge"] = taken.why
+    seconds["solve"] = time.perf_counter() - start - seconds.get("kernel", 0.0)
+    fitted: LinearFit | SoftmaxFit
+    if squared:
+        fitted = LinearFit(module, made, system, replace(record, noise_factor=taken.noise_factor))
+    else:
+        reasons["newton"] = f"{system.described()}, gradient {system.certificate():.0e} of that at the start"
+        fitted = SoftmaxFit(module, made, system, record)
+        if chosen == "dual" and ridge == "loo" and folds is None and fitted.n > 1:
+            _say_error(fitted)
+    fitted.held_out, fitted.chosen_path = taken.held_out, taken.path
     return fitted
 
 
-def _of_scale(lin: Linearized, x: Inputs, y: Tensor, made: Targets, f0: Tensor) -> tuple[str, ...]:
+def _of_scale(lin: Linearized, task: Task) -> tuple[str, ...]:
     """Whether outputs are probabilities where y are classes, whose outputs are logits or like them."""
-    if y.is_floating_point() and made.classes is None:
+    if task.y.is_floating_point() and task.targets.classes is None:
         return ()
-    found = scale_remarks(lin.function, Bernoulli() if f0.shape[1] == 1 else Categorical(), x, f0)
+    likelihood = Bernoulli() if task.f0.shape[1] == 1 else Categorical()
+    found = scale_remarks(lin.function, likelihood, task.x, task.f0)
     for line in found:
         warn(line)
     return found
-
-
-def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: float) -> None:
-    """Raise on arguments that cannot work."""
-    if not isinstance(lin, Linearized):
-        raise InputError(
-            f"lin is {type(lin).__name__}",
-            expected="a Linearized",
-            remedy="make one with linnet.linearize(model)",
-        )
-    no_targets("loss", loss)
-    choice("loss", loss, LOSSES, 'pass loss="squared" or loss="cross-entropy"')
-    check_ridge(ridge)
-    if loss == "cross-entropy":
-        check_criterion(ridge)
-        if scale != ALPHA:
-            raise InputError(
-                f"targets=OneHot({scale!r}) with loss={loss!r}",
-                expected="no scale: labels are probabilities",
-                remedy="leave targets= out",
-            )
-    if solver == "shared" and loss != "squared":
-        raise InputError(
-            f'solver="shared" with loss={loss!r}',
-            expected='loss="squared": the curvature of the cross-entropy is another for each output',
-            remedy='pass solver="auto", or loss="squared"',
-        )
-    if solver == "primal" and loss != "squared":
-        raise InputError(
-            f'solver="primal" with loss={loss!r}',
-            expected='"dual" or "cg": the curvature of the cross-entropy changes with every Newton step',
-            remedy='pass solver="auto"',
-        )
-    if solver == "sketch" and loss != "squared" and isinstance(ridge, str):
-        raise InputError(
-            f'ridge={ridge!r} with solver="sketch" and loss={loss!r}',
-            expected="a number: the cross-entropy of a sketch is solved by iterations",
-            remedy='pass a number, or loss="squared"',
-        )
-    if solver == "sgd" and loss != "squared":
-        raise InputError(
-            f'solver="sgd" with loss={loss!r}',
-            expected='"dual" or "cg": the cross-entropy has its optimum by Newton\'s method',
-            remedy='pass solver="auto", or linnet.finetune(recipe="gaf") for training steps',
-        )
-    if solver in ("cg", "sgd") and isinstance(ridge, str):
-        raise InputError(
-            f'ridge={ridge!r} with solver="{solver}"',
-            expected="a number: the criteria need eigenvalues",
-            remedy='pass solver="dual" or "primal", or choose the ridge on a subset first',
-        )
-
-
-def _check_axis(axis: Any, loss: str, targets: Any, solver: str) -> None:
-    """Raise unless classes along an axis can be fitted."""
-    if axis is None:
-        return
-    require_axis(axis)
-    if solver == "shared":
-        raise InputError(
-            f'axis={axis} with solver="shared"',
-            expected="one row of outputs per example: positions do not share a kernel",
-            remedy='pass solver="auto"',
-        )
-    if loss != "squared" or targets is not None:
-        raise InputError(
-            f"axis={axis} with " + ("targets=" if targets is not None else f"loss={loss!r}"),
-            expected="the squared loss, with targets made from y",
-            remedy='pass loss="squared" and leave targets= out',
-        )
 
 
 def _targets(y: Tensor, targets: Tensor | None, f0: Tensor, loss: str, scale: float) -> Targets:
@@ -391,9 +342,8 @@ def _explicit(targets: Tensor, f0: Tensor, y: Tensor, loss: str) -> Targets:
         )
     check_finite(targets, "targets")
     if targets.is_complex():
-        refuse(
-            "targets", targets, "real numbers", "pass targets.real, or the two parts as outputs of their own"
-        )
+        remedy = "pass targets.real, or the two parts as outputs of their own"
+        refuse("targets", targets, "real numbers", remedy)
     values = targets.to(f0)
     if loss == "cross-entropy":
         return class_targets(values, f0.shape[1], f0.dtype)
@@ -402,77 +352,131 @@ def _explicit(targets: Tensor, f0: Tensor, y: Tensor, loss: str) -> Targets:
     return Targets(made.values, f0.shape[1] if one_hot else None, float(values.max()))
 
 
-def _explain_steps(system: Iterative, asked: str, own: str) -> str:
-    """One sentence about the preconditioner and what it took."""
-    name = system.settings.preconditioner
-    steps = f"{system.steps} steps"
-    if asked != "auto" or system.settings.rank:
-        return f"{name}: {'set by the user' if asked != 'given' else own}, {steps}"
-    if name == "nystrom":
-        return f"nystrom: not at the end after {TRIAL} steps without one, {steps} in all"
-    return f"none: {steps} without one"
+# -- solving ---------------------------------------------------------------------------------------
+# By a kernel or JᵀJ, by iterations, or by Newton's method in either space: each gives the solved equations,
+# and the ridge with its reason.
 
 
 def _factorized(
-    problem: Problem,
-    work: Work,
-    chosen: str,
-    targets: Targets,
-    seconds: dict[str, float],
-    folds: CrossFit | None,
+    module: Linearized, task: Task, chosen: str, record: Choices, folds: CrossFit | None
 ) -> tuple[System, Chosen]:
-    """Form K or JᵀJ, choose ρ, solve; with cross-fitted heads, the held-out outputs too."""
-    start = time.perf_counter()
-    size, ridge, memory = problem.residual.numel(), work.ridge, work.memory
+    """Form K, the one K̄ of all outputs, or JᵀJ; choose ρ, solve; with cross-fitted heads, by folds too."""
+    ridge, memory, residual = task.ridge, task.memory, task.targets.values.to(task.f0) - task.f0
     rho = 1.0 if isinstance(ridge, str) else float(ridge)
+    features = None
+    if chosen == "shared":
+        combinations, features = _shared_features(module, task, record)
+        folds = None if folds is None else replace(folds, combinations=combinations)
+    start = time.perf_counter()
+    problem = Problem(module.function, task.x, residual, features=features)
     system: System
-    if chosen == "dual":
-        kernel = gram(problem.function, problem.x, form="full", memory=memory, file=work.solving.file)
-        kernel = kernel.reshape(size, size).double()
-        seconds["kernel"] = time.perf_counter() - start
-        system = KernelSystem(problem, DualSystem(kernel, problem.residual, rho), memory)
-    else:
+    if chosen == "primal":
         size = problem.function.space.dim
         system = NormalSystem(problem, summed(problem, memory), rho, memory)
-        seconds["kernel"] = time.perf_counter() - start
+    else:
+        kernel = _kernel(module, task) if features is None else features.kernel(problem.examples, memory)
+        size, system = len(kernel), KernelSystem(problem, DualSystem(kernel, residual, rho), memory)
+    record.seconds["kernel"] = time.perf_counter() - start
     if not isinstance(ridge, str):
         return system, given_ridge(rho, folds)
     with decomposing(size):
         system.grid()  # keeps what it decomposes
     with waiting("the criteria at every ridge"):  # for JᵀJ a pass over the data
-        path = system.path(None, targets)
-    taken = chosen_ridge(path, ridge, targets, folds)
+        path = system.path(None, task.targets)
+    taken = chosen_ridge(path, ridge, task.targets, folds)
     return system.at(taken.ridge), taken
 
 
-def _by_one_kernel(
-    module: Linearized, work: Work, targets: Targets, f0: Tensor, record: Choices
-) -> LinearFit:
-    """Form the kernel that all outputs share, choose ρ, solve; with cross-fitted heads, by folds too."""
-    asked, x, ridge, memory = work.solving.shared or Shared(), work.x, work.ridge, work.memory
-    combinations = drawn_combinations(f0.shape[1], asked.combinations, asked.seed).to(f0.device)
+def _kernel(module: Linearized, task: Task) -> Tensor:
+    """K, (N·C, N·C), float64."""
+    kernel = gram(module.function, task.x, form="full", memory=task.memory, file=task.solving.file)
+    return kernel.reshape(task.f0.numel(), -1).double()
+
+
+def _shared_features(module: Linearized, task: Task, record: Choices) -> tuple[Tensor, Heads]:
+    """A few combinations of the outputs, and what their mean kernel is that of."""
+    asked, outputs = task.solving.shared or Shared(), task.f0.shape[1]
+    combinations = drawn_combinations(outputs, asked.combinations, asked.seed).to(task.f0.device)
     features = averaged(module.function, combinations)
-    size = Size(features.function, x, f0.shape[1], "squared", isinstance(ridge, str), memory)
+    size = Size(features.function, task.x, outputs, "squared", isinstance(task.ridge, str), task.memory)
     require(size.shared_memory(), ['solve matrix-free with solver="cg"', "raise memory="])
-    record.reasons["outputs"] = explain_outputs(module.function, x, combinations, memory)
-    folds = find_cross_fit(module, x, work.y, targets.values, memory)
-    folds = None if folds is None else replace(folds, combinations=combinations)
-    start = time.perf_counter()
-    problem = Problem(module.function, x, targets.values.to(f0) - f0, features=features)
-    system = KernelSystem(
-        problem, DualSystem(features.kernel(problem.examples, memory), problem.residual, 1.0), memory
-    )
+    record.reasons["outputs"] = explain_outputs(module.function, task.x, combinations, task.memory)
+    return combinations, features
+
+
+def _iterated(
+    module: Linearized, task: Task, chosen: str, record: Choices, folds: CrossFit | None
+) -> tuple[System, Chosen]:
+    """Solve by conjugate or stochastic gradients at the ridge that is given."""
+    ridge, memory, asked = float(task.ridge), task.memory, task.solving
+    problem = Problem(module.function, task.x, task.targets.values.to(task.f0) - task.f0)
+    settings = affordable(module.function, task.x, asked.settings, memory)
+    shared = Reused(preconditioner=asked.operator)
+    if asked.deflating is not None:
+        shared = deflated(module, problem, asked.deflating, ridge, memory)
+    solve = solve_stochastically if chosen == "sgd" else Iterative
+    system = solve(problem, ridge, settings, memory, shared)
+    record.reasons["preconditioner"] = _explain_steps(system, asked)
+    held = None if folds is None else folds.iterated(ridge, system.settings, squared=True)
+    return system, Chosen(ridge, "given", held)
+
+
+def _explain_steps(system: Iterative, asked: Solving) -> str:
+    """One sentence about the preconditioner and what it took."""
+    name, wanted = system.settings.preconditioner, asked.settings.preconditioner
+    steps = f"{system.steps} steps"
+    if wanted == "given":
+        of = "an operator" if asked.deflating is None else f"a sketch of {asked.deflating.dim} directions"
+        return f"{name}: {of}, {steps}"
+    if wanted != "auto" or system.settings.rank:
+        return f"{name}: set by the user, {steps}"
+    if name == "nystrom":
+        return f"nystrom: not at the end after {TRIAL} steps without one, {steps} in all"
+    return f"none: {steps} without one"
+
+
+def _newton_in_weights(
+    module: Linearized, task: Task, chosen: str, record: Choices, folds: CrossFit | None
+) -> tuple[WeightNewton, Chosen]:
+    """The cross-entropy at the ridge that is given, by products with J."""
+    ridge, problem = float(task.ridge), class_problem(module.function, task.x, task.f0, task.targets.values)
+    settings = affordable(module.function, task.x, task.solving.settings, task.memory)
+    system = WeightNewton(problem, ridge, settings, None, task.solving.operator, memory=task.memory)
+    held = None if folds is None else folds.iterated(ridge, settings, squared=False)
+    return system, Chosen(ridge, "given", held)
+
+
+def _newton_by_kernel(
+    module: Linearized, task: Task, chosen: str, record: Choices, folds: CrossFit | None
+) -> tuple[KernelNewton, Chosen]:
+    """The cross-entropy on the kernel, at the ridge that is given or that a criterion prefers."""
+    start, ridge = time.perf_counter(), task.ridge
+    problem = class_problem(module.function, task.x, task.f0, task.targets.values)
+    kernel, steps = _kernel(module, task), task.solving.settings.max_steps
     record.seconds["kernel"] = time.perf_counter() - start
+    if not isinstance(ridge, str):
+        system = KernelNewton(problem, kernel, float(ridge), None, steps, task.memory)
+        held = None if folds is None else folds.classified(torch.tensor([system.ridge]))[0]
+        return system, Chosen(system.ridge, "given", held)
+    grid = softmax_grid(kernel, module.function.dtype)
+    every = folds.classified(grid) if folds is not None and ridge == "loo" else None
+    system = KernelNewton(problem, kernel, float(grid[0]), None, steps, task.memory)
+    path, best = followed(system, grid, task.targets, ridge, every)
+    held = None
+    if every is not None:
+        held = every[int((path.ridges - best.ridge).abs().argmin())]
+    elif folds is not None:
+        held = folds.classified(torch.tensor([best.ridge]))[0]
+    return best, Chosen(best.ridge, explained(path, ridge, best.ridge, folds), held, path=path)
+
+
+def _say_error(fitted: SoftmaxFit) -> None:
+    """Refit without the few examples that matter most, and note how far one Newton step is from that."""
     start = time.perf_counter()
-    if isinstance(ridge, str):
-        with decomposing(system.n):
-            path = system.path(None, targets)
-        taken = chosen_ridge(path, ridge, targets, folds)
-    else:
-        taken = given_ridge(float(ridge), folds)
-    record.reasons["ridge"] = taken.why
-    record = replace(record, noise_factor=taken.noise_factor)
-    fitted = LinearFit(module, targets, system.at(taken.ridge), record)
-    fitted.held_out = taken.held_out
-    record.seconds["solve"] = time.perf_counter() - start
-    return fitted
+    found = fitted.check_loo()
+    fitted.record.reasons["leave-one-out"] = (
+        f"one Newton step; refitted without the {len(found.examples)} examples that matter most, their log "
+        f"losses differ by at most {found.loss_error:.2g} (of {float(found.losses[:, 1].max()):.2g}), their "
+        f"logits by {found.error:.2g}"
+    )
+    fitted.record.seconds["leave-one-out check"] = time.perf_counter() - start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from linnet.fitting.solver import Solving
 from linnet.linear.formed_rows import NETWORK_PENALTY, forward_operations, rows_bytes
 from linnet.linear.iterative import CGSettings
 from linnet.linear.preconditioner import preconditioner_bytes
@@ -132,16 +133,17 @@ def sketch_bytes(function: Functional) -> int:
     return 2 * sum(t.nbytes for t in tensors_by_name(function.model).values())
 
 
-def choose_solver(size: Size, solver: str, settings: CGSettings, dim: int | None = None) -> tuple[str, str]:
+def choose_solver(size: Size, asked: Solving) -> tuple[str, str]:
     """The solver, and one sentence that says why."""
+    solver, settings = asked.name, asked.settings
     if solver == "dual":
         require(size.dual_memory(), ['solve matrix-free with solver="cg"', "raise memory="])
     elif solver == "primal":
         require(size.primal_memory(), ['pass solver="dual" or "cg"', *SMALLER])
     elif solver == "sketch":
-        assert dim is not None
-        require(size.sketch_memory(dim), ["pass solver=linnet.fitting.Sketch(dim=...) with fewer directions",
-                                          "raise memory="])  # fmt: skip
+        assert asked.sketch is not None
+        fewer = "pass solver=linnet.fitting.Sketch(dim=...) with fewer directions"
+        require(size.sketch_memory(asked.sketch.dim), [fewer, "raise memory="])
     elif solver not in ("auto", "shared"):  # whose memory depends on the combinations
         require(size.iterated_memory(settings), SMALLER)
     if solver != "auto":

@@ -10,8 +10,6 @@ approximation of the linear model, with the prior precision ρ and no noise to e
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,33 +18,24 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import (
-    Choices,
     base_outputs,
     count_in_words,
     linear_outputs,
     positions,
     ridge_grid,
 )
-from linnet.fitting.cross_fit import CrossFit
 from linnet.fitting.fitted import Fitted, joined_targets
-from linnet.fitting.remarks import empty_remarks
 from linnet.fitting.softmax_path import (
     LeftOut,
     SoftmaxPath,
-    as_path,
     compare_left_out,
-    point,
+    followed,
     softmax_grid,
-    solutions,
 )
-from linnet.linalg.operator import LinearOperator
-from linnet.linear.iterative import CGSettings
-from linnet.linear.label_problem import LabelProblem, class_problem, class_targets
-from linnet.linear.newton import KernelNewton, NewtonSystem, WeightNewton
+from linnet.linear.label_problem import class_problem, class_targets
+from linnet.linear.newton import KernelNewton, NewtonSystem
 from linnet.linear.saved import newton_state
-from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs
-from linnet.tangent.gram import gram
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
@@ -158,9 +147,7 @@ class SoftmaxFit(Fitted):
             grid = softmax_grid(system.kernel, self.module.function.dtype)
         else:
             grid = answerable(self, ridge_grid(ridges)).sort(descending=True).values
-        labels = self.labels
-        assert labels is not None
-        return as_path([point(solved, labels) for solved in solutions(system, grid)])
+        return followed(system, grid, self._targets)[0]
 
     # -- changes and files -----------------------------------------------------------------------
 
@@ -196,109 +183,3 @@ class SoftmaxFit(Fitted):
     def _state(self) -> dict[str, Any]:
         """The optimum."""
         return {"loss": self.loss, "solved": newton_state(self.system)}
-
-
-@dataclass(frozen=True, eq=False)
-class SoftmaxTask:
-    """The problem to be solved."""
-
-    module: Linearized  # the linearized network, which the fit takes over
-    targets: Targets  # label probabilities
-    problem: LabelProblem  # the cross-entropy against them
-    ridge: float | str  # ρ, or ``"loo"`` or ``"evidence"``
-    memory: str | int | None  # budget of kernels
-    file: str | None  # file of the kernel
-
-
-def solve_softmax(
-    task: SoftmaxTask,
-    record: Choices,
-    settings: CGSettings,
-    operator: LinearOperator | None,
-    folds: CrossFit | None,
-) -> SoftmaxFit:
-    """Solve for the cross-entropy optimum."""
-    started = time.perf_counter()
-    seconds, reasons = record.seconds, record.reasons
-    system: NewtonSystem
-    held: Tensor | None = None
-    path: SoftmaxPath | None = None
-    if record.solver == "dual":
-        system, held, path = _solve_dual(task, record, settings, folds)
-    else:
-        assert not isinstance(task.ridge, str)
-        given = None, operator
-        system = WeightNewton(task.problem, task.ridge, settings, *given, memory=task.memory)
-        reasons["ridge"] = "given"
-        held = None if folds is None else folds.iterated(system.ridge, settings, squared=False)
-    reasons["newton"] = f"{system.described()}, gradient {system.certificate():.0e} of that at the start"
-    seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
-    full = replace(record, warnings=(*empty_remarks(task.targets), *record.warnings))
-    fitted = SoftmaxFit(task.module, task.targets, system, full)
-    fitted.held_out, fitted.chosen_path = held, path
-    if isinstance(system, KernelNewton) and task.ridge == "loo" and folds is None and fitted.n > 1:
-        _say_error(fitted)
-    return fitted
-
-
-def _solve_dual(
-    task: SoftmaxTask, record: Choices, settings: CGSettings, folds: CrossFit | None
-) -> tuple[KernelNewton, Tensor | None, SoftmaxPath | None]:
-    """Form K, choose ρ, take Newton steps; with cross-fitted heads, the held-out outputs too."""
-    start = time.perf_counter()
-    problem, ridge = task.problem, task.ridge
-    function, size = problem.function, problem.base.numel()
-    kernel = gram(function, problem.x, form="full", memory=task.memory, file=task.file)
-    kernel = kernel.reshape(size, size).double()
-    record.seconds["kernel"] = time.perf_counter() - start
-    if not isinstance(ridge, str):
-        record.reasons["ridge"] = "given"
-        system = KernelNewton(problem, kernel, float(ridge), None, settings.max_steps, task.memory)
-        held = None if folds is None else folds.classified(torch.tensor([system.ridge]))[0]
-        return system, held, None
-    grid = softmax_grid(kernel, function.dtype)
-    every = folds.classified(grid) if folds is not None and ridge == "loo" else None
-    labels, points = task.targets.labels, []
-    assert labels is not None
-    best: KernelNewton | None = None
-    system = KernelNewton(problem, kernel, float(grid[0]), None, settings.max_steps, task.memory)
-    for place, solved in enumerate(solutions(system, grid)):
-        exact = None if every is None else every[place]
-        if exact is not None and not bool(exact.isfinite().all()):
-            break
-        points.append(point(solved, labels, exact))
-        if as_path(points).best(ridge) == solved.ridge:
-            best = solved
-    assert best is not None
-    path = as_path(points)
-    record.reasons["ridge"] = _explain(path, ridge, best.ridge, folds)
-    if folds is None:
-        return best, None, path
-    if every is None:
-        return best, folds.classified(torch.tensor([best.ridge]))[0], path
-    return best, every[int((path.ridges - best.ridge).abs().argmin())], path
-
-
-def _explain(path: SoftmaxPath, criterion: str, ridge: float, folds: CrossFit | None) -> str:
-    """One sentence about a chosen ridge."""
-    at = int((path.ridges - ridge).abs().argmin())
-    words = "highest Laplace evidence"
-    if criterion == "loo":
-        words = "lowest approximate leave-one-out log loss, by one Newton step each,"
-        if folds is not None:
-            words = f"lowest held-out log loss over {folds.folds.count} folds"
-    edge = "; it is at the edge of the grid" if at in (0, len(path.ridges) - 1) else ""
-    degrees = float(path.degrees_of_freedom[at])
-    return f"{words} of {len(path.ridges)} values, {degrees:.0f} effective parameters{edge}"
-
-
-def _say_error(fitted: SoftmaxFit) -> None:
-    """Refit without the few examples that matter most, and note how far one Newton step is from that."""
-    start = time.perf_counter()
-    found = fitted.check_loo()
-    fitted.record.reasons["leave-one-out"] = (
-        f"one Newton step; refitted without the {len(found.examples)} examples that matter most, their log "
-        f"losses differ by at most {found.loss_error:.2g} (of {float(found.losses[:, 1].max()):.2g}), their "
-        f"logits by {found.error:.2g}"
-    )
-    fitted.record.seconds["leave-one-out check"] = time.perf_counter() - start

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError, NumericalError
+from linnet.errors import NumericalError
 from linnet.linear.dual import CriteriaByRidge
 from linnet.linear.newton import KernelNewton, NewtonSystem
+from linnet.linear.targets import Targets
 from linnet.params import choice
 from linnet.progress import track
 from linnet.shown import Record
@@ -63,7 +64,6 @@ class SoftmaxPath(CriteriaByRidge):
         Raises:
             InputError: The criterion is another.
         """
-        check_criterion(criterion)
         choice("criterion", criterion, self.criteria)
         return self._least({"loo": self.loo_error, "evidence": -self.evidence}[criterion])
 
@@ -98,16 +98,6 @@ class LeftOut(Record):
     def loss_error(self) -> float:
         """The largest difference of a log loss."""
         return float((self.losses[:, 0] - self.losses[:, 1]).abs().max())
-
-
-def check_criterion(criterion: object) -> None:
-    """Raise if a criterion says nothing of a cross-entropy fit."""
-    if isinstance(criterion, str) and criterion == "gcv":
-        raise InputError(
-            'ridge="gcv" with loss="cross-entropy"',
-            expected="a criterion that the cross-entropy has: GCV is defined by squared residuals",
-            remedy='pass ridge="loo" (leave-one-out log loss) or ridge="evidence"',
-        )
 
 
 def softmax_grid(kernel: Tensor, dtype: torch.dtype, per_decade: int = 2) -> Tensor:
@@ -163,6 +153,28 @@ def point(system: KernelNewton, labels: Tensor, exact: Tensor | None = None) -> 
         system.certificate(),
         float(system.steps),
     )
+
+
+def followed(
+    system: KernelNewton,
+    ridges: Tensor,
+    targets: Targets,
+    criterion: str = "loo",
+    exact: Tensor | None = None,
+) -> tuple[SoftmaxPath, KernelNewton]:
+    """Every criterion along a path, by held-out outputs where there are any, and the solution of the best."""
+    # ridges (R,) descending, exact (R, N, C)
+    labels, points = targets.labels, []
+    assert labels is not None
+    best = system
+    for place, solved in enumerate(solutions(system, ridges)):
+        held = None if exact is None else exact[place]
+        if held is not None and not bool(held.isfinite().all()):
+            break
+        points.append(point(solved, labels, held))
+        if as_path(points).best(criterion) == solved.ridge:
+            best = solved
+    return as_path(points), best
 
 
 def as_path(points: list[tuple[float, ...]]) -> SoftmaxPath:
