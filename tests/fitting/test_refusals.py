@@ -303,7 +303,7 @@ SOFTMAX: list[Row] = [
     (InputError, "(9, 3)", lambda: of_labels(torch.ones(9, 3, dtype=torch.long))),
     (DataError, "range", lambda: linnet.fit(BINARY.lin, (BINARY.x, BINARY.labels + 1), "cross-entropy")),
     (InputError, "0 to 1", lambda: linnet.fit(BINARY.lin, (BINARY.x, real(9)), "cross-entropy")),
-    (InputError, "OneHot(3.0)", lambda: SOFT.fit(targets=OneHot(3.0))),
+    (InputError, "OneHot(scale=3.0)", lambda: SOFT.fit(targets=OneHot(3.0))),
     (InputError, "(9, 3)", lambda: SOFT.fit(targets=SOFT.y[:, :2])),
     (InputError, "gcv", lambda: SOFT.fit(ridge="gcv")),
     (InputError, "ridge='loo'", lambda: SOFT.fit(ridge="loo", solver="cg")),

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,11 +28,11 @@ from linnet.fitting.remarks import after_change
 from linnet.linear.constrained_system import ConstrainedSystem
 from linnet.linear.iterative import Iterative
 from linnet.linear.system import System
+from linnet.linear.targets import Targets
 from linnet.shown import Record, frame
 from linnet.solvers.cg import shifted_cg
 from linnet.tangent.batch import Inputs
 from linnet.tangent.jacobian import jvp_columns
-from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
 if TYPE_CHECKING:
@@ -52,14 +53,6 @@ class ValidationPath(Record):
         outputs: Predictions (R, T, C).
         accuracy: Share of right classes, (R,); ``None`` for regression.
         gradient: dL/d log ρ, (R,); ``None`` where it takes a solve for each ridge (primal fits).
-
-    Example:
-        >>> import linnet
-        >>> net = torch.nn.Linear(1, 1)
-        >>> x = torch.linspace(-1, 1, 8)[:, None]
-        >>> fit = linnet.fit(linnet.linearize(net), (x[::2], 2 * x[::2]))
-        >>> linnet.audit.ridge_path(fit, (x[1::2], 2 * x[1::2]), [0.01, 1.0, 100.0]).loss.shape
-        torch.Size([3])
     """
 
     ridges: Tensor
@@ -73,14 +66,7 @@ class ValidationPath(Record):
         return {"ridges": self.ridges, "best": self.best(), "least loss": float(self.loss.min())}
 
     def to_frame(self) -> DataFrame:
-        """A pandas table, one row a ridge.
-
-        Returns:
-            The ridge as index, and every criterion.
-
-        Raises:
-            DependencyError: If pandas is missing.
-        """
+        """A pandas table, one row a ridge."""
         columns = {"ridge": self.ridges, "loss": self.loss, "distance": self.distance}
         return frame({**columns, "accuracy": self.accuracy, "gradient": self.gradient}, "ridge")
 
@@ -121,11 +107,9 @@ def ridge_path(fit: LinearFit, validation: Any, ridges: Any = None) -> Validatio
     curve = _curve(fit, validation)
     grid = curve.grid() if ridges is None else ridge_grid(ridges)
     outputs, distance, gradient = curve.many(grid)
-    loss = (curve.targets - outputs).square().sum(2).mean(1)
-    accuracy = None
-    if curve.labels is not None:
-        accuracy = (outputs.argmax(2) == curve.labels).double().mean(1)
-    return ValidationPath(grid, loss, distance, outputs, accuracy, gradient)
+    labels = curve.labels
+    accuracy = None if labels is None else (outputs.argmax(2) == labels).double().mean(1)
+    return ValidationPath(grid, curve.loss(outputs), distance, outputs, accuracy, gradient)
 
 
 @in_exact_mode
@@ -191,44 +175,29 @@ def tune_ridge(fit: LinearFit, validation: Any) -> LinearFit:
         >>> tune_ridge(fit, (x, 2 * x)).ridge < 100.0
         True
     """
-    _check_squared(fit)
+    start = time.perf_counter()
+    curve = _curve(fit, validation)
     if fit.constraints is not None:
         raise InputError(
             "tune_ridge of a fit with constraints",
             expected="a fit without constraints",
             remedy="tune the ridge first, and constrain the fit that comes out",
         )
-    start = time.perf_counter()
-    curve = _curve(fit, validation)
     grid = curve.grid()
-    loss = (curve.targets - curve.many(grid)[0]).square().sum(2).mean(1)
-    i = int(loss.argmin())
+    i = int(curve.loss(curve.many(grid)[0]).argmin())
     ridge, edge = float(grid[i]), i in (0, len(grid) - 1)
     if not edge:
         ridge = _root(curve, float(grid[i - 1]), float(grid[i + 1]))
     where = "; it is at the edge of the grid" if edge else ""
-    value, slope, _ = curve.at(ridge)
+    value, slope = curve.at(ridge)
     said = f"lowest validation loss, {value:.4g} with derivative {slope:.1e} in log ρ{where}"
     reasons = {**fit.record.reasons, "ridge": said}
     warnings = after_change(fit.record.warnings, fit.module.model, fit.x, fit._targets, likely=False)
-    seconds = dict(fit.record.seconds)
-    kept = replace(fit.record, warnings=warnings, seconds=seconds)
+    kept = replace(fit.record, warnings=warnings, seconds=dict(fit.record.seconds))
     record = replace(kept, criterion="validation", reasons=reasons, noise_factor=1.0)
-    system = curve.system(ridge)
-    tuned = LinearFit(Linearized(fit.module.function), fit._targets, system, record)
+    tuned = fit._made(curve.system(ridge), fit._targets, record)
     tuned.record.seconds["ridge"] = time.perf_counter() - start
     return tuned
-
-
-@torch.no_grad()
-def _check_squared(fit: Any) -> None:
-    """Raise unless it is a fit of the squared loss."""
-    if not isinstance(fit, LinearFit) or fit.system.shared:
-        raise InputError(
-            f"fit is {type(fit).__name__}" + (' with solver="shared"' if isinstance(fit, LinearFit) else ""),
-            expected='a LinearFit, whose loss is "squared"',
-            remedy="call fit.path() of another fit, or choose its ridge with ridge='loo'",
-        )
 
 
 def _root(curve: _Curve, low: float, high: float) -> float:
@@ -251,63 +220,75 @@ def _root(curve: _Curve, low: float, high: float) -> float:
     return math.exp(c)
 
 
-class _Curve(Protocol):
+class _Curve(ABC):
     """The validation outputs as a function of ρ."""
 
-    targets: Tensor
-    labels: Tensor | None
+    def __init__(self, fit: LinearFit, x: Inputs, made: Targets) -> None:
+        self.last, self.x = fit.system, x  # the solved equations at the last single ridge
+        self.targets = made.values.to(fit.module.function.device).double()
+        several = made.labels is not None and fit.system.c > 1
+        self.labels = made.labels.to(self.targets.device) if several and made.labels is not None else None
 
+    @abstractmethod
     def grid(self) -> Tensor:
         """Ridges to try."""
 
+    @abstractmethod
     def many(self, ridges: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Outputs (R, T, C), ‖δ‖ (R,) and dL/d log ρ (R,) where it is free."""
 
-    def at(self, ridge: float) -> tuple[float, float, Tensor]:
-        """Loss, dL/d log ρ and outputs at one ridge."""
+    @abstractmethod
+    def at(self, ridge: float) -> tuple[float, float]:
+        """Loss and dL/d log ρ at one ridge."""
+
+    def loss(self, outputs: Tensor) -> Tensor:
+        """Mean ‖y − f‖² of outputs (R, T, C), (R,)."""
+        return (self.targets - outputs).square().sum(2).mean(1)
 
     def system(self, ridge: float) -> System:
-        """The solved equations at one ridge."""
+        """The solved equations at one ridge, from the last ones."""
+        self.last = self.last if ridge == self.last.ridge else self.last.at(ridge)
+        return self.last
 
 
 def _curve(fit: LinearFit, validation: Any) -> _Curve:
     """The curve of a fit."""
-    _check_squared(fit)
-    x, made = fit._like(*fit._gathered(validation), "the validation data")
-    targets = made.values.to(fit.module.function.device).double()
-    labels = None if made.labels is None or fit.system.c == 1 else made.labels.to(targets.device)
-    if fit.constraints is not None and fit.constraints.soft:
+    if not isinstance(fit, LinearFit) or fit.system.shared:
         raise InputError(
-            "the ridge of a fit with penalties on outputs (weight=), whose kernel depends on it",
-            expected="a fit without constraints, or with equations that hold exactly",
-            remedy="ask the fit before fit.constrain, or call fit.path",
+            f"fit is {type(fit).__name__}" + (' with solver="shared"' if isinstance(fit, LinearFit) else ""),
+            expected='a LinearFit, whose loss is "squared"',
+            remedy="call fit.path() of another fit, or choose its ridge with ridge='loo'",
         )
-    if fit.system.factorized is fit.system and not isinstance(fit.system, ConstrainedSystem):
-        return _EigenCurve(fit, x, targets, labels)
-    if not isinstance(fit.system, Iterative):
+    x, made = fit._like(*fit._gathered(validation), "the validation data")
+    held = fit.constraints
+    if held is not None and (held.soft or isinstance(fit.system, ConstrainedSystem)):
         raise InputError(
-            "the ridge of a primal fit with constraints",
-            expected='a fit without constraints, or one with solver="dual"',
+            "the ridge of a fit with penalties on outputs (weight=), or of a primal fit with constraints",
+            expected='a fit without constraints, or solver="dual" with equations that hold exactly',
             remedy="ask the fit before fit.constrain",
         )
-    return _PrimalCurve(fit, fit.system, x, targets, labels)
+    return (_EigenCurve if fit.system.factorized is fit.system else _PrimalCurve)(fit, x, made)
 
 
-class _EigenCurve:
+class _EigenCurve(_Curve):
     """By eigenvalues, of the kernel or of JᵀJ."""
 
-    def __init__(self, fit: LinearFit, x: Inputs, targets: Tensor, labels: Tensor | None) -> None:
-        self.solved, self.targets, self.labels = fit.system, targets, labels
+    def __init__(self, fit: LinearFit, x: Inputs, made: Targets) -> None:
+        super().__init__(fit, x, made)
         self.along = fit.system.along_path(x)
         fitted = self.along.rows @ (self.along.coordinates / (self.along.values + fit.ridge))
-        self.base = fit.predict(x).double() - fitted.view(targets.shape)
+        self.base = fit.predict(x).double() - fitted.view(self.targets.shape)
 
     def grid(self) -> Tensor:
         """Ridges in steps of a decade's parts."""
-        return self.solved.grid()
+        return self.last.grid()
 
     def many(self, ridges: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Outputs, ‖δ‖, dL/d log ρ."""
+        return self._free(ridges)
+
+    def _free(self, ridges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, all of which are products."""
         along = self.along
         rho = ridges.to(along.rows)
         weights = 1 / (along.values[:, None] + rho)  # (n, R)
@@ -318,60 +299,45 @@ class _EigenCurve:
         gradient = 2 * rho * ((outputs - self.targets) * slope).sum(2).mean(1)
         return outputs, distance, gradient
 
-    def at(self, ridge: float) -> tuple[float, float, Tensor]:
-        """Loss, derivative, outputs."""
-        outputs, _, gradient = self.many(torch.tensor([ridge], dtype=torch.float64))
-        assert gradient is not None
-        loss = (self.targets - outputs[0]).square().sum(1).mean()
-        return float(loss), float(gradient[0]), outputs[0]
-
-    def system(self, ridge: float) -> System:
-        """The solution at another ridge, with the same eigendecomposition."""
-        return self.solved.at(ridge)
+    def at(self, ridge: float) -> tuple[float, float]:
+        """Loss and derivative."""
+        outputs, _, gradient = self._free(torch.tensor([ridge], dtype=torch.float64))
+        return float(self.loss(outputs)), float(gradient)
 
 
-class _PrimalCurve:
+class _PrimalCurve(_Curve):
     """By conjugate gradients: shifted for a grid, started from the last solution for single ridges."""
 
-    def __init__(
-        self, fit: LinearFit, primal: Iterative, x: Inputs, targets: Tensor, labels: Tensor | None
-    ) -> None:
-        self.primal, self.targets, self.labels, self.x = primal, targets, labels, x
-        self.base = fit.predict(x).double() - self._along(primal.delta)
-        self.last = primal
+    last: Iterative
 
-    def _along(self, delta: Tensor) -> Tensor:
+    def __init__(self, fit: LinearFit, x: Inputs, made: Targets) -> None:
+        super().__init__(fit, x, made)
+        self.start = self.last
+        self.base = fit.predict(x).double() - self._moved(self.start.delta)
+
+    def _moved(self, delta: Tensor) -> Tensor:
         """J(x) δ, (T, C) or (T, C, R)."""
-        return jvp_columns(self.primal.function, self.x, delta).double()
+        return jvp_columns(self.start.function, self.x, delta).double()
 
     def grid(self) -> Tensor:
         """Ridges around the present one."""
         steps = torch.linspace(-DECADES, DECADES, 4 * DECADES + 1, dtype=torch.float64)
-        return self.primal.ridge * 10**steps
+        return self.start.ridge * 10**steps
 
     def many(self, ridges: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Outputs and ‖δ‖ from one Krylov space."""
-        primal, settings = self.primal, self.primal.settings
+        solved, settings = self.start, self.start.settings
         found = shifted_cg(
-            primal.operator, primal.right[:, 0], ridges, settings.tolerance, settings.max_steps
+            solved.operator, solved.right[:, 0], ridges, settings.tolerance, settings.max_steps
         )
-        delta = found.value
         if found.residual > 100 * settings.tolerance:  # its recursions drift where steps are many
             found.require("the path of ridges by shifted conjugate gradients")
-        outputs = self.base + self._along(delta).movedim(2, 0)
-        return outputs, delta.double().norm(dim=0), None
+        outputs = self.base + self._moved(found.value).movedim(2, 0)
+        return outputs, found.value.double().norm(dim=0), None
 
-    def at(self, ridge: float) -> tuple[float, float, Tensor]:
-        """Loss, derivative, outputs."""
+    def at(self, ridge: float) -> tuple[float, float]:
+        """Loss and derivative, with dδ/dρ = −(G + ρI)⁻¹ δ."""
         solved = self.system(ridge)
-        outputs = self.base + self._along(solved.delta)
-        # dδ/dρ = −(G + ρI)⁻¹ δ
-        slope = -self._along(solved.solve(solved.delta[:, None])[:, 0])
-        gap = outputs - self.targets
-        return float(gap.square().sum(1).mean()), float(2 * ridge * (gap * slope).sum(1).mean()), outputs
-
-    def system(self, ridge: float) -> Iterative:
-        """The solution at another ridge, from the last one."""
-        if ridge != self.last.ridge:
-            self.last = self.last.at(ridge)
-        return self.last
+        gap = self.base + self._moved(solved.delta) - self.targets
+        slope = -self._moved(solved.solve(solved.delta[:, None])[:, 0])
+        return float(gap.square().sum(1).mean()), float(2 * ridge * (gap * slope).sum(1).mean())
