@@ -12,8 +12,9 @@ from torch import nn
 import linnet
 from linnet.errors import DataError, InputError, MemoryBudgetError
 from linnet.likelihoods import Gaussian, HeteroscedasticGaussian
+from linnet.linear.problem import Problem
 from linnet.tangent.functional import Functional
-from linnet.tangent_gp.solving import choose
+from linnet.tangent_gp.solving import Options, planned
 from linnet.tangent_gp.tangent_gp import TangentGP
 from tests.fitting.problems import near, network, real
 from tests.laplace.laplace_problems import numbers
@@ -44,8 +45,9 @@ def test_the_way_is_chosen_by_size() -> None:
 def test_a_kernel_that_fits_is_factored_since_variances_by_products_cost_the_network() -> None:
     """The cache of variances pulls a hundred directions back through the network, a factor none."""
     wide = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
-    plan = choose(Functional(wide), torch.zeros(5000, 784), 1, "function", "auto", "16GB")
-    assert (plan.solver, plan.chosen.stored) == ("cholesky", False)
+    options = Options.of("function", {"memory": "16GB"}, linearized=False)
+    plan = planned(Problem(Functional(wide), torch.zeros(5000, 784), torch.zeros(5000, 1)), options)
+    assert (plan.solver, plan.stored) == ("cholesky", False)
 
 
 def test_the_rank_of_the_variance_cache_counts_in_the_plan() -> None:

@@ -98,7 +98,7 @@ class Choices:
 BATCH = 128  # examples predicted at once
 
 
-def checked_inputs(module: Linearized, x: Inputs, name: str = "x") -> Inputs:
+def checked_inputs(module: Any, x: Inputs, name: str = "x") -> Inputs:
     """Examples that the network runs on, or an error."""
     x = examples(module.function, x, name)
     module.function.check_runs(take(x, slice(0, 1)))

@@ -16,7 +16,7 @@ from linnet import pages
 from linnet.errors import InputError
 from linnet.files import save
 from linnet.fitting.accuracy import sound_change
-from linnet.fitting.arguments import Choices, count_in_words, positions
+from linnet.fitting.arguments import Choices, checked_inputs, count_in_words, positions
 from linnet.fitting.export import ExportedPosterior, checked_module, exported_fit
 from linnet.fitting.merged import Merged, merged_network
 from linnet.fitting.plots import FitPlots, eigenvalues_of
@@ -37,7 +37,7 @@ from linnet.shown import frame, outputs
 from linnet.tangent.batch import Inputs, batch_size, observed, take
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import examples, gather_data, owned
+from linnet.tangent.gather import gather_data, owned
 from linnet.tangent.graph import Prototype, Traced
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.loaders import DataNotes
@@ -255,9 +255,7 @@ class Fitted(PredictiveModel):
 
     def _examples(self, x: Inputs) -> Inputs:
         """Examples on the network's device, or an error."""
-        x = examples(self._function, x)
-        self._function.check_runs(take(x, slice(0, 1)))
-        return x
+        return checked_inputs(self.module, x)
 
     # -- audits ----------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ parameter space    (J̃ᵀJ̃ + ρI) δ = J̃ᵀr̃   P equations
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TypedDict
 
 from linnet.errors import InputError
 from linnet.fitting.plan import CG_STEPS, Size, factorized
@@ -19,8 +19,7 @@ from linnet.linear.problem import Memory, Problem
 from linnet.linear.system import System
 from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.params import choice, known
-from linnet.tangent.batch import Inputs
-from linnet.tangent.functional import Functional, OutputAdapter, check_output
+from linnet.tangent.functional import OutputAdapter, check_output
 from linnet.tangent.selection import Selector
 
 SPACES = ("auto", "function", "parameter")
@@ -113,9 +112,8 @@ def _space(space: str, iteration: Iteration) -> str:
     return spaces[0] if space == "auto" and len(spaces) == 1 else space
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way to solve."""
+class Way(NamedTuple):
+    """One way to solve, and what it would take."""
 
     space: str  # ``"function"`` or ``"parameter"``
     solver: str  # ``"cholesky"`` or ``"cg"``
@@ -130,60 +128,32 @@ class Way:
 
 @dataclass(frozen=True)
 class GPPlan:
-    """The chosen way, its alternatives and the reason."""
+    """The way that is taken, why, and all ways."""
 
-    chosen: Way  # the way taken
-    ways: tuple[Way, ...]  # all ways, the chosen one among them
+    space: str  # ``"function"`` or ``"parameter"``
+    solver: str  # ``"cholesky"`` or ``"cg"``
+    stored: bool  # whether the kernel is kept in memory for conjugate gradients
     reason: str  # one sentence
     equations: int  # N·C
     parameters: int  # P
-
-    @property
-    def space(self) -> str:
-        """``"function"`` or ``"parameter"``."""
-        return self.chosen.space
-
-    @property
-    def solver(self) -> str:
-        """``"cholesky"`` or ``"cg"``."""
-        return self.chosen.solver
-
-    def __str__(self) -> str:
-        head = f"{self.equations} equations, {self.parameters} parameters: {self.chosen}"
-        others = [f"  {way}" for way in self.ways if way is not self.chosen]
-        return "\n".join([head, f"  because: {self.reason}", *others])
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain numbers and text."""
-        return {
-            "space": self.space,
-            "solver": self.solver,
-            "kernel stored": self.chosen.stored,
-            "reason": self.reason,
-            "equations": self.equations,
-            "parameters": self.parameters,
-            "ways": [str(way) for way in self.ways],
-        }
+    ways: list[str]  # all, with their predicted operations and memory
 
 
-def choose(
-    function: Functional, x: Inputs, outputs: int, space: str, solver: str, memory: Memory, rank: int = 0
-) -> GPPlan:
-    """The cheapest way among those that fit the memory."""
-    size = Size(function, x, outputs, "squared", False, memory)
-    ways = _ways(size, rank or RANK)
-    wanted = [way for way in ways if space in ("auto", way.space) and solver in ("auto", way.solver)]
+def planned(problem: Problem, options: Options) -> GPPlan:
+    """The cheapest way that the options leave open and that fits the memory."""
+    size = Size(problem.function, problem.x, problem.c, "squared", False, options.memory)
+    ways = _ways(size, options.iteration.rank or RANK)
+    asked = (options.space, options.solver)
+    wanted = [way for way in ways if all(a in ("auto", b) for a, b in zip(asked, way[:2], strict=True))]
     fitting = [way for way in wanted if way.memory.peak <= way.memory.budget]
     if not fitting:
-        smallest = min(wanted, key=lambda way: way.memory.peak)
         advice = ['pass solver="cg" and space="auto"', "use fewer parameters with params=, or raise memory="]
-        require(smallest.memory, advice)
+        require(min((way.memory for way in wanted), key=lambda plan: plan.peak), advice)
     chosen, best = (min(some, key=lambda way: way.operations) for some in (fitting, wanted))
     reason = "set by the user" if len(wanted) == 1 else "the fewest operations"
     if best.operations < chosen.operations:
-        budget = format_bytes(best.memory.budget)
-        reason += f" that fit; {best} does not fit a budget of {budget}"
-    return GPPlan(chosen, tuple(ways), reason, size.equations, function.space.dim)
+        reason += f" that fit; {best} does not fit a budget of {format_bytes(best.memory.budget)}"
+    return GPPlan(*chosen[:3], reason, size.equations, size.function.space.dim, [str(way) for way in ways])
 
 
 def _ways(size: Size, rank: int) -> list[Way]:
@@ -211,19 +181,13 @@ def _ways(size: Size, rank: int) -> list[Way]:
     ]
 
 
-def planned(problem: Problem, options: Options) -> GPPlan:
-    """The way of solving that the options leave open, chosen."""
-    asked = options.space, options.solver, options.memory, options.iteration.rank
-    return choose(problem.function, problem.x, problem.c, *asked)
-
-
 def solve(problem: Problem, ridge: float, options: Options, before: System | None) -> tuple[GPPlan, System]:
     """Choose a way and solve."""
     plan = planned(problem, options)
     if plan.solver == "cholesky":
         kind = KernelSystem if plan.space == "function" else NormalSystem
         return plan, kind.solved(problem, ridge, options.memory, before)
-    space = "stored" if plan.chosen.stored else plan.space
+    space = "stored" if plan.stored else plan.space
     reused, parameter = Reused(), space == "parameter"
     if parameter and isinstance(before, Iterative) and before.space == space:
         made = before.reused.preconditioner
@@ -240,7 +204,7 @@ def describe(plan: GPPlan, system: System, options: Options) -> dict[str, Any]:
         "examples": system.n,
         "outputs": system.c,
         "targets": system.problem.count,
-        "plan": plan.to_dict(),
+        "plan": asdict(plan),
         "certificate": system.certificate(),
         "work": dict(system.work),
         "variance": "exact",
