@@ -67,7 +67,7 @@ def test_training_is_taken_where_it_helps(fits: tuple[NestedFit, NestedFit]) -> 
     assert not plain.trained
     assert accuracy(tuned) > accuracy(plain) + 0.1
     assert [rung.taken for rung in tuned.rungs][-1]
-    assert tuned.record.reasons["verdict"].startswith("Use the trained lower layers: they add")
+    assert tuned.record.reasons["verdict"].startswith("Use the trained lower layers")
     assert tuned.record.criterion == "folds"
     assert any("trained on the same labels" in text for text in tuned.record.warnings)
     assert "forgetting them gives the same class as training again" in tuned.record.reasons["retraining"]
@@ -176,7 +176,7 @@ def test_regression_is_trained_as_well() -> None:
     fit = linnet.adapt(network(1), (x, y), tune=True)
     assert fit.trained
     assert fit.rungs[-1].points is None
-    assert "less error on held-out folds than" in fit.record.reasons["verdict"]
+    assert "less error on held-out folds" in fit.record.reasons["verdict"]
     truth = torch.sin(3 * TEST[0][:, :1])
     found = fit.predictive(TEST[0])
     plain = linnet.adapt(network(1), (x, y)).predict(TEST[0])
@@ -232,7 +232,7 @@ def test_rungs_are_compared_sample_by_sample(fits: tuple[NestedFit, NestedFit]) 
     assert (rungs[1].taken, rungs[1].seconds) == (True, 7.0)
     kept = ladder([("linear probe", truth + 3 * noise)], truth + 2.95 * noise.flip(0), targets, 7.0)
     assert kept[0].taken
-    assert verdict(kept).startswith("Kept the linear probe: training the lower layers would add")
+    assert verdict(kept).startswith("Kept the linear probe")
     worse = ladder([("linear probe", truth + 3 * noise)], truth + 4 * noise, targets, 7.0)
     assert worse[0].taken
     assert "% more error on held-out folds" in verdict(worse)
@@ -242,7 +242,7 @@ def test_rungs_are_compared_sample_by_sample(fits: tuple[NestedFit, NestedFit]) 
     fewer = ladder([("linear probe", truth * 0.1)], near, targets, 7.0)
     assert fewer[1].gain > fewer[1].gain_error
     assert fewer[0].taken
-    assert verdict(fewer).endswith("accuracy does not improve.")
+    assert "less accuracy" in verdict(fewer)
 
 
 def test_one_fold_is_enough_where_training_does_harm(monkeypatch: pytest.MonkeyPatch) -> None:

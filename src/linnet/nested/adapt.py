@@ -27,9 +27,8 @@ from linnet.tangent.loaders import DataNotes
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector, selected
 
-HEADS = (
-    4  # random heads: the kernel's cost grows with them, its noise falls; 4 were enough in experiments/adapt
-)
+# random heads: the kernel's cost grows with them, its noise falls; 4 were enough in experiments/adapt
+HEADS = 4
 
 
 @in_exact_mode

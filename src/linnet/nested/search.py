@@ -43,7 +43,6 @@ ERRORS = 1.0  # standard errors by which the lower layers must reduce the probe'
 LOO = "squared error on training samples left out of the fit"
 LESS = f"less {LOO}"
 SAME = "with about the same accuracy"
-ONE_SAMPLE = "one sample per class cannot tell whether the lower layers help"
 
 
 @node()
@@ -97,10 +96,7 @@ class Choice:
     @property
     def gain(self) -> tuple[float, float]:
         """Share of the probe's leave-one-out error that ``best`` takes away, and its standard error."""
-        if len(self.probe.errors) < 2:
-            return 0.0, 0.0
-        gains = (self.probe.errors - self.best.errors) / max(self.probe.score, 1e-300)
-        return float(gains.mean()), float(gains.std(correction=1)) / len(gains) ** 0.5
+        return _gained(self.probe.errors, self.best.errors)
 
     @property
     def points(self) -> tuple[float, float] | None:
@@ -109,8 +105,7 @@ class Choice:
         # and the smoother of two models pays more for that: here one of every class is left out together.
         if self.best.together is None or self.probe.together is None or len(self.best.together) < 2:
             return None
-        points = 100 * (self.best.together.double() - self.probe.together.double())
-        return float(points.mean()), float(points.std(correction=1)) / len(points) ** 0.5
+        return _points(self.probe.together, self.best.together)
 
     @property
     def helps(self) -> bool:
@@ -126,17 +121,13 @@ class Choice:
     def reasons(self) -> dict[str, str]:
         """One sentence for each choice."""
         weight_given, ridge_given = self.given
-        if weight_given:
-            body = "set by the user"
-        elif len(self.probe.errors) < 2:
-            body = ONE_SAMPLE
-        elif self.taken.weight:
-            body = f"the lower layers help: {self._share} {LESS} than the linear probe"
-        else:
-            body = f"the linear probe is kept: {self._short}"
+        body = "the lower layers help" if self.taken.weight else "the linear probe is kept"
         chosen = f"lowest {LOO}" if len(self.probe.errors) else "highest evidence"
-        ridge = "set by the user" if ridge_given else chosen
-        found = {"solver": "one kernel for all outputs", "body": body, "ridge": ridge}
+        found = {
+            "solver": "one kernel for all outputs",
+            "body": "set by the user" if weight_given else body,
+            "ridge": "set by the user" if ridge_given else chosen,
+        }
         if self.pilot:
             found["share"] = f"of the lower layers: of lowest {LOO}, on {self.pilot:,} samples"
         return {**found, "verdict": self.verdict()}
@@ -147,10 +138,18 @@ class Choice:
             weight = f"{self.taken.weight:g}"
             return f"The weight of the lower layers, {weight}, was given: whether they help was not tested."
         if len(self.probe.errors) < 2:
-            return f"Kept the linear probe: {ONE_SAMPLE}."
+            return "Kept the linear probe: one sample per class cannot tell whether the lower layers help."
+        gain, error = self.gain
+        share = f"{100 * gain:.0f} ± {100 * error:.0f} %"
         if not self.taken.weight:
-            return f"Kept the linear probe: {self._short}."
-        less = f"The lower layers give {self._share} {LESS} than the linear probe"
+            less = f"the lower layers would give {share} {LESS}"
+            why = f"{less}, but no better accuracy"
+            if not self.best.weight:
+                why = f"with the lower layers the {LOO} is not lower"
+            elif gain <= ERRORS * error:
+                why = f"{less}, which is not significant"
+            return f"Kept the linear probe: {why}."
+        less = f"The lower layers give {share} {LESS} than the linear probe"
         if self.points is None or self.probe.together is None:
             return f"{less}."
         points, spread = self.points
@@ -159,24 +158,8 @@ class Choice:
         before = 100 * float(self.probe.together.double().mean())
         return (
             f"The lower layers add {points:.1f} ± {spread:.1f} points to the linear probe's {before:.1f} % "
-            f"on training samples left out of the fit ({self._share} less squared error)."
+            f"on training samples left out of the fit ({share} less squared error)."
         )
-
-    @property
-    def _share(self) -> str:
-        """The gain in words."""
-        gain, error = self.gain
-        return f"{100 * gain:.0f} ± {100 * error:.0f} %"
-
-    @property
-    def _short(self) -> str:
-        """The reason why the lower layers are not used."""
-        gain, error = self.gain
-        if not self.best.weight:
-            return f"with the lower layers the {LOO} is not lower"
-        if gain > ERRORS * error:
-            return f"the lower layers would give {self._share} {LESS}, but no better accuracy"
-        return f"the lower layers would give only {self._share} {LESS}, which is not significant"
 
     def warnings(self) -> tuple[str, ...]:
         """Warnings about the choice."""
@@ -185,6 +168,18 @@ class Choice:
         if self.taken.edge == "largest":
             return ("leave-one-out prefers a constant prediction: these features say nothing of the targets",)
         return ()
+
+
+def _gained(before: Tensor, now: Tensor) -> tuple[float, float]:
+    """Share of the errors (n,) of one model that another takes away, and its standard error."""
+    gains = (before - now) / max(float(before.mean()), 1e-300) if len(before) > 1 else before.new_zeros(2)
+    return float(gains.mean()), float(gains.std()) / len(gains) ** 0.5
+
+
+def _points(before: Tensor, now: Tensor) -> tuple[float, float]:
+    """Gain of right classes (n,) in percentage points, and its standard error."""
+    points = 100 * (now.double() - before.double())
+    return float(points.mean()), float(points.std()) / len(points) ** 0.5
 
 
 def choose(
@@ -360,63 +355,42 @@ def ladder(
     # before (N, C), outputs (N, C), rows (N,)
     # It is taken where its error is lower by more than a standard error and no fewer classes are right.
     counting = counted(targets) if rows is None else counted(targets) & rows
-    truth = targets.values.to(outputs)[counting]
+    truth, labels = targets.values.to(outputs)[counting], targets.labels
     rungs: list[Rung] = []
-    last: tuple[Tensor, Tensor | None] | None = None
-    models = [*before, ("trained lower layers", outputs)]
-    for name, found in models:
-        kept = found[counting]
-        errors = (kept - truth).square().sum(1)
-        labels = targets.labels
-        right = None if labels is None else (kept.argmax(1) == labels[counting]).double()
-        rung = Rung(
-            name, float(errors.mean()), None if right is None else float(right.mean()),
-            seconds=seconds if name == models[-1][0] else 0.0,
-        )  # fmt: skip
-        if last is not None:
-            rung = _compared(rung, (errors, right), last)
+    errors, right = [], []
+    for name, found in [*before, ("trained lower layers", outputs)]:
+        errors.append((found[counting] - truth).square().sum(1))
+        rung = Rung(name, float(errors[-1].mean()))
+        if rungs:
+            gain, gain_error = _gained(*errors[-2:])
+            rung = replace(rung, gain=gain, gain_error=gain_error)
+        if labels is not None:
+            right.append(found[counting].argmax(1) == labels[counting])
+            rung = replace(rung, accuracy=float(right[-1].double().mean()))
+            if rungs:
+                points, points_error = _points(*right[-2:])
+                rung = replace(rung, points=points, points_error=points_error)
         rungs.append(rung)
-        last = errors, right
-    top = rungs[-1]
+    top = rungs[-1] = replace(rungs[-1], seconds=seconds)
     helps = top.gain > ERRORS * top.gain_error and (top.points is None or top.points >= 0)
     place = len(rungs) - 1 if helps else len(rungs) - 2
     rungs[place] = replace(rungs[place], taken=True)
     return tuple(rungs)
 
 
-def _compared(rung: Rung, now: tuple[Tensor, Tensor | None], last: tuple[Tensor, Tensor | None]) -> Rung:
-    """A rung with its gains over the one before, sample by sample."""
-    root = len(now[0]) ** 0.5
-    gains = (last[0] - now[0]) / max(float(last[0].mean()), 1e-300)
-    rung = replace(rung, gain=float(gains.mean()), gain_error=float(gains.std()) / root)
-    if now[1] is not None and last[1] is not None:
-        points = 100 * (now[1] - last[1])
-        rung = replace(rung, points=float(points.mean()), points_error=float(points.std()) / root)
-    return rung
-
-
 def verdict(rungs: Sequence[Rung]) -> str:
     """Recommendation in one sentence."""
     last, base = rungs[-1], rungs[-2]
-    name, share = base.name, f"{100 * abs(last.gain):.0f} ± {100 * last.gain_error:.0f} %"
-    if not last.taken and last.gain <= 0:
-        return f"Kept the {name}: training the lower layers gives {share} more error on held-out folds."
-    less, points, is_clear = f"{share} less error on held-out folds", "", last.gain > _CLEAR * last.gain_error
+    sign = "more" if last.gain < 0 else "less"
+    told = f"{100 * abs(last.gain):.0f} ± {100 * last.gain_error:.0f} % {sign} error on held-out folds"
+    is_clear = last.gain > _CLEAR * last.gain_error
     if last.points is not None and last.points_error is not None and base.accuracy is not None:
-        verb, to = ("add", "to") if last.points >= 0 else ("take", "from")
-        points = f"{verb} {abs(last.points):.1f} ± {last.points_error:.1f} points {to} the "
-        points += f"{100 * base.accuracy:.1f} % of the {name}"
+        sign = "more" if last.points >= 0 else "less"
+        told += f" and {abs(last.points):.1f} ± {last.points_error:.1f} points {sign} accuracy"
+        told += f" than the {100 * base.accuracy:.1f} % of the {base.name}"
         is_clear = last.points > _CLEAR * last.points_error
-    if last.taken and is_clear:
-        how = f"they {points} ({less})" if points else f"{less} than the {name}"
-        return f"Use the {last.name}: {how}; the fit is solved at the trained weights."
-    if last.taken:
-        what = "whether more are right" if points else "whether that is more than chance"
-        return f"Solved at the trained weights: {less} than the {name}; {what} cannot be told."
-    how = f"{points} ({less})" if points else f"give {less}"
-    short = (
-        "but accuracy does not improve"
-        if last.gain > ERRORS * last.gain_error
-        else "which is not significant"
-    )
-    return f"Kept the {name}: training the lower layers would {how}, {short}."
+    if not last.taken:
+        return f"Kept the {base.name}: training the lower layers gives {told}."
+    doubt = "" if is_clear else "; whether that is more than chance cannot be told"
+    start = f"Use the {last.name}" if is_clear else "Solved at the trained weights"
+    return f"{start}: {told}{doubt}."

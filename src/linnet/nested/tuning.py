@@ -34,9 +34,7 @@ from linnet.tangent.batch import take
 
 FOLDS = 3  # networks trained without a third each: twice as many cost twice as much
 RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # of Adam; large transformers to small networks
-FIRST = (
-    4  # position in RATES that is tried first, with its neighbors; then further as long as the error falls
-)
+FIRST = 4  # position in RATES that is tried first, with its neighbors; further as long as the error falls
 STEPS, BATCH, EPOCHS = 150, 32, 10  # at least so many steps and epochs; longer did not help on the study
 # α of the probe that training starts from: at 15 the softmax is so sure of its training samples that hardly
 # any gradient is left, and accuracy ended lower in trials on development tasks
