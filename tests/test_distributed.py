@@ -47,7 +47,7 @@ from linnet.errors import InputError, LinnetError
 from linnet.fitting import CG
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.optim.gauss_newton import GaussNewton
-from linnet.tangent.loaders import sharded
+from linnet.tangent.data import sharded
 from linnet.unfinished import Checkpoint
 from tests.curvatures.side_by_side import curvature_of, grouped
 from tests.ranks import one_of_ranks, run_ranks

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 import linnet
 from linnet import number_types
 from linnet.curvatures import Passes
-from linnet.distributed import sharing
+from linnet.distributed import require_same_arguments, sharing
 from linnet.errors import InputError, LinnetError, NumericalError
 from linnet.fitting import Sketch
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.number_types import Precision, current, precision, products_in
 from linnet.tangent import tiles
-from linnet.tangent.alike import require_same_arguments
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import GramTask, gram, gram_and_own, own_kernels, plan_gram
 from tests.fitting.problems import network, peak_bytes, real

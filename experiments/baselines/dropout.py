@@ -28,8 +28,8 @@ from linnet.params import seed as checked_seed
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import Labels, Link, SampledPredictive
 from linnet.tangent.batch import Inputs, take
+from linnet.tangent.data import examples
 from linnet.tangent.functional import Functional, OutputAdapter
-from linnet.tangent.gather import examples
 from linnet.tree import map_tensors
 
 

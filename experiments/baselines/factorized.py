@@ -31,10 +31,10 @@ from linnet.params import instance, integer, number
 from linnet.params import seed as checked_seed
 from linnet.posterior import SVI, divergence, maximize_bound
 from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.data import Data
 from linnet.tangent.functional import Functional, OutputAdapter
-from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.output_scale import warn_of_scale
+from linnet.tangent.preflight import warn_of_scale
 
 EPOCHS = 50
 DEVIATION = 6.7e-3  # softplus(−5)
@@ -126,7 +126,7 @@ def factorized_gaussian(
     instance("inference", how, SVI, "a linnet.SVI")
     deviation, draws = DEVIATION if how.deviation is None else how.deviation, how.draws
     function = Functional(model, "all", output)
-    x, y = gather_data(data, function, missing=takes_missing(likelihood), keep=False)
+    x, y = Data.of(data, function, missing=takes_missing(likelihood), keep=False).pair
     likelihood.check(function.check_runs(x), y)
     warn_of_scale(function, likelihood, x)
     mean = function.space.to_flat(function.theta).clone().requires_grad_()

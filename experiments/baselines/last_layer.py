@@ -22,8 +22,8 @@ from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
 from linnet.tangent.batch import Inputs
+from linnet.tangent.data import Data, examples
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import examples, gather_data
 from linnet.tangent.modes import in_exact_mode
 
 POINTS = 65  # of each grid over ln ρ
@@ -95,7 +95,7 @@ def last_layer(model: nn.Module, data: Any, ridge: float | str = "evidence") -> 
         torch.Size([20, 1])
     """
     frozen = Functional(model, "all").model
-    x, y = gather_data(data, frozen, keep=False)
+    x, y = Data.of(data, frozen, keep=False).pair
     if not y.is_floating_point():
         raise InputError(
             f"y has type {y.dtype}",

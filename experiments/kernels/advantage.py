@@ -19,7 +19,7 @@ from linnet.progress import track
 from linnet.spectrum.kernel_matrix import check_inputs
 from linnet.tangent.batch import Inputs, split, take
 from linnet.tangent.batch import batch_size as count_examples
-from linnet.tangent.gather import gather_data
+from linnet.tangent.data import Data
 from linnet.tangent.linearized import Linearized, linearize
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -155,8 +155,8 @@ def linear_advantage(
     if loss is not None:
         function("loss", loss, "a function from outputs and targets to their mean loss")
     lin = linearize(model, params=params)
-    task = _task(lin, gather_data(data, lin.function), loss)
-    tests = None if validation is None else _task(lin, gather_data(validation, lin.function), loss)
+    task = _task(lin, Data.of(data, lin.function).pair, loss)
+    tests = None if validation is None else _task(lin, Data.of(validation, lin.function).pair, loss)
     network = copy.deepcopy(model).requires_grad_(False)
     trained = set(lin.parameter_names)
     for name, parameter in network.named_parameters():

@@ -28,8 +28,8 @@ from linnet.optim.gauss_newton_settings import Settings
 from linnet.params import instance, number, refuse
 from linnet.solvers.cg import cg
 from linnet.tangent.batch import take
+from linnet.tangent.data import Data
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import gather_data
 
 PUBLISHED = {"kflr": ("kfac", "exact"), "block": ("block", "exact"), "full": ("full", "exact")}
 EXACT = "block-diagonal"  # the name of the update of the exact blocks
@@ -126,7 +126,7 @@ def alignment(
     check_likelihood(likelihood)
     _check_words("structures", structures)
     function = Functional(model, given["params"], given["output"])
-    x, y = gather_data(data, function)
+    x, y = Data.of(data, function).pair
     function.check_runs(take(x, slice(0, 1)))
     study = _Study(function, likelihood, (x, y), damping, weight_decay, given["steps"], tolerance)
     whole, residual = study.full()

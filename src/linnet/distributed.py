@@ -10,15 +10,18 @@ the others get torch's connection error, as a :class:`~linnet.errors.ProcessGrou
 A process by itself exchanges nothing.
 
 Calls that work on data which every process has (``linnet.fit``, ``TangentGP.fit``, ``linnet.spectrum``) open
-:func:`sharing`. Inside it the passes over data know their :class:`Share` by :func:`current`, and do that
-part; what is asked outside, such as a prediction, each process computes by itself. :func:`apart` makes a
-process one by itself for a while.
+:func:`sharing`, and refuse arguments that differ (:func:`shared_call`). Inside it the passes over data know
+their :class:`Share` by :func:`current`, and do that part; what is asked outside, such as a prediction, each
+process computes by itself. :func:`apart` makes a process one by itself for a while.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import inspect
+import os
 import pickle
 import re
 import sys
@@ -30,20 +33,31 @@ from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linnet import errors, tree
-from linnet.errors import InputError, LinnetError, ProcessGroupError
+from linnet.errors import DataError, InputError, LinnetError, ModelError, ProcessGroupError
 from linnet.memory import assumed, parse_bytes
+from linnet.number_types import current as precision_in_force
 from linnet.progress import waiting
 
 __all__ = ["apart", "sharing"]
 
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
 _LOOK = 0.5  # seconds between two looks at the store: it costs a message, and news may be that old
 _LET_GO = 1.0  # seconds at most to wait for a thread of gloo, which needs microseconds
 _SHOWN = 200  # characters of a setting, or of another library's error, in an error
 _SHARED = "_linnet_shared"  # marks an error that all processes have
+_DIGITS = 12  # of a hash in an error
+_REMEDIES: dict[type[LinnetError], str] = {
+    ModelError: "load one state_dict on all processes; running statistics of BatchNorm differ after training "
+    "with DistributedDataParallel, too: broadcast them",
+    DataError: "pass all the data to every process, in one order: turn shuffling and augmentation off; for "
+    "a call on one process alone, put linnet.distributed.apart() around it",
+    InputError: "pass the same arguments on all processes; for a call on one process alone, put "
+    "linnet.distributed.apart() around it",
+}
 
 
 def world() -> tuple[int, int]:
@@ -301,6 +315,89 @@ def agree(kind: type[LinnetError], settings: Mapping[str, Any], remedy: str) -> 
     error = kind(f"processes differ: {values}", expected="the same on all processes", remedy=remedy)
     _mark_shared(error)
     raise error
+
+
+# -- calls whose arguments are alike -----------------------------------------------------------------
+
+
+def shared_call(what: str) -> Callable[[_Call], _Call]:
+    """Decorate a call that processes make together with arguments that are alike."""
+    # `data` are compared once they are read
+
+    def decorated(function: _Call) -> _Call:
+        names = inspect.signature(function)
+
+        @functools.wraps(function)
+        def shared(*args: Any, **kwargs: Any) -> Any:
+            if world()[1] == 1 or current().world > 1:
+                return function(*args, **kwargs)
+            arguments = names.bind(*args, **kwargs).arguments
+            arguments.pop("data", None)
+            with sharing(what, _place(arguments)):
+                require_same_arguments(arguments)
+                return function(*args, **kwargs)
+
+        return shared  # type: ignore[return-value]
+
+    return decorated
+
+
+def require_same_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise on all processes unless all came to :func:`sharing` with the same arguments."""
+    if current().world == 1:
+        return
+    kind: type[LinnetError]
+    sorted_out: dict[type[LinnetError], dict[str, str]] = {kind: {} for kind in _REMEDIES}
+    for name, value in {**arguments, "linnet.precision": precision_in_force()}.items():
+        network = isinstance(value, nn.Module) or hasattr(value, "fingerprint")
+        kind = ModelError if network else DataError if tree.tensors_in(value) else InputError
+        sorted_out[kind][name] = _words(value)
+    for kind, remedy in _REMEDIES.items():
+        agree(kind, sorted_out[kind], remedy)
+
+
+def _words(value: Any) -> str:
+    """An argument in few words that differ if the argument does."""
+    # Networks and tensors are told by hashes of their numbers, and an object of linnet by what it says that
+    # it was made of (`_compared`), in words or not. Of functions and other objects only the name is told.
+    kind = type(value).__name__
+    if hasattr(value, "_compared"):
+        made_of = value._compared()
+        hashed = hashlib.sha256(_words(made_of).encode()).hexdigest()
+        return made_of if isinstance(made_of, str) else f"{kind} {_hashed(hashed)}"
+    if isinstance(value, nn.Module):
+        state = value.state_dict()
+        # weights in parts (DTensor) are refused where the network is read
+        whole = [name for name in sorted(state) if not hasattr(state[name], "to_local")]
+        tensors = [state[name] for name in whole if isinstance(state[name], Tensor)]
+        return f"{kind} {_hashed(tree.hash_tensors(tensors))}"
+    if isinstance(value, torch.Generator):
+        return f"{kind} {_hashed(tree.hash_tensors([value.get_state()]))}"
+    if value is None or isinstance(value, bool | int | float | str | os.PathLike):
+        return repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
+    found = tree.leaves(value)
+    if found and all(isinstance(leaf, Tensor) for leaf in found):
+        sizes = ", ".join(str(tuple(t.shape)) for t in found)
+        return f"{sizes} {_hashed(tree.hash_tensors(found))}"
+    if (parts := tree.parts(value)) is None:
+        return str(getattr(value, "__qualname__", kind))
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_words, value))}]"
+    return f"{kind}({', '.join(f'{name}={_words(part)}' for name, part in parts.items())})"
+
+
+def _hashed(digest: str) -> str:
+    """The words for a hash, which the start of it is enough for."""
+    return f"with the hash {digest[:_DIGITS]}"
+
+
+def _place(arguments: Mapping[str, Any]) -> torch.device:
+    """Where the work is done: at the weights."""
+    for value in arguments.values():
+        if isinstance(value, nn.Module):
+            return next((p.device for p in value.parameters()), torch.device("cpu"))
+    every = (t.device for value in arguments.values() for t in tree.tensors_in(value))
+    return next(every, torch.device("cpu"))
 
 
 def _excerpts(first: str, second: str) -> tuple[str, str]:

@@ -50,11 +50,11 @@ from linnet.progress import track
 from linnet.solvers.lanczos import tridiagonalize
 from linnet.solvers.solution import Estimate
 from linnet.tangent.batch import Inputs, batch_size, split, take
-from linnet.tangent.gather import examples, gather_data
+from linnet.tangent.data import Data, examples
 from linnet.tangent.jacobian import jvp_columns, vjp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.output_scale import warn_of_scale
+from linnet.tangent.preflight import warn_of_scale
 from linnet.training import Training, cosine, filled, shuffled, train
 
 __all__ = ["SVI", "Newton", "linear_posterior"]
@@ -354,7 +354,7 @@ def linear_posterior(
     how = NAMED[choice("method", method, tuple(NAMED))] if isinstance(method, str) else method
     instance("method", how, (Newton, SVI), '"map", "svi", "laplace", a linnet.Newton or a linnet.SVI')
     function = lin.function
-    x, y = gather_data(data, function, missing=takes_missing(likelihood))
+    x, y = Data.of(data, function, missing=takes_missing(likelihood)).pair
     f0 = torch.cat([function.check_runs(part) for part in split(x, BATCH)])
     y = likelihood.check(f0, y)
     warn_of_scale(function, likelihood, x, f0)

@@ -13,7 +13,7 @@ import linnet
 from linnet.errors import InputError
 from linnet.laplace.laplace import Laplace
 from linnet.likelihoods import Categorical
-from linnet.tangent.gather import gather_data
+from linnet.tangent.data import Data
 from tests.refusals import refused
 
 N = 12
@@ -69,7 +69,7 @@ def net() -> nn.Module:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_are_the_targets_and_the_rest_is_x(kind: str) -> None:
-    x, y = gather_data(KINDS[kind]())
+    x, y = Data.of(KINDS[kind]()).pair
     assert set(x) == set(X)
     assert all(torch.equal(x[key], X[key]) for key in X)
     assert torch.equal(y, Y)
@@ -143,7 +143,7 @@ def test_curvature_without_targets_takes_inputs_alone(net: nn.Module) -> None:
 
 
 def test_a_pair_may_hold_an_input_called_label() -> None:
-    x, y = gather_data(({"label": IDS}, Y))
+    x, y = Data.of(({"label": IDS}, Y)).pair
     assert torch.equal(x["label"], IDS)
     assert torch.equal(y, Y)
-    assert gather_data(TensorDataset(IDS, Y))[0].shape == IDS.shape
+    assert Data.of(TensorDataset(IDS, Y)).pair[0].shape == IDS.shape

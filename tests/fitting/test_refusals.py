@@ -150,8 +150,8 @@ DATA: list[Row] = [
     (DataError, "empty", lambda: of_data(Subset(TensorDataset(P.x, P.y), []))),
     (DataError, "empty", lambda: of_data(DataLoader(TensorDataset(P.x[:0], P.y[:0])))),
     (InputError, "length 3", lambda: of_data((P.x, P.y, P.y))),
-    (InputError, "a batch", lambda: of_data(DataLoader(P.x))),  # type: ignore[arg-type]
-    (InputError, "sample 0", lambda: of_data(TensorDataset(P.x))),
+    (InputError, "batch 0", lambda: of_data(DataLoader(P.x))),  # type: ignore[arg-type]
+    (InputError, "tuple of length 1", lambda: of_data(TensorDataset(P.x))),
     (InputError, "axis", lambda: of_data((torch.tensor(1.0), torch.tensor(1)))),
     (DataError, "ragged", lambda: of_data(Ragged())),
     (DataError, "7 inputs", lambda: fit(y=P.y[:6])),

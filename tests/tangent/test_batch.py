@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from linnet import tree
 from linnet.tangent.batch import batch_size, check_finite, concatenate, hash_examples, split, take
-from linnet.tangent.gather import gather_data
 from linnet.tree import hash_tensors, map_tensors, tensors_in
 from tests.fitting.problems import real
 
@@ -80,128 +74,6 @@ def test_tensors_in_order() -> None:
 
 def test_integers_and_empty_tensors_are_finite() -> None:
     check_finite((torch.ones(2, 2).long(), A, torch.zeros(0, 3), torch.tensor([True])), "x")
-
-
-# --- data -------------------------------------------------------------------------------------------
-
-
-class Pairs(Dataset[Any]):
-    """Samples made by a function."""
-
-    def __init__(self, n: int, sample: Any) -> None:
-        self.n, self.sample = n, sample
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, i: int) -> Any:
-        return self.sample(i)
-
-
-class Duck:
-    """Samples without torch's base class, as other libraries have them."""
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, i: int) -> Any:
-        return {"a": A[i].numpy(), "n": i}, float(i)
-
-
-Y = torch.arange(5) % 2
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        (A, Y),
-        [A, Y],
-        (A.numpy(), Y.numpy()),
-        (A.numpy(), Y.tolist()),
-        TensorDataset(A, Y),
-        DataLoader(TensorDataset(A, Y), batch_size=2),
-        Pairs(5, lambda i: (A[i], Y[i])),
-        Pairs(5, lambda i: (A[i].numpy(), int(Y[i]))),
-        Pairs(5, lambda i: (A[i].numpy(), np.int64(Y[i]))),
-        Pairs(5, lambda i: [A[i], Y[i]]),
-    ],
-)
-def test_data_of_every_kind_are_one_pair(data: Any) -> None:
-    x, y = gather_data(data)
-    assert torch.equal(x, A)
-    assert torch.equal(y, Y)
-
-
-def test_lists_of_numbers_are_one_array() -> None:
-    x, y = gather_data(([[1.0, 2.0], [3.0, 4.0]], [0, 1]))
-    assert torch.equal(x, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    assert torch.equal(y, torch.tensor([0, 1]))
-
-
-def test_structured_samples() -> None:
-    x, y = gather_data(Pairs(5, lambda i: ({"a": A[i], "b": B[i]}, Y[i])))
-    assert equal(x, {"a": A, "b": B})
-    x, y = gather_data(Pairs(5, lambda i: ((A[i], B[i]), Y[i])))
-    assert isinstance(x, tuple)
-    assert equal(x, (A, B))
-    x, y = gather_data(Duck())
-    assert torch.equal(x["n"], torch.arange(5))
-    assert torch.equal(x["a"], A)
-    assert y.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-
-
-def test_arrays_side_by_side_are_inputs_of_their_own() -> None:
-    x, _ = gather_data(((A.numpy(), [b.tolist() for b in B]), Y))
-    assert isinstance(x, tuple)
-    assert x[1].shape == B.shape
-
-
-def test_maps_that_cannot_be_written_to_are_used_in_place(tmp_path: Path) -> None:
-    for name, array in (("x", A.numpy()), ("y", Y.numpy())):
-        np.save(tmp_path / name, array)
-    read, labels = (np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "xy")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        x, y = gather_data((read, labels))
-        halves, _ = gather_data([(read[:2], labels[:2]), (read[2:], labels[2:])])
-    assert not told
-    assert x.data_ptr() == read.ctypes.data
-    assert torch.equal(x, A)
-    assert torch.equal(y, Y)
-    assert torch.equal(halves, A)
-
-
-def test_a_data_loader_is_read_in_the_order_of_its_data_set() -> None:
-    x, y = gather_data(DataLoader(TensorDataset(A, Y), batch_size=2, sampler=[3, 1, 4, 0, 2]))
-    assert torch.equal(x, A)
-    assert torch.equal(y, Y)
-
-
-def test_a_tensor_shared_by_all_examples_is_not_repeated() -> None:
-    def batches(samples: list[Any]) -> Any:
-        return {"a": torch.stack([a for a, _ in samples]), "shared": SHARED}, torch.stack(
-            [y for _, y in samples]
-        )
-
-    x, y = gather_data(DataLoader(TensorDataset(A, Y), batch_size=2, collate_fn=batches))
-    assert torch.equal(x["shared"], SHARED)
-    assert torch.equal(x["a"], A)
-    assert torch.equal(y, Y)
-
-
-def test_device() -> None:
-    x, y = gather_data((A, Y), torch.nn.Linear(2, 1, device="meta"))
-    assert (x.device.type, y.device.type) == ("cpu", "meta")  # inputs go there batch by batch
-
-
-def test_the_users_tensors_are_not_changed() -> None:
-    x, y = A.clone(), Y.clone()
-    before: list[Tensor] = [x.clone(), y.clone()]
-    gathered = gather_data((x, y))
-    assert gather_data((x, y), keep=False)[0] is x
-    gathered[0].zero_()
-    assert torch.equal(x, before[0])
-    assert torch.equal(y, before[1])
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 1), (1,), (1, 1), ()])

@@ -16,7 +16,7 @@ import linnet
 from linnet.errors import DataError, InputError, ModelError
 from linnet.likelihoods import Categorical
 from linnet.tangent.batch import batch_size, check_finite, concatenate
-from linnet.tangent.gather import gather_data
+from linnet.tangent.data import Data
 from linnet.tangent.selection import select_parameters
 from linnet.tangent.store import GramFile
 from linnet.tangent.surgery import leaky_relu
@@ -93,7 +93,7 @@ def labeled(y: Any) -> object:
 
 def batches(*each: Any) -> object:
     """Data as a list of batches."""
-    return gather_data(list(each))
+    return Data.of(list(each)).pair
 
 
 DATA: list[Row] = [
@@ -105,23 +105,23 @@ DATA: list[Row] = [
     (InputError, "keys", lambda: concatenate([{"a": A}, {"b": A}])),
     (DataError, "index 3", lambda: check_finite((A, put(B, 9, NAN)), "x2")),
     (DataError, "index 0", lambda: check_finite(torch.tensor(NAN), "x")),
-    (DataError, "empty", lambda: gather_data((A[:0], Y[:0]))),
-    (DataError, "empty", lambda: gather_data(Samples(0, None))),
-    (DataError, "5 inputs", lambda: gather_data((A, Y[:4]))),
-    (DataError, "index 4", lambda: gather_data((A, put(Y.float(), 4, NAN)))),
-    (DataError, "ragged", lambda: gather_data(Samples(3, lambda i: (torch.zeros(2 + i), 0)))),
-    (DataError, "(2,)", lambda: gather_data(Samples(3, lambda i: (A[0], torch.zeros(1 + i))))),
-    (InputError, "to_dense()", lambda: gather_data((A.to_sparse(), Y))),
-    (InputError, "to_dense()", lambda: gather_data((A, Y.to_sparse()))),
-    (InputError, "length 3", lambda: gather_data((A, Y, Y))),
+    (DataError, "empty", lambda: Data.of((A[:0], Y[:0])).pair),
+    (DataError, "empty", lambda: Data.of(Samples(0, None)).pair),
+    (DataError, "5 inputs", lambda: Data.of((A, Y[:4])).pair),
+    (DataError, "index 4", lambda: Data.of((A, put(Y.float(), 4, NAN))).pair),
+    (DataError, "ragged", lambda: Data.of(Samples(3, lambda i: (torch.zeros(2 + i), 0))).pair),
+    (DataError, "(2,)", lambda: Data.of(Samples(3, lambda i: (A[0], torch.zeros(1 + i)))).pair),
+    (InputError, "to_dense()", lambda: Data.of((A.to_sparse(), Y)).pair),
+    (InputError, "to_dense()", lambda: Data.of((A, Y.to_sparse())).pair),
+    (InputError, "length 3", lambda: Data.of((A, Y, Y)).pair),
     (InputError, "x is dict", lambda: linnet.fit(LIN, ({}, Y))),
-    (InputError, "sample 0", lambda: gather_data(Samples(2, lambda i: A[i]))),
-    (InputError, "x is str", lambda: gather_data(Samples(2, lambda i: ("a", 0)))),
-    (InputError, "text", lambda: gather_data(Samples(2, lambda i: (A[i], "cat")))),
-    (InputError, "structure", lambda: gather_data(Samples(2, lambda i: (A[i] if i else (A[i], A[i]), 0)))),
+    (InputError, "sample 0", lambda: Data.of(Samples(2, lambda i: A[i])).pair),
+    (InputError, "x is str", lambda: Data.of(Samples(2, lambda i: ("a", 0))).pair),
+    (InputError, "text", lambda: Data.of(Samples(2, lambda i: (A[i], "cat"))).pair),
+    (InputError, "structure", lambda: Data.of(Samples(2, lambda i: (A[i] if i else (A[i], A[i]), 0))).pair),
     (InputError, "length 3", lambda: batches(A, A, Y)),
     (InputError, "batch 1", lambda: batches((A, Y), (A,), (A, Y))),
-    (InputError, "batch 0", lambda: gather_data(iter([A, Y]))),
+    (InputError, "batch 0", lambda: Data.of(iter([A, Y])).pair),
     (InputError, "without targets", lambda: batches({"input": A}, {"input": A})),
     (DataError, "batch 1", lambda: batches((A, Y), (A, Y[:4]))),
     (DataError, "no example", lambda: batches()),

@@ -21,8 +21,8 @@ from linnet.linear.targets import Targets, make_targets
 from linnet.params import integer, number
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, take
-from linnet.tangent.door import known_answers, tensorize
 from linnet.tangent.forward_mode import Params
+from linnet.tangent.inputs import known_answers, tensorize
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 

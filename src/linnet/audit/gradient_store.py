@@ -64,12 +64,11 @@ from linnet.tangent.batch import (
     take,
 )
 from linnet.tangent.capture import capture, capture_bytes
-from linnet.tangent.door import answers, taken
+from linnet.tangent.data import pairs, require_targets
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
-from linnet.tangent.gather import pairs, require_targets
 from linnet.tangent.independence import require_own_rows
+from linnet.tangent.inputs import DataNotes, taken
 from linnet.tangent.linearized import Linearized
-from linnet.tangent.loaders import DataNotes
 from linnet.tangent.matching import (
     given_network,
     matching_function,
@@ -78,7 +77,7 @@ from linnet.tangent.matching import (
     witness,
 )
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.output_scale import warn_of_scale
+from linnet.tangent.preflight import warn_of_scale
 from linnet.tangent.selection import require_module
 from linnet.tree import map_tensors
 
@@ -91,10 +90,10 @@ SHARE = 0.5  # of the budget that one captured batch may take
 def stream(data: Any, function: Functional) -> Iterator[Pair]:
     """The batches of any kind of data, one after the other; nothing is gathered."""
     said = DataNotes()
-    for i, (inputs, targets) in enumerate(pairs(data, said)):
+    for i, (inputs, y) in enumerate(pairs(data, said)):
         while said.warnings:
             warnings.warn(said.warnings.pop(), stacklevel=2)
-        y, name = answers(targets), f"batch {i} of data"
+        name = f"batch {i} of data"
         x = taken(function, inputs)
         require_some(x, name)
         require_targets(x, y, name)

@@ -45,8 +45,8 @@ from linnet.shown import Record, frame
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
 from linnet.tangent.capture import capture
-from linnet.tangent.door import known_answers
 from linnet.tangent.functional import Functional
+from linnet.tangent.inputs import known_answers
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.nonfinite import require_finite_products
 

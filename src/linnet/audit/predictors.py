@@ -11,7 +11,7 @@ from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit
 from linnet.tangent.batch import Inputs, batch_size, require_dense, split
-from linnet.tangent.door import known_answers
+from linnet.tangent.inputs import known_answers
 from linnet.tree import hash_tensors, tensors_in
 
 BATCH = 128  # examples predicted at once

@@ -32,8 +32,8 @@ from linnet.likelihoods.likelihood import Likelihood
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import choice, function, number, refuse
 from linnet.tangent.batch import Inputs, is_data_set
+from linnet.tangent.data import Data, in_pieces
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
-from linnet.tangent.gather import gather_data, in_pieces
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import Selector, select_parameters
 
@@ -370,7 +370,7 @@ class NonOnlineLaplace(CurvatureMethod):
             function("prepare", prepare, "a function that makes a network serve the task")
         data = self._held(data)
         if isinstance(data, tuple | list | Mapping):
-            gather_data(data, keep=False)
+            Data.of(data, keep=False)
         elif not (in_pieces(data) or is_data_set(data)):
             refuse(
                 "data", data, "an (x, y) pair, a Dataset or a DataLoader of such pairs", "pass data=(x, y)"

@@ -52,7 +52,7 @@ from linnet.solvers.solution import solved_by_first
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.output_scale import warn_of_scale
+from linnet.tangent.preflight import warn_of_scale
 from linnet.tangent.selection import Selector, check_selector
 
 # -- operators -------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ from linnet.likelihoods.likelihood import IndependentComponents, Likelihood
 from linnet.linalg.kronecker import Kronecker
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.capture import capture
-from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional, tensors_by_name
+from linnet.tangent.inputs import taken
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.rules import Captured, factors
 

@@ -52,8 +52,8 @@ from linnet.params import choice, flag, instance, integer, number, refuse
 from linnet.params import seed as checked_seed
 from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
-from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional
+from linnet.tangent.inputs import taken
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tree import tensors_in

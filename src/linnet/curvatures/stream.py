@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -28,20 +27,28 @@ from linnet.params import integer
 from linnet.tangent.batch import (
     EMPTY,
     Inputs,
-    as_pair,
     batch_size,
     check_finite,
-    concatenate,
     is_data_set,
     require_dense,
     split,
     take,
-    without_targets,
 )
-from linnet.tangent.door import as_batch, known_answers, taken, tensorize
+from linnet.tangent.data import (
+    Data,
+    Sharded,
+    as_pair_or_inputs,
+    in_batches,
+    in_pieces,
+    items_of,
+    ordered_loader,
+    owned,
+    read_batches,
+    require_targets,
+    sharded,
+)
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import as_sample, gather_data, in_batches, owned, require_targets, side_by_side
-from linnet.tangent.loaders import DataNotes, Sharded, ordered_loader, random_kept, sharded
+from linnet.tangent.inputs import DataNotes, taken, tensorize
 from linnet.tree import hash_tensors, map_tensors, tensors_in
 
 SAMPLES_A_READ = 256  # examples of a Dataset read at once
@@ -119,8 +126,8 @@ class Batches:
         if ordered is not None and ordered.whole:
             data = ordered.loader
         self.few: Inputs = None
-        self._batched = isinstance(data, DataLoader) or in_batches(data)
-        self._streamed = self._batched or (is_data_set(data) and not isinstance(data, TensorDataset))
+        self._streamed = in_pieces(data)
+        self._batched = self._streamed and not is_data_set(data)
         self._data = data if self._streamed else _whole_pair(data, self._network, self._names)
         self._reading: Iterator[Any] | None = None
         self._seen: _Sums | None = None
@@ -274,25 +281,19 @@ class Batches:
 
     def _whole(self) -> Iterator[tuple[Inputs, Tensor | None]]:
         """Batches as the data come."""
-        if self._batched:
-            for item in self._again():
-                yield _pair(item, self._names)
-        elif isinstance(self._data, IterableDataset):
-            samples = self._again()
-            while read := list(islice(samples, SAMPLES_A_READ)):
-                yield _as_one(read, self._names)
-        elif self._streamed:
-            n = len(self._data)
-            for start in range(0, n, SAMPLES_A_READ):
-                read = [self._data[i] for i in range(start, min(start + SAMPLES_A_READ, n))]
-                yield _as_one(read, self._names)
-        else:
+        if not self._streamed:
             yield self._data
+            return
+        said = DataNotes(classes=tuple(self._names))
+        for x, y in read_batches(self._again(), not self._batched, said, as_pair_or_inputs, SAMPLES_A_READ):
+            if y is not None:
+                y = said.numbered(y)
+                require_targets(x, y, "a batch of data")
+            yield x, y
 
     def _again(self) -> Iterator[Any]:
         """What the data yield, from the beginning."""
-        with random_kept(self._data, getattr(self._data, "sampler", None)):
-            found = iter(self._data)
+        found = items_of(self._data)
         if found is self._reading:
             raise DataError(
                 f"data is {type(self._data).__name__}, whose second pass goes on where the first was left",
@@ -366,7 +367,7 @@ def _empty() -> DataError:
 def held(data: Any, memory: str | int | None = None, keep: bool = False) -> Any:
     """Data that can be passed over more than once."""
     if isinstance(data, Iterator):
-        return gather_data(data, missing=True, memory=memory)
+        return Data.of(data, missing=True, memory=memory).pair
     if not keep or not isinstance(data, Tensor | tuple | list | Mapping):
         return data
     if in_batches(data):
@@ -379,45 +380,11 @@ def _whole_pair(
     data: Any, network: Functional | None = None, names: Sequence[str] = ()
 ) -> tuple[Inputs, Tensor | None]:
     """(x, y) or x alone, of data that come in one piece."""
-    if isinstance(data, TensorDataset) and len(data.tensors) == 1:
-        return data.tensors[0], None
-    alone = _alone(data)
-    if alone is not None:
-        return alone, None
-    several = isinstance(data, tuple) and isinstance(data[0], list)  # inputs, or samples, as the network says
-    said = DataNotes.known(names)
-    return gather_data(data, network if several else None, missing=True, keep=False, said=said)
-
-
-def _pair(item: Any, names: Sequence[str]) -> tuple[Inputs, Tensor | None]:
-    """(x, y) or x alone, of a batch."""
-    if (alone := _alone(item)) is not None:
-        return alone, None
-    x, y = as_pair(item)
-    x, y = tensorize(x), known_answers(y, names)
-    require_targets(x, y, "a batch of data")
-    return x, y
-
-
-def _alone(item: Any) -> Inputs | None:
-    """The inputs of what has no targets."""
-    if isinstance(item, Tensor):
-        return item
-    if isinstance(item, Mapping) and without_targets(item)[1] is None:
-        return tensorize(item)
-    return item[0] if isinstance(item, list | tuple) and len(item) == 1 else None
-
-
-def _as_one(samples: Sequence[Any], names: Sequence[str]) -> tuple[Inputs, Tensor | None]:
-    """Some samples as one batch."""
-    first = samples[0]
-    if isinstance(first, Tensor):
-        return torch.stack(list(samples)), None
-    if isinstance(first, Mapping) and without_targets(first)[1] is None:
-        return concatenate([as_batch(sample) for sample in samples]), None
-    said = DataNotes.known(names)
-    x, y = side_by_side([as_sample(sample, "a sample of the data", said) for sample in samples])
-    return x, said.numbered(y)
+    x, y = as_pair_or_inputs(data.tensors if isinstance(data, TensorDataset) else data, "data")
+    if y is None:
+        return tensorize(x), None
+    several = isinstance(data, tuple) and isinstance(x, list)  # inputs, or samples, as the network says
+    return Data.of(data, network if several else None, missing=True, keep=False, classes=names).pair
 
 
 def usable(t: Tensor, device: torch.device | None) -> Tensor:

@@ -27,8 +27,8 @@ from linnet.linalg.structured import Diagonal
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import capture, capture_bytes, capture_parts
+from linnet.tangent.data import examples
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import examples
 from linnet.tangent.nonfinite import require_finite_products
 from linnet.tangent.rules import Captured, UseFactors, factors
 from linnet.tree import map_tensors

@@ -24,8 +24,8 @@ from linnet.fitting.last_layer import last_linear, replace_module, zero_layer
 from linnet.linalg.random import Seed
 from linnet.params import call, choice, instance, integer, number, refuse, tensor
 from linnet.tangent.batch import split, take
+from linnet.tangent.data import Data
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import gather_data
 from linnet.tangent.selection import require_module
 
 ROOTS = ("newton-schulz", "eigen")
@@ -305,7 +305,7 @@ def with_bilinear_head(
     channels = pooling.channels
     network = _tapped(model, SquareRootPooling(pooling.root, pooling.iterations), pooling.layer)
     reference = next(model.parameters())
-    x, y = gather_data(data, model, keep=False)
+    x, y = Data.of(data, model, keep=False).pair
     maps = _maps(network, take(x, slice(0, 2)))
     c = maps.shape[1]
     if channels is not None:

@@ -21,8 +21,8 @@ from linnet.params import integer
 from linnet.predictive.gaussian import Predictive
 from linnet.predictive.model import PredictiveModel
 from linnet.tangent.batch import Inputs, on_device, split
+from linnet.tangent.data import examples
 from linnet.tangent.functional import OutputAdapter
-from linnet.tangent.gather import examples
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.matching import given_network, require_witness, saved_output, witness
 from linnet.tangent.surgery import leaky_relu

@@ -31,10 +31,10 @@ from linnet.memory import parse_bytes
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import choice, flag, instance, integer, path, warn, wrapped
 from linnet.progress import Log, check_log, tell, track
-from linnet.tangent.batch import Inputs, as_pair, batch_size, concatenate, is_data_set, on_device, take
-from linnet.tangent.door import as_batch, taken
+from linnet.tangent.batch import Inputs, batch_size, concatenate, is_data_set, on_device, take
+from linnet.tangent.data import Data, as_pair
 from linnet.tangent.functional import OutputAdapter
-from linnet.tangent.gather import gather_data
+from linnet.tangent.inputs import as_batch, taken
 from linnet.training import cosine, stream, train
 from linnet.tree import hash_tensors, tensors_in
 
@@ -131,7 +131,7 @@ class ExampleSet:
                     "data is empty: it holds 0 examples", "at least one example", "check the path"
                 )
         else:
-            self._x, self._y = gather_data(data, network, keep=False)
+            self._x, self._y = Data.of(data, network, keep=False).pair
             self._y = self._y.to(device)
             self.n = batch_size(self._x)
 

@@ -12,7 +12,7 @@ from linnet.distributed import all_rows
 from linnet.errors import InputError
 from linnet.params import number, refuse, tensor
 from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
-from linnet.tangent.gather import examples
+from linnet.tangent.data import examples
 from linnet.tangent.linearized import Linearized
 from linnet.tree import node
 

@@ -18,8 +18,8 @@ from linnet.fitting.last_layer import features
 from linnet.linear.targets import make_targets
 from linnet.progress import Log, track
 from linnet.tangent.batch import Inputs, on_device, split, take
+from linnet.tangent.data import Data
 from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs, call_arguments, copied
-from linnet.tangent.gather import gather_data
 from linnet.training import cosine, stream, train
 
 CLIP = 1.0  # largest norm of a gradient; keeps a high rate from destroying a small network
@@ -161,7 +161,7 @@ def fine_tune(
     # mean squared error (float y); BatchNorm keeps its running statistics and dropout is off. Each rate is
     # tried on four fifths of the data and scored on the rest, once or in every fold of a cross-validation;
     # the best is then run on all of it.
-    x, y = gather_data(data, model, keep=False)
+    x, y = Data.of(data, model, keep=False).pair
     n = len(y)
     check.choice("optimizer", optimizer, OPTIMIZERS, "leave it out for SGD")
     rates = RATES[optimizer] if learning_rates is None else learning_rates
@@ -219,7 +219,7 @@ def held_out_split(y: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
 def held_out_probe(model: nn.Module, data: Any, classes: int, folds: int = 5, seed: int = 0) -> Tensor:
     """Outputs of the linear probe on examples that it was not fitted on, fold by fold."""
-    x, y = gather_data(data, model, keep=False)
+    x, y = Data.of(data, model, keep=False).pair
     phi = features(model, x)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed)).to(y.device)
     outputs = torch.zeros(len(y), classes, dtype=phi.dtype, device=phi.device)
@@ -235,7 +235,7 @@ def held_out_probe(model: nn.Module, data: Any, classes: int, folds: int = 5, se
 
 def nearest_class_mean(model: nn.Module, data: Any, x: Inputs) -> Tensor:
     """Classify by the nearest class mean of the frozen features, (T, C)."""
-    inputs, y = gather_data(data, model, keep=False)
+    inputs, y = Data.of(data, model, keep=False).pair
     phi, query = features(model, inputs), features(model, x)
     means = torch.stack([phi[y == label].mean(0) for label in range(int(y.max()) + 1)])
     return -torch.cdist(query, means).square()

@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from linnet.distributed import sharing
+from linnet.distributed import shared_call, sharing
 from linnet.errors import InputError
 from linnet.fitting.accuracy import sound_fit
 from linnet.fitting.arguments import Choices, base_outputs, check_ridge
@@ -49,14 +49,13 @@ from linnet.linear.targets import (
 from linnet.memory import require
 from linnet.params import choice, instance, no_targets, refuse, warn
 from linnet.progress import waiting
-from linnet.tangent.alike import require_same_arguments
-from linnet.tangent.batch import Inputs, KnownInputs, check_finite, observe, take
-from linnet.tangent.gather import gather_data
+from linnet.tangent.batch import Inputs, check_finite, observe, take
+from linnet.tangent.data import Data
 from linnet.tangent.gram import gram
+from linnet.tangent.inputs import KnownInputs
 from linnet.tangent.linearized import Linearized, pinned
-from linnet.tangent.loaders import DataNotes
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.output_scale import scale_remarks
+from linnet.tangent.preflight import scale_remarks
 
 LOSSES = ("squared", "cross-entropy")
 
@@ -104,6 +103,7 @@ def fit(
 
 
 @in_exact_mode
+@shared_call("linnet.fit")
 def fit(
     lin: Linearized,
     data: Any,
@@ -190,19 +190,17 @@ def _shared_fit(
     scale = targets.scale if isinstance(targets, OneHot) else ALPHA
     given = None if isinstance(targets, OneHot) else targets
     given = given.detach().clone() if isinstance(given, Tensor) else given
-    said = DataNotes()
     lin = pinned(lin, lin.function.precision)  # which later answers keep
     lin.function.known = None  # the data of another fit
-    x, y = gather_data(data, lin.function, memory=memory, said=said)
-    if axis is None and said.classes:
-        check_names(said.classes, lin.function.output_shape(x).numel())
-    arguments = {"lin": lin, "x": x, "y": y, "loss": loss, "targets": targets, "ridge": ridge}
-    require_same_arguments({**arguments, "solver": solver, "axis": axis, "memory": memory})
+    data = Data.of(data, lin.function, memory=memory, text=True)
+    x, y = data.pair
+    if axis is None and data.classes:
+        check_names(data.classes, lin.function.output_shape(x).numel())
     if axis is not None:
         y, counted = position_targets(y, lin.function.output_shape(x), axis, scale)
         x = x if counted is None else observe(x, counted)
 
-    lin.function.known = KnownInputs.of(x, said.columns)
+    lin.function.known = KnownInputs.of(x, data.columns)
 
     def make(chosen: Linearized) -> LinearFit | SoftmaxFit:
         """The fit on a linearization in a type of its own; what was made for another type stays behind."""

@@ -35,12 +35,12 @@ from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
 from linnet.shown import frame, outputs
 from linnet.tangent.batch import Inputs, batch_size, observed, take
+from linnet.tangent.data import gather_data, owned
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import gather_data, owned
 from linnet.tangent.graph import Prototype, Traced
+from linnet.tangent.inputs import DataNotes
 from linnet.tangent.linearized import Linearized
-from linnet.tangent.loaders import DataNotes
 from linnet.tangent.matching import identity
 from linnet.tangent.modes import in_exact_mode
 

@@ -28,9 +28,8 @@ from linnet.linear.targets import ALPHA, Targets, check_names, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, integer, number
 from linnet.tangent.batch import Inputs, on_device, split
+from linnet.tangent.data import Data
 from linnet.tangent.functional import Functional, OutputAdapter, check_output, copied, tensors_by_name
-from linnet.tangent.gather import gather_data
-from linnet.tangent.loaders import DataNotes
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import require_module
 from linnet.tree import hash_tensors, tensors_in
@@ -190,16 +189,15 @@ def with_head(
     probe = init if isinstance(init, Probe) else Probe()
     kind = "probe" if isinstance(init, Probe) else init
     seed = make_generator(seed)
-    said = DataNotes()
-    given = None if data is None else gather_data(data, model, keep=False, said=said)
-    check_names(said.classes, classes)
+    given = None if data is None else Data.of(data, model, keep=False, text=True)
+    check_names(() if given is None else given.classes, classes)
     check_output(output)
     clone = copied(model)
     if head is not None:
         setattr(clone, RECORD, {"layer": named_linear(clone, head)})
         clone = clone if output is None else Appended(clone, None, output)
     elif given is not None:
-        clone = ending_linear(clone, given[0], output)
+        clone = ending_linear(clone, given.x, output)
     elif output is not None:
         clone = Appended(clone, None, output)
     name, old = last_linear(clone)
@@ -213,7 +211,7 @@ def with_head(
             for p in (new.weight, new.bias):
                 p.copy_((torch.rand(p.shape, generator=seed, dtype=torch.float64) * 2 - 1) * bound)
         elif kind == "probe" and given is not None:
-            x, y = given
+            x, y = given.pair
             phi, examples = features(clone, x), example_hashes(x, y)
             weight, bias = linear_probe(phi, make_targets(y, classes, probe.scale), probe.ridge)
             new.weight.copy_(weight)

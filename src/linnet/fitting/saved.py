@@ -16,8 +16,8 @@ from linnet.linear.label_problem import class_problem
 from linnet.linear.problem import Problem
 from linnet.linear.saved import restored_newton, restored_system
 from linnet.number_types import Precision
-from linnet.tangent.batch import KnownInputs
 from linnet.tangent.functional import OutputAdapter
+from linnet.tangent.inputs import KnownInputs
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import given_network, matching_function, require_parameters, require_same_outputs
 

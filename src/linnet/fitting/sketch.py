@@ -39,8 +39,8 @@ from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import Cotangents, capture
 from linnet.tangent.coordinates import Coordinates
-from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.inputs import taken
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.rules import Captured

@@ -51,8 +51,8 @@ from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import Labels, Link, SampledPredictive
 from linnet.tangent.batch import Inputs
+from linnet.tangent.data import examples
 from linnet.tangent.functional import OutputAdapter
-from linnet.tangent.gather import examples
 from linnet.tangent.modes import in_exact_mode
 
 KIND = "laplace"  # of the file

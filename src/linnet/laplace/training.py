@@ -21,9 +21,9 @@ from linnet.laplace.laplace import Laplace
 from linnet.likelihoods.likelihood import Likelihood, training_nll
 from linnet.linalg.random import Seed, make_generator
 from linnet.params import call, choice, instance, integer, refuse
-from linnet.tangent.batch import Inputs, as_pair, batch_size, on_device, take
+from linnet.tangent.batch import Inputs, batch_size, on_device, take
+from linnet.tangent.data import Data, as_pair
 from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
-from linnet.tangent.gather import gather_data
 from linnet.training import shuffled, train
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -132,7 +132,7 @@ def train_with_evidence(
         "make_optimizer(...)", made, torch.optim.Optimizer, "a torch optimizer", MAKE
     )
     place = next(model.parameters()).device
-    held = data if isinstance(data, DataLoader) else gather_data(data, model, missing=True, keep=False)
+    held = data if isinstance(data, DataLoader) else Data.of(data, model, missing=True, keep=False).pair
     n = _count(held)
     source = make_generator(seed)
     penalty = _Penalty(la.fit(held))

@@ -243,6 +243,10 @@ class Distribution(ABC):
         """
         return {"kind": type(self).__name__, **self._settings(), "axis": self.axis}
 
+    def _compared(self) -> str:
+        """What processes that work with it together must have alike."""
+        return repr(self)
+
     def __repr__(self) -> str:
         described = self.describe()
         kind = described.pop("kind")

@@ -19,7 +19,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.params import instance, number, refuse, shown, tensor
 from linnet.shown import Shown
-from linnet.tree import node
+from linnet.tree import node, parts
 
 # -- space -----------------------------------------------------------------------------------------
 #
@@ -179,6 +179,13 @@ class LinearOperator(Shown):
     @abstractmethod
     def T(self) -> LinearOperator:
         """The transposed operator (n x m)."""
+
+    def _compared(self) -> tuple[Any, ...]:
+        """What processes that work with it together must have alike: of a user's own class its matrices."""
+        if (found := parts(self)) is None:
+            held = {name: part for name, part in vars(self).items() if not name.startswith("_")}
+            found = {k: part for k, part in held.items() if isinstance(part, Tensor | LinearOperator)}
+        return self.shape, found
 
     def mv(self, v: Tensor) -> Tensor:
         """The product with one vector.

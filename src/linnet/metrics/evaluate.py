@@ -20,8 +20,7 @@ from linnet.params import device as checked_device
 from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, check_finite
-from linnet.tangent.door import in_columns
-from linnet.tangent.loaders import DataNotes
+from linnet.tangent.inputs import DataNotes, in_columns
 from linnet.tree import map_tensors
 
 SHAPES = "probabilities (N, C), or S samples of them (S, N, C)"

@@ -14,7 +14,7 @@ from linnet.metrics.reports import SCORES, Detection, Judged, Scored, Separation
 from linnet.params import choice
 from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
-from linnet.tangent.door import bare_inputs
+from linnet.tangent.inputs import bare_inputs
 
 
 @dataclass(frozen=True, eq=False, repr=False)

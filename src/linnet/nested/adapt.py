@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linnet import params as check
-from linnet.distributed import sharing
+from linnet.distributed import require_same_arguments, sharing
 from linnet.errors import InputError
 from linnet.fitting.arguments import Choices
 from linnet.fitting.last_layer import Appended, ending_linear, last_linear, selected_inside
@@ -19,11 +19,9 @@ from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.tuning import tuned
 from linnet.progress import Log
-from linnet.tangent.alike import require_same_arguments
-from linnet.tangent.batch import Inputs, take
+from linnet.tangent.batch import take
+from linnet.tangent.data import Data
 from linnet.tangent.functional import OutputAdapter, check_output, without_wrapper
-from linnet.tangent.gather import gather_data
-from linnet.tangent.loaders import DataNotes
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector, selected
 
@@ -105,11 +103,10 @@ def adapt(
     weight, ridge = requested(weight, ridge, tunes)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with sharing("linnet.adapt", device):
-        said = DataNotes()
-        x, y = gather_data(data if y is None else (data, y), model, memory=memory, said=said)
-        arguments = {"model": model, "x": x, "y": y, "params": params, "weight": weight, "ridge": ridge}
-        require_same_arguments({**arguments, "seed": seed, "memory": memory, "tune": tunes})
-        fit = _adapted((model, output), (x, y), params, (weight, ridge), seed, memory, said)
+        data = Data.of(data if y is None else (data, y), model, memory=memory, text=True)
+        arguments = {"model": model, "params": params, "weight": weight, "ridge": ridge, "seed": seed}
+        require_same_arguments({**arguments, "memory": memory, "tune": tunes})
+        fit = _adapted((model, output), data, params, (weight, ridge), seed, memory)
         if tunes and fit.prior.network.function.masks:
             raise InputError(
                 f"tune={tune!r} with parameters of which some entries do not vary",
@@ -145,29 +142,26 @@ def requested(
 
 def _adapted(
     network: tuple[nn.Module, OutputAdapter],
-    data: tuple[Inputs, Tensor],
+    data: Data,
     params: Selector,
     chosen: tuple[float | None, float | None],
     seed: int,
     memory: str | int | None,
-    heard: DataNotes,
 ) -> NestedFit:
     """The fit of a network and its output; ``chosen`` are the weight and the ridge that were given."""
     begin = time.perf_counter()
-    x, y = data
+    x, y = data.pair
     model = ending_linear(network[0], x, network[1])
     names = (selected if model is network[0] else selected_inside)(model, params)
     features = RandomHeads(model, HEADS, seed, names)
     targets = task_targets(y, features.function.dtype)
     headless = isinstance(model, Appended) and model.width is not None
     outputs = None if headless else last_linear(model)[1].out_features
-    said = () if heard.classes else doubts(y, targets, outputs)
+    said = () if data.classes else doubts(y, targets, outputs)
     for line in said:
         check.warn(line)
     features.function.check_runs(take(x, slice(0, 1)))
-    remarks = (*heard.warnings, *said, *single_remarks(targets))
+    remarks = (*data.warnings, *said, *single_remarks(targets))
     reasons, seconds = {"targets": understood(targets)}, {"network": time.perf_counter() - begin}
-    record = Choices(
-        "dual", "loo", {**heard.reasons(), **reasons}, remarks, seconds, heard.classes, heard.columns
-    )
+    record = Choices("dual", "loo", {**data.reasons, **reasons}, remarks, seconds, data.classes, data.columns)
     return solved(features, x, targets, memory, record, chosen)

@@ -36,9 +36,10 @@ from linnet.nested.export import exported_nested, network_of_probe
 from linnet.nested.features import Prior, RandomHeads
 from linnet.nested.search import BIAS, Mixture, Rung, choose
 from linnet.params import no_targets
-from linnet.tangent.batch import MASK, Inputs, KnownInputs, batch_size, concatenate
+from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate
 from linnet.tangent.functional import IDLE, Functional, OutputAdapter, copied
 from linnet.tangent.graph import Prototype, Traced
+from linnet.tangent.inputs import KnownInputs
 from linnet.tangent.matching import (
     given_network,
     identity,

@@ -55,11 +55,11 @@ from linnet.optim.gauss_newton_settings import (
 from linnet.params import number, tensor
 from linnet.progress import tell
 from linnet.tangent.batch import Inputs, batch_size, concatenate
-from linnet.tangent.door import taken
+from linnet.tangent.data import examples, owned
 from linnet.tangent.functional import Functional, tensors_by_name
-from linnet.tangent.gather import examples, owned
+from linnet.tangent.inputs import taken
 from linnet.tangent.modes import environment_kept
-from linnet.tangent.output_scale import warn_of_scale
+from linnet.tangent.preflight import warn_of_scale
 
 RAISE = 4.0  # what a rejected step multiplies τ and ζ by
 Closure = Callable[[], Any]

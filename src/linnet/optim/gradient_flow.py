@@ -29,10 +29,10 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.params import flag, instance, number, refuse, tensor
 from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, batch_size, check_examples, check_finite, split, take
-from linnet.tangent.door import taken
+from linnet.tangent.data import Data
 from linnet.tangent.forward_mode import Params
-from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram
+from linnet.tangent.inputs import taken
 from linnet.tangent.jacobian import jvp, vjp_columns
 from linnet.tangent.linearized import Linearized
 
@@ -264,7 +264,7 @@ def gradient_flow(
     number("learning_rate", learning_rate, above=0, remedy="pass learning_rate=1.0")
     number("scale", scale, above=0, remedy="leave scale= out for α = 15")
     when = _checked_times(times, discrete)
-    x, y = gather_data(data, lin.function, memory=memory)
+    x, y = Data.of(data, lin.function, memory=memory).pair
     lin.function.check_runs(take(x, slice(0, 1)))
     own = Linearized(lin.function)
     with torch.no_grad():

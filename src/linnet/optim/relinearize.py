@@ -36,9 +36,9 @@ from linnet.progress import Log, check_log, tell
 from linnet.shown import Record, Shown
 from linnet.spectrum.kernel_matrix import check_kernel, kernel_distance
 from linnet.tangent.batch import Inputs, check_examples
-from linnet.tangent.door import tensorize
+from linnet.tangent.data import owned
 from linnet.tangent.functional import OutputAdapter, check_output, tensors_by_name
-from linnet.tangent.gather import owned
+from linnet.tangent.inputs import tensorize
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.rules import Form
 from linnet.tangent.selection import Selector, select_parameters

@@ -16,7 +16,7 @@ from linnet.plots.measures import Array
 from linnet.predictive.gaussian import Predictive, exclusive
 from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, check_finite
-from linnet.tangent.door import known_answers
+from linnet.tangent.inputs import known_answers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -33,8 +33,7 @@ from linnet.report.reading import (
 )
 from linnet.report.records import Content, Notes, Samples, Scores
 from linnet.tangent.coordinates import Coordinates
-from linnet.tangent.gather import gather_data
-from linnet.tangent.loaders import DataNotes
+from linnet.tangent.data import Data
 
 Array = np.ndarray[Any, Any]
 _SMALLEST = 4  # pixels a side of what is taken for a picture
@@ -125,9 +124,7 @@ def _names(fit: Fit, classes: Sequence[str] | None) -> tuple[str, ...] | None:
 
 def _tested(test: Any, run: _GivenFit) -> tuple[Array, Array]:
     """The test samples."""
-    said = DataNotes.known(run.fit.record.classes)
-    said.columns = run.fit.record.columns
-    x, y = gather_data(test, said=said)
+    x, y = Data.of(test, classes=run.fit.record.classes, columns=run.fit.record.columns).pair
     if not isinstance(x, Tensor):
         raise InputError(
             f"the inputs of test are {type(x).__name__}",

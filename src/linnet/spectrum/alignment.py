@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linnet.distributed import shared_call
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
 from linnet.spectrum.kernel_matrix import (
@@ -27,11 +28,10 @@ from linnet.spectrum.kernel_matrix import (
     function_values,
     tangent_of,
 )
-from linnet.tangent.alike import require_same_arguments, shared_call
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import capture, capture_bytes
+from linnet.tangent.data import Data
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import gather_data
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -167,8 +167,7 @@ def _prepare(
     """The network, the inputs and the targets, checked."""
     check_kernel(form)
     function = tangent_of(model)
-    x, y = gather_data(data, function, memory=memory, keep=False)
-    require_same_arguments({"x": x, "y": y})
+    x, y = Data.of(data, function, memory=memory, keep=False).pair
     shape = check_inputs(function, x)
     wide = torch.promote_types(function.dtype, torch.float32)
     values = function_values(y, shape, form, wide)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from linnet.distributed import shared_call
 from linnet.errors import InputError, NumericalError
 from linnet.linalg.factorize import eigh
 from linnet.linalg.operator import LinearOperator
@@ -39,12 +40,11 @@ from linnet.spectrum.kernel_matrix import (
     values_of_one,
 )
 from linnet.spectrum.plots import EigenfunctionPlots
-from linnet.tangent.alike import require_same_arguments, shared_call
 from linnet.tangent.batch import Inputs, batch_size, check_finite, split
-from linnet.tangent.door import taken
+from linnet.tangent.data import Data, owned
 from linnet.tangent.functional import Functional
-from linnet.tangent.gather import gather_data, owned
 from linnet.tangent.gram import gram as _gram
+from linnet.tangent.inputs import taken
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.rules import Form
@@ -466,8 +466,7 @@ def energy_concentration(
     """
     check_kernel(form)
     function = tangent_of(model)
-    x, y = gather_data(data, function, memory=memory, keep=False)
-    require_same_arguments({"x": x, "y": y})
+    x, y = Data.of(data, function, memory=memory, keep=False).pair
     function_values(y, check_inputs(function, x), form, function.dtype)  # before the long computation
     found = eigenfunctions(Linearized(function), x, k, form, method=method, gram=gram, memory=memory)
     return found.energy_concentration(y, squared=squared)

@@ -14,15 +14,15 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from linnet.distributed import shared_call
 from linnet.errors import DataError, InputError, NumericalError
 from linnet.linalg.operator import FunctionOperator, LinearOperator
 from linnet.params import choice
-from linnet.tangent.alike import shared_call
 from linnet.tangent.batch import Inputs, batch_size, check_examples, require_dense, take
-from linnet.tangent.door import taken, tensorize
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
 from linnet.tangent.gram import gram_part as _gram_part
+from linnet.tangent.inputs import taken, tensorize
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.modes import in_exact_mode

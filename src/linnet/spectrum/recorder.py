@@ -25,8 +25,8 @@ from linnet.spectrum.kernel_matrix import (
 )
 from linnet.spectrum.plots import RecorderPlots
 from linnet.tangent.batch import Inputs, batch_size, check_examples
-from linnet.tangent.door import tensorize
-from linnet.tangent.gather import gather_data, owned
+from linnet.tangent.data import Data, owned
+from linnet.tangent.inputs import tensorize
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.rules import Form
@@ -110,7 +110,7 @@ class Recorder(Shown):
         if y is None:
             self.x: Inputs = owned(x)
         else:
-            self.x, self.y = gather_data((x, y))
+            self.x, self.y = Data.of((x, y)).pair
         self.k, self.form, self.memory = k, form, memory
         self.notes: list[KernelNote] = []
         self._kernels: tuple[Tensor, ...] = ()  # the first and the last

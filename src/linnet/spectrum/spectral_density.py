@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linnet.distributed import shared_call
 from linnet.errors import NumericalError
 from linnet.linalg.factorize import eigh, is_finite, nonnegative
 from linnet.linalg.operator import LinearOperator
@@ -26,7 +27,6 @@ from linnet.solvers.solution import Estimate
 from linnet.solvers.trace import slq
 from linnet.spectrum.kernel_matrix import Source, kernel_matrix, kernel_operator
 from linnet.spectrum.plots import DensityPlots
-from linnet.tangent.alike import shared_call
 from linnet.tangent.batch import Inputs
 from linnet.tangent.rules import Form
 

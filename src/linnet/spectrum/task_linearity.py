@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linnet.distributed import shared_call
 from linnet.errors import DataError, InputError, NumericalError
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linalg.factorize import cholesky
@@ -26,7 +27,6 @@ from linnet.spectrum.alignment import alignment
 from linnet.spectrum.eigenfunctions import eigenfunctions
 from linnet.spectrum.kernel_matrix import check_inputs, flat_gram, gram
 from linnet.spectrum.plots import TaskPlots
-from linnet.tangent.alike import shared_call
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.modes import in_exact_mode
 

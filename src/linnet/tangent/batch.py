@@ -2,17 +2,14 @@
 
 The first axis of every tensor whose length equals the batch size is the example axis; other
 tensors (a mask shared by all examples, a scalar) belong to every example and are passed on as
-they are. A dict that comes as data, from a loader, a data set or as it is, carries the targets as
-``"labels"`` or ``"label"``; what is left of it is x.
-
-Fingerprints of tensors are made here, and inputs for files.
+they are.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,10 +45,6 @@ OBSERVED, WHOLE = "linnet: observed", "linnet: inputs"  # keys of a batch with o
 
 # By a part of a batch what it was cut from, and which rows: errors name examples by their place in all.
 _CUT: Any = WeakIdKeyDictionary()
-
-# What was done with pixels, in notes on data.
-BYTES, INTEGERS = "bytes were divided by 255", "integers were divided by 255, as bytes are"
-SOME = 64  # images that a range is taken of
 
 Inputs = Any  # Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -103,25 +96,18 @@ def ambiguity(x: Inputs) -> str:
 
 
 def require_dense(tensor: Tensor, name: str) -> None:
-    """Raise unless the examples of a tensor can be taken one by one."""
+    """Raise unless the examples of a tensor can be taken one by one, and read."""
     if tensor.is_nested:
-        raise InputError(
-            f"{name} is a nested tensor, whose examples have shapes of their own",
-            expected="a dense tensor (N, ...)",
-            remedy=f"pass torch.nested.to_padded_tensor({name}, 0.0), and a mask if the network takes one",
-        )
-    if tensor.layout != torch.strided and not tensor.is_mkldnn:
-        raise InputError(
-            f"{name} is a tensor of layout {tensor.layout}",
-            expected="a dense tensor (N, ...)",
-            remedy=f"pass {name}.to_dense()",
-        )
-    if tensor.device.type == "meta":
-        raise InputError(
-            f'{name} is a tensor on the device "meta", which has shapes and no values',
-            expected="a tensor with values",
-            remedy=f'make {name} on a device that keeps them, such as "cpu"',
-        )
+        found = "a nested tensor, whose examples have shapes of their own"
+        remedy = f"pass torch.nested.to_padded_tensor({name}, 0.0), and a mask if the network takes one"
+    elif tensor.layout != torch.strided and not tensor.is_mkldnn:
+        found, remedy = f"a tensor of layout {tensor.layout}", f"pass {name}.to_dense()"
+    elif tensor.device.type == "meta":
+        found = 'a tensor on the device "meta", which has shapes and no values'
+        remedy = f'make {name} on a device that keeps them, such as "cpu"'
+    else:
+        return
+    raise InputError(f"{name} is {found}", "a dense tensor (N, ...)", remedy)
 
 
 def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
@@ -325,7 +311,7 @@ def require_some(x: Inputs, name: str = "x") -> None:
 def check_examples(x: Inputs, name: str = "x") -> None:
     """Raise ``DataError`` if there is no example, or one is not finite."""
     require_some(x, name)
-    check_finite(map_tensors(lambda t: t.detach(), x), name)
+    check_finite(x, name)
 
 
 def is_data_set(data: Any) -> bool:
@@ -339,50 +325,6 @@ def yields(data: Any) -> bool:
     if isinstance(data, _NO_DATA_SETS) or hasattr(data, "__array__"):
         return False
     return isinstance(data, Iterable) and not isinstance(data, type)
-
-
-def without_targets(item: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """A dict as x and y: what it calls ``"labels"`` or ``"label"`` is taken out."""
-    found = [name for name in TARGETS if name in item]
-    if len(found) > 1:
-        raise InputError(
-            f"data are dicts with {found[0]!r} and {found[1]!r}",
-            expected="one entry with the targets",
-            remedy="remove one of them, or pass (x, y) pairs",
-        )
-    rest = {name: value for name, value in item.items() if name not in found}
-    return rest, item[found[0]] if found else None
-
-
-def as_pair(item: Any, name: str = "a batch") -> tuple[Any, Any]:
-    """One batch or sample as (x, y)."""
-    if isinstance(item, list | tuple) and len(item) == 2:
-        return item[0], item[1]
-    if isinstance(item, Mapping):
-        x, y = without_targets(item)
-        if y is not None:
-            return x, y
-        entries = ", ".join(map(repr, item))
-        raise InputError(
-            f"{name} is {type(item).__name__}{_length_of(item)} ({entries}), without targets",
-            expected=f"an entry {' or '.join(map(repr, TARGETS))} beside the inputs, or an (x, y) pair",
-            remedy='pass data=(x, y), or rename the entry that holds the targets to "labels"',
-        )
-    raise InputError(
-        f"{name} is {type(item).__name__}" + _length_of(item),
-        expected="an (x, y) pair or a dict with labels, a Dataset or DataLoader of such, or batches of them",
-        remedy='pass x and y apart: (table.drop(columns="y"), table["y"])'
-        if hasattr(item, "columns")
-        else "pass data=(x, y)",
-    )
-
-
-def _length_of(item: Any) -> str:
-    """The length of what has one, in words."""
-    if isinstance(item, Tensor) and item.ndim == 0:
-        return " without an axis"
-    sized = hasattr(item, "__len__") and not isinstance(item, type)
-    return f" of length {len(item)}" if sized else ""
 
 
 def named_tensor(value: Any, name: str) -> Tensor:
@@ -439,62 +381,3 @@ def made_up(x: Inputs) -> Inputs:
     if isinstance(made, dict) and isinstance(mask := x.get(MASK), Tensor):  # which keeps all positions
         made[MASK] = torch.full_like(made[MASK], bool((mask > 0).any()))
     return made
-
-
-class KnownInputs(NamedTuple):
-    """What a fit remembers of its inputs, to compare new ones with."""
-
-    columns: tuple[str, ...]  # of a data frame
-    range: tuple[float, float] | None  # of images, as the network takes them
-
-    @classmethod
-    def of(cls, x: Inputs, columns: tuple[str, ...]) -> KnownInputs:
-        """That of training inputs."""
-        return cls(columns, _range(x))
-
-    def doubts(self, x: Inputs, notes: Sequence[str]) -> list[str]:
-        """Why images are probably scaled unlike those of the training data."""
-        found = _range(x)
-        if found is None or self.range is None:
-            return []
-        (low, high), (least, most), scaled = found, self.range, {BYTES, INTEGERS} & set(notes)
-        shares = low >= 0 and high <= 1 and (scaled or high - low > 0.5)  # pixels that were divided by 255
-        far = 8 * max(-least, most, 1e-30) < max(-low, high) and high > 1.5
-        small = shares and most > 16  # pixels in 0 to 255, for a network that divides them by itself
-        signed = least < -0.5 and shares, least >= 0 and low < -0.5
-        if not (far or small or any(signed)):
-            return []
-        how = "bytes are divided by 255, which is all that is done to them; " if scaled else ""
-        return [
-            f"x holds values from {low:.3g} to {high:.3g}, and the images of the training data from "
-            f"{least:.3g} to {most:.3g}: {how}scale and normalize x as the training data were"
-            + (", x / 255 for pixels up to 255" if far else "")
-        ]
-
-
-def _range(x: Inputs) -> tuple[float, float] | None:
-    """The smallest and the largest value of some images; ``None`` without any."""
-    few = [_few(t) for t in tensors_in(observed(x)[0]) if t.ndim == 4 and t.is_floating_point() and t.numel()]
-    ends = [torch.stack(t.aminmax()).double().cpu() for t in few]
-    return (min(float(e[0]) for e in ends), max(float(e[1]) for e in ends)) if ends else None
-
-
-def _few(t: Tensor) -> Tensor:
-    """Some rows of a tensor, evenly spaced."""
-    return t[:: -(-len(t) // SOME)].detach()
-
-
-def doubts_of_pixels(x: Inputs, notes: Sequence[str]) -> list[str]:
-    """Why training images are probably not scaled as the network takes them."""
-    found = _range(x)
-    if found is None or found[0] < 0:
-        return []
-    if INTEGERS in notes and 0 < found[1] < 1.5 / 255:
-        return ["x holds the integers 0 and 1, which were divided by 255: pass x.float() to keep them"]
-    images = [_few(t) for t in tensors_in(observed(x)[0]) if t.ndim == 4 and t.is_floating_point()]
-    if not 1.5 < found[1] <= 255 or any(bool((t != t.round()).any()) for t in images):
-        return []
-    return [
-        f"x holds whole numbers up to {found[1]:.0f}, as pixels are: pass x / 255, or bytes (uint8), if the "
-        "network was trained on pixels in [0, 1]; normalize them as for its training"
-    ]

@@ -24,7 +24,6 @@ from linnet.tangent.batch import (
     SHARED,
     TARGETS,
     Inputs,
-    KnownInputs,
     ambiguity,
     batch_size,
     example_shapes,
@@ -114,7 +113,7 @@ class Functional:
         self.output = output
         self.recurrent = has_recurrence(model)
         self.source: Functional | None = None  # the same network in the type that it came in
-        self.known: KnownInputs | None = None  # the inputs of a fit, where this is the network of one
+        self.known: Any = None  # `KnownInputs` of a fit, where this is the network of one
         self.pinned: Precision | None = None  # the types of numbers that a fit was made with
         self.padding = padding_rows(self.model, self.names)
         self.cache = Findings()
@@ -294,6 +293,10 @@ class Functional:
         tensors = [state[key] for key in held if isinstance(state[key], Tensor)]
         values = hash_tensors([*tensors, *self.masks.values()])
         return hashlib.sha256(f"{values} {self.names}".encode()).hexdigest()[:32]
+
+    def _compared(self) -> str:
+        """What processes that work with it together must have alike."""
+        return f"{len(self.names)} parameters with the hash {self.fingerprint()[:12]}"
 
     def modules(self) -> dict[str, str]:
         """The type of every module by its name: equal weights do not make equal networks."""

@@ -33,13 +33,7 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.number_types import products_in
 from linnet.params import choice, part_of
 from linnet.progress import track
-from linnet.tangent.batch import (
-    Inputs,
-    batch_size,
-    check_examples,
-    example_shapes,
-    take,
-)
+from linnet.tangent.batch import Inputs, batch_size, check_examples, example_shapes, take
 from linnet.tangent.capture import capture_bytes, capture_parts_for_products, hollow_capture
 from linnet.tangent.capture import capture_for_products as capture  # gradients are only multiplied here
 from linnet.tangent.features import (

@@ -27,7 +27,16 @@ from torch import Tensor, nn
 
 from linnet.errors import LinnetError, ModelError
 from linnet.linalg.factorize import read
-from linnet.tangent.batch import SHARED, Inputs, ambiguity, batch_size, example_shapes, made_up, take
+from linnet.tangent.batch import (
+    SHARED,
+    Inputs,
+    ambiguity,
+    batch_size,
+    concatenate,
+    example_shapes,
+    made_up,
+    take,
+)
 from linnet.tangent.forward_mode import COARSE, ROUNDING, SWITCHING, Params, hand_over, sketch
 from linnet.tangent.functional import FAILURES, RUNNING, Findings, Functional, batch_statistics
 from linnet.tangent.modes import alone, in_exact_mode
@@ -63,41 +72,17 @@ def is_random(function: Functional, x: Inputs) -> bool:
 
 def unsteady(function: Functional, x: Inputs) -> tuple[str, str]:
     """What makes two passes differ, random numbers or a state that the network keeps, and what to do."""
-    few, before = take(x, slice(0, min(2, batch_size(x)))), _state(function.model)
-    outputs = []
-    devices = [function.device] if function.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices):
+    few, outputs = take(x, slice(0, min(2, batch_size(x)))), []
+    with torch.no_grad(), _random_state_kept(function):
         for _ in range(2):
             torch.manual_seed(0)
             outputs.append(function(function.theta, few).nan_to_num())
     if torch.equal(*outputs):
         return "is random in evaluation mode: two passes differ", SWITCH_OFF
-    after = _state(function.model)
-    kept = [name for name, now in after.items() if not _same(now, before.get(name))]
     return (
-        "has a state that changes from one pass to the next" + (f" ({kept[0]})" if kept else ""),
+        "has a state that changes from one pass to the next",
         "change it under `if self.training:` alone, so that eval() keeps it, or begin every pass alike",
     )
-
-
-def _state(model: nn.Module) -> dict[str, Any]:
-    """What a network holds beside its weights, by name: numbers, and tensors with the times written to."""
-    found: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        for key, value in {**module._buffers, **module.__dict__}.items():
-            name = f"{path}.{key}" if path else key
-            if isinstance(value, Tensor):
-                found[name] = value, None if value.is_inference() else value._version
-            elif isinstance(value, int | float | str | None):
-                found[name] = value
-    return found
-
-
-def _same(now: Any, before: Any) -> bool:
-    """Whether a number is equal, or a tensor the same one and not written to."""
-    if isinstance(now, tuple) and isinstance(before, tuple):
-        return now[0] is before[0] and now[1] == before[1]
-    return type(now) is type(before) and now == before
 
 
 @in_exact_mode
@@ -127,29 +112,19 @@ def dependence(function: Functional, x: Inputs, seen: KnownOutputs = NOTHING) ->
 def _dependence_of_one(function: Functional, x: Inputs) -> str | None:
     """The same where there is one example: it is put after itself, and after its half."""
     own = function.check_runs(x).reshape(1, -1)
-    # Half of an input stays in every range that holds 0; integers (tokens, masks) are kept as they are.
-    halved = map_tensors(lambda t: t / 2 if t.is_floating_point() else t, x)
-    for other in (x, halved):
-        pair = _pair(other, x)
+
+    def half(t: Tensor) -> Tensor:
+        """It stays in every range that holds 0; integers (tokens, masks) and shared inputs are kept as is."""
+        return t / 2 if t.is_floating_point() and t.ndim > 0 and len(t) == 1 else t
+
+    for other in (x, map_tensors(half, x)):
         try:
-            second = function.flat(function.theta, pair)[-1:]
+            second = function.flat(function.theta, concatenate([other, x]))[-1:]
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             continue  # what is made up may be no input of this network
         if second.shape == own.shape and _differ(second, own, own):
             return OWN
     return None
-
-
-def _pair(first: Inputs, second: Inputs) -> Inputs:
-    """Two batches of one example as one batch; what has no example axis is the second's."""
-    if isinstance(second, Tensor):
-        shared = second.ndim == 0 or second.shape[0] != 1
-        return second if shared else torch.cat([first, second])
-    if isinstance(second, dict):
-        return {key: _pair(first[key], value) for key, value in second.items()}
-    if isinstance(second, list | tuple):
-        return tuple(_pair(a, b) for a, b in zip(first, second, strict=True))
-    return second
 
 
 def _differ(found: Tensor, expected: Tensor, scale: Tensor) -> bool:

@@ -19,11 +19,11 @@ from linnet.linalg.operator import ParameterSpace, Vector
 from linnet.number_types import Precision
 from linnet.params import choice, instance, refuse, tensor
 from linnet.tangent.batch import Inputs, require_some
-from linnet.tangent.door import taken
+from linnet.tangent.data import examples
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, OutputAdapter, tensors_by_name
-from linnet.tangent.gather import examples
 from linnet.tangent.gram import gram
+from linnet.tangent.inputs import taken
 from linnet.tangent.jacobian import jacobian, jvp, jvp_columns, linearity_gap, vjp_columns
 from linnet.tangent.modes import import_compiler
 from linnet.tangent.nonfinite import check_result, explained, finite_numbers
@@ -93,6 +93,10 @@ class Linearized(nn.Module):
     def space(self) -> ParameterSpace:
         """The space that δ lives in."""
         return self._function.space
+
+    def _compared(self) -> str:
+        """What processes that work with it together must have alike."""
+        return self._function._compared()
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """f₀(x) + J(x) δ.

@@ -11,11 +11,13 @@ import functools
 import importlib
 import math
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -212,3 +214,19 @@ def in_exact_mode(function: F) -> F:
 def _usable(x: Any) -> Any:
     """Inference tensors cloned, wherever they are in a batch."""
     return map_tensors(lambda t: t.clone() if t.is_inference() else t, x)
+
+
+@contextlib.contextmanager
+def random_kept(*sources: Any) -> Iterator[None]:
+    """The random streams of the process, and those of some generators, as they were."""
+    own = [g for g in (getattr(source, "generator", None) for source in sources) if g is not None]
+    mine = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
+    python, array = random.getstate(), np.random.get_state()  # noqa: NPY002 - samplers draw from it
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)  # noqa: NPY002
+        for generator, state in mine:
+            generator.set_state(state)

@@ -21,15 +21,7 @@ from torch import Tensor
 from linnet.errors import LinnetError, NumericalError
 from linnet.linalg.factorize import is_finite
 from linnet.params import refuse, tensor
-from linnet.tangent.batch import (
-    Inputs,
-    batch_size,
-    check_finite,
-    place_of,
-    require_some,
-    split,
-    take,
-)
+from linnet.tangent.batch import Inputs, batch_size, check_finite, place_of, require_some, split, take
 from linnet.tangent.coordinates import moved_network
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad, random_cotangent, use_gradients

@@ -1,4 +1,10 @@
-"""Preflight check: is a network supported, by which method and at what cost."""
+"""Preflight check: is a network supported, by which method, at what cost, and on which scale are its outputs.
+
+Values alone prove little of a scale (probabilities for logits, rates for their logarithms): the logits of a
+network may all lie in [0, 1]. So they are looked at together with what the network does last, which the graph
+of its derivatives tells. Probabilities of classes that sum to one are no accident; their logarithms are
+logits as good as any others.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +12,26 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from linnet.errors import ModelError, NumericalError
-from linnet.likelihoods.discrete import Bernoulli, Categorical
+from linnet.likelihoods.discrete import Bernoulli, Categorical, Poisson
+from linnet.likelihoods.gaussian import HeteroscedasticGaussian
+from linnet.likelihoods.likelihood import Likelihood
 from linnet.memory import Plan, format_bytes
+from linnet.params import warn
 from linnet.shown import Record
-from linnet.tangent.batch import Inputs, require_some
+from linnet.tangent.batch import Inputs, observed, require_some, take
 from linnet.tangent.capture import proved_plan
 from linnet.tangent.coordinates import moved_network
-from linnet.tangent.door import taken
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gram import GramTask, plan_gram
 from linnet.tangent.independence import dependence, is_random, unsteady
+from linnet.tangent.inputs import taken
 from linnet.tangent.jacobian import jvp_path
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.nonfinite import refuse_derivative
-from linnet.tangent.output_scale import scale_remarks
 from linnet.tangent.selection import Selector
 from linnet.tangent.trace import Trace, trace
 
@@ -159,9 +167,7 @@ def preflight(
     batch = taken(function, batch, "batch")
     require_some(batch, "batch")
     value = function.check_runs(batch)
-    fatal = (
-        _randomness(function, batch) or _batch_dependence(function, batch) or _derivatives(function, batch)
-    )
+    fatal = _fatal(function, batch)
     path, why = ("rows", "") if fatal else jvp_path(function, batch)
     notes = [*_mode_findings(model), *([why] if why else [])]
     left_out = sum(1 for _ in function.model.parameters()) - len(function.names)
@@ -175,7 +181,9 @@ def preflight(
     if not fatal:
         coverage = _coverage(function, trace(function, batch), batch)
         plan = plan_gram(GramTask(function, batch, None, "full"), memory).memory
-        notes += [*_coverage_findings(coverage), *_memory_findings(plan)]
+        notes += _coverage_findings(coverage)
+        if plan.peak > plan.budget:
+            notes.append("the kernel of this batch would not fit the memory budget")
     name = type(function.model).__name__
     return Preflight(name, value[0].numel(), coverage, path, (*fatal, *notes), not fatal, plan)
 
@@ -195,60 +203,32 @@ def _coverage_findings(coverage: tuple[Coverage, ...]) -> list[str]:
     return found
 
 
-def _memory_findings(plan: Plan) -> list[str]:
-    """A sentence if the kernel of the batch would be too large."""
-    return ["the kernel of this batch would not fit the memory budget"] if plan.peak > plan.budget else []
-
-
 def _mode_findings(model: nn.Module) -> list[str]:
     """Findings on the network's own mode settings."""
     if isinstance(model, Linearized) or not model.training:
         return []
-    names = sorted(
-        {
-            type(m).__name__
-            for m in model.modules()
-            if isinstance(m, nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd)
-        }
-    )
-    return (
-        [
-            f"the network is in training mode with {', '.join(names)}; it is linearized in evaluation mode, "
-            "your module is not changed"
-        ]
-        if names
-        else []
-    )
+    kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+    names = ", ".join(sorted({type(m).__name__ for m in model.modules() if isinstance(m, kinds)}))
+    about = "it is linearized in evaluation mode, your module is not changed"
+    return [f"the network is in training mode with {names}; {about}"] if names else []
 
 
-def _randomness(function: Functional, batch: Inputs) -> list[str]:
-    """A sentence if two passes disagree."""
-    if not is_random(function, batch):
-        return []
-    return ["the network {}; {}".format(*unsteady(function, batch))]
-
-
-def _batch_dependence(function: Functional, batch: Inputs) -> list[str]:
-    """A sentence if an example's outputs, or their gradients, depend on the other examples of its batch."""
+def _fatal(function: Functional, batch: Inputs) -> list[str]:
+    """A sentence on why examples have no derivatives of their own; none where they have."""
+    if is_random(function, batch):
+        return ["the network {}; {}".format(*unsteady(function, batch))]
     try:
-        found = dependence(function, batch)
-        if found is not None:
+        if (found := dependence(function, batch)) is not None:
             return [f"{found}, so per-example gradients do not exist"]
         inside = moved_network(function) or function
         proved_plan(inside, batch, trace(inside, batch))
-    except ModelError as error:
-        cause = (str(error.__cause__ or error.what).strip().splitlines() or [""])[0]
-        about = "" if error.__cause__ is None else "the network cannot run on one example alone "
-        return [f"{about}({cause})" if about else cause]
-    return []
-
-
-def _derivatives(function: Functional, batch: Inputs) -> list[str]:
-    """A sentence if the derivative of an example is not finite."""
-    try:
         refuse_derivative(function, batch)
     except NumericalError as error:
         return [f"{error.what}; {error.remedy}"]
+    except ModelError as error:
+        cause = (str(error.__cause__ or error.what).strip().splitlines() or [""])[0]
+        alone = error.__cause__ is not None
+        return [f"the network cannot run on one example alone ({cause})" if alone else cause]
     return []
 
 
@@ -289,3 +269,106 @@ def _in_coordinates(function: Functional, inside: tuple[Coverage, ...]) -> Cover
         )
     uses = sum(p.uses for p in inside)
     return Coverage(name, tuple(function.space.shapes[name]), uses, text, bool(exact))
+
+
+# -- the scale of outputs ----------------------------------------------------------------------------
+
+FEW = 16  # examples that are looked at
+ROUNDING = 1e-4  # by how much the sum of an example's probabilities may miss one
+SQUASHING = {
+    "Sigmoid": "sigmoid",
+    "LogSigmoid": "log-sigmoid",
+    "Softmax": "softmax",
+    "Hardsigmoid": "sigmoid",
+}
+SQUASHING["Reciprocal"] = "sigmoid"  # 1 / (1 + exp(−f))
+POSITIVE = {"Softplus": "softplus", "Exp": "exponential", "Relu": "ReLU", "Abs": "abs", "Pow": "power"}
+# nodes of the graph that keep the scale; sums and products do with constants, that is with one input alone
+ALIKE = frozenset(
+    {
+        "View",
+        "ReshapeAlias",
+        "UnsafeView",
+        "Squeeze",
+        "Unsqueeze",
+        "Transpose",
+        "Permute",
+        "T",
+        "Slice",
+        "Select",
+    }
+    | {"Clone", "Expand", "Alias", "ToCopy", "Index", "Split", "Unbind", "Clamp", "ClampMin", "ClampMax"}
+    | {"Add", "Sub", "Rsub", "Mul", "Div"}
+)
+JOINED = ("Cat", "Stack")
+
+
+def scale_remarks(
+    function: Functional, likelihood: Likelihood, x: Inputs, f: Tensor | None = None
+) -> tuple[str, ...]:
+    """Whether outputs are on another scale than the likelihood's."""
+    if not isinstance(likelihood, Bernoulli | Categorical | Poisson | HeteroscedasticGaussian):
+        return ()
+    few = take(observed(x)[0], slice(0, FEW))
+    told = _told(function, likelihood, function.check_runs(few) if f is None else f[:FEW], few)
+    if told is None:
+        return ()
+    found, expected, last = told
+    return (
+        f"the network's outputs are {found}. {type(likelihood).__name__}() expects {expected}; leave the "
+        f"last {last} out",
+    )
+
+
+def warn_of_scale(function: Functional, likelihood: Likelihood, x: Inputs, f: Tensor | None = None) -> None:
+    """Warn if outputs are on another scale than the likelihood's."""
+    for line in scale_remarks(function, likelihood, x, f):
+        warn(line)
+
+
+def _told(function: Functional, likelihood: Likelihood, f: Tensor, x: Inputs) -> tuple[str, str, str] | None:
+    """What outputs are, what they should be, and the last operation; ``None`` where nothing is wrong."""
+    if not bool(f.isfinite().all()):
+        return None
+    if isinstance(likelihood, Poisson):
+        last = POSITIVE.get(_last(function, x)) if bool((f >= 0).all()) else None
+        return None if last is None else ("rates", "their logarithms", last)
+    if isinstance(likelihood, HeteroscedasticGaussian):
+        axis = likelihood.axis
+        variances = f.narrow(axis, f.shape[axis] // 2, f.shape[axis] // 2)
+        logs = likelihood.parametrization == "log-variance"
+        last = POSITIVE.get(_last(function, x)) if logs and bool((variances >= 0).all()) else None
+        return None if last is None else ("means and variances", "means and log-variances", last)
+    inside = bool((f >= 0).all()) and bool((f <= 1).all())
+    if isinstance(likelihood, Categorical) and inside and _sums_to_one(f, likelihood.axis):
+        return "probabilities, not negative and summing to one", "logits", "softmax"
+    if not inside and not bool((f <= 0).all()):
+        return None
+    last = SQUASHING.get(_last(function, x))
+    return None if last is None else ("probabilities" if inside else "log-probabilities", "logits", last)
+
+
+def _sums_to_one(f: Tensor, axis: int) -> bool:
+    """Whether the entries along an axis, two or more, sum to one."""
+    if not -f.ndim < axis < f.ndim or f.ndim < 2 or f.shape[axis] < 2:
+        return False
+    return float((f.double().sum(axis) - 1).abs().max()) < ROUNDING
+
+
+@in_exact_mode
+def _last(function: Functional, x: Inputs) -> str:
+    """The last operation of a network that is more than another view of its result; empty where none is."""
+    with torch.enable_grad():
+        params = {name: value.requires_grad_() for name, value in function.theta.items()}
+        return _named(function(params, take(x, slice(0, 2))).grad_fn)
+
+
+def _named(node: Any) -> str:
+    """The operation of a node of the graph, or of what it passes on: of joined tensors, the last."""
+    while node is not None:
+        name = node.name().partition("Backward")[0]
+        before = [one for one, _ in node.next_functions if one is not None]
+        if not before or not (name in JOINED or (name in ALIKE and len(before) == 1)):
+            return str(name)
+        node = before[-1]
+    return ""

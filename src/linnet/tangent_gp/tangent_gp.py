@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from linnet.distributed import all_rows, sharing
+from linnet.distributed import all_rows, require_same_arguments, sharing
 from linnet.errors import DataError, InputError
 from linnet.files import save
 from linnet.fitting.saved import OTHER
@@ -31,16 +31,15 @@ from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
 from linnet.solvers.solution import Estimate
-from linnet.tangent.alike import require_same_arguments
 from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
+from linnet.tangent.data import Data, examples, owned
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs
-from linnet.tangent.gather import examples, gather_data, owned
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import given_network, identity, matching_function, require_same_outputs
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
-from linnet.tangent.output_scale import warn_of_scale
+from linnet.tangent.preflight import warn_of_scale
 from linnet.tangent_gp.solving import GPOptions, GPPlan, Options, describe, planned, solve
 from linnet.tangent_gp.tune import (
     LEAST,
@@ -278,7 +277,7 @@ class TangentGP(PredictiveModel):
         """
         with sharing("TangentGP.update", self._observed.base.device):
             system, twin, (x, y) = self._fitted, copy.copy(self), self._gathered(x, y)
-            require_same_arguments(self._alike(x, y, system))
+            require_same_arguments(self._alike(system))
             more = self._observed.problem(x, y)
             if self.plan.solver == "cholesky":
                 twin._system = system.extended(more)
@@ -288,24 +287,24 @@ class TangentGP(PredictiveModel):
     def _gathered(self, x: Any, y: Any) -> tuple[Inputs, Tensor]:
         """Data on the network's device, without a graph."""
         data = x if y is None else (x, y)
-        masked = self._observed.masked
-        x, y = gather_data(data, self._observed.base, missing=masked, memory=self._options.memory)
-        return map_tensors(lambda t: t.detach(), x), y.detach()
+        observed = self._observed
+        found = Data.of(data, observed.base, missing=observed.masked, memory=self._options.memory)
+        return map_tensors(lambda t: t.detach(), found.x), found.y.detach()
 
     def _condition(self, data: tuple[Inputs, Tensor], before: System | None) -> TangentGP:
         """Solve for some data."""
         x, y = data
         self._observed.base.check_runs(take(x, slice(0, 1)))
         warn_of_scale(self._observed.base, self._observed.likelihood, x)
-        require_same_arguments(self._alike(x, y, before))
+        require_same_arguments(self._alike(before))
         return self._take(self._observed.problem(x, y), before)
 
-    def _alike(self, x: Inputs, y: Tensor, before: System | None) -> dict[str, Any]:
+    def _alike(self, before: System | None) -> dict[str, Any]:
         """What all processes that share the work must have alike."""
         past = {} if before is None else {"x before": before.problem.x, "y before": before.problem.y}
         scales = {"prior_precision": self.prior_precision, "noise_scale": self.noise_scale}
         settings = {"likelihood": self._observed.likelihood, **self._options.given}
-        return {"model": self._observed.base, "x": x, "y": y, **past, **scales, **settings}
+        return {"model": self._observed.base, **past, **scales, **settings}
 
     def _take(self, problem: Problem, before: System | None) -> TangentGP:
         """Solve a problem."""

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from linnet.distributed import collective, sharing, world
-from linnet.tangent.alike import require_same_arguments
+from linnet.distributed import collective, require_same_arguments, sharing, world
 
 
 class Released(Exception):

@@ -20,9 +20,8 @@ from transformers import BatchEncoding
 import linnet
 from linnet import audit
 from linnet.errors import DataError, InputError, LinnetError
-from linnet.tangent.door import admit
-from linnet.tangent.gather import examples, gather_data
-from linnet.tangent.loaders import DataNotes
+from linnet.tangent.data import Data, examples
+from linnet.tangent.inputs import DataNotes, admit
 from tests.hostile import doors
 
 N = 12
@@ -537,7 +536,7 @@ def test_labels_of_tokens_are_filled_up_too() -> None:
     batches = [
         (part, torch.zeros(1, n, dtype=torch.long)) for part, n in zip(sentences([2, 3]), [2, 3], strict=True)
     ]
-    x, y = gather_data(batches, Text(tokens=True))
+    x, y = Data.of(batches, Text(tokens=True)).pair
     assert y.tolist() == [[0, 0, -100], [0, 0, 0]]
     assert x["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
 
@@ -546,7 +545,7 @@ def test_what_hidden_positions_hold_is_what_is_filled_in() -> None:
     long = BatchEncoding(
         {"input_ids": torch.tensor([[4, 5, 7, 29]]), "attention_mask": torch.tensor([[1, 1, 1, 0]])}
     )
-    x, _ = gather_data([(sentences([2])[0], Y[:1]), (long, Y[:1])], Text())
+    x, _ = Data.of([(sentences([2])[0], Y[:1]), (long, Y[:1])], Text()).pair
     assert x["input_ids"][0, 2:].tolist() == [29, 29]
 
 
@@ -555,7 +554,7 @@ def test_padding_that_is_not_left_out_is_refused() -> None:
     with pytest.raises(DataError, match="network's"):
         linnet.fit(linnet.linearize(Text(hides=False)), batches)
     with pytest.raises(DataError, match="mask"):
-        gather_data([(torch.ones(1, n, dtype=torch.long), Y[:1]) for n in (5, 9)])
+        Data.of([(torch.ones(1, n, dtype=torch.long), Y[:1]) for n in (5, 9)])
 
 
 # -- every door ------------------------------------------------------------------------------------------

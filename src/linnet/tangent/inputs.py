@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,8 +36,6 @@ from torch import Tensor, nn
 
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.tangent.batch import (
-    BYTES,
-    INTEGERS,
     TARGETS,
     Inputs,
     concatenate,
@@ -48,7 +47,7 @@ from linnet.tangent.batch import (
     yields,
 )
 from linnet.tangent.functional import FAILURES, Functional, adapt_outputs, call_arguments
-from linnet.tangent.loaders import DataNotes, random_kept
+from linnet.tangent.modes import random_kept
 from linnet.tree import map_tensors, tensors_in
 
 IMAGE_MODES = {
@@ -58,6 +57,52 @@ IMAGE_MODES = {
 NAMES = ("image", "images", "img", "pixel_values", "x", "input", "inputs", "features", "input_values", "data")
 INSIDE = ("body", "network", "module")  # what modules that wrap a network call it
 CHANNELS = (1, 3, 4)  # of images, where no convolution says how many
+# What was done with pixels, in notes on data.
+BYTES, INTEGERS = "bytes were divided by 255", "integers were divided by 255, as bytes are"
+SOME = 64  # images that a range is taken of
+
+
+@dataclass
+class DataNotes:
+    """What is to be said of data."""
+
+    notes: list[str] = field(default_factory=list)  # what was done with them, which changes no result
+    warnings: list[str] = field(default_factory=list)  # what a reader of the results must know
+    # names of the classes, where y is text: those that there are already, or those that are found
+    classes: tuple[str, ...] = ()
+    text: bool = False  # whether y may be text where classes have no names yet
+    columns: tuple[str, ...] = ()  # of data frames: those of the data before, or those that are found
+    _numbers: dict[str, int] = field(default_factory=dict)
+    _kinds: set[str] = field(default_factory=set)  # of y: whether text or numbers
+
+    def of_kind(self, kind: str) -> None:
+        """Raise where some of y are text and others numbers, or missing."""
+        self._kinds.add(kind)
+        if len(self._kinds) > 1:
+            raise DataError(
+                "y is text in some samples, and a number or missing in others",
+                expected="text alone, or numbers alone",
+                remedy="drop or repair these samples",
+            )
+
+    def number(self, words: Sequence[str]) -> Tensor:
+        """Numbers of words, in the order in which they come for the first time."""
+        return torch.tensor([self._numbers.setdefault(str(word), len(self._numbers)) for word in words])
+
+    def numbered(self, y: Tensor) -> Tensor:
+        """Classes for what :meth:`number` gave, in alphabetical order or that of the classes known."""
+        if not self._numbers:
+            return y
+        if not self.classes:
+            self.classes = tuple(sorted(self._numbers))
+            self.notes.append("classes were numbered in alphabetical order")
+        if unknown := sorted(set(self._numbers) - set(self.classes)):
+            raise DataError(
+                f"y holds the class {unknown[0]!r}",
+                expected=f"one of {', '.join(map(repr, self.classes))}, as in the data before",
+                remedy="check the spelling, or fit again with examples of all classes",
+            )
+        return torch.tensor([self.classes.index(word) for word in self._numbers])[y]
 
 
 # -- the form ----------------------------------------------------------------------------------------
@@ -145,7 +190,7 @@ def answers(y: Any, said: DataNotes | None = None) -> Tensor:
             expected="text alone, or numbers alone",
             remedy="drop or repair these examples",
         )
-    if said is None or not said.text:
+    if said is None or not (said.text or said.classes):
         raise InputError(
             f"y is text, such as {words[0]!r}",
             expected="numbers of classes",
@@ -158,7 +203,7 @@ def answers(y: Any, said: DataNotes | None = None) -> Tensor:
 
 def known_answers(y: Any, classes: Sequence[str]) -> Tensor:
     """Targets as a tensor, where classes have names already."""
-    said = DataNotes.known(classes)
+    said = DataNotes(classes=tuple(classes))
     return said.numbered(answers(y, said))
 
 
@@ -574,3 +619,65 @@ def _routed(found: dict[str, bool] | None, x: Mapping[str, Any], said: DataNotes
     if rest:
         said.notes.append(f"the network is not given {', '.join(map(repr, rest))}")
     return taken[lacking[0]] if lacking and len(taken) == 1 else taken
+
+
+# -- the scale of images -----------------------------------------------------------------------------
+
+
+class KnownInputs(NamedTuple):
+    """What a fit remembers of its inputs, to compare new ones with."""
+
+    columns: tuple[str, ...]  # of a data frame
+    range: tuple[float, float] | None  # of images, as the network takes them
+
+    @classmethod
+    def of(cls, x: Inputs, columns: tuple[str, ...]) -> KnownInputs:
+        """That of training inputs."""
+        return cls(columns, _range(x))
+
+    def doubts(self, x: Inputs, notes: Sequence[str]) -> list[str]:
+        """Why images are probably scaled unlike those of the training data."""
+        found = _range(x)
+        if found is None or self.range is None:
+            return []
+        (low, high), (least, most), scaled = found, self.range, {BYTES, INTEGERS} & set(notes)
+        shares = low >= 0 and high <= 1 and (scaled or high - low > 0.5)  # pixels that were divided by 255
+        far = 8 * max(-least, most, 1e-30) < max(-low, high) and high > 1.5
+        small = shares and most > 16  # pixels in 0 to 255, for a network that divides them by itself
+        signed = least < -0.5 and shares, least >= 0 and low < -0.5
+        if not (far or small or any(signed)):
+            return []
+        how = "bytes are divided by 255, which is all that is done to them; " if scaled else ""
+        return [
+            f"x holds values from {low:.3g} to {high:.3g}, and the images of the training data from "
+            f"{least:.3g} to {most:.3g}: {how}scale and normalize x as the training data were"
+            + (", x / 255 for pixels up to 255" if far else "")
+        ]
+
+
+def _range(x: Inputs) -> tuple[float, float] | None:
+    """The smallest and the largest value of some images; ``None`` without any."""
+    few = [_few(t) for t in tensors_in(observed(x)[0]) if t.ndim == 4 and t.is_floating_point() and t.numel()]
+    ends = [torch.stack(t.aminmax()).double().cpu() for t in few]
+    return (min(float(e[0]) for e in ends), max(float(e[1]) for e in ends)) if ends else None
+
+
+def _few(t: Tensor) -> Tensor:
+    """Some rows of a tensor, evenly spaced."""
+    return t[:: -(-len(t) // SOME)].detach()
+
+
+def doubts_of_pixels(x: Inputs, notes: Sequence[str]) -> list[str]:
+    """Why training images are probably not scaled as the network takes them."""
+    found = _range(x)
+    if found is None or found[0] < 0:
+        return []
+    if INTEGERS in notes and 0 < found[1] < 1.5 / 255:
+        return ["x holds the integers 0 and 1, which were divided by 255: pass x.float() to keep them"]
+    images = [_few(t) for t in tensors_in(observed(x)[0]) if t.ndim == 4 and t.is_floating_point()]
+    if not 1.5 < found[1] <= 255 or any(bool((t != t.round()).any()) for t in images):
+        return []
+    return [
+        f"x holds whole numbers up to {found[1]:.0f}, as pixels are: pass x / 255, or bytes (uint8), if the "
+        "network was trained on pixels in [0, 1]; normalize them as for its training"
+    ]
