@@ -108,8 +108,9 @@ def checked_inputs(module: Any, x: Inputs, name: str = "x") -> Inputs:
 @torch.no_grad()
 def base_outputs(module: Linearized, x: Inputs) -> Tensor:
     """f₀(x), batch by batch; each process of several has its share of them."""
-    parts = [module.base(part) for _, part in own_parts(x, BATCH)]
-    return all_rows(torch.cat(parts or [module.base(take(x, slice(0, 1)))[:0]]), batch_size(x))
+    outputs = module.function.check_runs
+    parts = [outputs(part).flatten(1) for _, part in own_parts(x, BATCH)]
+    return all_rows(torch.cat(parts or [outputs(take(x, slice(0, 1))).flatten(1)[:0]]), batch_size(x))
 
 
 @torch.no_grad()

@@ -395,13 +395,13 @@ def pairs(data: Any, said: DataNotes, parting: Parting = as_pair) -> Iterator[tu
         x, y = parting(data.tensors if isinstance(data, TensorDataset) else data, "data")
         yield tensorize(in_columns(x, said)), None if y is None else answers(in_rows(x, y, said), said)
         return
-    source, samples = data, is_data_set(data)
+    source, order = data, None
     if isinstance(data, DataLoader):
         require_whole(data)
-        source, _, warning = ordered_loader(data)
-        said.warnings += filter(None, (warning,))
-    said.warnings += filter(None, (changing(getattr(source, "dataset", source)),))
-    yield from read_batches(items_of(source), samples, said, parting)
+        source, _, order = ordered_loader(data)
+    found = order, changing(source.dataset if isinstance(data, DataLoader) else data)
+    said.warnings += filter(None, found)
+    yield from read_batches(items_of(source), is_data_set(data), said, parting)
 
 
 def require_targets(x: Inputs, y: Tensor, name: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
-from linnet.params import call, refuse, shown, tensor
+from linnet.params import call, instance, refuse, shown, tensor
 
 PREFIX = "_linnet_mask_"  # of the names of such buffers
 TINY = 1e-3  # what hooks are tried with: clipping leaves such gradients as they are
@@ -118,16 +118,13 @@ Selector = str | Sequence[str] | Mapping[str, Any] | nn.Module | Callable[[str, 
 
 def require_module(model: Any) -> nn.Module:
     """Raise unless it is a network."""
-    if isinstance(model, nn.Module):
-        return model
-    raise InputError(
-        f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
-    )
+    return instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
 
 
 def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
     r"""Names of the selected floating-point parameters, in the order of ``named_parameters()``."""
     require_module(model)
+    check_selector(params)
     named = {n: p for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
     if not named:
         raise ModelError(
@@ -177,7 +174,7 @@ def selected(model: nn.Module, params: Selector = None) -> dict[str, Tensor | No
 def check_selector(params: Any) -> None:
     """Raise unless it can say which parameters take part, before there is a network to ask."""
     several = isinstance(params, list | tuple | Mapping)
-    names = several and bool(params) and all(isinstance(n, str) for n in params)
+    names = several and all(isinstance(n, str) for n in params)
     predicate = callable(params) and not isinstance(params, type)
     if not (params is None or isinstance(params, str | nn.Module) or names or predicate):
         expected = "a keyword, regular expression, list of names, dict of masks, module or predicate"
@@ -193,17 +190,11 @@ def _chosen(model: nn.Module, named: dict[str, nn.Parameter], params: Selector) 
     if isinstance(params, nn.Module):
         inside = {id(p) for p in params.parameters()}
         return {n for n, p in named.items() if id(p) in inside}
-    if callable(params) and not isinstance(params, type):
+    if callable(params):
         expected = "a predicate of a name and a parameter"
         return {n for n, p in named.items() if call("params", params, n, p, expected=expected)}
     if isinstance(params, Mapping):
         return _by_name(model, named, list(params))
-    if not isinstance(params, Sequence):
-        raise InputError(
-            f"params={params!r} is {type(params).__name__}",
-            expected="a keyword, regular expression, list of names, module or predicate",
-            remedy='pass params="all" for every parameter',
-        )
     return _by_name(model, named, params)
 
 
@@ -250,7 +241,7 @@ def _by_name(model: nn.Module, named: dict[str, nn.Parameter], names: Sequence[s
     """Exact names; the second name of a tied parameter stands for its first."""
     first = {id(p): n for n, p in named.items()}
     every: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
-    missing = [n for n in names if not isinstance(n, str) or n not in every or id(every[n]) not in first]
+    missing = [n for n in names if n not in every or id(every[n]) not in first]
     if missing:
         raise InputError(
             f"params names {_some(missing)}, not among the floating-point parameters",
