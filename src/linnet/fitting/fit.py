@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from linnet.distributed import shared_call, sharing
+from linnet.distributed import shared_call
 from linnet.errors import InputError
 from linnet.fitting.accuracy import sound_fit
 from linnet.fitting.arguments import Choices, base_outputs, check_ridge
@@ -165,22 +165,6 @@ def fit(
         >>> solved.predict(x).shape, solved.solver
         (torch.Size([12, 1]), 'dual')
     """
-    device = lin.function.device if isinstance(lin, Linearized) else "cpu"
-    with sharing("linnet.fit", device):
-        return _shared_fit(lin, data, loss, targets, ridge, solver, axis, memory)
-
-
-def _shared_fit(
-    lin: Linearized,
-    data: Any,
-    loss: str,
-    targets: Tensor | OneHot | None,
-    ridge: float | str,
-    solver: Solver,
-    axis: int | None,
-    memory: str | int | None,
-) -> LinearFit | SoftmaxFit:
-    """The fit, of which each process of several makes its share."""
     solving = Solving.of(solver)
     instance("lin", lin, Linearized, "a Linearized", "make one with linnet.linearize(model)")
     no_targets("loss", loss)
@@ -212,11 +196,10 @@ def _shared_fit(
         seconds = {"network": time.perf_counter() - start}
         asked = solving if chosen is lin else solving.finer()
         found = _fit(chosen, Task(x, y, f0, made, loss, ridge, memory, asked), seconds)
-        told = (*said.warnings, *unused_remarks(chosen.function), *found.record.warnings)
-        reasons = {**found.record.reasons, **said.reasons()}
-        found.record = replace(
-            found.record, reasons=reasons, warnings=told, classes=said.classes, columns=said.columns
-        )
+        told = (*data.warnings, *unused_remarks(chosen.function), *found.record.warnings)
+        reasons = {**found.record.reasons, **data.reasons}
+        named = {"classes": data.classes, "columns": data.columns}
+        found.record = replace(found.record, reasons=reasons, warnings=told, **named)
         return found
 
     return sound_fit(lin, make, factorized=solving.name in ("auto", "dual", "shared", "primal", "sketch"))

@@ -35,11 +35,10 @@ from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
 from linnet.shown import frame, outputs
 from linnet.tangent.batch import Inputs, batch_size, observed, take
-from linnet.tangent.data import gather_data, owned
+from linnet.tangent.data import Data, owned
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
 from linnet.tangent.graph import Prototype, Traced
-from linnet.tangent.inputs import DataNotes
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import identity
 from linnet.tangent.modes import in_exact_mode
@@ -355,8 +354,8 @@ class Fitted(PredictiveModel):
 
     def _gathered(self, data: Any) -> tuple[Inputs, Tensor]:
         """More data, as the network takes them."""
-        function, said = self._function, DataNotes.known(self.record.classes)
-        x, y = gather_data(data, function, memory=self.memory, said=said)
+        function = self._function
+        x, y = Data.of(data, function, memory=self.memory, classes=self.record.classes).pair
         function.check_runs(take(x, slice(0, 1)))
         return x, y
 
