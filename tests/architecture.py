@@ -217,7 +217,7 @@ def optional_outside(tree: Tree, optional: Iterable[str], home: str) -> list[str
 def not_free_of(tree: Tree, light: Iterable[str], heavy: Iterable[str]) -> list[str]:
     """Modules that must start fast and yet reach a heavy package through imports that run at once.
 
-    What a command imports under TYPE_CHECKING counts: jsonargparse runs it to learn the types of options.
+    What a command imports under TYPE_CHECKING counts: what reads the types of options runs it.
     """
     parts, wanted, breaches = set(light), set(heavy), []
     moments: dict[str, tuple[When, ...]] = dict.fromkeys(("app.commands", "commands"), ("eager", "typing"))

@@ -45,14 +45,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("app.runs",),
     ("app.serve",),
     ("app.commands",),
-    ("app.help", "app.settings_file"),
+    ("app.completion", "app.parsing"),
     ("app.cli",),
     ("__main__",),
     ("__init__", "app"),
 )
 FORBIDDEN_NAMES = ("utils", "util", "core", "base", "common", "helpers", "misc")
 # Imported inside the function that needs them, so that `import linnet` costs what torch costs.
-HEAVY = ("scipy", "matplotlib", "pandas", "jinja2", "PIL", "jsonargparse", "tqdm", "yaml")
+HEAVY = ("scipy", "matplotlib", "pandas", "jinja2", "PIL", "tqdm", "yaml")
 # Imported by integrations/ alone, lazily.
 OPTIONAL = (
     "transformers", "timm", "torchvision", "sklearn", "gpytorch", "botorch", "linear_operator",

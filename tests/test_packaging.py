@@ -68,7 +68,7 @@ def closure(start: Iterable[str], requires: Requires = requirements_of) -> dict[
 @pytest.mark.parametrize("extra", ["", *EXTRAS])
 def test_nothing_reaches_torchvision(extra: str) -> None:
     reached = closure([f"linnet-torch[{extra}]"])
-    assert {"torch", "numpy", "jsonargparse", "docstring-parser"} <= reached.keys()
+    assert {"torch", "numpy", "pyyaml"} <= reached.keys()
     assert "torchvision" not in reached, f"torchvision is required by {reached.get('torchvision')}"
 
 
@@ -205,7 +205,7 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-HEAVY = {"scipy", "matplotlib", "jinja2", "PIL", "transformers", "jsonargparse", "sklearn", "tqdm", "pandas"}
+HEAVY = {"scipy", "matplotlib", "jinja2", "PIL", "transformers", "yaml", "sklearn", "tqdm", "pandas"}
 
 
 def test_importing_linnet_and_all_its_names_loads_nothing_heavy_but_torch() -> None:
@@ -241,7 +241,7 @@ def test_the_command_line_starts_without_torch(word: str) -> None:
 def test_the_help_of_a_command_loads_no_torch() -> None:
     code = "from linnet.app.cli import Command, COMMANDS\nfor name in COMMANDS: Command.load(name).help()"
     loaded = modules_after(code)
-    assert "jsonargparse" in loaded
+    assert "argparse" in loaded
     assert not loaded & {"torch", "numpy", "scipy", "matplotlib", "PIL", "transformers"}
 
 

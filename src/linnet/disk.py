@@ -124,37 +124,42 @@ def try_lock(file: int, shared: bool = False) -> bool:
 def locked(path: Path) -> Iterator[None]:
     """Be the only process in the block, among those that name the same lock; the others wait."""
     end = time.monotonic() + _PATIENCE
-    while (file := _opened_lock(path)) is None:
-        if time.monotonic() > end:
-            raise InputError(
-                f"{path} has been locked by another process for {_PATIENCE:.0f} s",
-                expected="processes that take turns",
-                remedy="end the process that hangs, or remove the file if there is none",
-            )
-        time.sleep(_PAUSE)
+    try:
+        while (file := open_lock(path)) is None:
+            if time.monotonic() > end:
+                raise InputError(
+                    f"{path} has been locked by another process for {_PATIENCE:.0f} s",
+                    expected="processes that take turns",
+                    remedy="end the process that hangs, or remove the file if there is none",
+                )
+            time.sleep(_PAUSE)
+    except OSError as error:
+        refuse_write(path, error)
     try:
         yield
     finally:
-        if sys.platform == "win32":  # where an open file cannot be removed
-            os.close(file)
-        with suppress(OSError):  # another process' by now
-            path.unlink()
-        if sys.platform != "win32":
-            os.close(file)
+        close_lock(path, file)
 
 
-def _opened_lock(path: Path) -> int | None:
-    """An open file with the lock on it; ``None`` where another process has it."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        refuse_write(path, error)
+def open_lock(path: Path) -> int | None:
+    """An open file with the lock on it; None where another process has it."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     if try_lock(file):
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), os.stat(path)):
                 return file
     os.close(file)  # or the process before removed the file before we had it: this one locks nobody out
     return None
+
+
+def close_lock(path: Path, file: int) -> None:
+    """Give a lock back; its file goes first, so that nobody takes one that is about to vanish."""
+    if sys.platform == "win32":  # where an open file cannot be removed
+        os.close(file)
+    with suppress(OSError):  # another process' by now, or the folder is gone
+        path.unlink()
+    if sys.platform != "win32":
+        os.close(file)
 
 
 def process_mark() -> str:

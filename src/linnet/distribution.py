@@ -19,7 +19,7 @@ LIBRARY = ("torch", "numpy", "scipy", "safetensors", "tqdm")
 # Import name -> distribution, for what linnet.app alone needs. They are installed with the library, which
 # works without them.
 APPLICATION = {
-    "jsonargparse": "jsonargparse",
+    "yaml": "pyyaml",
     "jinja2": "jinja2",
     "PIL": "pillow",
     "matplotlib": "matplotlib",

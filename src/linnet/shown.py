@@ -8,7 +8,7 @@ Tables for pandas are made here too; pandas is imported when one is asked for.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from enum import Enum
 from html import escape
@@ -149,3 +149,9 @@ def _exact(value: Tensor) -> Tensor:
     """A tensor in a type that numpy has."""
     value = value.detach()
     return value.float() if value.is_floating_point() and value.dtype.itemsize < 4 else value
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """The first names of a list, and how many more there are."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

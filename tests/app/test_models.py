@@ -1,9 +1,9 @@
 """Networks and weights by name: every source, every format, every way to be wrong."""
 
-import json
 import os
 import py_compile
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +50,7 @@ def _private(): ...
 @pytest.fixture
 def nets(tmp_path: Path) -> Path:
     (tmp_path / "neighbor.py").write_text("WIDTH = 3\n")
+    (tmp_path / "neighbor.txt").write_text("WIDTH = 3\n")
     path = tmp_path / "nets.py"
     path.write_text(NETS)
     return path
@@ -61,16 +62,13 @@ def _forget_neighbor() -> None:
 
 
 class TestFactories:
-    @pytest.mark.parametrize("arguments", [{"classes": 5}, '{"classes": 5}'])
-    def test_arguments_as_mapping_or_json(self, nets: Path, arguments: object) -> None:
+    def test_arguments(self, nets: Path) -> None:
         path_before = list(sys.path)
-        model = load_model(f"{nets}:build", model_args=arguments)  # type: ignore[arg-type]
-        assert model(torch.zeros(2, 3)).shape == (2, 5)
+        for factory in ("build", "Net"):
+            model = load_model(f"{nets}:{factory}", model_args={"classes": 5})
+            assert model(torch.zeros(2, 3)).shape == (2, 5)
         assert not model.training
         assert sys.path == path_before
-
-    def test_a_class_is_a_factory(self, nets: Path) -> None:
-        assert len(load_model(f"{nets}:Net", model_args={"depth": 3}).body) == 3  # type: ignore[arg-type]
 
     def test_weights_are_put_in(self, nets: Path, tmp_path: Path) -> None:
         trained = load_model(f"{nets}:build")
@@ -91,17 +89,13 @@ class TestFactories:
             ("{nets}:made", "no factory 'made'"),
             ("{nets}:number", r"returned an object of type int.*Expected: a torch\.nn\.Module"),
             ("{folder}/nothing.py:build", r"there is no file .*nothing\.py"),
+            ("{folder}/neighbor.txt:build", "is no Python file"),
             ("keras:resnet", r"there is no file keras.*hf:NAME, timm:NAME or torchvision:NAME"),
         ],
     )
     def test_what_is_wrong_is_named(self, nets: Path, spec: str, message: str) -> None:
         with pytest.raises(ModelError, match=message):
             load_model(spec.format(nets=nets, folder=nets.parent))
-
-    def test_missing_file_chains_its_cause(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError) as caught:
-            load_model(f"{tmp_path}/nothing.py:build")
-        assert isinstance(caught.value.__cause__, InputError)
 
     def test_a_factory_that_raises(self, nets: Path) -> None:
         with pytest.raises(ModelError, match=r"factory breaks of .*raised KeyError.*no such width") as caught:
@@ -132,17 +126,6 @@ class TestFactories:
         os.utime(path, ns=(good.st_atime_ns, good.st_mtime_ns))
         assert (tmp_path / "__pycache__").is_dir()
         assert isinstance(load_model(f"{path}:f"), torch.nn.Tanh)
-
-    def test_a_file_that_is_no_python(self, tmp_path: Path) -> None:
-        path = tmp_path / "weights.pt"
-        path.write_text("")
-        with pytest.raises(ModelError, match="is no Python file"):
-            load_model(f"{path}:f")
-
-    @pytest.mark.parametrize("arguments", ["{depth: 20}", "[1]", "3"])
-    def test_arguments_that_are_no_json_object(self, nets: Path, arguments: str) -> None:
-        with pytest.raises(InputError, match=r"model_args.*a JSON object"):
-            load_model(f"{nets}:build", model_args=arguments)
 
 
 class TestHuggingFace:
@@ -264,24 +247,20 @@ def assert_state(weights: dict[str, Tensor]) -> None:
 
 
 class TestReading:
-    @pytest.mark.parametrize("suffix", [".pt", ".pth", ".th", ".tar", ".bin", ".ckpt", ".PT"])
-    @pytest.mark.parametrize("zipped", [True, False])
-    def test_torch_files(self, tmp_path: Path, suffix: str, zipped: bool) -> None:
-        torch.save(STATE, tmp_path / f"w{suffix}", _use_new_zipfile_serialization=zipped)
-        assert_state(load_weights(tmp_path / f"w{suffix}"))
+    def test_torch_files(self, tmp_path: Path) -> None:
+        for suffix in (".pt", ".pth", ".th", ".tar", ".bin", ".ckpt", ".PT"):
+            for zipped in (True, False):
+                torch.save(STATE, tmp_path / f"w{suffix}", _use_new_zipfile_serialization=zipped)
+                assert_state(load_weights(tmp_path / f"w{suffix}"))
 
-    @pytest.mark.parametrize(
-        "keys", [["state_dict"], ["model"], ["model_state_dict"], ["model", "state_dict"]]
-    )
-    @pytest.mark.parametrize(
-        "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
-    )
-    def test_nesting_and_prefixes(self, tmp_path: Path, keys: list[str], prefix: str) -> None:
-        content: dict[str, object] = {prefix + name: tensor for name, tensor in STATE.items()}
-        for key in keys:
-            content = {"epoch": 3, key: content, "best": 0.9}
-        torch.save(content, tmp_path / "w.pt")
-        assert_state(load_weights(tmp_path / "w.pt"))
+    def test_nesting_and_prefixes(self, tmp_path: Path) -> None:
+        for keys in (["state_dict"], ["model"], ["model_state_dict"], ["model", "state_dict"]):
+            for prefix in ("", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."):
+                content: dict[str, object] = {prefix + name: tensor for name, tensor in STATE.items()}
+                for key in keys:
+                    content = {"epoch": 3, key: content, "best": 0.9}
+                torch.save(content, tmp_path / "w.pt")
+                assert_state(load_weights(tmp_path / "w.pt"))
 
     def test_a_prefix_of_some_names_belongs_to_them(self, tmp_path: Path) -> None:
         torch.save({"module.a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "w.pt")
@@ -294,10 +273,10 @@ class TestReading:
         weights = load_weights(tmp_path / "w.safetensors")
         assert_state({name: weights[name] for name in STATE})
 
-    @pytest.mark.parametrize("compression", ["stored", "deflated", "lzma"])
-    def test_npz(self, tmp_path: Path, compression: str) -> None:
-        write_npz(tmp_path / "w.npz", {name: tensor.numpy() for name, tensor in STATE.items()}, compression)
-        assert_state(load_weights(tmp_path / "w.npz"))
+    def test_npz(self, tmp_path: Path) -> None:
+        for packed in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA):
+            write_npz(tmp_path / "w.npz", packed)
+            assert_state(load_weights(tmp_path / "w.npz"))
 
     def test_code_in_a_file_is_not_run(self, tmp_path: Path) -> None:
         marker = tmp_path / "ran"
@@ -343,7 +322,7 @@ class TestReading:
     def test_every_truncation_is_an_error(self, tmp_path: Path, suffix: str) -> None:
         path = write_weights(tmp_path / f"w{suffix}")
         content = path.read_bytes()
-        for length in range(0, len(content), 7):
+        for length in range(0, len(content), 23):
             path.write_bytes(content[:length])
             with pytest.raises(FileFormatError, match=str(path)):
                 load_weights(path)
@@ -353,7 +332,7 @@ class TestReading:
         path = write_weights(tmp_path / f"w{suffix}")
         content = path.read_bytes()
         refused = 0
-        for position in range(0, len(content), 3):
+        for position in range(0, len(content), 11):
             flipped = bytearray(content)
             flipped[position] ^= 1 << (position % 8)
             path.write_bytes(flipped)
@@ -361,17 +340,15 @@ class TestReading:
                 assert_state(load_weights(path))
             except FileFormatError:
                 refused += 1
-        assert refused > 20
+        assert refused > 5
 
     @pytest.mark.parametrize("suffix", [".pt", ".th", ".npz", ".safetensors"])
-    @pytest.mark.parametrize(
-        "content", [b"", b"\x89PNG\r\n\x1a\n" + bytes(200), b"<html>404</html>", b"PK\x03\x04"]
-    )
-    def test_foreign_files(self, tmp_path: Path, suffix: str, content: bytes) -> None:
+    def test_foreign_files(self, tmp_path: Path, suffix: str) -> None:
         path = tmp_path / f"w{suffix}"
-        path.write_bytes(content)
-        with pytest.raises(FileFormatError, match=r"truncated|no torch file|not an \.npz"):
-            load_weights(path)
+        for content in (b"", b"\x89PNG\r\n\x1a\n" + bytes(200), b"<html>404</html>", b"PK\x03\x04"):
+            path.write_bytes(content)
+            with pytest.raises(FileFormatError, match=r"truncated|no torch file|not an \.npz"):
+                load_weights(path)
 
 
 class Touch:
@@ -388,20 +365,17 @@ def touch(path: str) -> None:
     Path(path).touch()
 
 
-def write_npz(path: Path, arrays: dict[str, np.ndarray], compression: str) -> None:
+def write_npz(path: Path, packed: int) -> None:
     """An archive with any of zip's compressions."""
-    import zipfile
-
-    method = {"stored": zipfile.ZIP_STORED, "deflated": zipfile.ZIP_DEFLATED, "lzma": zipfile.ZIP_LZMA}
-    with zipfile.ZipFile(path, "w", method[compression]) as archive:
-        for name, array in arrays.items():
+    with zipfile.ZipFile(path, "w", packed) as archive:
+        for name, tensor in STATE.items():
             with archive.open(f"{name}.npy", "w") as member:
-                np.lib.format.write_array(member, array, allow_pickle=False)
+                np.lib.format.write_array(member, tensor.numpy(), allow_pickle=False)
 
 
 def write_weights(path: Path) -> Path:
     if path.suffix == ".npz":
-        write_npz(path, {name: tensor.numpy() for name, tensor in STATE.items()}, "lzma")
+        write_npz(path, zipfile.ZIP_LZMA)
     elif path.suffix == ".safetensors":
         save_file(STATE, str(path))
     else:
@@ -464,10 +438,6 @@ class TestApplying:
         model = nn.Linear(1, 1)
         apply_weights(model, {name: tensor.double() for name, tensor in model.state_dict().items()})
         assert model.weight.dtype == torch.float32
-
-
-def test_json_numbers_reach_the_factory_unchanged(nets: Path) -> None:
-    assert len(load_model(f"{nets}:Net", model_args=json.dumps({"depth": 2})).body) == 2  # type: ignore[arg-type]
 
 
 def data_folder() -> Path:

@@ -9,7 +9,6 @@ import pytest
 
 from linnet.app import cli
 from linnet.app.cli import Command
-from linnet.app.settings_file import check_settings
 from linnet.errors import InputError
 
 HOSTILE = {
@@ -50,7 +49,7 @@ def test_settings_are_read(tmp_path: Path) -> None:
     file.write_text("seconds: 0.5\n")
     assert Command.load("doctor").parse(["--config", str(file)]).values == {"seconds": 0.5}
     with pytest.raises(InputError, match="is a folder"):
-        check_settings("adapt", tmp_path)
+        Command.load("adapt").parse(["--config", str(tmp_path)])
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")

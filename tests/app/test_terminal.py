@@ -10,26 +10,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from linnet import progress
 from linnet.app import cli
 from linnet.app.cli import COMMANDS, Command
+from linnet.app.completion import completion
 from linnet.app.data import load_data
-from linnet.app.help import completion
 from linnet.app.terminal import accept_any_character, folding, kept
 from linnet.errors import InputError
 from linnet.files import require_file
 from tests.hangs import HANGS
 
 DOCTOR = ["doctor", "--seconds", "0.01"]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_takes_the_flags(name: str) -> None:
-    assert {"--json", "--quiet", "--verbose", "--traceback"} <= Command.load(name).flags.keys()
 
 
 @pytest.mark.parametrize("words", [["-q", *DOCTOR], [*DOCTOR, "-q"], [*DOCTOR, "--quiet"]])
@@ -69,8 +63,11 @@ def test_flags_alone_answer_as_without_them(words: list[str], capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_speaks_no_python(name: str) -> None:
+def test_help_speaks_no_python_and_fits_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     page = Command.load(name).help()
+    assert max(map(len, page.splitlines())) <= 80
+    assert {"--json", "--quiet", "--verbose", "--traceback"} <= Command.load(name).flags.keys()
     for word in ("class '", "Optional[", "Union[", "Literal[", "null", "None", "()"):
         assert word not in page
 
@@ -227,13 +224,3 @@ def test_what_prints_sees_the_terminal_itself(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "stdout", Narrow())
     with folding():
         assert sys.stdout.isatty()
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_fits_a_terminal_of_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, Command.load(name).help().splitlines())) <= 80
-
-
-def test_the_choices_of_a_type() -> None:
-    assert get_args(Command.load("adapt").types["compare"]) == ("probe", "finetune")

@@ -1,7 +1,6 @@
-"""Entry point of the command line: dispatch, option parsing, results and errors.
+"""Entry point of the command line: dispatch, results and errors.
 
-The options of a command are the parameters of its function (see `linnet.app.commands`), read by jsonargparse,
-which adds `--config FILE` and `--print_config`. Nothing here imports torch, so that help answers at once.
+Nothing here imports torch, so that help answers at once.
 
 Exit status: 0 done, 1 done with a negative answer (a check that fails), 2 bad input, 130 interrupted.
 """
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import inspect
 import io
 import itertools
 import json
@@ -20,32 +18,19 @@ import shlex
 import sys
 import textwrap
 import time
-from argparse import ArgumentError
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from linnet import __version__
-from linnet.app import commands
 from linnet.app.commands import COMMANDS
-from linnet.app.help import choices, completion, kind, page
+from linnet.app.completion import completion
+from linnet.app.parsing import FLAGS, CallOptions, Command, option
 from linnet.app.terminal import accept_any_character, folded, folding
 from linnet.distribution import require_application, require_own_package
 from linnet.errors import InputError, LinnetError
 
-if TYPE_CHECKING:
-    import jsonargparse
-
-_FLAGS = {
-    "--json": "Print the result as JSON, and nothing else, on standard output.",
-    "--quiet": "Print errors alone, and the result where --json is given. Also -q.",
-    "--verbose": "Show the settings in effect, progress at once and the time taken. Also -v.",
-    "--traceback": "Show where in the program an error came from.",
-    "--trust": "Run code named by a run folder or settings file from another user; see SECURITY.md.",
-}
 _OPTIONS = {
     "--help": "Show this page; linnet COMMAND --help shows its own",
     "--version": "Show the version",
@@ -58,7 +43,6 @@ _SHARED = ("adapt",)  # commands of which every process that torchrun starts doe
 _RUNS = ("demo", "adapt", "forget", "update")  # commands that write a run into a folder of their own
 _AUTO = "auto"  # the device of a machine that is not known yet
 _NOTHING = object()
-_SHOWN = 200  # characters of a value in an error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,11 +88,10 @@ def _run(words: list[str]) -> int:
         print(f"linnet {__version__}")
         return 0
     if words[0] == "--completion":
-        require_application("jsonargparse")
         print(completion(" ".join(words[1:]), {name: Command.load(name).completions() for name in COMMANDS}))
         return 0
     words = [_SHORT.get(word, word) for word in words]
-    before = list(itertools.takewhile(_FLAGS.__contains__, words))  # a flag may stand before the command too
+    before = list(itertools.takewhile(FLAGS.__contains__, words))  # a flag may stand before the command too
     name, options = "".join(words[len(before) : len(before) + 1]), [*words[len(before) + 1 :], *before]
     if not name or name in ("-h", "--help", "--version"):
         return _run([name or "--help"])
@@ -116,7 +99,7 @@ def _run(words: list[str]) -> int:
         raise _unknown_command(name)
     require_own_package()
     # doctor says itself which packages are missing
-    require_application(*(["jsonargparse"] if name == "doctor" else []))
+    require_application(*(["yaml"] if name == "doctor" else []))
     command = Command.load(name)
     if {"-h", "--help"} & set(options):
         print(command.help())
@@ -124,7 +107,11 @@ def _run(words: list[str]) -> int:
     flags = {flag for flag in command.flags if flag in options}
     if {"--quiet", "--verbose"} <= flags:
         raise InputError("--quiet and --verbose contradict each other", remedy="give one of them")
-    settings = command.parse([word for word in options if word not in flags])
+    asks = {"--print_config", "--print-config"} & set(options)
+    settings = command.parse([word for word in options if word not in flags | asks], is_whole=not asks)
+    if asks:
+        print(settings.yaml, end="")
+        return 0
     with _messages(settings, flags):
         return _execute(command, settings, flags)
 
@@ -211,7 +198,7 @@ def _started(command: Command, values: Mapping[str, Any]) -> Iterator[bool]:
     elif command.name not in _SHARED:
         yield _rank() == 0
     else:
-        from linnet.app.runs.ranks import Group, Released
+        from linnet.app.runs.place import Group, Released
 
         quiet = contextlib.nullcontext() if _rank() == 0 else contextlib.redirect_stdout(io.StringIO())
         if _rank():
@@ -297,22 +284,17 @@ def _print_error(error: LinnetError, words: Sequence[str]) -> None:
 def in_options(text: str, names: Iterable[str]) -> str:
     """The library's arguments as options of the same name: ``memory="2GB"`` becomes ``--memory 2GB``."""
     mine = "|".join(sorted(names, key=len, reverse=True)) or "(?!)"
-    text = re.sub(rf"(?:^|(?<=: ))({mine})(?= is )", lambda found: _option(found[1]), text)
+    text = re.sub(rf"(?:^|(?<=: ))({mine})(?= is )", lambda found: option(found[1]), text)
 
     def spelled(found: re.Match[str]) -> str:
         if found[1] is None:
             return found[0]
         value = (found[2] or "").strip("'\"")
-        return f"no {_option(found[1])}" if value == "None" else f"{_option(found[1])} {value}".rstrip()
+        return f"no {option(found[1])}" if value == "None" else f"{option(found[1])} {value}".rstrip()
 
     call = r"[\w.]+\([^()]*\)"  # such as linnet.linearize(net, params=...), which stays as it is
     value = r"'[^']*'|\"[^\"]*\"|[\w.+-]*[\w+-]"
     return re.sub(rf"{call}|(?<![\w.-])({mine})=({value})?", spelled, text)
-
-
-def _option(name: str) -> str:
-    """The option of a parameter."""
-    return "--" + name.replace("_", "-")
 
 
 def _unknown_command(name: str) -> InputError:
@@ -329,229 +311,6 @@ def _unknown_command(name: str) -> InputError:
         expected=f"one of {', '.join(COMMANDS)}",
         remedy=f"did you mean `linnet {close[0]}`?" if close else "see linnet --help",
     )
-
-
-# Options
-
-
-@dataclass(frozen=True)
-class CallOptions:
-    """The options of one call: by parameter name, as the YAML that `--config` reads, and what was typed."""
-
-    # `typed` holds the words beside a `--config`, such as `--shots=3`; None where there is no `--config`.
-
-    values: dict[str, Any]
-    yaml: str
-    typed: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command: its name and the function whose signature is its command line."""
-
-    name: str
-    function: Callable[..., Any]
-
-    @classmethod
-    def load(cls, name: str) -> Command:
-        """The command of a name."""
-        return cls(name, getattr(commands, f"{name}_command"))
-
-    def __call__(self, values: Mapping[str, Any]) -> Any:
-        """Call the function with the values of all options."""
-        given = dict(values)
-        records = {
-            name: record(**{field.name: given.pop(field.name) for field in fields(record)})
-            for name, record in self.records.items()
-        }
-        return self.function(**given, **records)
-
-    @property
-    def summary(self) -> str:
-        """The first line of the function's docstring."""
-        return (inspect.getdoc(self.function) or "").partition("\n")[0]
-
-    @cached_property
-    def _parameters(self) -> dict[str, Any]:
-        """The types of the function's parameters."""
-        return {name: kind for name, kind in get_type_hints(self.function).items() if name != "return"}
-
-    @cached_property
-    def records(self) -> dict[str, Any]:
-        """The parameters that stand for the fields of a record."""
-        return {name: kind for name, kind in self._parameters.items() if is_dataclass(kind)}
-
-    @cached_property
-    def types(self) -> dict[str, Any]:
-        """The types of the options, by name."""
-        own = {name: kind for name, kind in self._parameters.items() if name not in self.records}
-        return {k: v for record in self.records.values() for k, v in get_type_hints(record).items()} | own
-
-    @property
-    def flags(self) -> dict[str, str]:
-        """The flags that commands share and this one takes, with their help."""
-        names = {"model", "run"} & set(self.types)
-        return {flag: text for flag, text in _FLAGS.items() if flag != "--trust" or names}
-
-    def help(self) -> str:
-        """The page that `linnet NAME --help` prints."""
-        parser = self._parser()
-        for flag, text in self.flags.items():
-            parser.add_argument(flag, action="store_true", help=text)
-        return page(parser, self.types)
-
-    def completions(self) -> dict[str, tuple[str, ...]]:
-        """The options with the words that may follow."""
-        options = {
-            _option(name): ("true", "false") if kind is bool else choices(kind)
-            for name, kind in self.types.items()
-            if name != "trust"
-        }
-        return {**options, **dict.fromkeys(["--config", "--help", *self.flags], ())}
-
-    def parse(self, words: Sequence[str]) -> CallOptions:
-        """Read the options."""
-        parser, given = self._parser(), self._normalize(words)
-        _check_configs(self.name, given)
-        files = [word for word in given if word.startswith("--config")]
-        typed = tuple(word for word in given if not word.startswith("--config"))
-        try:
-            found = parser.parse_args([*files, *typed])  # what is typed has the last word
-        except ArgumentError as error:
-            raise self._explain(str(error)) from None
-        except (ValueError, RecursionError, OverflowError) as error:  # out of the reader of YAML
-            raise InputError(
-                f"an option cannot be read ({textwrap.shorten(str(error), 200)})",
-                expected=f"the options of linnet {self.name}",
-                remedy=f"linnet {self.name} --help shows every option",
-            ) from error
-        values = {name: getattr(found, name) for name in self.types if name != "trust"}
-        return CallOptions(values, parser.dump(found), typed if files else None)
-
-    def _parser(self) -> jsonargparse.ArgumentParser:
-        """The parser of the function's signature."""
-        import jsonargparse
-
-        parser = jsonargparse.ArgumentParser(
-            prog=f"linnet {self.name}", exit_on_error=False, allow_abbrev=False
-        )
-        # trust is a flag of the command line alone: no settings file can give it to itself
-        for record in self.records.values():
-            parser.add_class_arguments(record, as_group=False, skip={"trust"})
-        parser.add_function_arguments(
-            self.function, as_group=False, as_positional=False, skip={"trust", *self.records}
-        )
-        for action in parser._actions:
-            action.help = self._help.get(action.dest, action.help)
-        parser.add_argument(
-            "--config",
-            action="config",
-            help="Read settings from a file, such as the run.yaml of an earlier run.",
-        )
-        return parser
-
-    @property
-    def _help(self) -> dict[str, str]:
-        """What the docstrings of the function and its records say of each option."""
-        import docstring_parser
-
-        owners = [base for record in self.records.values() for base in reversed(record.__mro__)]
-        texts = [docstring_parser.parse(inspect.getdoc(owner) or "") for owner in (*owners, self.function)]
-        return {one.arg_name: one.description or "" for text in texts for one in text.params}
-
-    def _normalize(self, words: Sequence[str]) -> list[str]:
-        """Accept what people type: dashes in names, `--flag`, `--no-flag`, lists as words or with commas."""
-        kinds = self.types
-        result: list[str] = []
-        queue = list(words)
-        if "runs" in kinds:  # linnet compare OLD NEW
-            bare = list(itertools.takewhile(lambda word: not word.startswith("-"), queue))
-            queue = [*([f"--runs={json.dumps(bare)}"] if bare else []), *queue[len(bare) :]]
-        while queue:
-            word = queue.pop(0)
-            option, equals, value = word.partition("=")
-            name = option[2:].replace("-", "_")
-            if not option.startswith("--") or option == "--":
-                result.append(word)
-                continue
-            following = [value] if equals else []
-            while not equals and queue and not queue[0].startswith("--"):
-                following.append(queue.pop(0))
-            if kinds.get(name) is bool and not following:
-                result.append(f"--{name}=true")
-            elif name.startswith("no_") and kinds.get(name[3:]) is bool and not following:
-                result.append(f"--{name[3:]}=false")
-            elif _is_list(kinds.get(name)) and following and following[0][:1] != "[":
-                result.append(f"--{name}={_as_list(following, kinds[name])}")
-            else:
-                result += [f"--{name}={following[0]}" if following else f"--{name}", *following[1:]]
-        return result
-
-    def _explain(self, message: str) -> InputError:
-        """A parser's message as what, expected and remedy."""
-        parameters = self.types
-        shown = f"linnet {self.name} --help shows every option"
-        if match := re.match(r"unrecognized arguments: (\S+)|Option '(\S+)' is not accepted", message):
-            word = (match[1] or f"--{match[2]}").partition("=")[0]
-            options = [_option(name) for name in parameters]
-            close = difflib.get_close_matches(_option(word.lstrip("-")), options, n=1)
-            return InputError(
-                f"there is no option {word}" if word.startswith("-") else f"unexpected word {word!r}",
-                expected=f"the options of linnet {self.name}",
-                remedy=f"did you mean {close[0]}?" if close else shown,
-            )
-        if match := re.match(r"the following arguments are required: (.*)", message):
-            missing = [_option(name) for name in match[1].split(", ")]
-            text = " and ".join(missing)
-            return InputError(
-                f"{text} must be given", expected=f"linnet {self.name} {text} ...", remedy=shown
-            )
-        if match := re.match(r"argument (\S+): expected one argument", message):
-            word = _option(match[1].lstrip("-"))
-            return InputError(f"{word} has no value", expected=f"a value after {word}", remedy=shown)
-        key = re.match(r'Parser key "(\w+)"', message)
-        given = re.search(r"(?:Given|Got) value: (.*)", message)
-        if key and given and key[1] in parameters:
-            option, annotation = _option(key[1]), self.types[key[1]]
-            close = difflib.get_close_matches(given[1], choices(annotation), n=1)
-            return InputError(
-                f"{option} is {given[1][:_SHOWN]!r}",
-                expected=kind(annotation),
-                remedy=f"did you mean {option} {close[0]}?" if close else shown,
-            )
-        if "--config" in message or "Problems parsing config" in message or 'key "config"' in message:
-            absent = "o such file" in message or "not exist" in message
-            reason = "there is no such file" if absent else "it is no YAML that can be read"
-            file = re.search(r"[^\s'\"]+\.ya?ml", message)
-            return InputError(
-                f"--config{f' {file[0]}' if file else ''} cannot be used: {reason}",
-                expected="a file of settings, such as the run.yaml of an earlier run",
-                remedy=f"linnet {self.name} ... --print_config shows what such a file holds",
-            )
-        return InputError(
-            textwrap.shorten(message, 300), expected=f"the options of linnet {self.name}", remedy=shown
-        )
-
-
-def _check_configs(command: str, words: Sequence[str]) -> None:
-    """Look through the files of settings before they are read; text in place of a file is the user's own."""
-    for word in words:
-        name, _, value = word.partition("=")
-        if name == "--config" and os.path.lexists(value):
-            from linnet.app.settings_file import check_settings
-
-            check_settings(command, value)
-
-
-def _is_list(kind: Any) -> bool:
-    """Whether an option takes several values."""
-    return get_origin(kind) is list or any(get_origin(part) is list for part in get_args(kind))
-
-
-def _as_list(words: Sequence[str], kind: Any) -> str:
-    """Words, or words with commas, as a YAML list."""
-    items = [item for word in words for item in word.split(",") if item]
-    return json.dumps(items) if "list[str]" in str(kind) else f"[{', '.join(items)}]"
 
 
 if __name__ == "__main__":

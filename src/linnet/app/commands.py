@@ -38,10 +38,11 @@ COMMANDS = (
 """The commands, in the order in which help lists them."""
 
 
-def _print(lines: Iterable[str]) -> None:
+def _told(result: dict[str, Any], lines: Iterable[str]) -> dict[str, Any]:
     """Print a summary."""
     for line in lines:
         print(line)
+    return result
 
 
 def demo_command(*, out: Path = Path("runs/demo"), seed: int = 0, overwrite: bool = False) -> dict[str, Any]:
@@ -53,11 +54,10 @@ def demo_command(*, out: Path = Path("runs/demo"), seed: int = 0, overwrite: boo
         overwrite: Whether to replace a run of other settings there, or to write beside other files.
     """
     from linnet.app.runs.demonstration import FLIPPED, adapt_digits, forget_flipped, prepare
-    from linnet.app.runs.place import check_out, clear_run
+    from linnet.app.runs.place import clear_run
     from linnet.app.runs.results import print_adaptation, print_change
     from linnet.report.records import Comparison
 
-    check_out(out)
     if overwrite:
         clear_run(out)
     files, before = prepare(out, seed)
@@ -67,12 +67,12 @@ def demo_command(*, out: Path = Path("runs/demo"), seed: int = 0, overwrite: boo
     )
     print("\n2. It is adapted to the digits 5 to 9 with 10 samples of each, by linear algebra.\n")
     adapted = adapt_digits(files, out, seed)
-    _print(print_adaptation(adapted))
+    _told(adapted, print_adaptation(adapted))
     print(f"\n3. The same with {FLIPPED} labels flipped. Leave-one-out finds labels that look wrong.\n")
     recall, forgotten = forget_flipped(files, out, seed)
     print(f"flipped:       {', '.join(recall.wrong)}")
     print(f"most suspicious: {', '.join(recall.inspected)}   ({recall.found} of {FLIPPED} found)\n")
-    _print(print_change(forgotten))
+    _told(forgotten, print_change(forgotten))
     return {
         "command": "demo", "pretrained": before, "scores": adapted["scores"],
         "flipped": list(recall.wrong), "inspected": list(recall.inspected), "found": recall.found,
@@ -96,8 +96,8 @@ def adapt_command(
     from functools import partial
 
     from linnet.app.runs.adaptation import adapt as run_adaptation
+    from linnet.app.runs.adaptation import first_answer
     from linnet.app.runs.folder import keep_fit
-    from linnet.app.runs.quick import first_answer
     from linnet.app.runs.results import keep_adaptation, print_adaptation
 
     name, model = options.data.stem, options.model
@@ -105,8 +105,7 @@ def adapt_command(
     found = run(options, out, partial(keep_fit, out, overwrite=overwrite))
     title = name if model is None else f"{name} from {model.rpartition(':')[2]}"
     result = keep_adaptation(found, out, title, replay=True)
-    _print(print_adaptation(result))
-    return result
+    return _told(result, print_adaptation(result))
 
 
 def predict_command(
@@ -126,32 +125,9 @@ def predict_command(
         std: Whether to compute standard deviations, which takes longer than the predictions themselves.
         overwrite: Whether to replace a file that exists, where one is named by out.
     """
-    from linnet.app.runs.folder import opened
-    from linnet.app.runs.queries import (
-        check_table,
-        predict_new,
-        prediction_page,
-        prediction_rows,
-        told_rows,
-        write_rows,
-    )
-    from linnet.app.runs.results import print_prediction, write
-    from linnet.app.runs.samples import read_new
+    from linnet.app.runs.queries import predict
 
-    table = out or options.run / "predictions.csv"
-    if out is not None:
-        check_table(out, overwrite)
-    saved = opened(options)
-    new = read_new(data, saved, prefer="test")
-    found = predict_new(saved, new, std)
-    folder = options.run / "predict"
-    result, page = prediction_page(saved, new, found, f"Predictions for {data.name}", options.run)
-    result |= {"predictions": str(table), "out": str(folder)}
-    rows = prediction_rows(saved, new, found)
-    write_rows(table, rows)
-    write(folder, result, page)
-    _print(print_prediction(result, told_rows(saved, new, rows)))
-    return result
+    return _told(*predict(options, data, out, std, overwrite))
 
 
 def explain_command(
@@ -166,23 +142,9 @@ def explain_command(
         top: Training samples to name on each side.
         out: The folder for the report; explain in the run's folder by default.
     """
-    from dataclasses import replace
+    from linnet.app.runs.queries import explain
 
-    from linnet.app.runs.folder import opened
-    from linnet.app.runs.place import check_out
-    from linnet.app.runs.queries import explain as explain_samples
-    from linnet.app.runs.results import place_of, write, written
-    from linnet.app.runs.samples import read_new
-
-    folder = out or options.run / "explain"
-    check_out(folder, options.run)
-    saved = opened(options)
-    new = None if data is None else read_new(data, saved, prefer="test")
-    found = explain_samples(saved, new, ids, top, f"Why these predictions: {options.run.name}")
-    result = {**found.result, "out": str(folder)}
-    write(folder, result, replace(found.page, folder=place_of(options.run)))
-    _print([*found.lines, *written(folder)])
-    return result
+    return _told(*explain(options, data, ids, top, out))
 
 
 def forget_command(
@@ -197,18 +159,12 @@ def forget_command(
         verify: Also fit from scratch without the samples, kernel included, and compare.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
     """
-    from linnet.app.runs.changes import forget as forget_samples
-    from linnet.app.runs.changes import keep_change
+    from linnet.app.runs.changes import forget, keep_change
     from linnet.app.runs.folder import opened
-    from linnet.app.runs.place import check_out
-    from linnet.app.runs.results import print_change
 
-    check_out(out, options.run)
-    change = forget_samples(opened(options), ids, verify)
+    change = forget(opened(options), ids, verify)
     title = f"{options.run.name} without {len(ids)} training sample{'s' * (len(ids) != 1)}"
-    result = keep_change(change, "forget", out, title, overwrite)
-    _print(print_change(result))
-    return result
+    return _told(*keep_change(change, "forget", out, title, overwrite))
 
 
 def update_command(
@@ -223,21 +179,12 @@ def update_command(
         verify: Also fit from scratch on all samples, kernel included, and compare.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
     """
-    from linnet.app.runs.changes import keep_change
-    from linnet.app.runs.changes import update as update_samples
+    from linnet.app.runs.changes import keep_change, update
     from linnet.app.runs.folder import opened
-    from linnet.app.runs.place import check_out
-    from linnet.app.runs.results import print_change
-    from linnet.app.runs.samples import read_new, required_answers
 
-    check_out(out, options.run)
-    saved = opened(options)
-    new = read_new(data, saved, prefer="train")
-    change = update_samples(saved, new, required_answers(new, data), data.name, verify)
+    change = update(opened(options), data, verify)
     title = f"{options.run.name}, {len(change.added)} training samples added"
-    result = keep_change(change, "update", out, title, overwrite)
-    _print(print_change(result))
-    return result
+    return _told(*keep_change(change, "update", out, title, overwrite))
 
 
 def compare_command(*, runs: list[str], out: Path | None = None, overwrite: bool = False) -> dict[str, Any]:
@@ -263,8 +210,7 @@ def compare_command(*, runs: list[str], out: Path | None = None, overwrite: bool
     result = compare_runs(*map(Path, runs))
     if out is not None:
         write_rows(out, comparison_rows(result))
-    _print([*print_comparison(result), *([f"samples: {kept(out)}"] if out is not None else [])])
-    return result
+    return _told(result, [*print_comparison(result), *([f"samples: {kept(out)}"] if out else [])])
 
 
 def serve_command(*, options: RunOptions, port: int = 0, browser: bool = False) -> dict[str, Any]:
@@ -282,8 +228,7 @@ def serve_command(*, options: RunOptions, port: int = 0, browser: bool = False) 
     import webbrowser
 
     from linnet.app.runs.folder import opened
-    from linnet.app.serve.server import Server
-    from linnet.app.serve.session import Session
+    from linnet.app.serve.server import Server, Session
     from linnet.params import integer
 
     integer("port", port, least=0, most=65535)
@@ -320,23 +265,23 @@ def export_command(
             of the network's size, and its outputs are nearly the same. Not where lower layers take part.
         overwrite: Whether to replace a file that exists.
     """
-    from linnet.app.runs.exporting import check_export, foretold, write_export
+    from linnet.app.runs.exporting import check_export, write_export
     from linnet.app.runs.folder import opened
 
     check_export(out, overwrite)
-    saved = opened(options)
-    told, seconds = foretold(saved, merge)
-    print(told, flush=True)
-    result = write_export(saved, out, variance, merge, seconds)
-    print(f"{kept(result['file'])}: {result['bytes'] / 1e6:.2f} MB")
-    print(f"  takes {result['input']}")
-    print(f"  gives {', '.join(result['outputs'])}")
+    result = write_export(opened(options), out, variance, merge)
+    lines = [
+        f"{kept(result['file'])}: {result['bytes'] / 1e6:.2f} MB",
+        f"  takes {result['input']}",
+        f"  gives {', '.join(result['outputs'])}",
+    ]
     if result["agreement"] is not None:
         same = f"{100 * result['agreement']:.0f} % of the training samples"
-        print(f"  its class is that of the linear model for {same}")
+        lines.append(f"  its class is that of the linear model for {same}")
     if "probabilities" in result["outputs"] and not (variance or merge):
-        print("  its probabilities are of the outputs alone; predict's know their variance: --variance")
-    return {"command": "export", **result}
+        known = "predict's know their variance: --variance"
+        lines.append(f"  its probabilities are of the outputs alone; {known}")
+    return _told({"command": "export", **result}, lines)
 
 
 def spectrum_command(
@@ -367,17 +312,7 @@ def spectrum_command(
             as a task of an array job. Afterwards the same command without --part, and with --out, goes on.
         trust: Whether to run code that a run of another user names.
     """
-    from linnet.app.runs.results import write
-    from linnet.app.runs.spectrum import (
-        check_place,
-        examine,
-        from_data,
-        from_run,
-        made_part,
-        page_of,
-        print_spectrum,
-        result_of,
-    )
+    from linnet.app.runs.spectrum import check_place, from_data, from_run, made_part, report
     from linnet.params import integer
 
     if (run is None) == (data is None):
@@ -392,20 +327,7 @@ def spectrum_command(
         integer("samples", samples, least=2)
     task = None if data is None else TaskOptions(**vars(options), data=data)
     if part is not None:
-        index, _, of = part.partition("/")
-        if (
-            task is None
-            or kernel is None
-            or not (index.isdecimal() and of.isdecimal() and int(index) < int(of))
-        ):
-            raise InputError(
-                f"part is {part!r}, with kernel {kernel}",
-                expected="which part, from 0, and the number of parts, of a kernel's file",
-                remedy="pass --kernel kernel.npy --part 3/64 for the fourth of 64, beside --model and --data",
-            )
-        result, said = made_part(task, kernel, (int(index), int(of)))
-        print(said)
-        return result
+        return _told(*made_part(task, kernel, part))
     if (run is None and out is None) or (kernel is not None and run is not None):
         raise InputError(
             "--out must be given where there is no --run, and no --kernel where there is one",
@@ -415,19 +337,12 @@ def spectrum_command(
     folder = out or Path(run or "") / "spectrum"
     check_place(folder, run)
     if task is not None:
-        subject = from_data(task, kernel)
-        title = f"Linearity of {task.data.stem} for {str(task.model).rpartition(':')[2]}"
-    else:
-        assert run is not None
-        given = RunOptions(
-            run=run, model=options.model, memory=options.memory, device=options.device, trust=trust
-        )
-        subject, title = from_run(given), f"Linearity of {run.name}"
-    found = examine(subject, top, samples, options.memory)
-    result = result_of(found, title, folder)
-    write(folder, result, page_of(found, title))
-    _print(print_spectrum(found, title, folder))
-    return result
+        return _told(*report(from_data(task, kernel), folder, top, samples, options.memory))
+    assert run is not None
+    given = RunOptions(
+        run=run, model=options.model, memory=options.memory, device=options.device, trust=trust
+    )
+    return _told(*report(from_run(given), folder, top, samples, options.memory))
 
 
 def check_command(*, options: TaskOptions, batch: int = 8) -> dict[str, Any]:
@@ -439,11 +354,9 @@ def check_command(*, options: TaskOptions, batch: int = 8) -> dict[str, Any]:
     Args:
         batch: Samples to try the network on.
     """
-    from linnet.app.runs.checking import check_task, print_check
+    from linnet.app.runs.adaptation import check_task
 
-    found = check_task(options, batch)
-    _print(print_check(found))
-    return found.to_dict()
+    return _told(*check_task(options, batch))
 
 
 def doctor_command(*, seconds: float = 0.5) -> dict[str, Any]:
@@ -480,8 +393,7 @@ def doctor_command(*, seconds: float = 0.5) -> dict[str, Any]:
     for name, probe in found["derivatives"].items():
         lines.append(f"  {name:<16}{probe['path'] or 'NONE'}{': ' * bool(probe['reason'])}{probe['reason']}")
     fine = "everything that linnet needs works here"
-    _print([*lines, fine if found["ok"] else "linnet will not work as it should here"])
-    return found
+    return _told(found, [*lines, fine if found["ok"] else "linnet will not work as it should here"])
 
 
 def _pasted(text: str) -> str:

@@ -30,23 +30,23 @@ from linnet.files import read_safetensors, require_file, require_room
 from linnet.fitting.last_layer import mask_padding
 from linnet.integrations.pretrained import BUILDERS
 from linnet.npz import read_npz
+from linnet.shown import some
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".th", ".tar", ".bin", ".ckpt")
 _NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the weights
 _WRAPPERS = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every name
 _SPECS = "path/to/file.py:factory, hf:NAME, timm:NAME or torchvision:NAME"
 _DEPTH = 8  # dictionaries inside dictionaries that are looked into
-_SHOWN = 8  # names shown of each list in an error
 
 
 def load_model(
     spec: str,
     weights: str | os.PathLike[str] | None = None,
-    model_args: Mapping[str, Any] | str | None = None,
+    model_args: Mapping[str, Any] | None = None,
     pretrained: bool | None = None,
 ) -> nn.Module:
     r"""Build a network from its name and put weights into it."""
-    arguments = _parse_arguments(model_args)
+    arguments = dict(model_args or {})
     source, colon, name = spec.partition(":")
     if not colon or not name:
         raise ModelError(
@@ -62,27 +62,6 @@ def load_model(
     if source == "hf":
         mask_padding(model)
     return model.eval()
-
-
-def _parse_arguments(model_args: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """The factory's keyword arguments as a dictionary."""
-    if model_args is None:
-        return {}
-    try:
-        arguments = json.loads(model_args) if isinstance(model_args, str) else model_args
-    except ValueError as error:
-        raise InputError(
-            f"model_args {model_args!r} is not JSON ({error})",
-            expected='a JSON object such as {"depth": 20}',
-            remedy="put double quotes around names and text, and single quotes around the whole",
-        ) from error
-    if not isinstance(arguments, Mapping):
-        raise InputError(
-            f"model_args is {arguments!r}",
-            expected='a JSON object such as {"depth": 20}',
-            remedy="name each argument of the factory",
-        )
-    return dict(arguments)
 
 
 def _from_file(spec: str, arguments: dict[str, Any]) -> nn.Module:
@@ -261,7 +240,7 @@ def _find_state_dict(path: Path, content: object) -> dict[str, Tensor]:
     others = [str(key) for key, value in content.items() if not _is_dense(value)]
     if others:
         raise FileFormatError(
-            f"{path} holds other things than tensors: {_some(others)}",
+            f"{path} holds other things than tensors: {some(others)}",
             expected=f"dense tensors by name, or such a dictionary under one of: {', '.join(_NESTED)}",
             remedy="save model.state_dict() alone",
         )
@@ -304,7 +283,7 @@ def apply_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         )
         if set(found) == {"not finite"}:
             remedy = "load an intact checkpoint: training diverged, or the file is damaged"
-        counts = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in found.items())
+        counts = "; ".join(f"{len(names)} {what}: {some(names)}" for what, names in found.items())
         raise WeightsError(
             f"the weights do not fit {type(model).__name__}: {counts}",
             expected=f"finite values for exactly its {len(own)} tensors",
@@ -336,9 +315,3 @@ def _misfits(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[s
 def _describe(tensor: Tensor) -> str:
     """Shape and type in few characters."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _some(names: list[str]) -> str:
-    """The first names of a list, and how many more there are."""
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -19,15 +19,12 @@ from linnet.params import instance
 from linnet.report.html import render
 from linnet.report.reading import (
     Fit,
-    Predictions,
     facts,
     fit_record,
     held_out,
     name_of,
     predict,
-    reliability,
-    score_classes,
-    score_values,
+    scored,
     temperatures_of,
     training_set,
 )
@@ -44,7 +41,7 @@ class _GivenFit:
     """A fit that is kept nowhere, with its samples as they were given."""
 
     fit: Fit
-    shown: Samples
+    samples: Samples
     classes: tuple[str, ...] | None
     temperatures: tuple[float, float, float] | None
     scale = None
@@ -74,7 +71,7 @@ def page(
     if x is not None and y is not None:
         found = predict(fit, run.inputs(x), None, run.temperatures)
         seconds["predictions"] = time.perf_counter() - start
-        scores = _scores(name_of(fit), found, y, seconds["predictions"])
+        scores = scored(name_of(fit), found, y, seconds["predictions"], found.note)
         shown = held_out(run, Samples(pictures(x), y, _ids(len(y))), found, x)
     notes = Notes(warnings=tuple(fit.record.warnings), facts=facts(run))
     record = fit_record(run, None if x is None or run.classes is None else run.inputs(x), y)
@@ -148,11 +145,3 @@ def _tested(test: Any, run: _GivenFit) -> tuple[Array, Array]:
             remedy="pass test data of the same task",
         )
     return x.detach().cpu().numpy(), answers
-
-
-def _scores(name: str, found: Predictions, y: Array, seconds: float) -> Scores:
-    """The row of the fit, and its calibration."""
-    if found.probs is None:
-        return Scores((score_values(name, found.mean, y, found.std, seconds, found.note),), (), len(y))
-    row = score_classes(name, found.probs, y, seconds, found.note)
-    return Scores((row,), (reliability(name, found.probs, y),), len(y))

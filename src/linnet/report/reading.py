@@ -39,6 +39,7 @@ from linnet.report.records import (
     RidgeChoice,
     RidgeScores,
     Samples,
+    Scores,
     TrainingSet,
 )
 from linnet.tangent.batch import batch_size, split
@@ -175,33 +176,23 @@ def _equations(fit: Fit) -> int:
     return fit.n if isinstance(system, System) and system.shared else fit.n * system.c
 
 
-def score_classes(
-    name: str, probs: Array, labels: Array, seconds: float | None, note: str = ""
-) -> Comparison:
-    """Accuracy, log loss and calibration error of a classifier."""
-    own = np.clip(probs[np.arange(len(labels)), labels], 1e-300, None)
-    bins = reliability_bins(probs.max(1), probs.argmax(1) == labels)
-    accuracy = float((probs.argmax(1) == labels).mean())
-    return Comparison(
-        name, accuracy, float(-np.log(own).mean()), calibration_error(bins), None, seconds, note
-    )
-
-
-def score_values(
-    name: str, mean: Array, targets: Array, std: Array | None, seconds: float | None, note: str = ""
-) -> Comparison:
-    """Root mean squared error and Gaussian log loss of a regression."""
-    gap = mean - targets
-    nll = None
-    if std is not None:
-        # ½ log 2πσ² + (t − μ)² / 2σ², a target
-        nll = float((0.5 * np.log(2 * math.pi * std**2) + gap**2 / (2 * std**2)).mean())
-    return Comparison(name, None, nll, None, float(np.sqrt((gap**2).mean())), seconds, note)
-
-
-def reliability(name: str, probs: Array, labels: Array) -> Reliability:
-    """The data of the reliability diagram."""
-    return Reliability(name, probs.max(1), probs.argmax(1) == labels)
+def scored(
+    name: str, found: Predictions, truth: Array, seconds: float | None = None, note: str = ""
+) -> Scores:
+    """Scores of one method: of classes with what its calibration is seen from, or of values."""
+    if found.probs is None:
+        gap, nll = found.mean - truth, None
+        if found.std is not None:
+            # ½ log 2πσ² + (t − μ)² / 2σ², a target
+            nll = float((0.5 * np.log(2 * math.pi * found.std**2) + gap**2 / (2 * found.std**2)).mean())
+        row = Comparison(name, None, nll, None, float(np.sqrt((gap**2).mean())), seconds, note)
+        return Scores((row,), (), len(truth))
+    own = np.clip(found.probs[np.arange(len(truth)), truth], 1e-300, None)
+    seen = Reliability(name, found.probs.max(1), found.predicted == truth)
+    error = calibration_error(reliability_bins(seen.confidence, seen.correct))
+    nll = float(-np.log(own).mean())
+    row = Comparison(name, float(seen.correct.mean()), nll, error, None, seconds, note)
+    return Scores((row,), (seen,), len(truth))
 
 
 @torch.no_grad()
@@ -259,7 +250,7 @@ class FittedTask(Protocol):
         """The fit."""
 
     @property
-    def shown(self) -> Samples:
+    def samples(self) -> Samples:
         """Its training samples."""
 
     @property
@@ -284,12 +275,11 @@ class FittedTask(Protocol):
 
 def training_set(run: FittedTask) -> TrainingSet:
     """The training samples, how much each of them moved the fit, and whose labels it doubts."""
-    samples = run.shown
     if not in_closed_form(run.fit):
-        return TrainingSet(samples)
+        return TrainingSet(run.samples)
     informative = run.fit.informativeness().double().cpu().numpy()
     doubted, by_chance, limits = suspects(run.fit)
-    return TrainingSet(samples, informative, doubted, by_chance=by_chance, limits=limits)
+    return TrainingSet(run.samples, informative, doubted, by_chance=by_chance, limits=limits)
 
 
 def suspects(fit: Fit) -> tuple[tuple[DoubtedLabel, ...], float | None, str]:

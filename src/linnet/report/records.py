@@ -131,16 +131,20 @@ class Samples:
     images: Array | None = None  # pictures, (N, H, W, C) or (N, H, W), uint8, with 1, 3 or 4 channels
     # class indices, (N,), integers; or regression targets, (N,) or (N, D), floats
     labels: Array | None = None
-    # A stable name of each sample: a path, or a text; by default `#index`
-    ids: tuple[str, ...] | None = None
+    ids: tuple[str, ...] = ()  # A stable name of each sample: a path, or a text; by default `#index`
 
     def __len__(self) -> int:
         """Number of samples; 0 when no part is given."""
-        return next((len(p) for p in (self.images, self.labels, self.ids) if p is not None), 0)
+        return next((len(p) for p in (self.images, self.labels) if p is not None), len(self.ids))
 
     def name(self, index: int) -> str:
         """The id of one sample."""
-        return self.ids[index] if self.ids is not None else f"#{index}"
+        return self.ids[index] if self.ids else f"#{index}"
+
+    def take(self, positions: Array) -> Samples:
+        """Some of the samples."""
+        images, labels = (None if part is None else part[positions] for part in (self.images, self.labels))
+        return Samples(images, labels, tuple(self.name(place) for place in positions))
 
 
 @dataclass(frozen=True)

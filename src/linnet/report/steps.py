@@ -92,7 +92,7 @@ def folder_beside(run: str, ending: str) -> str:
 
 def _of(run: Content, name: str, samples: Samples, chosen: Sequence[int], **options: str) -> str:
     """A command on samples; empty where the run's folder or the ids are not known, or cannot be typed."""
-    if not run.folder or samples.ids is None:
+    if not run.folder or not samples.ids:
         return ""
     named = [samples.name(i) for i in chosen]
     # a pasted line break or escape character could end the line early, an invisible one could mislead

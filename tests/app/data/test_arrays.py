@@ -1,7 +1,6 @@
 """Archives and the tasks they make: lazy reading, shots, subsets, and every archive that is refused."""
 
 import dataclasses
-import io
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from linnet.app.data import (
 )
 from linnet.app.data import arrays as arrays_module
 from linnet.errors import DataError, FileFormatError, InputError
-from linnet.npz import npz_headers, read_npz
+from linnet.npz import read_npz
 
 Array = np.ndarray[Any, Any]
 NUMBERS = np.random.default_rng(0).normal(size=(12, 2))
@@ -50,8 +49,6 @@ class TestArrays:
         assert task.image_mode == "L"
         assert np.array_equal(task.train.x[..., 0], images(12, 5, 6))
         assert task.train.y.dtype == np.int64
-
-    def test_names_default_to_the_labels(self, tmp_path: Path) -> None:
         assert load_data(archive(tmp_path / "d.npz")).classes == ("0", "1", "2")
 
     def test_members_are_unpacked_when_they_are_used(
@@ -70,11 +67,11 @@ class TestArrays:
 
     def test_without_a_test_part_one_is_held_out(self, tmp_path: Path) -> None:
         path = archive(tmp_path / "d.npz", x_test=None, y_test=None)
-        task = load_data(path, test_fraction=0.25)
+        task = load_data(path)
         assert np.bincount(task.test.y).tolist() == [1, 1, 1]
         rows = [int(name.removeprefix("train/")) for name in task.test.ids]
         assert np.array_equal(task.test.x[..., 0], images(12, 5, 6)[rows])
-        assert load_data(path, test_fraction=0.25, seed=3).test.ids != task.test.ids
+        assert load_data(path, seed=3).test.ids != task.test.ids
 
     def test_real_targets_make_a_regression(self, tmp_path: Path) -> None:
         y = np.linspace(0, 1, 12)
@@ -155,12 +152,6 @@ class TestArrays:
             task.tensors("train")
         assert task.tensors("test")[0].shape == (3, 4)
 
-    def test_large_finite_numbers_pass(self, tmp_path: Path) -> None:
-        x = np.full((12, 4), 3e38, np.float32)
-        assert (
-            load_data(archive(tmp_path / "d.npz", x_train=x, x_test=x[:6])).tensors("train")[0].max() > 2e38
-        )
-
     def test_missing_arrays_are_listed_with_what_is_there(self, tmp_path: Path) -> None:
         with pytest.raises(FileFormatError, match=r"has no y_train; it holds: x_train, x_test, y_test"):
             load_data(archive(tmp_path / "d.npz", y_train=None))
@@ -184,7 +175,7 @@ class TestArrays:
     def test_every_truncation_is_an_error(self, tmp_path: Path) -> None:
         path = archive(tmp_path / "d.npz")
         content = path.read_bytes()
-        for length in range(0, len(content), 11):
+        for length in range(0, len(content), 29):
             path.write_bytes(content[:length])
             with pytest.raises(FileFormatError, match=r"d\.npz is (truncated or altered|not an \.npz)"):
                 load_data(path)
@@ -194,7 +185,7 @@ class TestArrays:
         good = read_npz(path)
         content = path.read_bytes()
         refused = 0
-        for position in range(len(content)):
+        for position in range(0, len(content), 3):
             flipped = bytearray(content)
             flipped[position] ^= 1 << (position % 8)
             path.write_bytes(flipped)
@@ -205,32 +196,7 @@ class TestArrays:
             else:
                 assert list(arrays) == list(good)
                 assert all(np.array_equal(arrays[name], good[name]) for name in good)
-        assert refused > len(content) // 2
-
-    @pytest.mark.parametrize("content", [b"", b"x,y\n1,2\n", b"PK\x03\x04rest"])
-    def test_foreign_files(self, tmp_path: Path, content: bytes) -> None:
-        (tmp_path / "d.npz").write_bytes(content)
-        with pytest.raises(FileFormatError, match=r"written by numpy\.savez"):
-            load_data(tmp_path / "d.npz")
-
-    def test_an_archive_of_other_things(self, tmp_path: Path) -> None:
-        import zipfile
-
-        with zipfile.ZipFile(tmp_path / "d.npz", "w") as file:
-            file.writestr("readme.txt", "hello")
-        with pytest.raises(FileFormatError, match=r"but of other things: readme\.txt"):
-            load_data(tmp_path / "d.npz")
-
-    def test_a_member_longer_or_shorter_than_its_header_says(self, tmp_path: Path) -> None:
-        import zipfile
-
-        buffer = io.BytesIO()
-        np.save(buffer, np.arange(4))
-        for content in (buffer.getvalue() + b"\0", buffer.getvalue()[:-1]):
-            with zipfile.ZipFile(tmp_path / "d.npz", "w") as file:
-                file.writestr("x.npy", content)
-            with pytest.raises(FileFormatError, match="not as long as its header says"):
-                npz_headers(tmp_path / "d.npz")
+        assert refused > len(content) // 6
 
 
 class TestDoor:
@@ -292,10 +258,6 @@ class TestTaskData:
     def test_positions_out_of_range(self, task: TaskData, positions: list[Any]) -> None:
         with pytest.raises(InputError, match=r"positions are .* from 0 to 11"):
             task.subset("train", positions)
-
-    def test_unknown_part(self, task: TaskData) -> None:
-        with pytest.raises(InputError, match=r"part is 'val'.*'train' or 'test'"):
-            task.tensors("val")  # type: ignore[arg-type]
 
     def test_tensors(self, task: TaskData) -> None:
         x, y = dataclasses.replace(task, transform=image_transform("half", channels=3)).tensors("train")

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from linnet.app.data import (
-    Standardize,
-    image_transform,
-    load_data,
-)
+from linnet.app.data import Standardize, image_transform, load_data
 from linnet.errors import DataError, FileFormatError, InputError
 
 
@@ -25,8 +21,8 @@ class TestTable:
         return "\n".join(lines).replace(",", delimiter) + "\n"
 
     def test_values_ids_and_split(self, tmp_path: Path) -> None:
-        task = load_data(table(tmp_path / "d.csv", self.rows(20)), test_fraction=0.25)
-        assert (len(task.train), len(task.test)) == (15, 5)
+        task = load_data(table(tmp_path / "d.csv", self.rows(20)))
+        assert (len(task.train), len(task.test)) == (16, 4)
         assert task.classes is None
         for part in (task.train, task.test):
             numbers = np.array([int(name.removeprefix("line ")) - 2 for name in part.ids])
@@ -37,45 +33,24 @@ class TestTable:
         task = load_data(table(tmp_path / "d.csv", self.rows(20)))
         x, y = task.tensors("train", torch.float64)
         for values in (x, y):
-            torch.testing.assert_close(
-                values.mean(0), torch.zeros(values.shape[1]).double(), atol=1e-12, rtol=0
-            )
-            torch.testing.assert_close(values.std(0, correction=0), torch.ones(values.shape[1]).double())
+            zeros = torch.zeros(values.shape[1]).double()
+            torch.testing.assert_close(values.mean(0), zeros, atol=1e-12, rtol=0)
+            torch.testing.assert_close(values.std(0, correction=0), zeros + 1)
         assert isinstance(task.transform, Standardize)
         assert task.transform == Standardize.of(task.train.x)
         assert task.targets is not None
         expected = torch.from_numpy((task.test.x - task.train.x.mean(0)) / task.train.x.std(0))
         torch.testing.assert_close(task.tensors("test", torch.float64)[0], expected)
         torch.testing.assert_close(task.targets.inverse(y), torch.from_numpy(task.train.y))
-        torch.testing.assert_close(
-            task.targets.inverse_variance(torch.ones(1, 1).double()).item(),
-            task.train.y.var(),
-            check_dtype=False,
-        )
-
-    def test_the_scale_stays_in_a_subset(self, tmp_path: Path) -> None:
-        task = load_data(table(tmp_path / "d.csv", self.rows(20)))
-        smaller = task.subset("train", [0, 1, 2])
-        assert torch.equal(smaller.tensors("train")[0], task.tensors("train")[0][:3])
+        variance = task.targets.inverse_variance(torch.ones(1, 1).double()).item()
+        assert variance == pytest.approx(task.train.y.var())
 
     @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
     def test_delimiters_blank_lines_and_byte_order_mark(self, tmp_path: Path, delimiter: str) -> None:
         text = "\ufeff" + self.rows(5, delimiter).replace("\n", "\r\n\r\n")
         task = load_data(table(tmp_path / "d.csv", text), target="rooms")
         assert len(task.train) + len(task.test) == 5
-        assert {tuple(y) for y in np.concatenate([task.train.y, task.test.y])} == {
-            (0.0,),
-            (1.0,),
-            (2.0,),
-            (3.0,),
-        }
-
-    def test_several_targets(self, tmp_path: Path) -> None:
-        from linnet.app.data import read_table
-
-        task = read_table(table(tmp_path / "d.csv", self.rows(9)), target=["price", "rooms"])
-        assert task.train.y.shape == (7, 2)
-        assert task.train.x.shape == (7, 1)
+        assert {*task.train.y[:, 0], *task.test.y[:, 0]} == {0.0, 1.0, 2.0, 3.0}
 
     def test_constant_columns_are_found_and_become_zero(self, tmp_path: Path) -> None:
         task = load_data(table(tmp_path / "d.csv", "a,b,y\n" + "".join(f"0.1,{n},{n}\n" for n in range(10))))
@@ -95,16 +70,16 @@ class TestTable:
             ("a,y\n1,2\n3\n4,5\n6,7,8\n", "2 faulty lines: line 3: 1 cells, not 2; line 5: 3 cells, not 2"),
             ("a,y\n1,2\n\nred,4\n5,\n" + "6,7\n" * 9, r"2 faulty lines: line 4: a is 'red'; line 5: y is em"),
             ("a,y\n1,2\ninf,4\n5,-inf\n", "line 3: a is inf, which is not finite; line 4: y is -inf"),
+            ("a,y\n1,red\n2,\n3,blue\n", "line 3: y is empty"),
+            ("a,y\n1,red\n2,red\n3,red\n", "one class only, 'red'"),
+            ("n,y\n" + "".join(f"w{n},{n}\n" for n in range(99)), r"no column can be a feature: n \(79"),
+            ("a,y\n" + "x,1\n" * 20 + "2,3\n" * 200, "20 faulty lines"),
         ],
     )
     def test_what_is_wrong_is_named_with_its_line(self, tmp_path: Path, text: str, message: str) -> None:
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(DataError, match=message) as caught:
             load_data(table(tmp_path / "d.csv", text))
-
-    def test_many_faults_are_counted(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="20 faulty lines") as caught:
-            load_data(table(tmp_path / "d.csv", "a,y\n" + "x,1\n" * 20 + "2,3\n" * 200))
-        assert str(caught.value).count("line ") == 8
+        assert str(caught.value).count("line ") <= 8
 
     def test_unknown_target_and_transform(self, tmp_path: Path) -> None:
         path = table(tmp_path / "d.csv", self.rows(9))
@@ -149,12 +124,6 @@ class TestTable:
         texts = [line.replace(f",{n % 3},", f",class{n % 3},") for n, line in enumerate(lines)]
         task = load_data(table(tmp_path / "d.csv", "a,kind,n\n" + "".join(texts)), target="kind")
         assert task.classes == ("class0", "class1", "class2")
-
-    @pytest.mark.parametrize("content", [b"\xff\xfe\x00a,b", b"a,y\n\x80\x81,2\n"])
-    def test_foreign_files(self, tmp_path: Path, content: bytes) -> None:
-        (tmp_path / "d.csv").write_bytes(content)
-        with pytest.raises(FileFormatError, match=r"no table of text.*UTF-8"):
-            load_data(tmp_path / "d.csv")
 
 
 def people(count: int = 60, seed: int = 0) -> str:
@@ -201,10 +170,6 @@ class TestTextsAndEmptyCells:
         for one, taken in zip(told, ("4, the median", "'a'", "none of its categories"), strict=True):
             assert f"is empty in 1 of 2 lines and in no training line: taken as {taken}" in one
 
-    def test_classes_are_split_alike(self, tmp_path: Path) -> None:
-        task = load_data(table(tmp_path / "d.csv", people()), test_fraction=0.2)
-        assert np.bincount(task.test.y).tolist() == [6, 6]
-
     def test_zeros_and_ones_are_two_classes(self, tmp_path: Path) -> None:
         text = "a,y\n" + "".join(f"{n},{n % 2}\n" for n in range(10))
         task = load_data(table(tmp_path / "d.csv", text))
@@ -218,23 +183,9 @@ class TestTextsAndEmptyCells:
         assert task.train.x.shape == (3, 1)
         assert "the column split says which lines are trained on (3) and tested" in task.findings
 
-    @pytest.mark.parametrize(
-        ("text", "target", "message"),
-        [
-            ("a,y\n" + "1,red\n2,\n3,blue\n", None, "line 3: y is empty"),
-            ("a,y\n" + "1,red\n2,red\n3,red\n", None, "one class only, 'red'"),
-            (
-                "n,y\n" + "".join(f"w{n},{n}\n" for n in range(99)),
-                None,
-                r"no column can be a feature: n \(79",
-            ),
-            ("a,b,y\n1,red,2\n2,red,3\n", ["b", "y"], "b of .* holds texts, and there are 2 targets"),
-        ],
-    )
-    def test_what_cannot_be_used(
-        self, tmp_path: Path, text: str, target: list[str] | None, message: str
-    ) -> None:
-        from linnet.app.data import read_table
 
-        with pytest.raises(DataError, match=message):
-            read_table(table(tmp_path / "d.csv", text), target=target)
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00a,b", b"a,y\n\x80\x81,2\n"])
+def test_foreign_files(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "d.csv").write_bytes(content)
+    with pytest.raises(FileFormatError, match=r"no table of text.*UTF-8"):
+        load_data(tmp_path / "d.csv")

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from linnet.app import cli
 from linnet.report import figures
-from tests.app.runs.small_tasks import write_nets, write_pictures, write_table
+from tests.app.runs.small_tasks import linnet, write_nets, write_pictures, write_table
 
 
 def no_drawing(name: str, alt: str, size: tuple[float, float], paint: object) -> str:
@@ -36,18 +35,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     nets = write_nets(folder)
     pictures = write_pictures(folder / "pictures.npz")
     table = write_table(folder / "prices.csv")
-    words = [
-        "adapt",
-        "--data",
-        str(pictures),
-        "--model",
-        f"{nets}:conv",
-        "--compare",
-        "finetune",
-        "--finetune-steps",
-        "4",
-    ]
-    assert cli.main([*words, "--out", str(folder / "pictures")]) == 0
-    words = ["adapt", "--data", str(table), "--model", f"{nets}:mlp"]
-    assert cli.main([*words, "--out", str(folder / "prices")]) == 0
+    finetune = ["--compare", "finetune", "--finetune-steps", 4]
+    linnet("adapt", "--data", pictures, "--model", f"{nets}:conv", *finetune, "--out", folder / "pictures")
+    linnet("adapt", "--data", table, "--model", f"{nets}:mlp", "--out", folder / "prices")
     return folder

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from linnet.app import cli
 
 NETS = """
 import torch
@@ -76,3 +81,20 @@ def write_folder(root: Path, labels: list[int], names: list[str], seed: int = 5)
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture).save(folder / f"{i:02}.png")
     return root
+
+
+def linnet(*words: object, code: int = 0) -> None:
+    """Run a command in this process."""
+    assert cli.main([str(word) for word in words]) == code
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """What a command wrote."""
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a table."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

@@ -21,7 +21,7 @@ from linnet.app import cli
 from linnet.app.data import load_data
 from linnet.app.data.task import InMemory
 from linnet.app.models import load_model
-from linnet.app.runs import quick
+from linnet.app.runs import adaptation
 from linnet.app.runs.adaptation import ending, trained_on
 from linnet.app.runs.folder import load_run, load_test
 from linnet.errors import ModelError
@@ -29,7 +29,14 @@ from linnet.files import load
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.search import verdict
 from linnet.tree import flatten
-from tests.app.runs.small_tasks import pictures, write_folder, write_nets, write_pictures, write_table
+from tests.app.runs.small_tasks import (
+    pictures,
+    result,
+    write_folder,
+    write_nets,
+    write_pictures,
+    write_table,
+)
 
 RUN_FILES = {
     "model.safetensors", "nested-fit.safetensors", "samples.safetensors", "run.json",
@@ -43,11 +50,6 @@ def adapt(
     """Run the command in a folder."""
     given = ["--model", f"{folder / 'nets.py'}:{model}", "--data", str(folder / data)]
     return cli.main(["adapt", *given, "--out", str(folder / out), *words])
-
-
-def result(run: Path) -> dict:  # type: ignore[type-arg]
-    """What a run says of itself."""
-    return json.loads((run / "result.json").read_text())  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -65,10 +67,7 @@ def test_a_run_holds_everything(workshop: Path) -> None:
     assert not list(run.glob("*kernel*"))
     found = result(run)
     scores = {row["name"]: row for row in found["scores"]}
-    assert list(scores) == [
-        "linear probe",
-        "plain fine-tuning",
-    ]  # kept, and told once
+    assert list(scores) == ["linear probe", "plain fine-tuning"]  # kept, and told once
     assert scores["linear probe"]["accuracy"] > 0.8
     assert all(0 <= row["ece"] <= 1 and row["nll"] > 0 and row["seconds"] > 0 for row in scores.values())
     assert found["fit"]["criterion"] == "loo"
@@ -119,24 +118,11 @@ def test_options_change_the_outcome(folder: Path, capsys: pytest.CaptureFixture[
     assert found["fit"]["parameters"] == 8 * 9 + 8
     assert "report" not in found
     record = json.loads((folder / "run" / "run.json").read_text())["content"]
-    assert record["transform"] == {
-        "kind": "ImageTransform",
-        "mean": [0.5],
-        "std": [0.5],
-        "size": 8,
-        "channels": None,
-    }
-
-
-def test_the_verdict_is_told(workshop: Path) -> None:
-    found = result(workshop / "pictures")
-    verdict = found["fit"]["reasons"]["verdict"]
-    assert verdict in found["report"]["headline"]
+    half = {"mean": [0.5], "std": [0.5], "size": 8, "channels": None}
+    assert record["transform"] == {"kind": "ImageTransform", **half}
 
 
 def test_an_interrupted_evaluation_keeps_the_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from linnet.app.runs import adaptation
-
     solved, made = adaptation.solved, []
     monkeypatch.setattr(adaptation, "solved", lambda *a: (made.append(a), solved(*a))[1])
     with monkeypatch.context() as patch:
@@ -144,7 +130,7 @@ def test_an_interrupted_evaluation_keeps_the_fit(folder: Path, monkeypatch: pyte
         def interrupt(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(adaptation, "predict_test", interrupt)
+        patch.setattr(adaptation, "own_predictions", interrupt)
         assert adapt(folder) == 130
     kept = load_run(folder / "run").fit
     words = ["--data", str(folder / "pictures.npz"), "--out", str(folder / "p.csv")]
@@ -159,8 +145,6 @@ def test_an_interrupted_evaluation_keeps_the_fit(folder: Path, monkeypatch: pyte
 def test_trained_lower_layers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from linnet.app.runs import adaptation
-
     write_pictures(folder / "more.npz", train=16)
     again, run = partial(adapt, folder, "--model-args", '{"width": 2}', data="more.npz"), folder / "run"
     assert again(out="plain") == 0
@@ -176,7 +160,7 @@ def test_trained_lower_layers(
     assert not load_run(run).fit.rungs  # the fit at the original weights is there already
     monkeypatch.setattr(adaptation, "tuned", lambda *a: (begun.append(a), tuned(*a))[1])
     with monkeypatch.context() as patch:
-        patch.setattr(adaptation, "predict_test", interrupt)
+        patch.setattr(adaptation, "own_predictions", interrupt)
         assert again("--tune") == 130
     assert again("--tune") == 0
     assert len(begun) == 1  # the second run goes on from the trained weights of the first
@@ -193,27 +177,11 @@ def test_trained_lower_layers(
     assert "next: --tune" not in told
     words = ["--data", str(folder / "more.npz"), "--out", str(folder / "p.csv")]
     assert cli.main(["predict", "--run", str(run), *words]) == 0
-    assert (
-        cli.main(["forget", "--run", str(run), "--verify", "--ids", "train/3", "--out", str(folder / "less")])
-        == 0
-    )
+    words = ["--verify", "--ids", "train/3", "--out", str(folder / "less")]
+    assert cli.main(["forget", "--run", str(run), *words]) == 0
     less = load_run(folder / "less").fit
     assert less.trained
     assert (less.n, less.noise) == (47, load_run(run).fit.noise)
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (["--weight", "0.5"], "--tune True with weight given"),
-        (["--ridge", "0.1"], "--tune True with ridge given"),
-    ],
-)
-def test_what_cannot_be_tuned(
-    folder: Path, words: list[str], what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert adapt(folder, "--tune", *words) == 2
-    assert what in capsys.readouterr().err
 
 
 def test_a_run_with_rounding_errors_says_so_and_opens_again(folder: Path) -> None:
@@ -254,16 +222,8 @@ def test_regression(workshop: Path) -> None:
 
 
 def test_regression_with_a_new_head_and_fine_tuning(folder: Path) -> None:
-    words = [
-        "--model-args",
-        '{"outputs": 4}',
-        "--compare",
-        "finetune",
-        "--finetune-steps",
-        "30",
-        "--target",
-        "a",
-    ]
+    words = ["--model-args", '{"outputs": 4}', "--target", "a"]
+    words += ["--compare", "finetune", "--finetune-steps", "8"]
     assert adapt(folder, *words, model="mlp", data="prices.csv") == 0
     names = [row["name"] for row in result(folder / "run")["scores"]]
     assert names == ["linear probe", "plain fine-tuning"]
@@ -306,6 +266,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="kills with SIGKILL")
 def test_a_killed_run_resumes_to_the_same_result(
     folder: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
@@ -334,49 +295,6 @@ def test_a_killed_run_resumes_to_the_same_result(
     _, first = flatten(load(run / "nested-fit.safetensors", "nested-fit"))
     _, second = flatten(load(whole / "nested-fit.safetensors", "nested-fit"))
     assert all(torch.equal(first[name], second[name]) for name in second)
-
-
-def npz(folder: Path, **changes: np.ndarray) -> str:
-    """An archive with some arrays changed."""
-    with np.load(folder / "pictures.npz") as old:
-        np.savez(folder / "bad.npz", **{**old, **changes})
-    return "bad.npz"
-
-
-def bad_data(folder: Path, kind: str) -> str:
-    """The name of a data file that cannot be used."""
-    if kind == "truncated":
-        (folder / "bad.npz").write_bytes((folder / "pictures.npz").read_bytes()[:900])
-    if kind == "foreign":
-        (folder / "bad.npz").write_bytes(b"not an archive at all")
-    if kind == "nan":
-        (folder / "bad.csv").write_text("a,b,c,price\n" + "1,2,inf,3\n" * 9)
-        return "bad.csv"
-    arrays = {
-        "empty": {"x_train": np.zeros((0, 8, 8), np.uint8), "y_train": np.zeros(0, int)},
-        "one class": {"y_train": np.zeros(24, int)},
-        "out of range": {"y_train": np.full(24, 9)},
-        "not integers": {"y_train": np.linspace(0, 1, 24)},
-        "ragged": {"x_test": np.zeros((30, 9, 9), np.uint8)},
-    }
-    return npz(folder, **arrays[kind]) if kind in arrays else "bad.npz"
-
-
-@pytest.mark.parametrize(
-    ("kind", "what"),
-    [
-        ("empty", "x_train is empty"),
-        ("one class", "one class only"),
-        ("out of range", "y_train holds 9"),
-        ("not integers", "y_train holds"),
-        ("ragged", "x_test"),
-        ("truncated", "truncated"),
-        ("foreign", "not an .npz archive"),
-        ("nan", "nan"),
-    ],
-)
-def test_bad_data(folder: Path, kind: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(folder, [], what, capsys, data=bad_data(folder, kind))
 
 
 def refused(
@@ -410,6 +328,8 @@ def refused(
         (["--model-args", '{"depht": 3}'], "raised TypeError"),
         (["--weights", "absent.pt"], "absent.pt"),
         (["--size", "4"], "cannot run on x"),
+        (["--tune", "--weight", "0.5"], "--tune True with weight given"),
+        (["--tune", "--ridge", "0.1"], "--tune True with ridge given"),
     ],
 )
 def test_bad_options(folder: Path, words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -417,10 +337,22 @@ def test_bad_options(folder: Path, words: list[str], what: str, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("model", "what"), [("broken", "no weights today"), ("noisy", "two passes differ"), ("absent", "absent")]
+    ("where", "what"),
+    [
+        ({"model": "broken"}, "no weights today"),
+        ({"model": "noisy"}, "two passes differ"),
+        ({"model": "absent"}, "absent"),
+        ({"data": "empty.npz"}, "x_train is empty"),
+        ({"data": "cut.npz"}, "truncated"),
+        ({"out": "nets.py"}, "is a file"),
+    ],
 )
-def test_bad_networks(folder: Path, model: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(folder, [], what, capsys, model=model)
+def test_bad_networks_and_data(
+    folder: Path, where: dict[str, str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(folder / "empty.npz", x_train=np.zeros((0, 8, 8), np.uint8), y_train=np.zeros(0, int))
+    (folder / "cut.npz").write_bytes((folder / "pictures.npz").read_bytes()[:900])
+    refused(folder, [], what, capsys, **where)
 
 
 def test_data_of_another_shape_say_what_they_became(tmp_path: Path) -> None:
@@ -446,12 +378,6 @@ def test_bad_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state["0.weight"][0] = torch.nan
     torch.save(state, folder / "w.pt")
     refused(folder, ["--weights", str(folder / "w.pt")], "0.weight", capsys)
-
-
-def test_a_file_in_the_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "run").write_text("mine")
-    refused(folder, [], "is a file", capsys)
-    assert (folder / "run").read_text() == "mine"
 
 
 def spoiled(folder: Path) -> Path:
@@ -509,8 +435,8 @@ def test_a_quick_first_answer(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: str,
     words: tuple[str, ...], shown: str, sizes: tuple[int, int],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(quick, "QUICK", 1e-9)  # no time at all: as few samples as there may be
-    monkeypatch.setattr(quick, "LEAST", 4)
+    monkeypatch.setattr(adaptation, "QUICK", 1e-9)  # no time at all: as few samples as there may be
+    monkeypatch.setattr(adaptation, "LEAST", 4)
     model = "conv" if data == "pictures.npz" else "mlp"
     assert adapt(folder, "--quick", *words, model=model, data=data) == 0
     told, found = capsys.readouterr().out, result(folder / "run")
@@ -531,7 +457,7 @@ def test_a_quick_run_probes_all_and_tries_the_lower_layers_on_some(
 ) -> None:
     y = np.repeat([0, 1, 2], [12, 12, 3])
     np.savez(folder / "uneven.npz", x_train=pictures(y, 0), y_train=y, x_test=pictures(y, 1), y_test=y)
-    monkeypatch.setattr(quick, "seconds_each", lambda *_: quick.QUICK / 4)  # room for four samples
+    monkeypatch.setattr(adaptation, "seconds_each", lambda *_: adaptation.QUICK / 4)  # room for four samples
     assert adapt(folder, "--quick", data="uneven.npz") == 0
     told, run = capsys.readouterr().out, load_run(folder / "run")
     assert told.startswith("linear probe of all 27 training images: ")
@@ -557,7 +483,7 @@ def test_quick_takes_all_samples_where_they_are_few(folder: Path, capsys: pytest
 
 
 def test_quick_bounds_a_probe_of_very_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick, "MOST", 13)
+    monkeypatch.setattr(adaptation, "MOST", 13)
     assert adapt(folder, "--quick") == 0
     found = result(folder / "run")
     assert (found["train"], found["test"]) == (12, 13)
@@ -610,14 +536,6 @@ def test_a_table_needs_no_network(folder: Path, capsys: pytest.CaptureFixture[st
     data, run = ["--data", str(folder / "prices.csv")], str(folder / "run")
     assert cli.main(["adapt", *data, "--out", run]) == 0
     assert result(folder / "run")["verdict"]["answer"] == "use"
-    words = [
-        "--run",
-        str(folder / "run"),
-        "--data",
-        str(folder / "prices.csv"),
-        "--out",
-        str(folder / "p.csv"),
-    ]
-    assert cli.main(["predict", *words]) == 0
+    assert cli.main(["predict", "--run", run, *data, "--out", str(folder / "p.csv")]) == 0
     assert cli.main(["adapt", "--data", str(folder / "pictures.npz"), "--out", str(folder / "x")]) == 2
     assert "--model must be given" in capsys.readouterr().err

@@ -12,8 +12,8 @@ from linnet.app import cli
 from linnet.app.runs.folder import load_run
 from linnet.errors import NumericalError
 from linnet.nested.nested_fit import NestedFit
-from tests.app.runs.small_tasks import write_nets, write_pictures
-from tests.app.runs.test_adapt import adapt, refused, result
+from tests.app.runs.small_tasks import result, write_nets, write_pictures
+from tests.app.runs.test_adapt import adapt, refused
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from linnet.app import cli
 from linnet.app.models import load_model
 from linnet.app.runs.folder import load_run, save_run
 from linnet.app.runs.trust import check_settings, factory_file, state_folder
 from linnet.errors import InputError, ModelError
 from linnet.files import read_json, write_json
 from linnet.integrations.pretrained import code_arguments
+from tests.app.runs.small_tasks import linnet
 
 MARK = "\nimport pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"
 
@@ -34,11 +34,6 @@ def received(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     write_json(run / "run.json", record, kind="run")
     monkeypatch.setenv("LINNET_STATE", str(tmp_path / "state"))
     return run
-
-
-def linnet(*words: object, code: int = 0) -> None:
-    """Run a command in this process."""
-    assert cli.main([str(word) for word in words]) == code
 
 
 def ran(run: Path) -> bool:
@@ -274,12 +269,10 @@ def test_which_arguments_run_code(arguments: object, names: tuple[str, ...]) -> 
 
 def test_what_was_typed_counts_by_its_whole_name() -> None:
     nested = {"model": "timm:x", "model_args": {"kwargs": {"weights_only": False}}}
-    for words in (['--model_args={"weights_only": false}'], ["--shots=weights_only"], ["--model_args=[oops"]):
+    for typed in ({"model_args": {"weights_only": False}}, {"shots": "weights_only"}):
         with pytest.raises(InputError, match=r"passes kwargs\.weights_only"):
-            check_settings(nested, words, trust=True)
-    check_settings(nested, ['--model_args={"kwargs": {"weights_only": false}}'], trust=False)
-    plain = {"model": "timm:x", "model_args": {"weights_only": False}}
-    check_settings(plain, ["--model_args.weights_only=false"], trust=False)
+            check_settings(nested, typed, trust=True)
+    check_settings(nested, {"model_args": {"kwargs": {"weights_only": False}}}, trust=False)
     check_settings(nested, None, trust=False)  # without a file everything was typed
 
 

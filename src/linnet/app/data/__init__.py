@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from pathlib import Path
 
 from linnet import params
 from linnet.app.data.arrays import read_arrays
 from linnet.app.data.folder import check_images, decode_image, read_folder
 from linnet.app.data.table import read_table
-from linnet.app.data.task import SampleSet, TaskData, draw_shots, split_at_random, split_by_class
+from linnet.app.data.task import SampleSet, TaskData, draw_shots, split
 from linnet.app.data.transforms import (
     PRESETS,
     ImageTransform,
@@ -22,23 +22,19 @@ from linnet.errors import InputError
 from linnet.files import require_file, suggestion
 
 __all__ = [
-    "load_data", "read_task", "read_folder", "read_arrays", "read_table", "decode_image", "check_images",
+    "load_data", "kind_of", "read_task", "decode_image", "check_images",
     "TaskData",
     "ImageTransform", "Standardize", "image_transform", "PRESETS",
-    "draw_shots", "split_at_random", "split_by_class", "SampleSet",
+    "draw_shots", "split", "SampleSet",
 ]  # fmt: skip
-
-KINDS = "a folder of images, an .npz archive or a .csv table"
 
 
 def load_data(
     path: str | os.PathLike[str],
     transform: ImageTransform | None = None,
     seed: int = 0,
-    test_fraction: float = 0.2,
     target: str | None = None,
     damaged: str = "error",
-    links: Literal["inside", "follow"] = "inside",
 ) -> TaskData:
     """Read a task from a folder of images, an ``.npz`` archive or a ``.csv`` table."""
     path = params.path("data", path)
@@ -46,22 +42,33 @@ def load_data(
         raise InputError(
             f"target is {target!r}, but {path} is no table", expected="target only with a .csv file"
         )
-    if path.suffix.lower() in (".npz", ".csv") and not os.path.exists(path):
-        require_file(path, "data")
+    kind = kind_of(path)
+    if kind == "folder":
+        return read_folder(path, transform, seed, damaged)
+    if kind == ".npz":
+        return read_arrays(path, transform, seed)
+    require_default(transform, f"{path} is a table")
+    return read_table(path, target, seed)
+
+
+def kind_of(path: Path) -> str:
+    """What a path holds: a folder, or a file of samples with this suffix."""
     if os.path.isdir(path):  # False for names that no file can have, where pathlib raises
-        return read_folder(path, transform, seed, test_fraction, damaged, links)
-    if path.suffix.lower() == ".npz":
-        return read_arrays(path, transform, seed, test_fraction)
-    if path.suffix.lower() == ".csv":
-        require_default(transform, f"{path} is a table")
-        return read_table(path, target, seed, test_fraction)
-    if os.path.exists(path):
-        raise InputError(f"data {path} has an unknown kind", expected=KINDS, remedy="check its ending")
-    raise InputError(f"data {path} does not exist", expected=KINDS, remedy=suggestion(path))
+        return "folder"
+    if path.suffix.lower() in (".npz", ".csv"):
+        require_file(path, "data")
+        return path.suffix.lower()
+    is_there = os.path.exists(path)
+    raise InputError(
+        f"data {path} {'has an unknown kind' if is_there else 'does not exist'}",
+        expected="a folder of images, an .npz archive or a .csv table",
+        remedy="check its ending" if is_there else suggestion(path),
+    )
 
 
 def read_task(options: TaskOptions) -> TaskData:
     """The whole task that a command names, its samples not read yet where they are files."""
+    params.integer("seed", options.seed, least=0, most=2**63 - 1)
     mean = "none" if options.mean == "auto" and options.std is None else options.mean
     transform = image_transform(mean, options.std, options.size, options.channels)
     return load_data(

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet.app.data.checks import as_labels, as_targets, check_classes, check_lengths
-from linnet.app.data.task import SampleSet, TaskData, split_at_random, split_by_class
+from linnet.app.data.task import SampleSet, TaskData, as_labels, as_targets, check_classes, check_lengths
 from linnet.app.data.transforms import ImageTransform, require_default
 from linnet.errors import DataError
 from linnet.files import require_file, require_room
@@ -31,6 +30,17 @@ class Member:
     path: Path  # the archive
     name: str  # the array
     header: ArrayHeader  # its shape and type
+
+    @property
+    def answers(self) -> str:
+        """The array of the answers."""
+        return f"y{self.name[1:]}"
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """A name for each sample."""
+        part = self.name[2:] or self.name
+        return tuple(f"{part}/{row}" for row in range(length(self.header)))
 
     @property
     def is_images(self) -> bool:
@@ -66,7 +76,6 @@ def read_arrays(
     path: str | os.PathLike[str],
     transform: ImageTransform | None = None,
     seed: int = 0,
-    test_fraction: float = 0.2,
 ) -> TaskData:
     """Read a classification or a regression from an ``.npz`` archive."""
     # Bytes of shape (N, H, W) or (N, H, W, C) are images; other arrays are features, taken as they are.
@@ -83,18 +92,18 @@ def read_arrays(
     if not members["train"].is_images:
         require_default(transform, f"x_train of {path} is {headers['x_train'].dtype}, no images")
     for name, member in members.items():
-        check_lengths(f"x_{name}", _length(member.header), f"y_{name}", _length(headers[f"y_{name}"]))
+        check_lengths(f"x_{name}", length(member.header), f"y_{name}", length(headers[f"y_{name}"]))
         _check_samples(member, members["train"])
-    rows = sum(_length(header) for header in headers.values())
+    rows = sum(length(header) for header in headers.values())
     require_room(path, rows * _NAME_BYTES, f"the names of {rows} rows")
     answers = read_npz(path, [f"y_{name}" for name in names] + ([_NAMES] if _NAMES in headers else []))
-    classes = _class_names(answers)
-    train = _part(members["train"], "train", answers["y_train"], classes)
+    classes = _class_names(answers, members["train"].ids)
+    train = part_of(members["train"], answers["y_train"], classes)
     findings = check_classes(train.y, classes) if classes else _integral(train.y)
     if has_test:
-        test = _part(members["test"], "test", answers["y_test"], classes)
+        test = part_of(members["test"], answers["y_test"], classes)
     else:
-        train, test = _hold_out(train, bool(classes), test_fraction, seed)
+        train, test = train.split(classes is not None, seed)
     if train.y.shape[1:] != test.y.shape[1:]:
         raise DataError("y_train and y_test have different numbers of columns", expected="the same targets")
     chosen = (transform or ImageTransform()) if members["train"].is_images else None
@@ -115,14 +124,14 @@ def _refuse_texts(path: Path, headers: Mapping[str, ArrayHeader]) -> None:
         )
 
 
-def _length(header: ArrayHeader) -> int:
+def length(header: ArrayHeader) -> int:
     """The number of rows."""
     return header.shape[0] if header.shape else 0
 
 
 def check_member(member: Member) -> None:
     """Require samples that a network can take."""
-    shape, kind, where = member.sample_shape, member.header.dtype.kind, _described(member)
+    shape, kind, where = member.sample_shape, member.header.dtype.kind, described(member)
     if kind not in "fiu" or not shape or 0 in shape:
         raise DataError(
             where, "numbers of shape (N, features), or bytes of shape (N, H, W[, C])", "convert the array"
@@ -135,7 +144,7 @@ def check_member(member: Member) -> None:
         )
 
 
-def _described(member: Member) -> str:
+def described(member: Member) -> str:
     """An array by name, shape and type."""
     header = member.header
     return f"{member.name} of {member.path} has the shape {header.shape} and type {header.dtype}"
@@ -144,21 +153,21 @@ def _described(member: Member) -> str:
 def _check_samples(member: Member, train: Member) -> None:
     """Require samples that a network can take, alike in both parts."""
     check_member(member)
-    shape, where = member.sample_shape, _described(member)
+    shape, where = member.sample_shape, described(member)
     if shape != train.sample_shape or member.is_images != train.is_images:
         raise DataError(
             where, f"samples of shape {train.sample_shape}, as in {train.name}", "give both the same form"
         )
 
 
-def _class_names(answers: dict[str, Array]) -> tuple[str, ...] | None:
+def _class_names(answers: dict[str, Array], ids: tuple[str, ...]) -> tuple[str, ...] | None:
     """The classes' names: those given, else the labels themselves; None for a regression."""
     if _NAMES in answers:
         return tuple(str(name) for name in answers[_NAMES].reshape(-1))
     y = answers["y_train"]
     if y.dtype.kind == "f":
         return None
-    labels = as_labels("y_train", y, None, _row_names("train", y))
+    labels = as_labels("y_train", y, None, ids)
     classes, present = int(labels.max()) + 1, len(np.unique(labels))
     if classes > 2 * present:
         raise DataError(
@@ -169,27 +178,11 @@ def _class_names(answers: dict[str, Array]) -> tuple[str, ...] | None:
     return tuple(map(str, range(classes)))
 
 
-def _row_names(name: str, rows: Array) -> tuple[str, ...]:
-    """A name for each sample of a part."""
-    return tuple(f"{name}/{row}" for row in range(len(rows)))
-
-
-def _part(member: Member, name: str, y: Array, classes: tuple[str, ...] | None) -> SampleSet:
-    """One part with checked answers."""
-    ids = _row_names(name, y)
-    checked = as_labels(f"y_{name}", y, len(classes), ids) if classes else as_targets(f"y_{name}", y, ids)
+def part_of(member: Member, y: Array, classes: tuple[str, ...] | None) -> SampleSet:
+    """Samples with their answers, checked."""
+    name, ids = member.answers, member.ids
+    checked = as_labels(name, y, len(classes), ids) if classes else as_targets(name, y, ids)
     return SampleSet(member, np.arange(len(y)), checked, ids)
-
-
-def _hold_out(
-    part: SampleSet, by_class: bool, test_fraction: float, seed: int
-) -> tuple[SampleSet, SampleSet]:
-    """A training and a test part from one."""
-    if by_class:
-        train, test = split_by_class(part.y, test_fraction, seed)
-    else:
-        train, test = split_at_random(len(part), test_fraction, seed)
-    return part.take(train), part.take(test)
 
 
 def _integral(targets: Array) -> list[str]:

@@ -12,25 +12,25 @@ import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import numpy as np
 
 from linnet import params
-from linnet.app.data.checks import check_classes, some
-from linnet.app.data.task import SampleSet, TaskData, split_by_class
+from linnet.app.data.task import SampleSet, TaskData, check_classes
 from linnet.app.data.transforms import ImageTransform, scaled_size
-from linnet.errors import DataError, InputError
+from linnet.errors import DataError
 from linnet.files import special_file
 from linnet.progress import track
+from linnet.shown import some
 
 Array = np.ndarray[Any, Any]
-_SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _TEST_FOLDERS = ("test", "val", "valid", "validation")
 _DEEP_MODES = ("I", "F")  # more than 8 bits a channel, which conversion would clip
 # Pillow knows others, of which some start programs.
@@ -44,47 +44,27 @@ _CHUNK = 256  # images decoded between two reports of progress
 NAMED = "put the images of each class into a folder that is named for the class"
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Treatment of damaged files and of links."""
-
-    damaged: str
-    links: str
-
-
 def read_folder(
     root: str | os.PathLike[str],
     transform: ImageTransform | None = None,
     seed: int = 0,
-    test_fraction: float = 0.2,
     damaged: str = "error",
-    links: Literal["inside", "follow"] = "inside",
 ) -> TaskData:
     """Read a classification from folders of images."""
     # Either `root/train/CLASS/...` with `root/test` or `root/val` beside it, or `root/CLASS/...`, of which a
     # part of each class is held out. Images are named by their path below `root`, and decoded when they are
     # first used.
-    root = params.path("root", root)
-    if not os.path.isdir(root):
-        raise InputError(
-            f"there is no folder {root}",
-            expected="a folder with one folder per class",
-            remedy="check the path",
-        )
-    options = _Options(
-        params.choice("damaged", damaged, ("error", "skip")),
-        params.choice("links", links, ("inside", "follow")),
-    )
+    root = Path(root)
+    params.choice("damaged", damaged, ("error", "skip"))
     transform = transform or ImageTransform()
     trained, held = _split_folders(root)
     classes = _class_folders(trained)
-    train, findings = _list_part(root, trained, classes, transform, options)
+    train, findings = _list_part(root, trained, classes, transform, damaged)
     if held is None:
-        train_rows, test_rows = split_by_class(train.y, test_fraction, seed)
-        train, test = train.take(train_rows), train.take(test_rows)
+        train, test = train.split(True, seed)
     else:
         _check_same_classes(held, classes)
-        test, more = _list_part(root, held, classes, transform, options)
+        test, more = _list_part(root, held, classes, transform, damaged)
         findings += more
     findings += check_classes(train.y, classes)
     return TaskData(train, test, classes, transform, findings=tuple(findings))
@@ -124,24 +104,20 @@ def _check_same_classes(folder: Path, classes: tuple[str, ...]) -> None:
 
 
 def _list_part(
-    root: Path, folder: Path, classes: tuple[str, ...], transform: ImageTransform, options: _Options
+    root: Path, folder: Path, classes: tuple[str, ...], transform: ImageTransform, damaged: str
 ) -> tuple[SampleSet, list[str]]:
     """The images below a folder, not yet decoded, and what was noticed."""
-    found = [
-        (label, file)
-        for label, name in enumerate(classes)
-        for file in files_below(folder / name, root, options.links)
-    ]
+    found = [(label, file) for label, name in enumerate(classes) for file in files_below(folder / name, root)]
     names = [file.relative_to(root).as_posix() for _, file in found]
-    is_image = [file.suffix.lower() in _SUFFIXES for _, file in found]
+    is_image = [file.suffix.lower() in SUFFIXES for _, file in found]
     ids = tuple(compress(names, is_image))
     if not ids:
-        raise DataError(f"{folder} has no images", f"files ending in {', '.join(sorted(_SUFFIXES))}")
+        raise DataError(f"{folder} has no images", f"files ending in {', '.join(SUFFIXES)}")
     others = [name for name, image in zip(names, is_image, strict=True) if not image]
     labels = np.array([label for label, _ in compress(found, is_image)])
     images = ImageFiles(root, ids, transform)
     part = SampleSet(images, np.arange(len(ids)), labels, ids)
-    faults = images.faults() if options.damaged == "skip" else {}
+    faults = images.faults() if damaged == "skip" else {}
     if len(faults) == len(ids):
         raise DataError(f"no image in {folder} can be decoded, first {ids[0]} ({faults[ids[0]]})")
     if faults:
@@ -152,7 +128,7 @@ def _list_part(
     return part, [f"left out, {why}: {some(names)}" for why, names in left_out.items() if names]
 
 
-def files_below(folder: Path, root: Path, links: str = "inside") -> list[Path]:
+def files_below(folder: Path, root: Path) -> list[Path]:
     """The visible files at any depth, in ImageFolder's order."""
     # A folder that is reached twice through links is read once, so links in a circle end.
     home = os.path.realpath(root)
@@ -161,15 +137,14 @@ def files_below(folder: Path, root: Path, links: str = "inside") -> list[Path]:
     while pending:
         at = pending.pop()
         real = os.path.realpath(at)
-        if links != "follow":
-            _check_inside(at, real, home)
+        _check_inside(at, real, home)
         if real in seen:
             continue
         seen.add(real)
         names = []
         with os.scandir(at) as entries:
             for entry in entries:
-                if links != "follow" and entry.is_symlink():
+                if entry.is_symlink():
                     _check_inside(entry.path, os.path.realpath(entry.path), home)
                 if entry.is_dir():
                     pending.append(entry.path)
@@ -186,11 +161,11 @@ def _check_inside(link: str, target: str, home: str) -> None:
         raise DataError(
             f"{link} is a link that leads out of the data folder, to {target}",
             expected="a folder that holds its own files",
-            remedy="copy the folder with what its links lead to (cp -rL), or in Python pass links='follow'",
+            remedy="copy the folder with what its links lead to (cp -rL)",
         )
 
 
-UNDAMAGED = "replace these files, or leave them out with --damaged skip (in Python damaged='skip')"
+UNDAMAGED = "replace these files, or leave them out with damaged='skip'"
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,29 +202,34 @@ class ImageFiles:
                 )
             result[row] = image
         if faults or result is None:
-            raise DataError(
-                f"{len(faults)} of {len(names)} images in {self.root} cannot be decoded: "
-                + some([f"{name} ({fault})" for name, fault in faults.items()]),
-                expected="complete images of 8 bits a channel",
-                remedy=UNDAMAGED,
-            )
+            self._refuse(len(names), faults)
         return result
+
+    def _refuse(self, count: int, faults: dict[str, str]) -> NoReturn:
+        """Raise the error for files that are no images."""
+        named = some([f"{name} ({fault})" for name, fault in faults.items()])
+        raise DataError(
+            f"{len(faults)} of {count} images in {self.root} cannot be decoded: {named}",
+            expected="complete images of 8 bits a channel",
+            remedy=UNDAMAGED,
+        )
 
     def faults(self) -> dict[str, str]:
         """Decode every file and forget the pixels."""
         images = zip(self.names, self._decode_all(list(self.names)), strict=True)
         return {name: str(image) for name, image in images if isinstance(image, Exception)}
 
-    def headers(self) -> dict[str, str]:
-        """Read the header of every file, which takes a small part of the time of decoding it."""
+    def check_headers(self, rows: Array) -> None:
+        """Require that the headers of some files can be read, which takes a small part of decoding them."""
         faults = {}
-        for name in track(self.names, f"reading the headers of {len(self.names)} images"):
+        for row in track(rows, f"reading the headers of {len(rows)} images"):
             try:
-                with _opened(self.root / name):
+                with _opened(self.root / self.names[row]):
                     pass
             except Exception as error:  # what decoders raise on damaged bytes has no common type
-                faults[name] = str(error)
-        return faults
+                faults[self.names[row]] = str(error)
+        if faults:
+            self._refuse(len(rows), faults)
 
     def _decode_all(self, names: list[str]) -> Iterator[Array | Exception]:
         """Each image's bytes, or the exception that decoding it raised."""
@@ -268,19 +248,8 @@ class ImageFiles:
 def check_images(task: TaskData) -> None:
     """Read the header of every image file of a task, so that nothing is missing hours later."""
     for part in (task.train, task.test):
-        source = part.source
-        if not isinstance(source, ImageFiles):
-            continue
-        files = replace(source, names=tuple(source.names[row] for row in part.indices))
-        faults = files.headers()
-        if faults:
-            named = some([f"{name} ({fault})" for name, fault in faults.items()])
-            count = f"{len(faults)} of {len(files.names)} images"
-            raise DataError(
-                f"{count} in {files.root} cannot be decoded: {named}",
-                expected="complete images of 8 bits a channel",
-                remedy=UNDAMAGED,
-            )
+        if isinstance(part.source, ImageFiles):
+            part.source.check_headers(part.indices)
 
 
 def _pixels(shape: tuple[int, ...]) -> str:

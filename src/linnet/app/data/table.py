@@ -6,32 +6,32 @@ import csv
 import difflib
 import math
 import os
+import re
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from linnet.app.data.checks import check_classes, some
-from linnet.app.data.columns import (
+from linnet.app.data.task import (
     EMPTY,
-    MOST_CATEGORIES,
+    LEFT_OUT,
     Column,
+    InMemory,
+    SampleSet,
     Table,
-    filled_unmarked,
-    finite,
-    fitted,
-    names_lines,
-    remarks,
+    TaskData,
+    check_classes,
+    split,
 )
-from linnet.app.data.task import InMemory, SampleSet, TaskData, split_at_random, split_by_class
 from linnet.app.data.transforms import Standardize
 from linnet.errors import DataError, FileFormatError, InputError
 from linnet.files import require_file, require_room
 from linnet.params import shown
+from linnet.shown import some
 
 Array = np.ndarray[Any, Any]
 _DELIMITERS = (",", ";", "\t")
@@ -42,47 +42,45 @@ _FAULTS = 8  # lines named in an error
 _NUMBERS = 0.9  # share of numbers in a column of numbers; see survey
 _LONGEST_TEXT = 200  # characters of a category; a longer text is no name of a class
 _SHOWN = 60  # characters of a column's name in an error
+# Different texts of a column in the training lines. Of more, most come once or twice and tell nothing.
+MOST_CATEGORIES = 50
+FEW_CATEGORIES = 5  # so many may come once each
+EMPTY_CELLS = ("", "na", "n/a", "nan", "null")  # among numbers, in any case
+_LINES = 10  # in fewer, whole numbers may differ in every line without being names of the lines
+_ID = re.compile(r"(?:^|[\W_])(?i:id|key|index|number|no|nr)$|[a-z](?:Id|ID|Key|Index|Number|No|Nr)$")
+_BY_CHANCE = 5.0  # pairs of n numbers drawn from a range that would be equal on average: all differ in 0.7 %
 
 
-def read_table(
-    path: str | os.PathLike[str],
-    target: str | Sequence[str] | None = None,
-    seed: int = 0,
-    test_fraction: float = 0.2,
-) -> TaskData:
+def read_table(path: str | os.PathLike[str], target: str | None = None, seed: int = 0) -> TaskData:
     r"""Read a table: a regression of a column of numbers, or the classes that a column of texts names."""
-    # Columns of texts become categories and empty cells are filled (`linnet.app.data.columns`); both, and the
+    # Columns of texts become categories and empty cells are filled (see below); both, and the
     # scale of columns and of a regression's targets, follow from the training lines alone. A target that is 0
     # or 1 throughout is two classes. A column named split with the texts train and test says which lines are
     # which. Samples are named by their line in the file, `line 2` being the first after the header.
     path = require_file(path)
     names, texts = survey(path)
-    answers = _target_columns(path, names, target)
-    assumed = (
-        f"{_label((names or [''])[-1])}, the last column, is taken as the target: --target takes another"
-    )
-    cells = read_cells(path, names, texts, answers, assumed="" if target else assumed)
-    split = _split_column(cells, answers)
-    features = [name for name in names if name not in answers and name != split]
+    answer = _target_column(path, names, target)
+    assumed = f"{_label(answer)}, the last column, is taken as the target: --target takes another"
+    cells = read_cells(path, names, texts, answer, assumed="" if target else assumed)
+    column = _split_column(cells, answer)
+    features = [name for name in names if name not in (answer, column)]
     if not features:
         raise DataError(f"{path} has no columns but the target", expected="at least one feature column")
-    y, classes, findings = _answers(path, cells, answers)
+    y, classes, findings = _answers(cells, answer)
     findings += [] if target else [assumed]
-    if split is not None:
-        marked = np.array([text.strip().lower() == "train" for text in cells.texts[split]])
-        learned = marked[cells.values[split].astype(np.int64)]
-        train, test = np.flatnonzero(learned), np.flatnonzero(~learned)
-        findings.append(f"the column {split} says which lines are trained on ({len(train)}) and tested")
-    elif classes is not None:
-        train, test = split_by_class(y, test_fraction, seed)
+    if column is None:
+        train, test = split(len(y), None if classes is None else y, seed)
     else:
-        train, test = split_at_random(len(y), test_fraction, seed)
-    table, x, told = _encoded(cells, features, answers, train)
+        marked = np.array([text.strip().lower() == "train" for text in cells.texts[column]])
+        learned = marked[cells.values[column].astype(np.int64)]
+        train, test = np.flatnonzero(learned), np.flatnonzero(~learned)
+        findings.append(f"the column {column} says which lines are trained on ({len(train)}) and tested")
+    table, x, told = _encoded(cells, features, answer, train)
     if classes is not None:
         findings += check_classes(y[train], classes)
     numbers = x if classes is not None else np.concatenate([x, y], axis=1)
     spreads = np.ptp(numbers[train], axis=0)
-    constant = [label for label, s in zip((*table.labels, *answers), spreads, strict=False) if s == 0]
+    constant = [label for label, s in zip((*table.labels, answer), spreads, strict=False) if s == 0]
     findings += [*told, *([f"constant in the training lines: {some(constant)}"] if constant else [])]
     whole = SampleSet(InMemory(x), np.arange(len(x)), y, cells.ids)
     scale = None if classes is not None else Standardize.of(y[train])
@@ -112,10 +110,9 @@ def survey(path: Path) -> tuple[list[str], set[str]]:
     for _, row in rows:
         if len(row) == len(names):
             for place, cell in enumerate(row):
-                value = finite(cell)
-                empty = value is not None and math.isnan(value)
-                filled[place] += not empty
-                numbers[place] += not empty and _number(cell) is not None
+                is_empty = cell.strip().lower() in EMPTY_CELLS
+                filled[place] += not is_empty
+                numbers[place] += not is_empty and number(cell) is not None
     return names, {n for n, a, b in zip(names, numbers, filled, strict=True) if a < _NUMBERS * b}
 
 
@@ -123,24 +120,27 @@ def read_cells(
     path: Path,
     names: Sequence[str],
     texts: Collection[str],
-    needed: Collection[str],
+    answer: str | None,
     least: int = 2,
     assumed: str = "",
 ) -> Cells:
-    """Read a whole table."""
+    """Read a whole table, in which no cell of the answers is empty."""
     rows = _rows(path)
     next(rows, None)
     values, lines, faults, faulty = array("d"), [], [], 0
     codes: dict[str, dict[str, int]] = {name: {} for name in names if name in texts}
     for line, row in rows:
-        fault = _fault(row, names, texts, needed)
-        if fault:
+        try:
+            if len(row) != len(names):
+                raise ValueError(f"{len(row)} cells, not {len(names)}")
+            values.extend(
+                [_coded(n, cell, codes.get(n), n == answer) for n, cell in zip(names, row, strict=True)]
+            )
+            lines.append(f"line {line}")
+        except ValueError as error:
             faulty += 1
             if faulty <= _FAULTS:
-                faults.append(f"line {line}: {fault}")
-        else:
-            values.extend(_coded(name, cell, codes) for name, cell in zip(names, row, strict=True))
-            lines.append(f"line {line}")
+                faults.append(f"line {line}: {error}")
         if len(lines) % _CHECKED == _CHECKED - 1:  # twice what is held: lists grow by copying
             held = sum(map(len, codes.values()))
             require_room(path, 8 * len(values) + _NAME_BYTES * (len(lines) + held), "more of its lines")
@@ -161,61 +161,55 @@ def read_cells(
     return Cells(columns, {name: tuple(found) for name, found in codes.items()}, tuple(lines))
 
 
-def _coded(name: str, cell: str, codes: dict[str, dict[str, int]]) -> float:
+def _coded(name: str, cell: str, codes: dict[str, int] | None, needed: bool) -> float:
     """A cell as a number: its own, or the position of its text; NaN where it is empty."""
-    if name not in codes:
+    value: float | None = math.nan
+    if codes is None:
         value = finite(cell)
-        return math.nan if value is None else value
-    text = cell.strip()
-    if len(text) > _LONGEST_TEXT:
-        text = f"{text[:_SHOWN]}... ({len(text)} characters)"
-    return float(codes[name].setdefault(text, len(codes[name]))) if text else math.nan
+    elif text := cell.strip():
+        if len(text) > _LONGEST_TEXT:
+            text = f"{text[:_SHOWN]}... ({len(text)} characters)"
+            value = None
+        if value is not None or not needed:
+            value = float(codes.setdefault(text, len(codes)))
+    if value is None:
+        infinite = number(cell)
+        what = shown(cell) if infinite is None else f"{shown(infinite)}, which is not finite"
+        raise ValueError(f"{_label(name)} is {what}")
+    if needed and math.isnan(value):
+        raise ValueError(f"{_label(name)} is empty")
+    return value
 
 
-def _split_column(cells: Cells, answers: Sequence[str]) -> str | None:
+def _split_column(cells: Cells, answer: str) -> str | None:
     """The column that says which lines are for training and which for testing."""
     for name, texts in cells.texts.items():
         known = {text.lower() for text in texts}
         whole = not np.isnan(cells.values[name]).any()
-        if name.lower() == "split" and name not in answers and known == {"train", "test"} and whole:
+        if name.lower() == "split" and name != answer and known == {"train", "test"} and whole:
             return name
     return None
 
 
-def _answers(
-    path: Path, cells: Cells, answers: Sequence[str]
-) -> tuple[Array, tuple[str, ...] | None, list[str]]:
-    """Labels (N,) with the names of their classes, or targets (N, T); and what to say of them."""
-    worded = [name for name in answers if name in cells.texts]
-    if worded and len(answers) > 1:
-        raise DataError(
-            f"{worded[0]} of {path} holds texts, and there are {len(answers)} targets",
-            expected="columns of numbers, or one column of classes",
-            remedy="predict the classes by themselves",
-        )
-    values = np.stack([cells.values[name] for name in answers], axis=1)
-    if worded:
-        texts = cells.texts[worded[0]]
+def _answers(cells: Cells, answer: str) -> tuple[Array, tuple[str, ...] | None, list[str]]:
+    """Labels (N,) with the names of their classes, or targets (N, 1); and what to say of them."""
+    values, texts = cells.values[answer], cells.texts.get(answer)
+    if texts is not None:
         classes = tuple(sorted(texts))
         order = np.array([classes.index(text) for text in texts])
-        return order[values[:, 0].astype(np.int64)], classes, []
-    if len(answers) == 1 and set(np.unique(values)) == {0.0, 1.0}:
-        note = f"{answers[0]} is 0 or 1 throughout: taken as two classes"
-        return values[:, 0].astype(np.int64), ("0", "1"), [note]
-    return values, None, _numbered(answers, values)
-
-
-def _numbered(answers: Sequence[str], values: Array) -> list[str]:
-    """A finding when the one target looks like the numbers of classes."""
-    kinds = len(np.unique(values))
-    if len(answers) > 1 or kinds > min(MOST_CATEGORIES, len(values) // 2) or (values % 1).any():
-        return []
-    told = f"{answers[0]} is whole numbers, {kinds} different ones: taken as a regression"
-    return [f"{told}; for classes write texts, such as class{values.flat[0]:.0f}"]
+        return order[values.astype(np.int64)], classes, []
+    kinds = np.unique(values)
+    if set(kinds) == {0.0, 1.0}:
+        return values.astype(np.int64), ("0", "1"), [f"{answer} is 0 or 1 throughout: taken as two classes"]
+    findings = []
+    if len(kinds) <= min(MOST_CATEGORIES, len(values) // 2) and not (values % 1).any():
+        told = f"{answer} is whole numbers, {len(kinds)} different ones: taken as a regression"
+        findings.append(f"{told}; for classes write texts, such as class{values[0]:.0f}")
+    return values[:, None].copy(), None, findings
 
 
 def _encoded(
-    cells: Cells, features: Sequence[str], answers: Sequence[str], train: Array
+    cells: Cells, features: Sequence[str], answer: str, train: Array
 ) -> tuple[Table, Array, list[str]]:
     """The columns as features (N, D), fitted on the training lines, and what to say of them."""
     columns, values, left_out = [], [], []
@@ -238,7 +232,7 @@ def _encoded(
             expected="columns of numbers, or of texts that repeat",
             remedy="replace texts by numbers or categories",
         )
-    table = Table(tuple(columns), tuple(answers))
+    table = Table(tuple(columns), answer)
     known = {name: cells.values[name][train] for name in features}
     told = remarks(table, left_out, known)
     held_out = np.setdiff1d(np.arange(len(cells.ids)), train)
@@ -255,8 +249,10 @@ def _placed(values: Array, column: Column, order: Array) -> Array:
     return whole[np.where(np.isnan(values), len(order), values).astype(np.int64)]
 
 
-def read_like(path: Path, table: Table) -> tuple[Array, dict[str, Array], Cells, list[str]]:
-    """Read the lines of another table like that of a run."""
+def read_like(
+    path: Path, table: Table, classes: Sequence[str] | None
+) -> tuple[Array, Array | None, tuple[str, ...], list[str]]:
+    """The lines of another table like that of a run: features, answers, names and findings."""
     names, texts = survey(path)
     missing = [column.name for column in table.features if column.name not in names]
     if missing:
@@ -267,8 +263,8 @@ def read_like(path: Path, table: Table) -> tuple[Array, dict[str, Array], Cells,
         )
     kinds = {column.name: column.categories is not None for column in table.features}
     worded = {name for name in names if kinds.get(name, name in texts)}
-    present = [name for name in table.targets if name in names]
-    cells = read_cells(path, names, worded, present, least=1)
+    answer = table.target if table.target in names else None
+    cells = read_cells(path, names, worded, answer, least=1)
     values, findings = [], []
     for column in table.features:
         own, order = cells.values[column.name], np.zeros(0)
@@ -281,7 +277,25 @@ def read_like(path: Path, table: Table) -> tuple[Array, dict[str, Array], Cells,
                 findings.append(f"{column.name} has texts that the run has not seen: {some(new)}")
         findings += filter(None, [filled_unmarked(column, own)])
         values.append(_placed(own, column, order))
-    return table.encode(values), {name: cells.values[name] for name in present}, cells, findings
+    y = None if answer is None else cells.values[answer][:, None]
+    if answer is not None and classes is not None:
+        y = _labels(path, answer, cells, classes)
+    return table.encode(values), y, cells.ids, findings
+
+
+def _labels(path: Path, answer: str, cells: Cells, classes: Sequence[str]) -> Array:
+    """Labels of lines, by the names of their classes."""
+    values, texts = cells.values[answer], cells.texts.get(answer)
+    names = [f"{value:g}" for value in values] if texts is None else [texts[int(code)] for code in values]
+    place = {name: label for label, name in enumerate(classes)}
+    unknown = [f"{cells.ids[row]}: {name}" for row, name in enumerate(names) if name not in place]
+    if unknown:
+        raise DataError(
+            f"{answer} of {path} names classes that the run has not: {some(unknown)}",
+            expected=f"one of {some(list(classes))}",
+            remedy="correct these lines, or run adapt again with the new classes",
+        )
+    return np.array([place[name] for name in names], dtype=np.int64)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -320,7 +334,7 @@ def _check_header(path: Path, names: list[str]) -> None:
     """Require names for the columns."""
     if not names:
         raise DataError(f"{path} is empty", expected="a header and one sample per line")
-    if all(_number(name) is not None for name in names):
+    if all(number(name) is not None for name in names):
         raise DataError(f"{path} begins with numbers", expected="the columns' names on the first line")
     if len(set(names)) < len(names) or "" in names:
         counts = Counter(names)
@@ -330,49 +344,96 @@ def _check_header(path: Path, names: list[str]) -> None:
         )
 
 
-def _fault(
-    row: list[str], names: Sequence[str], texts: Collection[str], needed: Collection[str]
-) -> str | None:
-    """The fault of a row; None where there is none."""
-    if len(row) != len(names):
-        return f"{len(row)} cells, not {len(names)}"
-    for name, cell in zip(names, row, strict=True):
-        value = math.nan if not cell.strip() else 0.0 if name in texts else finite(cell)
-        if name in texts and name in needed and len(cell) > _LONGEST_TEXT:
-            value = None
-        if value is not None and (value == value or name not in needed):
-            continue
-        label = _label(name)
-        if value is None:
-            number = _number(cell)
-            what = shown(cell) if number is None else f"{shown(number)}, which is not finite"
-            return f"{label} is {what}"
-        return f"{label} is empty"
-    return None
-
-
 def _label(name: str) -> str:
     """A column's name, shortened where it is long."""
     return name if len(name) <= _SHOWN else shown(name)
 
 
-def _number(cell: str) -> float | None:
-    """The number in a cell, if there is one."""
-    try:
-        return float(cell)
-    except ValueError:
-        return None
-
-
-def _target_columns(path: Path, names: list[str], target: str | Sequence[str] | None) -> list[str]:
-    """The columns to predict."""
-    wanted = [names[-1]] if target is None else [target] if isinstance(target, str) else list(target)
-    unknown = [name for name in wanted if name not in names]
-    if unknown or not wanted:
-        close = difflib.get_close_matches(next(iter(unknown), ""), names, n=1)
+def _target_column(path: Path, names: list[str], target: str | None) -> str:
+    """The column to predict."""
+    if target is None:
+        return names[-1]
+    if target not in names:
+        close = difflib.get_close_matches(target, names, n=1)
         raise InputError(
             f"target is {target!r}, which is no column of {path}",
             expected=f"one of {some(names)}",
             remedy=f"did you mean {close[0]}?" if close else "copy a name from the table's first line",
         )
-    return wanted
+    return target
+
+
+# Columns as numbers: categories as zeros and ones, empty cells filled and marked
+
+
+def fitted(name: str, values: Array, texts: Sequence[str] | None) -> tuple[Column, Array] | str:
+    """Encoding of a column, from the training lines."""
+    if texts is None:
+        known = values[~np.isnan(values)]
+        if not len(known):
+            return f"{name} (empty in all training lines)"
+        return Column(name, None, float(np.median(known)), len(known) < len(values)), np.zeros(0)
+    present = sorted({texts[int(code)] for code in np.unique(values[~np.isnan(values)])})
+    filled = len(values) - int(np.isnan(values).sum())
+    if len(present) > MOST_CATEGORIES or len(present) > max(FEW_CATEGORIES, filled // 2):  # such as names
+        return f"{name} ({len(present)} different texts)"
+    if np.isnan(values).any():
+        present.append(EMPTY)
+    order = {text: place for place, text in enumerate(present)}
+    return Column(name, tuple(present)), np.array([order.get(text, -1) for text in texts], dtype=np.float64)
+
+
+def names_lines(name: str, values: Array) -> bool:
+    """Whether whole numbers, (N,), identify the lines: all differ, and are in order, dense or called so."""
+    n = len(values)
+    if n < _LINES or not bool((values % 1 == 0).all()) or len(np.unique(values)) < n:  # NaN % 1 is not 0
+        return False
+    pairs = n * (n - 1) / 2 / (1 + np.ptp(values))
+    return bool((np.diff(values) > 0).all()) or bool(pairs > _BY_CHANCE) or _ID.search(name) is not None
+
+
+def remarks(table: Table, left_out: Sequence[str], train: Mapping[str, Array]) -> list[str]:
+    """Remarks on the columns."""
+    found = []
+    texts = [f"{c.name} ({len(c.categories)})" for c in table.features if c.categories is not None]
+    if texts:
+        found.append(f"texts as categories, a number of zero or one each: {some(texts)}")
+    filled = [
+        f"{c.name} ({int(np.isnan(train[c.name]).sum())} of {len(train[c.name])})"
+        for c in table.features
+        if c.categories is None and c.marked
+    ]
+    if filled:
+        found.append(f"empty cells filled with the median of the training lines, and marked: {some(filled)}")
+    if left_out:
+        found.append(f"{LEFT_OUT}{some(left_out)}")
+    return found
+
+
+def filled_unmarked(column: Column, values: Array) -> str | None:
+    """A remark on empty cells in a column that had none in the training lines: no model can know of them."""
+    empty = int(np.isnan(values).sum())
+    if not empty or column.marked or (column.categories is not None and EMPTY in column.categories):
+        return None
+    if column.categories is None:
+        taken = f"{column.fill:.4g}, the median of the training lines"
+    else:
+        taken = f"{column.categories[0]!r}" if len(column.categories) == 2 else "none of its categories"
+    where = f"{column.name} is empty in {empty} of {len(values)} lines and in no training line"
+    return f"{where}: taken as {taken}; the uncertainty does not know that it is missing"
+
+
+def finite(cell: str) -> float | None:
+    """The number in a cell, NaN for an empty one, None for a text or an infinite number."""
+    if cell.strip().lower() in EMPTY_CELLS:
+        return math.nan
+    value = number(cell)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def number(cell: str) -> float | None:
+    """The number in a cell, if there is one."""
+    try:
+        return float(cell)
+    except ValueError:
+        return None

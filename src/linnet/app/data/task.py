@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -12,14 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.app.data.checks import check_finite, check_fraction, check_seed, some
-from linnet.app.data.columns import LEFT_OUT, Table
 from linnet.app.data.transforms import ImageTransform, Standardize
 from linnet.errors import DataError, InputError
 from linnet.memory import Plan, parse_bytes, require
+from linnet.report.records import Samples
+from linnet.shown import some
 
 Array = np.ndarray[Any, Any]
 PartName = Literal["train", "test"]
+LEFT_OUT = "columns left out: "  # how the remark on columns that are no features begins
+EMPTY = ""  # the category of empty cells
+HELD_OUT = 0.2  # share of the samples that is kept for testing where the data do not say which
 
 
 class Source(Protocol):
@@ -75,6 +78,67 @@ class SampleSet:
             return SampleSet(InMemory(self.x), positions, self.y[positions], ids)
         return SampleSet(self.source, self.indices[positions], self.y[positions], ids)
 
+    def split(self, by_class: bool, seed: int) -> tuple[SampleSet, SampleSet]:
+        """A training and a test part."""
+        train, test = split(len(self), self.y if by_class else None, seed)
+        return self.take(train), self.take(test)
+
+
+@dataclass(frozen=True)
+class Column:
+    """Encoding of a column."""
+
+    name: str  # its name
+    # its texts in the training lines, each of which is a number of zero or one; the second alone where there
+    # are two. None for a column of numbers
+    categories: tuple[str, ...] | None = None
+    fill: float = 0.0  # what an empty cell of numbers stands for, the median of the training lines
+    marked: bool = False  # whether a further number is one where the cell is empty
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of its numbers."""
+        if self.categories is None:
+            return (self.name, f"{self.name} is empty") if self.marked else (self.name,)
+        shown = self.categories[1:] if len(self.categories) == 2 else self.categories
+        return tuple(f"{self.name} = {text}" if text != EMPTY else f"{self.name} is empty" for text in shown)
+
+    def encode(self, values: Array) -> Array:
+        """Its numbers, (N, K)."""
+        if self.categories is not None:
+            hot: Array = (values[:, None] == np.arange(len(self.categories))).astype(np.float64)
+            return hot[:, 1:] if len(self.categories) == 2 else hot
+        empty = np.isnan(values)
+        filled = np.where(empty, self.fill, values)
+        return np.stack([filled, empty.astype(np.float64)] if self.marked else [filled], axis=1)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of a table."""
+
+    features: tuple[Column, ...]  # columns that become features
+    target: str  # name of the column that is predicted
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> Table:
+        """The table that a file describes."""
+        columns = []
+        for one in stored["features"]:
+            texts = one["categories"]
+            categories = None if texts is None else tuple(map(str, texts))
+            columns.append(Column(str(one["name"]), categories, float(one["fill"]), bool(one["marked"])))
+        return cls(tuple(columns), str(stored["target"]))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of all features, (D,)."""
+        return tuple(label for column in self.features for label in column.labels)
+
+    def encode(self, values: Sequence[Array]) -> Array:
+        """Features of lines, (N, D)."""
+        return np.concatenate([c.encode(v) for c, v in zip(self.features, values, strict=True)], axis=1)
+
 
 @dataclass(frozen=True, eq=False)
 class TaskData:
@@ -115,9 +179,12 @@ class TaskData:
 
     def part(self, name: PartName) -> SampleSet:
         """One of the two parts."""
-        if name not in ("train", "test"):
-            raise InputError(f"part is {name!r}", expected="'train' or 'test'")
         return self.train if name == "train" else self.test
+
+    def samples(self, name: PartName) -> Samples:
+        """One part as people see it."""
+        part = self.part(name)
+        return Samples(part.x if self.image_mode else None, part.y, part.ids)
 
     def tensors(self, name: PartName, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """One part as tensors."""
@@ -173,34 +240,22 @@ class TaskData:
 # Parts of a data set, as sorted positions
 
 
-def split_at_random(samples: int, test_fraction: float, seed: int) -> tuple[Array, Array]:
-    """Divide samples into a training and a test part."""
-    check_fraction(test_fraction)
-    if samples < 2:
-        raise DataError(
-            f"{samples} sample cannot be split", "at least one to train and one to test", "add samples"
-        )
-    order = _permutation(samples, _generator(seed))
-    held = _held_out(samples, test_fraction)
-    return np.sort(order[held:]), np.sort(order[:held])
-
-
-def split_by_class(labels: Array, test_fraction: float, seed: int) -> tuple[Array, Array]:
+def split(samples: int, labels: Array | None, seed: int) -> tuple[Array, Array]:
     """Divide samples into a training and a test part, each class in the same proportion."""
     # A class of a single sample is put into the training part.
-    check_fraction(test_fraction)
-    generator = _generator(seed)
+    generator = torch.Generator().manual_seed(seed)
+    kinds = np.zeros(samples) if labels is None else labels
     train, test = [], []
-    for label in np.unique(labels):
-        members = np.flatnonzero(labels == label)
+    for kind in np.unique(kinds):
+        members = np.flatnonzero(kinds == kind)
         order = members[_permutation(len(members), generator)]
-        held = _held_out(len(members), test_fraction)
+        held = min(max(round(len(members) * HELD_OUT), 1), len(members) - 1)
         train.append(order[held:])
         test.append(order[:held])
     if not sum(map(len, test)):
         raise DataError(
-            "no class has two samples, so none is left to test",
-            expected="more samples",
+            f"{samples} sample cannot be split" if labels is None else "no class has two samples to split",
+            expected="at least one sample to train on and one to test",
             remedy="add samples, or a test part of their own",
         )
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(test))
@@ -225,15 +280,9 @@ def draw_shots(labels: Array, shots: int, seed: int, classes: Sequence[str], at_
             if counts[scarce]
             else "add samples of this class",
         )
-    generator = _generator(seed)
+    generator = torch.Generator().manual_seed(seed)
     members = [np.flatnonzero(labels == label) for label in range(len(classes))]
     return np.sort(np.concatenate([m[_permutation(len(m), generator)[:shots]] for m in members]))
-
-
-def _generator(seed: int) -> torch.Generator:
-    """A generator of its own, so that no other randomness is touched."""
-    check_seed(seed)
-    return torch.Generator().manual_seed(seed)
 
 
 def _permutation(length: int, generator: torch.Generator) -> Array:
@@ -241,6 +290,94 @@ def _permutation(length: int, generator: torch.Generator) -> Array:
     return torch.randperm(length, generator=generator).numpy()
 
 
-def _held_out(samples: int, fraction: float) -> int:
-    """The number of test samples: the fraction, but never all, and none only of a single one."""
-    return min(max(round(samples * fraction), 1), samples - 1)
+# Checks that every data set must pass, whatever file it came from
+
+
+def check_finite(what: str, values: np.ndarray[Any, Any], ids: Sequence[str]) -> None:
+    """Look for NaN and infinities."""
+    if not np.issubdtype(values.dtype, np.inexact):
+        return
+    with np.errstate(all="ignore"):
+        if np.isfinite(values.sum()):  # one pass without memory, enough nearly always
+            return
+    finite = np.isfinite(values).reshape(len(values), -1).all(axis=1)
+    if finite.all():  # the sum overflowed
+        return
+    bad = np.flatnonzero(~finite)
+    raise DataError(
+        f"{what} has NaN or infinite values in {len(bad)} of {len(values)} samples, first in {ids[bad[0]]}",
+        expected="finite numbers",
+        remedy="drop these samples or fill the gaps",
+    )
+
+
+def check_lengths(x_name: str, samples: int, y_name: str, answers: int) -> None:
+    """Require as many answers as samples, and at least one."""
+    if samples == 0:
+        raise DataError(
+            f"{x_name} is empty", expected="at least one sample", remedy="look at how the file was written"
+        )
+    if samples != answers:
+        raise DataError(
+            f"{x_name} has {samples} samples but {y_name} has {answers}",
+            expected="one answer for each sample",
+            remedy="look at how the file was written; rows must correspond",
+        )
+
+
+def as_labels(
+    name: str, y: np.ndarray[Any, Any], classes: int | None, ids: Sequence[str]
+) -> np.ndarray[Any, Any]:
+    """Integer class labels, checked, (N,)."""
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.ndim != 1:
+        raise DataError(
+            f"{name} has the shape {y.shape}",
+            expected="one integer label for each sample, (N,)",
+            remedy="for one-hot labels use argmax(axis=1)",
+        )
+    if y.dtype.kind not in "biuf":
+        raise DataError(
+            f"{name} has the type {y.dtype}",
+            expected="integer labels from 0",
+            remedy="number them: class_names, y = numpy.unique(y, return_inverse=True), and save both",
+        )
+    check_finite(name, y, ids)
+    with np.errstate(invalid="ignore"):
+        labels = y.astype(np.int64)
+    limit = np.iinfo(np.int64).max if classes is None else classes
+    bad = np.flatnonzero((labels != y) | (labels < 0) | (labels >= limit))
+    if len(bad):
+        upper = "" if classes is None else f" to {classes - 1}"
+        raise DataError(
+            f"{name} holds {y[bad[0]]} for sample {ids[bad[0]]} ({len(bad)} such labels)",
+            expected=f"integers from 0{upper}",
+            remedy="number the classes from 0 without gaps",
+        )
+    return labels
+
+
+def as_targets(name: str, y: np.ndarray[Any, Any], ids: Sequence[str]) -> np.ndarray[Any, Any]:
+    """Regression targets, checked, (N, T)."""
+    if y.ndim not in (1, 2) or y.dtype.kind != "f" or y.size == 0:
+        raise DataError(
+            f"{name} has the shape {y.shape} and the type {y.dtype}",
+            expected="real numbers of shape (N,) or (N, T)",
+            remedy="save the targets as floating-point numbers",
+        )
+    check_finite(name, y, ids)
+    return y.reshape(len(y), -1).astype(np.float64)
+
+
+def check_classes(labels: np.ndarray[Any, Any], classes: Sequence[str]) -> list[str]:
+    """Require training samples of at least two classes."""
+    present = np.unique(labels)
+    if len(present) < 2:
+        raise DataError(
+            f"the training samples are of one class only, {classes[int(present[0])]!r}",
+            expected="samples of two classes or more",
+            remedy="add samples of another class; for a regression save y as floating-point numbers",
+        )
+    absent = [name for label, name in enumerate(classes) if label not in set(present.tolist())]
+    return [f"no training sample of class {some(absent)}"] if absent else []

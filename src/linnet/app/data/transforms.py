@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ PRESETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 """Mean and standard deviation of pixels in [0, 1], as the usual pretrained networks expect them."""
 
-_LUMA = (0.299, 0.587, 0.114)  # gray from RGB, ITU-R BT.601
+LUMA = (0.299, 0.587, 0.114)  # gray from RGB, ITU-R BT.601
 _MOST_PIXELS = 1 << 28  # of an image being scaled; a strip of 1 x 1000 makes 50 million at 224
 _CHUNK = 512  # images converted at a time
 
@@ -101,7 +100,7 @@ def _with_channels(pixels: Tensor, channels: int) -> Tensor:
         return pixels
     if channels == 3:
         return pixels.expand(-1, 3, -1, -1)
-    return (pixels * torch.tensor(_LUMA).view(-1, 1, 1)).sum(1, keepdim=True)
+    return (pixels * torch.tensor(LUMA).view(-1, 1, 1)).sum(1, keepdim=True)
 
 
 def scaled_size(height: int, width: int, size: int) -> tuple[int, int]:
@@ -118,29 +117,17 @@ def scaled_size(height: int, width: int, size: int) -> tuple[int, int]:
 
 
 def image_transform(
-    mean: str | float | Sequence[float] = "none",
-    std: str | float | Sequence[float] | None = None,
-    size: int | None = None,
-    channels: int | None = None,
+    mean: str = "none", std: str | None = None, size: int | None = None, channels: int | None = None
 ) -> ImageTransform:
-    """The transform for a mean and a standard deviation given by name or in numbers."""
-    if isinstance(mean, str) and mean in PRESETS and std is None:
-        means, stds = PRESETS[mean]
-        return ImageTransform(means, stds, size, channels)
-    if std is None and isinstance(mean, str) and not _is_number(mean.partition(",")[0]):
+    """The transform for a mean and a standard deviation given by name or in numbers with commas."""
+    if std is None and mean in PRESETS:
+        return ImageTransform(*PRESETS[mean], size, channels)
+    if std is None:
         close = difflib.get_close_matches(mean, PRESETS, n=1)
         raise InputError(
-            f"mean is {mean!r}",
-            expected=f"one of {', '.join(PRESETS)}, or numbers for mean and std",
-            remedy=f"did you mean {close[0]}?"
-            if close
-            else "see what the network was trained on; none takes pixels as they are",
-        )
-    if std is None:
-        raise InputError(
             f"mean is {mean!r} without a std",
-            expected=f"numbers for mean and std, or one of {', '.join(PRESETS)}",
-            remedy="give std= too",
+            expected=f"one of {', '.join(PRESETS)}, or numbers for mean and std",
+            remedy=f"did you mean {close[0]}?" if close else "give std= too; none takes pixels as they are",
         )
     means, stds = _numbers("mean", mean), _numbers("std", std)
     longest = max(len(means), len(stds))
@@ -148,24 +135,13 @@ def image_transform(
     return ImageTransform(means, stds, size, channels)
 
 
-def _is_number(word: str) -> bool:
-    """Whether a word is a number."""
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    """Numbers with commas between them."""
     try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-def _numbers(name: str, value: str | float | Sequence[float]) -> tuple[float, ...]:
-    """Numbers given as one, several or text."""
-    try:
-        if isinstance(value, str):
-            return tuple(float(part) for part in value.split(","))
-        return tuple(map(float, value)) if isinstance(value, Sequence) else (float(value),)
-    except (TypeError, ValueError) as error:
+        return tuple(map(float, text.split(",")))
+    except ValueError as error:
         raise InputError(
-            f"{name} is {value!r} where numbers are needed",
+            f"{name} is {text!r} where numbers are needed",
             expected="one number or three, with commas, for mean as for std",
             remedy=f"leave std out for a mean by name: {', '.join(PRESETS)}",
         ) from error

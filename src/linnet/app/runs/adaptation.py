@@ -1,9 +1,10 @@
-"""Adapts a trained network to a task as ``linnet.adapt`` does, and scores the fit."""
+"""Adapts a trained network to a task as ``linnet.adapt`` does, scores the fit, or says what it will cost."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,20 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet.app.data import TaskData, read_task
+from linnet.app.data import TaskData, check_images, read_task
 from linnet.app.models import load_model
 from linnet.app.options import AdaptOptions, NetworkOptions, TaskOptions
 from linnet.app.runs.folder import (
     Origin,
     SavedRun,
     TestSource,
-    TrainingSamples,
     interrupted_run,
     test_digest,
 )
 from linnet.app.runs.normalization import normalized
-from linnet.app.runs.place import KERNEL_FILE, check_out, made_folder
-from linnet.app.runs.ranks import leave, shared_fit
+from linnet.app.runs.place import KERNEL_FILE, leave, shared_fit
 from linnet.app.runs.trust import absolute_spec
 from linnet.errors import InputError, ModelError
 from linnet.fitting.arguments import Choices
@@ -39,22 +38,20 @@ from linnet.machine import find_device
 from linnet.nested.adapt import HEADS, requested
 from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit, solved
+from linnet.nested.search import SAME
 from linnet.nested.tuning import HEAD_SCALE, tuned
 from linnet.params import integer
 from linnet.predictive.noise import fit_temperature, probabilities
-from linnet.progress import waiting
-from linnet.report.numbers import number
+from linnet.progress import is_verbose, waiting
+from linnet.report.numbers import duration, number
 from linnet.report.reading import (
     PROBE,
     Predictions,
     name_of,
-    predict,
-    reliability,
-    score_classes,
-    score_values,
-    temperatures_of,
+    scored,
 )
-from linnet.report.records import Comparison, Reliability, Scores
+from linnet.report.records import Content, Scores
+from linnet.report.verdict import TRY, score_in_words
 from linnet.tangent.batch import hash_examples, split
 from linnet.tangent.functional import OWN_SHAPE, Functional
 from linnet.tangent.preflight import LEFT_OUT, Preflight, preflight
@@ -65,6 +62,12 @@ Keep = Callable[[SavedRun], None]
 ALL = "leave it out to take all"
 TESTED = 2  # passes of a test sample for one of a training sample: the kernel with them, and its own variance
 AGAIN = 1.0  # seconds of a few samples below which they are timed again: another process may have been busy
+# Of a first answer:
+QUICK = 15.0  # seconds of passes through the network, about the time that torch takes to start
+FEW = 8  # samples that are timed
+LEAST = 32  # test samples, whose accuracy has a standard error of at most 9 points
+SHOTS, VALUES = 5, 16  # training samples of each class, or of all values: leave-one-out of fewer says little
+MOST = 2000  # training samples of a probe, whose equations then take seconds, and test samples
 
 
 @dataclass
@@ -112,22 +115,19 @@ class Started:
         return x.to(self.device), y.to(self.device)
 
 
-def adapt(options: AdaptOptions, out: Path, keep: Keep | None = None) -> Adaptation:
+def adapt(options: AdaptOptions, out: Path, keep: Keep) -> Adaptation:
     """Adapt a network: load, check, fit, evaluate, compare."""
     # The kernel is written while it grows, so that an interrupted run can continue, and the fit by `keep`
     # before it is evaluated.
-    check_out(out)
-    with made_folder(out):
-        return adapted(options, started(options), out, keep)
+    return adapted(options, started(options), out, keep)
 
 
-def adapted(options: AdaptOptions, begun: Started, out: Path, keep: Keep | None = None) -> Adaptation:
+def adapted(options: AdaptOptions, begun: Started, out: Path, keep: Keep) -> Adaptation:
     """Check, fit, evaluate and compare what has been loaded."""
     weight, ridge = asked(options)
     run, report = fitted(options, begun, (weight, ridge), out)
     leave()
-    if keep:
-        keep(run)
+    keep(run)
     if options.tune:
         run = _tuned(run, options, begun.stages, keep)
     return evaluated(run, begun, report, options)
@@ -144,7 +144,6 @@ def asked(options: AdaptOptions) -> tuple[float | None, float | None]:
 def started(options: TaskOptions, draw: Callable[[TaskData], TaskData] | None = None) -> Started:
     """The data and the network as it was trained."""
     stages, device = Stages(), find_device(options.device)
-    integer("seed", options.seed, least=0, most=2**63 - 1)
     if isinstance(options, AdaptOptions):
         asked(options)
     with stages.measure("reading the data"), waiting("reading the data"):
@@ -247,12 +246,8 @@ def fitted(
         fit = solved(module, x, targets, options.memory, record, given, file)
     discard(file)
     origin = replace(begun.origin, heads=(module.heads, module.seed))
-    temperatures = None if task.classes is None else temperatures_of(fit)
-    samples = TrainingSamples.of(task)
-    return SavedRun(
-        origin, fit, samples, task.classes, (task.transform, task.targets), _test_source(options, begun),
-        temperatures,
-    ), report  # fmt: skip
+    transforms, test = (task.transform, task.targets), _test_source(options, begun)
+    return SavedRun(origin, fit, task.samples("train"), task.classes, transforms, test), report
 
 
 def outputs_of(task: TaskData) -> int:
@@ -260,16 +255,15 @@ def outputs_of(task: TaskData) -> int:
     return len(task.classes) if task.classes is not None else task.train.y.shape[1]
 
 
-def _tuned(run: SavedRun, options: AdaptOptions, stages: Stages, keep: Keep | None) -> SavedRun:
+def _tuned(run: SavedRun, options: AdaptOptions, stages: Stages, keep: Keep) -> SavedRun:
     """The run with trained lower layers where that is better, unless an interrupted run has come so far."""
     fit = run.fit
     if not isinstance(fit, NestedFit) or fit.rungs:
         return run
     with stages.measure("training of the lower layers"):
         made = tuned(fit, options.seed)
-    run = replace(run, fit=made, temperatures=None if run.classes is None else temperatures_of(made))
-    if keep:
-        keep(run)
+    run = replace(run, fit=made)
+    keep(run)
     return run
 
 
@@ -288,10 +282,13 @@ def _test_source(options: TaskOptions, begun: Started) -> TestSource:
 # Scores
 
 
-def predict_test(run: SavedRun, task: TaskData) -> Predictions:
-    """Predictions for the test samples."""
-    x = task.tensors("test")[0].to(run.fit.module.function.device)
-    return predict(run.fit, x, run.transforms[1], run.temperatures)
+class Tried(NamedTuple):
+    """What a method predicts for the test samples."""
+
+    name: str
+    found: Predictions
+    seconds: float
+    note: str = ""
 
 
 def evaluated(
@@ -304,20 +301,23 @@ def evaluated(
     """The fit and what it is compared with, on the test samples."""
     step, stages, task = "evaluation on the test samples", begun.stages, begun.task
     with stages.measure(step), waiting(step):
-        found = predictions or predict_test(run, task)
+        found = predictions or run.predict(task.test.x)
         task = replace(task, findings=(*task.findings, *trained_on(task)))
-    every = [own_score(run, task, found)]
+    every = [own_predictions(run, found)]
     if name_of(run.fit) != PROBE:
         with stages.measure(PROBE), waiting(PROBE):
-            every.append(_probe_score(begun))
+            every.append(_probe(begun))
     if options.compare == "finetune":
         with stages.measure("plain fine-tuning"):
-            every.append(_fine_tuned_score(begun, options))
+            every.append(_fine_tuned(begun, options))
+    truth = task.test.y
+    parts = [scored(one.name, one.found, truth, one.seconds, one.note) for one in every]
+    values = [] if task.classes is not None else [(one.name, one.found.mean - truth) for one in every]
     scores = Scores(
-        tuple(one.row for one in every),
-        tuple(one.reliability for one in every if one.reliability is not None),
+        tuple(row for part in parts for row in part.comparison),
+        tuple(seen for part in parts for seen in part.reliability),
         len(task.test),
-        {one.row.name: one.squares for one in every if one.squares is not None},
+        {name: (gap**2).reshape(len(truth), -1).mean(1) for name, gap in values},
     )
     return Adaptation(run, task, report, found, scores, stages)
 
@@ -332,67 +332,43 @@ def trained_on(task: TaskData) -> list[str]:
     return [f"{told}: the scores say too little of new ones"] if count else []
 
 
-class Scored(NamedTuple):
-    """The scores of a method, and what they are of: right answers, or squared errors."""
-
-    row: Comparison
-    reliability: Reliability | None = None
-    squares: Array | None = None
-
-
-def own_score(run: SavedRun, task: TaskData, found: Predictions) -> Scored:
-    """Scores of a fit on the test samples."""
-    name, seconds, truth = name_of(run.fit), sum(run.fit.record.seconds.values()), task.test.y
-    if found.probs is None:
-        row = score_values(name, found.mean, truth, found.std, seconds)
-        return Scored(row, None, _squared(found.mean, truth))
-    note = f"{run.fit.solver} solver, ridge {number(run.fit.ridge)}"
-    row = score_classes(name, found.probs, truth, seconds, note)
-    return Scored(row, reliability(name, found.probs, truth))
+def own_predictions(run: SavedRun, found: Predictions) -> Tried:
+    """What a fit predicts for the test samples."""
+    fit = run.fit
+    note = "" if run.classes is None else f"{fit.solver} solver, ridge {number(fit.ridge)}"
+    return Tried(name_of(fit), found, sum(fit.record.seconds.values()), note)
 
 
-def _probe_score(begun: Started) -> Scored:
-    """The linear probe, on the test samples."""
+def _probe(begun: Started) -> Tried:
+    """What the linear probe predicts for the test samples."""
     start, (x, y) = time.perf_counter(), begun.tensors()
     model = with_head(begun.network, outputs_of(begun.task), data=(x, y))
     outputs, temperature = _outputs(model, begun), None
     if begun.task.classes is not None:
         temperature = fit_temperature(held_out_probe(begun.network, (x, y), len(begun.task.classes)), y)
-    note = "ridge regression on the last features"
-    return _score(PROBE, begun.task, outputs, temperature, (time.perf_counter() - start, note))
+    found = _plain_predictions(begun.task, outputs, temperature)
+    return Tried(PROBE, found, time.perf_counter() - start, "ridge regression on the last features")
 
 
-def _fine_tuned_score(begun: Started, options: AdaptOptions) -> Scored:
-    """Plain fine-tuning from the linear probe, on the test samples."""
+def _fine_tuned(begun: Started, options: AdaptOptions) -> Tried:
+    """What plain fine-tuning from the linear probe predicts for the test samples."""
     start, data = time.perf_counter(), begun.tensors()
     model = with_head(begun.network, outputs_of(begun.task), Probe(scale=HEAD_SCALE), data=data)
     best = fine_tune(model, data, options.finetune_steps, seed=options.seed, optimizer="adam")
     seconds = time.perf_counter() - start
-    tried = len(best.held_out)
-    rate = f"{best.learning_rate:g}, the best of {tried} rates on held-out samples"
+    rate = f"{best.learning_rate:g}, the best of {len(best.held_out)} rates on held-out samples"
     outputs = best.predict(begun.task.tensors("test")[0].to(begun.device))
-    temperature = 1.0 if begun.task.classes is not None else None
-    note = f"Adam, {best.steps} steps at {rate}"
-    return _score("plain fine-tuning", begun.task, outputs, temperature, (seconds, note))
+    found = _plain_predictions(begun.task, outputs, 1.0 if begun.task.classes is not None else None)
+    return Tried("plain fine-tuning", found, seconds, f"Adam, {best.steps} steps at {rate}")
 
 
-def _score(
-    name: str, task: TaskData, outputs: Tensor, temperature: float | None, about: tuple[float, str]
-) -> Scored:
-    """Scores of some outputs; with the seconds and the note of the method."""
-    truth, (seconds, note) = task.test.y, about
+def _plain_predictions(task: TaskData, outputs: Tensor, temperature: float | None) -> Predictions:
+    """Outputs of a network as predictions, without standard deviations."""
     if temperature is None:
-        values = task.targets.inverse(outputs) if task.targets else outputs
-        mean = values.double().cpu().numpy()
-        return Scored(score_values(name, mean, truth, None, seconds, note), None, _squared(mean, truth))
-    probs = probabilities(outputs.double(), None, temperature).cpu().numpy()
-    return Scored(score_classes(name, probs, truth, seconds, note), reliability(name, probs, truth))
-
-
-def _squared(mean: Array, truth: Array) -> Array:
-    """Squared errors of values, (N,)."""
-    found: Array = ((mean - truth) ** 2).reshape(len(truth), -1).mean(1)
-    return found
+        outputs = task.targets.inverse(outputs) if task.targets else outputs
+    mean = outputs.double().cpu()
+    probs = None if temperature is None else probabilities(mean, None, temperature).numpy()
+    return Predictions(mean.numpy(), None, probs)
 
 
 @torch.no_grad()
@@ -411,3 +387,163 @@ def seconds_each(work: Callable[[Tensor], object], x: Tensor) -> float:
         work(x)
         found.append(time.perf_counter() - start)
     return min(found) / len(x)
+
+
+# A first answer: a linear probe of all samples, then the lower layers on as many as half a minute allows.
+
+
+def first_answer(
+    options: AdaptOptions, out: Path, keep: Keep, tell: Callable[[str], None] = print
+) -> Adaptation:
+    """Adapt a network as ``linnet.app.runs.adaptation.adapt`` does, with what takes half a minute."""
+    # What is kept is the linear probe of all samples, or the fit with the lower layers where the time allows
+    # all of them. Where something is asked for that a probe is not, samples are left out.
+    begun = started(options, lambda task: _bounded(options, task))
+    if options.weight == "auto" and not options.tune:
+        return _probed(options, begun, out, keep, tell)
+    x = begun.tensors()[0][:FEW]
+    each = seconds_each(checked_features(options, begun.network, x)[0].kernel, x)
+    shots, tests = _shots(begun.task, QUICK / 2 / each), int(QUICK / 2 / each / TESTED)
+    return _part(options, begun, (shots, tests), out, keep)
+
+
+def _probed(
+    options: AdaptOptions, begun: Started, out: Path, keep: Keep, tell: Callable[[str], None]
+) -> Adaptation:
+    """The linear probe of all samples, and what the lower layers would add on some of them."""
+    task, stages, every = begun.task, begun.stages, begun.whole
+    run, report = fitted(options, begun, (0.0, asked(options)[1]), out)
+    fit = run.fit
+    assert isinstance(fit, NestedFit)
+    with stages.measure("linear probe on the test samples"):
+        found = run.predict(task.test.x)
+    own = own_predictions(run, found)
+    scores = scored(own.name, found, task.test.y, own.seconds, own.note)
+    page = Content("", task.classes, scores=replace(scores, reliability=()))
+    told, seconds = score_in_words(page, scores.comparison[0]), duration(sum(stages.seconds.values()))
+    tell(f"linear probe of {taken(every, task, tests=False)}: {told} ({seconds})")
+    each = seconds_each(fit.module.kernel, begun.tensors()[0][:FEW])
+    shots = _shots(task, QUICK / each)
+    if shots >= _counts(task).max():
+        return _part(options, begun, (shots, int(QUICK / each / TESTED)), out, keep)
+    part = replace(begun, task=drawn(task, shots, None, options.seed, at_most=True))
+    x, y = part.tensors()
+    with stages.measure("lower layers on some samples"):
+        targets = make_targets(y, fit.system.c, dtype=fit.module.function.dtype)
+        trial = solved(fit.module, x, targets, options.memory, Choices("dual", "loo", {}, ()))
+    some = taken(every, part.task, tests=False)
+    reasons = {"body": "a quick run keeps the linear probe"}
+    verdict = str(trial.verdict).removeprefix("Kept the linear probe: ")
+    tried = f"{TRY}: on" if trial.body_weight and SAME not in verdict else "On"
+    reasons["verdict"] = f"{tried} {some} {verdict[:1].lower()}{verdict[1:]}"
+    fit.record = replace(fit.record, reasons={**fit.record.reasons, **reasons})
+    keep(run)
+    made = evaluated(run, begun, report, options, predictions=found)
+    return replace(made, quick=f"Quick run, the linear probe alone: {taken(every, task)}.", whole=False)
+
+
+def _part(options: AdaptOptions, begun: Started, most: tuple[int, int], out: Path, keep: Keep) -> Adaptation:
+    """The fit that was asked for, of some samples; what was asked for by number is kept."""
+    task, every = begun.task, begun.whole
+    shots = most[0] if options.shots is None and most[0] < _counts(task).max() else None
+    tests = max(LEAST, most[1]) if options.tests is None else None
+    task = drawn(task, shots, tests, options.seed, at_most=True)
+    found = adapted(options, replace(begun, task=task), out, keep)
+    is_whole = len(task.train) == len(every.train) and len(task.test) == len(every.test)
+    return replace(found, quick=f"Quick run: {taken(every, task)}.", whole=is_whole)
+
+
+def _bounded(options: AdaptOptions, task: TaskData) -> TaskData:
+    """The samples that are asked for, or as many as a probe of seconds takes."""
+    shots, tests, at_most = options.shots, options.tests, False
+    if shots is None and len(task.train) > MOST:
+        shots, at_most = max(_most_shots(_counts(task), MOST), 1), True
+    return drawn(task, shots, MOST if tests is None else tests, options.seed, at_most)
+
+
+def _shots(task: TaskData, room: float) -> int:
+    """The training samples of each class, or of a regression, that a number in all allows; five at least."""
+    return max(VALUES if task.classes is None else SHOTS, _most_shots(_counts(task), int(room)))
+
+
+def taken(every: TaskData, part: TaskData, tests: bool = True) -> str:
+    """What was taken of the data."""
+    noun, own, counts = "images" if every.image_mode else "samples", _counts(part), _counts(every)
+    if len(part.train) == len(every.train):
+        told = f"all {number(len(every.train))} training {noun}"
+    elif len(own) > 1 and own.min() == own.max() and counts.min() == counts.max():
+        told = f"{own[0]} of {counts[0]} training {noun} per class"
+    else:
+        most = f", at most {own.max()} per class" if len(own) > 1 else ""
+        told = f"{number(len(part.train))} of {number(len(every.train))} training {noun}{most}"
+    if not tests:
+        return told
+    share = "all" if len(part.test) == len(every.test) else f"{number(len(part.test))} of"
+    return f"{told}, {share} {number(len(every.test))} test {noun}"
+
+
+def _counts(task: TaskData) -> Array:
+    """Training samples of each class, or of all values."""
+    return np.array([len(task.train)]) if task.classes is None else np.bincount(task.train.y)
+
+
+def _most_shots(counts: Array, room: int) -> int:
+    """The most samples of each class, or all of a smaller one, that are not more than ``room`` together."""
+    every = range(int(counts.max()) + 1)
+    return bisect(every, room, key=lambda shots: int(np.minimum(counts, shots).sum())) - 1
+
+
+# The preflight of a network and data, and what a fit will cost
+
+
+def check_task(options: TaskOptions, batch: int) -> tuple[dict[str, Any], list[str]]:
+    """Check a network on a few samples, and every file of the data by its header: as values, and in lines."""
+    integer("batch", batch)
+    device, task = find_device(options.device), read_task(options)
+    check_images(task)
+    sample = task.subset("train", range(min(batch, len(task.train))))
+    if options.size is not None:  # of what a few samples take in their own size, the preflight tells
+        replace(sample, test=sample.train).require_memory(options.memory)  # only these are decoded
+    spec, arguments = named_network(options, task)
+    old = load_model(spec, options.weights, arguments).to(device)
+    sample = normalized(sample, old, options.mean == "auto")
+    x = sample.tensors("train")[0].to(device)
+    network = ending(old, task, x, options.output)
+    module, report = checked_features(options, network, x)
+    own = Functional(network).output_shape(x).numel()
+    note = f"its head of {own} outputs is replaced by a new one, as linnet adapt does"
+    # with too large a plan the finding says so; nothing could be computed
+    fits = report.ok and report.memory.peak <= report.memory.budget
+    report = replace(report, ok=fits, findings=(*report.findings, note))
+    # The passes through the network decide, which grow with the samples; the products of pairs of samples
+    # are left out.
+    each = seconds_each(module.kernel, x) if fits else 0.0
+    known = {"fit": each * len(task.train), "test": TESTED * each * len(task.test)} if fits else None
+    data = {
+        "train": len(task.train), "test": len(task.test), "findings": list(sample.findings),
+        "classes": None if task.classes is None else list(task.classes),
+    }  # fmt: skip
+    result = {**report.to_dict(), "ok": report.ok, "data": data, "seconds": known}
+    return result, _in_lines(report, task, sample.findings, known)
+
+
+def _in_lines(
+    report: Preflight, task: TaskData, findings: Sequence[str], seconds: dict[str, float] | None
+) -> list[str]:
+    """For people: the answer, what to look at, and the time; all else with --verbose."""
+    kinds = "" if task.classes is None else f" of {len(task.classes)} classes"
+    noun = "images" if task.image_mode else "samples"
+    lines = ["ready: linnet adapt takes this network and these data" if report.ok else "NOT ready:"]
+    lines += [f"  {one}" for one in (() if report.ok else report.findings)]
+    lines += [f"data: {finding}" for finding in findings]
+    lines.append(f"data: {len(task.train)} training and {len(task.test)} test {noun}{kinds}")
+    if seconds is not None:
+        fit, tests = duration(seconds["fit"]), duration(seconds["test"])
+        lines.append(
+            f"linnet adapt: about {fit} for the fit, {tests} for the test {noun} with their variances"
+        )
+    lines += [f"note: {one}" for one in (report.findings if report.ok else ())]
+    if not is_verbose():
+        total = f"{len(report.parameters)} parameters, {report.total:,} weights"
+        return [*lines, f"{total}; --verbose lists them"]
+    return [*lines, "", *str(report).splitlines()]

@@ -11,26 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from linnet.app.data import TaskData
-from linnet.app.runs.folder import SavedRun, TrainingSamples, load_test, save_run, test_digest
-from linnet.app.runs.place import clear_run, made_folder
-from linnet.app.runs.results import further, place_of, write
-from linnet.app.runs.samples import NewSamples, find_samples, named
+from linnet.app.runs.folder import SavedRun, load_test, save_run, test_digest
+from linnet.app.runs.place import clear_run
+from linnet.app.runs.results import further, place_of, print_change, write
+from linnet.app.runs.samples import NewSamples, find_samples, named, read_new, required_answers
 from linnet.errors import DataError, InputError
 from linnet.linear.dual import DualSystem
 from linnet.nested.nested_fit import NestedFit
 from linnet.report.numbers import duration, number, percent
 from linnet.report.reading import (
     Fit,
-    Predictions,
     certificate_of,
     choices,
     facts,
     held_out,
-    predict,
-    reliability,
-    score_classes,
-    score_values,
+    scored,
     suspects,
     training_set,
 )
@@ -40,6 +35,7 @@ from linnet.report.records import (
     FitRecord,
     Forgetting,
     Notes,
+    Reliability,
     Samples,
     Scores,
     TrainingSet,
@@ -71,7 +67,7 @@ class Change:
 def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
     """Forget training samples."""
     known = run.samples
-    removed = find_samples(ids, known.ids, known.answers, run.classes, "training samples")
+    removed = find_samples(ids, known.ids, "training samples")
     if len(removed) == run.fit.n:
         raise InputError(
             f"ids names all {run.fit.n} training samples",
@@ -82,20 +78,26 @@ def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
     fit = run.fit.forget(removed)
     seconds = time.perf_counter() - start
     keep = np.setdiff1d(np.arange(run.fit.n), np.asarray(removed))
-    after = run.changed(fit, known.take(keep))
+    after = replace(run, fit=fit, samples=known.take(keep))
     compared = _compare(fit, verify)
     return Change(run, after, seconds, *compared, tuple(removed), verify)
 
 
-def update(run: SavedRun, new: NewSamples, answers: Array, name: str, verify: bool = False) -> Change:
+def update(run: SavedRun, data: Path, verify: bool = False) -> Change:
     """Take in new training samples."""
+    new = read_new(data, run, prefer="train")
+    answers = required_answers(new, data)
     new, answers, notes = _unknown(run, new, answers)
     start = time.perf_counter()
     fit = run.fit.update((run.inputs(new.x), run.answers(answers)))
     seconds = time.perf_counter() - start
-    images = new.x if run.samples.images is not None else None
-    more = TrainingSamples(images, np.asarray(answers), _unused(run.samples.ids, name, new.ids))
-    after, overlap = _tested_elsewhere(run.changed(fit, run.samples.joined(more)), new)
+    known, images = run.samples, run.samples.images
+    assert known.labels is not None
+    if images is not None:
+        images = np.concatenate([images, new.x]) if images.shape[1:] == new.x.shape[1:] else None
+    every = known.ids + _unused(known.ids, data.name, new.ids)
+    samples = Samples(images, np.concatenate([known.labels, answers]), every)
+    after, overlap = _tested_elsewhere(replace(run, fit=fit, samples=samples), new)
     compared = _compare(fit, verify)
     return Change(run, after, seconds, *compared, (), verify, (*new.findings, *notes, *overlap))
 
@@ -165,41 +167,36 @@ def _compare(fit: Fit, verify: bool) -> tuple[float, float]:
     return float(gap), time.perf_counter() - start
 
 
-def keep_change(change: Change, command: str, out: Path, title: str, overwrite: bool) -> dict[str, Any]:
-    """Write the run after a change, with its report."""
+def keep_change(
+    change: Change, command: str, out: Path, title: str, overwrite: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Write the run after a change, with its report: the result, and lines for people."""
     result, page = report_change(change, command, out, title)
-    with made_folder(out):
-        if overwrite:
-            clear_run(out)
-        save_run(out, change.after)
-        write(out, result, page)
-    return result
+    if overwrite:
+        clear_run(out)
+    save_run(out, change.after)
+    write(out, result, page)
+    return result, print_change(result)
 
 
 def report_change(change: Change, command: str, out: Path, title: str) -> tuple[dict[str, Any], Content]:
     """The result and the page of a change."""
     before, after = change.before, change.after
     task, why = load_test(after)
-    scores = []
-    shown: Predictions | None = None
+    rows: tuple[Comparison, ...] = ()
+    diagrams: tuple[Reliability, ...] = ()
+    test = None
     if task is not None:
-        scores.append(_score("after", after, task, change.seconds))
-        scores.append(_score("before", before, task, None))
-        shown = scores[0][1]
-    forgotten = _forgetting(change, scores) if change.removed else None
+        found, then = after.predict(task.test.x), before.predict(task.test.x)
+        scores = scored("after", found, task.test.y, change.seconds), scored("before", then, task.test.y)
+        rows = tuple(row for part in scores for row in part.comparison)
+        diagrams = tuple(seen for part in scores for seen in part.reliability)
+        test = held_out(after, task.samples("test"), found, task.test.x, explain=not change.removed)
     train = training_set(after)
     if change.removed:
         doubted, by_chance, limits = suspects(before.fit)
-        train = TrainingSet(before.shown, None, doubted, None, forgotten, by_chance, limits)
-    rows = tuple(row for row, _ in scores)
-    test = None
-    if task is not None and shown is not None:
-        images = task.test.x if task.image_mode else None
-        samples = Samples(images, task.test.y, task.test.ids)
-        test = held_out(after, samples, shown, task.test.x, explain=not change.removed)
-    diagrams = () if task is None else tuple(
-        reliability(row.name, found.probs, task.test.y) for row, found in scores if found.probs is not None
-    )  # fmt: skip
+        forgotten = _forgetting(change, rows)
+        train = TrainingSet(before.samples, None, doubted, None, forgotten, by_chance, limits)
     findings = (*change.notes, *((why,) if why else ()))
     warnings = (*after.fit.record.warnings, *findings)
     steps = further(place_of(out), False, after.classes is not None)
@@ -222,16 +219,7 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
 
 def _named(run: SavedRun, positions: Sequence[int]) -> list[dict[str, Any]]:
     """Training samples of a run, with their answers."""
-    return named(run.samples.ids, run.samples.answers, run.classes, positions)
-
-
-def _score(name: str, run: SavedRun, task: TaskData, seconds: float | None) -> tuple[Comparison, Predictions]:
-    """Scores on the test samples."""
-    x = task.tensors("test")[0].to(run.fit.module.function.device)
-    found = predict(run.fit, x, run.transforms[1], run.temperatures)
-    if found.probs is None:
-        return score_values(name, found.mean, task.test.y, found.std, seconds), found
-    return score_classes(name, found.probs, task.test.y, seconds), found
+    return named(run.samples.ids, run.samples.labels, run.classes, positions)
 
 
 def _headline(change: Change, rows: tuple[Comparison, ...]) -> tuple[str, ...]:
@@ -252,29 +240,22 @@ def _headline(change: Change, rows: tuple[Comparison, ...]) -> tuple[str, ...]:
     return first, f"The test RMSE was {number(then.rmse)} before and is {number(now.rmse)} after."
 
 
-def _forgetting(change: Change, scores: list[tuple[Comparison, Predictions]]) -> Forgetting:
+def _forgetting(change: Change, rows: tuple[Comparison, ...]) -> Forgetting:
     """The part of the page about forgetting."""
     before, after = change.before.fit, change.after.fit
     table: list[tuple[str, float | str, float | str]] = [("training samples", before.n, after.n)]
-    if scores:
-        (now, _), (then, _) = scores
-        for what, field in (
-            ("test accuracy", "accuracy"),
-            ("test log loss, nats", "nll"),
-            ("test RMSE", "rmse"),
+    if rows:
+        now, then = rows
+        for what, was, becomes in (
+            ("test accuracy", then.accuracy, now.accuracy),
+            ("test log loss, nats", then.nll, now.nll),
+            ("test RMSE", then.rmse, now.rmse),
         ):
-            if getattr(now, field) is not None:
-                table.append((what, getattr(then, field), getattr(now, field)))
+            if was is not None and becomes is not None:
+                table.append((what, was, becomes))
     table.append((certificate_of(after), before.system.certificate(), after.system.certificate()))
     how = "The comparison ran the network again, kernel included." if change.verified else (
         "The comparison solves the equations of the remaining samples from scratch."
     )  # fmt: skip
-    return Forgetting(
-        change.removed,
-        tuple(table),
-        change.difference,
-        change.seconds,
-        change.refit_seconds,
-        how,
-        change.verified,
-    )
+    seconds = change.seconds, change.refit_seconds
+    return Forgetting(change.removed, tuple(table), change.difference, *seconds, how, change.verified)

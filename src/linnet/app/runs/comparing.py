@@ -19,9 +19,9 @@ from linnet.errors import FileFormatError, InputError
 from linnet.files import read_json
 from linnet.report.numbers import number
 from linnet.report.records import Comparison
+from linnet.shown import some
 
 Array = np.ndarray[Any, Any]
-_RESULT = "result.json"
 _LIKELY = 2.0  # standard errors from which a difference is called one
 _SHOWN = 10  # samples of each kind that are named in the text
 
@@ -42,26 +42,44 @@ class Finished:
     @classmethod
     def read(cls, folder: Path) -> Finished:
         """Read a run."""
-        (classes, source), path = tested(folder), folder / _RESULT
+        (classes, source), path = tested(folder), folder / "result.json"
         try:
-            parts = _parts(read_json(path), classes)
+            found = cls._of(folder, read_json(path), classes, source)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise FileFormatError(
                 f"{path} does not hold the result of a run ({type(error).__name__}: {error})",
                 expected="the file as linnet adapt, forget or update wrote it",
                 remedy="run the command again with the same --out",
             ) from error
-        if parts is None or source is None:
+        if found is None:
             raise InputError(
                 f"{folder} has no test samples with answers",
                 expected="two runs that were scored on test samples",
                 remedy="adapt with data that have a test part",
             )
-        return cls(folder, classes, source, *parts)
+        return found
 
-    def at(self, places: list[int]) -> tuple[Array, Array]:
-        """Answers and predictions of some test samples."""
-        return self.answers[places], self.predicted[places]
+    @classmethod
+    def _of(
+        cls, folder: Path, result: Any, classes: tuple[str, ...] | None, source: TestSource | None
+    ) -> Finished | None:
+        """What is compared, out of the result of a run; None where it has no test samples with answers."""
+        test, chosen = result["report"]["test"], result["report"]["choices"]
+        settings = {str(c["what"]): str(c["chosen"]) for c in chosen if c["chosen"] is not None}
+        settings["training samples"] = f"{int(result['train']):,}"
+        if source is None or test is None or not test["ids"] or test["labels"] is None:
+            return None
+        kind = np.int64 if classes else np.float64
+        ids, answers = tuple(map(str, test["ids"])), np.array(test["labels"], kind)
+        predicted = np.array(test["predicted" if classes else "mean"], kind)
+        if not len(ids) == len(answers) == len(predicted):
+            raise ValueError("its test samples differ in number")
+        if classes and not all(
+            labels.min() >= 0 and labels.max() < len(classes) for labels in (answers, predicted)
+        ):
+            raise ValueError("a label is none of the classes")
+        scores = Comparison(**result["scores"][0]) if result["scores"] else Comparison("linear fit")
+        return cls(folder, classes, source, scores, settings, ids, answers, predicted.reshape(answers.shape))
 
 
 def compare_runs(first: Path, second: Path) -> dict[str, Any]:
@@ -75,22 +93,16 @@ def compare_runs(first: Path, second: Path) -> dict[str, Any]:
         )
     both = pairs(a, b)
     left, right = [i for i, _ in both], [j for _, j in both]
-    (answers, mine), (_, yours) = a.at(left), b.at(right)
-    names = [a.ids[i] for i in left]
-    classes = a.classes
-    losses = (
-        (mine != answers, yours != answers)
-        if classes
-        else (_squared(mine, answers), _squared(yours, answers))
-    )
-    change = losses[0].astype(float) - losses[1].astype(float)  # above 0 where the second run is better
+    answers, mine, yours, classes = a.answers[left], a.predicted[left], b.predicted[right], a.classes
+    losses = [_loss(found, answers, classes) for found in (mine, yours)]
+    change = losses[0] - losses[1]  # above 0 where the second run is better
     what = "accuracy" if classes else "mean squared error"
     gain = float(change.mean()) if classes else -float(change.mean())
 
     def told(places: Array) -> list[dict[str, Any]]:
         return [
             {
-                "id": names[p],
+                "id": a.ids[left[p]],
                 "answer": _name(answers[p], classes),
                 "first": _name(mine[p], classes),
                 "second": _name(yours[p], classes),
@@ -121,7 +133,8 @@ def print_comparison(result: dict[str, Any]) -> list[str]:
     """A comparison for people."""
     first, second = result["runs"]
     difference, counted = result["difference"], result["difference"]["what"] == "accuracy"
-    lines = [f"{result['test']} test samples of both runs", *score_table(_rows(result), result["test"])]
+    rows = [Comparison(**row) for row in result["scores"]]
+    lines = [f"{result['test']} test samples of both runs", *score_table(rows, result["test"])]
     lines.append(_verdict(difference, first, second))
     if any(result["left_out"]):
         lines.append("test samples of one run alone, left out: {} and {}".format(*result["left_out"]))
@@ -140,7 +153,7 @@ def print_comparison(result: dict[str, Any]) -> list[str]:
             lines.append(f"  and {len(found) - _SHOWN} more; --out FILE lists all")
     moved = [f"{c['name']} {100 * c['difference']:+.1f} points ({c['samples']})" for c in result["classes"]]
     lines += [f"classes that moved most: {', '.join(moved[:3])}"] if moved else []
-    return [line.replace("\u202f", " ") for line in lines]
+    return lines
 
 
 def comparison_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -148,31 +161,6 @@ def comparison_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     first, second = result["runs"]
     named = (("worse", first), ("better", second))
     return [{**row, "better": run} for kind, run in named for row in result[kind]]
-
-
-def _parts(
-    result: dict[str, Any], classes: tuple[str, ...] | None
-) -> tuple[Comparison, dict[str, str], tuple[str, ...], Array, Array] | None:
-    """What is compared, out of the result of a run; None where it has no test samples with answers."""
-    report = result["report"]
-    test, chosen = report["test"], report["choices"]
-    settings = {str(c["what"]): str(c["chosen"]) for c in chosen if c["chosen"] is not None}
-    settings["training samples"] = f"{int(result['train']):,}"
-    if test is None or not test["ids"] or test["labels"] is None:
-        return None
-    kind = np.int64 if classes else np.float64
-    answers, predicted = (
-        np.array(test["labels"], kind),
-        np.array(test["predicted" if classes else "mean"], kind),
-    )
-    if not len(test["ids"]) == len(answers) == len(predicted):
-        raise ValueError("its test samples differ in number")
-    if classes and not (
-        min(answers.min(), predicted.min()) >= 0 and max(answers.max(), predicted.max()) < len(classes)
-    ):
-        raise ValueError("a label is none of the classes")
-    scores = Comparison(**result["scores"][0]) if result["scores"] else Comparison("linear fit")
-    return scores, settings, tuple(map(str, test["ids"])), answers, predicted.reshape(answers.shape)
 
 
 def pairs(a: Finished, b: Finished) -> list[tuple[int, int]]:
@@ -200,11 +188,6 @@ def _scores(run: Finished, loss: Array, tested: int) -> dict[str, Any]:
     else:
         row = vars(Comparison("", rmse=float(np.sqrt(loss.mean()))))
     return {**row, "name": str(run.folder)}
-
-
-def _rows(result: dict[str, Any]) -> list[Comparison]:
-    """The scores as rows of a table."""
-    return [Comparison(**row) for row in result["scores"]]
 
 
 def _verdict(difference: dict[str, Any], first: str, second: str) -> str:
@@ -238,8 +221,10 @@ def _by_class(answers: Array, change: Array, classes: tuple[str, ...] | None) ->
     return sorted(found, key=lambda one: -abs(one["difference"]))
 
 
-def _squared(predicted: Array, answers: Array) -> Array:
-    """Squared error of each sample, summed over its values, (N,)."""
+def _loss(predicted: Array, answers: Array, classes: tuple[str, ...] | None) -> Array:
+    """One for each wrong class, or the squared error of each sample, averaged over its values, (N,)."""
+    if classes:
+        return np.asarray(predicted != answers, dtype=float)
     squared: Array = (predicted - answers.astype(float)).reshape(len(answers), -1) ** 2
     return np.asarray(squared.mean(1))
 
@@ -253,8 +238,4 @@ def _name(value: Any, classes: tuple[str, ...] | None) -> str:
 
 def _described(classes: tuple[str, ...] | None) -> str:
     """Classes in a phrase."""
-    return (
-        "no classes"
-        if not classes
-        else f"{len(classes)} classes ({', '.join(classes[:5])}{', …' * (len(classes) > 5)})"
-    )
+    return f"{len(classes)} classes ({some(classes, 5)})" if classes else "no classes"

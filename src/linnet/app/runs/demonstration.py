@@ -154,6 +154,7 @@ def forget_flipped(files: Files, out: Path, seed: int) -> tuple[Recall, dict[str
     task = load_data(files.digits).shots(SHOTS, seed)
     wrong = flip_labels(task, files.flipped, seed)
     place = out / "flipped"
+    place.mkdir(exist_ok=True)
     found = adapt(_options(files, files.flipped, None, seed), place, partial(keep_fit, place))
     keep_adaptation(found, place, f"Digits 5 to 9, {FLIPPED} of {len(task.train)} labels wrong")
     change, recall = _forget_doubtful(found, wrong)

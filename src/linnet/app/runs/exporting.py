@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import json
 import logging
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from linnet.app.data import ImageTransform, Standardize
+from linnet.app.data.transforms import LUMA
 from linnet.app.runs.folder import SavedRun
 from linnet.app.runs.place import check_new_file
 from linnet.distribution import install_command
 from linnet.errors import DependencyError, InputError, ModelError
 from linnet.files import write_atomic
 from linnet.memory import format_bytes
-from linnet.nested.nested_fit import NestedFit
 from linnet.predictive.noise import probabilities
 from linnet.progress import waiting
-from linnet.report.numbers import duration
 from linnet.tangent.batch import take
 from linnet.tangent.graph import (
     MOST,
@@ -33,17 +31,12 @@ from linnet.tangent.graph import (
     Prototype,
     dimensions,
     free_sizes,
-    network_graph,
     plain_module,
     that_run,
 )
 
 RECORD = "linnet.json"  # the name of the description in a .pt2 file
 _NEEDED = {".onnx": ("onnx", "onnxscript"), ".pt2": ()}
-_LUMA = (0.299, 0.587, 0.114)  # gray from RGB, ITU-R BT.601
-# Seconds of an export in those of tracing the network once, with no direction and for each one: of a residual
-# network of 8 layers it was 0.4 to 0.65 for building, and as long for writing.
-_ONCE, _EACH = 3.0, 1.2
 _LARGEST = 2**31 - 2**24  # bytes of weights that one ONNX file holds
 
 
@@ -85,7 +78,7 @@ class RunModule(nn.Module):
             return x.to(self.dtype) if x.is_floating_point() else x  # ids of tokens stay whole numbers
         pixels = x.permute(0, 3, 1, 2).to(self.dtype) / 255
         if pixels.shape[1] != self.channels:
-            luma = torch.tensor(_LUMA, dtype=self.dtype).view(-1, 1, 1)
+            luma = torch.tensor(LUMA, dtype=self.dtype).view(-1, 1, 1)
             gray = self.channels == 1
             pixels = (pixels * luma).sum(1, keepdim=True) if gray else pixels.expand(-1, 3, -1, -1)
         shape = (-1, 1, 1)
@@ -127,29 +120,7 @@ def check_export(path: Path, overwrite: bool) -> None:
         )
 
 
-def foretold(run: SavedRun, merge: bool) -> tuple[str, float]:
-    """What the file of a run will hold, and how long writing it takes."""
-    fit, function = run.fit, run.fit.module.function
-    assert isinstance(fit, NestedFit)
-    start = time.perf_counter()
-    network_graph(function.model, Prototype(take(fit.x, slice(0, 2))), function.output)
-    one = time.perf_counter() - start
-    network = sum(p.numel() * p.itemsize for p in function.model.parameters())
-    wide = fit.module.width * (fit.module.width + fit.system.c)  # the old head gives its inputs
-    count = 0 if merge or not fit.body_weight else fit.module.heads * fit.system.c
-    seconds = one * (_ONCE + _EACH * count)
-    held = format_bytes(network + (wide * (not merge) + count * function.space.dim) * function.dtype.itemsize)
-    told = f"about {held} in about {duration(seconds)}".replace("\u202f", " ")
-    if not count:
-        return f"{told}: the network with its new weights", seconds
-    told += f": the network, and {count} direction{'s' * (count > 1)} in {function.space.dim:,} weights"
-    told += f" ({fit.system.c} outputs, {fit.module.heads} heads); a run with --weight 0 needs none"
-    return told, seconds
-
-
-def write_export(
-    run: SavedRun, path: Path, variance: bool, merge: bool = False, seconds: float | None = None
-) -> dict[str, Any]:
+def write_export(run: SavedRun, path: Path, variance: bool, merge: bool = False) -> dict[str, Any]:
     """Write a run as one file."""
     if merge and variance:
         raise InputError(
@@ -158,8 +129,7 @@ def write_export(
             remedy="leave variance= or merge= out",
         )
     same: float | None = None
-    half = None if seconds is None else seconds / 2
-    with waiting("building the model", half):
+    with waiting("building the model"):
         if merge:
             merged = run.fit.merge()
             same = merged.agreement if run.classes else None
@@ -178,7 +148,7 @@ def write_export(
     example = _example(run)
     outputs = ["outputs" if run.classes else "values", *(["variance"] if variance else [])]
     outputs += ["probabilities"] if run.classes else []
-    with warnings.catch_warnings(), waiting(f"writing {path.name}", half):
+    with warnings.catch_warnings(), waiting(f"writing {path.name}"):
         warnings.simplefilter("ignore")  # of torch's own tracing
         if path.suffix.lower() == ".pt2":
             exported, free = _traced(whole, _sized(example, run))
@@ -298,8 +268,7 @@ def _sized(example: Tensor, run: SavedRun) -> Prototype:
 
 def _columns(run: SavedRun) -> list[str] | None:
     """Names of the numbers of a row, in their order; ``None`` for other samples."""
-    table = None if run.test is None else run.test.columns
-    return None if table is None else [label for column in table.features for label in column.labels]
+    return None if run.columns is None else list(run.columns.labels)
 
 
 def _told_input(example: Tensor, run: SavedRun, free: Sequence[FreeSize]) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from linnet import params
 from linnet.app.data import ImageTransform, Standardize, TaskData, load_data
-from linnet.app.data.columns import Table
+from linnet.app.data.task import Table
 from linnet.app.models import apply_weights, load_model
 from linnet.app.options import RunOptions
 from linnet.app.runs.place import RECORD, REPLAY, check_free, clear_run, writing
@@ -34,15 +34,13 @@ from linnet.fitting.last_layer import Appended
 from linnet.machine import find_device
 from linnet.nested.features import with_random_heads
 from linnet.nested.nested_fit import NestedFit
-from linnet.report.reading import Fit, temperatures_of
+from linnet.report.reading import Fit, Predictions, predict, temperatures_of
 from linnet.report.records import Samples
 from linnet.saved import load
-from linnet.tangent.batch import take
 from linnet.tangent.functional import check_output
 
 Array = np.ndarray[Any, Any]
 _KIND = "run"
-_KNOWN_SAMPLES, _KNOWN_NUMBERS = 4, 64  # training samples whose outputs, and how many, tell a network again
 _MOST = 2**31  # outputs and positions: beyond what a run in memory can have
 _TENSORS = ("model", NestedFit.kind, "samples")
 
@@ -73,64 +71,31 @@ class TestSource:
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingSamples:
-    """Training samples as people see them."""
-
-    images: Array | None  # bytes (N, H, W, C), or None when samples are no images
-    answers: Array  # labels int64 (N,), or targets in their own units (N, T)
-    ids: tuple[str, ...]  # A stable name for each sample
-
-    @classmethod
-    def of(cls, task: TaskData) -> TrainingSamples:
-        """Those of a task."""
-        images = np.ascontiguousarray(task.train.x) if task.image_mode else None
-        return cls(images, np.ascontiguousarray(task.train.y), task.train.ids)
-
-    def take(self, positions: Array) -> TrainingSamples:
-        """Some of the samples."""
-        images = None if self.images is None else self.images[positions]
-        return TrainingSamples(images, self.answers[positions], tuple(self.ids[p] for p in positions))
-
-    def joined(self, other: TrainingSamples) -> TrainingSamples:
-        """These samples, then others."""
-        images = None
-        if (
-            self.images is not None
-            and other.images is not None
-            and self.images.shape[1:] == other.images.shape[1:]
-        ):
-            images = np.concatenate([self.images, other.images])
-        return TrainingSamples(images, np.concatenate([self.answers, other.answers]), self.ids + other.ids)
-
-
-@dataclass(frozen=True, eq=False)
 class SavedRun:
     """Contents of a run folder."""
 
     origin: Origin  # where the network came from
-    fit: Fit  # the solved fit
-    samples: TrainingSamples  # the training samples
+    fit: Fit  # the solved fit; linnet.adapt's, but for linnet spectrum
+    samples: Samples  # the training samples
     classes: tuple[str, ...] | None  # names of the classes; None for a regression
     # from stored samples to inputs, and the scale of regression targets
     transforms: tuple[ImageTransform | Standardize | None, Standardize | None]
     test: TestSource | None  # where the test samples are; None when there are none
-    # T of the softmax of outputs with and without their variance, and the scale of that variance; None for a
-    # regression
-    temperatures: tuple[float, float, float] | None
-
-    def changed(self, fit: Fit, samples: TrainingSamples) -> SavedRun:
-        """The run after its training samples changed."""
-        return replace(self, fit=fit, samples=samples, temperatures=temperatures_of(fit))
 
     @property
-    def shown(self) -> Samples:
-        """The training samples, for a page."""
-        return Samples(self.samples.images, self.samples.answers, self.samples.ids)
+    def temperatures(self) -> tuple[float, float, float] | None:
+        """T of the softmax with variances and without, and their scale; None for a regression."""
+        return temperatures_of(self.fit) if isinstance(self.fit, NestedFit) else None
 
     @property
     def scale(self) -> Standardize | None:
         """The scale of regression targets."""
         return self.transforms[1]
+
+    @property
+    def columns(self) -> Table | None:
+        """How the columns of a table become features; None for other data."""
+        return None if self.test is None else self.test.columns
 
     @property
     def network(self) -> str:
@@ -149,8 +114,16 @@ class SavedRun:
         """Stored answers as the fit takes them, (N,)."""
         if self.classes is not None:
             return torch.from_numpy(y)
-        dtype, scale = self.fit.module.function.dtype, self.transforms[1]
+        dtype, scale = self.fit.module.function.dtype, self.scale
         return scale(y, dtype) if scale else torch.from_numpy(y).to(dtype)
+
+    def pictured(self, x: Array, y: Array | None, ids: tuple[str, ...]) -> Samples:
+        """Stored samples as people see them."""
+        return Samples(x if isinstance(self.transforms[0], ImageTransform) else None, y, ids)
+
+    def predict(self, x: Array, std: bool = True) -> Predictions:
+        """Predictions for stored samples."""
+        return predict(self.fit, self.inputs(x), self.scale, self.temperatures, std)
 
 
 def save_run(folder: Path, run: SavedRun) -> None:
@@ -187,14 +160,13 @@ def interrupted_run(folder: Path, device: str, memory: str | None) -> SavedRun |
 def _write_run(folder: Path, run: SavedRun) -> None:
     """The files of a run, in the order that matters."""
     (folder / RECORD).unlink(missing_ok=True)
-    function = run.fit.module.function
+    function, samples = run.fit.module.function, run.samples
     network = (function.source or function).model  # in the type that it came in
     save(folder, "model", network.state_dict())
     run.fit.save(folder)
-    arrays = {"answers": torch.from_numpy(run.samples.answers)}
-    if run.samples.images is not None:
-        arrays["images"] = torch.from_numpy(run.samples.images)
-    save(folder, "samples", {**arrays, "ids": tuple(run.samples.ids)})
+    arrays = {"answers": samples.labels, "images": samples.images}
+    tensors = {name: torch.from_numpy(found) for name, found in arrays.items() if found is not None}
+    save(folder, "samples", {**tensors, "ids": samples.ids})
     transform, scale = run.transforms
     record = {
         "origin": asdict(run.origin),
@@ -203,7 +175,6 @@ def _write_run(folder: Path, run: SavedRun) -> None:
         "scale": None if scale is None else asdict(scale),
         "test": None if run.test is None else asdict(run.test),
         "temperatures": run.temperatures,
-        "computed": _computed(run.fit),
         "files": {name: _checksum(folder / f"{name}.safetensors") for name in _TENSORS},
     }
     write_json(folder / RECORD, record, kind=_KIND)
@@ -219,32 +190,23 @@ def load_run(
 ) -> SavedRun:
     """Read a run, which builds its network: code runs that the user made the run with, named or trusts."""
     check_free(folder)
-    record = _read_record(folder)
-    origin = Origin(**record["origin"])
+    record, known = _read_record(folder)
+    origin = known.origin
     if not trust:
         check_run(folder, record, origin.spec, origin.arguments, named=model is not None)
     if model is not None:
         origin = replace(origin, spec=absolute_spec(model))
-    network = _build(folder, origin).to(device)
-    fit = load(folder / f"{NestedFit.kind}.safetensors", network)
+    fit = load(folder / f"{NestedFit.kind}.safetensors", _build(folder, origin).to(device))
     fit.memory = memory
     kept = load_tree(folder / "samples.safetensors", "samples")
     images = kept["images"].numpy() if "images" in kept else None
-    samples = TrainingSamples(images, kept["answers"].numpy(), kept["ids"])
-    classes, test = _task_of(record)
-    transforms = (
-        _transform(record["transform"]),
-        None if record["scale"] is None else Standardize(**record["scale"]),
-    )
-    _check_inputs(folder, fit, transforms[0], classes)
-    _check_network(folder, fit, origin, record["computed"])
-    known = record["temperatures"]
-    temperatures = None if known is None else (known[0], known[1], known[2])
-    if temperatures is not None:
-        fit.calibrate(*temperatures)
+    samples = Samples(images, kept["answers"].numpy(), kept["ids"])
+    _check_inputs(folder, fit, known)
+    if known.temperatures is not None:
+        fit.calibrate(*known.temperatures)
     if trust:
         remember_run(folder)
-    return SavedRun(origin, fit, samples, classes, transforms, test, temperatures)
+    return SavedRun(origin, fit, samples, known.classes, known.transforms, known.test)
 
 
 def opened(options: RunOptions) -> SavedRun:
@@ -255,39 +217,28 @@ def opened(options: RunOptions) -> SavedRun:
 
 def tested(folder: Path) -> tuple[tuple[str, ...] | None, TestSource | None]:
     """What a run was scored on, from its record alone."""
-    return _task_of(_read_record(folder))
-
-
-def _task_of(record: dict[str, Any]) -> tuple[tuple[str, ...] | None, TestSource | None]:
-    """Classes and test samples of a record."""
-    classes = None if record["classes"] is None else tuple(record["classes"])
-    test = record["test"]
-    if test is None:
-        return classes, None
-    columns = None if test["columns"] is None else Table.of(test["columns"])
-    positions = None if test["positions"] is None else tuple(test["positions"])
-    return classes, TestSource(**{**test, "columns": columns, "positions": positions})
+    _, known = _read_record(folder)
+    return known.classes, known.test
 
 
 def load_test(run: SavedRun) -> tuple[TaskData | None, str]:
     """Read a run's test samples again."""
-    if run.test is None:
+    source, (transform, scale) = run.test, run.transforms
+    if source is None:
         return None, "the run has no test samples"
-    transform = run.transforms[0] if isinstance(run.transforms[0], ImageTransform) else None
+    images = transform if isinstance(transform, ImageTransform) else None
     try:
-        task = load_data(
-            run.test.path, transform, run.test.seed, target=run.test.target, damaged=run.test.damaged
-        )
-        if run.test.positions is not None:
-            task = task.subset("test", run.test.positions)
+        task = load_data(source.path, images, source.seed, target=source.target, damaged=source.damaged)
+        if source.positions is not None:
+            task = task.subset("test", source.positions)
     except LinnetError as error:
         return None, f"the test samples cannot be read again: {error.what}"
-    if test_digest(task) != run.test.digest:
-        return None, f"the test samples in {run.test.path} are not those of the run any more"
-    if run.test.columns is not None and task.table != run.test.columns:
-        return None, f"other columns of {run.test.path} would be features now than those of the run"
-    if isinstance(run.transforms[0], Standardize):
-        task = replace(task, transform=run.transforms[0], targets=run.transforms[1])
+    if test_digest(task) != source.digest:
+        return None, f"the test samples in {source.path} are not those of the run any more"
+    if source.columns is not None and task.table != source.columns:
+        return None, f"other columns of {source.path} would be features now than those of the run"
+    if isinstance(transform, Standardize):
+        task = replace(task, transform=transform, targets=scale)
     return task, ""
 
 
@@ -298,8 +249,64 @@ def test_digest(task: TaskData) -> str:
     return digest.hexdigest()
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
-    """The record of a finished run whose files are its own."""
+@dataclass(frozen=True)
+class _Known:
+    """What the record of a run says, in its own types."""
+
+    origin: Origin
+    classes: tuple[str, ...] | None
+    transforms: tuple[ImageTransform | Standardize | None, Standardize | None]
+    test: TestSource | None
+    temperatures: tuple[float, float, float] | None
+
+    @classmethod
+    def of(cls, record: Any) -> _Known:
+        """A record that has all that is read from it, of the right kinds, and no number too large."""
+        origin, test, temperatures = Origin(**record["origin"]), record["test"], record["temperatures"]
+        if origin.heads is None or len(origin.heads) != 2:
+            raise ValueError("heads must be their number and a seed")
+        params.integer("heads", origin.heads[0], most=_MOST)
+        params.integer("heads", origin.heads[1], least=0, most=_MOST)
+        params.instance("arguments", origin.arguments, dict, "a dictionary")
+        params.instance("spec", origin.spec, str, "a string")
+        check_output(origin.output)
+        names = [*(record["classes"] or ()), *record["files"].values()]
+        if not all(isinstance(name, str) for name in names) or not set(record["files"]) <= set(_TENSORS):
+            raise ValueError("classes and files must be names")
+        if temperatures is not None:
+            moderated, point, share = map(float, temperatures)
+            temperatures = moderated, point, share
+        transforms = _transform(record["transform"]), _scale(record["scale"])
+        classes = None if record["classes"] is None else tuple(record["classes"])
+        return cls(origin, classes, transforms, None if test is None else _source(test), temperatures)
+
+
+def _source(record: dict[str, Any]) -> TestSource:
+    """The source of test samples that a record describes."""
+    source = TestSource(**record)
+    params.instance("path", source.path, str, "a string")
+    columns = None if record["columns"] is None else Table.of(record["columns"])
+    positions = None if source.positions is None else tuple(source.positions)
+    for position in positions or ():
+        params.integer("positions", position, least=0, most=_MOST)
+    return replace(source, columns=columns, positions=positions)
+
+
+def _transform(record: dict[str, Any] | None) -> ImageTransform | Standardize | None:
+    """The transform that a record describes."""
+    if record is None:
+        return None
+    values = {key: value for key, value in record.items() if key != "kind"}
+    return ImageTransform(**values) if record["kind"] == "ImageTransform" else Standardize(**values)
+
+
+def _scale(record: dict[str, Any] | None) -> Standardize | None:
+    """The scale of targets that a record describes."""
+    return None if record is None else Standardize(**record)
+
+
+def _read_record(folder: Path) -> tuple[dict[str, Any], _Known]:
+    """The record of a finished run whose files are its own, as it stands and as it is understood."""
     if not folder.is_dir():
         raise InputError(
             f"there is no run folder {folder}",
@@ -313,7 +320,11 @@ def _read_record(folder: Path) -> dict[str, Any]:
             remedy="run linnet adapt again with the same --out; an interrupted run continues there",
         )
     record: dict[str, Any] = read_json(folder / RECORD, _KIND)
-    _check_record(folder, record)
+    try:
+        known = _Known.of(record)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        cause = f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
+        raise _altered(folder, f"does not describe a run ({cause})") from error
     for name, checksum in record["files"].items():
         path = folder / f"{name}.safetensors"
         if not path.is_file():
@@ -326,39 +337,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
                 expected="the file exactly as linnet wrote it",
                 remedy="restore it from a copy, or run linnet adapt again",
             )
-    return record
-
-
-def _check_record(folder: Path, record: Any) -> None:
-    """Require that a record has all that is read from it, of the right kinds, and no number too large."""
-    try:
-        origin = Origin(**record["origin"])
-        if origin.heads is None or len(origin.heads) != 2:
-            raise ValueError("heads must be their number and a seed")
-        params.integer("heads", origin.heads[0], most=_MOST)
-        params.integer("heads", origin.heads[1], least=0, most=_MOST)
-        params.instance("arguments", origin.arguments, dict, "a dictionary")
-        params.instance("spec", origin.spec, str, "a string")
-        check_output(origin.output)
-        _transform(record["transform"])
-        if record["scale"] is not None:
-            Standardize(**record["scale"])
-        if record["test"] is not None:
-            test = TestSource(**record["test"])
-            params.instance("path", test.path, str, "a string")
-            if record["test"]["columns"] is not None:
-                Table.of(record["test"]["columns"])
-            for position in test.positions or ():
-                params.integer("positions", position, least=0, most=_MOST)
-        if record["temperatures"] is not None:
-            _, _, _ = map(float, record["temperatures"])
-        torch.tensor(record["computed"], dtype=torch.float64)
-        names = [*(record["classes"] or ()), *record["files"].values()]
-        if not all(isinstance(name, str) for name in names) or not set(record["files"]) <= set(_TENSORS):
-            raise ValueError("classes and files must be names")
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        cause = f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
-        raise _altered(folder, f"does not describe a run ({cause})") from error
+    return record, known
 
 
 def _build(folder: Path, origin: Origin) -> nn.Module:
@@ -377,32 +356,9 @@ def _build(folder: Path, origin: Origin) -> nn.Module:
     return model.eval()
 
 
-@torch.no_grad()
-def _computed(fit: Fit) -> list[float]:
-    """What a fit's network computes of some training samples, by which it is known again."""
-    few = take(fit.x, slice(0, _KNOWN_SAMPLES))
-    found: list[float] = fit.module.function.check_runs(few).double().flatten()[:_KNOWN_NUMBERS].tolist()
-    return found
-
-
-def _check_network(folder: Path, fit: Fit, origin: Origin, known: list[float]) -> None:
-    """Require that the network still computes what it computed when it was fitted."""
-    now, then = torch.tensor(_computed(fit)), torch.tensor(known)
-    # float32 outputs on another machine or device may differ in the last digits
-    atol = 1e-3 * (1e-3 + float(then.abs().max())) if len(then) else 0.0
-    if now.shape != then.shape or not torch.allclose(now, then, rtol=1e-2, atol=atol):
-        raise FileFormatError(
-            f"the network that {origin.spec} makes does not compute what it did when {folder} was written",
-            expected="the same factory",
-            remedy="restore the factory's file, or run linnet adapt again",
-        )
-
-
-def _check_inputs(
-    folder: Path, fit: Fit, transform: ImageTransform | Standardize | None, classes: tuple[str, ...] | None
-) -> None:
+def _check_inputs(folder: Path, fit: NestedFit, known: _Known) -> None:
     """Require that images are scaled to what the fit was made of, and that its classes have a name each."""
-    fits = classes is None or len(classes) == fit.classes
+    transform, fits = known.transforms[0], known.classes is None or len(known.classes) == fit.classes
     if isinstance(transform, ImageTransform) and isinstance(fit.x, Tensor):
         made = (transform.channels or fit.x.shape[1], *([transform.size or n for n in fit.x.shape[2:]]))
         fits = fits and fit.x.ndim == 4 and made == tuple(fit.x.shape[1:])
@@ -417,14 +373,6 @@ def _altered(folder: Path, what: str) -> FileFormatError:
         expected="the record exactly as linnet wrote it",
         remedy="restore it from a copy, or run linnet adapt again",
     )
-
-
-def _transform(record: dict[str, Any] | None) -> ImageTransform | Standardize | None:
-    """The transform that a record describes."""
-    if record is None:
-        return None
-    values = {key: value for key, value in record.items() if key != "kind"}
-    return ImageTransform(**values) if record["kind"] == "ImageTransform" else Standardize(**values)
 
 
 def _checksum(path: Path) -> str:

@@ -1,24 +1,27 @@
-"""The output folder of a run: created or refused, written by one process, and cleaned up after a failure.
+"""The output folder of a run, and the processes that write it.
 
-The lock of a folder is released by the operating system when its process ends. Where the file system has no
-locks, nothing is locked.
+A folder is created or refused, written by one process, and cleaned up after a failure. The operating system
+releases its lock when the process ends; where the file system has no locks, nothing is locked. Of the
+processes that torchrun started, every one reads the data, builds the network and does its part of the fit;
+then the group ends, and the first evaluates and writes.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from types import TracebackType
+from typing import Any, NoReturn
 
-from linnet.app.runs.ranks import is_first
-from linnet.disk import try_lock
+import torch
+
+from linnet.disk import close_lock, open_lock, try_lock
+from linnet.distributed import collective, require_same_arguments, sharing, world
 from linnet.errors import InputError
 
 RECORD = "run.json"
@@ -31,7 +34,6 @@ _FILES = (
 _FOLDERS = ("predict", "explain", "spectrum")
 _DEMO = ("digits.npz", "digits-flipped.npz", "pretrained.safetensors", "flipped", "forgotten")
 LOCK = ".linnet.lock"
-TRIES = 100  # a folder that a failing process removes is made again; more in a row is no coincidence
 PAUSE = 0.05  # seconds between two tries
 GLANCE = 0.5  # seconds of trying at least: a reader holds the lock for an instant to see whether it is free
 MOMENT = 10.0  # seconds that writing a report may take another process
@@ -149,11 +151,7 @@ def made_folder(out: Path) -> Iterator[None]:
         try:
             _make(out, made)
         except OSError as error:
-            raise InputError(
-                f"out is {out}, which cannot be written ({error.strerror or type(error).__name__})",
-                expected="a folder that you may write to",
-                remedy="name another folder with --out",
-            ) from error
+            raise _unwritable(f"out is {out}, which cannot be written", error) from error
         with writing(out):
             try:
                 yield
@@ -183,46 +181,34 @@ def _make(out: Path, made: list[Path]) -> None:
 # The lock
 
 
-@dataclass
-class _Held:
-    """A lock that this process holds: its open file, the thread that took it, and how often it did."""
-
-    file: int
-    thread: int
-    depth: int = 1
-
-
-_held: dict[Path, _Held] = {}
-_table = threading.Lock()
+_writers: dict[Path, int] = {}  # the thread of this process that writes to a folder
 
 
 @contextmanager
 def writing(folder: Path, wait: bool = False) -> Iterator[None]:
     """Be the only one that writes to a folder; again in the same thread is no hindrance."""
-    key = folder.resolve()
-    end = time.monotonic() + (MOMENT if wait else GLANCE)
+    if is_held(folder):
+        yield
+        return
+    key, end = folder.resolve(), time.monotonic() + (MOMENT if wait else GLANCE)
     try:
-        while not _enter(key, folder):
+        while (file := _take(folder)) is None:
             if time.monotonic() >= end:
                 _refuse(folder)
             time.sleep(PAUSE)
     except OSError as error:
-        raise InputError(
-            f"{folder} cannot be written ({error.strerror or type(error).__name__})",
-            expected="a folder that you may write to",
-            remedy="name another folder",
-        ) from error
+        raise _unwritable(f"{folder} cannot be written", error) from error
+    _writers[key] = threading.get_ident()
     try:
         yield
     finally:
-        _leave(key)
+        _writers.pop(key, None)
+        close_lock(key / LOCK, file)
 
 
 def is_held(folder: Path) -> bool:
     """Whether this thread is the one that writes to a folder."""
-    with _table:
-        held = _held.get(folder.resolve())
-    return held is not None and held.thread == threading.get_ident()
+    return _writers.get(folder.resolve()) == threading.get_ident()
 
 
 def check_free(folder: Path) -> None:
@@ -240,56 +226,26 @@ def check_free(folder: Path) -> None:
         os.close(file)
 
 
-def _enter(key: Path, folder: Path) -> bool:
-    """Take the lock, or once more where this thread has it; False where another has."""
-    with _table:
-        held = _held.get(key)
-        if held is not None:
-            if held.thread != threading.get_ident():
-                return False
-            held.depth += 1
-            return True
-        file = _take(folder)
-        if file is None:
-            return False
-        _held[key] = _Held(file, threading.get_ident())
-        return True
-
-
-def _leave(key: Path) -> None:
-    """Give the lock back; its file goes first, so that nobody takes one that is about to vanish."""
-    with _table:
-        held = _held[key]
-        held.depth -= 1
-        if held.depth:
-            return
-        del _held[key]
-        if sys.platform == "win32":  # where an open file cannot be removed
-            os.close(held.file)
-        with suppress(OSError):  # another writer's by now, or the folder is gone
-            (key / LOCK).unlink()
-        if sys.platform != "win32":
-            os.close(held.file)
-
-
 def _take(folder: Path) -> int | None:
     """An open file of this process with the lock on it, or None where another process has it."""
-    for _ in range(TRIES):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # the folder was removed in between
-            continue
-        if not try_lock(file):
-            os.close(file)
-            return None
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):
-                os.ftruncate(file, 0)
-                os.write(file, str(os.getpid()).encode())
-                return file
-        os.close(file)  # the process before removed the file before we had it: this one locks nobody out
-    return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open_lock(folder / LOCK)
+    except FileNotFoundError:  # a process that failed has removed the folder in between
+        return None
+    if file is not None:
+        os.ftruncate(file, 0)
+        os.write(file, str(os.getpid()).encode())
+    return file
+
+
+def _unwritable(what: str, error: OSError) -> InputError:
+    """The error of a folder that the system refuses."""
+    return InputError(
+        f"{what} ({error.strerror or type(error).__name__})",
+        expected="a folder that you may write to",
+        remedy="name another folder with --out",
+    )
 
 
 def _refuse(folder: Path) -> NoReturn:
@@ -307,3 +263,76 @@ def _refuse(folder: Path) -> NoReturn:
         expected="one process for a folder",
         remedy="wait for it, or name another folder",
     )
+
+
+# The processes that torchrun started for one command
+
+
+class Released(Exception):
+    """This process has done its part, and the first one goes on alone."""
+
+
+class Group:
+    """The processes of torchrun as one group until ``leave``; nothing for a process by itself."""
+
+    def __init__(self, what: str, device: str) -> None:
+        self.what, self.device = what, device
+        self._call: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> Group:
+        if started() == 1 or world()[1] > 1:
+            return self
+        on_gpus = self.device.startswith("cuda")
+        if on_gpus:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.distributed.init_process_group("nccl" if on_gpus else "gloo")
+        self._call = collective(self.what)
+        self._call.__enter__()
+        _groups.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self in _groups:
+            self.end(kind, error, trace)
+
+    def end(self, *failure: Any) -> None:
+        """End the group, on all of its processes."""
+        _groups.remove(self)
+        assert self._call is not None
+        try:
+            self._call.__exit__(*(failure or (None, None, None)))
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+_groups: list[Group] = []
+
+
+def started() -> int:
+    """The number of processes that torchrun has started; 1 where it has not."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes."""
+    return not _groups or world()[0] == 0
+
+
+@contextmanager
+def shared_fit(device: str, **arguments: Any) -> Iterator[None]:
+    """Divide a fit among the processes."""
+    with sharing("the fit", device):
+        require_same_arguments(arguments)
+        yield
+
+
+def leave() -> None:
+    """End the group after the fit; the first process goes on alone."""
+    if not _groups:
+        return
+    first = is_first()
+    _groups[-1].end()
+    if not first:
+        raise Released

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +14,37 @@ import numpy as np
 
 from linnet.app.data import SampleSet
 from linnet.app.data.task import InMemory
-from linnet.app.runs.folder import SavedRun, load_test
-from linnet.app.runs.place import check_new_file
-from linnet.app.runs.results import place_of
-from linnet.app.runs.samples import NewSamples, answer_in_words, find_samples, named
+from linnet.app.options import RunOptions
+from linnet.app.runs.folder import SavedRun, load_test, opened
+from linnet.app.runs.place import check_new_file, check_out
+from linnet.app.runs.results import place_of, print_prediction, write, written
+from linnet.app.runs.samples import NewSamples, answer_in_words, find_samples, named, read_new
 from linnet.errors import InputError
 from linnet.files import finite, write_text
-from linnet.report.reading import (
-    Predictions,
-    explanations,
-    facts,
-    name_of,
-    predict,
-    predicted,
-    reliability,
-    score_classes,
-    score_values,
-)
-from linnet.report.records import Content, Explanation, Neighbor, Notes, Samples, Scores, TrainingSet
+from linnet.params import integer
+from linnet.report.reading import Predictions, explanations, facts, name_of, predicted, scored
+from linnet.report.records import Content, Explanation, Neighbor, Notes, Scores, TrainingSet
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet
 Array = np.ndarray[Any, Any]
 
 
-def predict_new(run: SavedRun, new: NewSamples, std: bool = True) -> Predictions:
-    """Predict new samples."""
-    return predict(run.fit, run.inputs(new.x), run.transforms[1], run.temperatures, std)
+def predict(
+    options: RunOptions, data: Path, out: Path | None, std: bool, overwrite: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Predict new samples, and write a table and a page: the result, and lines for people."""
+    table, folder = out or options.run / "predictions.csv", options.run / "predict"
+    if out is not None:
+        check_table(out, overwrite)
+    run = opened(options)
+    new = read_new(data, run, prefer="test")
+    found = run.predict(new.x, std)
+    result, page = prediction_page(run, new, found, f"Predictions for {data.name}", options.run)
+    result |= {"predictions": str(table), "out": str(folder)}
+    rows = prediction_rows(run, new, found)
+    write_rows(table, rows)
+    write(folder, result, page)
+    return result, print_prediction(result, told_rows(run, new, rows))
 
 
 def prediction_rows(run: SavedRun, new: NewSamples, found: Predictions) -> list[dict[str, Any]]:
@@ -123,20 +128,10 @@ def prediction_page(
     run: SavedRun, new: NewSamples, found: Predictions, title: str, folder: Path
 ) -> tuple[dict[str, Any], Content]:
     """The result and the page of predictions."""
-    scores = Scores()
-    if new.y is not None:
-        name = name_of(run.fit)
-        row = (
-            score_values(name, found.mean, new.y, found.std, None) if found.probs is None
-            else score_classes(name, found.probs, new.y, None)
-        )  # fmt: skip
-        diagrams = () if found.probs is None else (reliability(name, found.probs, new.y),)
-        scores = Scores((row,), diagrams, len(new.ids))
-    images = new.x if run.samples.images is not None else None
-    test = predicted(Samples(images, new.y, new.ids), found)
-    headline = (
-        () if new.y is not None else (f"{len(new.ids)} samples were predicted; their answers are not known.",)
-    )
+    scores = Scores() if new.y is None else scored(name_of(run.fit), found, new.y)
+    test = predicted(run.pictured(new.x, new.y, new.ids), found)
+    unknown = f"{len(new.ids)} samples were predicted; their answers are not known."
+    headline = (unknown,) if new.y is None else ()
     findings = (*new.findings, *((found.note,) if found.note else ()))
     warnings = (*run.fit.record.warnings, *findings)
     page = Content(
@@ -154,41 +149,34 @@ def prediction_page(
     return result, page
 
 
-@dataclass(frozen=True, eq=False)
-class Explained:
-    """Explanations of some samples."""
-
-    lines: list[str]  # for people
-    result: dict[str, Any]  # as plain values
-    page: Content  # the report
-
-
-def explain(run: SavedRun, new: NewSamples | None, ids: Sequence[str], top: int, title: str) -> Explained:
-    """Name the training samples behind some predictions."""
-    if top < 1:
-        raise InputError(f"top is {top}", expected="a positive number of training samples")
+def explain(
+    options: RunOptions, data: Path | None, ids: Sequence[str], top: int, out: Path | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Name the training samples behind some predictions: the result, and lines for people."""
+    folder = out or options.run / "explain"
+    check_out(folder, options.run)
+    integer("top", top)
+    run = opened(options)
+    new = None if data is None else read_new(data, run, prefer="test")
     part = _part(run, new)
     kind = "test samples of the run" if new is None else "new samples"
     answered = new is None or new.y is not None
     trained = {"training samples": run.samples.ids}
-    places = find_samples(ids, part.ids, part.y if answered else None, run.classes, kind, trained)
+    places = find_samples(ids, part.ids, kind, trained)
     chosen = part.take(np.asarray(places))
-    found = predict(run.fit, run.inputs(chosen.x), run.transforms[1], run.temperatures)
-    images = run.samples.images is not None
+    found = run.predict(chosen.x)
     made = explanations(run, chosen.x, list(range(len(chosen.ids))), found, top)
-    samples = Samples(chosen.x if images else None, chosen.y if answered else None, chosen.ids)
+    samples = run.pictured(chosen.x, chosen.y if answered else None, chosen.ids)
     test = replace(predicted(samples, found, made), uncertainty=None)
     headline = (f"The training samples behind {len(chosen.ids)} predictions.",)
-    train = TrainingSet(run.shown)
-    page = Content(
-        title, run.classes, Notes(headline, run.fit.record.warnings, facts(run)), train=train, test=test
-    )
-    answers = chosen.y if answered else None
-    known = named(chosen.ids, answers, run.classes, range(len(chosen.ids)))
+    notes = Notes(headline, run.fit.record.warnings, facts(run))
+    title, train = f"Why these predictions: {options.run.name}", TrainingSet(run.samples)
+    page = Content(title, run.classes, notes, train=train, test=test, folder=place_of(options.run))
+    known = named(chosen.ids, samples.labels, run.classes, range(len(chosen.ids)))
     told = [{**known[one.sample], **_told(run, one, found)} for one in made]
-    lines = [line for item in told for line in _lines(item)]
-    result = {"command": "explain", "ids": list(chosen.ids), "explanations": told}
-    return Explained(lines, result, page)
+    result = {"command": "explain", "ids": list(chosen.ids), "explanations": told, "out": str(folder)}
+    write(folder, result, page)
+    return result, [*(line for item in told for line in _lines(item)), *written(folder)]
 
 
 def _part(run: SavedRun, new: NewSamples | None) -> SampleSet:
@@ -220,7 +208,7 @@ def _told(run: SavedRun, made: Explanation, found: Predictions) -> dict[str, Any
 
     def behind(side: Sequence[Neighbor]) -> list[dict[str, Any]]:
         places = [n.sample for n in side]
-        known = named(run.samples.ids, run.samples.answers, run.classes, places)
+        known = named(run.samples.ids, run.samples.labels, run.classes, places)
         pushed = [{"position": n.sample, "influence": n.influence} for n in side]
         return [{**one, **more} for one, more in zip(known, pushed, strict=True)]
 

@@ -17,7 +17,7 @@ from linnet.files import write_json
 from linnet.nested.nested_fit import NestedFit
 from linnet.report.html import write_report
 from linnet.report.numbers import duration, number, percent, share_error
-from linnet.report.reading import Fit, facts, fit_record, held_out, solver_reason, training_set
+from linnet.report.reading import facts, fit_record, held_out, solver_reason, training_set
 from linnet.report.records import Comparison, Content, NextStep, Notes, Samples
 from linnet.report.steps import folder_beside, next_steps
 from linnet.report.verdict import summary, verdict
@@ -49,15 +49,14 @@ def adaptation_page(found: Adaptation, title: str, out: Path, replay: bool = Fal
     """The report of an adaptation."""
     run, task = found.run, found.task
     with found.stages.measure("ridge path and spectrum"):
-        x = task.tensors("test")[0].to(run.fit.module.function.device)
-        record = fit_record(run, x, task.test.y)
+        record = fit_record(run, run.inputs(task.test.x), task.test.y)
     with found.stages.measure("influence and leave-one-out"):
         train = training_set(run)
-        samples = Samples(task.test.x if task.image_mode else None, task.test.y, task.test.ids)
-        test = held_out(run, samples, found.predictions, task.test.x)
+        test = held_out(run, task.samples("test"), found.predictions, task.test.x)
     record = replace(record, preflight=found.preflight, timings=_timings(found))
     folder = place_of(out)
-    steps = further(folder, replay and found.whole and _is_untuned(run.fit), task.classes is not None)
+    tunable = isinstance(run.fit, NestedFit) and not run.fit.trained and not run.fit.rungs
+    steps = further(folder, replay and found.whole and tunable, task.classes is not None)
     notes = Notes(
         warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run), steps=steps, quick=found.quick,
         first=() if found.whole or not replay else _in_full(folder),
@@ -79,11 +78,6 @@ def place_of(folder: Path) -> str:
     return str(folder if folder.name not in ("", "..") else folder.resolve())
 
 
-def _is_untuned(fit: Fit) -> bool:
-    """Whether training of the lower layers was not tried."""
-    return isinstance(fit, NestedFit) and not fit.trained and not fit.rungs
-
-
 def further(folder: str, tunable: bool, classes: bool) -> tuple[NextStep, ...]:
     """The commands that go on from a run, whatever its numbers are."""
     predict = shlex.join(["linnet", "predict", "--run", folder, "--data", "FOLDER"])
@@ -99,13 +93,10 @@ def further(folder: str, tunable: bool, classes: bool) -> tuple[NextStep, ...]:
 
 def _timings(found: Adaptation) -> dict[str, float]:
     """Seconds of each step, with the fit in its parts."""
-    parts = found.run.fit.record.seconds
     seconds: dict[str, float] = {}
     for name, value in found.stages.seconds.items():
-        if name == "fit":
-            seconds |= {f"fit: {part}": s for part, s in parts.items()}
-        else:
-            seconds[name] = value
+        parts = {f"fit: {part}": s for part, s in found.run.fit.record.seconds.items()}
+        seconds |= parts if name == "fit" else {name: value}
     return seconds
 
 
@@ -141,7 +132,7 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
     fit = result["fit"]
     classes = result["data"]["classes"]
     task = f"{len(classes)} classes" if classes else f"{fit['outputs']} value(s)"
-    lines = [
+    return [
         f"{result['title']}: {result['train']} training and {result['test']} test samples, {task}; "
         f"{fit['parameters']:,} weights",
         *score_table([Comparison(**row) for row in result["scores"]], result["test"]),
@@ -152,12 +143,10 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
         f"weight of the {result['below']} {fit['body_weight']:g}: {fit['reasons']['body']}",
         f"ridge {number(fit['ridge'])}: {fit['reasons'].get('ridge', '')}",
         f"solver {fit['solver']}: {solver_reason(fit['reasons'])}",
-        "time: "
-        + ", ".join(f"{step} {in_plain_spaces(duration, t)}" for step, t in result["seconds"].items()),
+        "time: " + ", ".join(f"{step} {duration(t)}" for step, t in result["seconds"].items()),
         *(f"note: {text}" for text in (*fit["warnings"], *result["data"]["findings"])),
         *written(Path(result["out"])),
     ]
-    return [line.replace("\u202f", " ") for line in lines]
 
 
 def rung_table(rungs: list[dict[str, Any]]) -> list[str]:
@@ -174,43 +163,37 @@ def rung_table(rungs: list[dict[str, Any]]) -> list[str]:
         if rung["accuracy"] is not None:
             score = f"{100 * rung['accuracy']:5.1f} % right"
         first = rung is rungs[0]
-        took = f"  ({in_plain_spaces(duration, rung['seconds'])})" if rung["seconds"] else ""
+        took = f"  ({duration(rung['seconds'])})" if rung["seconds"] else ""
         used = "  <- used" if rung["taken"] else ""
         lines.append(f"  {rung['name']:<{width}}  {score}  {'' if first else gain}{took}{used}".rstrip())
     return lines
 
 
 def score_table(rows: list[Comparison], tested: int | None = None) -> list[str]:
-    r"""Scores as aligned text."""
+    """Scores as aligned text."""
 
     def share(value: float | None) -> str:
         error = None if value is None else share_error(value, tested)
         return percent(value) if error is None else f"{100 * (value or 0):.1f} ± {100 * error:.1f} %"
 
-    columns = [
+    forms = (
         ("accuracy", "accuracy", share),
         ("nll", "log loss", number),
         ("ece", "calibration error", percent),
         ("rmse", "RMSE", number),
         ("seconds", "time", duration),
+    )
+    names = ["", *(row.name for row in rows)]
+    columns = [
+        [heading, *(form(getattr(row, field)) for row in rows)]
+        for field, heading, form in forms
+        if any(getattr(row, field) is not None for row in rows)
     ]
-    shown = [c for c in columns if any(getattr(row, c[0]) is not None for row in rows)]
-    width = max(len(row.name) for row in rows)
-    wide = [max(len(heading), 8) for _, heading, _ in shown]
-    head = " " * (width + 2) + "".join(f"  {c[1]:>{w}}" for c, w in zip(shown, wide, strict=True))
-    body = [
-        f"  {row.name:<{width}}"
-        + "".join(
-            f"  {in_plain_spaces(c[2], getattr(row, c[0])):>{w}}" for c, w in zip(shown, wide, strict=True)
-        )
-        for row in rows
+    width, wide = max(map(len, names)), [max(len(column[0]), 8) for column in columns]
+    return [
+        f"  {name:<{width}}" + "".join(f"  {c[i]:>{w}}" for c, w in zip(columns, wide, strict=True))
+        for i, name in enumerate(names)
     ]
-    return [head, *body]
-
-
-def in_plain_spaces(form: Any, value: float | None) -> str:
-    """A value in its format."""
-    return str(form(value)).replace("\u202f", " ")
 
 
 def written(out: Path) -> list[str]:
@@ -237,7 +220,7 @@ def print_change(result: dict[str, Any]) -> list[str]:
     count = len(result[key])
     many = "training samples" if count != 1 else "training sample"
     lines = [
-        f"{count} {many} {text} in {in_plain_spaces(duration, result['seconds'])}; {result['train']} now",
+        f"{count} {many} {text} in {duration(result['seconds'])}; {result['train']} now",
         *lines_of(result[key]),
     ]
     if result["scores"]:
@@ -246,7 +229,7 @@ def print_change(result: dict[str, Any]) -> list[str]:
     lines += [
         f"relative residual of the equations: {result['certificate']:.1e}",
         f"largest difference of outputs from {how}: {result['difference']:.1e} "
-        f"({in_plain_spaces(duration, result['refit_seconds'])})",
+        f"({duration(result['refit_seconds'])})",
     ]
     lines += [f"note: {text}" for text in (*result["fit"]["warnings"], *result["findings"])]
     return [*lines, *written(Path(result["out"]))]

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from linnet.app.data import KINDS, ImageTransform, Standardize
-from linnet.app.data.arrays import Member, check_member
-from linnet.app.data.checks import as_labels, as_targets, check_finite, check_lengths, some
-from linnet.app.data.folder import ImageFiles, files_below
-from linnet.app.data.table import Cells, read_like
+from linnet.app.data import ImageTransform, Standardize, kind_of
+from linnet.app.data.arrays import Member, check_member, described, length, part_of
+from linnet.app.data.folder import SUFFIXES, ImageFiles, files_below
+from linnet.app.data.table import read_like
+from linnet.app.data.task import check_finite, check_lengths
 from linnet.app.runs.folder import SavedRun
 from linnet.errors import DataError, InputError
-from linnet.files import require_file
 from linnet.npz import npz_headers, read_npz
+from linnet.shown import some
 
 Array = np.ndarray[Any, Any]
 LISTED = 20  # samples named in the terminal; result.json names all
-_SHOWN = 4  # readings of a word, or ids of a kind, in an error
-_DIGITS = 18  # no number of a sample has more
+_SHOWN = 4  # ids of a kind in an error
 
 
 def answer_in_words(answer: Any, classes: Sequence[str] | None) -> str:
@@ -37,21 +34,13 @@ def answer_in_words(answer: Any, classes: Sequence[str] | None) -> str:
 
 
 def find_samples(
-    names: Sequence[str],
-    ids: Sequence[str],
-    answers: Array | None,
-    classes: Sequence[str] | None,
-    kind: str,
-    others: Mapping[str, Collection[str]] | None = None,
+    names: Sequence[str], ids: Sequence[str], kind: str, others: Mapping[str, Collection[str]] | None = None
 ) -> list[int]:
-    """The positions of samples that a user named."""
-    # An id is taken first; else the end of one, such as a file's name, where it is the end of one alone. A
-    # bare number is taken where the number in an id and the position do not mean two samples, and a position
-    # alone where ids have no numbers.
+    """The positions of samples that a user named: by id, or by its end where one alone ends so."""
     if not names:
         raise InputError("ids is empty", f"the ids of one or more {kind}", f"name them, such as {ids[0]}")
-    table = _Table(ids, answers, classes, kind, others or {})
-    found = [table.find(name) for name in names]
+    places = {name: place for place, name in enumerate(ids)}
+    found = [_place(name, places, kind, others or {}) for name in names]
     place, count = Counter(found).most_common(1)[0]
     if count > 1:
         raise InputError(
@@ -62,97 +51,31 @@ def find_samples(
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Table:
-    """Samples in which ids are looked up."""
-
-    ids: Sequence[str]
-    answers: Array | None
-    classes: Sequence[str] | None
-    kind: str
-    others: Mapping[str, Collection[str]]
-
-    @cached_property
-    def places(self) -> dict[str, int]:
-        """The position of each id."""
-        return {name: place for place, name in enumerate(self.ids)}
-
-    @cached_property
-    def ends(self) -> dict[str, list[int]]:
-        """The positions of the ids that end alike: behind the first folder, behind all, and in a number."""
-        found: dict[str, list[int]] = {}
-        for place, name in enumerate(self.ids):
-            for end in {name.partition("/")[2], PurePosixPath(name).name, _plain(_last(name))} - {""}:
-                found.setdefault(end, []).append(place)
-        return found
-
-    def find(self, name: str) -> int:
-        """The position of one sample."""
-        if name in self.places:
-            return self.places[name]
-        number = _plain(name)
-        places = [*self.ends.get(name, ()), *self.ends.get(number, ())]
-        readings: dict[int, str] = {at: f"{self.ids[at]} (position {at}{self._said(at)})" for at in places}
-        if number and int(number) < len(self.ids):
-            at = int(number)
-            if not readings and _plain(_last(self.ids[at])):  # numbered ids, and the number is none of them
-                raise InputError(
-                    f"{name} is in no id here; position {at} is {self.ids[at]}{self._said(at)}",
-                    expected="the id of one sample",
-                    remedy=f"write {self.ids[at]} if that is meant",
-                )
-            readings.setdefault(at, f"position {at} ({self.ids[at]}{self._said(at)})")
-        if len(readings) == 1:
-            return next(iter(readings))
-        if not readings:
-            self._refuse(name)
-        written = _some([self.ids[at] for at in readings])
-        raise InputError(
-            f"{name} could be {_some(list(readings.values()))}", "the id of one sample", f"write {written}"
-        )
-
-    def _said(self, at: int) -> str:
-        """A sample's answer, for an error."""
-        if self.answers is None:
-            return ""
-        word = "target" if self.classes is None else "label"
-        return f", {word} {answer_in_words(self.answers[at], self.classes)}"
-
-    def _refuse(self, name: str) -> NoReturn:
-        """Raise the error for a name that means nothing."""
-        close = [
-            one
-            for one in difflib.get_close_matches(name, self.ids, 1)
-            if _unnumbered(one) != _unnumbered(name)
-        ]
-        known = next((kind for kind, ids in self.others.items() if name in ids), None)
-        what = f"one of the {known}, and " if known else ""
-        raise InputError(
-            f"ids holds {name}, which is {what}none of the {len(self.ids)} {self.kind}",
-            expected=f"ids as the report and result.json name them: {', '.join(self.ids[:_SHOWN])}, ...",
-            remedy=f"did you mean {close[0]}?" if close else "copy one from the report",
-        )
-
-
-def _last(name: str) -> str:
-    """The last word of an id, without the suffix of a file."""
-    return PurePosixPath(name).stem.rpartition(" ")[2]
+def _place(name: str, places: Mapping[str, int], kind: str, others: Mapping[str, Collection[str]]) -> int:
+    """The position of one sample."""
+    if name in places:
+        return places[name]
+    ends = [one for one in places if name and one.endswith((f"/{name}", f" {name}"))]
+    if len(ends) == 1:
+        return places[ends[0]]
+    if ends:
+        shown = f"{', '.join(ends[:_SHOWN])}{', ...' * (len(ends) > _SHOWN)}"
+        raise InputError(f"{name} could be {shown}", "the id of one sample", "write the whole id")
+    close = difflib.get_close_matches(name, places, 1)
+    is_slip = close and _unnumbered(close[0]) != _unnumbered(name)
+    known = next((kind for kind, ids in others.items() if name in ids), None)
+    what = f"one of the {known}, and " if known else ""
+    first = ", ".join(list(places)[:_SHOWN])
+    raise InputError(
+        f"ids holds {name}, which is {what}none of the {len(places)} {kind}",
+        expected=f"ids as the report and result.json name them: {first}, ...",
+        remedy=f"did you mean {close[0]}?" if is_slip else "copy one from the report",
+    )
 
 
 def _unnumbered(name: str) -> str:
     """An id less its numbers: one number is no misspelling of another."""
     return "".join(letter for letter in name if not letter.isdecimal())
-
-
-def _plain(word: str) -> str:
-    """A whole number without zeros before it; nothing for other words."""
-    return str(int(word)) if word.isdecimal() and word.isascii() and len(word) <= _DIGITS else ""
-
-
-def _some(words: list[str]) -> str:
-    """Alternatives; of many the first and the last, which is the position."""
-    shown = words if len(words) <= _SHOWN else [*words[: _SHOWN - 1], words[-1]]
-    return f"{', '.join(shown[:-1])} or {shown[-1]}"
 
 
 def named(
@@ -188,7 +111,6 @@ def lines_of(samples: Sequence[dict[str, Any]], where: str = "result.json") -> l
 
 
 ALIKE = "give samples of the form that the run was trained on"
-SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,32 +128,25 @@ def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
     # A folder may hold images at any depth; one that lies in a folder named for a class has that label. An
     # archive has `x` and perhaps `y`, or the arrays of a data set, of which one part is read. A table has the
     # run's feature columns and perhaps its target.
-    images = isinstance(run.transforms[0], ImageTransform)
-    if path.suffix.lower() in (".npz", ".csv") and not os.path.exists(path):
-        require_file(path, "data")
-    if os.path.isdir(path):
-        if not images:
-            raise InputError(
-                f"data {path} is a folder",
-                expected="samples of a table, like those of the run",
-                remedy=ALIKE,
-            )
-        return _checked(_from_folder(path, run), run)
-    if path.suffix.lower() == ".npz":
+    kind, transform = kind_of(path), run.transforms[0]
+    if kind == ".npz":
         return _checked(_from_archive(path, run, prefer), run)
-    if path.suffix.lower() == ".csv":
-        return _checked(_from_table(path, run), run)
-    what = "has an unknown kind" if os.path.exists(path) else "does not exist"
-    raise InputError(f"data {path} {what}", expected=KINDS, remedy="check the path and its ending")
+    if kind == ".csv" and run.columns is not None:
+        x, y, ids, findings = read_like(path, run.columns, run.classes)
+        return _checked(NewSamples(x, y, ids, tuple(findings)), run)
+    if kind == "folder" and isinstance(transform, ImageTransform):
+        return _checked(_from_folder(path, run, transform), run)
+    raise InputError(
+        f"data {path} is a {'table' if kind == '.csv' else 'folder'}",
+        expected="samples like those of the run, which were "
+        + ("images" if isinstance(transform, ImageTransform) else "rows of numbers"),
+        remedy=ALIKE,
+    )
 
 
-def _from_folder(path: Path, run: SavedRun) -> NewSamples:
+def _from_folder(path: Path, run: SavedRun, transform: ImageTransform) -> NewSamples:
     """Images at any depth."""
-    transform = run.transforms[0]
-    assert isinstance(transform, ImageTransform)
-    if (
-        run.samples.images is not None and transform.channels is None
-    ):  # decoded to what the run was trained on
+    if run.samples.images is not None and transform.channels is None:  # decoded to what was trained on
         transform = replace(transform, channels=run.samples.images.shape[-1])
     found = [file.relative_to(path) for file in files_below(path, path) if file.suffix.lower() in SUFFIXES]
     if not found:
@@ -250,73 +165,25 @@ def _from_folder(path: Path, run: SavedRun) -> NewSamples:
 def _from_archive(path: Path, run: SavedRun, prefer: str) -> NewSamples:
     """One part of an archive."""
     headers = npz_headers(path)
-    other = "train" if prefer == "test" else "test"
-    part = next((part for part in ("", f"_{prefer}", f"_{other}") if f"x{part}" in headers), None)
-    if part is None:
+    every = (f"x{part}" for part in ("", f"_{prefer}", "_train", "_test"))
+    name = next((name for name in every if name in headers), None)
+    if name is None:
         raise DataError(
             f"{path} has no samples; it holds: {some(list(headers)) or 'nothing'}",
             expected="an array x, and y where the answers are known",
             remedy="rename its arrays",
         )
-    name = f"x{part}"
-    member = Member(path, name, headers[name])
-    count = headers[name].shape[0] if headers[name].shape else 0
-    if member.is_images != isinstance(run.transforms[0], ImageTransform) or len(headers[name].shape) < 2:
-        kind = (
-            "images, uint8 (N, H, W[, C])"
-            if isinstance(run.transforms[0], ImageTransform)
-            else "features (N, ...)"
-        )
-        raise DataError(
-            f"{name} of {path} has the shape {headers[name].shape} and type {headers[name].dtype}",
-            expected=kind,
-            remedy=ALIKE,
-        )
+    member, images = Member(path, name, headers[name]), isinstance(run.transforms[0], ImageTransform)
+    if member.is_images != images or len(member.header.shape) < 2:
+        kind = "images, uint8 (N, H, W[, C])" if images else "features (N, ...)"
+        raise DataError(described(member), expected=kind, remedy=ALIKE)
     check_member(member)
-    ids = tuple(f"{part[1:] or 'x'}/{row}" for row in range(count))
-    answers = read_npz(path, [f"y{part}"])[f"y{part}"] if f"y{part}" in headers else None
-    check_lengths(name, count, f"y{part}", count if answers is None else len(answers))
-    if answers is not None:
-        answers = (
-            as_labels(f"y{part}", answers, len(run.classes), ids)
-            if run.classes
-            else as_targets(f"y{part}", answers, ids)
-        )
-    return NewSamples(member.read(np.arange(count)), answers, ids)
-
-
-def _from_table(path: Path, run: SavedRun) -> NewSamples:
-    """The lines of a table."""
-    table = run.test.columns if run.test is not None else None
-    if table is None:
-        raise InputError(
-            f"data {path} is a table",
-            expected="image samples, like those of the run",
-            remedy=ALIKE,
-        )
-    x, answers, cells, findings = read_like(path, table)
-    y = np.stack(list(answers.values()), axis=1) if answers else None
-    if y is not None and run.classes is not None:
-        y = _labels(path, table.targets[0], cells, run.classes)
-    elif y is not None and y.shape[1] != run.fit.system.c:
-        y = None
-    return NewSamples(x, y, cells.ids, tuple(findings))
-
-
-def _labels(path: Path, target: str, cells: Cells, classes: tuple[str, ...]) -> Array:
-    """Labels of lines, by the names of their classes."""
-    values = cells.values[target]
-    texts = cells.texts.get(target)
-    names = [f"{value:g}" for value in values] if texts is None else [texts[int(code)] for code in values]
-    place = {name: label for label, name in enumerate(classes)}
-    unknown = [f"{cells.ids[row]}: {name}" for row, name in enumerate(names) if name not in place]
-    if unknown:
-        raise DataError(
-            f"{target} of {path} names classes that the run has not: {some(unknown)}",
-            expected=f"one of {some(list(classes))}",
-            remedy="correct these lines, or run adapt again with the new classes",
-        )
-    return np.array([place[name] for name in names], dtype=np.int64)
+    x, answers = member.read(np.arange(length(member.header))), headers.get(member.answers)
+    check_lengths(name, len(x), member.answers, len(x) if answers is None else length(answers))
+    if answers is None:
+        return NewSamples(x, None, member.ids)
+    y = read_npz(path, [member.answers])[member.answers]
+    return NewSamples(x, part_of(member, y, run.classes).y, member.ids)
 
 
 def _checked(new: NewSamples, run: SavedRun) -> NewSamples:
@@ -337,6 +204,8 @@ def _checked(new: NewSamples, run: SavedRun) -> NewSamples:
             expected=f"{known}, like the samples that the run was trained on",
             remedy="scale them to that size, or adapt with --size and --channels",
         )
+    if new.y is not None and run.classes is None and new.y.shape[1] != run.fit.system.c:
+        return replace(new, y=None)
     return new
 
 

@@ -18,9 +18,9 @@ from linnet.app.runs.adaptation import (
     require_linearizable,
     started,
 )
-from linnet.app.runs.folder import SavedRun, TrainingSamples, load_test, opened
+from linnet.app.runs.folder import SavedRun, load_test, opened
 from linnet.app.runs.place import RECORD, check_out
-from linnet.app.runs.results import score_table, written
+from linnet.app.runs.results import score_table, write, written
 from linnet.errors import InputError
 from linnet.fitting.fit import fit as fit_linear
 from linnet.fitting.head import with_head
@@ -52,6 +52,7 @@ class Subject:
     test: SampleSet | None  # test samples; None where there are none or they cannot be read again
     findings: tuple[str, ...]  # remarks on the data
     stages: Stages  # time of each step
+    title: str  # of the report
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,20 +79,6 @@ def check_place(out: Path, run: Path | None) -> None:
         )
 
 
-def check_counts(top: int | None, samples: int | None) -> None:
-    """Require counts that could be met, before anything is fitted."""
-    if samples is not None and samples < 2:
-        raise InputError(
-            f"samples is {samples}",
-            expected="at least 2 of the training samples",
-            remedy="leave it out to take as many as fit",
-        )
-    if top is not None and top < 1:
-        raise InputError(
-            f"top is {top}", expected="at least 1 direction", remedy="leave it out to have it chosen"
-        )
-
-
 def from_run(options: RunOptions) -> Subject:
     """One linearization of the network of a finished run, with its training samples."""
     stages = Stages()
@@ -105,7 +92,8 @@ def from_run(options: RunOptions) -> Subject:
     linear = fit_linear(lin, data, targets=targets, ridge="loo", memory=fit.memory)
     linear.record = replace(linear.record, warnings=(*linear.record.warnings, NOTE))
     found = replace(run, fit=linear)
-    return Subject(found, None if task is None else task.test, () if task is not None else (why,), stages)
+    test, findings = (None, (why,)) if task is None else (task.test, ())
+    return Subject(found, test, findings, stages, f"Linearity of {options.run.name}")
 
 
 def from_data(options: TaskOptions, kernel: Path | None) -> Subject:
@@ -116,23 +104,32 @@ def from_data(options: TaskOptions, kernel: Path | None) -> Subject:
         solver = "auto" if kernel is None else Dual(kernel)
         fit = fit_linear(lin, begun.tensors(), ridge="loo", solver=solver, memory=options.memory)
     transforms = (task.transform, task.targets)
-    run = SavedRun(begun.origin, fit, TrainingSamples.of(task), task.classes, transforms, None, None)
-    return Subject(run, task.test, task.findings, stages)
+    run = SavedRun(begun.origin, fit, task.samples("train"), task.classes, transforms, None)
+    title = f"Linearity of {options.data.stem} for {str(options.model).rpartition(':')[2]}"
+    return Subject(run, task.test, task.findings, stages, title)
 
 
-def made_part(options: TaskOptions, file: Path, part: tuple[int, int]) -> tuple[dict[str, Any], str]:
+def made_part(options: TaskOptions | None, file: Path | None, part: str) -> tuple[dict[str, Any], list[str]]:
     """Compute one part of the kernel that ``from_data`` fits with; no process group is needed."""
+    index, _, of = part.partition("/")
+    is_part = index.isdecimal() and of.isdecimal() and int(index) < int(of)
+    if options is None or file is None or not is_part:
+        raise InputError(
+            f"part is {part!r}, with kernel {file}",
+            expected="which part, from 0, and the number of parts, of a kernel's file",
+            remedy="pass --kernel kernel.npy --part 3/64 for the fourth of 64, beside --model and --data",
+        )
     begun = started(options)
-    lin = _linearized(options, begun)
-    found = gram_part(lin, begun.tensors()[0], file=file, part=part, memory=options.memory)
+    lin, place = _linearized(options, begun), (int(index), int(of))
+    found = gram_part(lin, begun.tensors()[0], file=file, part=place, memory=options.memory)
     complete = found is not None
     missing = [] if complete else missing_parts(file)
     result = {
-        "command": "spectrum", "part": list(part), "kernel": str(file), "complete": complete,
+        "command": "spectrum", "part": list(place), "kernel": str(file), "complete": complete,
         "missing": missing,
     }  # fmt: skip
     said = "the kernel is complete" if complete else f"missing: {_spans(missing) or 'none by now'}"
-    return result, f"part {part[0]} of {part[1]} of {file} is done; {said}"
+    return result, [f"part {place[0]} of {place[1]} of {file} is done; {said}"]
 
 
 def _linearized(options: TaskOptions, begun: Started) -> Linearized:
@@ -162,15 +159,19 @@ def _at_random_head(module: RandomHeads, outputs: int) -> Linearized:
     return linearize(with_centered_head(network), chosen)
 
 
+def report(
+    subject: Subject, out: Path, top: int | None, samples: int | None, memory: str | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Measure how linear a task is, and write the page: the result, and lines for people."""
+    found = examine(subject, top, samples, memory)
+    result = result_of(found, out)
+    write(out, result, page_of(found))
+    return result, print_spectrum(found, out)
+
+
 def examine(subject: Subject, top: int | None, samples: int | None, memory: str | None) -> Examined:
     """Measure how linear the task is."""
     run = subject.run
-    if samples is not None and not 2 <= samples <= run.fit.n:
-        raise InputError(
-            f"samples is {samples}",
-            expected=f"2 to {run.fit.n}, the training samples",
-            remedy="leave it out to take as many as fit",
-        )
     rows = (run.fit.n if samples is None else samples) * run.fit.system.c
     if top is not None and not 1 <= top <= rows:
         raise InputError(
@@ -202,26 +203,25 @@ def _scores(run: SavedRun, x: Any, test: SampleSet) -> tuple[Comparison, ...]:
             right = f.argmax(1).cpu() == torch.from_numpy(test.y)
             rows.append(Comparison(name, accuracy=float(right.double().mean())))
         else:
-            scale = run.transforms[1]
-            values = (scale.inverse(f) if scale else f).double().cpu().numpy()
+            values = (run.scale.inverse(f) if run.scale else f).double().cpu().numpy()
             rows.append(
                 Comparison(name, rmse=float(((values - test.y.reshape(values.shape)) ** 2).mean() ** 0.5))
             )
     return tuple(rows)
 
 
-def result_of(found: Examined, title: str, out: Path) -> dict[str, Any]:
+def result_of(found: Examined, out: Path) -> dict[str, Any]:
     """Result as plain values."""
     run = found.subject.run
     return {
-        "command": "spectrum", "title": title, "train": run.fit.n, "classes": run.classes,
+        "command": "spectrum", "title": found.subject.title, "train": run.fit.n, "classes": run.classes,
         **found.linearity.to_dict(),
         "solver": run.fit.solver, "scores": [asdict(row) for row in found.scores],
         "findings": list(_warnings(found)), "seconds": dict(found.subject.stages.seconds), "out": str(out),
     }  # fmt: skip
 
 
-def page_of(found: Examined, title: str) -> Content:
+def page_of(found: Examined) -> Content:
     """The report."""
     run, seen_task = found.subject.run, found.linearity
     energy, verdict = seen_task.energy, seen_task.verdict
@@ -234,9 +234,8 @@ def page_of(found: Examined, title: str) -> Content:
     record = FitRecord(choices=choices(run), timings=dict(found.subject.stages.seconds), task=task)
     notes = Notes((verdict.text, *verdict.reasons[:1]), _warnings(found), facts(run))
     tested = None if found.subject.test is None else len(found.subject.test)
-    return Content(
-        title, run.classes, notes, Scores(found.scores, tested=tested), record, TrainingSet(run.shown)
-    )  # fmt: skip
+    scores, train = Scores(found.scores, tested=tested), TrainingSet(run.samples)
+    return Content(found.subject.title, run.classes, notes, scores, record, train)
 
 
 def table_of(found: Examined) -> list[tuple[str, str]]:
@@ -278,14 +277,14 @@ def _warnings(found: Examined) -> tuple[str, ...]:
     return (*found.subject.run.fit.record.warnings, *found.subject.findings)
 
 
-def print_spectrum(found: Examined, title: str, out: Path) -> list[str]:
+def print_spectrum(found: Examined, out: Path) -> list[str]:
     """Result as lines of text."""
     run, verdict = found.subject.run, found.linearity.verdict
     rows = table_of(found)
     width = max(len(name) for name, _ in rows)
     task = f"{len(run.classes)} classes" if run.classes else f"{run.fit.system.c} value(s)"
-    lines = [
-        f"{title}: {run.fit.n} training samples, {task}; {run.fit.module.space.dim:,} weights",
+    return [
+        f"{found.subject.title}: {run.fit.n} training samples, {task}; {run.fit.module.space.dim:,} weights",
         verdict.text,
         *(f"  {reason}" for reason in verdict.reasons),
         *(f"  {name:<{width}}  {value}" for name, value in rows),
@@ -294,4 +293,3 @@ def print_spectrum(found: Examined, title: str, out: Path) -> list[str]:
         *(f"note: {text}" for text in _warnings(found)),
         *written(out),
     ]
-    return [line.replace("\u202f", " ") for line in lines]

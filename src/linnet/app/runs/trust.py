@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,21 +48,21 @@ def check_run(
     raise InputError(f"opening {folder} would run {spec}, {UNKNOWN}", OWN, _remedy(file))
 
 
-def check_settings(values: Mapping[str, Any], typed: Sequence[str] | None, trust: bool) -> None:
+def check_settings(values: Mapping[str, Any], typed: Mapping[str, Any] | None, trust: bool) -> None:
     """Require that settings from a file execute no code that its user has neither named nor trusted."""
     if (model := values.get("model")) is None:
         return
     spec = absolute_spec(model)
     file = factory_file(spec)
     asked = code_arguments(values.get("model_args") or {})
-    own = () if typed is None else code_arguments(_typed_arguments(typed))
+    own = () if typed is None else code_arguments(typed.get("model_args") or {})
     if typed is not None and (asked := tuple(name for name in asked if name not in own)):
         raise InputError(
             f"the settings file passes {', '.join(asked)} to {model}, which may run code of others",
             expected="such an argument on the command line, not in a file",
             remedy="give it yourself, as JSON after --model-args, or take it out of the file",
         )
-    if typed is None or f"--model={model}" in typed or trust:
+    if typed is None or typed.get("model") == model or trust:
         _remember("model", spec)
     elif file is not None and file.is_file() and not _is_known("model", spec):
         raise InputError(f"the settings file would run {spec}, {UNKNOWN}", OWN, _remedy(file))
@@ -131,17 +131,3 @@ def _place(subject: object, spec: str) -> Path | None:
 def _remedy(file: Path) -> str:
     """The remedy that allows the code."""
     return f"read {file}; where you trust it, pass --trust, or name it yourself with --model FILE:FACTORY"
-
-
-def _typed_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """The factory's arguments that stand on the command line."""
-    found: dict[str, Any] = {}
-    for word in words:
-        name, _, text = word.partition("=")
-        with suppress(ValueError):
-            value = json.loads(text)
-            if name == "--model_args" and isinstance(value, dict):
-                found |= value
-            elif name.startswith("--model_args."):
-                found[name.removeprefix("--model_args.")] = value
-    return found
