@@ -229,7 +229,7 @@ class TestTaskData:
     def test_too_many_shots(self, task: TaskData) -> None:
         with pytest.raises(DataError, match=r"shots is 5, but class '0' has 4.*at most 4"):
             task.shots(5)
-        with pytest.raises(InputError, match="shots is 0"):
+        with pytest.raises(InputError, match="shots=0"):
             task.shots(0)
         with pytest.raises(DataError, match=r"class 'b' has 0 training samples.*add samples"):
             draw_shots(np.array([0, 0]), 1, 0, ["a", "b"])

@@ -314,7 +314,7 @@ def refused(
     ("words", "what"),
     [
         (["--shots", "9"], "shots is 9"),
-        (["--tests", "0"], "tests is 0"),
+        (["--tests", "0"], "--tests 0"),
         (["--ridge", "-1"], "--ridge -1"),
         (["--ridge", "best"], "ridge is 'best'"),
         (["--weight", "2"], "--weight 2"),

@@ -213,7 +213,7 @@ FORGET, PREDICT = "forget --run pictures --out less --ids=", "predict --run pict
         ("predict --run pictures --data bare.npz --out p.xlsx", "p.xlsx"),
         ("predict --run absent --data bare.npz", "there is no run folder"),
         ("explain --run pictures --ids 30", "ids holds 30, which is none of the 30"),
-        ("explain --run pictures --ids 1 --top 0", "top is 0"),
+        ("explain --run pictures --ids 1 --top 0", "--top 0"),
     ],
 )
 def test_what_is_refused(

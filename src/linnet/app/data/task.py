@@ -15,6 +15,7 @@ from torch import Tensor
 from linnet.app.data.transforms import ImageTransform, Standardize
 from linnet.errors import DataError, InputError
 from linnet.memory import Plan, parse_bytes, require
+from linnet.params import integer
 from linnet.report.records import Samples
 from linnet.shown import some
 
@@ -264,12 +265,7 @@ def split(samples: int, labels: Array | None, seed: int) -> tuple[Array, Array]:
 def draw_shots(labels: Array, shots: int, seed: int, classes: Sequence[str], at_most: bool = False) -> Array:
     """Draw the same number of samples of each class."""
     # Draws with one seed are nested: those for fewer shots are among those for more.
-    if shots < 1:
-        raise InputError(
-            f"shots is {shots}",
-            expected="at least one sample per class",
-            remedy="leave shots out to take all",
-        )
+    integer("shots", shots, remedy="leave shots= out to take all")
     counts = np.bincount(labels, minlength=len(classes))
     if counts.min() < shots and not at_most:
         scarce = int(counts.argmin())

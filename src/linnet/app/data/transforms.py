@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
+from linnet.params import integer, refuse
 
 PRESETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -54,12 +55,10 @@ class ImageTransform:
             raise InputError(
                 f"mean is {self.mean} and std {self.std}", expected="finite means, positive stds"
             )
-        if self.size is not None and self.size < 1:
-            raise InputError(
-                f"size is {self.size}", expected="a positive number of pixels", remedy="try size=224"
-            )
+        if self.size is not None:
+            integer("size", self.size, remedy="try size=224")
         if self.channels not in (None, 1, 3):
-            raise InputError(f"channels is {self.channels}", expected="1 or 3")
+            refuse("channels", self.channels, "1 or 3")
 
     def __call__(self, images: np.ndarray[Any, Any], dtype: torch.dtype = torch.float32) -> Tensor:
         """Convert images, (N, C', H', W')."""

@@ -59,7 +59,6 @@ from linnet.tangent.store import discard
 
 Array = np.ndarray[Any, Any]
 Keep = Callable[[SavedRun], None]
-ALL = "leave it out to take all"
 TESTED = 2  # passes of a test sample for one of a training sample: the kernel with them, and its own variance
 AGAIN = 1.0  # seconds of a few samples below which they are timed again: another process may have been busy
 # Of a first answer:
@@ -201,8 +200,7 @@ def drawn(task: TaskData, shots: int | None, tests: int | None, seed: int, at_mo
 
 def _some(samples: int, count: int, seed: int, option: str) -> Array:
     """Positions of samples drawn at random, in order."""
-    if count < 1:
-        raise InputError(f"{option} is {count}", expected="a positive number of samples", remedy=ALL)
+    integer(option, count, remedy=f"leave {option}= out to take all")
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
     return np.sort(order[:count].numpy())
 
