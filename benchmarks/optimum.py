@@ -38,8 +38,8 @@ import linnet
 from linnet.curvatures.curvature import default_damping
 from linnet.errors import NumericalError
 from linnet.finetuning.augment import Augmentation
+from linnet.finetuning.finetune import Call, Prepared, Task, frozen_curvature, largest_eigenvalue
 from linnet.finetuning.recipes import Recipe
-from linnet.finetuning.search import Call, Prepared, Task, frozen_curvature, largest_eigenvalue, prepare
 from linnet.finetuning.trainer import ExampleSet, Objective, Optimization, Trainer
 from linnet.fitting import CG
 from linnet.optim.preconditioner import KroneckerPreconditioner
@@ -97,7 +97,7 @@ class Setting:
 
     def prepared(self) -> Prepared:
         """The network ready, as the recipe has it."""
-        return prepare(self.call, ExampleSet(self.data, torch.device("cpu")), VIEW)
+        return Prepared(self.call, ExampleSet(self.data, torch.device("cpu")), VIEW)
 
     @property
     def call(self) -> Call:

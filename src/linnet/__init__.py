@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from linnet.curvatures.running import RunningCurvature as RunningCurvature
     from linnet.finetuning.augment import Augmentation as Augmentation
     from linnet.finetuning.finetune import finetune as finetune
-    from linnet.finetuning.recipes import ClosedForm as ClosedForm
     from linnet.finetuning.recipes import Recipe as Recipe
     from linnet.finetuning.trainer import Run as Run
     from linnet.fitting.fit import fit as fit
@@ -101,7 +100,6 @@ _HOME = {
     "fgsm": "linnet.metrics.adversarial",
     "finetune": "linnet.finetuning.finetune",
     "Recipe": "linnet.finetuning.recipes",
-    "ClosedForm": "linnet.finetuning.recipes",
     "Training": "linnet.training",
     "Run": "linnet.finetuning.trainer",
     "Augmentation": "linnet.finetuning.augment",

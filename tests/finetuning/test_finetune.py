@@ -103,30 +103,23 @@ def test_every_recipe_learns_in_one_call(method: str) -> None:
 def test_lqf_reaches_the_closed_form() -> None:
     x, y = images(dtype=torch.float64)
     model, decay = net().double(), 3000.0
-    exact = finetune(model, (x, y), training=linnet.ClosedForm(weight_decay=decay))
-    assert exact.fit is not None
-    near(torch.tensor([exact.fit.ridge]), torch.tensor([60 * decay]))
-    moved = (exact.predict(x) - exact.module.base(x)).abs().max()
     for part in ("kfac", "ekfac", "none"):
         rate = None if part == "none" else 1.0
         run = finetune(
             model,
             (x, y),
             weight_decay=decay,
-            steps=200,
+            steps=150,
             batch_size=60,
             preconditioner=part,
             learning_rate=rate,
         )
-        gap = (run.predict(x) - exact.predict(x)).abs().max() / moved
+        lin = linnet.linearize(run.module.model)
+        exact = linnet.fit(lin, (x, y), ridge=60 * decay).predict(x)
+        moved = (exact - lin.base(x)).abs().max()
+        gap = (run.predict(x) - exact).abs().max() / moved
         assert gap < 1e-3, f"{part}: {gap}"
         assert any("closed form" in note for note in run.notes)
-    chosen = finetune(
-        model, (x, y), training=linnet.ClosedForm(ridge="loo"), validation=images(30, 2, torch.float64)
-    )
-    lin = linnet.linearize(chosen.module.model)
-    near(chosen.predict(x), linnet.fit(lin, (x, y), ridge=chosen.fit.ridge).predict(x), 1e-7)
-    assert chosen.validation["accuracy"] > 0.5
 
 
 def test_recovery_learns_from_the_network_as_it_was_or_from_labels() -> None:
@@ -332,8 +325,7 @@ def test_a_search_takes_the_best_and_trains_on_everything() -> None:
 
 
 def test_grids_share_what_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    import linnet.finetuning.search as runs
-
+    runs = sys.modules["linnet.finetuning.finetune"]  # the package's attribute of this name is the function
     made: list[int] = []
     plain = runs.frozen_curvature
     monkeypatch.setattr(runs, "frozen_curvature", lambda *a: made.append(1) or plain(*a))
@@ -475,31 +467,10 @@ def test_single_examples_and_empty_classes() -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"recipe": "sgd"}, "recipe="),
-        ({"loss": "hinge"}, "loss="),
         ({"training": "newton"}, "training="),
-        ({"training": "closed-form", "augmentation": "random-crop"}, "random augmentation"),
-        ({"training": "closed-form", "recipe": "nlft"}, "not linear"),
-        ({"training": "closed-form", "search": "paper"}, "search"),
         ({"training_mode": True}, "training_mode"),
-        ({"head": "new"}, "head="),
-        ({"augmentation": "mixup"}, "mixup"),
-        ({"weight_decay": -1.0}, "weight_decay="),
-        ({"scale": 0.0}, "scale="),
-        ({"damping": -1.0}, "damping="),
-        ({"batch_size": 0}, "batch_size="),
-        ({"steps": -1}, "steps="),
-        ({"steps": 0}, "steps=0"),
-        ({"evaluate_every": 0}, "evaluate_every=0"),
-        ({"log_every": 0}, "log_every=0"),
-        ({"save_every": -1}, "save_every=-1"),
         ({"keep": "best"}, "validation="),
-        ({"momentum": 1.0}, "momentum="),
         ({"search": {"learning_rate": 0.1}}, "search"),
-        ({"log": 3}, "log=3"),
-        ({"seed": 1.5}, "seed=1.5"),
-        ({"checkpoint": 5}, "checkpoint=5"),
-        ({"pooling": 3}, "pooling=3"),
         ({"recipe": "nlft", "pooling": linnet.surgery.Bilinear()}, "bilinear pooling"),
         ({"recipe": "b-lqf", "head": "keep"}, "bilinear pooling"),
         ({"recipe": "nlft", "preconditioner": "kfac"}, "linear model"),
@@ -515,9 +486,6 @@ def test_networks_that_are_refused() -> None:
     refused(InputError, lambda: finetune(None, images()), "model is NoneType")
     refused(InputError, lambda: linnet.finetune(net(), images(), training=linnet.Run()), "training")
     refused(InputError, lambda: linnet.finetune(net(), images(), run=linnet.Training()), "run")
-    refused(InputError, lambda: linnet.ClosedForm(weight_decay=0.0), "many optima")
-    refused(InputError, lambda: linnet.ClosedForm(ridge=-1.0), "ridge=")
-    refused(InputError, lambda: linnet.ClosedForm(ridge=1.0, weight_decay=1.0), "weight_decay=")
     refused(ModelError, lambda: finetune(net(), (images()[0].flatten(1), images()[1]), **SHORT), "cannot run")
     refused(
         NumericalError,

@@ -92,7 +92,6 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
         "training": linnet.Training(steps=2, learning_rate=0.01, batch_size=5),
     },
     "Recipe": lambda: {"name": "lqf", "damping": 0.1},
-    "ClosedForm": lambda: {"ridge": 0.1},
     "Training": lambda: {
         "learning_rate": 0.1, "weight_decay": 0.1, "batch_size": 5, "steps": 2, "momentum": 0.5,
         "schedule": "cosine", "clip": 1.0,

@@ -242,7 +242,6 @@ OF_CALL: dict[str, str] = {
     "Laplace.tune(data_scale)": "flag",
     "Laplace (Gaussian).tune(data_scale)": "flag",
     "Recipe(optimizer)": "word",
-    "ClosedForm(weight_decay)": "positive",
     "Training(momentum)": "share or zero",
     "Newton(samples)": "count from zero",
     "surgery.Bilinear(layer)": "name",

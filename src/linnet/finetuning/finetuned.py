@@ -16,7 +16,6 @@ from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.bilinear import Bilinear, assemble
 from linnet.fitting.descent import outputs_of
 from linnet.fitting.head import with_head
-from linnet.fitting.linear_fit import LinearFit
 from linnet.params import integer
 from linnet.predictive.gaussian import Predictive
 from linnet.predictive.model import PredictiveModel
@@ -60,7 +59,6 @@ class Finetuned(PredictiveModel):
         history: What was logged: ``step``, ``loss``, ``validation_accuracy`` and so on.
         candidates: Every set of values that was tried, with its validation scores.
         notes: What was done and what is worth knowing, one sentence each.
-        fit: The closed-form fit, for ``training="closed-form"``.
         output: How to turn the network's result into a tensor.
         probe: Made-up inputs, by which a saved result knows its network again.
 
@@ -78,7 +76,6 @@ class Finetuned(PredictiveModel):
     history: list[dict[str, float]]
     candidates: list[dict[str, Any]]
     notes: tuple[str, ...]
-    fit: LinearFit | None = None
     output: OutputAdapter = None
     probe: Inputs = None
 
@@ -190,7 +187,7 @@ class Finetuned(PredictiveModel):
 def restored_finetuned(
     saved: dict[str, Any], path: Path, model: nn.Module, output: OutputAdapter = None
 ) -> Finetuned:
-    """The result that ``Finetuned.save`` wrote, without its closed-form fit."""
+    """The result that ``Finetuned.save`` wrote."""
     model = given_network(model)
     adapter = saved_output(saved, output)
     network = _rebuilt(model, saved["settings"], saved["network"])

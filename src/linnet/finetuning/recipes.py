@@ -12,7 +12,6 @@ from torch import nn
 from linnet.errors import InputError
 from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.bilinear import Bilinear
-from linnet.fitting.arguments import check_ridge
 from linnet.linear.targets import ALPHA
 from linnet.params import choice, flag, instance, integer, number
 
@@ -203,40 +202,6 @@ class Recipe:
         """Preprocessing of training images."""
         assert isinstance(self.augmentation, Augmentation)
         return self.augmentation
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClosedForm:
-    """The optimum of a linear model and the squared loss at once, through :func:`linnet.fit`.
-
-    Args:
-        ridge: ρ, or the criterion that chooses it: ``"loo"``, ``"gcv"`` or ``"evidence"``.
-        weight_decay: λ of the objective that training steps would minimize, ρ = N λ; by default 1e-5 where no
-            ridge is given.
-
-    Raises:
-        InputError: If a value does not work, or both are given.
-
-    Example:
-        >>> ClosedForm(ridge="loo").ridge
-        'loo'
-    """
-
-    ridge: float | str | None = None
-    weight_decay: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.ridge is not None:
-            check_ridge(self.ridge)
-        if self.weight_decay is not None:
-            remedy = "without weight decay there are many optima"
-            number("weight_decay", self.weight_decay, above=0, remedy=remedy)
-        if self.ridge is not None and self.weight_decay is not None:
-            raise InputError(
-                f"ridge={self.ridge!r} and weight_decay={self.weight_decay!r}",
-                expected="one of them: ρ = N λ",
-                remedy="leave one of them out",
-            )
 
 
 @dataclass(frozen=True)

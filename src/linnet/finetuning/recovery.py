@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.errors import InputError, ModelError, NumericalError
-from linnet.finetuning.search import RETRIES, largest_eigenvalue
+from linnet.errors import InputError, ModelError
+from linnet.finetuning.finetune import RETRIES, largest_eigenvalue
 from linnet.finetuning.trainer import (
     ExampleSet,
     Objective,
@@ -21,6 +21,7 @@ from linnet.finetuning.trainer import (
     Trainer,
     checked_run,
     warn_of_large_steps,
+    without_rise,
 )
 from linnet.fitting.descent import outputs_of
 from linnet.linear.targets import make_targets
@@ -112,30 +113,20 @@ def recover(
     steps = settings.steps or math.ceil((settings.epochs or 1) * n / size)
     momentum, schedule = settings.momentum or 0.0, settings.schedule or "cosine"
 
-    def attempt(rate: float, retries: int, folder: str = "") -> nn.Module:
-        """The trained copy; where the loss goes up again, anew with a third of the rate, or a warning."""
+    def trainer(rate: float | None, folder: str) -> Trainer:
+        assert rate is not None
         place = None if run.checkpoint is None else Path(run.checkpoint) / folder
         how = Optimization(rate, steps, size, momentum, schedule, settings.clip, "sgd", training_mode)
-        trained, own = copy.deepcopy(clone), replace(run, checkpoint=place)
-        trainer = Trainer(trained, examples, objective, how, seed, own)
-        trainer.output, trainer.description = output, "recovery after surgery"
-        try:
-            trainer.run()
-            rises = trainer.curve.rises
-        except NumericalError:
-            if not retries:
-                raise
-            rises = True
-        if rises and retries:
-            return attempt(rate / 3, retries - 1, f"{folder}-slower".removeprefix("-"))
-        if rises:
-            warn_of_large_steps(rate)
-        return trained
+        made = Trainer(copy.deepcopy(clone), examples, objective, how, seed, replace(run, checkpoint=place))
+        made.output, made.description = output, "recovery after surgery"
+        return made
 
-    if settings.learning_rate is None:
-        trained = attempt(_own_rate(clone, examples, loss, output), RETRIES)
-    else:
-        trained = attempt(settings.learning_rate, retries=0)
+    given = settings.learning_rate
+    first = _own_rate(clone, examples, loss, output) if given is None else given
+    made, _ = without_rise(trainer, first, "", RETRIES if given is None else 0)
+    if made.curve.rises:
+        warn_of_large_steps(made.optimization.learning_rate)
+    trained = made.module
     for p, before in zip(trained.parameters(), model.parameters(), strict=True):
         p.requires_grad_(before.requires_grad)
         p.grad = None

@@ -507,6 +507,26 @@ class Trainer:
         return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def without_rise(
+    make: Callable[[float | None, str], Trainer], rate: float | None, folder: str, retries: int
+) -> tuple[Trainer, list[float]]:
+    """A trainer that has run, and the rates, last first, with which the loss rose before: each a third."""
+    rose: list[float] = []
+    while True:
+        trainer = make(rate, folder)
+        try:
+            trainer.run()
+            rises = trainer.curve.rises
+        except NumericalError:
+            if len(rose) == retries:
+                raise
+            rises = True
+        if not rises or len(rose) == retries:
+            return trainer, rose
+        rose.insert(0, trainer.optimization.learning_rate)
+        rate, folder = rose[0] / 3, f"{folder}-slower".removeprefix("-")
+
+
 def rank(scores: dict[str, float]) -> float:
     """One number for scores: accuracy, ties to the smaller loss; for values, the negative loss."""
     loss = scores["loss"]
