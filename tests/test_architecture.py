@@ -21,7 +21,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("distribution", "params", "shown", "tree"),
     ("memory", "number_types", "plots", "progress", "training"),
     ("distributed",),
-    ("disk",),
     ("files",),
     ("npz", "pages", "unfinished"),
     ("linalg",),

@@ -20,9 +20,17 @@ import linnet
 from linnet import disk
 from linnet.app import cli
 from linnet.app.runs.queries import write_rows
-from linnet.disk import process_mark, reserve
 from linnet.errors import DiskSpaceError, InputError
-from linnet.files import load, remove_partial, save, write_atomic, write_json, write_text
+from linnet.files import (
+    load,
+    process_mark,
+    remove_partial,
+    reserve,
+    save,
+    write_atomic,
+    write_json,
+    write_text,
+)
 from linnet.report.html import write_report
 from linnet.report.records import Content
 from linnet.tangent.store import GramFile

@@ -41,9 +41,8 @@ import torch
 from torch import Tensor, nn
 
 from linnet.curvatures.stream import usable
-from linnet.disk import locked
 from linnet.errors import DataError, FileFormatError, InputError
-from linnet.files import as_path, load, read_json, remove_partial, save, write_json
+from linnet.files import as_path, load, locked, read_json, remove_partial, save, write_json
 from linnet.fitting.sketch import SketchedNetwork, restored_sketch, sketch_state
 from linnet.likelihoods import from_description
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood

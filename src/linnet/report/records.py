@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from linnet.files import finite
 from linnet.plots.measures import Array, calibration_error, ranking, reliability_bins
 
 if TYPE_CHECKING:
@@ -311,7 +312,7 @@ class Content:
             "train": train and _train_dict(train),
             "test": test and _test_dict(test, Samples() if train is None else train.samples),
         }
-        plain: dict[str, Any] = _plain(raw)
+        plain: dict[str, Any] = finite(raw)
         return plain
 
 
@@ -358,18 +359,3 @@ def _named(part: Neighbor | Explanation | DoubtedLabel, samples: Samples) -> dic
     """A record about one sample, by its id; the position serves calls in Python."""
     rest = {key: value for key, value in vars(part).items() if key != "sample"}
     return {"id": samples.name(part.sample), "position": part.sample, **rest}
-
-
-def _plain(value: Any) -> Any:
-    """The value in types that JSON knows; numbers that are not finite become None."""
-    if is_dataclass(value):
-        return _plain(vars(value))
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value

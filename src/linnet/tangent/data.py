@@ -42,9 +42,9 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from linnet.disk import refuse_write
 from linnet.distributed import require_same_arguments
 from linnet.errors import DataError, InputError
+from linnet.files import refuse_write
 from linnet.memory import available_bytes, parse_bytes
 from linnet.params import warn
 from linnet.tangent.batch import (

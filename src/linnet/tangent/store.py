@@ -27,9 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.disk import locked, refuse_write, reserve
 from linnet.errors import InputError, LinnetError
-from linnet.files import as_path, read_json, remove_partial, write_json
+from linnet.files import as_path, locked, read_json, refuse_write, remove_partial, reserve, write_json
 
 RECORD_SECONDS = 5.0  # between two records of finished steps: what a killed run may lose
 SIZES = ("hold", "product", "capture", "columns")  # of an identity: parts take over those of the first

@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from linnet.disk import close_lock, open_lock, try_lock
 from linnet.distributed import collective, require_same_arguments, sharing, world
 from linnet.errors import InputError
+from linnet.files import close_lock, open_lock, try_lock
 
 RECORD = "run.json"
 KERNEL_FILE = "kernel.npy"
