@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import linnet
-from linnet import disk
+from linnet import files
 from linnet.app import cli
 from linnet.app.runs.queries import write_rows
 from linnet.errors import DiskSpaceError, InputError
@@ -290,5 +290,5 @@ def test_names_that_text_cannot_hold(tmp_path: Path) -> None:
 def test_a_saved_file_is_none_the_worse(tmp_path: Path) -> None:
     path = save(tmp_path, "a", {"a": BIG})
     assert torch.equal(load(path, "a")["a"], BIG)
-    assert disk.is_of_the_system(OSError()) is True
-    assert disk.is_of_the_system(ValueError("os error 28")) is False
+    assert files.is_of_the_system(OSError()) is True
+    assert files.is_of_the_system(ValueError("os error 28")) is False

@@ -118,10 +118,10 @@ def botorch_or_stand_in() -> Iterator[None]:
     for name, parts in PARTS.items():
         vars(modules[name]).update(parts)
     sys.modules.update(modules)
-    adapter._model_class.cache_clear()
+    adapter.__getattr__.cache_clear()
     try:
         yield
     finally:
-        adapter._model_class.cache_clear()
+        adapter.__getattr__.cache_clear()
         for name in modules:
             del sys.modules[name]

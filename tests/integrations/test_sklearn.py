@@ -318,7 +318,7 @@ def test_wrong_settings(settings: dict[str, Any], said: str) -> None:
 
 
 def test_without_scikit_learn_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter._class.cache_clear()
+    adapter.__getattr__.cache_clear()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "sklearn.base", None)
         with pytest.raises(DependencyError, match=r"pip install 'linnet-torch\[sklearn\]'"):

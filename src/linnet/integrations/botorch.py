@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from linnet.distribution import install_command
-from linnet.errors import DependencyError, InputError
+from linnet.errors import InputError
+from linnet.integrations import classes
 from linnet.tangent_gp.tangent_gp import TangentGP
 
 if TYPE_CHECKING:
     TangentModel: Any
-
-
-@cache
-def _model_class() -> Any:
-    """The class, made when BoTorch is first needed."""
-    try:
-        from botorch.models.model import Model
-    except ImportError as error:
-        raise DependencyError(
-            "TangentModel needs botorch, which is not installed",
-            remedy=install_command("gp"),
-            expected="botorch",
-        ) from error
-
-    return type(
-        "TangentModel", (_TangentModel, Model), {"__module__": __name__, "__doc__": _TangentModel.__doc__}
-    )
 
 
 class _TangentModel:
@@ -95,7 +77,7 @@ class _TangentModel:
     def condition_on_observations(self, X: Tensor, Y: Tensor, **_: Any) -> Any:
         """The model with more data."""
         # X (m, d), Y (m, C)
-        return _model_class()(self.gp.update(X.detach().to(self._dtype), Y.detach().to(self._dtype)))
+        return type(self)(self.gp.update(X.detach().to(self._dtype), Y.detach().to(self._dtype)))
 
 
 def _normal(mean: Tensor, covariance: Tensor) -> Any:
@@ -107,8 +89,11 @@ def _normal(mean: Tensor, covariance: Tensor) -> Any:
     return MultitaskMultivariateNormal(mean, covariance, interleaved=True)
 
 
-def __getattr__(name: str) -> Any:
-    """``TangentModel``, made on first use."""
-    if name == "TangentModel":
-        return _model_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _bases() -> tuple[type, ...]:
+    """BoTorch's model."""
+    from botorch.models.model import Model
+
+    return (Model,)
+
+
+__getattr__ = classes(__name__, "gp", "botorch", {"TangentModel": (_TangentModel, _bases)})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from linnet.distribution import install_command
-from linnet.errors import DependencyError, InputError
+from linnet.errors import InputError
+from linnet.integrations import classes
 from linnet.tangent.batch import check_finite
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gram import gram, own_kernels
@@ -18,23 +17,6 @@ from linnet.tangent.selection import Selector
 
 if TYPE_CHECKING:
     TangentKernel: Any
-
-
-@cache
-def _kernel_class() -> Any:
-    """The class, made when GPyTorch is first needed."""
-    try:
-        from gpytorch.kernels import Kernel
-    except ImportError as error:
-        raise DependencyError(
-            "TangentKernel needs gpytorch, which is not installed",
-            remedy=install_command("gp"),
-            expected="gpytorch",
-        ) from error
-
-    return type(
-        "TangentKernel", (_TangentKernel, Kernel), {"__module__": __name__, "__doc__": _TangentKernel.__doc__}
-    )
 
 
 class _TangentKernel:
@@ -93,8 +75,11 @@ class _TangentKernel:
         return matrix.diagonal() if diag else matrix
 
 
-def __getattr__(name: str) -> Any:
-    """``TangentKernel``, made on first use."""
-    if name == "TangentKernel":
-        return _kernel_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _bases() -> tuple[type, ...]:
+    """GPyTorch's kernel."""
+    from gpytorch.kernels import Kernel
+
+    return (Kernel,)
+
+
+__getattr__ = classes(__name__, "gp", "gpytorch", {"TangentKernel": (_TangentKernel, _bases)})

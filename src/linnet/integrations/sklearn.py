@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,11 +14,11 @@ from torch import Tensor, nn
 
 from linnet import params as check
 from linnet.curvatures.build import curvature
-from linnet.distribution import install_command
-from linnet.errors import DataError, DependencyError, InputError
+from linnet.errors import DataError, InputError
 from linnet.fitting.fit import fit
 from linnet.fitting.last_layer import BELOW
 from linnet.fitting.sketch import with_metric
+from linnet.integrations import classes
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linear.targets import CLASSES, VALUES
@@ -80,17 +79,14 @@ class _Estimator(ABC):
     random_state: Any
     n_features_in_: int
     fit_: Any
-    _validated: Callable[..., Any]  # scikit-learn's own
+    loss: str
+    _likelihood: Likelihood  # of a metric's curvature
 
-    @property
-    @abstractmethod
-    def _loss(self) -> str:
-        """The loss, as ``linnet.fit`` names it."""
+    def _validated(self, *given: Any, **options: Any) -> Any:
+        """Arrays that are checked."""
+        from sklearn.utils.validation import validate_data  # since 1.6
 
-    @property
-    @abstractmethod
-    def _likelihood(self) -> Likelihood:
-        """The likelihood of a metric's curvature."""
+        return validate_data(self, *given, **options)
 
     def inputs(self, X: Any) -> Tensor:
         """Examples as ``fit_`` takes them, such as for ``fit_.influence``.
@@ -130,7 +126,7 @@ class _Estimator(ABC):
         if self.metric is not None:
             metric = curvature(network, data, self._likelihood, structure=self.metric)
             network = with_metric(network, metric)
-        self.fit_ = fit(linearize(network), data, loss=self._loss, ridge=self.ridge, solver=self.solver)
+        self.fit_ = fit(linearize(network), data, loss=self.loss, ridge=self.ridge, solver=self.solver)
         found = self.fit_.targets.shape[1]
         if found != outputs and not (found == 1 and outputs == 2):
             raise InputError(
@@ -154,7 +150,7 @@ class _Estimator(ABC):
                 )
         else:
             other = {
-                "loss": (self._loss, "squared"),
+                "loss": (self.loss, "squared"),
                 "solver": (self.solver, "auto"),
                 "metric": (self.metric, None),
             }
@@ -203,6 +199,9 @@ class _Regressor(_Estimator):
     # of a linear model that no label has formed, so that leave-one-out is honest. It is for up to a few
     # thousand examples, of which the time grows with the cube.
 
+    loss = "squared"
+    _likelihood = Gaussian()
+
     def __init__(
         self,
         network: nn.Module | Callable[[int, int], nn.Module] | None = None,
@@ -216,16 +215,6 @@ class _Regressor(_Estimator):
     ) -> None:
         self.network, self.method, self.ridge, self.solver = network, method, ridge, solver
         self.metric, self.tune, self.random_state = metric, tune, random_state
-
-    @property
-    def _loss(self) -> str:
-        """The squared loss."""
-        return "squared"
-
-    @property
-    def _likelihood(self) -> Likelihood:
-        """Normal noise."""
-        return Gaussian()
 
     def fit(self, X: Any, y: Any) -> Any:
         """Solve for the optimum.
@@ -283,6 +272,7 @@ class _Classifier(_Estimator):
     # calibrated by it. It is for up to a few thousand examples, of which the time grows with the cube.
 
     classes_: Any  # the labels, sorted
+    _likelihood = Categorical()
 
     def __init__(
         self,
@@ -298,16 +288,6 @@ class _Classifier(_Estimator):
     ) -> None:
         self.network, self.method, self.loss, self.ridge = network, method, loss, ridge
         self.solver, self.metric, self.tune, self.random_state = solver, metric, tune, random_state
-
-    @property
-    def _loss(self) -> str:
-        """The loss."""
-        return self.loss
-
-    @property
-    def _likelihood(self) -> Likelihood:
-        """A draw of one class."""
-        return Categorical()
 
     def fit(self, X: Any, y: Any) -> Any:
         """Solve for the optimum.
@@ -377,29 +357,19 @@ class _Classifier(_Estimator):
         return probs / probs.sum(1, keepdims=True)
 
 
-@cache
-def _class(name: str) -> Any:
-    """An estimator, made when it is first needed."""
-    try:
-        from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-        from sklearn.utils.validation import validate_data  # since 1.6
-    except ImportError as error:
-        raise DependencyError(
-            f"{name} needs scikit-learn 1.6 or later, which is not installed",
-            remedy=install_command("sklearn"),
-            expected="scikit-learn 1.6 or later",
-        ) from error
+def _regressor() -> tuple[type, ...]:
+    """The classes of scikit-learn that make a regressor."""
+    from sklearn.base import BaseEstimator, RegressorMixin
 
-    own, mixin = {
-        "LinnetClassifier": (_Classifier, ClassifierMixin),
-        "LinnetRegressor": (_Regressor, RegressorMixin),
-    }[name]
-    members = {"__module__": __name__, "__doc__": own.__doc__, "_validated": validate_data}
-    return type(name, (own, mixin, BaseEstimator), members)
+    return RegressorMixin, BaseEstimator
 
 
-def __getattr__(name: str) -> Any:
-    """The estimators, made on first use."""
-    if name in ("LinnetClassifier", "LinnetRegressor"):
-        return _class(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _classifier() -> tuple[type, ...]:
+    """The classes of scikit-learn that make a classifier."""
+    from sklearn.base import BaseEstimator, ClassifierMixin
+
+    return ClassifierMixin, BaseEstimator
+
+
+_OWN = {"LinnetRegressor": (_Regressor, _regressor), "LinnetClassifier": (_Classifier, _classifier)}
+__getattr__ = classes(__name__, "sklearn", "scikit-learn 1.6 or later", _OWN)

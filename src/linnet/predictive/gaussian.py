@@ -237,11 +237,7 @@ class GaussianPredictive(Predictive):
 
     @property
     def joint_covariance(self) -> Tensor:
-        """Cov[f] between all examples, (N, C, N, C).
-
-        Raises:
-            InputError: If it was not requested.
-        """
+        """Cov[f] between all examples, (N, C, N, C); for ``predictive(x, joint=True)``."""
         if not self.joint:
             raise InputError(
                 "joint_covariance of a prediction without it",
@@ -257,53 +253,25 @@ class GaussianPredictive(Predictive):
 
     @property
     def noise(self) -> Tensor:
-        """The variance of a target about its outputs, (N, C).
-
-        Raises:
-            InputError: If targets are labels of classes.
-        """
+        """The variance of a target about its outputs, (N, C); classes have none."""
         return self.targets.noise(self)
 
     @cached_property
     @in_exact_mode
     def probs(self) -> Tensor:
-        """Class probabilities in the network's own layout, (N, C) for one label per example.
-
-        Raises:
-            InputError: If outputs are no classes.
-        """
+        """Class probabilities in the network's own layout, (N, C) for one label per example."""
         return self.targets.probs(self) if self._probs is None else self._probs
 
     @in_exact_mode
     def with_noise(self) -> GaussianPredictive:
-        """The distribution of a new target: its noise added.
-
-        For Gaussian noise σ² is added to the covariance. For other likelihoods of numbers these are the mean
-        and the variance of a target, as the likelihood's ``predictive`` gives them.
-
-        Returns:
-            Its moments, with no noise left to add again.
-
-        Raises:
-            InputError: If targets are labels of classes.
-        """
+        """The distribution of a new target: its noise added."""
+        # For Gaussian noise σ² is added to the covariance. For other likelihoods of numbers these are the
+        # mean and the variance of a target, as the likelihood's ``predictive`` gives them.
         return self.targets.with_noise(self)
 
     @in_exact_mode
     def sample(self, n: int, seed: Seed = None) -> Tensor:
-        """Draw outputs; jointly where the joint covariance is known, else independently for each example.
-
-        Args:
-            n: Number of draws.
-            seed: Seed or generator.
-
-        Returns:
-            (n, N, C).
-
-        Raises:
-            InputError: If n is not positive.
-            MemoryBudgetError: If the draws would take more than half of the memory that is free.
-        """
+        """Draw outputs; jointly where the joint covariance is known, else independently for each example."""
         integer("n", n, remedy="pass n=1 or more")
         shape = (n, *self.mean.shape)
         require_room(shape, 2 * self.mean.dtype.itemsize, self.mean.device, "draws of outputs")
@@ -316,19 +284,9 @@ class GaussianPredictive(Predictive):
 
     @in_exact_mode
     def log_density(self, y: Tensor) -> Tensor:
-        """The log density of new targets, their noise included: each example by its marginal.
-
-        Args:
-            y: N targets: labels, or values (N, C), or (N,) for one output.
-
-        Returns:
-            (N,), in nats. For Gaussian noise of a fit or a Gaussian process, an example's outputs are taken
-            together with the covariance between them; for a likelihood, position by position.
-
-        Raises:
-            DataError: If y is not finite.
-            InputError: If y is no tensor, or has another shape.
-        """
+        """The log density of new targets, their noise included: each example by its marginal."""
+        # Of Gaussian noise of a fit or a Gaussian process, an example's outputs are taken together with the
+        # covariance between them; of a likelihood, position by position.
         return self.targets.log_density(self, y)
 
 

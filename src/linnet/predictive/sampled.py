@@ -312,11 +312,7 @@ class SampledPredictive(Predictive):
 
     @property
     def variance(self) -> Tensor:
-        """Var[f], (N, C).
-
-        Raises:
-            InputError: If there is one sample alone.
-        """
+        """Var[f], (N, C), of two samples or more."""
         return self._several().var(0)
 
     @property
@@ -341,34 +337,19 @@ class SampledPredictive(Predictive):
     @cached_property
     @in_exact_mode
     def probs(self) -> Tensor:
-        """Class probabilities averaged over samples (Botev 2020, eq. 5.9), in the network's own layout.
-
-        Raises:
-            InputError: If outputs are no classes.
-        """
+        """Class probabilities averaged over samples (Botev 2020, eq. 5.9), in the network's own layout."""
         return self.sampled_probs.mean(0)
 
     @property
     @in_exact_mode
     def sampled_probs(self) -> Tensor:
-        """Class probabilities of every sample, (S, N, C): what splits entropy in ``linnet.evaluate``.
-
-        Raises:
-            InputError: If outputs are no classes.
-        """
+        """Class probabilities of every sample, (S, N, C): what splits entropy in ``linnet.evaluate``."""
         likelihood = self.targets.classes()
         return likelihood.mean(self._own).reshape(*self.outputs.shape[:2], *self.targets.shape)
 
     @in_exact_mode
     def with_noise(self) -> GaussianPredictive:
-        """Mean and variance of a new target: E[y] and Var[y] = E[Var[y | f]] + Var[E[y | f]].
-
-        Returns:
-            Its moments.
-
-        Raises:
-            InputError: If outputs are classes, or there is one sample alone.
-        """
+        """Mean and variance of a new target: E[y] and Var[y] = E[Var[y | f]] + Var[E[y | f]]."""
         (s, n, _), likelihood = self._several().shape, self.targets.numbers()
         centers = likelihood.mean(self._own).reshape(s, n, -1)
         inside = likelihood.variance(self._own).reshape(s, n, -1).mean(0)
@@ -380,18 +361,7 @@ class SampledPredictive(Predictive):
 
     @in_exact_mode
     def sample(self, n: int, seed: Seed = None) -> Tensor:
-        """Draw from the samples, with replacement; each draw is one network.
-
-        Args:
-            n: Number of draws.
-            seed: Seed or generator.
-
-        Returns:
-            (n, N, C).
-
-        Raises:
-            InputError: If n is not positive.
-        """
+        """Draw from the samples, with replacement; each draw is one network."""
         integer("n", n, remedy="pass n=1 or more")
         source = make_generator(seed)
         device = source.device if source else torch.device("cpu")
@@ -402,14 +372,7 @@ class SampledPredictive(Predictive):
 
     @in_exact_mode
     def log_density(self, y: Tensor) -> Tensor:
-        """Log 1/S Σ_s p(y | f_s), in nats: all positions and components of an example together.
-
-        Args:
-            y: Labels (N, ...), as the likelihood wants them.
-
-        Returns:
-            (N,).
-        """
+        """Log 1/S Σ_s p(y | f_s), in nats: all positions and components of an example together."""
         likelihood, n = self.targets.likelihood, self.outputs.shape[1]
         each = [-likelihood.nll(f.reshape(n, *self.targets.shape), y) for f in self.outputs]
         return torch.logsumexp(torch.stack(each), 0) - math.log(len(each))
