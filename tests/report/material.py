@@ -7,7 +7,7 @@ section of the page has something true to show.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,8 @@ from linnet.report.records import (
     KernelSpectrum,
     Neighbor,
     Notes,
-    Reliability,
     RidgeScores,
     Samples,
-    Scores,
     TrainingSet,
 )
 from linnet.tangent.preflight import Coverage, Preflight
@@ -88,18 +86,13 @@ def softmax(values: Array, scale: float) -> Array:
     return np.asarray(np.exp(shifted) / np.exp(shifted).sum(axis=1, keepdims=True))
 
 
-def reliability(name: str, probs: Array, labels: Array) -> Reliability:
-    """Calibration data of one method."""
-    return Reliability(name, probs.max(axis=1), probs.argmax(axis=1) == labels)
-
-
 def row(name: str, probs: Array, labels: Array, seconds: float, note: str = "") -> Comparison:
     """The scores of one method."""
     nll = -np.log(np.clip(probs[np.arange(len(labels)), labels], 1e-12, None)).mean()
-    part = reliability(name, probs, labels)
-    gap = calibration_error(reliability_bins(part.confidence, part.correct))
-    accuracy = float((probs.argmax(axis=1) == labels).mean())
-    return Comparison(name, accuracy, float(nll), gap, None, seconds, note)
+    confidence, correct = probs.max(axis=1), probs.argmax(axis=1) == labels
+    gap = calibration_error(reliability_bins(confidence, correct))
+    losses = 1.0 - correct
+    return Comparison(name, float(correct.mean()), float(nll), gap, None, seconds, note, losses, confidence)
 
 
 def ridge_path(kernel: Array, onehot: Array, labels: Array, cross: Array, test_labels: Array) -> RidgeScores:
@@ -223,7 +216,7 @@ def forgetting(
     return Forgetting(tuple(int(i) for i in removed), table, difference, 0.0021, 0.87)
 
 
-def scores(data: Split, probs: Array) -> Scores:
+def scores(data: Split, probs: Array) -> tuple[Comparison, ...]:
     """The fit beside simpler methods on the same samples."""
     onehot = np.eye(5)[data.labels]
     flat = np.linalg.solve(data.x.T @ data.x + 30.0 * np.eye(64), data.x.T @ onehot)
@@ -245,7 +238,7 @@ def scores(data: Split, probs: Array) -> Scores:
     rows = tuple(
         row(name, p, data.test_labels, s, t) for (name, p), s, t in zip(named, seconds, texts, strict=True)
     )
-    return Scores(rows, tuple(reliability(name, p, data.test_labels) for name, p in named[:3]))
+    return (*rows[:3], replace(rows[3], losses=None, confidence=None))
 
 
 def choices(ridge: float) -> tuple[tuple[str, str, str], ...]:
@@ -315,8 +308,8 @@ def regression_run(count: int = 60, tested: int = 200) -> Content:
         Explanation(0, None, explain(influence, 0, 0, 4).up, explain(influence, 0, 0, 4).down),))  # fmt: skip
     train = TrainingSet(Samples(labels=y), np.abs(beta) / np.sqrt(np.diag(inverse)))
     comparison = (
-        Comparison("linear fit", rmse=rmse, seconds=0.2),
+        Comparison("linear fit", rmse=rmse, seconds=0.2, losses=(mean - test_y) ** 2),
         Comparison("linear probe", rmse=0.61, seconds=0.1),
     )
     record = FitRecord(spectrum=KernelSpectrum(np.linalg.eigvalsh(kernel), 0.04))
-    return Content("A table of numbers", scores=Scores(comparison), fit=record, train=train, test=test)
+    return Content("A table of numbers", scores=comparison, fit=record, train=train, test=test)

@@ -11,11 +11,11 @@ import pytest
 from linnet.plots.panels import brief, class_color
 from linnet.report import figures
 from linnet.report.figures import draw
-from linnet.report.records import KernelSpectrum, Reliability, RidgeScores
+from linnet.report.records import Comparison, KernelSpectrum, RidgeScores
 
 RNG = np.random.default_rng(0)
 RIDGES = np.logspace(-3, 2, 12)
-PART = Reliability("fit", RNG.uniform(size=60), RNG.uniform(size=60) < 0.7)
+PART = Comparison("fit", confidence=RNG.uniform(size=60), losses=1.0 * (RNG.uniform(size=60) >= 0.7))
 
 DRAWINGS: dict[str, Callable[[], str]] = {
     "reliability": lambda: figures.reliability_diagram(PART, 4),
@@ -69,7 +69,7 @@ def test_drawing_leaves_matplotlib_as_it_was() -> None:
 def test_names_are_drawn_as_they_are(text: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        drawing = figures.reliability_diagram(replace(PART, method=text))
+        drawing = figures.reliability_diagram(replace(PART, name=text))
     assert "<script" not in drawing
     assert drawing.count("</svg>") == 1
     assert "<text" in drawing
@@ -111,7 +111,7 @@ def test_degenerate_input_draws() -> None:
         figures.kernel_spectrum(KernelSpectrum(np.zeros(3), 0.1)),
         figures.informativeness_bars(np.array([np.nan, 1.0])),
         *figures.ridge_curves(RidgeScores(np.array([1.0]), np.array([2.0]), 1.0)),
-        figures.reliability_diagram(Reliability("fit", np.array([1.0]), np.array([True]))),
+        figures.reliability_diagram(Comparison("fit", confidence=np.array([1.0]), losses=np.array([0.0]))),
     ):
         assert drawing.startswith("<svg")
 

@@ -9,7 +9,7 @@ import pytest
 
 from linnet.app.runs.results import score_table
 from linnet.report.numbers import calibration_and_error, measured_share, share_error
-from linnet.report.records import Comparison, Content, Notes, Reliability, Scores
+from linnet.report.records import Comparison, Content, Notes
 from linnet.report.verdict import key_numbers, summary, trust
 from tests.report.material import digits_run, regression_run
 
@@ -26,7 +26,7 @@ def test_the_error_of_an_accuracy_is_never_zero_and_the_same_everywhere(count: i
         if 0 < right < count == 2000:
             assert error == pytest.approx((share * (1 - share) / count) ** 0.5, rel=0.01)
         row = Comparison("linear fit", accuracy=share)
-        run = Content("x", ("a", "b"), scores=Scores((row,), tested=count))
+        run = Content("x", ("a", "b"), scores=(row,), count=count)
         (key,) = key_numbers(run)
         assert key.value == measured_share(share, error)
         assert score_table([row], count)[1].endswith(f"{100 * share:.1f} ± {100 * error:.1f} %")
@@ -37,20 +37,20 @@ def test_the_error_of_an_accuracy_is_never_zero_and_the_same_everywhere(count: i
     [(0.95, 0.6, "too high"), (0.5, 0.9, "too low"), (0.8, 0.8, "well calibrated")],
 )
 def test_trust_follows_the_calibration(confidence: float, right: float, says: str) -> None:
-    part = Reliability("fit", np.full(500, confidence), np.arange(500) < 500 * right)
-    assert says in trust(Content("x", scores=Scores(reliability=(part,))))
+    part = Comparison("fit", confidence=np.full(500, confidence), losses=1.0 - (np.arange(500) < 500 * right))
+    assert says in trust(Content("x", scores=(part,)))
 
 
 def test_few_predictions_are_not_called_calibrated() -> None:
-    part = Reliability("fit", np.full(32, 0.75), np.arange(32) < 24)
-    assert "too few" in trust(Content("x", scores=Scores(reliability=(part,))))
+    part = Comparison("fit", confidence=np.full(32, 0.75), losses=1.0 - (np.arange(32) < 24))
+    assert "too few" in trust(Content("x", scores=(part,)))
 
 
 def test_uneven_probabilities_are_named() -> None:
     confidence = np.repeat([0.95, 0.55], 500)
     correct = np.concatenate([np.arange(500) < 375, np.arange(500) < 375])  # 75 % each
-    part = Reliability("fit", confidence, correct)
-    assert "not one by one" in trust(Content("x", scores=Scores(reliability=(part,))))
+    part = Comparison("fit", confidence=confidence, losses=1.0 - correct)
+    assert "not one by one" in trust(Content("x", scores=(part,)))
 
 
 def test_the_error_of_the_calibration_error_is_that_of_repeated_samples() -> None:

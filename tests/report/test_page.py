@@ -30,7 +30,6 @@ from linnet.report.records import (
     HeldOutSet,
     Notes,
     Samples,
-    Scores,
     TrainingSet,
 )
 from linnet.report.verdict import summary, verdict
@@ -139,7 +138,7 @@ def test_the_page_is_accessible() -> None:
 def test_the_page_says_what_the_run_holds() -> None:
     run, page = full(), Page(full_page())
     assert page.sections == SECTIONS
-    for row in run.scores.comparison:
+    for row in run.scores:
         assert row.name in page.text
         shown = measured_share(row.accuracy or 0.0, share_error(row.accuracy or 0.0, run.tested()))
         assert page.text.count(shown.replace("\xa0", " ")) >= 2  # its bar, and its row
@@ -200,8 +199,7 @@ def drop(part: str) -> Callable[[Content], Content]:
 @pytest.mark.parametrize(
     ("part", "gone"),
     [
-        ("scores.comparison", set()),
-        ("scores.reliability", set()),
+        ("scores", set()),
         ("fit.path", {"ridge"}),
         ("fit.spectrum", {"kernel"}),
         ("fit.choices", {"choices"}),
@@ -290,7 +288,7 @@ def test_hostile_names_stay_text() -> None:
     images, labels = np.zeros((2, 4, 4), np.uint8), np.array([0, 1])
     samples = Samples(images, labels, (bad, bad))
     run = Content(
-        bad, (bad, "$b"), Notes((bad,), (bad,), ((bad, bad),)), Scores((Comparison(bad, 0.5, note=bad),)),
+        bad, (bad, "$b"), Notes((bad,), (bad,), ((bad, bad),)), (Comparison(bad, 0.5, note=bad),),
         FitRecord(), TrainingSet(samples, np.ones(2), (DoubtedLabel(0, 0, 1, 0.9),)),
         HeldOutSet(samples, np.eye(2), uncertainty=np.ones(2)), bad,
     )  # fmt: skip

@@ -12,9 +12,7 @@ from linnet.report.records import (
     FitRecord,
     HeldOutSet,
     KernelSpectrum,
-    Reliability,
     Samples,
-    Scores,
 )
 from tests.report.material import digits_run, regression_run
 
@@ -30,12 +28,12 @@ def test_degrees_of_freedom_come_from_the_eigenvalues_unless_given() -> None:
 
 
 def test_number_of_tested_samples_has_three_sources() -> None:
-    scores = Scores(reliability=(Reliability("fit", np.ones(5), np.ones(5)),))
+    scores = (Comparison("fit", losses=np.zeros(5)),)
     test = HeldOutSet(Samples(PICTURES))
     assert Content("x").tested() is None
     assert Content("x", scores=scores).tested() == 5
     assert Content("x", scores=scores, test=test).tested() == 3
-    assert Content("x", scores=Scores(tested=9), test=test).tested() == 9
+    assert Content("x", count=9).tested() == 9
 
 
 def test_loss_is_wrongness_or_absolute_error() -> None:
@@ -63,7 +61,7 @@ def test_to_dict_holds_what_the_page_shows() -> None:
     assert test is not None
     assert numbers["ridge_path"]["chosen"] == path.chosen
     assert len(numbers["ridge_path"]["loo_error"]) == len(path.ridges)
-    assert numbers["reliability"][0]["calibration_error"] == pytest.approx(run.scores.comparison[0].ece)
+    assert numbers["reliability"][0]["calibration_error"] == pytest.approx(run.scores[0].ece)
     assert numbers["train"]["suspects"][0]["id"] == train.samples.name(train.suspects[0].sample)
     explained = numbers["test"]["explanations"][0]
     assert explained["id"] == test.samples.name(test.explanations[0].sample)
@@ -72,7 +70,7 @@ def test_to_dict_holds_what_the_page_shows() -> None:
 
 
 def test_to_dict_turns_what_is_not_finite_into_none() -> None:
-    run = Content("x", scores=Scores((Comparison("fit", accuracy=float("nan")),)),
+    run = Content("x", scores=(Comparison("fit", accuracy=float("nan")),),
               fit=FitRecord(spectrum=KernelSpectrum(np.array([np.inf, 1.0]))))  # fmt: skip
     numbers = run.to_dict()
     assert numbers["comparison"][0]["accuracy"] is None

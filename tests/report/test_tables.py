@@ -37,7 +37,7 @@ def test_values_are_those_of_the_run() -> None:
     run = digits_run()
     found = tables(run)
     accuracy = [value for _, value in column(found["scores"], "Accuracy")]
-    assert accuracy == [row.accuracy for row in run.scores.comparison]
+    assert accuracy == [row.accuracy for row in run.scores]
     assert run.test is not None
     assert run.test.probs is not None
     order = np.argsort(run.test.probs.max(1), kind="stable")

@@ -13,9 +13,7 @@ from linnet.report.records import (
     Content,
     HeldOutSet,
     Notes,
-    Reliability,
     Samples,
-    Scores,
     TrainingSet,
 )
 from linnet.report.verdict import TRY, gain, paired, verdict
@@ -28,19 +26,17 @@ def scored(classes: int, right: np.ndarray, labels: np.ndarray | None = None, qu
     """A fit of balanced training samples with some of its answers right."""
     labels = np.arange(len(right)) % classes if labels is None else labels
     probs = np.eye(classes)[np.where(right, labels, (labels + 1) % classes)]
-    row = Comparison("linear fit", accuracy=float(right.mean()))
+    row = Comparison("linear fit", accuracy=float(right.mean()), losses=1.0 - right)
     train = TrainingSet(Samples(labels=np.repeat(np.arange(classes), 5)))
-    return Content("x", tuple(map(str, range(classes))), Notes(quick=quick), Scores((row,)), train=train,
+    return Content("x", tuple(map(str, range(classes))), Notes(quick=quick), (row,), train=train,
                test=HeldOutSet(Samples(labels=labels), probs))  # fmt: skip
 
 
 def beside(own: np.ndarray, other: np.ndarray, name: str = "linear probe") -> Content:
     """A fit and another method on the same samples."""
-    run, rows = scored(4, own), []
-    for method, right in (("linear fit", own), (name, other)):
-        rows.append(Reliability(method, np.full(len(right), right.mean()), right))
-    scores = tuple(Comparison(row.method, accuracy=float(row.correct.mean())) for row in rows)
-    return replace(run, scores=Scores(scores, tuple(rows)))
+    methods = (("linear fit", own), (name, other))
+    rows = (Comparison(method, float(right.mean()), losses=1.0 - right) for method, right in methods)
+    return replace(scored(4, own), scores=tuple(rows))
 
 
 def answers(classes: int, count: int, accuracy: float) -> dict[str, float]:
@@ -136,10 +132,8 @@ def test_the_better_of_two_is_named_where_it_can_be_told(
 def test_differences_are_judged_on_the_same_samples() -> None:
     order = np.arange(400) / 4
     run = beside(order < 90, order < 88)
-    found, apart = (
-        gain(run),
-        gain(replace(run, scores=replace(run.scores, reliability=(), tested=400), test=None)),
-    )
+    alone = tuple(replace(row, losses=None) for row in run.scores)
+    found, apart = gain(run), gain(replace(run, scores=alone, count=400, test=None))
     assert found is not None
     assert apart is not None
     assert found.value == pytest.approx(apart.value) == pytest.approx(0.02)
@@ -171,7 +165,8 @@ def test_the_verdict_of_a_regression() -> None:
 
     def of(mean: np.ndarray) -> str:
         test = HeldOutSet(Samples(labels=noise[: len(mean)]), mean=mean)
-        scores = Scores((Comparison("linear fit", rmse=1.0),))
+        losses = (mean - noise[: len(mean)]) ** 2
+        scores = (Comparison("linear fit", rmse=1.0, losses=losses),)
         return verdict(Content("x", scores=scores, test=test, train=train)).answer
 
     assert of(noise[::-1].copy()) == "do not use"

@@ -32,7 +32,7 @@ from linnet.plots.panels import (
     percent_ticks,
 )
 from linnet.report.numbers import number
-from linnet.report.records import KernelSpectrum, Reliability, RidgeChoice, RidgeScores, TaskKernel
+from linnet.report.records import Comparison, KernelSpectrum, RidgeChoice, RidgeScores, TaskKernel
 from linnet.report.verdict import loo_name
 
 if TYPE_CHECKING:
@@ -89,23 +89,24 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def reliability_diagram(part: Reliability, index: int = 0) -> str:
+def reliability_diagram(row: Comparison, index: int = 0) -> str:
     """Accuracy against confidence of one method, with counts and 95 % intervals."""
-    bins = reliability_bins(part.confidence, part.correct)
+    confidence = np.asarray(row.confidence)
+    bins = reliability_bins(confidence, row.correct)
     error = f"calibration error {100 * calibration_error(bins):.1f} %"
     color = MUTED if index else ACCENT
 
     def paint(figure: Figure) -> None:
         top, bottom = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [4.0, 1.0]})
         panels.reliability(top, bins, color)
-        top.set_title(f"{brief(part.method)}\n", pad=2)
+        top.set_title(f"{brief(row.name)}\n", pad=2)
         top.annotate(
             error, (0, 1), xytext=(0, 6), color=MUTED,
             xycoords="axes fraction", textcoords="offset points", fontsize=10.5,
         )  # fmt: skip
         percent_ticks(top, "y")
         top.tick_params(labelbottom=False)
-        counts, edges = np.histogram(np.clip(part.confidence, 0, 1), bins=10, range=(0, 1))
+        counts, edges = np.histogram(np.clip(confidence, 0, 1), bins=10, range=(0, 1))
         bottom.bar(edges[:-1] + 0.05, counts, width=0.088, color=color, alpha=0.55)
         bottom.grid(False)
         bottom.set_yticks([int(counts.max())])
@@ -115,7 +116,7 @@ def reliability_diagram(part: Reliability, index: int = 0) -> str:
         bottom.set_ylabel("count")
         bottom.set_xlabel("confidence")
 
-    alt = f"Accuracy against confidence of the {part.method}; {error}"
+    alt = f"Accuracy against confidence of the {row.name}; {error}"
     return draw(f"reliability-{index}", alt, (_PANEL, 330.0), paint)
 
 

@@ -111,10 +111,9 @@ def _figures(run: Content) -> dict[str, list[Any]]:
     from markupsafe import Markup
 
     drawn: dict[str, list[str]] = {}
-    scores, fit, train = run.scores, run.fit, run.train
-    known = [part for part in scores.reliability if len(part.confidence)]
-    if known:
-        drawn["reliability"] = [figures.reliability_diagram(part, i) for i, part in enumerate(known)]
+    fit, train = run.fit, run.train
+    if run.calibrated:
+        drawn["reliability"] = [figures.reliability_diagram(row, i) for i, row in enumerate(run.calibrated)]
     if fit.path is not None and len(fit.path.ridges):
         drawn["ridge"] = figures.ridge_curves(fit.path, fit.ridge)
     if fit.spectrum is not None and len(fit.spectrum.eigenvalues):
@@ -163,7 +162,7 @@ def _sections(run: Content, known: dict[str, Any]) -> list[tuple[str, str]]:
     every = [
         ("next", "What to do next", known["steps"]),
         ("linear", "Is this task linear", fit.task is not None),
-        ("good", "How good is it", run.scores.comparison or {"predicted", "confusion"} & drawn),
+        ("good", "How good is it", run.scores or {"predicted", "confusion"} & drawn),
         ("sure", "How sure is it", {"reliability", "uncertainty", "coverage"} & drawn or tiles["uncertain"]),
         ("ridge", ridge_heading(fit.ridge), "ridge" in drawn),
         ("kernel", "What the kernel looks like", "spectrum" in drawn),

@@ -28,7 +28,7 @@ from linnet.report.reading import (
     temperatures_of,
     training_set,
 )
-from linnet.report.records import Content, Notes, Samples, Scores
+from linnet.report.records import Comparison, Content, Notes, Samples
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.data import Data
 
@@ -67,11 +67,12 @@ def page(
     instance("title", title, str, "a text")
     run, start = _run(fit, _names(fit, classes)), time.perf_counter()
     x, y = (None, None) if test is None else _tested(test, run)
-    scores, shown, seconds = Scores(), None, {}
+    scores: tuple[Comparison, ...] = ()
+    shown, seconds = None, {}
     if x is not None and y is not None:
         found = predict(fit, run.inputs(x), None, run.temperatures)
         seconds["predictions"] = time.perf_counter() - start
-        scores = scored(name_of(fit), found, y, seconds["predictions"], found.note)
+        scores = (scored(name_of(fit), found, y, seconds["predictions"], found.note),)
         shown = held_out(run, Samples(pictures(x), y, _ids(len(y))), found, x)
     notes = Notes(warnings=tuple(fit.record.warnings), facts=facts(run))
     record = fit_record(run, None if x is None or run.classes is None else run.inputs(x), y)

@@ -35,11 +35,9 @@ from linnet.report.records import (
     HeldOutSet,
     KernelSpectrum,
     Neighbor,
-    Reliability,
     RidgeChoice,
     RidgeScores,
     Samples,
-    Scores,
     TrainingSet,
 )
 from linnet.tangent.batch import batch_size, split
@@ -178,21 +176,20 @@ def _equations(fit: Fit) -> int:
 
 def scored(
     name: str, found: Predictions, truth: Array, seconds: float | None = None, note: str = ""
-) -> Scores:
-    """Scores of one method: of classes with what its calibration is seen from, or of values."""
-    if found.probs is None:
-        gap, nll = found.mean - truth, None
-        if found.std is not None:
-            # ½ log 2πσ² + (t − μ)² / 2σ², a target
-            nll = float((0.5 * np.log(2 * math.pi * found.std**2) + gap**2 / (2 * found.std**2)).mean())
-        row = Comparison(name, None, nll, None, float(np.sqrt((gap**2).mean())), seconds, note)
-        return Scores((row,), (), len(truth))
-    own = np.clip(found.probs[np.arange(len(truth)), truth], 1e-300, None)
-    seen = Reliability(name, found.probs.max(1), found.predicted == truth)
-    error = calibration_error(reliability_bins(seen.confidence, seen.correct))
-    nll = float(-np.log(own).mean())
-    row = Comparison(name, float(seen.correct.mean()), nll, error, None, seconds, note)
-    return Scores((row,), (seen,), len(truth))
+) -> Comparison:
+    """Accuracy, log loss and calibration error of a classifier; RMSE and log loss of a regression."""
+    if found.probs is not None:
+        own = np.clip(found.probs[np.arange(len(truth)), truth], 1e-300, None)
+        confidence, correct = found.probs.max(1), found.predicted == truth
+        ece = calibration_error(reliability_bins(confidence, correct))
+        nll, accuracy = float(-np.log(own).mean()), float(correct.mean())
+        return Comparison(name, accuracy, nll, ece, None, seconds, note, 1.0 - correct, confidence)
+    gap, density = found.mean - truth, None
+    if found.std is not None:
+        # ½ log 2πσ² + (t − μ)² / 2σ², a target
+        density = float((0.5 * np.log(2 * math.pi * found.std**2) + gap**2 / (2 * found.std**2)).mean())
+    losses = (gap**2).reshape(len(truth), -1).mean(1)
+    return Comparison(name, None, density, None, float(np.sqrt((gap**2).mean())), seconds, note, losses)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from linnet.tangent.preflight import Preflight
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Comparison:
     """The scores of one method on the test set."""
 
@@ -26,27 +26,18 @@ class Comparison:
     rmse: float | None = None  # root mean squared error, in the unit of the targets (regression)
     seconds: float | None = None  # time that the method took, in seconds
     note: str = ""  # anything a reader must know to judge the row
+    losses: Array | None = None  # of each test sample: 1 where its class is wrong, or the squared error
+    confidence: Array | None = None  # probability of the predicted class of each test sample, in [0, 1]
 
+    @property
+    def correct(self) -> Array:
+        """Whether each prediction of a class is right, (N,)."""
+        right: Array = np.asarray(self.losses) == 0
+        return right
 
-@dataclass(frozen=True, eq=False)
-class Reliability:
-    """Confidence and correctness of one method's test predictions."""
-
-    method: str  # name of the method
-    confidence: Array  # probability of the predicted class, (N,), in [0, 1]
-    correct: Array  # whether the prediction is correct, (N,), bool
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """Scores of the fit."""
-
-    comparison: tuple[Comparison, ...] = ()  # one row per method; the first row is the linear fit itself
-    reliability: tuple[Reliability, ...] = ()  # calibration data per method, in the order of display
-    # number of test examples behind the scores; by default the size of the test set
-    tested: int | None = None
-    # squared error of each test prediction of a regression, (N,), by method
-    squares: Mapping[str, Array] = field(default_factory=dict)
+    def numbers(self) -> dict[str, Any]:
+        """The scores by name, without what they are of."""
+        return {name: value for name, value in vars(self).items() if name not in ("losses", "confidence")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,19 +266,23 @@ class Content:
     title: str  # title of the page
     classes: tuple[str, ...] | None = None  # class names, in the order of the indices; None for regression
     notes: Notes = field(default_factory=Notes)  # headline, warnings and facts
-    scores: Scores = field(default_factory=Scores)  # how good the fit is, beside other methods
+    scores: tuple[Comparison, ...] = ()  # how good the fit is, and after it other methods
     fit: FitRecord = field(default_factory=FitRecord)  # how the fit was made
     train: TrainingSet | None = None  # training samples
     test: HeldOutSet | None = None  # test samples
     folder: str = ""  # the run's folder as commands take it; without it the page has no commands of its own
+    count: int | None = None  # number of test samples, where neither these nor losses of a method are given
+
+    @property
+    def calibrated(self) -> list[Comparison]:
+        """The methods whose probabilities are known."""
+        return [row for row in self.scores if row.confidence is not None and len(row.confidence)]
 
     def tested(self) -> int | None:
         """Number of test examples behind the scores, or None when it is not known."""
-        if self.scores.tested is not None:
-            return self.scores.tested
         if self.test is not None and len(self.test.samples):
             return len(self.test.samples)
-        return len(self.scores.reliability[0].correct) if self.scores.reliability else None
+        return next((len(row.losses) for row in self.scores if row.losses is not None), self.count)
 
     def to_dict(self) -> dict[str, Any]:
         """Every number of the report, ready for ``json.dump``; pictures are left out."""
@@ -299,8 +294,8 @@ class Content:
             "warnings": self.notes.warnings,
             "facts": dict(self.notes.facts),
             "tested": self.tested(),
-            "comparison": self.scores.comparison,
-            "reliability": [_binned(part) for part in self.scores.reliability],
+            "comparison": [row.numbers() for row in self.scores],
+            "reliability": [_binned(row) for row in self.calibrated],
             "ridge_path": fit.path,
             "ridge": fit.ridge,
             "spectrum": fit.spectrum
@@ -349,10 +344,10 @@ def _train_dict(train: TrainingSet) -> dict[str, Any]:
     }
 
 
-def _binned(part: Reliability) -> dict[str, Any]:
+def _binned(row: Comparison) -> dict[str, Any]:
     """The bins that the diagram shows."""
-    bins = reliability_bins(part.confidence, part.correct)
-    return {"method": part.method, "calibration_error": calibration_error(bins), "bins": bins}
+    bins = reliability_bins(np.asarray(row.confidence), row.correct)
+    return {"method": row.name, "calibration_error": calibration_error(bins), "bins": bins}
 
 
 def _named(part: Neighbor | Explanation | DoubtedLabel, samples: Samples) -> dict[str, Any]:

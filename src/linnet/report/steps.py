@@ -203,7 +203,7 @@ def _to_target(confidence: Array, correct: Array) -> NextStep:
 def _look_behind(run: Content) -> NextStep | None:
     """Training samples that pushed wrong predictions, on a page of explanations."""
     test, train = run.test, run.train
-    if test is None or train is None or run.scores.comparison or not test.explanations:
+    if test is None or train is None or run.scores or not test.explanations:
         return None
     correct = test.correct()
     if correct is None:

@@ -102,7 +102,7 @@ def _table(
 
 def _comparison(run: Content) -> PageTable | None:
     """The scores of all methods."""
-    rows, tested = run.scores.comparison, run.tested()
+    rows, tested = run.scores, run.tested()
     every = [
         ("accuracy", "Accuracy", "share"), ("nll", "Log loss (nats)", "figure"),
         ("ece", "Calibration error", "percent"), ("rmse", "RMSE", "figure"), ("seconds", "Time", "time"),

@@ -117,7 +117,7 @@ def step_tiles(run: Content) -> list[tuple[NextStep, list[Tile]]]:
 def bars(run: Content) -> list[dict[str, Any]]:
     """The test accuracy of each method with its 95 % interval, in percent of the whole width."""
     tested, made = run.tested(), []
-    for row in run.scores.comparison:
+    for row in run.scores:
         if row.accuracy is None:
             continue
         low, high = wilson_interval(row.accuracy * tested, tested) if tested else (row.accuracy, row.accuracy)

@@ -117,7 +117,7 @@ class ConstantAnswer:
 def verdict(run: Content) -> Recommendation:
     """The verdict on a run."""
     of_fit = [run.fit.verdict] if run.fit.verdict else []
-    own = run.scores.comparison[0] if run.scores.comparison else None
+    own = run.scores[0] if run.scores else None
     if own is None or (own.accuracy is None and own.rmse is None):
         return Recommendation("", tuple(of_fit))
     found = gain(run)
@@ -137,16 +137,16 @@ def verdict(run: Content) -> Recommendation:
 
 def gain(run: Content) -> Gain | None:
     """The first method against the best of the others, on the same test samples."""
-    if not run.scores.comparison:
+    if not run.scores:
         return None
-    own, shares = run.scores.comparison[0], run.scores.comparison[0].accuracy is not None
-    scored = [row for row in run.scores.comparison[1:] if _score(row, shares) is not None]
+    own, shares = run.scores[0], run.scores[0].accuracy is not None
+    scored = [row for row in run.scores[1:] if _score(row, shares) is not None]
     if not scored or _score(own, shares) is None:
         return None
     other = (max if shares else min)(scored, key=lambda row: _score(row, shares) or 0.0)
     value = (_score(own, shares) or 0.0) - (_score(other, shares) or 0.0)
     value = value if shares else -value
-    first, second = losses(run, own), losses(run, other)
+    first, second = own.losses, other.losses
     if first is None or second is None or len(first) != len(second):
         errors = [score_error(run, row) for row in (own, other)]
         error = None if None in errors else math.hypot(*(one or 0.0 for one in errors))
@@ -162,7 +162,7 @@ def gain(run: Content) -> Gain | None:
 def constant(run: Content, row: Comparison) -> ConstantAnswer | None:
     """A method against always giving the same answer, that of the training samples."""
     # Of classes that are equally frequent in training, one is taken at random.
-    own = losses(run, row)
+    own = row.losses
     given = None if run.train is None else run.train.samples.labels
     answers = None if run.test is None else run.test.samples.labels
     if own is None or given is None or answers is None or not len(given) or len(answers) != len(own):
@@ -177,27 +177,11 @@ def constant(run: Content, row: Comparison) -> ConstantAnswer | None:
     return ConstantAnswer(paired_values(other - own, _USEFUL * other.mean()), float(other.mean()))
 
 
-def losses(run: Content, row: Comparison) -> Array | None:
-    """The loss of a method on each test sample."""
-    known = {part.method: 1.0 - np.asarray(part.correct, dtype=float) for part in run.scores.reliability}
-    known |= run.scores.squares
-    if row.name in known and len(known[row.name]):
-        return known[row.name]
-    test = run.test
-    if test is None or row is not run.scores.comparison[0] or test.samples.labels is None:
-        return None
-    if test.mean is None:
-        return test.loss()
-    answers = np.asarray(test.samples.labels, dtype=float).reshape(len(test.mean), -1)
-    squares: Array = (np.asarray(test.mean, dtype=float).reshape(len(test.mean), -1) - answers) ** 2
-    return np.asarray(squares.mean(1))
-
-
 def score_error(run: Content, row: Comparison) -> float | None:
     """The standard error of a method's score."""
     if row.accuracy is not None:
         return share_error(row.accuracy, run.tested())
-    squares = losses(run, row)
+    squares = row.losses
     return None if squares is None or not row.rmse else mean_and_error(squares)[1] / (2 * row.rmse)
 
 
@@ -309,12 +293,12 @@ def summary(run: Content) -> list[str]:
 
 def trust(run: Content) -> str:
     """The sentence on the probabilities."""
-    if not run.scores.reliability or not len(run.scores.reliability[0].confidence):
+    if not run.calibrated:
         return ""
-    part = run.scores.reliability[0]
-    error, spread = calibration_and_error(part.confidence, part.correct)
-    sure, right = float(part.confidence.mean()), float(part.correct.mean())
-    _, uncertain = mean_and_error(np.asarray(part.confidence) - part.correct)
+    correct, confidence = run.calibrated[0].correct, np.asarray(run.calibrated[0].confidence)
+    error, spread = calibration_and_error(confidence, correct)
+    sure, right = float(confidence.mean()), float(correct.mean())
+    _, uncertain = mean_and_error(confidence - correct)
     if abs(sure - right) > max(_CLEAR * uncertain, _MATTERS):
         kind = "high" if sure > right else "low"
         return (
@@ -324,7 +308,7 @@ def trust(run: Content) -> str:
     if error > _MATTERS + _CLEAR * spread:
         return f"Its probabilities are right on average but not one by one (calibration error {shown})."
     if error + _CLEAR * spread > _FINE:
-        few = f"{number(len(part.confidence))} predictions are too few to tell"
+        few = f"{number(len(confidence))} predictions are too few to tell"
         return f"{few} how well its probabilities are calibrated (calibration error {shown})."
     return f"Its probabilities are well calibrated (calibration error {shown})."
 
@@ -332,8 +316,8 @@ def trust(run: Content) -> str:
 def key_numbers(run: Content) -> list[KeyNumber]:
     """The numbers at the top of the page."""
     found: list[KeyNumber] = []
-    if run.scores.comparison:
-        own = run.scores.comparison[0]
+    if run.scores:
+        own = run.scores[0]
         found += _of_classes(run, own) if own.accuracy is not None else _of_values(run, own)
     task = run.fit.task
     if task is not None:
@@ -365,9 +349,8 @@ def _of_classes(run: Content, own: Comparison) -> list[KeyNumber]:
         points = measured_share(found.value, found.error, "points", signs=True)
         note = f"which has {percent(found.other.accuracy)}"
         made.append(KeyNumber(points, f"against {the(found.other)}", note))
-    if run.scores.reliability and len(run.scores.reliability[0].confidence):
-        part = run.scores.reliability[0]
-        error, spread = calibration_and_error(part.confidence, part.correct)
+    for row in run.calibrated[:1]:
+        error, spread = calibration_and_error(np.asarray(row.confidence), row.correct)
         made.append(KeyNumber(measured_share(error, spread), "calibration error", "0 is perfect"))
     return made
 
@@ -377,7 +360,7 @@ def _of_values(run: Content, own: Comparison) -> list[KeyNumber]:
     if own.rmse is None:
         return []
     made = [KeyNumber(short_score(run, own), "root mean squared error", "in the unit of the target")]
-    squares, test = losses(run, own), run.test
+    squares, test = own.losses, run.test
     if squares is None or test is None or test.mean is None:
         return made
     answers = np.asarray(test.samples.labels, dtype=float).reshape(len(test.mean), -1)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ from linnet.report.reading import (
     name_of,
     scored,
 )
-from linnet.report.records import Content, Scores
+from linnet.report.records import Comparison, Content
 from linnet.report.verdict import TRY, score_in_words
 from linnet.tangent.batch import hash_examples, split
 from linnet.tangent.functional import OWN_SHAPE, Functional
@@ -91,7 +91,7 @@ class Adaptation:
     task: TaskData  # the data, as they were used
     preflight: Preflight  # the check of the network
     predictions: Predictions  # for the test samples
-    scores: Scores  # those of the fit and of what it is compared with
+    scores: tuple[Comparison, ...]  # those of the fit and of what it is compared with
     stages: Stages  # time of each step
     quick: str = ""  # what a quick run has taken of the data, in a sentence; empty for another run
     whole: bool = True  # whether that is all
@@ -280,15 +280,6 @@ def _test_source(options: TaskOptions, begun: Started) -> TestSource:
 # Scores
 
 
-class Tried(NamedTuple):
-    """What a method predicts for the test samples."""
-
-    name: str
-    found: Predictions
-    seconds: float
-    note: str = ""
-
-
 def evaluated(
     run: SavedRun,
     begun: Started,
@@ -301,23 +292,14 @@ def evaluated(
     with stages.measure(step), waiting(step):
         found = predictions or run.predict(task.test.x)
         task = replace(task, findings=(*task.findings, *trained_on(task)))
-    every = [own_predictions(run, found)]
+    every = [own_score(run, found, task.test.y)]
     if name_of(run.fit) != PROBE:
         with stages.measure(PROBE), waiting(PROBE):
             every.append(_probe(begun))
     if options.compare == "finetune":
         with stages.measure("plain fine-tuning"):
             every.append(_fine_tuned(begun, options))
-    truth = task.test.y
-    parts = [scored(one.name, one.found, truth, one.seconds, one.note) for one in every]
-    values = [] if task.classes is not None else [(one.name, one.found.mean - truth) for one in every]
-    scores = Scores(
-        tuple(row for part in parts for row in part.comparison),
-        tuple(seen for part in parts for seen in part.reliability),
-        len(task.test),
-        {name: (gap**2).reshape(len(truth), -1).mean(1) for name, gap in values},
-    )
-    return Adaptation(run, task, report, found, scores, stages)
+    return Adaptation(run, task, report, found, tuple(every), stages)
 
 
 def trained_on(task: TaskData) -> list[str]:
@@ -330,26 +312,27 @@ def trained_on(task: TaskData) -> list[str]:
     return [f"{told}: the scores say too little of new ones"] if count else []
 
 
-def own_predictions(run: SavedRun, found: Predictions) -> Tried:
-    """What a fit predicts for the test samples."""
+def own_score(run: SavedRun, found: Predictions, truth: Array) -> Comparison:
+    """The scores of a fit on the test samples."""
     fit = run.fit
     note = "" if run.classes is None else f"{fit.solver} solver, ridge {number(fit.ridge)}"
-    return Tried(name_of(fit), found, sum(fit.record.seconds.values()), note)
+    return scored(name_of(fit), found, truth, sum(fit.record.seconds.values()), note)
 
 
-def _probe(begun: Started) -> Tried:
-    """What the linear probe predicts for the test samples."""
+def _probe(begun: Started) -> Comparison:
+    """The scores of the linear probe on the test samples."""
     start, (x, y) = time.perf_counter(), begun.tensors()
     model = with_head(begun.network, outputs_of(begun.task), data=(x, y))
     outputs, temperature = _outputs(model, begun), None
     if begun.task.classes is not None:
         temperature = fit_temperature(held_out_probe(begun.network, (x, y), len(begun.task.classes)), y)
     found = _plain_predictions(begun.task, outputs, temperature)
-    return Tried(PROBE, found, time.perf_counter() - start, "ridge regression on the last features")
+    note = "ridge regression on the last features"
+    return scored(PROBE, found, begun.task.test.y, time.perf_counter() - start, note)
 
 
-def _fine_tuned(begun: Started, options: AdaptOptions) -> Tried:
-    """What plain fine-tuning from the linear probe predicts for the test samples."""
+def _fine_tuned(begun: Started, options: AdaptOptions) -> Comparison:
+    """The scores of plain fine-tuning from the linear probe, on the test samples."""
     start, data = time.perf_counter(), begun.tensors()
     model = with_head(begun.network, outputs_of(begun.task), Probe(scale=HEAD_SCALE), data=data)
     best = fine_tune(model, data, options.finetune_steps, seed=options.seed, optimizer="adam")
@@ -357,7 +340,8 @@ def _fine_tuned(begun: Started, options: AdaptOptions) -> Tried:
     rate = f"{best.learning_rate:g}, the best of {len(best.held_out)} rates on held-out samples"
     outputs = best.predict(begun.task.tensors("test")[0].to(begun.device))
     found = _plain_predictions(begun.task, outputs, 1.0 if begun.task.classes is not None else None)
-    return Tried("plain fine-tuning", found, seconds, f"Adam, {best.steps} steps at {rate}")
+    note = f"Adam, {best.steps} steps at {rate}"
+    return scored("plain fine-tuning", found, begun.task.test.y, seconds, note)
 
 
 def _plain_predictions(task: TaskData, outputs: Tensor, temperature: float | None) -> Predictions:
@@ -415,10 +399,9 @@ def _probed(
     assert isinstance(fit, NestedFit)
     with stages.measure("linear probe on the test samples"):
         found = run.predict(task.test.x)
-    own = own_predictions(run, found)
-    scores = scored(own.name, found, task.test.y, own.seconds, own.note)
-    page = Content("", task.classes, scores=replace(scores, reliability=()))
-    told, seconds = score_in_words(page, scores.comparison[0]), duration(sum(stages.seconds.values()))
+    own = own_score(run, found, task.test.y)
+    page = Content("", task.classes, scores=(own,))
+    told, seconds = score_in_words(page, own), duration(sum(stages.seconds.values()))
     tell(f"linear probe of {taken(every, task, tests=False)}: {told} ({seconds})")
     each = seconds_each(fit.module.kernel, begun.tensors()[0][:FEW])
     shots = _shots(task, QUICK / each)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,7 @@ from linnet.report.records import (
     FitRecord,
     Forgetting,
     Notes,
-    Reliability,
     Samples,
-    Scores,
     TrainingSet,
 )
 from linnet.tangent.batch import hash_examples
@@ -184,13 +182,10 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     before, after = change.before, change.after
     task, why = load_test(after)
     rows: tuple[Comparison, ...] = ()
-    diagrams: tuple[Reliability, ...] = ()
     test = None
     if task is not None:
         found, then = after.predict(task.test.x), before.predict(task.test.x)
-        scores = scored("after", found, task.test.y, change.seconds), scored("before", then, task.test.y)
-        rows = tuple(row for part in scores for row in part.comparison)
-        diagrams = tuple(seen for part in scores for seen in part.reliability)
+        rows = scored("after", found, task.test.y, change.seconds), scored("before", then, task.test.y)
         test = held_out(after, task.samples("test"), found, task.test.x, explain=not change.removed)
     train = training_set(after)
     if change.removed:
@@ -204,11 +199,11 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     again = "the same from scratch" if change.verified else "solving from scratch"
     timings = {command: change.seconds, again: change.refit_seconds}
     record = FitRecord(choices=choices(after), timings=timings)
-    page = Content(title, after.classes, notes, Scores(rows, diagrams), record, train, test, place_of(out))
+    page = Content(title, after.classes, notes, rows, record, train, test, place_of(out))
     summary = after.fit.summary()
     result = {
         "command": command, "train_before": before.fit.n, "train": after.fit.n,
-        "test": 0 if task is None else len(task.test), "scores": [asdict(row) for row in rows],
+        "test": 0 if task is None else len(task.test), "scores": [row.numbers() for row in rows],
         "certificate": summary["certificate"], "difference": change.difference, "verified": change.verified,
         "removed": _named(before, change.removed), "added": _named(after, change.added),
         "seconds": change.seconds, "refit_seconds": change.refit_seconds, "fit": summary,

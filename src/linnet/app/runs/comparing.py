@@ -184,9 +184,9 @@ def _scores(run: Finished, loss: Array, tested: int) -> dict[str, Any]:
     if tested == len(run.ids):
         row = {**vars(run.scores), "note": ""}
     elif run.classes:
-        row = vars(Comparison("", accuracy=1 - float(loss.mean())))
+        row = Comparison("", accuracy=1 - float(loss.mean())).numbers()
     else:
-        row = vars(Comparison("", rmse=float(np.sqrt(loss.mean()))))
+        row = Comparison("", rmse=float(np.sqrt(loss.mean()))).numbers()
     return {**row, "name": str(run.folder)}
 
 

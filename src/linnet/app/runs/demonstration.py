@@ -116,7 +116,7 @@ def adapt_digits(files: Files, out: Path, seed: int) -> dict[str, Any]:
     """The first act: a few samples of the new digits."""
     found = adapt(_options(files, files.digits, SHOTS, seed), out, partial(keep_fit, out))
     row = _frozen(found, files)
-    scores = replace(found.scores, comparison=(*found.scores.comparison, row))
+    scores = (*found.scores, row)
     return keep_adaptation(replace(found, scores=scores), out, "Digits 5 to 9 from a network for 0 to 4")
 
 

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from linnet.errors import InputError
 from linnet.files import finite, write_text
 from linnet.params import integer
 from linnet.report.reading import Predictions, explanations, facts, name_of, predicted, scored
-from linnet.report.records import Content, Explanation, Neighbor, Notes, Scores, TrainingSet
+from linnet.report.records import Content, Explanation, Neighbor, Notes, TrainingSet
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet
 Array = np.ndarray[Any, Any]
@@ -128,7 +128,7 @@ def prediction_page(
     run: SavedRun, new: NewSamples, found: Predictions, title: str, folder: Path
 ) -> tuple[dict[str, Any], Content]:
     """The result and the page of predictions."""
-    scores = Scores() if new.y is None else scored(name_of(run.fit), found, new.y)
+    scores = () if new.y is None else (scored(name_of(run.fit), found, new.y),)
     test = predicted(run.pictured(new.x, new.y, new.ids), found)
     unknown = f"{len(new.ids)} samples were predicted; their answers are not known."
     headline = (unknown,) if new.y is None else ()
@@ -141,7 +141,7 @@ def prediction_page(
     if run.classes is not None:
         counts = {name: int((found.predicted == label).sum()) for label, name in enumerate(run.classes)}
     result = {
-        "command": "predict", "samples": len(new.ids), "scores": [asdict(row) for row in scores.comparison],
+        "command": "predict", "samples": len(new.ids), "scores": [row.numbers() for row in scores],
         "predicted": counts,
         "mean_std": None if found.std is None else float(found.std.mean()),
         "findings": list(findings),

@@ -110,7 +110,7 @@ def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = Fal
         "train": len(task.train),
         "test": len(task.test),
         "verdict": {"answer": verdict(page).answer, "sentences": list(page.notes.headline)},
-        "scores": [asdict(row) for row in found.scores.comparison],
+        "scores": [row.numbers() for row in found.scores],
         "fit": fit.summary(),
         "below": fit.module.below,
         "device": str(fit.module.function.device),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from linnet.nested.nested_fit import NestedFit
 from linnet.progress import waiting
 from linnet.report.numbers import duration, number, percent
 from linnet.report.reading import choices, facts
-from linnet.report.records import Comparison, Content, FitRecord, Notes, Scores, TaskKernel, TrainingSet
+from linnet.report.records import Comparison, Content, FitRecord, Notes, TaskKernel, TrainingSet
 from linnet.spectrum.kernel_matrix import gram_part
 from linnet.spectrum.task_linearity import TaskLinearity, task_linearity
 from linnet.tangent.batch import split
@@ -216,7 +216,7 @@ def result_of(found: Examined, out: Path) -> dict[str, Any]:
     return {
         "command": "spectrum", "title": found.subject.title, "train": run.fit.n, "classes": run.classes,
         **found.linearity.to_dict(),
-        "solver": run.fit.solver, "scores": [asdict(row) for row in found.scores],
+        "solver": run.fit.solver, "scores": [row.numbers() for row in found.scores],
         "findings": list(_warnings(found)), "seconds": dict(found.subject.stages.seconds), "out": str(out),
     }  # fmt: skip
 
@@ -234,8 +234,8 @@ def page_of(found: Examined) -> Content:
     record = FitRecord(choices=choices(run), timings=dict(found.subject.stages.seconds), task=task)
     notes = Notes((verdict.text, *verdict.reasons[:1]), _warnings(found), facts(run))
     tested = None if found.subject.test is None else len(found.subject.test)
-    scores, train = Scores(found.scores, tested=tested), TrainingSet(run.samples)
-    return Content(found.subject.title, run.classes, notes, scores, record, train)
+    train, title = TrainingSet(run.samples), found.subject.title
+    return Content(title, run.classes, notes, found.scores, record, train, count=tested)
 
 
 def table_of(found: Examined) -> list[tuple[str, str]]:
