@@ -72,6 +72,8 @@ MAY_BE_WIDE: dict[str, str] = {
     "linnet.audit.mislabel.LabelErrors": "the columns of a table, and the numbers under it",
     "linnet.finetuning.recipes.Recipe": "the parts of a method that are changed one by one",
     "linnet.nested.search.Rung": "one column of a table each",
+    "linnet.report.records.Comparison": "the columns of a table, and what they are of",
+    "linnet.report.records.Content": "the parts of a page",
     "linnet.app.options.NetworkOptions": "the options of the command line that belong together",
 }
 
