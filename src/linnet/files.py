@@ -377,7 +377,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 def write_json(path: str | os.PathLike[str], value: object, kind: str | None = None) -> Path:
     """Write JSON atomically."""
-    content = finite(value) if kind is None else tree.to_plain(value, lambda tensor, _: tensor.tolist())
+    content = finite(value) if kind is None else finite(value, tree.to_plain)
     if kind is not None:
         label = {"format": _FORMAT, "kind": kind, "version": VERSION}
         content = {**label, "sha256": _json_digest(kind, content), "content": content}
@@ -428,22 +428,22 @@ def _dump(value: object, indent: int | None = None) -> str:
     return json.dumps(value, indent=indent, allow_nan=False)
 
 
-def finite(value: Any) -> Any:
-    """A value in the types of JSON, with null for NaN and infinities."""
+def finite(value: Any, other: Callable[[float], Any] = lambda number: None) -> Any:
+    """A value in the types of JSON, with null, or what a function makes of them, for NaN and infinities."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) else other(value)
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [finite(item, other) for item in value]
     if is_dataclass(value):
         value = vars(value)
     if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
+        return {str(key): finite(item, other) for key, item in value.items()}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):  # NumPy scalars and arrays, tensors
-        return finite(value.tolist())
+        return finite(value.tolist(), other)
     raise InputError(
         f"{value!r:.80} cannot be written as JSON",
         expected="numbers, strings, lists, dictionaries, dataclasses, paths, arrays",

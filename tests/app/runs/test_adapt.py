@@ -130,7 +130,7 @@ def test_an_interrupted_evaluation_keeps_the_fit(folder: Path, monkeypatch: pyte
         def interrupt(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(adaptation, "own_predictions", interrupt)
+        patch.setattr(adaptation, "own_score", interrupt)
         assert adapt(folder) == 130
     kept = load_run(folder / "run").fit
     words = ["--data", str(folder / "pictures.npz"), "--out", str(folder / "p.csv")]
@@ -160,7 +160,7 @@ def test_trained_lower_layers(
     assert not load_run(run).fit.rungs  # the fit at the original weights is there already
     monkeypatch.setattr(adaptation, "tuned", lambda *a: (begun.append(a), tuned(*a))[1])
     with monkeypatch.context() as patch:
-        patch.setattr(adaptation, "own_predictions", interrupt)
+        patch.setattr(adaptation, "own_score", interrupt)
         assert again("--tune") == 130
     assert again("--tune") == 0
     assert len(begun) == 1  # the second run goes on from the trained weights of the first
