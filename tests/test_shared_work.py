@@ -25,7 +25,7 @@ from linnet.distributed import all_sum, apart, current, sharing, world
 from linnet.errors import LinnetError
 from linnet.fitting import CG, SGD, Shared, Sketch, accuracy
 from linnet.likelihoods import Categorical, Gaussian
-from linnet.linalg import grouped
+from linnet.linalg import factorize
 from linnet.linalg.operator import LinearOperator
 from linnet.linear import formed_rows
 from linnet.solvers import cg
@@ -212,13 +212,13 @@ def work(rank: int) -> dict[str, float]:
 
 def decomposed(model: linnet.Linearized, data: tuple[Tensor, Tensor]) -> dict[str, float]:
     """Σ n³ of the factors that this process decomposes, for a metric and for a sketch."""
-    costs, found, eigh = [0.0], {}, grouped.eigh
+    costs, found, eigh = [0.0], {}, factorize.eigh
 
     def counting(matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
         costs[0] += float(matrix.shape[-1]) ** 3
         return eigh(matrix, name)
 
-    grouped.eigh = counting
+    factorize.eigh = counting
     for name, solver in (("kfac", CG(1e-3, preconditioner="kfac")), ("ekfac", Sketch(dim=12, examples=15))):
         costs[0] = 0.0
         linnet.fit(model, data, solver=solver, ridge=1.0)
@@ -228,7 +228,7 @@ def decomposed(model: linnet.Linearized, data: tuple[Tensor, Tensor]) -> dict[st
         costs[0] = 0.0
         linnet.fit(model, few, solver=solver, ridge="loo")
         found[f"decomposition, {solver}"] = costs[0]
-    grouped.eigh = eigh
+    factorize.eigh = eigh
     return found
 
 

@@ -171,7 +171,7 @@ def moments(
     covariance: Curvature, x: Inputs, memory: str | int | None = None, diagonal: bool = False
 ) -> Moments:
     """Mean and covariance of the outputs of each example, (N, C)."""
-    check_finite(map_tensors(lambda t: t.detach(), x), "x")
+    check_finite(x, "x")
     x, function, n = without_graph(x), covariance.function, batch_size(x)
     if diagonal:
         alone = head_variances(covariance, x) if is_head(covariance, x, positions=True) else None
@@ -396,7 +396,7 @@ def outputs_under(
     function: Functional, draws: Iterable[Tensor], samples: int, x: Inputs, block: int = 256
 ) -> Tensor:
     """Outputs of networks with given weights, (S, N, C)."""
-    check_finite(map_tensors(lambda t: t.detach(), x), "x")
+    check_finite(x, "x")
     c = function.check_runs(map_tensors(lambda t: t.detach(), take(x, slice(0, 1)))).numel()
     size = samples * batch_size(x) * c * function.dtype.itemsize
     plan = Plan(

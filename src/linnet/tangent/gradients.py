@@ -11,7 +11,7 @@ more than one is held.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,14 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
     return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
 
 
+def recorded(function: Functional, x: Inputs, names: Iterable[str] | None = None) -> tuple[Tensor, Params]:
+    """f₀(x) (n, C) with its history, and the parameters that are its leaves."""
+    theta = function.theta
+    leaves = {name: theta[name].detach().requires_grad_() for name in (theta if names is None else names)}
+    with torch.enable_grad():
+        return function.flat({**theta, **leaves}, x), leaves
+
+
 def exact_rows(function: Functional, x: Inputs, names: Sequence[str], cotangents: Tensor) -> Params:
     """Per-example gradients of the named parameters, one example at a time, (N, K, *shape)."""
     if not names:
@@ -87,9 +95,7 @@ def exact_rows(function: Functional, x: Inputs, names: Sequence[str], cotangents
     theta = function.theta
     collected: dict[str, list[Tensor]] = {name: [] for name in names}
     for i, example in enumerate(split(x, 1)):
-        leaves = {name: theta[name].detach().requires_grad_() for name in names}
-        with torch.enable_grad():
-            value = function.flat({**theta, **leaves}, example)
+        value, leaves = recorded(function, example, names)
         u = cotangents[:, i : i + 1]
         grads = batched_grad(value, list(leaves.values()), u) if value.requires_grad else [None] * len(names)
         for name, g in zip(names, grads, strict=True):

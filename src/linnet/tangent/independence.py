@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -39,6 +39,7 @@ from linnet.tangent.batch import (
 )
 from linnet.tangent.forward_mode import COARSE, ROUNDING, SWITCHING, Params, hand_over, sketch
 from linnet.tangent.functional import FAILURES, RUNNING, Findings, Functional, batch_statistics
+from linnet.tangent.gradients import random_cotangent, recorded
 from linnet.tangent.modes import alone, in_exact_mode
 from linnet.tree import map_tensors
 
@@ -196,32 +197,46 @@ def require_own_gradients(
 ) -> None:
     """Raise if an example alone has another gradient than in its batch, though its outputs are the same."""
     # weights (n, C)
-    sizes: dict[str, list[Tensor]] = {}
-    theta = function.theta
-    dtypes = {name: t.dtype for name, t in theta.items()}
-    for i, seen in together.items():
-        leaves = {name: theta[name].detach().requires_grad_() for name in seen}
-        alone: Params = {}
-        with torch.enable_grad():
-            value = function.flat({**theta, **leaves}, take(few, [i]))
-        hand_over(value, leaves, weights[i : i + 1], lambda name, g: alone.update({name: sketch(g)}))  # noqa: B023
-        for name, g in seen.items():
-            own = alone.get(name, torch.zeros_like(g))
-            sizes.setdefault(name, []).extend(torch.linalg.vector_norm(t) for t in (g, own - g, own))
-    found = iter(read([size for each in sizes.values() for size in each]))
-    squares = {name: [next(found) ** 2 for _ in each] for name, each in sizes.items()}
-    whole = sum(sum(square[::3]) for square in squares.values()) ** 0.5
-    for name, square in squares.items():
-        tolerance = SWITCHING.get(dtypes[name], COARSE)
-        if sum(square[1::3]) ** 0.5 > tolerance * (sum(square[::3]) ** 0.5 + 0.1 * whole):
-            if not any(square[2::3]):  # a weight that the pass before has kept
-                settle_unused(function, few, [name])
-            raise ModelError(
-                f"model ({type(function.model).__name__}) gives an example another gradient when its batch "
-                f"changes, in {name}",
-                expected="outputs whose gradients depend on their own example alone",
-                remedy="use no value of other examples in the forward pass, detached or not",
-            )
+    alone = [
+        _sketches(*recorded(function, take(few, [i]), seen), weights[i : i + 1])
+        for i, seen in together.items()
+    ]
+    for name in _unlike(list(together.values()), alone, function):
+        if not any(bool(own[name].any()) for own in alone if name in own):  # a weight that was kept
+            settle_unused(function, few, [name])
+        raise ModelError(
+            f"model ({type(function.model).__name__}) gives an example another gradient when its batch "
+            f"changes, in {name}",
+            expected="outputs whose gradients depend on their own example alone",
+            remedy="use no value of other examples in the forward pass, detached or not",
+        )
+
+
+def _sketches(value: Tensor, leaves: Params, cotangent: Tensor) -> Params:
+    """The gradients of a combination of outputs, in few numbers each; none of what it does not depend on."""
+    found: Params = {}
+    hand_over(value, leaves, cotangent, lambda name, g: found.update({name: sketch(g)}))
+    return found
+
+
+def _unlike(expected: Sequence[Params], found: Sequence[Params], function: Functional) -> list[str]:
+    """Parameters in which some gradients differ by more than rounding; what is missing is zero."""
+    names = list(dict.fromkeys(name for one in (*expected, *found) for name in one))
+    sizes: dict[str, list[Tensor]] = {name: [] for name in names}
+    for one, other in zip(expected, found, strict=True):
+        for name in one.keys() | other.keys():
+            zero = torch.zeros_like(one[name] if name in one else other[name])
+            g = one.get(name, zero)
+            sizes[name] += [torch.linalg.vector_norm(t) for t in (g, other.get(name, zero) - g)]
+    numbers = iter(read([size for own in sizes.values() for size in own]))
+    squares = {name: [next(numbers) ** 2 for _ in own] for name, own in sizes.items()}
+    whole = sum(sum(own[::2]) for own in squares.values()) ** 0.5
+    tolerance = {name: SWITCHING.get(t.dtype, COARSE) for name, t in function.theta.items()}
+    return [
+        name
+        for name, own in squares.items()
+        if sum(own[1::2]) ** 0.5 > tolerance[name] * (sum(own[::2]) ** 0.5 + 0.1 * whole)
+    ]
 
 
 @in_exact_mode
@@ -233,13 +248,9 @@ def require_own_rows(function: Functional, x: Inputs) -> None:
     if known.get(key, 0) >= n:
         return
     few = take(x, [i % n for i in range(3)])
-    leaves = {name: t.detach().requires_grad_() for name, t in function.theta.items()}
-    with torch.enable_grad():
-        value = function.flat(leaves, few)
+    value, leaves = recorded(function, few)
     weights = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
-    seen: dict[int, Params] = {0: {}, 2: {}}
-    for i, own in seen.items():
-        hand_over(value, leaves, only_of(weights, i), lambda name, g: own.update({name: sketch(g)}))  # noqa: B023
+    seen = {i: _sketches(value, leaves, only_of(weights, i)) for i in (0, 2)}
     require_own_gradients(function, few, seen, weights)
     if value.requires_grad:
         settle_unused(function, x, [name for name in leaves if not any(name in own for own in seen.values())])
@@ -280,34 +291,17 @@ def require_one_function(function: Functional, x: Inputs) -> None:
         return
     one, found = take(x, slice(0, 1)), []
     for network in (_training_twin(function, ()), function):
-        leaves = {name: t.requires_grad_() for name, t in network.theta.items()}
         try:
-            with _random_state_kept(function), torch.enable_grad():
-                value = network.flat(leaves, one)
+            with _random_state_kept(function):
+                found.append(recorded(network, one))
         except (LinnetError, *FAILURES):  # a network that cannot be trained on one example says nothing
             return
-        found.append((value, leaves))
-    (trained, _), (own, _) = found
-    least = ROUNDING.get(own.dtype, COARSE) * float(own.detach().abs().max())
+    trained, own = (value.detach() for value, _ in found)
+    least = ROUNDING.get(own.dtype, COARSE) * float(own.abs().max())
     if trained.shape != own.shape or not torch.allclose(trained, own, rtol=0, atol=least):
         return
-    generator = torch.Generator().manual_seed(0)
-    cotangent = torch.randn(own.shape, generator=generator, dtype=torch.float64).to(own)
-    trains: dict[str, Tensor] = {}
-    sizes: dict[str, list[Tensor]] = {}
-    hand_over(trained, found[0][1], cotangent, lambda name, g: trains.update({name: sketch(g)}))
-
-    def compare(name: str, g: Tensor) -> None:
-        mine = sketch(g)
-        sizes[name] = [mine.norm(), (trains.pop(name, 0 * mine) - mine).norm()]
-
-    hand_over(own, found[1][1], cotangent, compare)
-    sizes |= {name: [0 * g.norm(), g.norm()] for name, g in trains.items()}
-    numbers = iter(read([size for pair in sizes.values() for size in pair]))
-    pairs = {name: (next(numbers), next(numbers)) for name in sizes}
-    whole = sum(size**2 for size, _ in pairs.values()) ** 0.5
-    rounding = {name: SWITCHING.get(t.dtype, COARSE) for name, t in function.theta.items()}
-    other = [name for name, (size, off) in pairs.items() if off > rounding[name] * (size + 0.1 * whole)]
+    theirs, mine = (_sketches(*made, random_cotangent(own)[0]) for made in found)
+    other = _unlike([mine], [theirs], function)
     if other:
         first = [name for name in function.names if name in other]
         _refuse_mode(function, first, "has other gradients in {} in training mode, though the same outputs")
@@ -366,16 +360,15 @@ def _in_training(function: Functional, few: Inputs, names: tuple[str, ...]) -> l
     if _wrapped(function):
         return []
     twin = _training_twin(function, names)
-    leaves = {name: twin.theta[name].requires_grad_() for name in names}
     try:
-        with _random_state_kept(function), torch.enable_grad():
-            value = twin.flat(leaves, few)
+        with _random_state_kept(function):
+            value, leaves = recorded(twin, few, names)
             if not value.requires_grad:
                 return []
             grads = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True)
     except (LinnetError, *FAILURES):  # a network that cannot be trained on two examples says nothing
         return []
-    return [name for name, g in zip(names, grads, strict=True) if g is not None and bool(g.any())]
+    return [name for name, g in zip(leaves, grads, strict=True) if g is not None and bool(g.any())]
 
 
 def _wrapped(function: Functional) -> bool:

@@ -24,10 +24,9 @@ from linnet.params import refuse, tensor
 from linnet.tangent.batch import Inputs, batch_size, check_finite, place_of, require_some, split, take
 from linnet.tangent.coordinates import moved_network
 from linnet.tangent.functional import Functional
-from linnet.tangent.gradients import batched_grad, random_cotangent, use_gradients
+from linnet.tangent.gradients import batched_grad, random_cotangent, recorded, use_gradients
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.trace import trace
-from linnet.tree import map_tensors
 
 BLOCK = 64  # examples differentiated at once, in search of the one
 SMOOTH = (
@@ -53,7 +52,7 @@ def unread(t: Tensor) -> bool:
 def refuse_derivative(function: Functional, x: Inputs) -> None:
     """Raise if the derivative of an example is not finite; a batch whose derivatives are is let through."""
     function = moved_network(function) or function
-    check_finite(map_tensors(lambda t: t.detach(), x), "x")
+    check_finite(x, "x")
     function.check_runs(x)
     for part in split(x, BLOCK):
         i = _first(function, part)
@@ -108,9 +107,7 @@ def _largest(function: Functional, example: Inputs) -> tuple[float, str]:
 
 def _gradients(function: Functional, x: Inputs) -> dict[str, Tensor]:
     """The gradient of a random combination of all outputs, by parameter."""
-    leaves = {name: t.detach().requires_grad_() for name, t in function.theta.items()}
-    with torch.enable_grad():
-        value = function.flat(leaves, x)
+    value, leaves = recorded(function, x)
     if not value.requires_grad:
         return {}
     grads = batched_grad(value, list(leaves.values()), random_cotangent(value.detach()), keep=False)
@@ -167,7 +164,7 @@ def explained(function: Functional, x: Inputs) -> Iterator[None]:
     try:
         yield
     except LinnetError:
-        check_finite(map_tensors(lambda t: t.detach(), x), "x")  # the likelier cause, where it is there
+        check_finite(x, "x")  # the likelier cause, where it is there
         raise
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
         function.check_runs(x)  # says what is wrong with x, if x is what is wrong
