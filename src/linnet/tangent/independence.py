@@ -41,7 +41,7 @@ from linnet.tangent.forward_mode import COARSE, ROUNDING, SWITCHING, Params, han
 from linnet.tangent.functional import FAILURES, RUNNING, Findings, Functional, batch_statistics
 from linnet.tangent.gradients import random_cotangent, recorded
 from linnet.tangent.modes import alone, in_exact_mode
-from linnet.tree import map_tensors
+from linnet.tree import hash_tensors, map_tensors
 
 MOST = 32  # examples that are run twice: enough for every pattern of places that a program writes by hand
 
@@ -73,17 +73,30 @@ def is_random(function: Functional, x: Inputs) -> bool:
 
 def unsteady(function: Functional, x: Inputs) -> tuple[str, str]:
     """What makes two passes differ, random numbers or a state that the network keeps, and what to do."""
-    few, outputs = take(x, slice(0, min(2, batch_size(x)))), []
+    few, outputs, before = take(x, slice(0, min(2, batch_size(x)))), [], _state(function.model)
     with torch.no_grad(), _random_state_kept(function):
         for _ in range(2):
             torch.manual_seed(0)
             outputs.append(function(function.theta, few).nan_to_num())
     if torch.equal(*outputs):
         return "is random in evaluation mode: two passes differ", SWITCH_OFF
+    after = _state(function.model)
+    kept = [name for name, now in after.items() if now != before.get(name)]
     return (
-        "has a state that changes from one pass to the next",
+        "has a state that changes from one pass to the next" + (f" ({kept[0]})" if kept else ""),
         "change it under `if self.training:` alone, so that eval() keeps it, or begin every pass alike",
     )
+
+
+def _state(model: nn.Module) -> dict[str, str]:
+    """What a network holds beside its weights, by name: hashes of tensors, and other values in words."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        for key, value in {**module._buffers, **module.__dict__}.items():
+            name = f"{path}.{key}" if path else key
+            if isinstance(value, Tensor | int | float | str | None):
+                found[name] = hash_tensors([value]) if isinstance(value, Tensor) else repr(value)
+    return found
 
 
 @in_exact_mode
