@@ -136,12 +136,12 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None, reme
     refuse(name, value, bounds, remedy)
 
 
-def seed(name: str, value: Any, remedy: str | None = None) -> int:
+def seed(name: str, value: Any) -> int:
     """A seed of random numbers."""
     try:
-        return integer(name, value, 0, _SEED, remedy)
+        return integer(name, value, 0, _SEED)
     except InputError:
-        refuse(name, value, "an integer, 0 or greater and below 2**64", remedy)
+        refuse(name, value, "an integer, 0 or greater and below 2**64")
 
 
 def _integral(value: Tensor) -> bool:
@@ -284,7 +284,7 @@ def own(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def device(name: str, value: Any, remedy: str | None = None) -> torch.device:
+def device(name: str, value: Any) -> torch.device:
     """A device that tensors can be moved to."""
     found: torch.device | None = None
     if isinstance(value, str | torch.device):
@@ -293,15 +293,15 @@ def device(name: str, value: Any, remedy: str | None = None) -> torch.device:
         except Exception:  # torch has an exception of its own for each kind of device that is missing
             found = None
     if found is None or found.type == "meta":
-        refuse(name, value, 'a device of this machine, such as "cpu" or "cuda:0"', remedy)
+        refuse(name, value, 'a device of this machine, such as "cpu" or "cuda:0"')
     return torch.device(value)
 
 
-def real_type(name: str, value: Any, remedy: str | None = None) -> torch.dtype:
+def real_type(name: str, value: Any) -> torch.dtype:
     """A type of real floating-point numbers."""
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return value
-    refuse(name, value, "a floating-point type, such as torch.float32", remedy)
+    refuse(name, value, "a floating-point type, such as torch.float32")
 
 
 def path(name: str, value: Any, remedy: str | None = None) -> Path:

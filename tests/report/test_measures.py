@@ -23,10 +23,6 @@ def test_wilson_interval_is_scipys(successes: int, trials: int, level: float) ->
     )
 
 
-def test_wilson_interval_without_trials_says_nothing() -> None:
-    assert wilson_interval(0, 0) == (0.0, 1.0)
-
-
 def test_bins_hold_every_prediction_once() -> None:
     rng = np.random.default_rng(0)
     confidence = np.append(rng.uniform(size=500), [0.0, 1.0])
@@ -46,12 +42,6 @@ def test_calibration_error_is_the_weighted_gap() -> None:
     assert calibration_error([]) == 0.0
 
 
-def test_calibration_error_depends_on_the_bins() -> None:
-    confidence, correct = np.array([0.6, 0.8]), np.array([0, 1])
-    assert calibration_error(reliability_bins(confidence, correct, bins=1)) == pytest.approx(0.2)
-    assert calibration_error(reliability_bins(confidence, correct, bins=10)) == pytest.approx(0.4)
-
-
 def test_interval_coverage_of_a_true_model_is_nominal() -> None:
     rng = np.random.default_rng(1)
     mean, std = rng.normal(size=40_000), rng.uniform(0.5, 2.0, 40_000)
@@ -62,8 +52,8 @@ def test_interval_coverage_of_a_true_model_is_nominal() -> None:
 
 
 def test_split_by_uncertainty_takes_the_largest() -> None:
-    uncertainty = np.array([0.1, 0.9, 0.3, 0.8])
-    assert split_by_uncertainty(uncertainty, np.array([0, 1, 0, 3]), share=0.5) == (2.0, 0.0, 2)
+    uncertainty, loss = np.tile([0.1, 0.9, 0.3, 0.8, 0.2], 4), np.tile([0, 1, 0, 3, 0], 4)
+    assert split_by_uncertainty(uncertainty, loss) == (1.0, 14 / 18, 2)
     assert split_by_uncertainty(np.array([1.0]), np.array([1])) == (1.0, 0.0, 1)
 
 

@@ -312,11 +312,6 @@ def test_a_page_that_cannot_be_drawn_leaves_the_old_one(
     assert "first" in path.read_text(encoding="utf-8")
 
 
-def test_own_headline_takes_the_place_of_the_summary() -> None:
-    run = replace(full(), notes=Notes(("We are done.",)))
-    assert summary(run) == ["We are done."]
-
-
 def test_the_summary_is_short_and_true() -> None:
     run = full()
     sentences = summary(run)

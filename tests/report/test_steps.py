@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from linnet.app.parsing import Command
 from linnet.report.records import (
     Content,
     DoubtedLabel,
@@ -147,14 +147,11 @@ def test_steps_of_the_run_come_last() -> None:
     ],
 )  # fmt: skip
 def test_ids_reach_linnet_as_they_are(names: tuple[str, ...]) -> None:
-    from linnet.app.cli import _as_list
-
     line = command("forget", "my runs/$HOME", list(names), out="b")
     words = shlex.split(line)  # as a shell reads it
     assert words[:5] == ["linnet", "forget", "--run", "my runs/$HOME", "--ids"]
     assert words[6:] == ["--out", "b"]
-    given = words[5] if words[5].startswith("[") else _as_list([words[5]], "list[str]")
-    assert tuple(json.loads(given)) == names
+    assert tuple(Command.load("forget").parse(words[2:]).values["ids"]) == names
 
 
 @pytest.mark.parametrize("name", ["a\nrm -rf ~", "a\x1b[201~b", "a\u202egnp.exe"])

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from linnet.errors import InputError
 from linnet.report.tiles import thumbnail
 
 
@@ -47,22 +46,3 @@ def test_photographs_stay_small() -> None:
     assert thumbnail(opaque).startswith("data:image/jpeg")
     glass = np.dstack([noise, np.full((256, 256), 9, dtype=np.uint8)])
     assert thumbnail(glass).startswith("data:image/png")  # JPEG has no transparency
-
-
-@pytest.mark.parametrize(
-    "image",
-    [
-        np.zeros((4, 4)),
-        np.zeros((4, 4, 2), dtype=np.uint8),
-        np.zeros(4, dtype=np.uint8),
-        np.zeros((0, 4), dtype=np.uint8),
-    ],
-)
-def test_what_is_no_picture_is_refused(image: np.ndarray) -> None:
-    with pytest.raises(InputError, match="image has shape"):
-        thumbnail(image)
-
-
-def test_pixels_must_be_positive() -> None:
-    with pytest.raises(InputError, match="pixels is 0"):
-        thumbnail(np.zeros((4, 4), dtype=np.uint8), 0)

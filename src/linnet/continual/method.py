@@ -219,7 +219,7 @@ class ContinualMethod(Shown, ABC):
         Returns:
             Itself.
         """
-        place = checked_device("device", device, 'pass "cpu" or "cuda"')
+        place = checked_device("device", device)
         if dtype is not None:
             real_type("dtype", dtype)
         kinds = [dtype or next((mu.dtype for mu in t.anchor.values()), torch.float32) for t in self._terms]

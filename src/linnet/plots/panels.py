@@ -54,10 +54,10 @@ def bare(axes: Axes, *sides: str) -> None:
         axes.tick_params(axis="y" if side in ("left", "right") else "x", length=0)
 
 
-def percent_ticks(axes: Axes, which: str, hide: bool = False) -> None:
+def percent_ticks(axes: Axes, which: str) -> None:
     """Ticks at none, half and all, written as percentages."""
     places = [0.0, 0.5, 1.0]
-    labels = ["" if hide else f"{100 * place:.0f} %" for place in places]
+    labels = [f"{100 * place:.0f} %" for place in places]
     (axes.set_xticks if which == "x" else axes.set_yticks)(places, labels)
     axes.tick_params(axis="x" if which == "x" else "y", length=0, pad=6)
 

@@ -42,10 +42,10 @@ def calibration_and_error(confidence: Array, correct: Array) -> tuple[float, flo
     return mean_and_error(np.copysign(1.0, gap)[place] * (correct - confidence))
 
 
-def split_by_uncertainty(uncertainty: Array, loss: Array, share: float = 0.1) -> tuple[float, float, int]:
-    """The mean loss of the most uncertain predictions, and of the others."""
+def split_by_uncertainty(uncertainty: Array, loss: Array) -> tuple[float, float, int]:
+    """The mean loss of the most uncertain tenth of the predictions, and of the others."""
     order = ranking(uncertainty)
-    count = min(max(1, round(share * len(order))), len(order))
+    count = min(max(1, round(0.1 * len(order))), len(order))
     values = np.asarray(loss, dtype=float)
     rest = values[order[count:]]
     return float(values[order[:count]].mean()), float(rest.mean()) if rest.size else 0.0, count

@@ -163,7 +163,7 @@ def _pieces(fit: Fit, x: Tensor, what: str) -> Any:
     room = min(parse_bytes(fit.memory, fit.module.function.device) // 4, _MOST)
     size = max(1, min(int(room // row), 512))
     parts = list(split(x, size))
-    return track(parts, f"{what} {batch_size(x)} samples", len(parts))
+    return track(parts, f"{what} {batch_size(x)} samples")
 
 
 def _equations(fit: Fit) -> int:

@@ -195,7 +195,6 @@ class Explanation:
     predicted: int | None = None  # predicted class index; None for regression
     up: tuple[Neighbor, ...] = ()  # samples that raised the output for the predicted class, strongest first
     down: tuple[Neighbor, ...] = ()  # samples that lowered it, strongest first
-    output: str = ""  # name of the explained output, when it is not the predicted class
 
 
 @dataclass(frozen=True, eq=False)

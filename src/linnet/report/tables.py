@@ -17,6 +17,7 @@ from linnet.report.tiles import Label, label, thumbnail
 from linnet.report.verdict import loo_name
 
 _ROWS = 5000  # most rows of a table; the most telling ones are kept
+_CONFUSIONS = 6  # pairs of classes that are named
 _PICTURES = 1_800_000  # characters that the pictures of a table may take
 _PNG = 900  # bytes of such a picture from which it is sent as JPEG
 _PIXELS = ((200, 128), (700, 64), (_ROWS, 40))  # of the picture in a row, by the number of rows
@@ -140,7 +141,7 @@ def _classes(run: Content) -> PageTable | None:
     return _table(run, "classes", caption, columns, rows)
 
 
-def _confusions(run: Content, count: int = 6) -> PageTable | None:
+def _confusions(run: Content) -> PageTable | None:
     """The most frequent confusions of the test samples."""
     predicted = None if run.test is None else run.test.predicted()
     if run.test is None or run.test.samples.labels is None or predicted is None or run.classes is None:
@@ -152,7 +153,7 @@ def _confusions(run: Content, count: int = 6) -> PageTable | None:
     np.add.at(found, (run.test.samples.labels, predicted), 1)
     totals = found.sum(axis=1)
     np.fill_diagonal(found, 0)
-    pairs = [divmod(int(i), size) for i in ranking(found.reshape(-1))[:count]]
+    pairs = [divmod(int(i), size) for i in ranking(found.reshape(-1))[:_CONFUSIONS]]
     rows = [(t, g, int(found[t, g]), found[t, g] / totals[t]) for t, g in pairs if found[t, g]]
     columns = (
         ("True class", "class"), ("Taken for", "class"), ("Samples", "figure"), ("Share", "whole percent"),

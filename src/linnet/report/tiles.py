@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from linnet.errors import InputError
 from linnet.plots.measures import Array, ranking, wilson_interval
 from linnet.plots.panels import class_color
 from linnet.report.numbers import measured_share, number, percent, share_error, signed
@@ -27,6 +26,7 @@ from linnet.report.steps import next_steps
 if TYPE_CHECKING:
     from PIL import Image
 
+_SHOWN = 8  # tiles of a group; twice as many that were forgotten, four times as many doubted labels
 _LONG = 40  # characters of an id that a tile has room for, on a few lines
 _TILE, _LARGE = 192, 320  # most pixels of the pictures, twice what the page shows or about that
 _TINY = 40  # pixels up to which a picture is no photograph but squares
@@ -81,17 +81,17 @@ def label(run: Content, value: object) -> Label:
     return Label(shown + (", …" if len(values) > 4 else ""))
 
 
-def tiles(run: Content, count: int = 8) -> dict[str, list[Tile]]:
+def tiles(run: Content) -> dict[str, list[Tile]]:
     """Every group of tiles of the page, by name."""
     train, test = run.train, run.test
-    most, least = _informative(run, count)
-    uncertain = () if test is None or test.uncertainty is None else ranking(test.uncertainty)[:count]
-    removed = () if train is None or train.forgetting is None else train.forgetting.removed[: 2 * count]
+    most, least = _informative(run, _SHOWN)
+    uncertain = () if test is None or test.uncertainty is None else ranking(test.uncertainty)[:_SHOWN]
+    removed = () if train is None or train.forgetting is None else train.forgetting.removed[: 2 * _SHOWN]
     return {
         "most": most,
         "least": least,
         "uncertain": [_tested(run, int(index)) for index in uncertain],
-        "suspects": [] if train is None else [_suspect(run, s) for s in train.suspects[: 4 * count]],
+        "suspects": [] if train is None else [_suspect(run, s) for s in train.suspects[: 4 * _SHOWN]],
         "forgotten": [_training(run, index) for index in removed],
     }
 
@@ -208,10 +208,9 @@ def _explained(run: Content, test: HeldOutSet, one: Explanation) -> dict[str, An
     strongest = max((abs(n.influence) for n in (*one.up, *one.down)), default=0.0) or 1.0
     probs = None if test.probs is None else test.probs[one.sample]
     likeliest = [] if probs is None else [(int(i), float(probs[i])) for i in ranking(probs)[:3]]
-    named = one.output or one.predicted is None
     return {
         "tile": replace(_tested(run, one.sample, _LARGE), value=""),
-        "output": Label(one.output) if named else label(run, one.predicted),
+        "output": Label("") if one.predicted is None else label(run, one.predicted),
         "guesses": [(label(run, i), percent(p, 0), 100 * p) for i, p in likeliest],
         "up": [_neighbor(run, n, strongest) for n in one.up],
         "down": [_neighbor(run, n, strongest) for n in one.down],
@@ -228,8 +227,6 @@ def thumbnail(image: Array, pixels: int = 128, png: int = _LARGE_PNG) -> str:
     """One picture as a ``data:`` address, of at most the given size."""
     # Large pictures are reduced with a Lanczos filter, others stay as they are: the page enlarges them. The
     # encoding is PNG, or JPEG where a PNG would be large (photographs).
-    if pixels < 1:
-        raise InputError(f"pixels is {pixels}", expected="a positive number", remedy="pass pixels=128")
     picture = _resized(_picture(np.asarray(image)), pixels)
     exact = _encode(picture, "PNG", optimize=True)
     if len(exact) <= png or picture.mode == "RGBA":
@@ -244,13 +241,6 @@ def _picture(image: Array) -> Image.Image:
 
     if image.ndim == 3 and image.shape[-1] == 1:
         image = image[..., 0]
-    known = image.ndim == 2 or (image.ndim == 3 and image.shape[-1] in (3, 4))
-    if image.dtype != np.uint8 or not known or 0 in image.shape:
-        raise InputError(
-            f"image has shape {tuple(image.shape)} and type {image.dtype}",
-            expected="uint8 of shape (H, W) or (H, W, C) with 1, 3 or 4 channels",
-            remedy="scale to 0...255, convert to uint8 and move the channels last",
-        )
     if image.shape[-1] == 4 and image.ndim == 3 and (image[..., 3] == 255).all():
         image = image[..., :3]
     return Image.fromarray(np.ascontiguousarray(image))
