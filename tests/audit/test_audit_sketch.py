@@ -52,8 +52,9 @@ def test_all_directions_leave_nothing() -> None:
 
 def test_other_fits_are_refused() -> None:
     lin, data, _ = problem()
-    for fit in (linnet.fit(lin, data), linnet.fit(lin, data, solver=Sketch(9, damping=0.1)),
-                linnet.fit(lin, data, solver=Sketch(9, "random"))):  # fmt: skip
+    curvature = linnet.curvature(lin.model, data, linnet.likelihoods.Gaussian(), structure="ekfac")
+    drawn = linnet.with_sketch(lin.model, curvature, dim=30, seed=0)
+    for fit in (linnet.fit(lin, data), linnet.fit(linnet.linearize(drawn), data)):
         with pytest.raises(InputError, match="orthonormal"):
             linnet.audit.sketch_error(fit)
     with pytest.raises(InputError, match="fit=3"):

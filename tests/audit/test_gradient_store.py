@@ -151,15 +151,6 @@ def test_eigenvalues_of_products(tmp_path: Path, structure: str) -> None:
     assert torch.allclose(store.scores(iter(queries), DAMPING), own @ inverse @ g.T, rtol=1e-8, atol=1e-10)
 
 
-def test_the_metric_of_a_damped_curvature_is_the_same_inverse(tmp_path: Path) -> None:
-    """In it, rows are multiplied as they are: their squares are what the eigenvalues give beside λ."""
-    plain = made(tmp_path / "plain")
-    small = linnet.with_sketch(language(), curvature(language()), dim=30, damping=DAMPING)
-    scaled = GradientStore(tmp_path / "scaled", small, LIKELIHOOD, torch.float64).add(iter(batches()))
-    rows = torch.cat([block for _, block in scaled.folder.blocks(torch.float64, torch.device("cpu"))])
-    assert torch.allclose(rows.square().sum(1), plain.self_influence(DAMPING, "curvature"), rtol=1e-8)
-
-
 def test_top_is_the_largest_of_all_scores(tmp_path: Path) -> None:
     store, queries = made(tmp_path), batches(2, seed=7)
     every = store.scores(iter(queries))

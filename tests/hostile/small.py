@@ -121,7 +121,7 @@ def metric() -> Any:
 
 @cache
 def sketched() -> Any:
-    return linnet.with_sketch(net(), curvature("kfac"), dim=5, damping=0.1)
+    return linnet.with_sketch(net(), curvature("kfac"), dim=5)
 
 
 def likelihood() -> Any:

@@ -66,28 +66,6 @@ def test_tuning_scales_the_networks_own_noise() -> None:
     assert torch.allclose(gp.predictive(x).noise, gp.noise_scale * own)
 
 
-def test_each_output_can_have_its_own_noise() -> None:
-    oracle = dense(n=40, outputs=2)
-    j = oracle.model(oracle.x).detach()
-    y = j + real(40, 2, seed=7) * torch.tensor([0.1, 1.0], dtype=torch.float64)
-    gp = TangentGP(oracle.model, Gaussian(variance=0.3), "function", noise_scale=1.5).fit(oracle.x, y)
-    start = gp.log_evidence().mean
-    gp.tune(noise="per-output")
-    small, large = gp.likelihood.noise.tolist()  # type: ignore[attr-defined]
-    assert 0.003 < small < 0.03
-    assert 0.4 < large < 2
-    top = gp.log_evidence().mean
-    assert top > start
-    for c in range(2):
-        for factor in (0.8, 1.25):
-            noise = torch.tensor([small, large], dtype=torch.float64)
-            noise[c] *= factor
-            other = Dense(oracle.model, oracle.x, y, oracle.x_test, noise.expand(40, 2), gp.prior_precision)
-            assert other.log_evidence() < top
-    kept = TangentGP(oracle.model, Gaussian(variance=0.3), "function", prior_precision=0.9).fit(oracle.x, y)
-    assert kept.tune(prior=False, noise="per-output").prior_precision == pytest.approx(0.9)
-
-
 @pytest.mark.parametrize("space", ["function", "parameter"])
 def test_quadrature_is_right_within_its_error(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iterative, "SMALL", 0)
@@ -119,11 +97,10 @@ def variance_of(gp: TangentGP) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("noise", [True, "per-output"])
-def test_few_points_do_not_take_the_noise_to_zero(noise: bool | str) -> None:
+def test_few_points_do_not_take_the_noise_to_zero() -> None:
     gp, x, y, floor = few_points()
     with pytest.warns(UserWarning, match="least_noise"):
-        gp.fit(x, y).tune(noise=noise)
+        gp.fit(x, y).tune()
     assert float(variance_of(gp)) == pytest.approx(floor, rel=0.01)
     best = gp.log_evidence().mean  # λ is the best at that noise
     for factor in (0.8, 1.25):

@@ -313,7 +313,7 @@ def sketch_error(fit: LinearFit, x: Inputs | None = None) -> SketchError:
     if not isinstance(small, SketchedNetwork) or inner is None or not small.orthonormal:
         raise InputError(
             f"fit was solved by {fit.solver!r} in other coordinates than orthonormal directions",
-            expected="a fit of a sketch with basis= a curvature and without damping=",
+            expected="a fit of a sketch along the eigenvectors of a curvature",
             remedy='make one with linnet.fit(lin, data, solver="sketch")',
         )
     system, jacobian = fit.system, JacobianOperator(inner, fit.x, fit.system.c)

@@ -95,9 +95,6 @@ class AlongDirections(nn.Module):
         for i, basis in enumerate(small.bases):
             for name, tensor in basis.tensors.items():
                 self.register_buffer(f"basis_{i}_{name}", tensor)
-        self.register_buffer(
-            "scales", torch.ones_like(small.epsilon) if small.scales is None else small.scales
-        )
 
     def forward(self, value: Tensor, rows: Sequence[Tensor]) -> Tensor:
         """J H, (N·C, D)."""
@@ -110,8 +107,7 @@ class AlongDirections(nn.Module):
                 name.removeprefix(prefix): t for name, t in self.named_buffers() if name.startswith(prefix)
             }
             parts.append(restored_basis(kind, layer, own).projected([columns[name] for name in layer.names]))
-        along: Tensor = torch.cat(parts).T * self.get_buffer("scales")
-        return along.to(value.dtype)
+        return torch.cat(parts).T.to(value.dtype)
 
 
 class AlongMetric(nn.Module):

@@ -305,9 +305,8 @@ class SketchedNetwork(Coordinates):
         network: f at θ₀; its parameters become buffers.
         names: The parameters that may move.
         bases: Orthonormal directions, layer by layer.
-        scales: Length of each direction, (D,), where the ridge is that of a curvature's metric.
-        random: Whether the directions are random instead, orthonormal only in expectation.
-        eigenvalues: Of the mean curvature, Hᵀ(G/N)H = diag(λ), where the directions are its eigenvectors.
+        eigenvalues: Of the mean curvature, Hᵀ(G/N)H = diag(λ), (D,), where the directions are its
+            eigenvectors; random ones are orthonormal only in expectation.
 
     Attributes:
         network: The network.
@@ -318,11 +317,10 @@ class SketchedNetwork(Coordinates):
         >>> import linnet
         >>> net, data = torch.nn.Linear(3, 2), (torch.randn(20, 3), torch.randint(2, (20,)))
         >>> G = linnet.curvature(net, data, linnet.likelihoods.Categorical())
-        >>> linnet.with_sketch(net, G, dim=4, damping=0.1).epsilon.shape
+        >>> linnet.with_sketch(net, G, dim=4).epsilon.shape
         torch.Size([4])
     """
 
-    scales: Tensor | None
     eigenvalues: Tensor | None
 
     def __init__(
@@ -330,25 +328,22 @@ class SketchedNetwork(Coordinates):
         network: nn.Module,
         names: Sequence[str],
         bases: Sequence[LayerBasis],
-        scales: Tensor | None = None,
-        random: bool = False,
         eigenvalues: Tensor | None = None,
     ) -> None:
         super().__init__(network, names, sum(basis.size for basis in bases))
-        self.random = random
         self._layers = [(type(basis).__name__, basis.layer) for basis in bases]
         # buffers move, convert and are compared with the network
         for i, basis in enumerate(bases):
             for name, tensor in basis.tensors.items():
                 own = tensor.to(self.epsilon.dtype) if tensor.is_floating_point() else tensor
                 self.register_buffer(f"basis_{i}_{name}", own.to(self.epsilon.device))
-        for name, given in (("scales", scales), ("eigenvalues", eigenvalues)):
-            self.register_buffer(name, None if given is None else given.to(self.epsilon))
+        known = None if eigenvalues is None else eigenvalues.to(self.epsilon)
+        self.register_buffer("eigenvalues", known)
 
     @property
     def orthonormal(self) -> bool:
         """Whether the directions have length one and are at right angles."""
-        return self.scales is None and not self.random
+        return self.eigenvalues is not None
 
     @property
     def bases(self) -> list[LayerBasis]:
@@ -367,9 +362,8 @@ class SketchedNetwork(Coordinates):
         """H ε."""
         # epsilon (D,)
         moved = {name: epsilon.new_zeros(shape) for name, shape in self._shapes.items()}
-        scaled = epsilon if self.scales is None else epsilon * self.scales
         bases = self.bases
-        for basis, own in zip(bases, scaled.split([basis.size for basis in bases]), strict=True):
+        for basis, own in zip(bases, epsilon.split([basis.size for basis in bases]), strict=True):
             moved |= zip(basis.layer.names, basis.displacement(own), strict=True)
         return moved
 
@@ -383,11 +377,10 @@ class SketchedNetwork(Coordinates):
             (N, K, D).
         """
         dtype: torch.dtype = self.epsilon.dtype
-        rows = torch.cat([basis.rows(captured).to(dtype) for basis in self.bases], 2)
-        return rows if self.scales is None else rows * self.scales
+        return torch.cat([basis.rows(captured).to(dtype) for basis in self.bases], 2)
 
     def projected(self, columns: Mapping[str, Tensor]) -> Tensor:
-        """Hᵀ v for columns v, as if all directions had length one.
+        """Hᵀ v for columns v.
 
         Args:
             columns: (*shape, M) by the names of the parameters.
@@ -478,7 +471,6 @@ def with_sketch(
     model: nn.Module,
     curvature: Curvature,
     dim: int = 2048,
-    damping: float | None = None,
     seed: int | None = None,
 ) -> SketchedNetwork:
     """The same network moved along D directions only, the leading eigenvectors of a curvature.
@@ -493,7 +485,6 @@ def with_sketch(
             "kfac", "ekfac" (whose eigenvalues are exact in its basis), "diagonal", "block" or "full".
             With a Gaussian likelihood the directions are those of the tangent kernel.
         dim: D, the number of directions, of all layers together; eigenvalues that are zero take none.
-        damping: τ, for the ridge of :func:`linnet.with_metric`, ρ δᵀ(G/N + τI)δ, in place of ρ‖δ‖².
         seed: Takes random directions in place of eigenvectors, of each layer as many as is its share of the
             trace.
 
@@ -520,43 +511,27 @@ def with_sketch(
     """
     network = network_of(model, curvature)
     integer("dim", dim, least=1)
-    if damping is not None:
-        number("damping", damping, above=0, remedy="leave damping= out for the plain ridge")
     names = list(curvature.function.theta)
     if seed is None:
-        return _leading(network, names, curvature, dim, damping)
+        return _leading(network, names, curvature, dim)
     checked_seed("seed", seed)
-    if damping is not None:
-        raise InputError(
-            f"damping={damping!r} with seed={seed!r}",
-            expected="eigenvectors of a curvature, whose metric is damped",
-            remedy="leave seed= out for eigenvectors, or damping= for random directions",
-        )
-    return _made(network, names, random_basis(curvature, dim, seed), random=True)
+    return _made(network, names, random_basis(curvature, dim, seed))
 
 
-def _leading(
-    network: nn.Module, names: Sequence[str], curvature: Curvature, dim: int, damping: float | None
-) -> SketchedNetwork:
-    """The network along leading directions, of length one or in the metric of a damped curvature."""
+def _leading(network: nn.Module, names: Sequence[str], curvature: Curvature, dim: int) -> SketchedNetwork:
+    """The network along leading directions."""
     bases, values = leading_basis(curvature, dim)
-    values = values / curvature.made.examples
-    if damping is None:
-        return _made(network, names, bases, eigenvalues=values)
-    scales = (values + damping).rsqrt()  # H = Q (λ/N + τ)^(-1/2)
-    return _made(network, names, bases, scales, eigenvalues=values * scales.square())
+    return _made(network, names, bases, values / curvature.made.examples)
 
 
 def _made(
     network: nn.Module,
     names: Sequence[str],
     bases: Sequence[LayerBasis],
-    scales: Tensor | None = None,
-    random: bool = False,
     eigenvalues: Tensor | None = None,
 ) -> SketchedNetwork:
     """The sketched network, with what is known of its head."""
-    made = SketchedNetwork(network, names, bases, scales, random, eigenvalues).eval()
+    made = SketchedNetwork(network, names, bases, eigenvalues).eval()
     head = {key: value for key, value in getattr(network, RECORD, {}).items() if key != "folds"}
     setattr(made, RECORD, {"init": "keep", "layer": "", "examples": frozenset(), **head})
     return made
@@ -569,7 +544,7 @@ def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None
         raise InputError(
             f"solver=Sketch with a {type(function.model).__name__}, which has coordinates of its own",
             expected="the network itself",
-            remedy="pass linnet.linearize(network); damping= of the sketch gives it a metric",
+            remedy="pass linnet.linearize(network)",
         )
     order = torch.randperm(n, generator=torch.Generator().manual_seed(settings.seed)).to(function.device)
     given, chosen = settings.basis, order[: settings.examples]
@@ -580,10 +555,9 @@ def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None
         network_of(function.model, given)
         curvature = given
     else:
-        structure = "diagonal" if given == "random" else given
         columns = _expectation(outputs, min(COLUMNS, math.ceil(DRAWN / len(chosen))))
         try:
-            curvature = frozen_curvature(structure, function, take(x, chosen), columns, max(rest, 1))
+            curvature = frozen_curvature(given, function, take(x, chosen), columns, max(rest, 1))
         except MemoryBudgetError as error:
             raise MemoryBudgetError(
                 f"a sketch of this network: {error.what}",
@@ -592,33 +566,25 @@ def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None
             ) from error
     # a network in float64 converts its inputs because it knows where it comes from
     model = (function.source or function).model
-    if given == "random":
-        bases = random_basis(curvature, settings.dim, settings.seed)
-        small = _made(model, function.names, bases, random=True)
-    else:
-        small = _leading(model, function.names, curvature, settings.dim, settings.damping)
+    small = _leading(model, function.names, curvature, settings.dim)
     # others than the basis was made of, if there are any: it was chosen to keep much of those
     others = order[settings.examples :][:SAMPLE]
     sample = others if len(others) >= SAMPLE // 4 else order[:SAMPLE]
     del curvature
     kept = _kept(function, small, take(x, sample), max(rest, 1))
-    said = f"{len(small.epsilon):,} random directions" if small.random else str(kept)
     made = Functional(small, None, function.output)
     made.known = function.known
-    return Linearized(made if function.source is None else made.in_float64()), said
+    return Linearized(made if function.source is None else made.in_float64()), str(kept)
 
 
 def sketch_state(small: SketchedNetwork) -> dict[str, Any]:
     """A sketch, the network apart."""
-    state = {"parameters": list(small._shapes), "bases": small.bases, "random": small.random}
-    return state | {"scales": small.scales, "eigenvalues": small.eigenvalues}
+    return {"parameters": list(small._shapes), "bases": small.bases, "eigenvalues": small.eigenvalues}
 
 
 def restored_sketch(network: nn.Module, state: Mapping[str, Any]) -> SketchedNetwork:
     """The sketched network of ``sketch_state``."""
-    return _made(
-        network, state["parameters"], state["bases"], state["scales"], state["random"], state["eigenvalues"]
-    )
+    return _made(network, state["parameters"], state["bases"], state["eigenvalues"])
 
 
 class DeflatedInverse(LinearOperator):

@@ -12,7 +12,7 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linear.iterative import CGSettings
 from linnet.linear.newton import STEPS
 from linnet.linear.preconditioner import check_preconditioner
-from linnet.params import choice, integer, number, path, seed
+from linnet.params import choice, integer, path, seed
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Nystrom:
         integer("rank", self.rank)
 
 
-BASES = ("ekfac", "kfac", "diagonal", "random")
+BASES = ("ekfac", "kfac", "diagonal")
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,9 @@ class Sketch:
     Args:
         dim: D, at most.
         basis: The curvature whose eigenvectors are taken: ``"ekfac"``, ``"kfac"``, ``"diagonal"``, or a
-            curvature of the same network; or ``"random"`` directions, whose kernel is unbiased.
+            curvature of the same network.
         examples: Training examples that the curvature is summed over.
-        damping: τ, for the ridge of :func:`linnet.with_metric` in place of the plain one.
-        seed: Of the examples that are taken, and of random directions.
+        seed: Of the examples that are taken.
 
     Raises:
         InputError: If an argument has a value that cannot be.
@@ -98,7 +97,6 @@ class Sketch:
     dim: int = 2048
     basis: str | Curvature = "ekfac"
     examples: int = 2000
-    damping: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -107,14 +105,6 @@ class Sketch:
         if not isinstance(self.basis, Curvature):
             choice("basis", self.basis, BASES, 'pass basis="ekfac" if unsure')
         integer("examples", self.examples)
-        if self.damping is not None:
-            number("damping", self.damping, above=0, remedy="leave damping= out for the plain ridge")
-            if self.basis == "random":
-                raise InputError(
-                    f"damping={self.damping!r} with basis='random'",
-                    expected="eigenvectors of a curvature, whose metric is damped",
-                    remedy='pass basis="ekfac", or leave damping= out',
-                )
         seed("seed", self.seed)
 
 
@@ -177,22 +167,9 @@ class CG:
 
     def __post_init__(self) -> None:
         """Raise on values that cannot be."""
-        if isinstance(self.preconditioner, Sketch):
-            _require_orthonormal(self.preconditioner)
-        elif not isinstance(self.preconditioner, Nystrom):
+        if not isinstance(self.preconditioner, Nystrom | Sketch):
             check_preconditioner(self.preconditioner)
         CGSettings(self.tolerance, self.max_steps)
-
-
-def _require_orthonormal(sketch: Sketch) -> None:
-    """Raise unless the directions of a sketch are orthonormal."""
-    if sketch.basis == "random" or sketch.damping is not None:
-        named = "basis='random'" if sketch.basis == "random" else f"damping={sketch.damping!r}"
-        raise InputError(
-            f"preconditioner=Sketch({named})",
-            expected="orthonormal directions, in the plain ridge",
-            remedy="pass Sketch(dim=...) with a curvature's eigenvectors and no damping",
-        )
 
 
 @dataclass(frozen=True)

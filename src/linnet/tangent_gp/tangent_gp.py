@@ -26,7 +26,7 @@ from linnet.likelihoods.likelihood import Likelihood
 from linnet.linear.problem import Problem
 from linnet.linear.saved import restored_system, system_state
 from linnet.linear.system import System
-from linnet.params import flag, number
+from linnet.params import flag, number, warn
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
@@ -41,19 +41,12 @@ from linnet.tangent.matching import given_network, identity, matching_function, 
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
 from linnet.tangent.preflight import warn_of_scale
 from linnet.tangent_gp.solving import GPOptions, GPPlan, Options, describe, planned, solve
-from linnet.tangent_gp.tune import (
-    LEAST,
-    NEAR,
-    check_free,
-    least_scale,
-    per_output,
-    searched,
-    warn_at_floor,
-)
 from linnet.tree import map_tensors, tensors_in
 
 KIND = "tangent-gp"  # of the file
 BATCH = 128  # examples evaluated at once
+NEAR = 1.01  # times the floor of the noise: at it
+LEAST = 1e-4  # the usual floor: a standard deviation of 1 % of what there is to explain
 
 
 class Observed:
@@ -419,17 +412,17 @@ class TangentGP(PredictiveModel):
         return self._fitted.measure.evidence(precision * scale, scale)
 
     @in_exact_mode
-    def tune(self, prior: bool = True, noise: bool | str = True, least_noise: float = LEAST) -> TangentGP:
+    def tune(self, prior: bool = True, noise: bool = True, least_noise: float = LEAST) -> TangentGP:
         """Take the hyper-parameters of highest marginal likelihood, and solve with them.
 
         Tune on data that the network was *not* trained on: where f₀ has been fitted to the targets, what it
         leaves of them says nothing about the noise of new ones, nor about the prior, and evidence (like
-        leave-one-out) takes both too small.
+        leave-one-out) takes both too small. A kernel of full rank interpolates any targets, so that with few
+        of them the evidence may be highest without noise: they cannot tell.
 
         Args:
             prior: Whether λ is tuned.
-            noise: Whether s is tuned; "per-output" gives each output of a Gaussian likelihood its own
-                variance instead (function space by Cholesky).
+            noise: Whether s is tuned.
             least_noise: The smallest noise variance that is looked for, as a share of the mean square of
                 y − f₀(x): with few targets the evidence may be highest without any noise, and a warning is
                 given where the search ends at this floor. 0 for none.
@@ -438,33 +431,44 @@ class TangentGP(PredictiveModel):
             This object.
 
         Raises:
-            InputError: If neither is tuned, "per-output" does not go with likelihood and space,
-                ``least_noise`` is not in [0, 1), or the network fits every target exactly.
+            InputError: If neither is tuned, ``least_noise`` is not in [0, 1), or the network fits every
+                target exactly.
             NumericalError: If the kernel is zero.
         """
-        system = self._fitted
-        least = least_scale(system, least_noise)
-        check_free(prior, noise, system)
-        if noise == "per-output":
-            self._tune_outputs(system, prior, least)
-            return self
-        precision, scale = searched(
-            system.measure, self.prior_precision, self.noise_scale, prior, bool(noise), least
-        )
+        system, problem = self._fitted, self._fitted.problem
+        least = number("least_noise", least_noise, least=0, below=1, remedy="leave it out for 1e-4")
+        least *= problem.squared / max(1, problem.count)  # the smallest s
+        if not (flag("prior", prior) | flag("noise", noise)):
+            raise InputError("prior=False, noise=False", "True for one of them", "gp.tune() tunes both")
+        if noise and not problem.squared > 0:
+            raise InputError(
+                f"noise={noise!r}, but the network fits every target exactly",
+                expected="residuals that are not all zero",
+                remedy="pass noise=False, or data that the network was not trained on",
+            )
+        measure, precision, scale = system.measure, self.prior_precision, self.noise_scale
+        if prior and noise:
+
+            def best_scale(rho: float) -> float:
+                # the best s of each ρ is q(ρ)/n, or, where that is below the floor, the floor
+                return max(least, measure.best_scale(rho))
+
+            rho = measure.maximize(best_scale)
+            scale = best_scale(rho)
+            precision = rho / scale
+        elif prior:
+            precision = measure.maximize(lambda rho: scale) / scale
+        else:
+            scale = measure.maximize(lambda rho: rho / precision, least * precision) / precision
         self._system = system.at(precision * scale)
         self.prior_precision, self.noise_scale = precision, scale
-        warn_at_floor(bool(noise) and least > 0 and scale < NEAR * least, system)
+        if noise and least > 0 and scale < NEAR * least:
+            warn(
+                f"the evidence of {problem.count} targets is highest with less noise than least_noise= "
+                "allows, and perhaps with none: they cannot tell noise from signal. The noise stays at that "
+                "floor; with few targets pass noise=False and keep the likelihood's variance, or give more"
+            )
         return self
-
-    def _tune_outputs(self, system: System, prior: bool, least: float) -> None:
-        """One variance for each output."""
-        at = self.prior_precision, self.noise_scale
-        found, precision = per_output(system, self._observed.likelihood, *at, prior, least)
-        self.prior_precision, self.noise_scale = precision, 1.0
-        self._observed = Observed(self._observed.base, found, self._options.given.get("mean", "network"))
-        problem = system.problem
-        assert problem.y is not None
-        self._condition((problem.x, problem.y.reshape(self._observed.shape_of(problem.x))), system)
 
     # -- what is known ---------------------------------------------------------------------------
 
