@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
 from linnet.fitting import CG, OneHot
-from linnet.fitting import plan as plan_module
-from linnet.fitting.plan import Size
+from linnet.fitting import solver as plan_module
+from linnet.fitting.solver import Size
 from linnet.linalg import Dense
 from linnet.linear.iterative import CGSettings, Iterative
 from linnet.linear.problem import Problem

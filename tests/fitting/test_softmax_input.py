@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.errors import MemoryBudgetError, NumericalError
-from linnet.fitting import plan as plan_module
+from linnet.fitting import solver as plan_module
 from linnet.linear.label_problem import class_problem
 from linnet.linear.newton import KernelNewton
 from tests.fitting.problems import near, peak_bytes

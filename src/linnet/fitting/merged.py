@@ -20,23 +20,13 @@ from linnet.tangent.modes import in_exact_mode
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Merged(Record):
-    """A network at θ₀ + δ, and its distance from the linear model there. ``fit.merge()`` makes it.
+    """A network at θ₀ + δ, and its distance from the linear model there."""
 
-    Args:
-        network: The user's network with its new weights, in evaluation mode.
-        gap: ‖f(θ₀ + δ) − f_lin‖ / ‖f_lin − f₀‖ over the examples: 0 where the network is linear so far, 1
-            where what the linear model neglects is as large as what it predicts.
-        agreement: Share of examples for which both predict the same class; ``None`` for regression.
-        examples: Number of examples.
-
-    Example:
-        >>> print(Merged(nn.Linear(2, 2), 0.031, 0.99, 200))
-        linearity gap 0.031 on 200 examples, the same class for 99.0 %
-    """
-
-    network: nn.Module
+    network: nn.Module  # the user's network with its new weights, in evaluation mode
+    # ‖f(θ₀ + δ) − f_lin‖ / ‖f_lin − f₀‖ over the examples: 0 where the network is linear so far, 1 where what
+    # the linear model neglects is as large as what it predicts
     gap: float
-    agreement: float | None
+    agreement: float | None  # share of examples of which both predict the same class; ``None`` for regression
     examples: int
 
     def _shown(self) -> dict[str, Any]:

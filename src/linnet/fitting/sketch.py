@@ -24,8 +24,7 @@ from linnet.curvatures.leading import LayerBasis, leading_basis, random_basis, r
 from linnet.curvatures.variance import root_rows
 from linnet.errors import InputError, MemoryBudgetError
 from linnet.fitting.last_layer import RECORD
-from linnet.fitting.plan import sketch_bytes
-from linnet.fitting.solver import Sketch
+from linnet.fitting.solver import Sketch, sketch_bytes
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.linalg.operator import LinearOperator, ParameterSpace
 from linnet.linear.iterative import Reused
@@ -63,26 +62,7 @@ HASHED = 8  # bytes of the hash that tells one metric from another
 
 
 class MetricNetwork(Coordinates):
-    """f(θ₀ + H ε) as a module whose one parameter is ε. :func:`with_metric` makes it.
-
-    Args:
-        network: f at θ₀; its parameters become buffers.
-        curvature: G, summed over N examples.
-        damping: τ > 0.
-
-    Attributes:
-        network: The network.
-        epsilon: ε, (P,), zero at first.
-        curvature: G.
-        damping: τ.
-
-    Example:
-        >>> import linnet
-        >>> net, data = torch.nn.Linear(3, 2), (torch.randn(20, 3), torch.randint(2, (20,)))
-        >>> G = linnet.curvature(net, data, linnet.likelihoods.Categorical())
-        >>> linnet.with_metric(net, G, damping=0.1).epsilon.shape
-        torch.Size([8])
-    """
+    """f(θ₀ + H ε) as a module whose one parameter is ε, (P,). :func:`with_metric` makes it."""
 
     def __init__(self, network: nn.Module, curvature: Curvature, damping: float) -> None:
         super().__init__(network, list(curvature.function.theta), curvature.shape[0])
@@ -103,39 +83,18 @@ class MetricNetwork(Coordinates):
         }
 
     def pulled(self, captured: Captured) -> Tensor:
-        """J H from the rows of J.
-
-        Args:
-            captured: A batch of the network in place.
-
-        Returns:
-            (N, K, P).
-        """
+        """J H from the rows of J of a batch of the network in place, (N, K, P)."""
         n, k = captured.n, captured.k
         flat = torch.cat([captured.rows(name).reshape(n * k, -1) for name in self._shapes], 1)
         return self.turned(flat).reshape(n, k, -1)
 
     def turned(self, rows: Tensor) -> Tensor:
-        """J H from rows of J.
-
-        Args:
-            rows: In the order of the network's parameters, (M, P).
-
-        Returns:
-            (M, P).
-        """
+        """J H from rows of J in the order of the network's parameters, (M, P)."""
         # (J H)ᵀ = Hᵀ Jᵀ
         return self._covariance._root_transposed(rows.to(self._covariance.dtype).T).T.to(rows.dtype)
 
     def kernel_rows(self, captured: Captured) -> Tensor:
-        """Rows with the products of those of J H, of every layer in its eigenbasis.
-
-        Args:
-            captured: A batch of the network in place.
-
-        Returns:
-            (N, K, P), layer after layer.
-        """
+        """Rows with the products of those of J H, of every layer in its eigenbasis, (N, K, P)."""
         return root_rows(self._covariance.parts, captured)
 
     def extra_repr(self) -> str:
@@ -236,39 +195,18 @@ BLOCK = 64  # examples differentiated at once where the trace is measured
 
 @dataclass(frozen=True, repr=False)
 class LayerShare(Record):
-    """What a sketch keeps of one layer.
-
-    Args:
-        layer: Its name.
-        directions: Of the D directions, those of this layer.
-        parameters: Its parameters.
-        trace: Mean over the examples of tr J_l J_lᵀ.
-        kept: The part of it along the directions.
-
-    Example:
-        >>> LayerShare("0", directions=5, parameters=20, trace=2.0, kept=1.5).kept
-        1.5
-    """
+    """What a sketch keeps of one layer."""
 
     layer: str
-    directions: int
-    parameters: int
-    trace: float
-    kept: float
+    directions: int  # of the D directions, those of this layer
+    parameters: int  # its parameters
+    trace: float  # mean over the examples of tr J_l J_lᵀ
+    kept: float  # the part of it along the directions
 
 
 @dataclass(frozen=True, repr=False)
 class KeptTrace(Record):
-    """The share of the kernel's trace that a sketch keeps, computed exactly on some examples.
-
-    Args:
-        layers: Layer by layer.
-        examples: Number of examples.
-
-    Example:
-        >>> print(KeptTrace((LayerShare("0", 5, 20, 2.0, 1.5),), 10))
-        75.0 % of the kernel's trace in 5 of 20 directions
-    """
+    """The share of the kernel's trace that a sketch keeps, layer by layer, exact on some examples."""
 
     layers: tuple[LayerShare, ...]
     examples: int
@@ -299,28 +237,10 @@ class KeptTrace(Record):
 
 
 class SketchedNetwork(Coordinates):
-    """f(θ₀ + H ε) as a module whose one parameter is ε, D numbers. :func:`linnet.with_sketch` makes it.
+    """f(θ₀ + H ε) as a module whose one parameter is ε, (D,). :func:`linnet.with_sketch` makes it."""
 
-    Args:
-        network: f at θ₀; its parameters become buffers.
-        names: The parameters that may move.
-        bases: Orthonormal directions, layer by layer.
-        eigenvalues: Of the mean curvature, Hᵀ(G/N)H = diag(λ), (D,), where the directions are its
-            eigenvectors; random ones are orthonormal only in expectation.
-
-    Attributes:
-        network: The network.
-        epsilon: ε, (D,), zero at first.
-        eigenvalues: λ, (D,), or ``None``.
-
-    Example:
-        >>> import linnet
-        >>> net, data = torch.nn.Linear(3, 2), (torch.randn(20, 3), torch.randint(2, (20,)))
-        >>> G = linnet.curvature(net, data, linnet.likelihoods.Categorical())
-        >>> linnet.with_sketch(net, G, dim=4).epsilon.shape
-        torch.Size([4])
-    """
-
+    # λ of the mean curvature, Hᵀ(G/N)H = diag(λ), where the directions are its eigenvectors; random ones are
+    # orthonormal only in expectation
     eigenvalues: Tensor | None
 
     def __init__(
@@ -368,26 +288,12 @@ class SketchedNetwork(Coordinates):
         return moved
 
     def pulled(self, captured: Captured) -> Tensor:
-        """J H, every layer's factors turned before they are multiplied.
-
-        Args:
-            captured: A batch of the network in place.
-
-        Returns:
-            (N, K, D).
-        """
+        """J H, every layer's factors turned before they are multiplied, (N, K, D)."""
         dtype: torch.dtype = self.epsilon.dtype
         return torch.cat([basis.rows(captured).to(dtype) for basis in self.bases], 2)
 
     def projected(self, columns: Mapping[str, Tensor]) -> Tensor:
-        """Hᵀ v for columns v.
-
-        Args:
-            columns: (*shape, M) by the names of the parameters.
-
-        Returns:
-            (D, M).
-        """
+        """Hᵀ v for columns v (*shape, M) by the names of the parameters, (D, M)."""
         parts = [basis.projected([columns[name] for name in basis.layer.names]) for basis in self.bases]
         return torch.cat(parts)
 

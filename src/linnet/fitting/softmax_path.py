@@ -23,71 +23,32 @@ ROUNDING = 4.0  # units of roundoff of the kernel's largest eigenvalue, below wh
 
 @dataclass(frozen=True, repr=False)
 class SoftmaxPath(CriteriaByRidge):
-    """Every criterion along a path of ridges.
-
-    Args:
-        ridges: ρ, (R,), descending.
-        loo_error: Mean leave-one-out log loss of an example, by one Newton step, (R,).
-        evidence: Log evidence in Laplace's approximation, (R,).
-        degrees_of_freedom: tr ΛA = tr JᵀΛJ (JᵀΛJ + ρI)⁻¹, (R,).
-        loo_accuracy: Share of examples whose likeliest class is right when left out, (R,).
-        certificate: Gradient relative to that at δ = 0, (R,).
-        steps: Newton steps from the ridge before, (R,).
-
-    Example:
-        >>> import linnet
-        >>> data = torch.randn(20, 3), torch.randint(2, (20,))
-        >>> path = linnet.fit(linnet.linearize(torch.nn.Linear(3, 2)), data, loss="cross-entropy").path()
-        >>> path.best("loo") in path.ridges.tolist()
-        True
-    """
+    """Every criterion along a path of ridges, (R,) each."""
 
     criteria = ("loo", "evidence")
 
-    ridges: Tensor
-    loo_error: Tensor
-    evidence: Tensor
-    degrees_of_freedom: Tensor
-    loo_accuracy: Tensor
-    certificate: Tensor
-    steps: Tensor
+    ridges: Tensor  # ρ, descending
+    loo_error: Tensor  # mean leave-one-out log loss of an example, by one Newton step
+    evidence: Tensor  # log evidence in Laplace's approximation
+    degrees_of_freedom: Tensor  # tr ΛA = tr JᵀΛJ (JᵀΛJ + ρI)⁻¹
+    loo_accuracy: Tensor  # share of examples whose likeliest class is right when left out
+    certificate: Tensor  # gradient relative to that at δ = 0
+    steps: Tensor  # Newton steps from the ridge before
 
     def best(self, criterion: str) -> float:
-        """The ridge that a criterion prefers.
-
-        Args:
-            criterion: ``"loo"`` or ``"evidence"``.
-
-        Returns:
-            ρ.
-
-        Raises:
-            InputError: The criterion is another.
-        """
+        """The ridge that a criterion prefers, "loo" or "evidence"."""
         choice("criterion", criterion, self.criteria)
         return self._least({"loo": self.loo_error, "evidence": -self.evidence}[criterion])
 
 
 @dataclass(frozen=True, repr=False)
 class LeftOut(Record):
-    """Leave-one-out by one Newton step beside refitting, for some examples.
+    """Leave-one-out by one Newton step beside refitting, for some examples."""
 
-    Args:
-        examples: Their positions, (k,).
-        one_step: Outputs by one Newton step from the optimum, (k, C).
-        refitted: Outputs of fits without the example, solved to their certificate, (k, C).
-        losses: Log losses of the two, (k, 2).
-
-    Example:
-        >>> outputs = torch.tensor([[1.0, 0.0]])
-        >>> LeftOut(torch.tensor([3]), outputs, outputs + 0.5, torch.ones(1, 2)).error
-        0.5
-    """
-
-    examples: Tensor
-    one_step: Tensor
-    refitted: Tensor
-    losses: Tensor
+    examples: Tensor  # their positions, (k,)
+    one_step: Tensor  # outputs by one Newton step from the optimum, (k, C)
+    refitted: Tensor  # outputs of fits without the example, solved to their certificate, (k, C)
+    losses: Tensor  # log losses of the two, (k, 2)
 
     @property
     def error(self) -> float:

@@ -1,4 +1,4 @@
-"""Solvers of a fit and their settings."""
+"""Solvers of a fit, their settings, and which one is taken, by predicted operations and memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import Any
 from linnet.curvatures.curvature import Curvature
 from linnet.errors import InputError
 from linnet.linalg.operator import LinearOperator
+from linnet.linear.formed_rows import NETWORK_PENALTY, forward_operations, rows_bytes
 from linnet.linear.iterative import CGSettings
 from linnet.linear.newton import STEPS
-from linnet.linear.preconditioner import check_preconditioner
+from linnet.linear.preconditioner import check_preconditioner, preconditioner_bytes
+from linnet.linear.problem import Memory
+from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.params import choice, integer, path, seed
+from linnet.tangent.batch import Inputs, batch_size
+from linnet.tangent.functional import Functional, tensors_by_name
+from linnet.tangent.gram import GramTask, plan_gram
 
 
 @dataclass(frozen=True)
@@ -262,3 +268,205 @@ def _settings(asked: CG | SGD) -> tuple[CGSettings, LinearOperator | None]:
     elif isinstance(given, str):
         kind = "kfac" if isinstance(asked, SGD) and given == "auto" else given
     return CGSettings(asked.tolerance, asked.max_steps, rank, preconditioner=kind), operator
+
+
+# -- choice ----------------------------------------------------------------------------------------
+
+SMALLER = ["use fewer parameters with params=", "raise memory="]
+CG_STEPS = 300  # steps assumed when conjugate gradients are planned
+EIGEN = 9.0  # operations of an eigendecomposition with vectors, in n³
+RIDGES = 37  # of a path, each of which takes a leave-one-out of every example
+DIMS = (2048, 1024, 512, 256)  # directions of a sketch that nobody asked for: the most that fit the memory
+
+
+@dataclass(frozen=True)
+class Size:
+    """Size of the problem of a fit."""
+
+    function: Functional  # the network
+    x: Inputs  # N examples
+    c: int  # C
+    loss: str  # "squared" or "cross-entropy"
+    searched: bool  # whether a criterion chooses the ridge
+    memory: Memory  # budget
+
+    @property
+    def budget(self) -> int:
+        """Bytes."""
+        return parse_bytes(self.memory, self.function.device)
+
+    def dual_memory(self) -> Plan:
+        """Bytes of a dual fit: the kernel while it is formed, then its factorization."""
+        n = batch_size(self.x) * self.c
+        forming = plan_gram(GramTask(self.function, self.x, None, "full"), self.memory).memory
+        square = 8 * n * n
+        solving = self._kernel(n)
+        if self.loss == "cross-entropy":
+            solving[1:] = [("kernel times the root of the curvature, with workspace", 2 * square),
+                           ("ridge + curvature, its factor and inverse", 3 * square)]  # fmt: skip
+        return _larger(f"dual fit of {n} equations", forming, solving)
+
+    def shared_memory(self) -> Plan:
+        """Bytes of a fit by one kernel for all outputs, of which the function has a few combinations."""
+        n = batch_size(self.x)
+        forming = plan_gram(GramTask(self.function, self.x, None, "trace"), self.memory).memory
+        return _larger(f"fit of {n} equations that {self.c} outputs share", forming, self._kernel(n))
+
+    def _kernel(self, n: int) -> list[tuple[str, int]]:
+        """A kernel of n equations and its factorization."""
+        return factorized("kernel", n, self.searched)
+
+    def primal_memory(self) -> Plan:
+        """Bytes of a primal fit: the P × P matrix and its factorization."""
+        items = factorized("Fisher matrix", self.function.space.dim, self.searched)
+        items.append(("rows of the examples", self._rows(self.function.space.dim)))
+        return Plan(f"primal fit of {self.function.space.dim} weights", self.budget, tuple(items))
+
+    def sketch_memory(self, dim: int) -> Plan:
+        """Bytes of a sketched fit: the D × D matrix and its factorization, whatever the ridge."""
+        items = factorized("matrix of the sketch", min(dim, self.function.space.dim), searched=True)
+        items.append(("rows of the examples", self._rows(dim)))
+        items.append(("the network along directions", sketch_bytes(self.function)))
+        space = self.function.space  # δ, and two gradients of the largest parameter, which the checks hold
+        numbers = space.dim + 2 * max(shape.numel() for shape in space.shapes.values())
+        items.append(("displacement and checks", numbers * self.function.dtype.itemsize))
+        return Plan(f"sketched fit of {dim} directions", self.budget, tuple(items))
+
+    def _rows(self, width: int) -> int:
+        """Bytes of the rows of J of some examples."""
+        return rows_bytes(batch_size(self.x) * self.c, width, self.function.dtype.itemsize, self.budget)
+
+    def iterated_memory(self, settings: CGSettings) -> Plan:
+        """Bytes of conjugate gradients, with a preconditioner if one is requested."""
+        return _iterated_memory(self.function, self.x, settings, self.budget)
+
+    def default_dim(self) -> int | None:
+        """Directions of a sketch that fits the memory; ``None`` where there is none."""
+        fitting = (dim for dim in DIMS if self.sketch_memory(dim).peak <= self.budget)
+        return next((dim for dim in fitting if dim < self.function.space.dim), None)
+
+    @property
+    def equations(self) -> int:
+        """N·C."""
+        return batch_size(self.x) * self.c
+
+    @property
+    def forward(self) -> float:
+        """Operations of a forward pass over the examples; a JVP costs two of them, a VJP three."""
+        return NETWORK_PENALTY * batch_size(self.x) * forward_operations(self.function, self.x)
+
+    @property
+    def derivatives(self) -> float:
+        """Operations of all rows of J."""
+        return self.forward * (1 + 2 * self.c)
+
+    @property
+    def kernel_operations(self) -> float:
+        """Operations of K = JJᵀ: half of 2 (N·C)² P, symmetric."""
+        return self.derivatives + float(self.equations) ** 2 * self.function.space.dim
+
+    @property
+    def fisher_operations(self) -> float:
+        """Operations of JᵀJ."""
+        return self.derivatives + 2.0 * self.equations * self.function.space.dim**2
+
+    def operations(self) -> dict[str, float]:
+        """Predicted operations of each solver."""
+        m, p = self.equations, self.function.space.dim
+        found = {
+            "dual": self.kernel_operations + 2 * float(m) ** 3 / 3,
+            # the first leave-one-out or influence takes N·C solves
+            "cg": CG_STEPS * (5 * self.forward + 4.0 * float(m) ** 2 * p),
+            "primal": self.fisher_operations + 2 * float(p) ** 3 / 3,
+        }
+        if self.searched:
+            found["dual"] += EIGEN * float(m) ** 3 + RIDGES * 2.0 * (self.c + 1) * float(m) ** 2
+            found["primal"] += self.derivatives + EIGEN * float(p) ** 3 + 2.0 * m * p**2
+            found["primal"] += RIDGES * 2.0 * (self.c + 1) * m * p
+        return found
+
+
+def sketch_bytes(function: Functional) -> int:
+    """Bytes of a sketched network: the network inside, and a copy of it to differentiate."""
+    return 2 * sum(t.nbytes for t in tensors_by_name(function.model).values())
+
+
+def choose_solver(size: Size, asked: Solving) -> tuple[str, str]:
+    """The solver, and one sentence that says why."""
+    solver, settings = asked.name, asked.settings
+    if solver == "dual":
+        require(size.dual_memory(), ['solve matrix-free with solver="cg"', "raise memory="])
+    elif solver == "primal":
+        require(size.primal_memory(), ['pass solver="dual" or "cg"', *SMALLER])
+    elif solver == "sketch":
+        assert asked.sketch is not None
+        fewer = "pass solver=linnet.fitting.Sketch(dim=...) with fewer directions"
+        require(size.sketch_memory(asked.sketch.dim), [fewer, "raise memory="])
+    elif solver not in ("auto", "shared"):  # whose memory depends on the combinations
+        require(size.iterated_memory(settings), SMALLER)
+    if solver != "auto":
+        return solver, "set by the user"
+    plans = {"dual": size.dual_memory()}
+    if size.loss == "squared":
+        plans["primal"] = size.primal_memory()
+    needed = format_bytes(plans["dual"].peak)
+    fitting = {name: plan for name, plan in plans.items() if plan.peak <= size.budget}
+    operations = size.operations()
+    if not fitting and size.loss == "squared" and size.default_dim():
+        budget = format_bytes(size.budget)
+        return "sketch", f"the exact model would need {_least(plans)} of a budget of {budget}"
+    if size.searched and not fitting:
+        smallest = min(plans.values(), key=lambda plan: plan.peak)
+        require(smallest, ['give the ridge as a number, so that solver="cg" can be used', "raise memory="])
+    if not fitting:
+        require(size.iterated_memory(settings), SMALLER)
+        return "cg", f"the dual would need {needed} of a budget of {format_bytes(size.budget)}"
+    best = min(fitting, key=lambda name: operations[name])
+    taken = format_bytes(fitting[best].peak)
+    if size.searched:
+        what = "gives every ridge at once" if size.loss == "squared" else "is formed once for every ridge"
+        kind = "the kernel" if best == "dual" else "the matrix of the weights"
+        return best, f"{kind} {what} ({taken})"
+    counts = f"about {operations[best]:.1e} operations and {taken} against {operations['cg']:.1e}"
+    if operations["cg"] < operations[best]:
+        return "cg", f"faster: {best} {counts} by conjugate gradients"
+    return best, f"exact and faster: {counts} by conjugate gradients"
+
+
+def _least(plans: dict[str, Plan]) -> str:
+    """The memory of the smallest plan."""
+    return format_bytes(min(plan.peak for plan in plans.values()))
+
+
+def affordable(function: Functional, x: Inputs, settings: CGSettings, memory: Memory) -> CGSettings:
+    """The settings, with no preconditioner where one may be chosen but does not fit."""
+    budget = parse_bytes(memory, function.device)
+    if settings.preconditioner == "auto":
+        needed = preconditioner_bytes(function, x, "auto", settings.rank)
+        if _iterated_memory(function, x, settings, budget).peak + needed > budget:
+            return replace(settings, preconditioner="none")
+    return settings
+
+
+def _larger(name: str, forming: Plan, solving: list[tuple[str, int]]) -> Plan:
+    """The memory of a kernel while it is formed, or of its factorization where that is more."""
+    solved = Plan(name, forming.budget, tuple(solving))
+    return solved if solved.peak > forming.peak else Plan(name, forming.budget, forming.items)
+
+
+def factorized(name: str, size: int, searched: bool = False) -> list[tuple[str, int]]:
+    """Memory of a matrix and its factorization: of one ridge, or of every one."""
+    square = 8 * size**2
+    items = [(f"{name} in float64", square)]
+    if searched:
+        return [*items, ("eigenvectors", square), ("workspace of the eigendecomposition", 3 * square)]
+    return [*items, (f"{name} + ridge", square), ("factor", square)]
+
+
+def _iterated_memory(function: Functional, x: Inputs, settings: CGSettings, budget: int) -> Plan:
+    """Bytes of conjugate gradients and their preconditioner."""
+    items = [("vectors of conjugate gradients", 8 * function.space.dim * function.dtype.itemsize)]
+    if settings.preconditioner not in ("auto", "none", "given"):
+        name = settings.preconditioner
+        items.append((f"preconditioner {name!r}", preconditioner_bytes(function, x, name, settings.rank)))
+    return Plan("fit by conjugate gradients", budget, tuple(items))

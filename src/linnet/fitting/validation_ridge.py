@@ -44,23 +44,14 @@ ACCURACY = 1e-3  # of log ρ
 
 @dataclass(frozen=True, repr=False)
 class ValidationPath(Record):
-    """The fit on validation data along a path of ridges.
+    """The fit on validation data along a path of ridges."""
 
-    Args:
-        ridges: ρ, (R,).
-        loss: Mean ‖y − f(x)‖² over the validation data, (R,).
-        distance: ‖δ‖, (R,).
-        outputs: Predictions (R, T, C).
-        accuracy: Share of right classes, (R,); ``None`` for regression.
-        gradient: dL/d log ρ, (R,); ``None`` where it takes a solve for each ridge (primal fits).
-    """
-
-    ridges: Tensor
-    loss: Tensor
-    distance: Tensor
-    outputs: Tensor
-    accuracy: Tensor | None = None
-    gradient: Tensor | None = None
+    ridges: Tensor  # ρ, (R,)
+    loss: Tensor  # mean ‖y − f(x)‖² over the validation data, (R,)
+    distance: Tensor  # ‖δ‖, (R,)
+    outputs: Tensor  # predictions (R, T, C)
+    accuracy: Tensor | None = None  # share of right classes, (R,); ``None`` for regression
+    gradient: Tensor | None = None  # dL/d log ρ, (R,); ``None`` where it takes a solve for each ridge
 
     def _shown(self) -> dict[str, Any]:
         return {"ridges": self.ridges, "best": self.best(), "least loss": float(self.loss.min())}

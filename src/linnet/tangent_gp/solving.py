@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypedDict
 
 from linnet.errors import InputError
-from linnet.fitting.plan import CG_STEPS, Size, factorized
+from linnet.fitting.solver import CG_STEPS, Size, factorized
 from linnet.linear.iterative import RANK, Iteration, Iterative, Reused
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.normal_system import NormalSystem
