@@ -187,7 +187,7 @@ def test_rows_of_the_jacobian_are_zero_where_nothing_varies(kind: str, tied: boo
     torch.testing.assert_close((lin(IDS) - lin.base(IDS)).flatten(), J.sum(1))
 
 
-@pytest.mark.parametrize("solver", ["dual", "primal", "cg", Sketch(8), Sketch(8, basis="random")])
+@pytest.mark.parametrize("solver", ["dual", "primal", "cg", Sketch(8)])
 def test_a_fit_moves_what_may_move(solver: Any) -> None:
     masks, net = MASKS["entries of all"], network()
     J, where = truth(net, masks)
