@@ -24,24 +24,6 @@ def without(n: int, left_out: list[int]) -> list[int]:
     return [i for i in range(n) if i not in left_out]
 
 
-@every_solver
-@pytest.mark.parametrize("left_out", [[0], [6], [2, 5], [5, 0, 3], [6, 5, 4, 3, 2, 1]])
-@pytest.mark.thinned(4)
-def test_forgetting_is_fitting_without(solver: str, left_out: list[int]) -> None:
-    p = problem()
-    fit = p.fit(ridge=RHO, solver=solver)
-    kept = without(7, left_out)
-    smaller = fit.forget(left_out)
-    assert smaller.n == len(kept)
-    near(flat(smaller.delta), ridge_oracle(p.j[kept], p.t[kept], p.f0[kept], RHO))
-    near(smaller.targets, p.t[kept])
-    assert torch.equal(smaller.x, p.x[kept])
-    assert smaller.summary()["certificate"] < 1e-11
-    # the first fit is as it was
-    near(flat(fit.delta), ridge_oracle(p.j, p.t, p.f0, RHO))
-    assert fit.n == 7
-
-
 @given(st.sets(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 100))
 def test_forgetting_any_set_in_any_problem(left_out: set[int], seed: int) -> None:
     p = problem(outputs=2, classes=False, seed=seed, hidden=3)

@@ -81,15 +81,6 @@ def test_networks_of_the_zoo(name: str, tmp_path: Path) -> None:
     assert type(loaded.x) is type(fit.x)
 
 
-@pytest.mark.parametrize("params", ["last-layer", "bias", ["2.bias", "0.weight"]])
-def test_parameter_subsets(params: Any, tmp_path: Path) -> None:
-    fit = linnet.fit(linnet.linearize(P.model, params=params), (P.x, P.y), ridge=0.3)
-    fit.save(tmp_path)
-    loaded = linnet.load_fit(tmp_path, P.model)
-    assert loaded.module.parameter_names == fit.module.parameter_names
-    check_same(fit, loaded, P.x_test)
-
-
 class Named(nn.Module):
     """Returns a dict."""
 

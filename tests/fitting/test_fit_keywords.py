@@ -320,15 +320,6 @@ def test_stochastic_gradients_end_at_the_same_weights(preconditioner: str) -> No
     ]
 
 
-def test_stochastic_gradients_survive_a_file(tmp_path: Path) -> None:
-    p = problem()
-    fit = p.fit(solver="sgd", tolerance=1e-8)
-    fit.save(tmp_path)
-    loaded = linnet.load_fit(tmp_path, p.model)
-    assert loaded.solver == "sgd"
-    near(loaded.predict(p.x_test), fit.predict(p.x_test), 1e-12)
-
-
 def test_a_ridge_may_be_any_kind_of_number() -> None:
     p = problem()
     assert p.fit(ridge=torch.tensor(2.0)).ridge == 2.0

@@ -92,27 +92,6 @@ def test_convolutions_in_single_precision(name: str) -> None:
     near(fits[1].predict(x).double(), fits[0].predict(x).double(), 1e-3)
 
 
-@pytest.mark.parametrize("kind", ["tuple", "dict"])
-def test_inputs_of_several_parts(kind: str) -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
-
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return self.net(a * b)
-
-    a, b = real(6, 3), real(6, 3, seed=1)
-    x: Any = (a, b) if kind == "tuple" else {"a": a, "b": b}
-    y = torch.arange(6) % 3
-    options: dict[str, Any] = {"ridge": 0.5, "tolerance": 1e-12}
-    dual = linnet.fit(linnet.linearize(Two()), (x, y), solver="dual", ridge=0.5)
-    fit = linnet.fit(
-        linnet.linearize(Two()), (x, y), **fit_options(solver="cg", preconditioner="ekfac", **options)
-    )
-    near(flat(fit.delta), flat(dual.delta), 1e-8)
-
-
 # --- fewer steps ---------------------------------------------------------------------------------------
 
 
@@ -153,13 +132,6 @@ def test_few_unknowns_need_none() -> None:
     assert P.kernel.shape[0] <= FEW
     assert fit.system.settings.preconditioner == "none"
     assert fit.system.preconditioner is None
-
-
-def test_reasons_are_for_conjugate_gradients() -> None:
-    assert "preconditioner" not in P.fit(solver="dual").summary()["reasons"]
-    assert fitted("kfac").summary()["reasons"]["preconditioner"].startswith("kfac: set by the user, ")
-    given = fitted(Diagonal(torch.ones(P.j.shape[2], dtype=torch.float64)))
-    assert given.summary()["reasons"]["preconditioner"].startswith("given: an operator, ")
 
 
 # --- what is made --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from linnet.fitting import CG
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linalg.operator import LinearOperator
 from tests.fitting.problems import flat, near, network, real, solver_of
-from tests.fitting.softmax_cases import Case, case, curvatures, hessian, log_losses, probabilities_of
+from tests.fitting.softmax_cases import Case, case, hessian, log_losses, probabilities_of
 from tests.refusals import refused
 from tests.zoo import ZOO, Animal
 
@@ -344,14 +344,3 @@ def test_a_warm_start_saves_steps(share: float) -> None:
     assert fit.update((c.x_test[:1], expected)).system.steps < fit.system.steps
     assert fit.system.at(fit.ridge * 1.01).steps < fit.system.steps
     assert fit.system.at(fit.ridge).steps <= 1
-
-
-def test_the_curvature_of_the_cases_is_a_curvature() -> None:
-    """The oracle's own Λ is the derivative of its p, by finite differences."""
-    f = real(1, 3)
-    step = 1e-6
-    columns = [
-        (probabilities_of(f + step * e) - probabilities_of(f - step * e))[0] / (2 * step)
-        for e in torch.eye(3, dtype=torch.float64)
-    ]
-    near(curvatures(f)[0], torch.stack(columns, 1), 1e-8)

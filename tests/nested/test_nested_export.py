@@ -31,12 +31,6 @@ def test_a_probe_has_its_exact_variance() -> None:
     agree(fit.export(variance=True)(x), fit, x)
 
 
-def test_lower_layers_take_part_in_every_output() -> None:
-    fit = linnet.adapt(network(), samples(12), **MIXED)
-    x = samples(20)[0]
-    torch.testing.assert_close(fit.export()(x), fit.predict(x))
-
-
 @pytest.mark.parametrize(
     ("n", "weight"),
     [

@@ -15,7 +15,7 @@ from linnet.errors import InputError
 from linnet.nested import tuning as module
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.search import Rung, ladder, verdict
-from linnet.nested.tuning import FOLDS, Tuning, held_out
+from linnet.nested.tuning import FOLDS, Tuning
 
 BIAS = 1e4
 
@@ -208,17 +208,6 @@ def test_rates_at_which_the_network_breaks_are_not_taken(monkeypatch: pytest.Mon
     fit = linnet.adapt(network(), DATA, tune=True)
     assert not fit.trained
     assert "no learning rate" in fit.record.reasons["verdict"]
-
-
-def test_outputs_of_a_fold_are_ridge_regression_on_the_others() -> None:
-    root = torch.randn(9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    kernel, t = root @ root.T, root[:, :2].sin()
-    parts = torch.tensor([0, 1, 2, 4, 5, 7]), torch.tensor([3, 6, 8])
-    found = held_out(kernel, t, parts, (0.1, 2.0))
-    for ridge, outputs in zip((0.1, 2.0), found, strict=True):
-        square = kernel[parts[0]][:, parts[0]] + ridge * torch.eye(6, dtype=torch.float64)
-        expected = kernel[parts[1]][:, parts[0]] @ torch.linalg.solve(square, t[parts[0]])
-        assert torch.allclose(outputs, expected, atol=1e-10)
 
 
 def test_rungs_are_compared_sample_by_sample(fits: tuple[NestedFit, NestedFit]) -> None:

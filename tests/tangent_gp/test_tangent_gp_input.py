@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_solved_by_products_or_refused() -> None:
 
 
 def test_every_option_of_the_iteration_counts() -> None:
-    oracle = dense(n=40)
+    oracle = dense(n=14)
 
     def made(**options: Any) -> dict[str, Any]:
         gp = TangentGP(oracle.model, NOISE, "parameter", 0.01, solver="cg", **options).fit(oracle.x, oracle.y)
