@@ -102,7 +102,6 @@ def test_what_does_not_fit_is_refused_with_its_size() -> None:
     with pytest.raises(MemoryBudgetError, match="weight=0"):
         fit.export()
     fit.memory = 60_000
-    fit.export()
     words = r"variance of 6 features and 4 heads on 108 weights, 12 examples.*adapt with weight=0"
     with pytest.raises(MemoryBudgetError, match=words):
         fit.export(variance=True)

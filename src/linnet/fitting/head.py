@@ -87,13 +87,7 @@ def deal(examples: Sequence[str], y: Tensor, count: Any, generator: torch.Genera
     """Deal examples to folds at random, each class evenly; equal examples go to one fold, (N,)."""
     # y (N,)
     distinct = list(dict.fromkeys(examples))
-    good = isinstance(count, int) and not isinstance(count, bool) and 2 <= count <= len(distinct)
-    if not good:
-        raise InputError(
-            f"cross_fit={count!r}",
-            expected=f"a number of folds from 2 to {len(distinct)}, the different examples",
-            remedy="pass cross_fit=5, or leave it out",
-        )
+    integer("cross_fit", count, 2, len(distinct), "pass at most one fold for each different example")
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     first = {example: place for place, example in reversed(list(enumerate(examples)))}
     labels = torch.zeros(len(y), dtype=torch.long) if y.is_floating_point() else y.long().flatten().cpu()

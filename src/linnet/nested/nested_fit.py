@@ -368,11 +368,8 @@ def _with(model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     own = dict(clone.named_parameters())
     for name, value in weights.items():
         if name not in own or own[name].shape != value.shape:
-            raise FileFormatError(
-                f"the fit was made on a network with a parameter {name} of shape {tuple(value.shape)}",
-                expected="the network that was adapted",
-                remedy="pass the network as it was when it was adapted",
-            )
+            what = f"the fit was made on a network with a parameter {name} of shape {tuple(value.shape)}"
+            raise FileFormatError(what, OTHER[1], "pass the network as it was when it was adapted")
         with torch.no_grad():
             own[name].copy_(value)
     return clone
