@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -59,46 +59,30 @@ from linnet.tangent.preflight import scale_remarks
 LOSSES = ("squared", "cross-entropy")
 
 
+class FitOptions(TypedDict, total=False):
+    """Keywords of ``fit``."""
+
+    targets: Tensor | OneHot | None
+    ridge: float | str
+    solver: Solver
+    axis: int | None
+    memory: str | int | None
+
+
 @overload
 def fit(
-    lin: Linearized,
-    data: Any,
-    loss: Literal["squared"] = "squared",
-    *,
-    targets: Tensor | OneHot | None = None,
-    ridge: float | str = 1.0,
-    solver: Solver = "auto",
-    axis: int | None = None,
-    memory: str | int | None = None,
+    lin: Linearized, data: Any, loss: Literal["squared"] = "squared", **options: Unpack[FitOptions]
 ) -> LinearFit: ...
 
 
 @overload
 def fit(
-    lin: Linearized,
-    data: Any,
-    loss: Literal["cross-entropy"],
-    *,
-    targets: Tensor | OneHot | None = None,
-    ridge: float | str = 1.0,
-    solver: Solver = "auto",
-    axis: int | None = None,
-    memory: str | int | None = None,
+    lin: Linearized, data: Any, loss: Literal["cross-entropy"], **options: Unpack[FitOptions]
 ) -> SoftmaxFit: ...
 
 
 @overload
-def fit(
-    lin: Linearized,
-    data: Any,
-    loss: str,
-    *,
-    targets: Tensor | OneHot | None = None,
-    ridge: float | str = 1.0,
-    solver: Solver = "auto",
-    axis: int | None = None,
-    memory: str | int | None = None,
-) -> Any: ...
+def fit(lin: Linearized, data: Any, loss: str, **options: Unpack[FitOptions]) -> Any: ...
 
 
 @in_exact_mode

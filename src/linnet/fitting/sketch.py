@@ -32,13 +32,13 @@ from linnet.linear.normal_system import NormalSystem
 from linnet.linear.preconditioner import frozen_curvature
 from linnet.linear.problem import Memory, Problem
 from linnet.memory import parse_bytes
-from linnet.params import integer, number
+from linnet.params import instance, integer, number, refuse
 from linnet.params import seed as checked_seed
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import Cotangents, capture
 from linnet.tangent.coordinates import Coordinates
-from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.functional import Functional, OutputAdapter, without_wrapper
 from linnet.tangent.inputs import taken
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -156,18 +156,10 @@ def _identity(curvature: Curvature, tau: float) -> bytes:
 def network_of(model: nn.Module, curvature: Curvature) -> nn.Module:
     """The network that a curvature is of."""
     if not isinstance(model, nn.Module) or isinstance(model, Linearized):
-        raise InputError(
-            f"model is {type(model).__name__}",
-            expected="the network itself",
-            remedy="linearize what this returns",
-        )
-    if not isinstance(curvature, Curvature):
-        raise InputError(
-            f"curvature is {type(curvature).__name__}",
-            expected="a Curvature that can be inverted",
-            remedy='make one with linnet.curvature(model, data, likelihood, structure="kfac")',
-        )
-    network: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+        refuse("model", model, "the network itself", "linearize what this returns")
+    made = 'make one with linnet.curvature(model, data, likelihood, structure="kfac")'
+    instance("curvature", curvature, Curvature, "a Curvature that can be inverted", made)
+    network = without_wrapper(model)
     _check_fits(dict(network.named_parameters()), curvature.function.theta)
     return network
 
