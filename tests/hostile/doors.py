@@ -59,6 +59,7 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "precision": dict,
     "fit": dict,
     "fitting.Dual": dict,
+    "fitting.Sketch": dict,
     "fitting.Shared": dict,
     "fitting.CG": dict,
     "fitting.SGD": dict,

@@ -412,8 +412,7 @@ def with_sketch(
     names = list(curvature.function.theta)
     if seed is None:
         return _leading(network, names, curvature, dim)
-    checked_seed("seed", seed)
-    return _made(network, names, random_basis(curvature, dim, seed))
+    return _made(network, names, random_basis(curvature, dim, checked_seed("seed", seed)))
 
 
 def _leading(network: nn.Module, names: Sequence[str], curvature: Curvature, dim: int) -> SketchedNetwork:
