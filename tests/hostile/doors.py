@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -473,19 +474,12 @@ def methods(kind: type) -> Iterator[str]:
             yield name
 
 
-def functions() -> Iterator[Door]:
-    """A door for every public function and every class that users construct."""
-    for name, given in FUNCTIONS.items():
-        target = TAKERS.get(name, public(name))
-        options = OPTIONS[name]() if name in OPTIONS else {}
-        parameters = _parameters(public(name), 0)
-
-        def make(
-            target: Any = target, given: Any = given, parameters: Any = parameters
-        ) -> tuple[Callable[..., Any], Arguments]:
-            return target, _filled(parameters, given())
-
-        yield Door(name, make, parameters, options)
+def _of_function(name: str) -> Door:
+    """The door of a public function, or of a class that users construct."""
+    given, target = FUNCTIONS[name], TAKERS.get(name, public(name))
+    options = OPTIONS[name]() if name in OPTIONS else {}
+    parameters = _parameters(public(name), 0)
+    return Door(name, lambda: (target, _filled(parameters, given())), parameters, options)
 
 
 def _likelihood_arguments(name: str, parameters: Mapping[str, Any]) -> Arguments:
@@ -512,31 +506,31 @@ def _likelihood_arguments(name: str, parameters: Mapping[str, Any]) -> Arguments
     return {key: value for key, value in found.items() if key in parameters}
 
 
-def of_objects() -> Iterator[Door]:
-    """A door for every method of every object."""
-    for name, make_object in OBJECTS.items():
-        kind = type(make_object())
-        for method in methods(kind):
-            static = inspect.getattr_static(kind, method)
-            parameters = _parameters(getattr(static, "__func__", static), 1)
-            given = next(
-                (
-                    METHODS[key]
-                    for key in (f"{name}.{method}", f"{name.split(' (')[0]}.{method}", method)
-                    if key in METHODS
-                ),
-                dict,
-            )
+def _of_method(name: str, kind: type, method: str) -> Door:
+    """The door of a method of an object."""
+    static = inspect.getattr_static(kind, method)
+    parameters = _parameters(getattr(static, "__func__", static), 1)
+    keys = (f"{name}.{method}", f"{name.split(' (')[0]}.{method}", method)
+    given = next((METHODS[key] for key in keys if key in METHODS), dict)
 
-            def make(
-                name: str = name, make_object: Any = make_object, method: str = method, given: Any = given,
-                parameters: Any = parameters,
-            ) -> tuple[Callable[..., Any], Arguments]:  # fmt: skip
-                own = make_object()
-                if name in LIKELIHOODS:
-                    return getattr(own, method), _likelihood_arguments(name, parameters)
-                found = OWN[f"{name}.{method}"](own) if f"{name}.{method}" in OWN else given()
-                known = {key: value for key, value in found.items() if key in parameters}
-                return getattr(own, method), _filled(parameters, known)
+    def make() -> tuple[Callable[..., Any], Arguments]:
+        own = OBJECTS[name]()
+        if name in LIKELIHOODS:
+            return getattr(own, method), _likelihood_arguments(name, parameters)
+        found = OWN[f"{name}.{method}"](own) if f"{name}.{method}" in OWN else given()
+        known = {key: value for key, value in found.items() if key in parameters}
+        return getattr(own, method), _filled(parameters, known)
 
-            yield Door(f"{name}.{method}", make, parameters, {})
+    return Door(f"{name}.{method}", make, parameters, {})
+
+
+NAMES = (*(f"linnet.{name}" for name in FUNCTIONS), *OBJECTS)  # of what tests try, one after the other
+
+
+@cache
+def doors(name: str) -> list[Door]:
+    """A function, or the methods of an object, which is not made while tests are collected."""
+    if name.startswith("linnet."):
+        return [_of_function(name.removeprefix("linnet."))]
+    kind = type(OBJECTS[name]())
+    return [_of_method(name, kind, method) for method in methods(kind)]

@@ -95,6 +95,7 @@ def sketched_fit() -> Any:
     return linnet.fit(lin(), classes(), solver=linnet.fitting.Sketch(dim=5))
 
 
+@cache
 def gradient_store() -> Any:
     small = linnet.with_sketch(net(), curvature("kfac"), dim=10)
     return linnet.audit.GradientStore(mkdtemp(), small, likelihood(), shard_size=2).add(classes())
@@ -135,6 +136,7 @@ def operator() -> Any:
     return Dense(factor @ factor.T + torch.eye(3, dtype=factor.dtype))
 
 
+@cache
 def curvature(structure: str, **options: Any) -> Any:
     return curvature_of(net(), classes(), likelihood(), structure, **options)
 
