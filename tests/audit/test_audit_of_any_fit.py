@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import linnet
 from linnet.audit import influence, mislabeled
-from linnet.errors import InputError, ModelError
+from linnet.errors import ModelError
 from linnet.fitting.softmax_fit import SoftmaxFit
 
 N, T = 24, 4
@@ -90,17 +90,6 @@ def test_the_wrong_label_leads_the_ranking(kind: str) -> None:
     without = fit.loo()[i] if isinstance(fit, SoftmaxFit) else fit.forget([i]).predict(x[i : i + 1])
     assert float(found.self_influence[i]) == pytest.approx(float((own - without).norm()), rel=1e-6)
     assert found.indices is not None
-
-
-def test_what_these_fits_have_in_closed_form_takes_no_other_method() -> None:
-    fit, _, _, new, answers = fitted("adapt")
-    for options in ({"method": "cg"}, {"method": "ekfac"}):
-        with pytest.raises(InputError, match="NestedFit"):
-            influence(fit, new, **options)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="one label for each example"):
-        influence(fit, new, labels=answers[:2])
-    with pytest.raises(InputError, match=r"linnet\.adapt"):
-        influence(problem(3)[0], new)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["adapt", "squared", "shared"])

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.errors import InputError
 from linnet.fitting import Sketch
 
 
@@ -48,14 +47,3 @@ def test_all_directions_leave_nothing() -> None:
     assert found.residual < 1e-9
     assert found.upper is not None
     assert torch.allclose(found.upper, found.lower, rtol=1e-6)
-
-
-def test_other_fits_are_refused() -> None:
-    lin, data, _ = problem()
-    curvature = linnet.curvature(lin.model, data, linnet.likelihoods.Gaussian(), structure="ekfac")
-    drawn = linnet.with_sketch(lin.model, curvature, dim=30, seed=0)
-    for fit in (linnet.fit(lin, data), linnet.fit(linnet.linearize(drawn), data)):
-        with pytest.raises(InputError, match="orthonormal"):
-            linnet.audit.sketch_error(fit)
-    with pytest.raises(InputError, match="fit=3"):
-        linnet.audit.sketch_error(3)  # type: ignore[arg-type]

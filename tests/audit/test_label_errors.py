@@ -1,18 +1,20 @@
-"""Labels that look wrong: the rule against its definition, counted by chance, and on planted errors."""
+"""Labels that look wrong: the rule by its definition, leave-one-out by brute force, planted errors found."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import linnet
 from linnet.audit.mislabel import GAIN, labels_in_words, mislabeled
-from linnet.errors import InputError
-from tests.fitting.problems import problem
-from tests.refusals import refused
+from tests.fitting.problems import near, problem, rho_for
 
 
 def drawn(n: int, classes: int, rate: float, seed: int, sharp: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,14 +72,14 @@ def test_temperature_and_rate_are_of_highest_likelihood(n: int, lost: float) -> 
 @pytest.mark.parametrize(("classes", "sharp", "rate"), [(2, 1.0, 0.0), (4, 2.0, 0.1)])
 def test_right_labels_look_wrong_as_often_as_expected(classes: int, sharp: float, rate: float) -> None:
     right, expected, seen, recall = [], [], [], []
-    for seed in range(15):
+    for seed in range(8):
         outputs, labels, wrong = drawn(120, classes, rate, seed, sharp)
         found = mislabeled(outputs, labels)
         right.append(float((~wrong[found.indices]).sum()))
         expected.append(found.expected)
         seen.append(float(wrong[found.indices].sum() / wrong.sum().clamp_min(1)))
         recall.append(found.recall)
-    spread = torch.tensor(right).std() / 15**0.5
+    spread = torch.tensor(right).std() / 8**0.5
     assert abs(statistics.fmean(right) - statistics.fmean(expected)) < 3 * float(spread) + 0.2
     if rate:
         assert statistics.fmean(seen) == pytest.approx(statistics.fmean(recall), abs=0.15)
@@ -92,7 +94,7 @@ def test_what_cannot_be_seen_is_said() -> None:
     assert mislabeled(*sure[:2]).recall > 0.5
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_outputs_that_say_nothing_doubt_no_label(seed: int) -> None:
     outputs, labels, _ = drawn(80, 5, 0.0, seed)
     labels = labels[torch.randperm(80, generator=torch.Generator().manual_seed(seed))]
@@ -107,7 +109,7 @@ def test_outputs_that_say_nothing_doubt_no_label(seed: int) -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0.2])
 def test_hard_examples_are_told_from_wrong_labels(rate: float) -> None:
-    outputs, labels, wrong = drawn(1500, 4, rate, seed=1, sharp=2.0)
+    outputs, labels, wrong = drawn(800, 4, rate, seed=1, sharp=2.0)
     found = mislabeled(outputs, labels)
     assert found.rate == pytest.approx(rate, abs=0.03)
     disagree = int((outputs.argmax(1) != labels).sum())
@@ -120,7 +122,7 @@ def test_hard_examples_are_told_from_wrong_labels(rate: float) -> None:
             abs(right - found.expected) < 4 * math.sqrt(found.expected) + 2
         )  # the labels expected by chance
     else:
-        assert disagree > 150
+        assert disagree > 80
         assert len(found.indices) < 0.02 * disagree
 
 
@@ -142,9 +144,89 @@ def test_a_fit_says_it_in_words() -> None:
     assert str(found) == told
     assert labels_in_words(1, 9, 0.1) == "1 of 9 training labels looks wrong (none expected by chance)"
     regression = mislabeled(problem(n=6, outputs=1, classes=False).fit(ridge=1.0))
-    refused(InputError, regression.doubted, "classes")
     assert str(regression) == "6 training targets, ranked by residual"
 
 
-def test_labels_must_go_with_the_outputs() -> None:
-    refused(InputError, lambda: mislabeled(torch.zeros(3, 2), torch.zeros(2)), "labels")
+# --- rankings -------------------------------------------------------------------------------------
+
+
+def auroc(scores: Tensor, positive: Tensor) -> float:
+    """Probability that a positive scores higher than a negative."""
+    above = scores[positive][:, None] > scores[~positive]
+    return float(above.double().mean())
+
+
+@pytest.mark.parametrize("solver", ["dual", "cg"])
+def test_scores_are_those_of_retraining(solver: str) -> None:
+    p = problem(n=9)
+    rho = rho_for(p)
+    fit = p.fit(ridge=rho, solver=solver)
+    loo = []
+    for i in range(9):
+        keep = [j for j in range(9) if j != i]
+        rows = p.j[keep].flatten(0, 1)
+        right = rows.T @ (p.t - p.f0)[keep].reshape(-1)
+        delta = torch.linalg.solve(rows.T @ rows + rho * torch.eye(rows.shape[1]).double(), right)
+        loo.append(p.f0[i] + p.j[i] @ delta)
+    outputs = torch.stack(loo)
+    found = mislabeled(fit)
+    near(found.residual, (p.t - outputs).norm(dim=1), 1e-8)
+    near(found.self_influence, (fit.predict(p.x) - outputs).norm(dim=1), 1e-8)
+    given = outputs[torch.arange(9), p.y]
+    others = outputs.clone()
+    others[torch.arange(9), p.y] = -1e9
+    near(found.scores, others.amax(1) - given, 1e-8)
+    assert found.predicted is not None
+    assert torch.equal(found.predicted, outputs.argmax(1))
+    assert torch.equal(found.flagged().sort().values, (outputs.argmax(1) != p.y).nonzero()[:, 0])
+    assert torch.equal(found.order, found.scores.argsort(descending=True, stable=True))
+
+
+@pytest.mark.parametrize("score", ["margin", "residual", "self-influence"])
+def test_each_score_orders_by_itself(score: str) -> None:
+    found = mislabeled(problem(n=9).fit(ridge=1.0), score=score)
+    assert found.score == score
+    wanted = {"residual": found.residual, "self-influence": found.self_influence}.get(score, found.scores)
+    assert torch.equal(found.scores, wanted)
+
+
+def test_regression_ranks_by_the_residual() -> None:
+    p = problem(n=9, outputs=1, classes=False)
+    p.y[4] += 30
+    found = mislabeled(p.fit(ridge=0.5))
+    assert found.score == "residual"
+    assert int(found.order[0]) == 4
+    assert found.predicted is None
+
+
+def test_planted_noise_on_real_digits_is_found(data_file: Callable[[str], Path]) -> None:
+    with np.load(data_file("mnist.npz"), allow_pickle=False) as file:
+        x = torch.from_numpy(file["x_test"][:260].astype(np.float32)) / 255
+        y = torch.from_numpy(file["y_test"][:260].astype(np.int64))
+    x = nn.functional.avg_pool2d(x[:, None], 2).flatten(1)
+    net = nn.Sequential(nn.Linear(196, 24), nn.Tanh(), nn.Linear(24, 10))
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    for _ in range(40):  # pretrained on half of the digits; the others are the new task
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x[130:]), y[130:]).backward()
+        optimizer.step()
+    generator = torch.Generator().manual_seed(0)
+    wrong = torch.zeros(130, dtype=torch.bool)
+    wrong[torch.randperm(130, generator=generator)[:13]] = True
+    noisy = torch.where(wrong, (y[:130] + 1 + torch.randint(9, (130,), generator=generator)) % 10, y[:130])
+    fit = linnet.fit(linnet.linearize(net), (x[:130], noisy), ridge="loo", solver="dual")
+    found = mislabeled(fit)
+    assert auroc(found.scores, wrong) > 0.9
+    # what is left of the residual after training misses wrong labels that were fitted
+    training = (fit.targets - fit.predict(x[:130])).norm(dim=1)
+    assert auroc(found.scores, wrong) >= auroc(training, wrong)
+
+
+def test_outputs_of_any_model_are_ranked_as_those_of_a_fit() -> None:
+    p = problem(n=9)
+    fit = p.fit(ridge=1.0)
+    own, found = mislabeled(fit), mislabeled(fit.loo(), p.y)
+    near(found.scores, own.scores, 1e-12)
+    assert torch.equal(found.order, own.order)
+    assert torch.equal(found.doubted(), own.doubted())
+    assert found.self_influence is None

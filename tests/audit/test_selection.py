@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import audit
-from linnet.errors import InputError
 from tests.fitting.problems import near, network, problem, real, rho_for
 from tests.oracles.dense import jacobian_oracle
-from tests.refusals import refused
 
 RHO = 0.4
 P = problem(n=5, outputs=2, hidden=3)
@@ -239,23 +237,3 @@ def test_a_greedy_summary_stands_for_the_whole_better_than_chance(data_file: Cal
         rest = torch.randperm(80, generator=generator)[20:]
         gap = (fit.forget(rest).predict(x[:80]) - fit.predict(x[:80])).square().sum(1).mean()
         assert found.distance < 0.7 * float(gap)
-
-
-# --- bad input ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"n": 0}, ["n=0"]),
-        ({"n": True}, ["n=True"]),
-        ({"n": 2.0}, ["n=2.0"]),
-        ({"n": 7}, ["n=7", "from 1 to 6"]),
-        ({"criterion": "margin"}, ["criterion", "margin"]),
-        ({"pool": torch.cat([POOL, P.x[1:3]])}, ["pool", "2 training example(s)", "index 6"]),
-        ({"fit": "fit"}, ["fit is str"]),
-    ],
-)
-def test_arguments_that_cannot_be_used(arguments: dict[str, Any], words: list[str]) -> None:
-    given = {"fit": P.fit(ridge=RHO), "pool": POOL, "n": 2, **arguments}
-    refused(InputError, lambda: audit.select(**given), *words)
