@@ -37,14 +37,6 @@ WRONG: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("value", [*WRONG, True, 1.0, 2.5, -1, 0, torch.tensor(1.0), "1"])
-def test_integer_refuses(value: Any) -> None:
-    with pytest.raises(InputError, match=r"steps( is |=)") as error:
-        params.integer("steps", value, most=100)
-    assert "1 to 100" in str(error.value.expected)
-    assert error.value.remedy
-
-
 @pytest.mark.parametrize("value", [torch.zeros(3), np.zeros(3), torch.zeros(3, 2)])
 def test_targets_in_the_place_of_a_setting_are_recognized(value: Any) -> None:
     with pytest.raises(InputError, match="add is") as error:
@@ -80,12 +72,6 @@ def test_integer_takes(value: Any) -> None:
     assert type(found) is int
 
 
-@pytest.mark.parametrize("value", [*WRONG, True, "1", 0, -1.0])
-def test_number_refuses(value: Any) -> None:
-    with pytest.raises(InputError, match=r"ridge( is |=)"):
-        params.number("ridge", value, above=0)
-
-
 @pytest.mark.parametrize("value", [1, 0.5, np.float32(0.5), torch.tensor(0.5), torch.tensor([2])])
 def test_number_takes(value: Any) -> None:
     assert params.number("ridge", value, above=0, most=2) == float(value)
@@ -94,12 +80,6 @@ def test_number_takes(value: Any) -> None:
 def test_number_says_its_bounds() -> None:
     with pytest.raises(InputError, match="at least 0 and less than 1"):
         params.number("momentum", 1.0, least=0, below=1)
-
-
-@pytest.mark.parametrize("value", [*WRONG, "daul", True])
-def test_choice_refuses(value: Any) -> None:
-    with pytest.raises(InputError, match='one of "dual", "cg"'):
-        params.choice("solver", value, ("dual", "cg"))
 
 
 def test_choice_knows_a_slip() -> None:
@@ -111,6 +91,9 @@ def test_choice_knows_a_slip() -> None:
     ("check", "bad"),
     [
         (lambda v: params.flag("shard", v), [*WRONG, 1, 0]),
+        (lambda v: params.integer("steps", v, most=100), [*WRONG, True, 1.0, -1, 0, torch.tensor(1.0), "1"]),
+        (lambda v: params.number("ridge", v, above=0), [*WRONG, True, "1", 0, -1.0]),
+        (lambda v: params.choice("solver", v, ("dual", "cg")), [*WRONG, "daul", True]),
         (lambda v: params.path("file", v), [None, "", 3, b"x", "a\0b", "a" * 5000, [], Path, Odd()]),
         (lambda v: params.function("predict", v, "a function"), [None, 3, "sin", int, torch.zeros(1)]),
         (lambda v: params.instance("model", v, torch.nn.Module, "a module"), [*WRONG, torch.nn.Linear]),

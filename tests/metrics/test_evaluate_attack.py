@@ -81,6 +81,7 @@ def test_a_curve_over_step_sizes() -> None:
     attack = fgsm(predict, (X, Y), steps, batch_size=5)
     assert attack.steps.tolist() == steps
     assert attack.inputs is None
+    assert fgsm(predict, DataLoader(TensorDataset(X, Y), batch_size=5), 0.1).inputs is None
     for k, step in enumerate(steps):
         single = fgsm(predict, (X, Y), step)
         assert flat(attack.reports[k]) == pytest.approx(flat(single.reports[0]), rel=1e-12)
@@ -110,19 +111,6 @@ def test_the_attack_is_on_the_mean_of_samples() -> None:
     near(inputs(attack), X - 0.3 * sign_of_gradient(X, draws(X).mean(0).argmax(1), draws), 1e-12)
     assert attack.clean.mutual_information is not None
     assert not torch.equal(inputs(attack), inputs(fgsm(predict, X, 0.3)))
-
-
-def test_batches_do_not_matter() -> None:
-    whole, parts = fgsm(predict, (X, Y), 0.4), fgsm(predict, (X, Y), 0.4, batch_size=5)
-    assert flat(parts.reports[0]) == pytest.approx(flat(whole.reports[0]), rel=1e-12)
-    near(inputs(parts), inputs(whole), 1e-12)
-
-
-def test_inputs_are_kept_when_asked() -> None:
-    loader = DataLoader(TensorDataset(X, Y), batch_size=5)
-    assert fgsm(predict, loader, 0.1).inputs is None
-    assert fgsm(predict, (X, Y), [0.5, 0.1]).inputs is None
-    assert fgsm(predict, (X, Y), 0.1).inputs is not None
 
 
 # What is left as it was, and honesty

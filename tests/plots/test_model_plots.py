@@ -110,17 +110,6 @@ def test_a_chosen_path_is_not_solved_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(fit.plot.ridge().ridges) == len(fit.chosen_path.ridges)
 
 
-def test_displays_show_what_they_hold() -> None:
-    plots, values = fitted("classes").plot, fitted("values").plot
-    displays = [
-        plots.ridge(), plots.spectrum(), plots.influence(TEST[:1]), plots.calibration(TEST, TEST_CLASSES),
-        values.calibration(TEST, TEST_VALUES), values.predicted(TEST, TEST_VALUES),
-    ]  # fmt: skip
-    for display in displays:
-        assert "array" not in repr(display) + display._repr_html_()
-        assert repr(display).count("=") >= 2
-
-
 def test_other_scores_of_the_path() -> None:
     fit = fitted("classes")
     path = fit.path()

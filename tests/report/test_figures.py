@@ -123,13 +123,6 @@ def test_bars_take_the_colors_of_the_classes() -> None:
     assert class_color(0) not in figures.informativeness_bars(np.array([2.0, 1.0]))
 
 
-def test_class_colors_are_stable_and_many() -> None:
-    colors = [class_color(i) for i in range(60)]
-    assert colors == [class_color(i) for i in range(60)]
-    assert len(set(colors)) == 60
-    assert all(re.fullmatch("#[0-9a-f]{6}", color) for color in colors)
-
-
 def test_long_names_are_shortened_in_the_middle() -> None:
     assert brief("x" * 50, 21) == "x" * 10 + "…" + "x" * 10
     assert brief("two\nlines") == "two lines"
