@@ -24,8 +24,8 @@ from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, with_error
 from linnet.fitting.descent import fine_tune, nearest_class_mean
 from linnet.fitting.last_layer import features
-from linnet.metrics.reports import equal_mass
 from linnet.nested.tuning import EPOCHS, HEAD_SCALE, STEPS, tuned
+from linnet.plots.measures import calibration_error, equal_mass_bins
 from linnet.tangent.batch import Inputs, batch_size, take
 
 BATCH = 32
@@ -38,10 +38,11 @@ def judged(name: str, probabilities: Tensor, truth: Tensor, start: float) -> dic
     """Accuracy, log loss, calibration error and seconds of a method."""
     right = probabilities[torch.arange(len(truth)), truth].clamp_min(1e-12)
     confidence, taken = probabilities.max(1)
+    bins = equal_mass_bins(confidence.numpy(), (taken == truth).numpy())
     return {
         name: float((taken == truth).double().mean()),
         f"{name} log loss": float(-right.log().mean()),
-        f"{name} calibration": float(equal_mass(confidence, taken == truth).error),
+        f"{name} calibration": calibration_error(bins),
         f"{name} seconds": time.perf_counter() - start,
     }
 

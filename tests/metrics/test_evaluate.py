@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from linnet.errors import InputError
 from linnet.metrics.evaluate import batches_of, evaluate
-from linnet.metrics.reports import Report, equal_mass, equal_width
+from linnet.metrics.reports import Report
+from linnet.plots.measures import calibration_error, equal_mass_bins, reliability_bins
 from tests.fitting.problems import near, peak_bytes, real
 from tests.refusals import refused
 
@@ -91,7 +92,7 @@ def test_adaptive_calibration_error_by_definition() -> None:
     confidence, predicted = p.max(1)
     order = np.argsort(confidence.numpy())
     found = report(p, y, bins=7)
-    counts = found.calibration(adaptive=True).count.tolist()
+    counts = [one.count for one in found.calibration(adaptive=True)]
     assert sum(counts) == 52
     assert set(counts) == {7, 8}
     runs = np.split(order, np.cumsum(counts)[:-1])
@@ -106,23 +107,21 @@ def test_the_last_bin_counts() -> None:
     p[:, 0] = 1.0
     y[:3] = 1
     found = report(p, y, bins=100)
-    assert found.calibration().count[-1] == 1000
+    assert found.calibration()[-1].count == 1000
     assert found.ece == pytest.approx(0.003, abs=1e-12)
     assert found.adaptive_ece == pytest.approx(0.003, abs=1e-12)
 
 
 def test_bins_are_closed_on_the_right() -> None:
-    confidence = torch.tensor([0.0, 0.25, 0.26, 0.5, 0.75, 1.0], dtype=torch.float64)
-    bins = equal_width(confidence, torch.ones(6), bins=4)
-    assert bins.count.tolist() == [2, 2, 1, 1]
-    assert bins.edges.tolist() == [0, 0.25, 0.5, 0.75, 1]
+    bins = reliability_bins(np.array([0.0, 0.25, 0.26, 0.5, 0.75, 1.0]), np.ones(6), bins=4)
+    assert [one.count for one in bins] == [2, 2, 1, 1]
 
 
 def test_ties_do_not_depend_on_the_order() -> None:
     """Ten predictions of one confidence, half of them right: the order must not sort them into bins."""
-    confidence, correct = torch.full((10,), 0.5), torch.tensor([1, 0]).repeat_interleave(5)
-    assert equal_mass(confidence, correct, bins=2).error == 0.0
-    assert equal_mass(confidence, correct.flip(0), bins=2).error == 0.0
+    confidence, correct = np.full(10, 0.5), np.repeat([1, 0], 5)
+    for right in (correct, correct[::-1]):
+        assert calibration_error(equal_mass_bins(confidence, right, bins=2)) == 0.0
 
 
 # Entropy

@@ -42,18 +42,43 @@ def wilson_interval(successes: float, trials: int, level: float = 0.95) -> tuple
     return max(center - half, 0.0), min(center + half, 1.0)
 
 
+def place_of(confidence: Array, bins: int) -> Array:
+    """The bin of each confidence, of equal width: bin b holds those in ((b − 1)/B, b/B], (N,)."""
+    # Interior edges alone, closed on the right: neither 0 nor 1 can fall outside the B bins.
+    return np.searchsorted(np.linspace(0, 1, bins + 1)[1:-1], np.asarray(confidence, dtype=float))
+
+
 def reliability_bins(confidence: Array, correct: Array, bins: int = 10) -> list[ReliabilityBin]:
     """Bins of equal width over confidence; empty ones are left out."""
-    correct = np.asarray(correct, dtype=float)
-    place = np.clip((np.asarray(confidence, dtype=float) * bins).astype(int), 0, bins - 1)
-    found = []
+    # Source: C. Guo et al., On calibration of modern neural networks, ICML 2017, eqs. 1-3.
+    return _binned(np.asarray(confidence, dtype=float), correct, place_of(confidence, bins), bins)
+
+
+def equal_mass_bins(confidence: Array, correct: Array, bins: int = 15) -> list[ReliabilityBin]:
+    """Bins that hold equally many predictions, to one; no more bins than predictions."""
+    # Predictions of equal confidence may fall into different bins, so each counts as correct to the share of
+    # all of them that are: the order of the examples does not matter.
+    #
+    # Source: K. Nguyen and B. O'Connor, Posterior calibration and exploratory analysis for NLP models, EMNLP
+    # 2015, section 3.2.
+    _, group, count = np.unique(confidence, return_inverse=True, return_counts=True)
+    share = (np.bincount(group, np.asarray(correct, dtype=float)) / count)[group]
+    order, n = np.argsort(confidence, kind="stable"), len(confidence)
+    bins = min(bins, n)
+    place = np.arange(n) * bins // n  # B runs of ⌊N/B⌋ or ⌈N/B⌉
+    return _binned(np.asarray(confidence, dtype=float)[order], share[order], place, bins)
+
+
+def _binned(confidence: Array, correct: Array, place: Array, bins: int) -> list[ReliabilityBin]:
+    """Counts and means of each bin that is not empty, with the interval of its accuracy."""
+    found, correct = [], np.asarray(correct, dtype=float)
     for index in range(bins):
         inside = place == index
         count = int(inside.sum())
         if count:
             low, high = wilson_interval(float(correct[inside].sum()), count)
-            mean = float(np.asarray(confidence, dtype=float)[inside].mean())
-            found.append(ReliabilityBin(mean, float(correct[inside].mean()), low, high, count))
+            mean, right = float(confidence[inside].mean()), float(correct[inside].mean())
+            found.append(ReliabilityBin(mean, right, low, high, count))
     return found
 
 

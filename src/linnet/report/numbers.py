@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from linnet.plots.measures import Array, ranking, wilson_interval
+from linnet.plots.measures import Array, place_of, ranking, wilson_interval
 from linnet.plots.panels import SUPERSCRIPTS
 
 _SPACE = "\u202f"  # narrow, and never a line break
@@ -37,7 +37,7 @@ def calibration_and_error(confidence: Array, correct: Array) -> tuple[float, flo
     # With the bins and the sign of each gap held fixed it is a mean over the predictions, Σ s(bin) (correct −
     # confidence) / N, whose standard error is that of a mean.
     confidence, correct = np.asarray(confidence, dtype=float), np.asarray(correct, dtype=float)
-    place = np.clip((confidence * _BINS).astype(int), 0, _BINS - 1)
+    place = place_of(confidence, _BINS)
     gap = np.bincount(place, correct - confidence, minlength=_BINS)  # (correct - confidence) summed in a bin
     return mean_and_error(np.copysign(1.0, gap)[place] * (correct - confidence))
 
