@@ -44,7 +44,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("app.runs",),
     ("app.serve",),
     ("app.commands",),
-    ("app.completion", "app.parsing"),
+    ("app.parsing",),
     ("app.cli",),
     ("__main__",),
     ("__init__", "app"),

@@ -22,20 +22,6 @@ from linnet.errors import InputError, MemoryBudgetError
 from tests.hangs import HANGS
 
 
-def linnet(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run the command line and check its exit status."""
-    environment = {**os.environ, "PYTHONWARNINGS": "error::UserWarning", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "linnet.app.cli", *words],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=HANGS,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
-
-
 def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "linnet", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANGS)
@@ -106,7 +92,6 @@ def test_bad_input(words: list[str], what: str, remedy: str, capsys: pytest.Capt
 def test_traceback_on_request() -> None:
     with pytest.raises(InputError):
         cli.main(["doctor", "--seconds", "-1", "--traceback"])
-    assert "Traceback" in linnet("doctor", "--seconds", "-1", "--traceback", code=1).stderr
 
 
 def test_doctor_for_people_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,6 +338,7 @@ def test_ctrl_c_ends_with_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.long
 def test_a_closed_pipe_is_no_error() -> None:
     script = textwrap.dedent(f"""
         "{sys.executable}" -m linnet.app.cli doctor --seconds 0.01 | true

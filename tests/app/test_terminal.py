@@ -1,4 +1,4 @@
-"""Options of all commands (-q, -v, --json), choices in help and errors, completion, narrow terminals."""
+"""Options of all commands (-q, -v, --json), choices in help and errors, narrow terminals."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import io
 import json
 import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,12 +14,10 @@ import pytest
 from linnet import progress
 from linnet.app import cli
 from linnet.app.cli import COMMANDS, Command
-from linnet.app.completion import completion
 from linnet.app.data import load_data
 from linnet.app.terminal import accept_any_character, folding, kept
 from linnet.errors import InputError
 from linnet.files import require_file
-from tests.hangs import HANGS
 
 DOCTOR = ["doctor", "--seconds", "0.01"]
 
@@ -86,43 +82,6 @@ def test_a_misspelled_choice(given: list[str], remedy: str, capsys: pytest.Captu
     assert f"{given[0]} is {given[1]!r}" in what
     assert "auto" in expected
     assert last == f"to fix it: {remedy}"
-
-
-def complete(*words: str) -> list[str]:
-    """What bash offers after these words."""
-    known = {name: Command.load(name).completions() for name in COMMANDS}
-    ask = (
-        f"{completion('bash', known)}\nCOMP_WORDS=({' '.join(map(repr, words))})\n"
-        f'COMP_CWORD={len(words) - 1}\n_linnet\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
-    )
-    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True, timeout=HANGS)
-    return done.stdout.split()
-
-
-def test_bash_completes_commands_options_and_choices() -> None:
-    assert complete("linnet", "expl") == ["explain"]
-    assert complete("linnet", "--") == ["--help", "--version", "--completion"]
-    assert complete("linnet", "--completion", "") == ["bash", "zsh", "fish"]
-    assert complete("linnet", "adapt", "--wei") == ["--weights", "--weight"]
-    assert complete("linnet", "adapt", "--compare", "") == ["probe", "finetune"]
-    assert complete("linnet", "spectrum", "--damaged", "s") == ["skip"]
-    assert complete("linnet", "adapt", "--data", "ph") == []  # left to the shell: a path
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_scripts_of_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert script.startswith("# To use it: ")
-    assert "probe finetune" in script
-    if shutil.which(shell):
-        done = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, timeout=HANGS)
-        assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_completion_for_another_shell(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--completion", "fsh"]) == 2
-    assert "did you mean --completion fish?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

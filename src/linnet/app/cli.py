@@ -25,7 +25,6 @@ from typing import Any
 
 from linnet import __version__
 from linnet.app.commands import COMMANDS
-from linnet.app.completion import completion
 from linnet.app.parsing import FLAGS, CallOptions, Command, option
 from linnet.app.terminal import accept_any_character, folded, folding
 from linnet.distribution import require_application, require_own_package
@@ -35,7 +34,6 @@ _OPTIONS = {
     "--help": "Show this page; linnet COMMAND --help shows its own",
     "--version": "Show the version",
     "-q, -v": "Say less, or more; before or after any command, as --json",
-    "--completion SHELL": "Print what completes commands and options in bash, zsh or fish",
 }
 _SHORT = {"-q": "--quiet", "-v": "--verbose"}
 _REPLAY = "run.yaml"
@@ -86,9 +84,6 @@ def _run(words: list[str]) -> int:
         return 0
     if words[0] == "--version":
         print(f"linnet {__version__}")
-        return 0
-    if words[0] == "--completion":
-        print(completion(" ".join(words[1:]), {name: Command.load(name).completions() for name in COMMANDS}))
         return 0
     words = [_SHORT.get(word, word) for word in words]
     before = list(itertools.takewhile(FLAGS.__contains__, words))  # a flag may stand before the command too
@@ -257,7 +252,7 @@ def _overview() -> str:
             *commands,
             "",
             "options:",
-            *(folded(f"  {option:<20}{text}", 20) for option, text in _OPTIONS.items()),
+            *(folded(f"  {option:<11}{text}", 11) for option, text in _OPTIONS.items()),
             "",
             "Start with `linnet demo`; `linnet doctor` says what works on this machine.",
         ]

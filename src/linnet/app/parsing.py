@@ -219,14 +219,6 @@ class Command:
             parser.add_argument(flag, action="store_true", help=text)
         return "\n".join(folded(line, 0) for line in parser.format_help().rstrip().split("\n"))
 
-    def completions(self) -> dict[str, tuple[str, ...]]:
-        """The options with the words that may follow."""
-        options = {
-            option(name): ("true", "false") if kind is bool else choices(kind)
-            for name, kind in self.options.items()
-        }
-        return {**options, **dict.fromkeys(["--config", "--help", *self.flags], ())}
-
     # Words
 
     def parse(self, words: Sequence[str], is_whole: bool = True) -> CallOptions:

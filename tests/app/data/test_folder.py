@@ -77,6 +77,31 @@ class TestFolder:
         with pytest.raises(DataError, match=r"no image in .* can be decoded, first train/1\.png"):
             load_data(tmp_path, damaged="skip")
 
+    def test_folders_that_hold_no_task(self, tmp_path: Path, photos: Path) -> None:
+        def refused(folder: Path, words: str) -> None:
+            with pytest.raises(DataError, match=words):
+                load_data(folder)
+
+        pixels = images(1, 4, 4, 3)[0]
+        bare, split = tmp_path / "bare", tmp_path / "split"
+        bare.mkdir()
+        refused(bare, r"has no class folders.*one folder of images for each class")
+        write_image(bare / "only" / "0.png", pixels)
+        refused(bare, "one class folder only, 'only'")
+        (bare / "empty").mkdir()
+        refused(bare, r"no class has two samples|one class only")
+        (bare / "only" / "0.png").unlink()
+        refused(bare, r"has no images.*files ending in \.jpg")
+        for name in ("train/a", "train/b", "val/a", "val/z"):
+            write_image(split / name / "0.png", pixels)
+        refused(split, r"val has classes that are not in train: z.*among a, b")
+        (photos / "dog").mkdir()
+        assert load_data(photos).findings == ("no training sample of class dog",)
+        for name in ("ant", "bee"):
+            for file in (photos / name).iterdir():
+                file.unlink()
+        refused(photos, "one class only, 'cow'")
+
     def test_deeper_folders_hidden_files_and_other_files(self, photos: Path) -> None:
         write_image(photos / "ant" / "more" / "x.png", images(1, 12, 12, 3)[0])
         write_image(photos / "ant" / "._0.png", images(1, 12, 12, 3)[0])
@@ -182,31 +207,3 @@ class TestFolder:
         gray = load_data(tmp_path, ImageTransform(channels=1))
         assert gray.train.x.shape[1:] == (6, 6, 1)
         assert gray.image_mode == "L"
-
-    def test_folders_that_hold_no_task(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match=r"has no class folders.*one folder of images for each class"):
-            load_data(tmp_path)
-        write_image(tmp_path / "only" / "0.png", images(1, 4, 4, 3)[0])
-        with pytest.raises(DataError, match="one class folder only, 'only'"):
-            load_data(tmp_path)
-        (tmp_path / "empty").mkdir()
-        with pytest.raises(DataError, match=r"no class has two samples|one class only"):
-            load_data(tmp_path)
-        (tmp_path / "only" / "0.png").unlink()
-        with pytest.raises(DataError, match=r"has no images.*files ending in \.jpg"):
-            load_data(tmp_path)
-
-    def test_one_class_with_images_and_one_without(self, photos: Path) -> None:
-        (photos / "dog").mkdir()
-        assert load_data(photos).findings == ("no training sample of class dog",)
-        for name in ("ant", "bee"):
-            for file in (photos / name).iterdir():
-                file.unlink()
-        with pytest.raises(DataError, match="one class only, 'cow'"):
-            load_data(photos)
-
-    def test_a_test_class_that_was_not_trained(self, tmp_path: Path) -> None:
-        for name in ("train/a", "train/b", "val/a", "val/z"):
-            write_image(tmp_path / name / "0.png", images(1, 4, 4, 3)[0])
-        with pytest.raises(DataError, match=r"val has classes that are not in train: z.*among a, b"):
-            load_data(tmp_path)

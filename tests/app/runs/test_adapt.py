@@ -199,7 +199,6 @@ def test_a_run_with_rounding_errors_says_so_and_opens_again(folder: Path) -> Non
 
 
 def test_old_weights_go_into_the_old_head(folder: Path) -> None:
-    from linnet.app.models import load_model
 
     old = load_model(f"{folder / 'nets.py'}:conv", model_args={"classes": 7})
     with torch.no_grad():
@@ -371,15 +370,6 @@ def test_data_of_another_shape_say_what_they_became(tmp_path: Path) -> None:
             ending(net, task, task.tensors("train")[0])
 
 
-def test_bad_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = load_model(f"{folder / 'nets.py'}:conv").state_dict()
-    torch.save({**state, "extra": torch.zeros(1)}, folder / "w.pt")
-    refused(folder, ["--weights", str(folder / "w.pt")], "extra", capsys)
-    state["0.weight"][0] = torch.nan
-    torch.save(state, folder / "w.pt")
-    refused(folder, ["--weights", str(folder / "w.pt")], "0.weight", capsys)
-
-
 def spoiled(folder: Path) -> Path:
     """Folders of pictures, of which one in each part cannot be decoded."""
     root = folder / "photos"
@@ -426,7 +416,6 @@ def test_check_says_what_adapt_would_do(folder: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("data", "words", "shown", "sizes"), [
-    ("pictures.npz", (), "all 24 training images, all 30 test images", (24, 30)),
     ("pictures.npz", ("--weight", "0.5"), "5 of 8 training images per class, 4 of 30 test images", (15, 4)),
     ("pictures.npz", ("--weight", "0.5", "--shots", "3"), "3 of 8 training images per class, 4 of", (9, 4)),
     ("prices.csv", ("--weight", "0.5"), "16 of 48 training samples, 4 of 12 test samples", (16, 4)),
@@ -465,28 +454,13 @@ def test_a_quick_run_probes_all_and_tries_the_lower_layers_on_some(
     assert (run.fit.n, run.fit.body_weight) == (27, 0)
     assert "n 13 of 27 training images, at most 5 per class" in run.fit.verdict
     assert run.fit.verdict in result(folder / "run")["verdict"]["sentences"]
+    monkeypatch.setattr(adaptation, "MOST", 13)
+    assert adapt(folder, "--quick", out="few") == 0
+    assert (result(folder / "few")["train"], result(folder / "few")["test"]) == (12, 13)
     assert adapt(folder, "--weight", "0", data="uneven.npz", out="probe") == 0
     whole = load_run(folder / "probe").fit
     assert torch.equal(whole.system.beta, run.fit.system.beta)
     assert [row["name"] for row in result(folder / "run")["scores"]] == ["linear probe"]
-
-
-def test_quick_takes_all_samples_where_they_are_few(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert adapt(folder, "--quick") == 0
-    assert adapt(folder, out="whole") == 0
-    assert "Quick run: all 24 training images, all 30 test images" in " ".join(
-        capsys.readouterr().out.split()
-    )
-    runs = [load_run(folder / name).fit for name in ("run", "whole")]
-    assert torch.equal(runs[0].system.beta, runs[1].system.beta)
-    assert result(folder / "run")["next"][0]["title"] != "Run it in full"
-
-
-def test_quick_bounds_a_probe_of_very_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adaptation, "MOST", 13)
-    assert adapt(folder, "--quick") == 0
-    found = result(folder / "run")
-    assert (found["train"], found["test"]) == (12, 13)
 
 
 def test_one_verdict_everywhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -507,8 +481,7 @@ def test_one_verdict_everywhere(folder: Path, capsys: pytest.CaptureFixture[str]
     assert all(" ".join(one.replace("\u202f", " ").split()) in told for one in sentences)
 
 
-@pytest.mark.parametrize("output", [None, "pooled"])
-def test_an_encoder_keeps_the_part_that_is_taken(folder: Path, output: str | None) -> None:
+def test_an_encoder_keeps_the_part_that_is_taken(folder: Path) -> None:
     lines = [
         "from torch import nn",
         "class Encoder(nn.Module):",
@@ -520,15 +493,14 @@ def test_an_encoder_keeps_the_part_that_is_taken(folder: Path, output: str | Non
         "        return {'last_hidden_state': maps, 'pooled': maps.amax((2, 3))}",
     ]
     (folder / "encoders.py").write_text("\n".join(lines))
-    words = [] if output is None else ["--output", output]
-    given = ["--model", f"{folder / 'encoders.py'}:Encoder", "--data", str(folder / "pictures.npz"), *words]
+    given = ["--model", f"{folder / 'encoders.py'}:Encoder", "--output", "pooled"]
+    given += ["--data", str(folder / "pictures.npz")]
     assert cli.main(["check", *given]) == 0
     assert cli.main(["adapt", *given, "--out", str(folder / "run")]) == 0
     run = load_run(folder / "run", trust=True)
     assert isinstance(run.fit, NestedFit)
-    assert ("features" in run.fit.record.reasons) == (output is None)
     encoder, x = run.fit.module.model.get_submodule("body"), run.fit.x
-    found = encoder(x)["last_hidden_state"].mean((2, 3)) if output is None else encoder(x)[output]
+    found = encoder(x)["pooled"]
     assert torch.allclose(run.fit.module.phi(x), found.double(), atol=1e-6)
 
 

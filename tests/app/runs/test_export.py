@@ -64,9 +64,8 @@ def test_a_run_of_pictures_as_a_file(
     told = json.loads(capsys.readouterr().out)
     assert told["classes"] == NAMES
     assert told["outputs"] == ["outputs", "probabilities"]
-    assert (
-        told["input"] == "images, uint8 (N, H, W, C), each 8 × 8 × 1"
-    )  # nine positions, though 7 have as many
+    # nine positions, though 7 have as many
+    assert told["input"] == "images, uint8 (N, H, W, C), each 8 × 8 × 1"
     run = load_run(workshop / "pictures")
     x, inputs = raw(run)
     found = answers(tmp_path / "model.pt2", x)

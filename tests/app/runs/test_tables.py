@@ -48,15 +48,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on such a table."""
     folder = tmp_path_factory.mktemp("tables")
     data = write(folder / "people.csv", people())
-    words = [
-        "adapt",
-        "--data",
-        str(data),
-        "--model",
-        f"{write_nets(folder)}:mlp",
-        "--out",
-        str(folder / "run"),
-    ]
+    words = ["adapt", "--data", str(data), "--model", f"{write_nets(folder)}:mlp"]
+    words += ["--out", str(folder / "run")]
     words += ["--model-args", f'{{"in_features": {FEATURES}, "outputs": 2}}']
     told = io.StringIO()
     with contextlib.redirect_stdout(told):

@@ -146,18 +146,12 @@ def made_folder(out: Path) -> Iterator[None]:
     if not is_first():
         yield
         return
-    made: list[Path] = []
+    made = [folder for folder in (*reversed(out.parents), out) if not folder.exists()]
     try:
-        try:
-            _make(out, made)
-        except OSError as error:
-            raise _unwritable(f"out is {out}, which cannot be written", error) from error
         with writing(out):
             try:
                 yield
-            except KeyboardInterrupt:
-                raise
-            except BaseException:
+            except Exception:
                 if out in made:
                     for path in out.glob(f"*{KERNEL_FILE}*"):
                         path.unlink()
@@ -167,15 +161,6 @@ def made_folder(out: Path) -> Iterator[None]:
             with suppress(OSError):  # it holds something, of this run or of another process
                 folder.rmdir()
         raise
-
-
-def _make(out: Path, made: list[Path]) -> None:
-    """Make a folder and those above; say which were made."""
-    for folder in (*reversed(out.parents), out):
-        if not folder.exists():
-            with suppress(FileExistsError):  # another process was faster
-                folder.mkdir()
-                made.append(folder)
 
 
 # The lock
@@ -197,7 +182,11 @@ def writing(folder: Path, wait: bool = False) -> Iterator[None]:
                 _refuse(folder)
             time.sleep(PAUSE)
     except OSError as error:
-        raise _unwritable(f"{folder} cannot be written", error) from error
+        raise InputError(
+            f"{folder} cannot be written ({error.strerror or type(error).__name__})",
+            expected="a folder that you may write to",
+            remedy="name another folder with --out",
+        ) from error
     _writers[key] = threading.get_ident()
     try:
         yield
@@ -228,8 +217,8 @@ def check_free(folder: Path) -> None:
 
 def _take(folder: Path) -> int | None:
     """An open file of this process with the lock on it, or None where another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         file = open_lock(folder / LOCK)
     except FileNotFoundError:  # a process that failed has removed the folder in between
         return None
@@ -237,15 +226,6 @@ def _take(folder: Path) -> int | None:
         os.ftruncate(file, 0)
         os.write(file, str(os.getpid()).encode())
     return file
-
-
-def _unwritable(what: str, error: OSError) -> InputError:
-    """The error of a folder that the system refuses."""
-    return InputError(
-        f"{what} ({error.strerror or type(error).__name__})",
-        expected="a folder that you may write to",
-        remedy="name another folder with --out",
-    )
 
 
 def _refuse(folder: Path) -> NoReturn:
