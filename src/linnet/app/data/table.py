@@ -223,9 +223,8 @@ def _encoded(
         if isinstance(found, str) or name in named:
             left_out.append(found if isinstance(found, str) else f"{name} (numbers of the lines)")
             continue
-        column, order = found
-        columns.append(column)
-        values.append(_placed(cells.values[name], column, order))
+        columns.append(found)
+        values.append(found.placed(cells.values[name], cells.texts.get(name, ())))
     if not columns:
         raise DataError(
             f"no column can be a feature: {some(left_out)}",
@@ -238,15 +237,6 @@ def _encoded(
     held_out = np.setdiff1d(np.arange(len(cells.ids)), train)
     unmarked = (filled_unmarked(column, cells.values[column.name][held_out]) for column in columns)
     return table, table.encode(values), [*told, *filter(None, unmarked)]
-
-
-def _placed(values: Array, column: Column, order: Array) -> Array:
-    """Cells of texts as positions among a column's categories, −1 for unknown ones."""
-    if column.categories is None:
-        return values
-    empty = column.categories.index(EMPTY) if EMPTY in column.categories else -1
-    whole = np.append(order, empty)
-    return whole[np.where(np.isnan(values), len(order), values).astype(np.int64)]
 
 
 def read_like(
@@ -267,16 +257,12 @@ def read_like(
     cells = read_cells(path, names, worded, answer, least=1)
     values, findings = [], []
     for column in table.features:
-        own, order = cells.values[column.name], np.zeros(0)
-        if column.categories is not None:
-            place = {text: at for at, text in enumerate(column.categories)}
-            known = cells.texts[column.name]
-            order = np.array([place.get(text, -1) for text in known], dtype=np.float64)
-            new = [text for text in known if text not in place]
-            if new:
-                findings.append(f"{column.name} has texts that the run has not seen: {some(new)}")
+        own, known = cells.values[column.name], cells.texts.get(column.name, ())
+        new = [text for text in known if text not in (column.categories or ())]
+        if new:
+            findings.append(f"{column.name} has texts that the run has not seen: {some(new)}")
         findings += filter(None, [filled_unmarked(column, own)])
-        values.append(_placed(own, column, order))
+        values.append(column.placed(own, known))
     y = None if answer is None else cells.values[answer][:, None]
     if answer is not None and classes is not None:
         y = _labels(path, answer, cells, classes)
@@ -366,21 +352,20 @@ def _target_column(path: Path, names: list[str], target: str | None) -> str:
 # Columns as numbers: categories as zeros and ones, empty cells filled and marked
 
 
-def fitted(name: str, values: Array, texts: Sequence[str] | None) -> tuple[Column, Array] | str:
+def fitted(name: str, values: Array, texts: Sequence[str] | None) -> Column | str:
     """Encoding of a column, from the training lines."""
     if texts is None:
         known = values[~np.isnan(values)]
         if not len(known):
             return f"{name} (empty in all training lines)"
-        return Column(name, None, float(np.median(known)), len(known) < len(values)), np.zeros(0)
+        return Column(name, None, float(np.median(known)), len(known) < len(values))
     present = sorted({texts[int(code)] for code in np.unique(values[~np.isnan(values)])})
     filled = len(values) - int(np.isnan(values).sum())
     if len(present) > MOST_CATEGORIES or len(present) > max(FEW_CATEGORIES, filled // 2):  # such as names
         return f"{name} ({len(present)} different texts)"
     if np.isnan(values).any():
         present.append(EMPTY)
-    order = {text: place for place, text in enumerate(present)}
-    return Column(name, tuple(present)), np.array([order.get(text, -1) for text in texts], dtype=np.float64)
+    return Column(name, tuple(present))
 
 
 def names_lines(name: str, values: Array) -> bool:

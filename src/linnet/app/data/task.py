@@ -104,6 +104,15 @@ class Column:
         shown = self.categories[1:] if len(self.categories) == 2 else self.categories
         return tuple(f"{self.name} = {text}" if text != EMPTY else f"{self.name} is empty" for text in shown)
 
+    def placed(self, values: Array, texts: Sequence[str]) -> Array:
+        """Cells of texts as positions among its categories, −1 for unknown ones; numbers as they are."""
+        if self.categories is None:
+            return values
+        place = {text: at for at, text in enumerate(self.categories)}
+        whole = np.array([place.get(text, -1) for text in (*texts, EMPTY)])
+        found: Array = whole[np.where(np.isnan(values), len(texts), values).astype(np.int64)]
+        return found
+
     def encode(self, values: Array) -> Array:
         """Its numbers, (N, K)."""
         if self.categories is not None:

@@ -123,12 +123,13 @@ def adapt(options: AdaptOptions, out: Path, keep: Keep) -> Adaptation:
 
 def adapted(options: AdaptOptions, begun: Started, out: Path, keep: Keep) -> Adaptation:
     """Check, fit, evaluate and compare what has been loaded."""
-    weight, ridge = asked(options)
-    run, report = fitted(options, begun, (weight, ridge), out)
+    run, report = fitted(options, begun, asked(options), out)
     leave()
     keep(run)
-    if options.tune:
-        run = _tuned(run, options, begun.stages, keep)
+    if options.tune and isinstance(run.fit, NestedFit) and not run.fit.rungs:  # else it was, before a stop
+        with begun.stages.measure("training of the lower layers"):
+            run = replace(run, fit=tuned(run.fit, options.seed))
+        keep(run)
     return evaluated(run, begun, report, options)
 
 
@@ -251,18 +252,6 @@ def fitted(
 def outputs_of(task: TaskData) -> int:
     """Classes, or values of a regression."""
     return len(task.classes) if task.classes is not None else task.train.y.shape[1]
-
-
-def _tuned(run: SavedRun, options: AdaptOptions, stages: Stages, keep: Keep) -> SavedRun:
-    """The run with trained lower layers where that is better, unless an interrupted run has come so far."""
-    fit = run.fit
-    if not isinstance(fit, NestedFit) or fit.rungs:
-        return run
-    with stages.measure("training of the lower layers"):
-        made = tuned(fit, options.seed)
-    run = replace(run, fit=made)
-    keep(run)
-    return run
 
 
 def _test_source(options: TaskOptions, begun: Started) -> TestSource:
