@@ -69,22 +69,14 @@ def choices(annotation: object) -> tuple[str, ...]:
     return tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
 
 
-def _others(annotation: object) -> list[tuple[str, str]]:
-    """How usage and an error describe what an option accepts beside these words."""
+def _described(annotation: object) -> tuple[str, str]:
+    """How usage shows a value, by nothing where the option's name says more; and a type in words."""
     parts = [get_origin(part) or part for part in _members(annotation)]
-    return [_KINDS[part] for part in parts if part not in (Literal, type(None))]
-
-
-def _described(annotation: object) -> str:
-    """A type in words."""
-    words = [*(text for _, text in _others(annotation)), *choices(annotation)]
-    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
-
-
-def _placeholder(annotation: object) -> str:
-    """How usage and help show a value; nothing where the option's name says more."""
-    words, names = choices(annotation), [name for name, _ in _others(annotation) if name]
-    return f"{{{','.join([*words, *names])}}}" if words else "".join(names[:1])
+    others = [_KINDS[part] for part in parts if part not in (Literal, type(None))]
+    words, names = choices(annotation), [name for name, _ in others if name]
+    told = [*(text for _, text in others), *words]
+    in_words = " or ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
+    return f"{{{','.join([*words, *names])}}}" if words else "".join(names[:1]), in_words
 
 
 def _converted(value: Any, annotation: object) -> Any:
@@ -210,7 +202,7 @@ class Command:
             end = "" if default is None else f" (default: {default})"
             parser.add_argument(
                 option(name),
-                metavar=_placeholder(self.options[name]) or name.upper(),
+                metavar=_described(self.options[name])[0] or name.upper(),
                 required=name not in self._defaults,
                 help=texts[name].replace("%", "%%") + (end if name in self._defaults else " (required)"),
             )
@@ -290,7 +282,7 @@ class Command:
             close = difflib.get_close_matches(shown, choices(annotation), n=1)
             raise InputError(
                 f"{option(name)} is {shown!r}",
-                expected=_described(annotation),
+                expected=_described(annotation)[1],
                 remedy=f"did you mean {option(name)} {close[0]}?" if close else self._page,
             ) from error
 

@@ -68,6 +68,7 @@ class TestArchives:
         assert read_npz(path, ["y"])["y"].tolist() == [0.0]
         assert npz_headers(path)["x"].shape == (5, 10**6)
 
+    @pytest.mark.long
     def test_a_process_with_less_memory_than_the_machine(self, tmp_path: Path) -> None:
         path = archive(tmp_path / "data.npz", x=npy((400, 10**6), bytes(4 * 10**8), "|u1")[: 128 + 4 * 10**8])
         program = (

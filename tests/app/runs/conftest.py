@@ -28,6 +28,15 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Factories and data."""
+    write_nets(tmp_path)
+    write_pictures(tmp_path / "pictures.npz")
+    write_table(tmp_path / "prices.csv")
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with factories, pictures, a table, and a run on each of the two data sets."""

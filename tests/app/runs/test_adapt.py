@@ -33,9 +33,7 @@ from tests.app.runs.small_tasks import (
     pictures,
     result,
     write_folder,
-    write_nets,
     write_pictures,
-    write_table,
 )
 
 RUN_FILES = {
@@ -50,15 +48,6 @@ def adapt(
     """Run the command in a folder."""
     given = ["--model", f"{folder / 'nets.py'}:{model}", "--data", str(folder / data)]
     return cli.main(["adapt", *given, "--out", str(folder / out), *words])
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Factories and data."""
-    write_nets(tmp_path)
-    write_pictures(tmp_path / "pictures.npz")
-    write_table(tmp_path / "prices.csv")
-    return tmp_path
 
 
 def test_a_run_holds_everything(workshop: Path) -> None:

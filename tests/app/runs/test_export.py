@@ -93,6 +93,7 @@ def test_a_network_with_merged_weights_as_a_file(
     assert "--weight 0" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_run_of_a_table_as_a_file(workshop: Path, tmp_path: Path) -> None:
     linnet("export", "--run", workshop / "prices", "--out", tmp_path / "model.pt2")
     run = load_run(workshop / "prices")

@@ -18,7 +18,6 @@ from linnet.app import cli
 from linnet.app.runs.folder import load_run
 from linnet.app.runs.place import LOCK, check_free, is_held, made_folder, writing
 from linnet.errors import InputError
-from tests.app.runs.small_tasks import write_nets, write_pictures
 from tests.hangs import HANGS
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="stops processes by signals")
@@ -39,14 +38,6 @@ def wait(options):
 adaptation.read_task = wait
 sys.exit(cli.main(["adapt", *sys.argv[1:]]))
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Factories and data."""
-    write_nets(tmp_path)
-    write_pictures(tmp_path / "pictures.npz")
-    return tmp_path
 
 
 def words(folder: Path, *more: str) -> list[str]:

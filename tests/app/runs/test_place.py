@@ -12,16 +12,8 @@ from linnet.app import cli
 from linnet.app.runs.folder import load_run
 from linnet.errors import NumericalError
 from linnet.nested.nested_fit import NestedFit
-from tests.app.runs.small_tasks import result, write_nets, write_pictures
+from tests.app.runs.small_tasks import result
 from tests.app.runs.test_adapt import adapt, refused
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Factories and data."""
-    write_nets(tmp_path)
-    write_pictures(tmp_path / "pictures.npz")
-    return tmp_path
 
 
 def test_folders_that_cannot_be_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,14 +52,9 @@ def test_a_received_run_is_refused_until_it_is_trusted(
     received: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["explain", "--run", received, "--ids", "test/3", "--out", tmp_path / "why"]
-    done = subprocess.run(
-        [sys.executable, "-m", "linnet", *map(str, words)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    what, _, remedy = done.stderr.splitlines()
-    assert what.startswith(
-        f"error:     opening {received} would run {received}/net.py:conv, which you have not"
-    )
+    linnet(*words, code=2)
+    what, _, remedy = capsys.readouterr().err.splitlines()
+    assert f"opening {received} would run {received}/net.py:conv, which you have not" in what
     assert "--trust" in remedy
     assert "--model FILE:FACTORY" in remedy
     assert not ran(received)
