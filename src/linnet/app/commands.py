@@ -197,7 +197,8 @@ def compare_command(*, runs: list[str], out: Path | None = None, overwrite: bool
         overwrite: Whether to replace a file that exists.
     """
     from linnet.app.runs.comparing import compare_runs, comparison_rows, print_comparison
-    from linnet.app.runs.queries import check_table, write_rows
+    from linnet.app.runs.place import check_file
+    from linnet.app.runs.queries import TABLES, write_rows
 
     if len(runs) != 2:
         raise InputError(
@@ -206,7 +207,7 @@ def compare_command(*, runs: list[str], out: Path | None = None, overwrite: bool
             remedy="name the older run, then the newer",
         )
     if out is not None:
-        check_table(out, overwrite)
+        check_file(out, TABLES, overwrite)
     result = compare_runs(*map(Path, runs))
     if out is not None:
         write_rows(out, comparison_rows(result))

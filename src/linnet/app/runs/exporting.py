@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from linnet.app.data import ImageTransform, Standardize
 from linnet.app.data.transforms import LUMA
 from linnet.app.runs.folder import SavedRun
-from linnet.app.runs.place import check_new_file
+from linnet.app.runs.place import check_file
 from linnet.distribution import install_command
 from linnet.errors import DependencyError, InputError, ModelError
 from linnet.files import write_atomic
@@ -103,13 +103,7 @@ def _constants(run: SavedRun) -> dict[str, tuple[float, ...]]:
 def check_export(path: Path, overwrite: bool) -> None:
     """Require a name that says what to write, and the packages for it."""
     kind = path.suffix.lower()
-    if kind not in _NEEDED or path.is_dir() or not path.absolute().parent.is_dir():
-        raise InputError(
-            f"out is {path}",
-            expected="a file that ends in .onnx or .pt2, in a folder that exists",
-            remedy="name one, such as --out model.onnx",
-        )
-    check_new_file(path, overwrite)
+    check_file(path, tuple(_NEEDED), overwrite)
     missing = [name for name in _NEEDED[kind] if importlib.util.find_spec(name) is None]
     if missing:
         raise DependencyError(

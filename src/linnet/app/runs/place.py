@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -64,8 +64,14 @@ def check_out(out: Path, source: Path | None = None) -> None:
         )
 
 
-def check_new_file(out: Path, overwrite: bool) -> None:
-    """Require that no file is lost."""
+def check_file(out: Path, endings: Sequence[str], overwrite: bool) -> None:
+    """Require a file of a kind that can be written, in a folder that is there, and that no other is lost."""
+    if out.suffix.lower() not in endings or out.is_dir() or not out.absolute().parent.is_dir():
+        raise InputError(
+            f"out is {out}",
+            expected=f"a file that ends in {' or '.join(endings)}, in a folder that exists",
+            remedy=f"name one, such as --out file{endings[0]}, or make the folder first",
+        )
     if out.exists() and not overwrite:
         raise InputError(
             f"out is {out}, which exists already",

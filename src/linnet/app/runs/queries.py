@@ -16,7 +16,7 @@ from linnet.app.data import SampleSet
 from linnet.app.data.task import InMemory
 from linnet.app.options import RunOptions
 from linnet.app.runs.folder import SavedRun, load_test, opened
-from linnet.app.runs.place import check_new_file, check_out
+from linnet.app.runs.place import check_file, check_out
 from linnet.app.runs.results import place_of, print_prediction, write, written
 from linnet.app.runs.samples import NewSamples, answer_in_words, find_samples, named, read_new
 from linnet.errors import InputError
@@ -25,6 +25,7 @@ from linnet.params import integer
 from linnet.report.reading import Predictions, explanations, facts, name_of, predicted, scored
 from linnet.report.records import Content, Explanation, Neighbor, Notes, TrainingSet
 
+TABLES = (".csv", ".json")  # the files that rows are written to
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet
 Array = np.ndarray[Any, Any]
 
@@ -35,7 +36,7 @@ def predict(
     """Predict new samples, and write a table and a page: the result, and lines for people."""
     table, folder = out or options.run / "predictions.csv", options.run / "predict"
     if out is not None:
-        check_table(out, overwrite)
+        check_file(out, TABLES, overwrite)
     run = opened(options)
     new = read_new(data, run, prefer="test")
     found = run.predict(new.x, std)
@@ -79,7 +80,7 @@ def told_rows(run: SavedRun, new: NewSamples, rows: list[dict[str, Any]]) -> lis
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows as ``.csv`` or ``.json``."""
     # In a table, text that a spreadsheet would take for a formula gets an apostrophe before it.
-    check_table(path)
+    check_file(path, TABLES, overwrite=True)
     if path.suffix.lower() == ".json":
         text = json.dumps(finite(rows), indent=2, allow_nan=False) + "\n"
     else:
@@ -105,23 +106,6 @@ def _as_text(value: object) -> object:
     except ValueError:
         return f"'{value}"
     return value
-
-
-def check_table(path: Path, overwrite: bool = True) -> None:
-    """Require a name that a table can be written to."""
-    if path.suffix.lower() not in (".csv", ".json") or path.is_dir():
-        raise InputError(
-            f"out is {path}",
-            expected="a file that ends in .csv or .json",
-            remedy="name one, such as --out predictions.csv",
-        )
-    if not path.absolute().parent.is_dir():
-        raise InputError(
-            f"out is {path}, but there is no folder {path.parent}",
-            expected="a file in a folder that exists",
-            remedy="make the folder first, or name another",
-        )
-    check_new_file(path, overwrite)
 
 
 def prediction_page(
