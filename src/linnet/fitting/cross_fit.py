@@ -19,7 +19,7 @@ from linnet.fitting.arguments import base_outputs
 from linnet.fitting.combinations import combined
 from linnet.fitting.head import Folds, example_hashes
 from linnet.fitting.last_layer import RECORD
-from linnet.fitting.softmax_path import SoftmaxPath, solutions
+from linnet.fitting.softmax_fit import SoftmaxPath, solutions
 from linnet.linear.dual import RidgePath, Spectrum
 from linnet.linear.iterative import CGSettings, Iterative
 from linnet.linear.label_problem import class_problem

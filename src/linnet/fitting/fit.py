@@ -19,8 +19,7 @@ from linnet.fitting.cross_fit import Chosen, CrossFit, chosen_ridge, explained, 
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import empty_remarks, head_remarks, held_remarks, single_remarks, unused_remarks
 from linnet.fitting.sketch import deflated, sketched
-from linnet.fitting.softmax_fit import SoftmaxFit
-from linnet.fitting.softmax_path import followed, softmax_grid
+from linnet.fitting.softmax_fit import SoftmaxFit, followed, softmax_grid
 from linnet.fitting.solver import Shared, Size, Sketch, Solver, Solving, affordable, choose_solver
 from linnet.fitting.stochastic import solve_stochastically
 from linnet.likelihoods.discrete import Bernoulli, Categorical

@@ -22,10 +22,9 @@ from linnet.fitting.merged import Merged, merged_network
 from linnet.fitting.plots import FitPlots, eigenvalues_of
 from linnet.fitting.remarks import after_change
 from linnet.fitting.sketch import SketchedNetwork, sketch_state
-from linnet.fitting.softmax_path import SoftmaxPath
 from linnet.linear.constrained_system import constrained
 from linnet.linear.constraints import wanted
-from linnet.linear.dual import RidgePath
+from linnet.linear.dual import CriteriaByRidge
 from linnet.linear.newton import NewtonSystem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
@@ -70,7 +69,7 @@ class Fitted(PredictiveModel):
     loss: ClassVar[str] = "squared"  # as ``linnet.fit`` calls it
     kind: ClassVar[str] = "linear-fit"  # of the file
     system: System | NewtonSystem
-    chosen_path: SoftmaxPath | None = None  # the path that the ridge was chosen from, where it is kept
+    chosen_path: CriteriaByRidge | None = None  # the path that the ridge was chosen from, where it is kept
 
     def __init__(self, module: Any, targets: Targets, system: Any, record: Choices) -> None:
         self.module, self.system, self.x = module, system, system.x
@@ -201,7 +200,7 @@ class Fitted(PredictiveModel):
         return self.loo()
 
     @abstractmethod
-    def path(self, ridges: Tensor | list[float] | None = None) -> RidgePath | SoftmaxPath:
+    def path(self, ridges: Tensor | list[float] | None = None) -> CriteriaByRidge:
         """Every criterion along a path of ridges."""
 
     def _eigenvalues(self) -> Tensor:

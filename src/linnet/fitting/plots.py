@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.fitting.softmax_path import SoftmaxPath
-from linnet.linear.dual import RidgePath
 from linnet.linear.newton import NewtonSystem
 from linnet.linear.system import System
 from linnet.params import choice, integer
@@ -31,10 +29,11 @@ class FitPlots(ModelPlots):
         """The leave-one-out "error" or "accuracy", or the "evidence", over ridges, that of the fit marked."""
         choice("of", of, SCORES, remedy='leave of= out for "error"')
         known = getattr(self._of, "chosen_path", None)
-        path: RidgePath | SoftmaxPath = self._of.path() if known is None else known
+        path: Any = self._of.path() if known is None else known
         scores = {"leave-one-out": array(path.loo_error)}
-        label = "log loss" if isinstance(path, SoftmaxPath) else "mean squared error"
-        if of == "error" and isinstance(path, RidgePath):
+        squared = "gcv" in path.criteria
+        label = "mean squared error" if squared else "log loss"
+        if of == "error" and squared:
             # of an example, as leave-one-out: the score itself is of one output
             scores["generalized cross-validation"] = array(path.gcv * self._of.targets.shape[1])
         elif of == "evidence":
