@@ -64,15 +64,16 @@ def test_without_the_networks_output_it_is_regression_on_the_targets_alone(
     close(gp.adapt(oracle.x, 2 * oracle.y).predict(oracle.x_test), 2 * gp.predict(oracle.x_test))
 
 
-def test_covers_more_weights_than_equations_and_fewer() -> None:
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.thinned(4)
+def test_covers_more_weights_than_equations_and_fewer(way: dict[str, Any]) -> None:
     for n, outputs in ((3, 1), (40, 2)):
         oracle = dense(n=n, outputs=outputs)
         mean, covariance = oracle.moments()
-        for way in WAYS.values():
-            gp = TangentGP(oracle.model, Gaussian(variance=0.2), prior_precision=0.7, **way)
-            prediction = gp.fit(oracle.x, oracle.y).predictive(oracle.x_test, joint=True)
-            close(prediction.mean, mean)
-            close(prediction.joint_covariance, covariance)
+        gp = TangentGP(oracle.model, Gaussian(variance=0.2), prior_precision=0.7, **way)
+        prediction = gp.fit(oracle.x, oracle.y).predictive(oracle.x_test, joint=True)
+        close(prediction.mean, mean)
+        close(prediction.joint_covariance, covariance)
 
 
 @pytest.mark.parametrize("way", DENSE.values(), ids=DENSE)
@@ -223,7 +224,9 @@ def test_log_density_is_that_of_the_noisy_marginal() -> None:
     close(one.log_density(x[:, 0]), one.log_density(x[:, :1]))
 
 
-def test_outputs_at_positions_and_inputs_by_name() -> None:
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.thinned(4)
+def test_outputs_at_positions_and_inputs_by_name(way: dict[str, Any]) -> None:
     class Sequence(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -237,18 +240,17 @@ def test_outputs_at_positions_and_inputs_by_name() -> None:
     j = linnet.linearize(model).jacobian(x).flatten(0, 1)
     f = model(**x).detach().reshape(-1)
     total = j @ j.T
-    mean = f + total @ torch.linalg.solve(total + 0.2 * torch.eye(40, dtype=f.dtype), y.reshape(-1) - f)
-    results = []
-    for way in WAYS.values():
-        gp = TangentGP(model, Gaussian(variance=0.2, axis=-1), **way).fit(x, y)
-        results.append(gp.predictive(x))
-        close(results[-1].mean, results[0].mean)
-        close(results[-1].covariance, results[0].covariance)
-    assert results[0].mean.shape == (5, 8)
-    close(results[0].mean, mean.view(5, 8))
+    gain = torch.linalg.solve(total + 0.2 * torch.eye(40, dtype=f.dtype), total)
+    blocks = (total - total @ gain).view(5, 8, 5, 8).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    found = TangentGP(model, Gaussian(variance=0.2, axis=-1), **way).fit(x, y).predictive(x)
+    assert found.mean.shape == (5, 8)
+    close(found.mean, (f + gain.T @ (y.reshape(-1) - f)).view(5, 8))
+    close(found.covariance, blocks)
 
 
-def test_convolutions_in_float32_and_a_part_of_the_parameters() -> None:
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.thinned(4)
+def test_convolutions_in_float32_and_a_part_of_the_parameters(way: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 3, 3),
@@ -259,15 +261,14 @@ def test_convolutions_in_float32_and_a_part_of_the_parameters() -> None:
         nn.Linear(12, 2),
     )
     x, y = torch.randn(12, 1, 6, 6), torch.randn(12, 2)
-    found = {}
-    for name, way in WAYS.items():
-        way = {**way, "tolerance": 1e-5} if "tolerance" in way else way
-        prediction = TangentGP(model, Gaussian(variance=0.1), **way).fit(x, y).predictive(x[:4])
-        found[name] = prediction.mean, prediction.covariance
-        assert prediction.mean.dtype == prediction.covariance.dtype == torch.float32
-    for mean, covariance in found.values():
-        close(mean, found["function"][0], 1e-3)
-        close(covariance, found["function"][1], 1e-3)
+    way = {**way, "tolerance": 1e-5} if "tolerance" in way else way
+    found, exact = (
+        TangentGP(model, Gaussian(variance=0.1), **options).fit(x, y).predictive(x[:4])
+        for options in (way, WAYS["function"])
+    )
+    assert found.mean.dtype == found.covariance.dtype == torch.float32
+    close(found.mean, exact.mean, 1e-3)
+    close(found.covariance, exact.covariance, 1e-3)
     few = TangentGP(model, Gaussian(variance=0.1), params="last-layer").fit(x, y)
     assert few.plan.parameters == 26
     assert float(few.predictive(x).variance.sum()) < float(
