@@ -18,6 +18,7 @@ from linnet.nested.search import Rung, ladder, verdict
 from linnet.nested.tuning import FOLDS, Tuning
 
 BIAS = 1e4
+STEPS = 240
 
 
 def network(outputs: int = 5) -> nn.Module:
@@ -42,7 +43,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "STEPS", 300)
+    patch.setattr(module, "STEPS", STEPS)
     patch.setattr(module, "RATES", (1e-2, 3e-2))
     patch.setattr(module, "FIRST", 0)
 
@@ -121,14 +122,18 @@ def test_a_logger_is_told_and_the_network_that_is_given_stays_as_it_is(
 
     runs = {step: int(value) for step, name, value in rows if name == "run"}
     assert sorted(set(runs.values())) == list(range(1, 2 + FOLDS + 1))  # two rates, two folds, all samples
-    assert all((run - 1) * 300 < step <= run * 300 for step, run in runs.items())
+    assert all((run - 1) * STEPS < step <= run * STEPS for step, run in runs.items())
     losses = [[v for step, name, v in rows if name == "loss" and runs[step] == run] for run in range(1, 6)]
-    assert [len(loss) for loss in losses] == [100] * 4 + [
-        75
-    ]  # epochs of 80 samples, and of 120, in batches of 32
+    # epochs of 80 samples, and of 120, in batches of 32
+    assert [len(loss) for loss in losses] == [STEPS // 3] * 4 + [STEPS // 4]
     assert all(loss[-1] < 0.7 * loss[0] for loss in losses)
     held = {step: value for step, name, value in rows if name == "held_out_accuracy"}
-    assert list(held) == [300, 600, 900, 1200]  # at the end of every run that leaves a fold
+    assert list(held) == [
+        STEPS,
+        2 * STEPS,
+        3 * STEPS,
+        4 * STEPS,
+    ]  # at the end of every run that leaves a fold
     assert fit.held_out is not None
     right = (fit.held_out.argmax(1) == DATA[1]).double().mean()
     assert abs(sum(list(held.values())[-2:]) / 2 - float(right)) < 0.15
