@@ -157,7 +157,7 @@ def test_a_saved_fit_comes_back(tmp_path: Path, fits: tuple[NestedFit, NestedFit
     assert torch.allclose(again, fit.forget([3]).predictive(TEST[0]).probs, atol=1e-6)
 
 
-def test_changes_keep_what_folds_told(fits: tuple[NestedFit, NestedFit]) -> None:
+def test_changes_keep_what_folds_noted(fits: tuple[NestedFit, NestedFit]) -> None:
     fit = fits[1]
     less = fit.forget([0, 5])
     assert less.trained
@@ -216,7 +216,7 @@ def test_rates_at_which_the_network_breaks_are_not_taken(monkeypatch: pytest.Mon
 
 
 def test_rungs_are_compared_sample_by_sample(fits: tuple[NestedFit, NestedFit]) -> None:
-    targets = fits[0].training_targets
+    targets = fits[0]._targets
     truth = targets.values
     noise = torch.randn(truth.shape, generator=torch.Generator().manual_seed(0), dtype=truth.dtype)
     rungs = ladder([("linear probe", truth + 4 * noise)], truth + 3 * noise, targets, 7.0)

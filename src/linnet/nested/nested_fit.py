@@ -107,11 +107,6 @@ class NestedFit(SquaredFit):
         """Whether the lower layers were trained on the same samples."""
         return self.prior.network.trained
 
-    @property
-    def training_targets(self) -> Targets:
-        """Targets of the fit, with their scale."""
-        return self._targets
-
     def _evident_noise(self) -> float:
         """σ² of highest evidence, of the classes that have a sample: targets of the others are all zero."""
         found, possible = super()._evident_noise(), self._possible

@@ -77,7 +77,7 @@ class Tuning:
 
     def _dealt(self) -> Tensor:
         """The fold of each sample, (N,)."""
-        several = int(counted(self.fit.training_targets).sum())
+        several = int(counted(self.fit._targets).sum())
         if min(self.fit.n, several) < 2 * FOLDS:
             of = "" if self.fit.n < 2 * FOLDS else " are of classes with more than one"
             raise DataError(
@@ -170,7 +170,7 @@ def tuned(fit: NestedFit, seed: int, log: Log | None = None) -> NestedFit:
         made = _tuned(fit, tuning, start)
         tuning.finish()
     except (DataError, NumericalError) as error:  # the fit that there is stays
-        return _told(fit, f"The lower layers were not trained: {error.what}.")
+        return _noted(fit, f"The lower layers were not trained: {error.what}.")
     return made
 
 
@@ -181,20 +181,20 @@ def _tuned(fit: NestedFit, tuning: Tuning, start: float) -> NestedFit:
     rate, first = _searched(tuning, targets)
     kernels = [tuning.kernels(first, fit.body_weight > 0)]
     weight, ridge, outputs = _chosen(tuning, kernels, targets)
-    rungs = ladder(before, outputs, fit.training_targets, time.perf_counter() - start, tuning.fold == 0)
+    rungs = ladder(before, outputs, fit._targets, time.perf_counter() - start, tuning.fold == 0)
     if rungs[-1].gain < -ERRORS * rungs[-1].gain_error:  # two more folds would hardly turn it round
-        return _told(fit, verdict(rungs), rungs)
+        return _noted(fit, verdict(rungs), rungs)
     for k in range(1, FOLDS):
         kernels.append(tuning.kernels(tuning.trained(tuning.parts(k)[0], rate), weight > 0))
         if tuning.log is not None:
             tuning.held_out(kernels[-1].mixed(0.0)[0], k, targets)
     weight, ridge, outputs = _chosen(tuning, kernels, targets)
-    rungs = ladder(before, outputs, fit.training_targets, time.perf_counter() - start)
+    rungs = ladder(before, outputs, fit._targets, time.perf_counter() - start)
     if not rungs[-1].taken:
-        return _told(fit, verdict(rungs), rungs)
+        return _noted(fit, verdict(rungs), rungs)
     network = tuning.trained(torch.arange(fit.n, device=tuning.y.device), rate)
     whole = tuning.kernels(network, weight > 0)
-    made = _told(_solved(fit, network, whole, (weight, ridge)), verdict(rungs), rungs)
+    made = _noted(_solved(fit, network, whole, (weight, ridge)), verdict(rungs), rungs)
     _calibrate(made, tuning, kernels, (weight, ridge), outputs)
     reasons = {
         **made.record.reasons,
@@ -210,7 +210,7 @@ def _tuned(fit: NestedFit, tuning: Tuning, start: float) -> NestedFit:
     return made
 
 
-def _told(fit: NestedFit, sentence: str, rungs: tuple[Rung, ...] = ()) -> NestedFit:
+def _noted(fit: NestedFit, sentence: str, rungs: tuple[Rung, ...] = ()) -> NestedFit:
     """A fit, with what was found about training its lower layers."""
     below = fit.module.below
     told = sentence.replace("lower layers", below)
@@ -273,7 +273,7 @@ def _best(tuning: Tuning, kernels: list[Tensor], targets: Tensor) -> tuple[float
     """Lowest held-out error over ridges, the ridge, and the outputs (N, C), with one kernel a fold."""
     # kernels (N, N), targets (N, C)
     # With fewer kernels than folds the error is that of the first folds, and the other outputs are zero.
-    counting = counted(tuning.fit.training_targets) & (tuning.fold < len(kernels))
+    counting = counted(tuning.fit._targets) & (tuning.fold < len(kernels))
     outputs = targets.new_zeros(len(RIDGES), *targets.shape)
     for k, kernel in enumerate(kernels):
         parts = tuning.parts(k)
@@ -304,7 +304,7 @@ def _solved(fit: NestedFit, network: RandomHeads, whole: Kernels, chosen: tuple[
     prior = Prior(network, phi.mean(0), mixture)
     dual = DualSystem(kernel, fit.targets, ridge)
     system = system_of(prior, (fit.x, phi - prior.center), dual, fit.memory)
-    return NestedFit(prior, fit.training_targets, system, fit.record)
+    return NestedFit(prior, fit._targets, system, fit.record)
 
 
 def _calibrate(
@@ -319,7 +319,7 @@ def _calibrate(
         system = DualSystem(mixed[rest][:, rest], made.targets[rest], ridge)
         cross = mixed[held][:, rest]
         own[held] = (mixed.diagonal()[held] - (system.cross(cross) * cross).sum(1)).clamp_min(0).to(own)
-    counting = counted(made.training_targets)
+    counting = counted(made._targets)
     # an output has the variance σ² (1 + own/ρ) about its target
     possible = made.classes if made._possible is None else len(made._possible)
     squares = (outputs - made.targets.to(outputs)).square().sum(1) / (possible or outputs.shape[1])
