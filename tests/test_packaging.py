@@ -110,12 +110,11 @@ def test_one_place_knows_the_distribution() -> None:
             assert not re.search(r"""remedy=.*["']pip install '?linnet""", text), path
 
 
-@pytest.mark.parametrize("path", ["README.md", "CHANGELOG.md", *map(str, (ROOT / "docs").rglob("*.md"))])
-def test_the_pages_install_this_project(path: str) -> None:
-    found = re.findall(
-        r"pip install[^`\n]*?[ '\"](linnet(?:-\w+)?)\b", (ROOT / path).read_text(encoding="utf-8")
-    )
-    assert set(found) <= {distribution.NAME}
+def test_the_pages_install_this_project() -> None:
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    pattern = r"pip install[^`\n]*?[ '\"](linnet(?:-\w+)?)\b"
+    found = {name for page in pages for name in re.findall(pattern, page.read_text(encoding="utf-8"))}
+    assert found == {distribution.NAME}
 
 
 def test_installations_of_others_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

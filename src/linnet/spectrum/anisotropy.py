@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from linnet.errors import InputError, ModelError
 from linnet.linalg.operator import Bidirectional
 from linnet.linalg.random import Seed, normal
-from linnet.params import integer
+from linnet.params import choice, integer
 from linnet.shown import Record
 from linnet.solvers.lanczos import eigenpairs
 from linnet.spectrum.kernel_matrix import KERNELS, tangent_of
@@ -144,8 +144,7 @@ def anisotropy_directions(
         >>> found.singular_values.shape, found.directions.shape
         (torch.Size([3]), torch.Size([3, 6]))
     """
-    if form not in KERNELS:
-        raise InputError(f"form={form!r}", '"trace", "sum" or "full"', "leave form= out")
+    choice("form", form, KERNELS)
     function = tangent_of(model)
     points = _points(function, at)
     mixed = MixedDerivative(function, points, form)
