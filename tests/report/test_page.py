@@ -190,7 +190,7 @@ def drop(part: str) -> Callable[[Content], Content]:
         value = getattr(record, name)
         if rest:
             return replace(record, **{name: without(value, rest)})
-        empty = type(value)() if isinstance(value, tuple | dict) and name != "ids" else None
+        empty = type(value)() if isinstance(value, tuple | dict) else None
         return replace(record, **{name: empty})
 
     return lambda run: without(run, part.split("."))

@@ -73,17 +73,12 @@ def page(
         found = predict(fit, run.inputs(x), None, run.temperatures)
         seconds["predictions"] = time.perf_counter() - start
         scores = (scored(name_of(fit), found, y, seconds["predictions"], found.note),)
-        shown = held_out(run, Samples(pictures(x), y, _ids(len(y))), found, x)
+        shown = held_out(run, Samples(pictures(x), y), found, x)
     notes = Notes(warnings=tuple(fit.record.warnings), facts=facts(run))
     record = fit_record(run, None if x is None or run.classes is None else run.inputs(x), y)
     record = replace(record, timings={**fit.record.seconds, **seconds})
     made = Content(title, run.classes, notes, scores, record, training_set(run), shown)
     return Page(title, render(made), made.to_dict())
-
-
-def _ids(count: int) -> tuple[str, ...]:
-    """Names of samples by their positions."""
-    return tuple(f"#{i}" for i in range(count))
 
 
 def pictures(x: Any) -> Array | None:
@@ -99,8 +94,7 @@ def _run(fit: Fit, classes: tuple[str, ...] | None) -> _GivenFit:
     """The fit as a run that is kept nowhere."""
     x, answers = fit.x, fit.targets if fit.labels is None else fit.labels
     images = pictures(x.detach().cpu().numpy()) if isinstance(x, Tensor) else None
-    samples = Samples(images, answers.detach().cpu().numpy(), _ids(fit.n))
-    return _GivenFit(fit, samples, classes, temperatures_of(fit))
+    return _GivenFit(fit, Samples(images, answers.detach().cpu().numpy()), classes, temperatures_of(fit))
 
 
 def _names(fit: Fit, classes: Sequence[str] | None) -> tuple[str, ...] | None:
