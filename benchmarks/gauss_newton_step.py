@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import linnet
-from linnet.curvatures.kfra import RunningRecursion
+from linnet.curvatures.running import RunningRecursion
 from linnet.likelihoods import Bernoulli, Gaussian
 
 WIDTHS = (1000, 500, 250, 30)

@@ -57,10 +57,7 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
         monkeypatch.setattr(accumulate, "TARGET", 1)
         monkeypatch.setattr(accumulate, "BUSY", 0)
     elif way == "parts of columns":
-        monkeypatch.setattr(accumulate, "plan_chunks", lambda *_, **__: None)
-        from linnet.curvatures import engine
-
-        monkeypatch.setattr(engine, "plan_chunks", lambda *_, **__: accumulate.Chunks(3, 2))
+        monkeypatch.setattr(accumulate, "plan_chunks", lambda *_, **__: accumulate.Chunks(3, 2))
     elif way == "rows one by one":
         monkeypatch.setattr(sums, "ROWS_AT_ONCE", 1)
         monkeypatch.setattr(kfac, "ROWS_AT_ONCE", 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.curvatures.kfra import RunningRecursion
+from linnet.curvatures.running import RunningRecursion
 from linnet.errors import ModelError
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian
 from linnet.tangent.functional import Functional

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import linnet
-from linnet.curvatures import engine
+from linnet.curvatures import accumulate
 from linnet.curvatures.accumulate import Chunks, plan_chunks
 from linnet.curvatures.stream import Batches
 from linnet.errors import InputError, ModelError, NumericalError
@@ -98,7 +98,7 @@ def test_columns_go_together_where_there_are_few_examples(monkeypatch: pytest.Mo
         taken.append(plan_chunks(*args, **options))
         return taken[-1]
 
-    monkeypatch.setattr(engine, "plan_chunks", noted)
+    monkeypatch.setattr(accumulate, "plan_chunks", noted)
     data = torch.randn(4, 5), torch.randint(600, (4,))
     net = nn.Linear(5, 600)
     made = linnet.curvature(net, data, CATEGORICAL, "kfac")

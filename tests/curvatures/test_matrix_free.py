@@ -253,15 +253,6 @@ def test_columns_equal_a_loop_and_take_one_pass(name: str) -> None:
         assert operator.passes == 7
 
 
-def test_on_pass_is_called_after_every_pass() -> None:
-    calls: list[int] = []
-    operator = GaussNewtonOperator(
-        function_of("mlp-tanh"), batches("mlp-tanh", "gaussian"), Gaussian(), on_pass=lambda: calls.append(1)
-    )
-    _ = operator @ case("mlp-tanh").direction(columns=3), operator @ case("mlp-tanh").direction()
-    assert len(calls) == 2
-
-
 class Counted(nn.Module):
     """Counts the times that it runs."""
 

@@ -14,9 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.curvatures import LowRank, MonteCarlo
-from linnet.curvatures.products import FiniteDifferenceFisher
 from linnet.curvatures.running import RunningCurvature
-from linnet.curvatures.stream import Batches
 from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError, WeightsError
 from linnet.likelihoods import (
     Bernoulli,
@@ -29,7 +27,6 @@ from linnet.likelihoods import (
     from_description,
     mixture_of_classifiers,
 )
-from linnet.tangent.functional import Functional
 from tests.curvatures.side_by_side import curvature_of
 from tests.fitting.problems import real
 from tests.laplace.laplace_problems import classes, numbers
@@ -140,11 +137,6 @@ CURVATURES: list[Row] = [
     (InputError, "multiplier", lambda: call().scaled(-2)),
     (InputError, "26", lambda: call() @ torch.ones(25).double()),
     (InputError, "float64", lambda: call() @ torch.ones(26)),
-    (
-        InputError,
-        "step=0",
-        lambda: FiniteDifferenceFisher(Functional(network()), Batches((X, Y), CPU), Categorical(), 0),
-    ),
 ]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.curvatures.kfra import RunningRecursion
+from linnet.curvatures.running import RunningRecursion
 from linnet.errors import DataError, InputError
 from linnet.likelihoods import Bernoulli, Categorical
 from linnet.tangent.functional import Functional

@@ -432,7 +432,27 @@ def plan_chunks(
     return Chunks(FEWEST if parts > 1 else max(1, examples), max(1, min(columns, parts)))
 
 
-def require_columns(function: Functional, batch: Batch, columns: int, outputs: int, budget: int) -> None:
+def sized_chunks(
+    function: Functional,
+    batch: Batch,
+    f: Tensor,
+    expectation: Expectation,
+    row_numbers: int,
+    budget: int,
+    most: int = LARGEST,
+    fields: int = 0,
+    formed: bool = True,
+) -> Chunks:
+    """Plan the chunks of an expectation's columns; f are the outputs of one example."""
+    columns, outputs, item = expectation.count_of_one(f, batch.y), f.numel(), function.dtype.itemsize
+    alone = expectation.size(f) is not None  # columns can be formed one by one
+    if formed:
+        _require_columns(function, batch, 1 if alone else columns, outputs, budget)
+    chunks = plan_chunks(function, batch, columns, row_numbers * item, budget, most, fields=fields)
+    return _capped(chunks, columns, outputs, item, budget, alone)
+
+
+def _require_columns(function: Functional, batch: Batch, columns: int, outputs: int, budget: int) -> None:
     """Raise if one example does not fit: its columns, and its derivatives in one of them."""
     items = (
         ("columns of one example", columns * outputs * function.dtype.itemsize),
@@ -448,7 +468,7 @@ def require_columns(function: Functional, batch: Batch, columns: int, outputs: i
     )
 
 
-def capped(chunks: Chunks, columns: int, outputs: int, item: int, budget: int, parts: bool) -> Chunks:
+def _capped(chunks: Chunks, columns: int, outputs: int, item: int, budget: int, parts: bool) -> Chunks:
     """The sizes with as many examples as can have their columns (K, N, C) at once."""
     room, each = budget // 4, max(1, outputs * item)
     if parts:

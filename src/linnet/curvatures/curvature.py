@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet import tree
+from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.layers import Part, in_eigenbases
 from linnet.curvatures.variance import output_covariance, output_variance
 from linnet.errors import InputError, NumericalError
@@ -43,6 +44,15 @@ class Provenance:
     samples: int = 1  # random columns for each example, where there are any
     # why Λ was taken so, where the choice was left to `expectation="auto"` and fell on samples
     reason: str = ""
+
+    @classmethod
+    def of(
+        cls, expectation: Expectation, structure: str, sharing: str, examples: float, reason: str = ""
+    ) -> Provenance:
+        """That of a curvature by an expectation."""
+        e = expectation
+        described = e.likelihood.describe()
+        return cls(structure, e.matrix, e.kind, sharing, described, examples, e.samples, reason)
 
     @property
     def columns(self) -> str:

@@ -18,12 +18,11 @@ from linnet.curvatures.accumulate import (
     Chunks,
     Summation,
     Watch,
-    capped,
     has_closed_form,
     plan_chunks,
     remembered_inputs,
-    require_columns,
     require_runs,
+    sized_chunks,
 )
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.expectation import Expectation, by_cost, exact_passes
@@ -34,7 +33,7 @@ from linnet.curvatures.kfac import (
     RowMomentSums,
     shared_eigenvalue_sums,
 )
-from linnet.curvatures.kfra import RecursionSums
+from linnet.curvatures.kfra import RecursionSums, counted
 from linnet.curvatures.layers import Layer, Part, find_layers
 from linnet.curvatures.settings import WIDEST
 from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
@@ -70,11 +69,7 @@ class Request:
 
     def provenance(self, structure: str, examples: float) -> Provenance:
         """Where a matrix comes from."""
-        e = self.expectation
-        described = e.likelihood.describe()
-        return Provenance(
-            structure, e.matrix, e.kind, self.sharing, described, examples, e.samples, self.reason
-        )
+        return Provenance.of(self.expectation, structure, self.sharing, examples, self.reason)
 
 
 @dataclass(frozen=True)
@@ -178,30 +173,13 @@ def _recursion(function: Functional, batches: Batches, request: Request, first: 
     require(plan, ['use structure="diagonal"', "select parameters with linnet.linearize(model, params=...)"])
     batches.block = batches.block or LARGEST
     for batch in track(batches, "curvature", total=batches.length()):
-        counted, f, y = _counted(function, request.expectation, batch)
+        own, f, y = counted(function, request.expectation, batch)
         if len(f):
-            sums.add(counted, f, y)
+            sums.add(own, f, y)
     if batches.share.world > 1:
         all_sum(list(sums.tensors.values()))
-    blocks = sums.blocks()
-    parts = tuple(
-        Part(layer, blocks[layer.name], "kfra")
-        for layer in sorted(sums.layers, key=lambda layer: function.names.index(layer.names[0]))
-    )
-    return Curvature(parts, function, request.provenance("kfra", float(sums.tensors["count"])))
-
-
-def _counted(
-    function: Functional, expectation: Expectation, batch: Batch
-) -> tuple[Batch, Tensor, Tensor | None]:
-    """The examples of a batch that are not masked, their outputs and checked targets."""
-    f = function.check_runs(batch.x)
-    y = expectation.targets(f, batch.y)
-    mask = None if y is None else expectation.likelihood.mask(y)
-    if y is None or mask is None or bool(mask.all()):
-        return batch, f, y
-    kept = mask.any(1)
-    return Batch(batch.index, take(batch.x, kept), y[kept]), f[kept], y[kept]
+    made = request.provenance("kfra", float(sums.tensors["count"]))
+    return Curvature(tuple(sums.parts()), function, made)
 
 
 def layers_of(function: Functional, batch: Batch, run: Trace | None = None) -> tuple[Layer, ...]:
@@ -384,15 +362,9 @@ def _chunks(
     formed: bool,
 ) -> Chunks:
     """Plan the chunks; f are the outputs of the first example, whose columns may be formed."""
-    e = request.expectation
-    columns, outputs = e.count_of_one(f, first.y), f.numel()
-    rows = max((_row_numbers(s) for s in sums.values()), default=0) * function.dtype.itemsize
+    rows = max((_row_numbers(s) for s in sums.values()), default=0)
     budget = parse_bytes(request.memory, function.device)
-    alone = e.size(f) is not None  # columns can be formed one by one
-    if formed:
-        require_columns(function, first, 1 if alone else columns, outputs, budget)
-    chunks = plan_chunks(function, first, columns, rows, budget, most, fields=fields)
-    return capped(chunks, columns, outputs, function.dtype.itemsize, budget, alone)
+    return sized_chunks(function, first, f, request.expectation, rows, budget, most, fields, formed)
 
 
 def _closed_examples(

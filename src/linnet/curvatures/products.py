@@ -23,11 +23,10 @@ from torch import Tensor
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.stream import Batch, Batches
 from linnet.distributed import all_sum, collective
-from linnet.errors import DataError, InputError, ModelError
+from linnet.errors import DataError, ModelError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.operator import LinearOperator, ParameterSpace, require_fit
 from linnet.linalg.random import normal
-from linnet.params import choice
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, split, take
 from linnet.tangent.capture import capture, capture_bytes
@@ -368,10 +367,8 @@ class SummedOperator(LinearOperator, ABC):
 
     description: str
 
-    def __init__(
-        self, function: Functional, data: Batches, on_pass: Callable[[], None] | None = None
-    ) -> None:
-        self.function, self.data, self.on_pass = function, data, on_pass
+    def __init__(self, function: Functional, data: Batches, likelihood: Likelihood) -> None:
+        self.function, self.data, self.likelihood = function, data, likelihood
         self.shape = (function.space.dim, function.space.dim)
         self.dtype, self.device, self.space = function.dtype, function.device, function.space
         self.passes = 0
@@ -395,8 +392,6 @@ class SummedOperator(LinearOperator, ABC):
             if shared:
                 all_sum([total])
         self.passes += 1
-        if self.on_pass is not None:
-            self.on_pass()
         return total
 
     @property
@@ -409,8 +404,6 @@ class ColumnOperator(SummedOperator):
     """Σ_n J_nᵀ Λ_n J_n with Λ, or random columns that stand for it, from the likelihood."""
 
     matrix: ClassVar[str]  # "gauss-newton" or "fisher"
-    taken: ClassVar[tuple[str, ...]]
-    elsewhere: ClassVar[str]  # the operator for other expectations, in words
 
     def __init__(
         self,
@@ -420,22 +413,30 @@ class ColumnOperator(SummedOperator):
         expectation: str = "exact",
         samples: int = 1,
         seed: int = 0,
-        on_pass: Callable[[], None] | None = None,
     ) -> None:
-        choice("expectation", expectation, self.taken, self.elsewhere)
-        super().__init__(function, data, on_pass)
-        self.likelihood = likelihood
+        super().__init__(function, data, likelihood)
         self.expectation = Expectation(likelihood, expectation, self.matrix, samples, seed)
 
     def product(self, batch: Batch, v: Tensor) -> Tensor:
-        """A batch's part of the product."""
-        if self.expectation.kind != "exact":
-            return sampled_product(self.function, batch, v, self.expectation)
-        return exact_product(self.function, batch, v, self.expectation, self._weigh)
+        """A batch's part of the product: by Λ itself, or by columns that stand for it."""
+        expectation = self.expectation
 
-    @abstractmethod
+        def weighed(f: Tensor, t: Tensor, place: slice) -> Tensor:
+            require_finite(f, batch.index, place.start)
+            return self._weigh(f, t, expectation.targets(f, None if batch.y is None else batch.y[place]))
+
+        def columns(f: Tensor) -> Tensor:
+            require_finite(f, batch.index)
+            return expectation.columns(f, expectation.targets(f, batch.y), batch.index)
+
+        if expectation.kind == "exact":
+            return weighted(self.function, batch.x, v, weighed)
+        count = 1 if expectation.kind == "empirical" else expectation.samples
+        return factored(self.function, batch.x, v, columns, count)
+
     def _weigh(self, f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
         """Λ t at outputs f."""
+        return self.likelihood.product(f, t, y)
 
 
 class GaussNewtonOperator(ColumnOperator):
@@ -444,44 +445,7 @@ class GaussNewtonOperator(ColumnOperator):
     # Schraudolph, "Fast curvature matrix-vector products for second-order gradient descent", 2002.
 
     description = "product with the Gauss-Newton matrix"
-
-    description = "product with the Gauss-Newton matrix"
     matrix = "gauss-newton"
-    taken = ("exact", "random-projection")
-    elsewhere = "for sampled or observed labels take FisherOperator"
-
-    def _weigh(self, f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
-        return self.likelihood.product(f, t, y)
-
-
-def exact_product(
-    function: Functional,
-    batch: Batch,
-    v: Tensor,
-    expectation: Expectation,
-    weigh: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-) -> Tensor:
-    """Σ Jᵀ Λ J v over a batch, Λ given by what it does, (P, K)."""
-    # v (P, K), weigh (N, ...)
-
-    def checked(f: Tensor, t: Tensor, place: slice) -> Tensor:
-        require_finite(f, batch.index, place.start)
-        y = None if batch.y is None else batch.y[place]
-        return weigh(f, t, expectation.targets(f, y))
-
-    return weighted(function, batch.x, v, checked)
-
-
-def sampled_product(function: Functional, batch: Batch, v: Tensor, expectation: Expectation) -> Tensor:
-    """Σ_s (Jᵀ s)(Jᵀ s)ᵀ v over a batch, for the columns s of an expectation."""
-    # v (P, K)
-
-    def columns(f: Tensor) -> Tensor:
-        require_finite(f, batch.index)
-        return expectation.columns(f, expectation.targets(f, batch.y), batch.index)
-
-    count = 1 if expectation.kind == "empirical" else expectation.samples
-    return factored(function, batch.x, v, columns, count)
 
 
 # -- hessian ---------------------------------------------------------------------------------------
@@ -497,16 +461,6 @@ class HessianOperator(SummedOperator):
     # multiplication by the Hessian", 1994; the gradient with its graph is shared by all vectors.
 
     description = "product with the Hessian"
-
-    def __init__(
-        self,
-        function: Functional,
-        data: Batches,
-        likelihood: Likelihood,
-        on_pass: Callable[[], None] | None = None,
-    ) -> None:
-        super().__init__(function, data, on_pass)
-        self.likelihood = likelihood
 
     def product(self, batch: Batch, v: Tensor) -> Tensor:
         """∇(gᵀ v) over a batch, g = ∇ Σ −log p."""
@@ -615,12 +569,10 @@ class FisherOperator(ColumnOperator):
 
     description = "product with the Fisher matrix"
     matrix = "fisher"
-    taken = ("exact", "mc", "empirical")
-    elsewhere = "for random projections of Λ take GaussNewtonOperator"
 
     def _weigh(self, f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
         if self.likelihood.canonical:  # the Fisher information of the outputs is Λ
-            return self.likelihood.product(f, t, y)
+            return super()._weigh(f, t, y)
         s = self.likelihood.fisher_root(f, y).flatten(2)
         # Σ_j s_j (s_jᵀ t)
         return torch.einsum("jnc,jnk->knc", s, torch.einsum("jnc,knc->jnk", s, t.flatten(2))).reshape(t.shape)
@@ -640,17 +592,8 @@ class FiniteDifferenceFisher(SummedOperator):
 
     description = "product with the Fisher matrix by finite differences"
 
-    def __init__(
-        self,
-        function: Functional,
-        data: Batches,
-        likelihood: Likelihood,
-        step: float | None = None,
-        on_pass: Callable[[], None] | None = None,
-    ) -> None:
-        if step is not None and not step > 0:
-            raise InputError(f"step={step!r}", expected="a positive number", remedy="leave step= out")
-        super().__init__(function, data, on_pass)
+    def __init__(self, function: Functional, data: Batches, likelihood: Likelihood) -> None:
+        super().__init__(function, data, likelihood)
         tied = [name for name, (_, shared) in function.padding.items() if shared]
         if tied:
             raise ModelError(
@@ -658,8 +601,7 @@ class FiniteDifferenceFisher(SummedOperator):
                 expected="padding rows used for nothing else: a difference cannot hold half of a use",
                 remedy="take FisherOperator, which differentiates",
             )
-        self.likelihood = likelihood
-        self.step: float = torch.finfo(function.dtype).eps ** 0.5 / 3 if step is None else step
+        self.step: float = torch.finfo(function.dtype).eps ** 0.5 / 3
 
     def product(self, batch: Batch, v: Tensor) -> Tensor:
         """The difference of two gradients over a batch, one vector after the other."""

@@ -12,6 +12,7 @@ is carried over: the new eigenvalues are the old matrix' diagonal in the new bas
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.accumulate import Accumulator, capped, plan_chunks, require_columns
+from linnet.curvatures.accumulate import Accumulator, sized_chunks
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.engine import everything, layers_of
@@ -31,37 +32,204 @@ from linnet.curvatures.kfac import (
     RowMomentSums,
     shared_eigenvalue_sums,
 )
+from linnet.curvatures.kfra import RecursionSums, counted
 from linnet.curvatures.layers import Layer, Part
 from linnet.curvatures.settings import EXPECTATIONS
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Sums
-from linnet.curvatures.treatments import (
-    BY_LAYER,
-    Structure,
-    by_layer,
-    make_sums,
-    resolve,
-    treatment,
-)
-from linnet.distributed import Share, collective, world
+from linnet.curvatures.treatments import BY_LAYER, Structure, by_layer, make_sums, treatment
+from linnet.distributed import Share, all_sum, collective, world
 from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.operator import require_params
 from linnet.memory import parse_bytes
-from linnet.params import choice, flag, instance, integer, number, refuse
+from linnet.params import choice, flag, instance, integer, number
 from linnet.params import seed as checked_seed
 from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import Functional, tensors_by_name
 from linnet.tangent.inputs import taken
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tree import tensors_in
 
 RENEWAL = 10  # batches between two bases of EKFAC
+LOOKED_AT = 32  # examples on which a network is proved to be a chain
+UNCOUNTED = (  # an error: what was wrong, expected, to do
+    "all targets are masked or ignored",
+    "at least one example that counts",
+    "leave such batches out",
+)
 
 
-class RunningCurvature(Shown):
+class RunningAverage(Shown, ABC):
+    """A curvature as an exponential average over batches: what is the same for all structures."""
+
+    def __init__(
+        self,
+        model: nn.Module | Functional,
+        structure: Structure,
+        expectation: Expectation,
+        sharing: str,
+        decay: float,
+    ) -> None:
+        if isinstance(model, Functional):
+            self.function = model.copy()
+        else:
+            self.function = model.function.copy() if isinstance(model, Linearized) else Functional(model)
+        self.structure, self.expectation, self.sharing, self.decay = structure, expectation, sharing, decay
+        self.batches = 0
+        self.examples = torch.zeros((), dtype=torch.float64, device=self.function.device)
+
+    def _shown(self) -> dict[str, Any]:
+        known = {"structure": self.structure, "P": self.function.space.dim, "batches": self.batches}
+        return {**known, "examples": float(self.examples), "decay": self.decay}
+
+    @abstractmethod
+    def _prepare(self, batch: Batch) -> None:
+        """Find the layers, on the first batch."""
+
+    @abstractmethod
+    def _take(self, batch: Batch, processes: int, seen: ChainPass | None) -> None:
+        """Fade the statistics and add a batch; one that fails changes nothing."""
+
+    @abstractmethod
+    def _parts(self, scale: float | None) -> list[Part]:
+        """The blocks of the average, or of a multiple of it."""
+
+    @abstractmethod
+    def _statistics(self) -> Sequence[tuple[str, Sums | RecursionSums]]:
+        """All statistics, by name."""
+
+    @abstractmethod
+    def _restart(self, state: Mapping[str, Tensor], first: Batch | None) -> None:
+        """Make the statistics that a state was saved of, or none."""
+
+    # -- averaging -------------------------------------------------------------------------------
+
+    @in_exact_mode
+    @torch.no_grad()
+    def add(
+        self, x: Inputs, y: Tensor | None = None, shared: bool = False, seen: ChainPass | None = None
+    ) -> None:
+        """Fade what was added before, and add a batch.
+
+        Args:
+            x: N examples.
+            y: Targets (N, ...), where the expectation needs them.
+            shared: Whether every process of ``torch.distributed`` adds a batch of its own now, and all get
+                the sum.
+            seen: A forward pass over x at the weights of the last :meth:`refresh`, where there is one.
+
+        Raises:
+            DataError: If the batch is empty, not finite, or lacks targets.
+            ModelError: If the outputs are not finite.
+        """
+        flag("shared", shared)
+        if seen is not None:
+            instance("seen", seen, ChainPass, "a forward pass of linnet's own")
+        with collective(f"{type(self).__name__}.add", shared):
+            rank, processes = world() if shared else (0, 1)
+            batch = replace(self._batch(x, y), index=self.batches * processes + rank)
+            self._prepare(batch)
+            self._take(batch, processes, seen)
+            self.batches += 1
+
+    def _batch(self, x: Inputs, y: Tensor | None = None) -> Batch:
+        """Examples, checked, on the network's device."""
+        x = taken(self.function, x)
+        return Batches(x if y is None else (x, y), self.function, max(1, batch_size(x))).first()
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    @in_exact_mode
+    def curvature(self, examples: float | None = None) -> Curvature:
+        """The average as an operator with closed forms.
+
+        It is a copy: batches added later do not change it. Its ``output_covariance`` runs the network as
+        :meth:`refresh` last left it.
+
+        Args:
+            examples: Number of examples to scale the sum to, such as the size of the training set; by
+                default the number that it stands for, ``examples``.
+
+        Returns:
+            The curvature.
+
+        Raises:
+            DataError: If no batch has been added.
+            InputError: If ``examples`` is no positive number.
+        """
+        if self.batches == 0:
+            raise DataError(
+                "no batch has been added", expected="at least one", remedy="call add(x, y) before curvature()"
+            )
+        own = float(self.examples)
+        if own == 0:
+            raise DataError(*UNCOUNTED)
+        wanted = number("examples", own if examples is None else examples, above=0)
+        parts = tuple(self._parts(None if examples is None else wanted / own))
+        name = self.structure if isinstance(self.structure, str) else "mixture"
+        made = Provenance.of(self.expectation, name, self.sharing, float(wanted))
+        return Curvature(parts, self.function, made)
+
+    # -- following the network -------------------------------------------------------------------
+
+    def refresh(self, model: nn.Module | Mapping[str, Tensor]) -> None:
+        """Take over the weights and buffers of a network that has been trained on.
+
+        Tensors are copied, nothing else is: layers, plans of differentiation and averages stay.
+
+        Args:
+            model: The network, of the same architecture, or tensors by name.
+
+        Raises:
+            WeightsError: If a tensor has another shape.
+            ModelError: If a value is not finite.
+        """
+        if isinstance(model, nn.Module):
+            model = tensors_by_name(getattr(model, "_orig_mod", model))
+        require_params(model, "model")
+        self.function.moved(model, in_place=True, plans=True)
+
+    # -- keeping ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All averages, for ``torch.save`` or safetensors; copies.
+
+        Returns:
+            Tensors by name.
+        """
+        tensors = {"examples": self.examples, "batches": torch.tensor(self.batches), **self._tensors()}
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+    @in_exact_mode
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor], x: Inputs) -> None:
+        """Go on from saved averages, of the same network and settings.
+
+        Args:
+            state: From :meth:`state_dict`.
+            x: A few examples, to find the layers on.
+
+        Raises:
+            InputError: If the averages belong to another network or structure.
+        """
+        require_params(state, "state")
+        begun = integer("state['batches']", state.get("batches", 1), 0) > 0
+        self._restart(state, self._batch(x) if begun else None)
+        own = self._tensors()
+        _match({"examples", "batches", *own}, set(state))
+        _fill(own, state)
+        self.examples.fill_(number("state['examples']", state["examples"], least=0))
+        self.batches = integer("state['batches']", state["batches"], 0)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The tensors of all statistics, by name."""
+        return {f"{own}/{name}": t for own, sums in self._statistics() for name, t in sums.tensors.items()}
+
+
+class RunningCurvature(RunningAverage):
     """A curvature as an exponential average over batches, for optimizers and continual learners.
 
     Args:
@@ -106,21 +274,16 @@ class RunningCurvature(Shown):
         seed: int = 0,
     ) -> None:
         check_likelihood(likelihood)
-        if not isinstance(structure, str | Mapping) or not structure:
-            refuse("structure", structure, "a structure, or a mapping of them", 'pass structure="kfac"')
-        choice("expectation", expectation, EXPECTATIONS, 'pass "mc" if unsure')
-        if isinstance(structure, str):
-            structure, expectation = resolve(structure, expectation)
-        _check(structure, expectation, sharing, decay)
-        self.structure, self.sharing, self.decay = structure, sharing, float(decay)
-        if isinstance(model, Functional):
-            self.function = model.copy()
-        else:
-            self.function = model.function.copy() if isinstance(model, Linearized) else Functional(model)
+        if not isinstance(structure, Mapping) or not structure:
+            elsewhere = "use linnet.curvature for what needs all the data at once"
+            choice("structure", structure, (*BY_LAYER, "full"), elsewhere)
+        taken_one_by_one = [kind for kind in EXPECTATIONS if kind != "recursion"]
+        choice("expectation", expectation, taken_one_by_one, 'pass expectation="mc" if unsure')
+        choice("sharing", sharing, ("expand", "reduce"))
+        number("decay", decay, above=0, most=1, remedy="pass decay=1.0 for plain sums")
         matrix = choose_matrix(likelihood, expectation, "auto")
-        self.expectation = Expectation(likelihood, expectation, matrix, 1, checked_seed("seed", seed))
-        self.batches = 0
-        self.examples = torch.zeros((), dtype=torch.float64, device=self.function.device)
+        columns = Expectation(likelihood, expectation, matrix, 1, checked_seed("seed", seed))
+        super().__init__(model, structure, columns, sharing, float(decay))
         self._assigned: list[tuple[Layer, str, str]] = []
         self._first: list[Sums] = []
         self._second: dict[int, EigenvalueSums | RowEigenvalueSums] = {}
@@ -128,44 +291,9 @@ class RunningCurvature(Shown):
         self._kinds: set[Any] = set()
         self._basis: dict[int, Sums] = {}  # the factors that the bases were made of
 
-    def _shown(self) -> dict[str, Any]:
-        known = {"structure": self.structure, "P": self.function.space.dim, "batches": self.batches}
-        return {**known, "examples": float(self.examples), "decay": self.decay}
-
-    # -- averaging -------------------------------------------------------------------------------
-
-    @in_exact_mode
-    @torch.no_grad()
-    def add(
-        self, x: Inputs, y: Tensor | None = None, shared: bool = False, seen: ChainPass | None = None
-    ) -> None:
-        """Fade what was added before, and add a batch.
-
-        Args:
-            x: N examples.
-            y: Targets (N, ...), where the expectation needs them.
-            shared: Whether every process of ``torch.distributed`` adds a batch of its own now, and all get
-                the sum.
-            seen: A forward pass over x at the weights of the last :meth:`refresh`, where there is one.
-
-        Raises:
-            DataError: If the batch is empty, not finite, or lacks targets.
-            ModelError: If the outputs are not finite.
-        """
-        flag("shared", shared)
-        if seen is not None:
-            instance("seen", seen, ChainPass, "a forward pass of linnet's own")
-        with collective("RunningCurvature.add", shared):
-            self._add_all(x, y, shared, seen)
-
-    def _add_all(self, x: Inputs, y: Tensor | None, shared: bool, seen: ChainPass | None) -> None:
-        """Fade what was added before, and add a batch; all processes together, if they are to."""
-        rank, processes = world() if shared else (0, 1)
-        x = taken(self.function, x)
-        whole = Batches(x if y is None else (x, y), self.function, max(1, batch_size(x))).first()
-        self._prepare(whole)
-        self._check_kind(whole)
-        batch = replace(whole, index=self.batches * processes + rank)
+    def _take(self, batch: Batch, processes: int, seen: ChainPass | None) -> None:
+        """Fade what was added before, and add a batch; EKFAC's basis is renewed now and then."""
+        self._check_kind(batch)
         corrected = [i for i, (_, how, _) in enumerate(self._assigned) if how == "ekfac"]
         if corrected and self._second and self.batches % RENEWAL == 0:
             self._renew(processes > 1)
@@ -175,7 +303,6 @@ class RunningCurvature(Shown):
             self._renew(processes > 1)
             self._add(batch, list(self._second.values()), processes, seen)
         self.examples.mul_(self.decay).add_(size)
-        self.batches += 1
 
     @in_exact_mode
     @torch.no_grad()
@@ -246,140 +373,120 @@ class RunningCurvature(Shown):
         """Examples and columns at once; found for each shape of an example once."""
         key = example_shapes(batch.x)
         if key not in self._sizes:
-            e = self.expectation
             f = self.function.check_runs(take(batch.x, slice(0, 1)))
-            columns = e.count_of_one(f, batch.y)
             formed = [a.size for a, how, _ in self._assigned if how in ("block", "full") or not a.factored]
-            row = max(formed, default=0) * self.function.dtype.itemsize
             budget = parse_bytes(None, self.function.device)
-            alone = e.size(f) is not None  # columns can be formed one by one
-            require_columns(self.function, batch, 1 if alone else columns, f.numel(), budget)
-            chunks = plan_chunks(self.function, batch, columns, row, budget)
-            chunks = capped(chunks, columns, f.numel(), self.function.dtype.itemsize, budget, alone)
+            chunks = sized_chunks(self.function, batch, f, self.expectation, max(formed, default=0), budget)
             self._sizes[key] = chunks.examples, chunks.columns
         return self._sizes[key]
 
-    # -- reading ---------------------------------------------------------------------------------
-
-    @in_exact_mode
-    def curvature(self, examples: float | None = None) -> Curvature:
-        """The average as an operator with closed forms.
-
-        It is a copy: batches added later do not change it. Its ``output_covariance`` runs the network as
-        :meth:`refresh` last left it.
-
-        Args:
-            examples: Number of examples to scale the sum to, such as the size of the training set; by
-                default the number that it stands for, ``examples``.
-
-        Returns:
-            The curvature.
-
-        Raises:
-            DataError: If no batch has been added.
-            InputError: If ``examples`` is no positive number.
-        """
-        if self.batches == 0:
-            raise DataError(
-                "no batch has been added", expected="at least one", remedy="call add(x, y) before curvature()"
-            )
-        own = float(self.examples)
-        wanted = own if examples is None else examples
-        wanted = number("examples", wanted, above=0)
+    def _parts(self, scale: float | None) -> list[Part]:
+        """The blocks of the average, or of a multiple of it."""
         parts = []
         for i, (layer, how, note) in enumerate(self._assigned):
             block = _snapshot(self._second[i] if how == "ekfac" else self._first[i]).block()
-            parts.append(Part(layer, block if examples is None else block.scaled(wanted / own), how, note))
-        e, name = self.expectation, self.structure if isinstance(self.structure, str) else "mixture"
-        made = Provenance(
-            name, e.matrix, e.kind, self.sharing, e.likelihood.describe(), float(wanted), e.samples
-        )
-        return Curvature(tuple(parts), self.function, made)
+            parts.append(Part(layer, block if scale is None else block.scaled(scale), how, note))
+        return parts
 
-    # -- following the network -------------------------------------------------------------------
+    def _restart(self, state: Mapping[str, Tensor], first: Batch | None) -> None:
+        """Make the statistics that a state was saved of; a basis is made of its factors."""
+        self._first, self._second, self._basis = [], {}, {}
+        if first is not None:
+            self._prepare(first)
+            corrected = {i: s for i, s in enumerate(self._first) if self._assigned[i][1] == "ekfac"}
+            factors = {f"basis/{i}/{name}": t for i, s in corrected.items() for name, t in s.tensors.items()}
+            _fill(factors, state)
+            self.renew_basis()
 
-    def refresh(self, model: nn.Module | Mapping[str, Tensor]) -> None:
-        """Take over the weights and buffers of a network that has been trained on.
+    def _statistics(self) -> Sequence[tuple[str, Sums]]:
+        """All statistics, by kind and layer."""
+        kinds = ("first", dict(enumerate(self._first))), ("second", {**self._second}), ("basis", self._basis)
+        return [(f"{kind}/{i}", statistic) for kind, sums in kinds for i, statistic in sums.items()]
 
-        Tensors are copied, nothing else is: layers, plans of differentiation and averages stay.
 
-        Args:
-            model: The network, of the same architecture, or tensors by name.
+class RunningRecursion(RunningAverage):
+    """The :class:`RunningCurvature` of KFRA, whose recursion runs with the weights at the time of reading."""
 
-        Raises:
-            WeightsError: If a tensor has another shape.
-            ModelError: If a value is not finite.
-        """
-        if isinstance(model, nn.Module):
-            model = getattr(model, "_orig_mod", model)
-            model = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        require_params(model, "model")
-        self.function.moved(model, in_place=True, plans=True)
-
-    # -- keeping ---------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """All averages, for ``torch.save`` or safetensors; copies.
-
-        Returns:
-            Tensors by name.
-        """
-        tensors = {"examples": self.examples, "batches": torch.tensor(self.batches)}
-        for kind, sums in self._groups():
-            for i, statistic in sums.items():
-                tensors |= {f"{kind}/{i}/{name}": t for name, t in statistic.tensors.items()}
-        return {name: tensor.clone() for name, tensor in tensors.items()}
+    def __init__(
+        self, function: Functional, likelihood: Likelihood, decay: float = 0.95, seed: int = 0
+    ) -> None:
+        matrix = choose_matrix(likelihood, "recursion", "auto")
+        columns = Expectation(likelihood, "recursion", matrix, 1, seed)
+        self._sums: RecursionSums | None = None
+        super().__init__(function, "kfra", columns, "expand", decay)
 
     @in_exact_mode
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor], x: Inputs) -> None:
-        """Go on from saved averages, of the same network and settings.
+    def look(self, x: Inputs) -> ChainPass | None:
+        """A forward pass at the weights of the last ``refresh``, for ``add`` and for other uses."""
+        return None if self._sums is None else ChainPass.of(self.function, self._sums.layers, x)
 
-        Args:
-            state: From :meth:`state_dict`.
-            x: A few examples, to find the layers on.
+    def _prepare(self, batch: Batch) -> None:
+        """Find and prove the chain, on the first batch."""
+        if self._sums is None:
+            few = batch.part(slice(0, LOOKED_AT))
+            proving = RecursionSums(self.function, self.expectation, few)
+            own, f, y = counted(self.function, self.expectation, few)
+            if not len(f):
+                raise DataError(*UNCOUNTED)
+            proving.add(own, f, y)
+            self._sums = RecursionSums(self.function, self.expectation, few, probes=1)
 
-        Raises:
-            InputError: If the averages belong to another network or structure.
-        """
-        require_params(state, "state")
-        self._first, self._second, self._basis = [], {}, {}
-        if integer("state['batches']", state.get("batches", 1), 0):
-            x = taken(self.function, x)
-            self._prepare(Batches(x, self.function, max(1, batch_size(x))).first())
-            factors = {i: s for i, s in enumerate(self._first) if self._assigned[i][1] == "ekfac"}
-            _fill(factors, state, "basis")
-            self.renew_basis()
-        _match({"examples", "batches"} | self._names(), set(state))
-        for kind, sums in self._groups():
-            _fill(sums, state, kind)
-        self.examples.fill_(number("state['examples']", state["examples"], least=0))
-        self.batches = integer("state['batches']", state["batches"], 0)
+    def _take(self, batch: Batch, processes: int, seen: ChainPass | None) -> None:
+        """Fade the sums and add a batch, in one forward pass where all its examples count."""
+        sums = self._sums
+        assert sums is not None, "the chain has been found"
+        fresh = {name: torch.zeros_like(t) for name, t in sums.tensors.items()}
+        kept, sums.tensors = sums.tensors, fresh
+        try:
+            mask = None if batch.y is None else self.expectation.likelihood.mask(batch.y)
+            if mask is not None and not bool(mask.any()):
+                pass  # nothing counts: the averages only fade
+            elif mask is not None and not bool(mask.all()):
+                sums.add(*counted(self.function, self.expectation, batch))
+            elif (chain := seen or self.look(batch.x)) is not None and bool(chain.outputs.isfinite().all()):
+                sums.add_pass(chain, self.expectation.targets(chain.outputs, batch.y))
+            else:
+                sums.add(batch, None, batch.y)
+        finally:
+            sums.tensors = kept
+        if processes > 1:
+            all_sum(list(fresh.values()))
+        for name, tensor in kept.items():
+            tensor.mul_(self.decay).add_(fresh[name])
+        self.examples.copy_(kept["count"])
 
-    def _groups(self) -> list[tuple[str, dict[int, Sums]]]:
-        """All statistics, by kind and layer."""
-        return [("first", dict(enumerate(self._first))), ("second", {**self._second}), ("basis", self._basis)]
+    def _parts(self, scale: float | None) -> list[Part]:
+        """The blocks of the average, or of a multiple of it."""
+        assert self._sums is not None, "a batch has been added"
+        parts = self._sums.parts()
+        if scale is None:
+            return parts
+        return [replace(part, operator=part.operator.scaled(scale)) for part in parts]
 
-    def _names(self) -> set[str]:
-        """Names of the tensors of all statistics."""
-        return {
-            f"{kind}/{i}/{n}" for kind, sums in self._groups() for i, s in sums.items() for n in s.tensors
-        }
+    def _statistics(self) -> Sequence[tuple[str, RecursionSums]]:
+        """The sums, once the chain has been found."""
+        return [] if self._sums is None else [("recursion", self._sums)]
+
+    def _restart(self, state: Mapping[str, Tensor], first: Batch | None) -> None:
+        """Find the chain again; it has been proved."""
+        self._sums = None
+        if first is not None:
+            few = first.part(slice(0, LOOKED_AT))
+            self._sums = RecursionSums(self.function, self.expectation, few, probes=1)
 
 
-def _fill(sums: Mapping[int, Sums], state: Mapping[str, Tensor], kind: str) -> None:
+def _fill(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     """Copy saved tensors into statistics."""
-    for i, statistic in sums.items():
-        for name, tensor in statistic.tensors.items():
-            key = f"{kind}/{i}/{name}"
-            _match({key}, {key} & set(state))
-            if state[key].shape != tensor.shape:
-                raise InputError(
-                    f"state[{key!r}] has shape {tuple(state[key].shape)}",
-                    expected=f"{tuple(tensor.shape)}",
-                    remedy="load averages of the same network with the same structure",
-                )
-            tensor.copy_(state[key])
+    for key, tensor in own.items():
+        _match({key}, {key} & set(state))
+        if state[key].shape != tensor.shape:
+            raise InputError(
+                f"state[{key!r}] has shape {tuple(state[key].shape)}",
+                expected=f"{tuple(tensor.shape)}",
+                remedy="load averages of the same network with the same structure",
+            )
+        tensor.copy_(state[key])
 
 
 def _match(wanted: set[str], found: set[str]) -> None:
@@ -392,25 +499,6 @@ def _match(wanted: set[str], found: set[str]) -> None:
             expected="averages of the same network with the same structure",
             remedy="build the RunningCurvature with the arguments that the saved one had",
         )
-
-
-def _check(structure: Structure, expectation: str, sharing: str, decay: Any) -> None:
-    """Raise on values that are not listed."""
-    known = (*BY_LAYER, "full")
-    if isinstance(structure, str) and structure not in known:
-        raise InputError(
-            f"structure={structure!r}",
-            expected=", ".join(f'"{name}"' for name in known),
-            remedy="use linnet.curvature for what needs all the data at once",
-        )
-    if expectation not in EXPECTATIONS or expectation == "recursion":
-        raise InputError(
-            f"expectation={expectation!r}",
-            expected='"exact", "mc", "random-projection" or "empirical"',
-            remedy='pass expectation="mc" if unsure',
-        )
-    choice("sharing", sharing, ("expand", "reduce"))
-    number("decay", decay, above=0, most=1, remedy="pass decay=1.0 for plain sums")
 
 
 def _snapshot(statistic: Sums, empty: bool = False) -> Sums:

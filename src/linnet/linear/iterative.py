@@ -145,8 +145,7 @@ class BatchedDifferences(SummedOperator):
     description = FiniteDifferenceFisher.description
 
     def __init__(self, function: Functional, data: Batches, likelihood: Likelihood) -> None:
-        super().__init__(function, data)
-        self.likelihood = likelihood
+        super().__init__(function, data, likelihood)
         self.memory: str | int | None = None
         self._single = FiniteDifferenceFisher(function, data, likelihood)
         self._vectorized = True

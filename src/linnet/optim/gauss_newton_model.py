@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.expectation import Expectation, choose_matrix
-from linnet.curvatures.kfra import RecursionSums, RunningRecursion
+from linnet.curvatures.kfra import RecursionSums
 from linnet.curvatures.layers import Layer
-from linnet.curvatures.running import RunningCurvature
+from linnet.curvatures.running import RunningCurvature, RunningRecursion
 from linnet.curvatures.settings import EXPECTATIONS
 from linnet.curvatures.stream import Batches
 from linnet.curvatures.treatments import Structure, resolve
@@ -345,7 +345,7 @@ def average_of(
 
 def require_alike(running: Average, settings: Settings, others: Any) -> None:
     """Raise on all processes of ``torch.distributed`` unless their optimizers were made alike."""
-    e, structure = running.expectation, getattr(running, "structure", "kfra")
+    e, structure = running.expectation, running.structure
     # these are of each process, or compared by names
     alike = settings._replace(params=None, output=None, examples=None, log=None)
     found = {
