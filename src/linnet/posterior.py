@@ -30,9 +30,8 @@ from torch import Tensor
 
 from linnet.curvatures.engine import everything
 from linnet.curvatures.layers import Part
-from linnet.curvatures.variance import batch_covariance
+from linnet.curvatures.variance import batch_covariance, captured_blocks
 from linnet.errors import DataError, InputError, NumericalError
-from linnet.laplace.outputs import captured_blocks
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
 from linnet.linalg.factorize import eigh
 from linnet.linalg.operator import LinearOperator

@@ -49,7 +49,7 @@ def test_joint_covariance_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     la, *_ = fitted("kfac")
     x = real(7, 3, seed=8)
     whole = la.predictive(x, joint=True).joint_covariance
-    monkeypatch.setattr("linnet.laplace.outputs.MOST", 3)
+    monkeypatch.setattr(laplace_outputs, "MOST", 3)
     near(la.predictive(x, joint=True).joint_covariance, whole, 1e-12)
     assert torch.equal(whole, whole.permute(2, 3, 0, 1))
     with pytest.raises(MemoryBudgetError, match="joint"):

@@ -25,7 +25,7 @@ from linnet.curvatures.sums import ROWS_AT_ONCE, layer_rows, looked_up
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.structured import Diagonal
 from linnet.memory import Plan, parse_bytes, require
-from linnet.tangent.batch import Inputs, batch_size, split, take
+from linnet.tangent.batch import Inputs, batch_size, check_finite, split, take
 from linnet.tangent.capture import capture, capture_bytes, capture_parts
 from linnet.tangent.data import examples
 from linnet.tangent.functional import Functional
@@ -34,6 +34,13 @@ from linnet.tangent.rules import Captured, UseFactors, factors
 from linnet.tree import map_tensors
 
 TARGET = 128 << 20  # bytes of one captured batch
+MOST = 256  # examples captured at once
+ALONE = 'take variances alone (output_variance(), .variance, link="probit"), which need no covariance'
+WITHOUT = {  # what to do where covariances between outputs do not fit
+    "result": ["use fewer examples at once", "raise memory="],
+    "derivatives of one example": [ALONE, "raise memory="],
+    "covariances of one example": [ALONE, "raise memory="],
+}
 
 
 def output_covariance(
@@ -41,20 +48,27 @@ def output_covariance(
 ) -> Tensor:
     """J(x) M J(x)ᵀ for each example."""
     x = map_tensors(lambda t: usable(t, None), examples(function, x))
-    c = function.check_runs(take(x, slice(0, 1))).numel()
-    budget = parse_bytes(memory, function.device)
-    one = capture_bytes(function, x, c) + row_bytes(parts, c)
-    plan = Plan(
-        f"output covariance of {batch_size(x)} examples x {c} outputs",
-        budget,
-        (("result", batch_size(x) * c * c * function.dtype.itemsize), ("derivatives of one example", one)),
-    )
-    diagonal = "take output_variance(), its diagonal"
-    require(plan, [diagonal, "use fewer examples at once" if batch_size(x) > 1 else "raise memory="])
-    size = max(1, min(256, min(TARGET, budget // 2) // max(one, 1)))
-    found = torch.cat([batch_covariance(parts, capture(function, block)) for block in split(x, size)])
+    kept = batch_size(x) * function.output_shape(x).numel() ** 2
+    blocks = captured_blocks(function, parts, x, memory, kept)
+    found = torch.cat([batch_covariance(parts, captured) for captured in blocks])
     require_finite_products(function, x, found)
     return found
+
+
+def captured_blocks(
+    function: Functional, parts: Sequence[Part], x: Inputs, memory: str | int | None = None, kept: int = 0
+) -> Iterator[Captured]:
+    """The network differentiated on a few examples after the other; ``kept`` numbers are made of them."""
+    x = map_tensors(lambda t: t.detach(), x)
+    check_finite(x, "x")
+    c = function.check_runs(take(x, slice(0, 1))).numel()
+    budget, item = parse_bytes(memory, function.device), function.dtype.itemsize
+    one = capture_bytes(function, x, c) + row_bytes(parts, c) + c * c * item
+    items = (("result", kept * item), ("derivatives of one example", one))
+    require(Plan(f"output covariance of {batch_size(x)} examples x {c} outputs", budget, items), WITHOUT)
+    size = max(1, min(MOST, min(TARGET, budget // 2) // max(one, 1)))
+    for block in split(x, size):
+        yield capture(function, block)
 
 
 def output_variance(
@@ -79,7 +93,7 @@ def variance_blocks(
     plan = Plan(f"output variances of {n} examples x {c} outputs", budget, items)
     require(plan, ["raise memory=", "use fewer examples at once"])
     room = min(TARGET, (budget - items[0][1]) // 2)
-    size = max(1, min(256, room // max(1, inputs + c * column)))
+    size = max(1, min(MOST, room // max(1, inputs + c * column)))
     columns = min(c, max(1, (room - inputs) // max(1, column)))
     for block in split(x, size):
         found = []
@@ -129,8 +143,12 @@ def _part_rows(part: Part, captured: Captured) -> Tensor:
         if found and form.roots is not None:
             rows = _formed(found, slice(0, n), form.inputs, form.gradients)  # (N, R, K, c, d)
             return rows.mul_(form.roots[:, None]).transpose(1, 2).reshape(n, k, -1)
-    rows = _ordered_rows(part, captured)
-    return part.operator._root_transposed(rows.flatten(0, 1).T).T.reshape(rows.shape)
+    return half_rows(part, captured).view(n, k, -1)
+
+
+def half_rows(part: Part, captured: Captured) -> Tensor:
+    """J S of one layer with the block's own root S, (N·K, size)."""
+    return part.operator._root_transposed(_ordered_rows(part, captured).flatten(0, 1).T).T
 
 
 def _homogeneous(part: Part, captured: Captured) -> list[UseFactors]:
@@ -164,9 +182,7 @@ def _part_variance(part: Part, captured: Captured) -> Tensor:
         if not parts:
             return torch.zeros((), dtype=part.operator.dtype, device=captured.outputs.device)
         return _Form.of(part).variance(parts)
-    rows = _ordered_rows(part, captured)
-    half = part.operator._root_transposed(rows.flatten(0, 1).T)  # (size, N·K)
-    return half.square().sum(0).view(rows.shape[:2])
+    return half_rows(part, captured).square().sum(1).view(captured.n, captured.k)
 
 
 def _ordered_rows(part: Part, captured: Captured) -> Tensor:

@@ -68,31 +68,43 @@ class Block(ABC):
         return values
 
 
-class EigenBlock(Block):
-    """H = Q (s/m λ + δ) Qᵀ, in whichever form Q is kept; for Q = I also with one δ a parameter."""
+class SpectralBlock(Block):
+    """H by its eigenvalues, in a basis that does not depend on the hyper-parameters."""
 
-    def __init__(self, name: str, values: Tensor, rebuild: Rebuild) -> None:
-        self.name, self.values, self._rebuild = name, values, rebuild
+    def __init__(self, name: str, dtype: torch.dtype, rebuild: Rebuild) -> None:
+        self.name, self._dtype, self._rebuild = name, dtype, rebuild
+
+    @abstractmethod
+    def _precision(self, at: Point) -> Tensor:
+        """Eigenvalues of H."""
 
     def logdet(self, at: Point) -> Tensor:
-        """Σ log (s/m λ + δ)."""
+        """The sum of their logarithms."""
         return self._positive(self._precision(at)).log().sum()
 
     def covariance(self, at: Point) -> StructuredOperator:
-        """Q (s/m λ + δ)⁻¹ Qᵀ."""
-        return self._rebuild(self._positive(self._precision(at)).reciprocal().to(self.values))
+        """The same basis with their inverses."""
+        return self._rebuild(self._positive(self._precision(at)).reciprocal().to(self._dtype))
 
     def slope(self, at: Point, towards: Point) -> StructuredOperator:
-        """Q λ̇ (s/m λ + δ)⁻² Qᵀ."""
+        """Ḣ / H² of each eigenvalue."""
         values, change = _derivative(self._precision, at, towards)
-        return self._rebuild((change / self._positive(values).square()).to(self.values))
+        return self._rebuild((change / self._positive(values).square()).to(self._dtype))
+
+
+class EigenBlock(SpectralBlock):
+    """H = Q (s/m λ + δ) Qᵀ, in whichever form Q is kept; for Q = I also with one δ a parameter."""
+
+    def __init__(self, name: str, values: Tensor, rebuild: Rebuild) -> None:
+        super().__init__(name, values.dtype, rebuild)
+        self.values = values
 
     def _precision(self, at: Point) -> Tensor:
-        """Eigenvalues of H."""
+        """s/m λ + δ."""
         return self.values.double() * (at.scale / at.noise) + at.prior
 
 
-class ProductBlock(Block):
+class ProductBlock(SpectralBlock):
     """H = (a α + a′ I) ⊗ (b β + b′ I): a Kronecker product damped in its factors."""
 
     # sums (R, n), means (R, m)
@@ -100,22 +112,13 @@ class ProductBlock(Block):
     def __init__(
         self, name: str, sums: Tensor, means: Tensor, rebuild: Rebuild, examples: float | None
     ) -> None:
-        self.name, self.sums, self.means = name, sums, means
-        self._rebuild, self._examples = rebuild, examples
+        super().__init__(name, sums.dtype, rebuild)
+        self.sums, self.means, self._examples = sums, means, examples
 
     def logdet(self, at: Point) -> Tensor:
         """Σ_r m log det of the one factor + n log det of the other."""
         left, right = (self._positive(values) for values in self._factors(at))
         return (right.shape[1] * left.log().sum(1) + left.shape[1] * right.log().sum(1)).sum()
-
-    def covariance(self, at: Point) -> StructuredOperator:
-        """The product of the inverses."""
-        return self._rebuild(self._positive(self._precision(at)).reciprocal().to(self.sums))
-
-    def slope(self, at: Point, towards: Point) -> StructuredOperator:
-        """Ḣ / H² of each eigenvalue."""
-        values, change = _derivative(self._precision, at, towards)
-        return self._rebuild((change / self._positive(values).square()).to(self.sums))
 
     def _precision(self, at: Point) -> Tensor:
         """All eigenvalues of H, (R, n, m)."""

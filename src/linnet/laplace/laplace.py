@@ -19,15 +19,15 @@ from linnet.curvatures.stream import held
 from linnet.distributed import Share, collective
 from linnet.errors import InputError
 from linnet.files import save
-from linnet.laplace.blocks import union
+from linnet.laplace.blocks import DAMPINGS, union
 from linnet.laplace.outputs import linearized, plain_outputs, requires_gradient, sampled_outputs
 from linnet.laplace.posterior import (
+    FORMS,
     Groups,
     Hyper,
     Posterior,
     State,
     Watcher,
-    check_damping,
     check_mean,
     check_prior,
     expanded,
@@ -57,7 +57,6 @@ from linnet.tangent.modes import in_exact_mode
 
 KIND = "laplace"  # of the file
 SEARCHES = ("gradient", "fixed-point", "grid")
-PRIORS = ("isotropic", "layer", "parameter")
 
 
 class Laplace(PredictiveModel):
@@ -122,7 +121,7 @@ class Laplace(PredictiveModel):
         check_mean(prior_mean)
         check_prior(prior_precision)
         number("data_scale", data_scale, above=0, remedy="leave data_scale= out")
-        check_damping(damping)
+        choice("damping", damping, DAMPINGS)
         if isinstance(masks := options.get("params"), Mapping):
             options["params"] = own(masks)
         self._model, self._base, self._structure, self._options = model, likelihood, structure, options
@@ -484,36 +483,33 @@ class Laplace(PredictiveModel):
                 expected='held-out data for "validation" and "grid", that of the fit for "loo", else none',
                 remedy="pass data=(x, y)" if data is None else "leave data out",
             )
+        if prior is not None:
+            choice("prior", prior, FORMS)
+        if search is not None and not isinstance(search, Grid):
+            choice("search", search, SEARCHES)
+        if noise is not None:
+            flag("noise", noise)
+        integer("steps", steps)
+        flag("data_scale", data_scale, "pass search=linnet.Grid(data_scale=[...]) for values to try")
         groups, at = state.groups, state.hyper
         if prior is not None and prior != groups.form:
             groups, at = expanded(state, prior)
-        _ = prior is None or choice("prior", prior, PRIORS)
-        _ = search is None or isinstance(search, Grid) or choice("search", search, SEARCHES)
-        _ = noise is None or flag("noise", noise)
-        integer("steps", steps)
-        flag("data_scale", data_scale, "pass search=linnet.Grid(data_scale=[...]) for values to try")
         by_grid = method == "grid" or (method == "loo" and not data_scale)
         grid = search if isinstance(search, Grid) else Grid()
         kind = "grid" if search is grid else str(search or ("grid" if by_grid else "gradient"))
-        if method == "grid" and kind != "grid":
-            raise InputError(f"search={search!r} with method='grid'", "a grid", 'pass method="validation"')
         if noise is None:
             closed = method in ("evidence", "validation") and kind != "grid"
             noise = (
                 closed and isinstance(self._base, Gaussian) and self.curvature.made.expectation != "empirical"
             )
-        plan = Search(kind, steps, data_scale, noise, grid.predict, grid.samples, grid.seed)
-        grids = {
-            "prior": grid.prior_precision,
-            "scale": grid.data_scale,
-            "noise": relative_noise(self._base, grid.noise_variance),
-        }
+        noises = relative_noise(self._base, grid.noise_variance)
+        plan = Search(kind, steps, data_scale, noise, grid, noises)
         labels = Labels(self._base, state.labels.shape, Link(link))
         memory = passes_of(self._options.get("passes")).memory
         scorer = Scorer(
             state.posterior, groups, self._base, held(data, memory), labels, method == "loo", memory
         )
-        self.tuned = tuned(method, scorer, at, plan, grids)
+        self.tuned = tuned(method, scorer, at, plan)
         return self.resume(State(state.posterior, groups, self.tuned.hyper, state.labels))
 
     # Files

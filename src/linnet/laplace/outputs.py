@@ -17,8 +17,14 @@ from torch import Tensor
 from linnet.curvatures.accumulate import output_inputs
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.layers import Part
-from linnet.curvatures.sums import layer_rows
-from linnet.curvatures.variance import batch_covariance, row_bytes, variance_blocks
+from linnet.curvatures.variance import (
+    MOST,
+    WITHOUT,
+    batch_covariance,
+    captured_blocks,
+    half_rows,
+    variance_blocks,
+)
 from linnet.likelihoods.discrete import Categorical
 from linnet.linalg.kronecker import KroneckerEigen
 from linnet.linalg.random import make_generator
@@ -126,45 +132,9 @@ def _spread(part: Part, a: Tensor, diagonal: bool) -> Tensor:
     return (spread + spread.mT) / 2
 
 
-TARGET = 128 << 20  # bytes of one captured batch
-MOST = 256  # examples captured at once
 SAMPLED = 1 << 26  # numbers in the weights that are drawn at once
-# what to do without covariances between outputs
-_WITHOUT = {
-    "result": ["use fewer examples at once", "raise memory="],
-    "derivatives of one example": [
-        'take .variance or link="probit", which need no covariance',
-        "raise memory=",
-    ],
-    "covariances of one example": [
-        'take .variance or link="probit", which need no covariance',
-        "raise memory=",
-    ],
-}
 
 Moments = tuple[Tensor, Tensor]
-
-
-def captured_blocks(
-    function: Functional, parts: Sequence[Part], x: Inputs, memory: str | int | None = None, kept: int = 0
-) -> Iterator[Captured]:
-    """The network differentiated on a few examples after the other."""
-    check_finite(x, "x")
-    x = without_graph(x)
-    c = function.check_runs(take(x, slice(0, 1))).numel()
-    budget = parse_bytes(memory, function.device)
-    one = capture_bytes(function, x, c) + row_bytes(parts, c) + c * c * function.dtype.itemsize
-    require(
-        Plan(
-            f"output covariance of {batch_size(x)} examples x {c} outputs",
-            budget,
-            (("result", kept * function.dtype.itemsize), ("derivatives of one example", one)),
-        ),
-        _WITHOUT,
-    )
-    size = max(1, min(MOST, min(TARGET, budget // 2) // max(one, 1)))
-    for block in split(x, size):
-        yield capture(function, block)
 
 
 def moments(
@@ -208,7 +178,7 @@ def spread_blocks(
     budget, item = parse_bytes(memory, function.device), covariance.dtype.itemsize
     items = (("result", kept * item), ("covariances of one example", 4 * c * c * item))
     plan = Plan(f"output covariance of {batch_size(x)} examples x {c} outputs", budget, items)
-    require(plan, _WITHOUT)
+    require(plan, WITHOUT)
     for block in split(x, BLOCK):
         own = head_spreads(covariance, block)
         if own is None:  # something follows the layer on these examples
@@ -236,7 +206,7 @@ def joint_covariance(covariance: Curvature, x: Inputs, memory: str | int | None 
         rows = capture(function, take(x, slice(i, i + size)))
         for j in (start for start in starts if start >= i):
             columns = rows if i == j else capture(function, take(x, slice(j, j + size)))
-            tile = _tile(parts, covariance, rows, columns)
+            tile = _tile(parts, rows, columns)
             tile = (tile + tile.permute(2, 3, 0, 1)) / 2 if i == j else tile
             out[i : i + size, :, j : j + size] = tile
             if j > i:
@@ -245,25 +215,15 @@ def joint_covariance(covariance: Curvature, x: Inputs, memory: str | int | None 
     return out
 
 
-def _tile(parts: Sequence[Part], covariance: Curvature, rows: Captured, columns: Captured) -> Tensor:
+def _tile(parts: Sequence[Part], rows: Captured, columns: Captured) -> Tensor:
     """J M Jᵀ between two batches, (N, C, M, C)."""
     total: Tensor | None = None
     for part in parts:
-        left = _half_rows(part, covariance, rows)
-        right = left if columns is rows else _half_rows(part, covariance, columns)
+        left = half_rows(part, rows)
+        right = left if columns is rows else half_rows(part, columns)
         total = left @ right.T if total is None else total + left @ right.T
     assert total is not None, "a posterior has at least one block"
     return total.view(rows.n, rows.k, columns.n, columns.k)
-
-
-def _half_rows(part: Part, covariance: Curvature, captured: Captured) -> Tensor:
-    """J S of one layer, (N·C, p)."""
-    rows = layer_rows(captured, part.layer).flatten(0, 1).to(covariance.dtype)
-    if part.joined and part.layer.biased:
-        pieces = rows.split([torch.Size(shape).numel() for shape in part.layer.shapes], 1)
-        shaped = [p.reshape(-1, *shape) for p, shape in zip(pieces, part.layer.shapes, strict=True)]
-        rows = part.layer.join(shaped).flatten(1)
-    return part.operator._root_transposed(rows.T).T
 
 
 def differentiable_moments(

@@ -25,7 +25,7 @@ from linnet.curvatures.layers import Part
 from linnet.curvatures.stream import Batches
 from linnet.distributed import Share, gathered
 from linnet.errors import InputError
-from linnet.laplace.blocks import DAMPINGS, Block, Point, make_block
+from linnet.laplace.blocks import Block, Point, make_block
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.factorize import eigh_bytes, is_finite
@@ -80,10 +80,6 @@ def make_groups(form: str, parts: Sequence[Part], space: ParameterSpace, device:
     """The groups of a form."""
     # A layer is the module that owns a parameter; modules whose parameters share one Kronecker product, as a
     # weight and a bias that another module adds, are one layer.
-    if form not in FORMS:
-        raise InputError(
-            f"prior={form!r}", expected=", ".join(f'"{one}"' for one in FORMS), remedy="leave prior= out"
-        )
     if form == "isotropic":
         every = torch.zeros(1, dtype=torch.long, device=device).expand(space.dim)
         return Groups(form, ("all",), every, (0,) * len(parts))
@@ -445,16 +441,6 @@ def require_origin(model: nn.Module) -> None:
             expected="a network, or a linearization at δ = 0",
             remedy="use linnet.linear_posterior for the linear model, lin.relinearize() for the network at "
             "θ₀ + δ, or lin.model for the one at θ₀",
-        )
-
-
-def check_damping(damping: str) -> None:
-    """Raise unless a damping is one of those known."""
-    if damping not in DAMPINGS:
-        raise InputError(
-            f"damping={damping!r}",
-            expected=", ".join(f'"{one}"' for one in DAMPINGS),
-            remedy='leave damping= out for "exact"',
         )
 
 

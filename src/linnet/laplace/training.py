@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from linnet.curvatures.settings import CurvatureOptions
 from linnet.errors import InputError, ModelError, NumericalError
 from linnet.laplace.laplace import Laplace
+from linnet.laplace.posterior import FORMS
 from linnet.likelihoods.likelihood import Likelihood, training_nll
 from linnet.linalg.random import Seed, make_generator
 from linnet.params import call, choice, instance, integer, refuse
@@ -58,7 +59,7 @@ class EvidenceSchedule:
         integer("every", self.every)
         integer("burn_in", self.burn_in, 0)
         integer("steps", self.steps)
-        choice("prior", self.prior, ("isotropic", "layer", "parameter"))
+        choice("prior", self.prior, FORMS)
 
 
 class LaplaceOptions(CurvatureOptions, total=False):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.stream import Batches
-from linnet.curvatures.variance import batch_covariance
+from linnet.curvatures.variance import batch_covariance, captured_blocks
 from linnet.errors import InputError
-from linnet.laplace.outputs import Draws, captured_blocks, outputs_under
+from linnet.laplace.outputs import Draws, outputs_under
 from linnet.laplace.posterior import Groups, Hyper, Posterior, with_noise
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.params import choice, integer, own, refuse, tensor
+from linnet.params import choice, integer, own, refuse, tensor, warn
 from linnet.params import seed as checked_seed
 from linnet.predictive.sampled import Labels, SampledPredictive, log_density
 from linnet.solvers.lbfgs import minimize
@@ -52,36 +52,6 @@ class Tuned:
     # hyper-parameters that ended at the smallest or largest value of their grid, so that the best may lie
     # beyond, or where the data want no posterior at all
     edges: tuple[str, ...] = ()
-
-
-def maximize_evidence(
-    posterior: Posterior, groups: Groups, start: Hyper, noise: bool, search: str, steps: int
-) -> Tuned:
-    """Tune the prior, and the noise of a Gaussian likelihood, by the evidence."""
-    fitted = posterior.fitted
-    fitted.at(start.noise)  # there must be targets
-    if noise:
-        _check_noise(posterior)
-    if search == "fixed-point":
-        return _fixed_point(posterior, groups, start, noise, steps)
-    if search != "gradient":
-        raise InputError(
-            f"search={search!r}", expected='"gradient" or "fixed-point"', remedy="leave search= out"
-        )
-
-    def unpacked(eta: Tensor) -> Hyper:
-        positive = eta.clamp(LOWEST, HIGHEST).exp()
-        return Hyper(positive[: groups.count], start.scale, positive[-1] if noise else start.noise)
-
-    def objective(eta: Tensor) -> tuple[float, Tensor]:
-        leaf = eta.detach().requires_grad_()
-        value = -posterior.log_evidence(groups, unpacked(leaf))
-        (slope,) = torch.autograd.grad(value, leaf)
-        return float(value.detach()), slope
-
-    logs = [start.prior.log(), *([start.noise.log()[None]] if noise else [])]
-    eta, value, count, converged = minimize(objective, torch.cat(logs), steps)
-    return Tuned(unpacked(eta), -value, count, converged)
 
 
 def _check_noise(posterior: Posterior) -> None:
@@ -285,17 +255,6 @@ def left_out(
     return mean + (left @ gradient)[..., 0], (left + left.mT) / 2
 
 
-def grid_points(at: Hyper, priors: Tensor, scales: Tensor, noises: Tensor) -> list[Hyper]:
-    """All combinations of hyper-parameters."""
-    logs = at.prior.log()
-    return [
-        Hyper((logs - logs.mean() + prior.log()).exp(), scale, noise)
-        for prior in priors.to(logs)
-        for scale in scales.to(logs)
-        for noise in noises.to(logs)
-    ]
-
-
 def _labels(y: Tensor | None) -> Tensor:
     """Targets, or an error."""
     if y is None:
@@ -364,102 +323,139 @@ class Search:
     steps: int  # most evaluations of the gradient or the fixed point
     scale: bool  # whether the scale of the data is searched by gradient, too
     noise: bool  # whether the noise variance is, too
-    predict: str  # "glm" or "mc": the predictions that a grid compares
-    samples: int  # networks of "mc"
-    seed: int  # seed of "mc"
+    grid: Grid  # the values to try, and how predictions are made
+    noises: Tensor | None  # noise variances to try, over that of the likelihood
 
 
-def tuned(method: str, scorer: Scorer, at: Hyper, search: Search, grids: dict[str, Any]) -> Tuned:
+def tuned(method: str, scorer: Scorer, at: Hyper, search: Search) -> Tuned:
     """Find hyper-parameters."""
-    integer("steps", search.steps)
-    if method == "evidence":
-        if search.scale or any(values is not None for values in grids.values()):
-            raise InputError(
-                "tune('evidence') with a grid, or of the scale of the data",
-                expected="prior precisions and noise alone: duplicated data have an evidence of their own",
-                remedy='use method="grid" or method="validation"',
-            )
-        found = maximize_evidence(
-            scorer.posterior, scorer.groups, at, search.noise, search.kind, search.steps
-        )
-        return found
+    _require_together(method, search, scorer.left_out)
     if search.kind == "grid":
-        return _by_grid(scorer, at, search, grids)
-    if search.kind != "gradient":
-        raise InputError(
+        return _by_grid(scorer, at, search)
+    if method != "evidence":
+        return _by_gradient(scorer, at, search)
+    posterior, groups = scorer.posterior, scorer.groups
+    posterior.fitted.at(at.noise)  # there must be targets
+    if search.noise:
+        _check_noise(posterior)
+    if search.kind == "fixed-point":
+        return _fixed_point(posterior, groups, at, search.noise, search.steps)
+
+    def evidence(eta: Tensor, point: Point) -> tuple[float, Tensor]:
+        leaf = eta.detach().requires_grad_()
+        value = posterior.log_evidence(groups, point(leaf))
+        (slope,) = torch.autograd.grad(value, leaf)
+        return float(value.detach()), slope
+
+    return _climbed(at, search, evidence)
+
+
+def _require_together(method: str, search: Search, left_out: bool) -> None:
+    """Raise unless method, search and grid go together."""
+    grid, by_grid, by_gradient = search.grid, search.kind == "grid", search.kind == "gradient"
+    kinds = {"evidence": ("gradient", "fixed-point"), "grid": ("grid",)}.get(method, ("gradient", "grid"))
+    values = any(one is not None for one in (grid.prior_precision, grid.data_scale, grid.noise_variance))
+    untried = "data_scale" if search.scale else "noise_variance"
+    table = (
+        (
+            method == "evidence" and (search.scale or values),
+            "tune('evidence') with a grid, or of the scale of the data",
+            "prior precisions and noise alone: duplicated data have an evidence of their own",
+            'use method="grid" or method="validation"',
+        ),
+        (
+            search.kind not in kinds,
             f"search={search.kind!r} with method={method!r}",
-            expected='"gradient" or "grid"',
-            remedy="leave search= out",
-        )
-    if any(values is not None for values in grids.values()) or search.predict != "glm":
-        raise InputError(
-            f"search='gradient' with a grid, or with predict={search.predict!r}",
-            expected="a search by gradient of the closed-form predictions",
-            remedy='pass search="grid"',
-        )
-    return _by_gradient(scorer, at, search)
+            " or ".join(f'"{kind}"' for kind in kinds),
+            "leave search= out",
+        ),
+        (
+            by_gradient and (values or grid.predict != "glm"),
+            f"search='gradient' with a grid, or with predict={grid.predict!r}",
+            "a search by gradient of the closed-form predictions",
+            'pass search="grid"',
+        ),
+        (
+            by_grid and (search.scale or (search.noise and search.noises is None)),
+            f"{'data_scale' if search.scale else 'noise'}=True in a grid, which tries the values it is given",
+            "values",
+            f"pass {untried}=[...], or search by gradient",
+        ),
+        (
+            by_grid and grid.predict == "mc" and left_out,
+            "predict='mc' with method='loo'",
+            '"glm", or "mc" for held-out data',
+            'pass predict="glm"',
+        ),
+    )
+    for wrong, what, expected, remedy in table:
+        if wrong:
+            raise InputError(what, expected, remedy)
 
 
-def _by_gradient(scorer: Scorer, start: Hyper, search: Search) -> Tuned:
+Point = Callable[[Tensor], Hyper]  # hyper-parameters by their logarithms
+
+
+def _climbed(
+    start: Hyper, search: Search, criterion: Callable[[Tensor, Point], tuple[float, Tensor]]
+) -> Tuned:
     """L-BFGS on the logarithms of the hyper-parameters."""
-    g = scorer.groups.count
+    g = start.prior.numel()
 
-    def unpacked(eta: Tensor) -> Hyper:
+    def point(eta: Tensor) -> Hyper:
         positive = eta.clamp(LOWEST, HIGHEST).exp()
         at = replace(start, prior=positive[:g])
         at = replace(at, scale=positive[g]) if search.scale else at
         return replace(at, noise=positive[-1]) if search.noise else at
 
     def objective(eta: Tensor) -> tuple[float, Tensor]:
-        value, slope = scorer.gradient(unpacked(eta), search.scale, search.noise)
-        inside = (eta > LOWEST) & (eta < HIGHEST)
-        return -value, torch.where(inside, -slope.to(eta), 0.0)
+        value, slope = criterion(eta, point)
+        return -value, -slope
 
     logs = [start.prior.log()]
     logs += [start.scale.log()[None]] if search.scale else []
     logs += [start.noise.log()[None]] if search.noise else []
     eta, value, count, converged = minimize(objective, torch.cat(logs), search.steps)
-    found = unpacked(eta)
-    certain = replace(found, prior=torch.full_like(found.prior, math.exp(HIGHEST)))
-    gain = -value - float(scorer.values([certain])[0])
-    if gain > _FLAT:
-        return Tuned(found, -value, count, converged)
-    warnings.warn(
+    return Tuned(point(eta), -value, count, converged)
+
+
+def _by_gradient(scorer: Scorer, start: Hyper, search: Search) -> Tuned:
+    """The gradient of a predictive likelihood; a warning where the network alone predicts as well."""
+
+    def density(eta: Tensor, point: Point) -> tuple[float, Tensor]:
+        value, slope = scorer.gradient(point(eta), search.scale, search.noise)
+        inside = (eta > LOWEST) & (eta < HIGHEST)
+        return value, torch.where(inside, slope.to(eta), 0.0)
+
+    found = _climbed(start, search, density)
+    at = found.hyper
+    certain = replace(at, prior=torch.full_like(at.prior, math.exp(HIGHEST)))
+    if found.value - float(scorer.values([certain])[0]) > _FLAT:
+        return found
+    warn(
         "the network alone predicts the data of tune() as well as any posterior around it, so the prior "
-        f"precision ended at {float(found.prior.max()):.1e}, where variances are near 0. Tune on data that "
-        "the network was not trained or chosen on, or set prior_precision= yourself",
-        stacklevel=4,
+        f"precision ended at {float(at.prior.max()):.1e}, where variances are near 0. Tune on data that "
+        "the network was not trained or chosen on, or set prior_precision= yourself"
     )
-    return Tuned(found, -value, count, converged, edges=("prior_precision",))
+    return replace(found, edges=("prior_precision",))
 
 
-def _by_grid(scorer: Scorer, at: Hyper, search: Search, grids: dict[str, Any]) -> Tuned:
+def _by_grid(scorer: Scorer, at: Hyper, search: Search) -> Tuned:
     """The best of all combinations."""
-    if search.scale or (search.noise and grids["noise"] is None):
-        name = "data_scale" if search.scale else "noise"
-        raise InputError(
-            f"{name}=True in a grid, which tries the values that it is given",
-            expected="values",
-            remedy=f"pass {'noise_variance' if name == 'noise' else name}=[...], or search by gradient",
-        )
-    device = at.prior.device
+    grid, logs = search.grid, at.prior.log()
     values = {
-        "prior_precision": _values(grids["prior"], PRIORS),
-        "data_scale": _values(grids["scale"], at.scale[None]),
-        "noise_variance": _values(grids["noise"], at.noise[None]),
+        "prior_precision": _values(grid.prior_precision, PRIORS),
+        "data_scale": _values(grid.data_scale, at.scale[None]),
+        "noise_variance": _values(search.noises, at.noise[None]),
     }
-    points = grid_points(at, *(grid.to(device) for grid in values.values()))
-    by_prediction: dict[str, Callable[[], Tensor]] = {
-        "glm": lambda: scorer.values(points),
-        "mc": lambda: scorer.sampled_values(points, search.samples, search.seed),
-    }
-    if search.predict not in by_prediction or (search.predict == "mc" and scorer.left_out):
-        raise InputError(
-            f"predict={search.predict!r}",
-            expected='"glm", or "mc" for held-out data',
-            remedy='pass predict="glm"',
-        )
-    scores = by_prediction[search.predict]()
+    points = [
+        Hyper((logs - logs.mean() + prior.log()).exp(), scale, noise)
+        for prior, scale, noise in itertools.product(*(one.to(logs) for one in values.values()))
+    ]
+    if grid.predict == "glm":
+        scores = scorer.values(points)
+    else:
+        scores = scorer.sampled_values(points, grid.samples, grid.seed)
     best = int(scores.nan_to_num(-torch.inf).argmax())
     edges = _at_edges(values, best)
     return Tuned(points[best], float(scores[best]), len(points), converged=True, edges=edges)
