@@ -69,7 +69,6 @@ def test_counts_that_would_run_without_end_are_refused(small: Any, huge: int) ->
         lambda: linnet.spectrum.spectral_density(torch.eye(4), samples=huge),
         lambda: posterior.bound(samples=huge),
         lambda: linnet.solvers.hutchinson(matrix, samples=huge),
-        lambda: linnet.solvers.hutchpp(matrix, samples=huge),
         lambda: linnet.solvers.logdet(matrix, samples=huge, steps=2),
     ]
     for call in calls:

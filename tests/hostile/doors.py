@@ -183,7 +183,6 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "solvers.nystrom": lambda: {"rank": 2},
     "solvers.nystrom_preconditioner": lambda: {"damping": 0.1, "rank": 2},
     "solvers.hutchinson": lambda: {"samples": 4},
-    "solvers.hutchpp": lambda: {"samples": 6},
     "solvers.slq": lambda: {"function": torch.sqrt, "samples": 2, "steps": 2},
     "solvers.logdet": lambda: {"samples": 2, "steps": 2},
 }  # fmt: skip

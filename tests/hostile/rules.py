@@ -157,7 +157,6 @@ OF_CALL: dict[str, str] = {
     "solvers.eigenpairs(largest)": "flag",
     "solvers.Solution.require(what)": "unused",
     "solvers.Estimate.of(samples)": "vector",
-    "solvers.hutchpp(samples)": "samples",
     **{f"{name}.resume(state)": "made" for name in ("Laplace", "Laplace (Gaussian)")},
     "spectrum.gram_part(part)": "word",
     "spectrum.gram_part(file)": "place",

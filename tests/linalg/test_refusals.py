@@ -25,7 +25,6 @@ from linnet.solvers import (
     cg,
     eigenpairs,
     hutchinson,
-    hutchpp,
     nystrom,
     nystrom_preconditioner,
     shifted_cg,
@@ -154,7 +153,6 @@ ITERATIONS: list[Row] = [
     (NumericalError, "8 NaN", lambda: nystrom(function(torch.nan), 2, seed=0)),
     (InputError, "samples", lambda: hutchinson(SQUARE, 0)),
     (InputError, "square", lambda: hutchinson(TALL, 1)),
-    (InputError, "samples=2", lambda: hutchpp(SQUARE, 2)),
     (InputError, "samples", lambda: slq(SQUARE, torch.log, 0, 1)),
     (InputError, "steps", lambda: slq(SQUARE, torch.log, 1, 0)),
 ]

@@ -4,7 +4,7 @@ from linnet.solvers.cg import block_cg, cg, shifted_cg
 from linnet.solvers.lanczos import eigenpairs, tridiagonalize
 from linnet.solvers.nystrom import nystrom, nystrom_preconditioner
 from linnet.solvers.solution import Status
-from linnet.solvers.trace import hutchinson, hutchpp, logdet, slq
+from linnet.solvers.trace import hutchinson, logdet, slq
 
 __all__ = [
     "Status",
@@ -12,7 +12,6 @@ __all__ = [
     "cg",
     "eigenpairs",
     "hutchinson",
-    "hutchpp",
     "logdet",
     "nystrom",
     "nystrom_preconditioner",

@@ -62,7 +62,8 @@ def cg(
     while steps < max_steps and state.advance(operator, preconditioner, targets):
         steps += 1
     residual = relative_residual(operator, state.x, columns)
-    status = _status(state, targets, residual, tolerance)
+    recursion_met = bool((state.r.norm(dim=0) <= targets).all())
+    status = status_of(residual, tolerance, stagnated=recursion_met, broken=state.broken)
     return Solution(unflatten(operator, state.x.reshape(flat.shape), b), status, steps, residual)
 
 
@@ -136,14 +137,13 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(dim=0)
 
 
-def _status(state: _State, targets: Tensor, residual: float, tolerance: float) -> Status:
+def status_of(residual: float, tolerance: float, stagnated: bool, broken: bool = False) -> Status:
     """The status, judged by the true residual."""
     if residual <= tolerance:
         return Status.CONVERGED
-    if state.broken or not residual < float("inf"):
+    if broken or not residual < float("inf"):
         return Status.DIVERGED
-    recursion_met = bool((state.r.norm(dim=0) <= targets).all())
-    return Status.STAGNATED if recursion_met else Status.MAX_STEPS
+    return Status.STAGNATED if stagnated else Status.MAX_STEPS
 
 
 def checked_steps(
@@ -238,7 +238,7 @@ def block_cg(
         residual = relative_residual(operator, x, right)
         if residual <= tolerance or broken or steps >= limit or steps == begin:
             break
-    status = _block_status(residual, tolerance, broken, steps >= limit)
+    status = status_of(residual, tolerance, stagnated=steps < limit, broken=broken)
     return Solution(unflatten(operator, (x * scale).reshape(flat.shape), b), status, steps, residual)
 
 
@@ -303,15 +303,6 @@ def _float64(small: Tensor) -> Tensor:
     return small if small.device.type == "mps" else small.double()
 
 
-def _block_status(residual: float, tolerance: float, broken: bool, out_of_steps: bool) -> Status:
-    """The status, judged by the true residual."""
-    if residual <= tolerance:
-        return Status.CONVERGED
-    if broken or not residual < float("inf"):
-        return Status.DIVERGED
-    return Status.MAX_STEPS if out_of_steps else Status.STAGNATED
-
-
 # -- shifted cg ------------------------------------------------------------------------------------
 #
 # Conjugate gradients for (A + σₖ I) xₖ = b at many shifts: one Krylov space serves them all.
@@ -369,12 +360,7 @@ def shifted_cg(
     while steps < limit and state.advance(operator, target):
         steps += 1
     residual = _residual(operator, state.x, b, sigma)
-    if residual <= tolerance:
-        status = Status.CONVERGED
-    elif state.broken or not residual < float("inf"):
-        status = Status.DIVERGED
-    else:
-        status = Status.MAX_STEPS if steps >= limit else Status.STAGNATED
+    status = status_of(residual, tolerance, stagnated=steps < limit, broken=state.broken)
     return Solution(state.x, status, steps, residual)
 
 

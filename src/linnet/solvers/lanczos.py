@@ -18,8 +18,8 @@ from linnet.linalg.factorize import eigh
 from linnet.linalg.operator import LinearOperator, require_fit, require_square
 from linnet.linalg.random import Seed, normal
 from linnet.params import flag, integer, refuse
-from linnet.solvers.cg import checked_limits
-from linnet.solvers.solution import Solution, Status, by_first_process
+from linnet.solvers.cg import checked_limits, status_of
+from linnet.solvers.solution import Solution, by_first_process
 from linnet.tree import node
 
 
@@ -175,7 +175,9 @@ def eigenpairs(
                 break
         basis.append(_next_block(products[-1], basis))
         products.append(operator.mm(basis[-1]))
-    return Solution(pairs, _status(residual, tolerance, steps == filled), steps, residual)
+    # a basis of the whole space that is not good enough is not for want of steps
+    status = status_of(residual, tolerance, stagnated=steps == filled)
+    return Solution(pairs, status, steps, residual)
 
 
 def _next_block(w: Tensor, basis: list[Tensor]) -> Tensor:
@@ -202,13 +204,6 @@ def _ritz(basis: Tensor, products: Tensor, k: int, largest: bool) -> tuple[Eigen
     errors = (products @ s - vectors * chosen).norm(dim=0)
     scale = float(values.abs().max())
     return Eigenpairs(chosen, vectors), float(errors.max()) / (scale if scale > 0 else 1.0)
-
-
-def _status(residual: float, tolerance: float, is_filled: bool) -> Status:
-    """The status; a basis of the whole space that is not good enough is not for want of steps."""
-    if residual <= tolerance:
-        return Status.CONVERGED
-    return Status.STAGNATED if is_filled else Status.MAX_STEPS
 
 
 # -- krylov ----------------------------------------------------------------------------------------

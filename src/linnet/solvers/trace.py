@@ -46,43 +46,6 @@ def hutchinson(operator: LinearOperator, samples: int, seed: Seed = None) -> Est
 
 
 @by_first_process
-def hutchpp(operator: LinearOperator, samples: int, seed: Seed = None) -> Estimate:
-    """The trace of A, exact on a random subspace and by Hutchinson outside (Hutch++, Meyer et al. 2021).
-
-    With Q an orthonormal basis of A S for random signs S: tr A = tr Qᵀ A Q + tr (I − QQᵀ) A (I − QQᵀ)
-    (algorithm 1). A third of the products goes to each of S, Q and the probes of the remainder. For a
-    positive semi-definite A the error falls like 1/samples, not like its root.
-
-    Args:
-        operator: A, symmetric (n x n).
-        samples: Number of products with A, at least 3; the standard error needs six.
-        seed: Seed or generator.
-
-    Returns:
-        tr A; the standard error is that of the remainder.
-
-    Raises:
-        InputError: A is not square, or ``samples`` is less than 3.
-
-    Example:
-        >>> from linnet.linalg import LowRankMatrix
-        >>> A = LowRankMatrix.from_factor(torch.ones(8, 1))
-        >>> round(hutchpp(A, samples=6, seed=0).mean, 3)
-        8.0
-    """
-    require_square(operator, factored=True)
-    samples = _checked(operator, samples, least=3)
-    seed = make_generator(seed)
-    third = min(samples // 3, operator.shape[0])
-    sketch = torch.cat([operator.mm(s) for s in _probes(operator, third, seed)], dim=1)
-    q = torch.linalg.qr(sketch).Q  # (n, third)
-    inside = (q * operator.mm(q)).sum()  # tr Qᵀ A Q
-    outside = [z - q @ (q.T @ z) for z in _probes(operator, samples - 2 * third, seed)]
-    remainder = Estimate.of(torch.cat([(z * operator.mm(z)).sum(0) for z in outside]))
-    return Estimate(float(inside) + remainder.mean, remainder.stderr)
-
-
-@by_first_process
 def slq(
     operator: LinearOperator,
     function: Callable[[Tensor], Tensor],
