@@ -441,19 +441,20 @@ def sized_chunks(
     budget: int,
     most: int = LARGEST,
     fields: int = 0,
-    formed: bool = True,
 ) -> Chunks:
     """Plan the chunks of an expectation's columns; f are the outputs of one example."""
     columns, outputs, item = expectation.count_of_one(f, batch.y), f.numel(), function.dtype.itemsize
     alone = expectation.size(f) is not None  # columns can be formed one by one
-    if formed:
-        _require_columns(function, batch, 1 if alone else columns, outputs, budget)
     chunks = plan_chunks(function, batch, columns, row_numbers * item, budget, most, fields=fields)
     return _capped(chunks, columns, outputs, item, budget, alone)
 
 
-def _require_columns(function: Functional, batch: Batch, columns: int, outputs: int, budget: int) -> None:
+def require_columns(
+    function: Functional, batch: Batch, f: Tensor, expectation: Expectation, budget: int
+) -> None:
     """Raise if one example does not fit: its columns, and its derivatives in one of them."""
+    columns, outputs = expectation.count_of_one(f, batch.y), f.numel()
+    columns = columns if expectation.size(f) is None else 1  # those that are formed one by one
     items = (
         ("columns of one example", columns * outputs * function.dtype.itemsize),
         ("derivatives of one example", capture_bytes(function, batch.x, 1)),

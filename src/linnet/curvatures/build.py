@@ -68,26 +68,11 @@ def matrix_free(
     """Products with the whole matrix, one pass over the data each."""
     likelihood, kind = expectation.likelihood, expectation.kind
     if derivative == "finite-difference":
-        equal = likelihood.canonical and expectation.matrix == "gauss-newton"
-        if kind != "exact" or not (equal or expectation.matrix == "fisher"):
-            raise InputError(
-                f"derivative='finite-difference' with matrix={expectation.matrix!r}, expectation={kind!r}",
-                expected='matrix="fisher" with expectation="exact"',
-                remedy='pass structure="matrix-free" for the other matrices',
-            )
         return FiniteDifferenceFisher(function, batches, likelihood)
     if expectation.matrix == "hessian":
-        if kind != "exact":
-            raise InputError(
-                f"matrix='hessian' with expectation={kind!r}",
-                expected='expectation="exact": a Hessian has no columns to draw',
-                remedy="leave expectation= out",
-            )
         return HessianOperator(function, batches, likelihood)
-    given = (function, batches, likelihood, kind, expectation.samples, expectation.seed)
-    if expectation.matrix == "fisher" or kind in ("mc", "empirical"):
-        return FisherOperator(*given)
-    return GaussNewtonOperator(*given)
+    taken = FisherOperator if expectation.matrix == "fisher" else GaussNewtonOperator
+    return taken(function, batches, likelihood, kind, expectation.samples, expectation.seed)
 
 
 def whole(
@@ -111,12 +96,6 @@ def whole(
     if structure == "low-rank" and kept != "hessian":
         found = _low_rank(product, low, request)
         return Curvature((Part(everything(function), found, "low-rank"),), function, made)
-    if kept != "hessian" or structure not in ("full", "block"):
-        raise InputError(
-            f"structure={structure!r} with matrix={kept!r}",
-            expected='"matrix-free", "full" or "block" for a Hessian',
-            remedy="use the Gauss-Newton matrix for approximations that must be positive semi-definite",
-        )
     layers = [everything(function)] if structure == "full" else layers_of(function, batches.first())
     largest = sum(layer.size**2 for layer in layers) * function.dtype.itemsize
     budget = parse_bytes(request.memory, function.device)
@@ -255,17 +234,15 @@ def watched(
     **options: Unpack[CurvatureOptions],
 ) -> Any:
     """Compute a curvature and call ``watch(outputs, labels)`` for each batch."""
-    passes = passes_of(options.get("passes"))
-    share = Share.of(passes.shard)
+    share = Share.of(passes_of(options.get("passes")).shard)
     with collective("linnet.curvature", share.world > 1):
-        return _computed(watch, share, passes, model, data, likelihood, structure, options)
+        return _computed(watch, share, model, data, likelihood, structure, options)
 
 
 @in_exact_mode
 def _computed(
     watch: Watch | None,
     share: Share,
-    passes: Passes,
     model: nn.Module,
     data: Any,
     likelihood: Likelihood,
@@ -273,6 +250,7 @@ def _computed(
     options: CurvatureOptions,
 ) -> Any:
     """A curvature, or several."""
+    passes = passes_of(options.get("passes"))
     no_targets("likelihood", likelihood)
     check_likelihood(likelihood)
     several = isinstance(structure, list | tuple)
@@ -297,8 +275,8 @@ def _computed(
     taken = choose_matrix(likelihood, expectation, options.get("matrix", "auto"))
     if expectation == "auto" and (taken == "hessian" or any(kind in OPERATORS for kind in kinds)):
         expectation = "exact"  # products with Λ, which take no columns
-    _check_file(passes.file, kinds, taken)
     columns = Expectation(likelihood, expectation, taken, samples, seed)
+    _require_together(kinds, columns, free.derivative, passes.file)
     batches = Batches(data, function, passes.block, share, passes.memory)
     memory = passes.memory
     if share.world > 1:
@@ -319,12 +297,6 @@ def _computed(
 
     request = Request(columns, sharing, memory, file, look, passes.widest)
     if any(kind in OPERATORS for kind in kinds) or taken == "hessian":
-        if len(names) > 1:
-            raise InputError(
-                f"structure={names!r}",
-                expected="structures that share one pass over the data",
-                remedy="ask for 'matrix-free', 'low-rank' and Hessian matrices in calls of their own",
-            )
         found: list[Any] = [matrix_free(function, batches, columns, free.derivative)]
         if kinds[0] != "matrix-free":
             found = [whole(found[0], batches, request, kinds[0], low)]
@@ -378,12 +350,6 @@ def _resolve(wanted: Sequence[Any], expectation: str) -> tuple[list[Any], str]:
             kinds.append(kind)
         else:
             kinds.append(one)
-    if ("kfra" in kinds) != (implied == "recursion") or ("kfra" in kinds and len(kinds) > 1):
-        raise InputError(
-            f"structure={kinds!r} with expectation={implied!r}",
-            expected='structure="kfra" alone with expectation="recursion": the two belong together',
-            remedy="leave expectation= out, and ask for other structures in a call of their own",
-        )
     return kinds, implied
 
 
@@ -402,16 +368,49 @@ def check_options(caller: type, structure: Any, options: Mapping[str, Any]) -> N
     check_selector(options.get("params"))
 
 
-def _check_file(file: Any, kinds: Sequence[Any], matrix: str) -> None:
-    """Raise on a file that is none, or that nothing would be written to."""
-    if file is None:
-        return
-    if matrix == "hessian" or any(kind in (*OPERATORS, "kfra") for kind in kinds):
-        raise InputError(
-            f"file={str(file)!r} with structure={[*kinds]!r} and matrix={matrix!r}",
-            expected="a structure whose sums can be resumed: full, block, diagonal, kfac or ekfac",
-            remedy="leave file= out",
-        )
+def _require_together(kinds: Sequence[Any], columns: Expectation, derivative: str, file: Any) -> None:
+    """Raise unless structures, expectation, matrix and file go together."""
+    hessian, recursion = columns.matrix == "hessian", columns.kind == "recursion"
+    exact_fisher = columns.kind == "exact" and (
+        columns.matrix == "fisher" or (columns.likelihood.canonical and not hessian)
+    )
+    products = hessian or any(kind in OPERATORS for kind in kinds)
+    asked = f"structure={[*kinds]!r} with matrix={columns.matrix!r}, expectation={columns.kind!r}"
+    table = (
+        (
+            ("kfra" in kinds) != recursion or ("kfra" in kinds and len(kinds) > 1),
+            'structure="kfra" alone with expectation="recursion": the two belong together',
+            "leave expectation= out, and ask for other structures in a call of their own",
+        ),
+        (
+            file is not None and (products or recursion),
+            "a structure whose sums can be resumed from file=: full, block, diagonal, kfac or ekfac",
+            "leave file= out",
+        ),
+        (
+            products and len(kinds) > 1,
+            "structures that share one pass over the data",
+            "ask for 'matrix-free', 'low-rank' and Hessian matrices in calls of their own",
+        ),
+        (
+            derivative == "finite-difference" and not exact_fisher,
+            'matrix="fisher" with expectation="exact" for derivative="finite-difference"',
+            'pass structure="matrix-free" for the other matrices',
+        ),
+        (
+            hessian and columns.kind != "exact",
+            'expectation="exact": a Hessian has no columns to draw',
+            "leave expectation= out",
+        ),
+        (
+            hessian and kinds[0] not in ("matrix-free", "full", "block"),
+            '"matrix-free", "full" or "block" for a Hessian',
+            "use the Gauss-Newton matrix for approximations that must be positive semi-definite",
+        ),
+    )
+    for wrong, expected, remedy in table:
+        if wrong:
+            raise InputError(asked, expected, remedy)
 
 
 def _last_layer(model: nn.Module, params: Selector, kinds: Sequence[Any]) -> tuple[Selector, list[Any]]:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from linnet.curvatures.accumulate import (
     LARGEST,
-    Chunks,
     Summation,
     Watch,
     has_closed_form,
     plan_chunks,
     remembered_inputs,
+    require_columns,
     require_runs,
     sized_chunks,
 )
@@ -98,7 +98,11 @@ def by_structure(
     f = look.outputs.detach()[:1].view(1, *function.output_shape(first.x))
     request = _settled(request, layers, look, first, f, list(sums.values()), function, batches)
     closed = _closed_examples(look, first, function, request, sums)
-    chunks = _chunks(function, first, f, request, sums, batches.most(first), _fields(plans), closed is None)
+    budget = parse_bytes(request.memory, function.device)
+    if closed is None:
+        require_columns(function, first, f, request.expectation, budget)
+    rows, most = max(map(_row_numbers, sums.values()), default=0), batches.most(first)
+    chunks = sized_chunks(function, first, f, request.expectation, rows, budget, most, _fields(plans))
     batches.block = batches.block or closed or chunks.examples
     kept = _checkpoint(function, batches, request, [structure for _, structure in wanted])
     few = chunks.examples if closed else None
@@ -349,22 +353,6 @@ def _fields(plans: Sequence[Sequence[Assignment]]) -> int:
     held = {"diagonal": 1, "ekfac": 2}
     shared = (a for plan in plans for a in plan if a.layer.factored and a.layer.form.positions > 1)
     return max((held.get(a.how, 0) for a in shared), default=0)
-
-
-def _chunks(
-    function: Functional,
-    first: Batch,
-    f: Tensor,
-    request: Request,
-    sums: Mapping[Any, Sums],
-    most: int,
-    fields: int,
-    formed: bool,
-) -> Chunks:
-    """Plan the chunks; f are the outputs of the first example, whose columns may be formed."""
-    rows = max((_row_numbers(s) for s in sums.values()), default=0)
-    budget = parse_bytes(request.memory, function.device)
-    return sized_chunks(function, first, f, request.expectation, rows, budget, most, fields, formed)
 
 
 def _closed_examples(

@@ -434,9 +434,9 @@ class ColumnOperator(SummedOperator):
         count = 1 if expectation.kind == "empirical" else expectation.samples
         return factored(self.function, batch.x, v, columns, count)
 
+    @abstractmethod
     def _weigh(self, f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
         """Λ t at outputs f."""
-        return self.likelihood.product(f, t, y)
 
 
 class GaussNewtonOperator(ColumnOperator):
@@ -446,6 +446,9 @@ class GaussNewtonOperator(ColumnOperator):
 
     description = "product with the Gauss-Newton matrix"
     matrix = "gauss-newton"
+
+    def _weigh(self, f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
+        return self.likelihood.product(f, t, y)
 
 
 # -- hessian ---------------------------------------------------------------------------------------
@@ -572,7 +575,7 @@ class FisherOperator(ColumnOperator):
 
     def _weigh(self, f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
         if self.likelihood.canonical:  # the Fisher information of the outputs is Λ
-            return super()._weigh(f, t, y)
+            return self.likelihood.product(f, t, y)
         s = self.likelihood.fisher_root(f, y).flatten(2)
         # Σ_j s_j (s_jᵀ t)
         return torch.einsum("jnc,jnk->knc", s, torch.einsum("jnc,knc->jnk", s, t.flatten(2))).reshape(t.shape)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.accumulate import Accumulator, sized_chunks
+from linnet.curvatures.accumulate import Accumulator, require_columns, sized_chunks
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.engine import everything, layers_of
@@ -376,6 +376,7 @@ class RunningCurvature(RunningAverage):
             f = self.function.check_runs(take(batch.x, slice(0, 1)))
             formed = [a.size for a, how, _ in self._assigned if how in ("block", "full") or not a.factored]
             budget = parse_bytes(None, self.function.device)
+            require_columns(self.function, batch, f, self.expectation, budget)
             chunks = sized_chunks(self.function, batch, f, self.expectation, max(formed, default=0), budget)
             self._sizes[key] = chunks.examples, chunks.columns
         return self._sizes[key]

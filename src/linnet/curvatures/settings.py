@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,7 +76,25 @@ class MatrixFree:
 
 
 @dataclass(frozen=True)
-class MonteCarlo:
+class _Sampled(ABC):
+    """Random columns of each example."""
+
+    samples: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise on values that cannot be."""
+        integer("samples", self.samples)
+        seed("seed", self.seed)
+
+    @property
+    @abstractmethod
+    def _word(self) -> str:
+        """The expectation's word."""
+
+
+@dataclass(frozen=True)
+class MonteCarlo(_Sampled):
     """Labels drawn from the model; ``expectation="mc"`` is one for each example (and output position).
 
     Args:
@@ -90,17 +109,11 @@ class MonteCarlo:
         MonteCarlo(samples=10, seed=0)
     """
 
-    samples: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raise on values that cannot be."""
-        integer("samples", self.samples)
-        seed("seed", self.seed)
+    _word = "mc"
 
 
 @dataclass(frozen=True)
-class RandomProjection:
+class RandomProjection(_Sampled):
     """Columns Λ^½ v for random v; ``expectation="random-projection"`` is one for each example.
 
     Args:
@@ -118,13 +131,7 @@ class RandomProjection:
         RandomProjection(samples=10, seed=1)
     """
 
-    samples: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raise on values that cannot be."""
-        integer("samples", self.samples)
-        seed("seed", self.seed)
+    _word = "random-projection"
 
 
 @dataclass(frozen=True)
@@ -197,8 +204,7 @@ def word_of(structure: Any) -> Any:
 def drawn(expectation: Any) -> tuple[str, int, int]:
     """An expectation's word, samples and seed."""
     if isinstance(expectation, MonteCarlo | RandomProjection):
-        word = "mc" if isinstance(expectation, MonteCarlo) else "random-projection"
-        return word, expectation.samples, expectation.seed
+        return expectation._word, expectation.samples, expectation.seed
     return choice("expectation", expectation, ("auto", *EXPECTATIONS)), 1, 0
 
 
