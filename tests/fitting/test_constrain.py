@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import linnet
 from linnet.errors import InputError, MemoryBudgetError
+from linnet.fitting import CG
 from tests.fitting.problems import Problem, flat, near, network, problem, real
 from tests.oracles.dense import jacobian_oracle, output_oracle
 from tests.refusals import refused
@@ -129,6 +132,53 @@ def test_a_weight_is_a_penalty(solver: str) -> None:
     )
     right = torch.cat([weighted[0].T @ weighted[1], b2])
     near(flat(both.delta), torch.linalg.solve(left, right)[: j.shape[1]])
+
+
+@pytest.mark.parametrize("kind", ["shared", "adapt"])
+@pytest.mark.parametrize("weight", [None, 0.7])
+def test_shared_features_obey_as_if_the_equations_were_observed(kind: str, weight: float | None) -> None:
+    labels = torch.arange(len(P.x)) % 3
+    if kind == "shared":
+        fit: Any = P.fit(ridge=RHO, solver="shared")
+        base, at, t = fit._start, fit._start(X_GROUPS), fit.targets - fit._start(P.x)
+    else:
+        fit = linnet.adapt(P.model, (P.x, labels), weight=0.5, ridge=RHO)
+        base, at, t = fit._start, 0.0, fit.targets
+    features = fit.system.problem.basis
+    every, noise = torch.cat([P.x, X]), 0.0 if weight is None else RHO / weight
+    some = torch.cat([torch.ones_like(t).bool(), ~PARTIAL.isnan()]).reshape(-1)
+    eye = torch.eye(3, dtype=torch.float64)
+    kernel = torch.kron(features.kernel(features.examples(every)), eye)[some][:, some]
+    kernel += torch.diag(torch.tensor([RHO] * t.numel() + [noise] * 3, dtype=torch.float64))
+    wanted = (PARTIAL - base(X)).reshape(-1)[some[t.numel() :]]
+    cross = torch.kron(features.cross(X_GROUPS, features.examples(every)), eye)[:, some]
+    beta = torch.linalg.solve(kernel, torch.cat([t.reshape(-1), wanted]))
+    fixed = fit.constrain(X, PARTIAL, weight=weight)
+    near(fixed.predict(X_GROUPS), at + (cross @ beta).view(-1, 3), 1e-9)
+    own = torch.kron(features.kernel(features.examples(X_GROUPS)), eye)
+    spread = fixed.noise / RHO * (own - cross @ torch.linalg.solve(kernel, cross.T))
+    near(fixed.predictive(X_GROUPS, joint=True).joint_covariance.reshape(15, 15), spread, 1e-9)
+    if kind == "adapt":
+        near(fixed.export()(X_GROUPS), fixed.predict(X_GROUPS), 1e-9)
+
+
+@pytest.mark.parametrize("solver", ["dual", "cg"])
+@pytest.mark.parametrize("weight", [None, 0.7])
+def test_the_cross_entropy_has_its_optimum_given_the_equations(solver: str, weight: float | None) -> None:
+    p, labels = S, torch.arange(len(S.x)) % 2
+    how: Any = "dual" if solver == "dual" else CG(tolerance=1e-13)
+    fit = linnet.fit(p.lin, (p.x, labels), "cross-entropy", ridge=RHO, solver=how)
+    fixed = fit.constrain(X, SMALL, weight=weight)
+    a, b = held(p, X, SMALL)
+    delta, j = flat(fixed.delta), p.j
+    slopes = (p.f0 + j @ delta).softmax(1) - torch.nn.functional.one_hot(labels, 2)
+    gradient = torch.einsum("ncp,nc->p", j, slopes) + RHO * delta
+    if weight is None:
+        near(fixed.predict(X)[~SMALL.isnan()], SMALL[~SMALL.isnan()], 1e-10)
+        gradient = gradient - a.T @ torch.linalg.lstsq(a.T, gradient[:, None]).solution[:, 0]
+    else:
+        gradient = gradient - weight * a.T @ (b - a @ delta)
+    assert float(gradient.norm()) < 1e-9
 
 
 def test_contradictions_may_be_weighed() -> None:

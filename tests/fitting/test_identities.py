@@ -60,14 +60,19 @@ FITS: dict[str, Callable[[Tensor, Tensor, float], Any]] = {
     "penalized": lambda x, y, ridge: squared(x, y, ridge).constrain(AT, HELD, weight=7 * ridge),
     "softmax": lambda x, y, ridge: softmax(x, y, ridge, solver="dual"),
     "softmax cg": lambda x, y, ridge: softmax(x, y, ridge, solver=EXACT),
+    "constrained shared": lambda x, y, ridge: squared(x, y, ridge, solver=Shared(2)).constrain(AT, HELD),
+    "constrained softmax": lambda x, y, ridge: softmax(x, y, ridge, solver="dual").constrain(AT, HELD),
+    "constrained softmax cg": lambda x, y, ridge: softmax(x, y, ridge, solver=EXACT).constrain(AT, HELD),
+    "penalized softmax": lambda x, y, ridge: softmax(x, y, ridge).constrain(AT, HELD, weight=7 * ridge),
     "adapt": lambda x, y, ridge: linnet.adapt(P.model, (x, y), weight=0.5, ridge=ridge),
+    "constrained adapt": lambda x, y, ridge: FITS["adapt"](x, y, ridge).constrain(AT, HELD),
     "process": lambda x, y, ridge: process(x, y, ridge, space="function"),
     "process in weights": lambda x, y, ridge: process(x, y, ridge, space="parameter"),
 }
 every = pytest.mark.parametrize("name", FITS)
 FORGET = [name for name in FITS if not name.startswith("process")]
 #: The features of ``adapt`` are centered and scaled by the data of the first fit, and stay so.
-REFIT = [name for name in FITS if name != "adapt"]
+REFIT = [name for name in FITS if not name.endswith("adapt")]
 
 
 def values(name: str, y: Tensor) -> Tensor:

@@ -257,7 +257,7 @@ CONSTRAINTS: list[Row] = [
     (DataError, "index 1", lambda: fitted().constrain(put(HOLD, 3, NAN), OLD)),
     (DataError, "0 to 2", lambda: fitted().constrain(HOLD, torch.tensor([0, 3]))),
     (InputError, "contradict", lambda: fitted().constrain(HOLD, OLD).constrain(HOLD, OLD + 2)),
-    (InputError, "loss='squared'", lambda: SOFT.fit(ridge=1.0).constrain(HOLD, OLD)),
+    (InputError, "torch.int64", lambda: SOFT.fit(ridge=1.0).constrain(HOLD, torch.tensor([0, 1]))),
 ]
 HEADS: list[Row] = [
     (InputError, "data=", lambda: linnet.with_head(body(), 3)),

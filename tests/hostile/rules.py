@@ -258,8 +258,6 @@ OF_CALL: dict[str, str] = {
 
 # Callables that refuse even valid arguments: this kind of object cannot do what is asked.
 ALWAYS_REFUSED = frozenset({
-    "SoftmaxFit.constrain",
-    "NestedFit.constrain",  # every output has weights of its own
     "FitPlots.curve",
     "FitPlots.predicted",
     "Finetuned.predictive",

@@ -301,7 +301,7 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
         return None if same is None else squared_accuracy(same, rounding, index, gap)
     if isinstance(system, KernelNewton):
         found, outputs = softmax_accuracy(system, rounding, index), system.outputs
-    elif system.shared:  # in weights δ is summed in float64 and predicts no worse than K
+    elif system.problem.basis.shared:  # in weights δ is summed in float64 and predicts no worse than K
         return shared_accuracy(system.dual, rounding, index)
     elif isinstance(system, NormalSystem):
         found = normal_accuracy(system, rounding, index)
@@ -469,7 +469,7 @@ def _at(fit: Any, ridge: float, rounding: Rounding) -> Accuracy | None:
         moved = form.at(ridge)
         if isinstance(moved, KernelNewton):
             return softmax_accuracy(moved, rounding, observed(fit))
-        if moved.shared:
+        if moved.problem.basis.shared:
             assert moved.dual is not None
             return shared_accuracy(moved.dual, rounding, observed(fit))
         return squared_accuracy(moved, rounding, observed(fit))

@@ -22,8 +22,7 @@ from linnet.fitting.merged import Merged, merged_network
 from linnet.fitting.plots import FitPlots, eigenvalues_of
 from linnet.fitting.remarks import after_change
 from linnet.fitting.sketch import SketchedNetwork, sketch_state
-from linnet.linear.constrained_system import constrained
-from linnet.linear.constraints import wanted
+from linnet.linear.constraints import Constraints, wanted
 from linnet.linear.dual import CriteriaByRidge
 from linnet.linear.newton import NewtonSystem
 from linnet.linear.system import System
@@ -79,10 +78,14 @@ class Fitted(PredictiveModel):
             with torch.no_grad():
                 for name, value in module.space.to_params(system.delta).items():
                     module.delta[name].copy_(value)
-            if system.constraints is not None and system.multipliers is not None:
-                system.constraints.refined(module, system.multipliers)
+            if self.constraints is not None:
+                self.constraints.refine(module)
 
     # -- what a subclass says --------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self, x: Inputs) -> Tensor:
+        """m(x), (T, C), the mean before the data."""
 
     @abstractmethod
     def _outputs(self, x: Inputs) -> Tensor:
@@ -149,6 +152,11 @@ class Fitted(PredictiveModel):
     def ridge(self) -> float:
         """ρ."""
         return self.system.ridge
+
+    @property
+    def constraints(self) -> Constraints | None:
+        """Equations on outputs that the fit obeys, ``None`` without any."""
+        return self.system.constraints
 
     @property
     def solver(self) -> str:
@@ -374,12 +382,12 @@ class Fitted(PredictiveModel):
 
         Outputs are held at old predictions (backward compatibility) or other values; groups get equal
         mean outputs (linear fairness). ``forget`` and ``update`` keep the equations, and leave-one-out,
-        influence and covariances are those of the fit that obeys them. For the squared loss.
+        influence and covariances are those of the fit that obeys them.
 
         Args:
             x: M examples.
             targets: Outputs (M, C) to hold, NaN where an output is free; integer classes (M,) stand for
-                their training targets.
+                their training targets, for the squared loss.
             groups: (M,) integers: every output has the same mean over each of the groups.
             weight: w, to add ½w‖S f − v‖² to the objective instead of requiring S f = v, at any ridge.
 
@@ -387,8 +395,7 @@ class Fitted(PredictiveModel):
             A new fit; ``summary()["reasons"]["constraints"]`` says what holds and what was redundant.
 
         Raises:
-            InputError: If equations contradict each other, an argument does not fit the inputs, the loss is
-                the cross-entropy, or every output has weights of its own (``solver="shared"``).
+            InputError: If equations contradict each other, or an argument does not fit the inputs.
             MemoryBudgetError: If there are too many equations for the budget.
 
         Example:
@@ -400,18 +407,12 @@ class Fitted(PredictiveModel):
             tensor([[0.2500]], dtype=torch.float64)
         """
         start = time.perf_counter()
-        self._require_one_delta("constrain()")
-        if not isinstance(self.system, System):
-            raise InputError(
-                f"constrain() of a fit with loss={self.loss!r}",
-                expected="a fit with the squared loss, whose constrained optimum is linear algebra",
-                remedy="fit with loss='squared' and constrain that",
-            )
         if weight is not None:
             number("weight", weight, above=0, remedy="leave weight= out for equations that hold exactly")
         x = owned(self._examples(x), self.memory)
-        asked = wanted(x, targets, groups, self._targets, self._function.device)
-        system = constrained(self.module, self.system, asked, weight, self.memory)
+        like = self._targets if self.loss == "squared" else None  # logits have no targets
+        asked = wanted(x, targets, groups, like, self.system.c, self._function.device)
+        system = self.system.constrained(asked, self._start(x), weight)
         what = f"constrained {count_in_words(batch_size(x))}"
         return sound_change(self._changed(self._targets, system, what, start))
 

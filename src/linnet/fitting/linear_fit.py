@@ -34,7 +34,6 @@ from linnet.fitting.arguments import (
 from linnet.fitting.cross_fit import chosen_ridge
 from linnet.fitting.export import exported_directions
 from linnet.fitting.fitted import Fitted, joined_targets
-from linnet.linear.constraints import Constraints
 from linnet.linear.dual import RidgePath
 from linnet.linear.features import Heads, Weights
 from linnet.linear.kernel_system import KernelSystem
@@ -64,10 +63,6 @@ class SquaredFit(Fitted):
         self._moderation: tuple[float, float] | None = None
         self._point_temperature: float | None = None
         self._noise: float | None = None
-
-    @abstractmethod
-    def _start(self, x: Inputs) -> Tensor | float:
-        """m(x), (T, C), the mean before the data."""
 
     # -- what was fitted -------------------------------------------------------------------------
 
@@ -150,11 +145,13 @@ class SquaredFit(Fitted):
         """f(x) of shared features: by a kernel that is kept, in weights, or by K(x, X)."""
         system, start = self.system, self._start(x)
         assert isinstance(system, KernelSystem)
-        found = system.predicted(x)
+        found, held = system.predicted(x), system.problem.held
         if found is None and self._weights is not None:
-            found = self._weights(x)
+            found, held = self._weights(x), None
         if found is None:
             found = torch.cat([system.mean(cross) for cross in system.kernel_to_train(x)])
+        if held is not None:
+            found = found + held.shift(held.examples(x))
         made = (found + start).to(self._function.dtype)
         check_result(self._function, x, made)
         return made
@@ -183,7 +180,7 @@ class SquaredFit(Fitted):
             InputError: If a ridge is not positive, the fit was solved by iterations, or obeys equations.
         """
         grid, x = ridge_grid(ridges), self._examples(x)
-        if self.system.constraints is not None:
+        if self.constraints is not None:
             raise InputError(
                 "along() of a fit that obeys equations on outputs",
                 expected="a fit whose outputs are f₀ + Jδ with δ by the data alone",
@@ -248,9 +245,9 @@ class SquaredFit(Fitted):
         given = self._grid() if ridges is None else answerable(self, ridge_grid(ridges))
         return self.system.path(given, self._targets)
 
+    @abstractmethod
     def _grid(self) -> Tensor | None:
         """Ridges of the default path, (R,); ``None`` for those of the equations."""
-        return None
 
     # -- changes ---------------------------------------------------------------------------------
 
@@ -280,8 +277,7 @@ class SquaredFit(Fitted):
     def _more(self, x: Inputs, new: Targets) -> Problem:
         """More data of the same model."""
         start = self._start(x)
-        values = new.values.to(start if isinstance(start, Tensor) else self.system.residual)
-        return self.system.problem.of(x, values - start)
+        return self.system.problem.of(x, new.values.to(start) - start)
 
     def _like(self, x: Inputs, y: Tensor, what: str = "the new data") -> tuple[Inputs, Targets]:
         """Inputs, and targets like those that the fit was made of."""
@@ -345,14 +341,9 @@ class LinearFit(SquaredFit):
         return self.module.function, self.x, self.targets, f"{self.ridge:.4g}"
 
     @property
-    def constraints(self) -> Constraints | None:
-        """Equations on outputs that the fit obeys, ``None`` without any."""
-        return self.system.constraints
-
-    @property
     def combinations(self) -> Tensor | None:
         """V, (C, M), whose columns are the combinations of outputs that make a shared kernel."""
-        basis = self.system.problem.basis
+        basis = self.system.problem.free
         return basis.combinations if isinstance(basis, Heads) else None
 
     @torch.no_grad()
@@ -373,6 +364,9 @@ class LinearFit(SquaredFit):
         """f₀(x)."""
         base = base_outputs(self.module, x)
         return base.double() if self.system.shared else base
+
+    def _grid(self) -> None:
+        """Those of the equations."""
 
     def _outputs(self, x: Inputs) -> Tensor:
         """f₀(x) + J(x)δ."""
@@ -409,6 +403,6 @@ class LinearFit(SquaredFit):
         return {
             "loss": self.loss,
             "solved": system_state(self.system),
-            "residual": self.system.problem.residual,
+            "residual": self.system.problem.free_residual,
             "combinations": self.combinations,
         }

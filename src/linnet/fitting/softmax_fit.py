@@ -29,7 +29,7 @@ from linnet.fitting.arguments import (
 )
 from linnet.fitting.fitted import Fitted, joined_targets
 from linnet.linear.dual import CriteriaByRidge
-from linnet.linear.label_problem import class_problem, class_targets
+from linnet.linear.label_problem import class_targets
 from linnet.linear.newton import KernelNewton, NewtonSystem
 from linnet.linear.saved import newton_state
 from linnet.linear.targets import Targets
@@ -122,6 +122,10 @@ class SoftmaxFit(Fitted):
     variance_scale = 1.0  # the variance of the logits counts as it is
     _unit = 1.0  # ρ is the precision of the prior
 
+    def _start(self, x: Inputs) -> Tensor:
+        """f₀(x)."""
+        return base_outputs(self.module, x)
+
     def _outputs(self, x: Inputs) -> Tensor:
         """f₀(x) + J(x)δ, (T, C): logits."""
         return linear_outputs(self.module, x)
@@ -208,7 +212,7 @@ class SoftmaxFit(Fitted):
     def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> SoftmaxFit:
         """The fit with more examples: Newton's method from the present one."""
         new = class_targets(y, self.system.c, self.targets.dtype)
-        more = class_problem(self._function, x, base_outputs(self.module, x), new.values)
+        more = self.system.problem.of(x, self._start(x), new.values.double())
         targets, what = joined_targets(self._targets, new), f"added {count_in_words(len(new.values))}"
         return sound_change(self._changed(targets, self.system.extended(more), what, start))
 

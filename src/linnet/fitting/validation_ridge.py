@@ -25,7 +25,6 @@ from linnet.errors import InputError
 from linnet.fitting.arguments import ridge_grid
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import after_change
-from linnet.linear.constrained_system import ConstrainedSystem
 from linnet.linear.iterative import Iterative
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
@@ -72,7 +71,7 @@ def ridge_path(fit: LinearFit, validation: Any, ridges: Any = None) -> Validatio
     """Predictions, their loss and the size of δ at many ridges, from one solve.
 
     Args:
-        fit: A linear fit; a primal one must be free of constraints, a dual one of penalties.
+        fit: A linear fit; one by iterations must be free of constraints, others of penalties.
         validation: An (x, y) pair, a Dataset, a DataLoader or batches.
         ridges: ρ, (R,); by default a grid around the scale of the kernel, or around the fit's own ridge.
 
@@ -81,7 +80,7 @@ def ridge_path(fit: LinearFit, validation: Any, ridges: Any = None) -> Validatio
 
     Raises:
         DataError: If the validation data are empty, not finite or out of range.
-        InputError: If a ridge is not positive, or the fit is primal with constraints or has penalties.
+        InputError: If a ridge is not positive, or the fit has penalties, or constraints and iterations.
 
     Source:
         Achille et al., CVPR 2021, appendix A.1, figure 8; Jegerlehner 1996 (shifted conjugate gradients).
@@ -109,7 +108,7 @@ def ridge_gradient(fit: LinearFit, x: Inputs, y: Any) -> float:
     """D L/d log ρ of the validation loss L at the fit's own ridge, exactly.
 
     Args:
-        fit: A linear fit; a primal one must be free of constraints. One solve.
+        fit: A linear fit; one by iterations must be free of constraints. One solve.
         x: T validation examples.
         y: Their classes (T,) or targets (T, C).
 
@@ -118,7 +117,7 @@ def ridge_gradient(fit: LinearFit, x: Inputs, y: Any) -> float:
 
     Raises:
         DataError: If the validation data are empty, not finite or out of range.
-        InputError: If the fit is primal with constraints or has penalties.
+        InputError: If the fit has penalties, or constraints and iterations.
 
     Source:
         Achille et al., CVPR 2021, eq. (12).
@@ -251,14 +250,14 @@ def _curve(fit: LinearFit, validation: Any) -> _Curve:
             remedy="call fit.path() of another fit, or choose its ridge with ridge='loo'",
         )
     x, made = fit._like(*fit._gathered(validation), "the validation data")
-    held = fit.constraints
-    if held is not None and (held.soft or isinstance(fit.system, ConstrainedSystem)):
+    held, by_values = fit.constraints, fit.system.factorized is fit.system
+    if held is not None and (held.soft or not by_values):
         raise InputError(
-            "the ridge of a fit with penalties on outputs (weight=), or of a primal fit with constraints",
+            "the ridge of a fit with penalties on outputs (weight=), or with constraints by iterations",
             expected='a fit without constraints, or solver="dual" with equations that hold exactly',
             remedy="ask the fit before fit.constrain",
         )
-    return (_EigenCurve if fit.system.factorized is fit.system else _PrimalCurve)(fit, x, made)
+    return (_EigenCurve if by_values else _PrimalCurve)(fit, x, made)
 
 
 class _EigenCurve(_Curve):

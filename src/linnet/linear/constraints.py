@@ -1,23 +1,23 @@
-"""A linear fit under equations on its outputs: the same linear algebra with a conditioned kernel.
+"""Equations on the outputs of a linear model: the same linear algebra with another prior.
 
-Let Aδ = b be the equations, LLᵀ = AAᵀ + τI (τ = 0 if they hold exactly, τ = ρ/w for a penalty
-½w‖b − Aδ‖²), G(x) = J(x)Aᵀ L⁻ᵀ and g = L⁻¹b. Eliminating the equations' multipliers ν from the KKT system
+Let Aδ = b be the equations, A = S J and b = v − S m for combinations S of outputs with prescribed values v.
+An equation is an observation without noise, a penalty ½w‖b − Aδ‖² one of noise τ = ρ/w. With LLᵀ = AAᵀ + τI,
+G(x) = J(x)Aᵀ L⁻ᵀ and g = L⁻¹b, the prior δ ~ N(0, σ²/ρ I) given them is that of a model with
 
-    (K + ρI) β + K_Xc ν = r,        K_cX β + (K_cc + τI) ν = b
+    mean      m(x) + G(x) g                               kernel    K̃(x, x') = K(x, x') − G(x) G(x')ᵀ
+    weights   δ = Wᵀg + P η,  W = L⁻¹A                     P² = I − WᵀW
 
-leaves the dual of an unconstrained fit with another kernel and another residual,
-
-    K̃(x, x') = K(x, x') − G(x) G(x')ᵀ,      r̃ = r − G(X) g,      ν = L⁻ᵀ (g − G(X)ᵀ β),
-
-so that δ = Jᵀβ + Aᵀν, and leave-one-out, forgetting, updates, paths of ridges and covariances follow from
-(K̃ + ρI)⁻¹ as they do without equations: they are those of the prior δ ~ N(0, σ²/ρ I) given Aδ = b.
+in which η is free, with the prior that δ had. Solutions, leave-one-out, forgetting, updates, paths of ridges
+and covariances follow from K̃, or from the rows J P, as they do from K and J: ``Conditioned`` are features
+like others, for every loss and solver. In samples δ = Jᵀβ + Aᵀν with ν = L⁻ᵀ (g − G(X)ᵀ β).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.linalg.factorize import cholesky
-from linnet.linear.features import Examples, Features, Memory
+from linnet.linalg.operator import LinearOperator
+from linnet.linear.features import Examples, Features, Memory, Weights
 from linnet.linear.targets import Targets, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import tensor
 from linnet.tangent.batch import Inputs, batch_size, concatenate, split, take
 from linnet.tangent.functional import Functional
-from linnet.tangent.gram import gram, own_kernels
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tree import node
@@ -44,6 +44,7 @@ from linnet.tree import node
 # with A = S J and b = v − S f₀.
 
 TOGETHER = 64  # examples differentiated at once
+SHARE = 0.2  # of the budget that a block of their kernel may take
 
 
 @node()
@@ -106,20 +107,20 @@ class Equations:
             here = (self.place >= low) & (self.place < low + batch_size(part) * self.outputs)
             yield part, self.row[here], self.place[here] - low, self.weight[here]
 
-    def kernel_to(self, function: Functional, x: Inputs, memory: str | int | None = None) -> Tensor:
-        """A J(x)ᵀ = S K(x_c, x), (q, T·C), in float64; no row of J is kept."""
-        columns = batch_size(x) * self.outputs
-        budget = parse_bytes(memory, function.device)
-        size = max(1, int(0.2 * budget) // (columns * self.outputs * (function.dtype.itemsize + 8)))
-        total = torch.zeros(self.count, columns, dtype=torch.float64, device=function.device)
-        for part, row, place, weight in self._parts(size):
-            kernel = gram(function, part, x, form="full", memory=memory).reshape(-1, columns).double()
-            total.index_add_(0, row, weight[:, None] * kernel[place])
+    def kernel_to(self, features: Features, x: Inputs, memory: Memory = None) -> Tensor:
+        """S K(x_c, x), (q, T·C), in float64; no row of J is kept."""
+        columns, of, device = batch_size(x) * self.outputs, features.examples(x), self.weight.device
+        # the kernel in its own type and in float64
+        size = int(SHARE * parse_bytes(memory, device)) // (columns * self.outputs * 2 * 8)
+        total = torch.zeros(self.count, columns, dtype=torch.float64, device=device)
+        for part, row, place, weight in self._parts(max(1, size)):
+            kernel = by_output(features, features.cross(part, of, memory), self.outputs)
+            total.index_add_(0, row, weight[:, None] * kernel.reshape(-1, columns).double()[place])
         return total
 
-    def kernel(self, function: Functional, memory: str | int | None = None) -> Tensor:
+    def kernel(self, features: Features, memory: Memory = None) -> Tensor:
         """A Aᵀ, (q, q), in float64."""
-        square = self.combine(self.kernel_to(function, self.x, memory).T.contiguous())
+        square = self.combine(self.kernel_to(features, self.x, memory).T.contiguous())
         return (square + square.T) / 2
 
     def jacobian(self, function: Functional, memory: str | int | None = None) -> Tensor:
@@ -152,10 +153,19 @@ class Equations:
             flat += vjp_columns(function, take(self.x, rows), cotangents[rows])
         return flat
 
-    def norms(self, function: Functional, memory: str | int | None = None) -> Tensor:
+    def norms(self, features: Features, memory: Memory = None) -> Tensor:
         """Σ |S| √diag K: what the norm of a row of A could be without cancellation, (q,)."""
-        own = own_kernels(function, self.x, memory).double().diagonal(dim1=1, dim2=2).reshape(-1)
-        return replace(self, weight=self.weight.abs()).combine(own.clamp_min(0).sqrt())
+        own = features.own(self.x, memory).double()
+        each = own[:, None].expand(-1, self.outputs) if features.shared else own.diagonal(dim1=1, dim2=2)
+        return replace(self, weight=self.weight.abs()).combine(each.reshape(-1).clamp_min(0).sqrt())
+
+
+def by_output(features: Features, kernel: Tensor, outputs: int) -> Tensor:
+    """A kernel (T, N) of features that outputs share as (T, C, N, C); any other as it is."""
+    if not features.shared:
+        return kernel
+    eye = torch.eye(outputs, dtype=kernel.dtype, device=kernel.device)
+    return torch.einsum("tn,cd->tcnd", kernel, eye)
 
 
 @dataclass(frozen=True)
@@ -167,7 +177,9 @@ class Wanted:
     names: tuple[str, ...]  # what each equation says, for errors
 
 
-def wanted(x: Inputs, targets: Any, groups: Any, like: Targets, device: torch.device) -> Wanted:
+def wanted(
+    x: Inputs, targets: Any, groups: Any, like: Targets | None, outputs: int, device: torch.device
+) -> Wanted:
     """The equations that a user asks for."""
     if targets is None and groups is None:
         raise InputError(
@@ -175,7 +187,7 @@ def wanted(x: Inputs, targets: Any, groups: Any, like: Targets, device: torch.de
             expected="targets= (outputs to hold), groups= (labels of groups with equal means), or both",
             remedy="pass targets=old_fit.predict(x) to keep old predictions",
         )
-    m, c = batch_size(x), like.values.shape[1]
+    m, c = batch_size(x), outputs
     parts = []
     if targets is not None:
         parts.append(_held_outputs(x, _outputs_wanted(targets, m, c, like).to(device), device))
@@ -195,12 +207,13 @@ def wanted(x: Inputs, targets: Any, groups: Any, like: Targets, device: torch.de
     return Wanted(both, torch.cat([p.values for p in parts]), parts[0].names + parts[1].names)
 
 
-def _outputs_wanted(targets: Any, m: int, c: int, like: Targets) -> Tensor:
+def _outputs_wanted(targets: Any, m: int, c: int, like: Targets | None) -> Tensor:
     """Targets as float64 (M, C), free ones NaN."""
     free = "pass outputs, with NaN for those that are free"
     values = tensor("targets", targets, f"a tensor ({m}, {c})", free).detach()
     if (
-        not values.is_floating_point()
+        like is not None
+        and not values.is_floating_point()
         and values.ndim == 1
         and values.dtype != torch.bool
         and len(values) == m
@@ -308,49 +321,32 @@ class Constraints:
 
     equations: Equations  # S
     values: Tensor  # v, what S f is to be, (q,)
-    gap: Tensor  # b = v − S f₀, (q,)
+    gap: Tensor  # b = v − S m, (q,)
     slack: Tensor  # τ of each equation, (q,); 0 where it holds exactly
     factor: Tensor  # L, (q, q)
-    design: Tensor  # G(X) of the training examples, (N·C, q); with no rows where the fit is primal
     redundant: int = 0  # number of equations that followed from the others and were left out
 
     @property
     def level(self) -> Tensor:
         """The level g = L⁻¹ b, (q,)."""
-        return _forward(self.factor, self.gap[:, None])[:, 0]
-
-    def whitened(self, function: Functional, x: Inputs, memory: str | int | None = None) -> Tensor:
-        """G(x) = J(x) Aᵀ L⁻ᵀ, (T·C, q)."""
-        return _forward(self.factor, self.equations.kernel_to(function, x, memory)).T
-
-    def multipliers(self, beta: Tensor) -> Tensor:
-        """ν = L⁻ᵀ (g − G(X)ᵀ β), (q,)."""
-        return _backward(self.factor, self.level - self.design.T @ beta.reshape(-1))
-
-    def without(self, index: Tensor, c: int) -> Constraints:
-        """The same equations for a fit that has lost some examples."""
-        if not len(self.design):
-            return self
-        keep = torch.ones(len(self.design) // c, dtype=torch.bool, device=self.design.device)
-        keep[index] = False
-        return replace(self, design=self.design[keep.repeat_interleave(c)])
-
-    def extended(self, design: Tensor) -> Constraints:
-        """The same equations for a fit with more examples."""
-        return replace(self, design=torch.cat([self.design, design]))
+        return forward(self.factor, self.gap[:, None])[:, 0]
 
     @property
     def soft(self) -> bool:
         """Whether any of the equations is a penalty."""
         return bool((self.slack > 0).any())
 
+    def multipliers(self, given: Tensor, beta: Tensor) -> Tensor:
+        """ν = L⁻ᵀ (g − G(X)ᵀ β), (q,)."""
+        # given (N·C, q), beta (N, C)
+        return backward(self.factor, self.level - given.T @ beta.reshape(-1).to(given))
+
     def at_ridge(self, old: float, new: float) -> Constraints:
         """The same equations at another ridge: penalties keep their weight w, so that τ = ρ/w follows."""
         slack = self.slack * (new / old)
-        # LLᵀ = AAᵀ + τI, and G = JAᵀL⁻ᵀ
+        # LLᵀ = AAᵀ + τI
         factor = cholesky(self.factor @ self.factor.T + torch.diag(slack - self.slack), "penalties")
-        design = _forward(factor, self.factor @ self.design.T).T
-        return replace(self, slack=slack, factor=factor, design=design)
+        return replace(self, slack=slack, factor=factor)
 
     def errors(self, module: Linearized) -> Tensor:
         """The errors v − S f for the present δ, (q,)."""
@@ -359,23 +355,21 @@ class Constraints:
         flat = torch.cat([out.reshape(-1) for out in outputs]).double()
         return self.values - self.equations.combine(flat)
 
-    def refined(self, module: Linearized, nu: Tensor) -> Tensor:
-        """Remove what rounding left of the equations' errors, in place."""
+    def refine(self, module: Linearized) -> None:
+        """Remove what rounding left of the errors of equations that hold exactly, in place."""
         if not len(self.values):
-            return nu
+            return
         eps = torch.finfo(module.function.dtype).eps
         scale = float(self.values.abs().max()) + float(self.gap.abs().max()) + 1e-300
         for _ in range(ROUNDS):
-            left = self.errors(module) - self.slack * nu
+            left = torch.where(self.slack > 0, 0.0, self.errors(module))
             if float(left.abs().max()) <= eps * scale:
                 break
-            step = _backward(self.factor, _forward(self.factor, left[:, None])[:, 0])
-            nu = nu + step
+            step = backward(self.factor, forward(self.factor, left[:, None])[:, 0])
             moved = module.space.to_params(self.equations.pull(module.function, step))
             with torch.no_grad():
                 for name, value in moved.items():
                     module.delta[name].add_(value)
-        return nu
 
     def says(self) -> str:
         """One sentence about the equations."""
@@ -388,53 +382,118 @@ class Constraints:
 
 @dataclass(frozen=True, eq=False)
 class Conditioned(Features):
-    """J given equations on outputs: K̃(x, x') = K(x, x') − G(x) G(x')ᵀ, in float64; G are the formed rows."""
+    """Features given equations on outputs: K̃(x, x') = K(x, x') − G(x) G(x')ᵀ, in float64."""
 
-    function: Functional
+    free: Features
     constraints: Constraints
+    function: Functional
+    memory: Memory = None
     shared = False
+
+    def examples(self, x: Inputs) -> Examples:
+        """Examples with their rows G."""
+        return self.free.examples(x)._replace(given=self._given(Examples(x)))
+
+    def _given(self, of: Examples, memory: Memory = None) -> Tensor:
+        """G(x) = J(x) Aᵀ L⁻ᵀ, known or computed, (N, C, q)."""
+        if of.given is not None:
+            return of.given
+        held = self.constraints
+        across = held.equations.kernel_to(self.free, of.x, self.memory if memory is None else memory)
+        return forward(held.factor, across).T.reshape(batch_size(of.x), held.equations.outputs, -1)
+
+    def shift(self, of: Examples) -> Tensor:
+        """G(x) g, (N, C): what the equations add to the mean before the data."""
+        found: Tensor = self._given(of) @ self.constraints.level
+        return found
+
+    def _less(self, kernel: Tensor, one: Tensor, two: Tensor) -> Tensor:
+        """K − G(x) G(x')ᵀ, (T, C, N, C)."""
+        found = by_output(self.free, kernel, self.constraints.equations.outputs).double()
+        return found - (one.flatten(0, 1) @ two.flatten(0, 1).T).view(found.shape)
 
     def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
         """K̃(x, x), (N, C, N, C)."""
-        g = self.constraints.whitened(self.function, of.x, memory)
-        kernel = gram(self.function, of.x, form="full", memory=memory).double()
-        return kernel - (g @ g.T).view(kernel.shape)
+        given = self._given(of, memory)
+        return self._less(self.free.kernel(of, memory), given, given)
 
     def cross(self, x: Inputs, train: Examples, memory: Memory = None) -> Tensor:
         """K̃(x, X), (T, C, N, C)."""
-        first, second = self.constraints.whitened(self.function, x, memory), train.rows
-        if second is None:
-            second = self.constraints.whitened(self.function, train.x, memory)
-        kernel = gram(self.function, x, train.x, form="full", memory=memory).double()
-        return kernel - (first @ second.T).view(kernel.shape)
+        given = self._given(Examples(x), memory), self._given(train, memory)
+        return self._less(self.free.cross(x, train, memory), *given)
 
     def own(self, x: Inputs, memory: Memory = None) -> Tensor:
         """K̃(x_i, x_i), (T, C, C)."""
         found = []
         for part in split(x, BATCH):
-            own = own_kernels(self.function, part, memory).double()
-            g = self.constraints.whitened(self.function, part, memory).view(len(own), own.shape[1], -1)
+            own, g = self.free.own(part, memory).double(), self._given(Examples(part), memory)
+            if self.free.shared:
+                own = own[:, None, None] * torch.eye(g.shape[1], dtype=own.dtype, device=own.device)
             found.append(own - g @ g.mT)
         return torch.cat(found)
 
+    def plan(self, outputs: int, memory: Memory = None, copies: Sequence[str] = ()) -> Plan:
+        """Those of the features without the equations."""
+        return self.free.plan(outputs, memory, copies)
+
+    def weigh(
+        self, into: Weights, train: Examples, beta: Tensor, scale: float = 1.0, memory: Memory = None
+    ) -> None:
+        """The examples of the equations take part with Sᵀν."""
+        held = self.constraints
+        nu = held.equations.spread(held.multipliers(self._given(train).flatten(0, 1), beta))
+        both = Examples(train.x, train.rows).joined(self.free.examples(held.equations.x))
+        self.free.weigh(into, both, torch.cat([beta, nu.to(beta)]), scale, memory)
+
+    @cached_property
+    def confined(self) -> Confined:
+        """The weights that are left."""
+        return Confined(self)
+
+
+class Confined(LinearOperator):
+    """P = I − Wᵀ F W, the symmetric root of I − WᵀW, and the least displacement Wᵀg of the equations."""
+
+    def __init__(self, given: Conditioned) -> None:
+        held, function = given.constraints, given.function
+        rows = held.equations.jacobian(function, given.memory)  # Aᵀ
+        self.columns = forward(held.factor, rows.T.double()).T.to(rows)  # Wᵀ, (P, q)
+        # with WWᵀ = U μ Uᵀ, F = U (1 − √(1 − μ))/μ Uᵀ = U 1/(1 + √(1 − μ)) Uᵀ; μ = 1 where it holds exactly
+        values, vectors = torch.linalg.eigh(self.columns.T.double() @ self.columns.double())
+        self.inner = (vectors / (1 + (1 - values).clamp_min(0).sqrt())) @ vectors.T  # F
+        self.center = (self.columns.double() @ held.level).to(rows)  # Wᵀg, (P,)
+        self.shape = (len(rows), len(rows))
+        self.dtype, self.device, self.space = function.dtype, function.device, function.space
+
+    def mm(self, v: Tensor) -> Tensor:
+        """P v for columns v (P, K)."""
+        columns = self.columns.to(v)
+        moved: Tensor = columns @ (self.inner.to(v) @ (columns.T @ v))
+        return v - moved
+
+    @property
+    def T(self) -> LinearOperator:
+        """Itself."""
+        return self
+
 
 def impose(
-    module: Linearized,
+    free: Features,
+    function: Functional,
     asked: Wanted,
+    start: Tensor,
     slack: float,
     kernel: Tensor,
     before: Constraints | None,
-    memory: str | int | None,
+    memory: Memory,
 ) -> Constraints:
     """The equations that are new and consistent, after those that the fit obeys already."""
-    # kernel (q₀ + q, q₀ + q)
-    function, equations = module.function, asked.equations
-    with torch.no_grad():
-        base = torch.cat([module.base(part).reshape(-1) for part in split(equations.x, BATCH)]).double()
+    # start (M, C), m(x) there; kernel (q₀ + q, q₀ + q)
+    equations, base = asked.equations, start.reshape(-1).double()
     gap = asked.values - equations.combine(base)
     old = 0 if before is None else before.equations.count
     own, cross = kernel[old:, old:], kernel[old:, :old]
-    given = cross.new_zeros(len(gap), 0) if before is None else _forward(before.factor, cross.T).T
+    given = cross.new_zeros(len(gap), 0) if before is None else forward(before.factor, cross.T).T
     rest = own - given @ given.T
     left = gap if before is None else gap - given @ before.level
     tau = torch.full_like(gap, slack)
@@ -442,27 +501,20 @@ def impose(
         order = torch.arange(len(gap), device=gap.device)
         factor = cholesky(rest + torch.diag(tau), "kernel of the constraints")
     else:
-        norms = equations.norms(function, memory)
+        norms = equations.norms(free, memory)
         order, factor, residual = _independent(rest, left, norms, torch.finfo(function.dtype).eps)
         _consistent(asked, residual, order, base, function.dtype)
-    kept = equations.chosen(order)
-    empty = kernel.new_zeros(0, old + len(order))
-    redundant = len(gap) - len(order)
-    parts = (asked.values[order], gap[order], tau[order])
+    kept, redundant = equations.chosen(order), len(gap) - len(order)
+    new = Constraints(kept, asked.values[order], gap[order], tau[order], factor, redundant)
     if before is None:
-        return Constraints(kept, *parts, factor, empty, redundant)
-    corner = torch.cat([given[order], factor], 1)
+        return new
     top = torch.cat([before.factor, before.factor.new_zeros(old, len(order))], 1)
-    values, gaps, slacks = (
-        torch.cat([a, b]) for a, b in zip((before.values, before.gap, before.slack), parts, strict=True)
-    )
     return Constraints(
         before.equations.joined(kept),
-        values,
-        gaps,
-        slacks,
-        torch.cat([top, corner]),
-        empty,
+        torch.cat([before.values, new.values]),
+        torch.cat([before.gap, new.gap]),
+        torch.cat([before.slack, new.slack]),
+        torch.cat([top, torch.cat([given[order], factor], 1)]),
         before.redundant + redundant,
     )
 
@@ -511,13 +563,13 @@ def _consistent(asked: Wanted, error: Tensor, order: Tensor, base: Tensor, dtype
     )
 
 
-def _forward(factor: Tensor, b: Tensor) -> Tensor:
+def forward(factor: Tensor, b: Tensor) -> Tensor:
     """L⁻¹ b for columns b."""
     solved: Tensor = torch.linalg.solve_triangular(factor, b, upper=False)
     return solved
 
 
-def _backward(factor: Tensor, b: Tensor) -> Tensor:
+def backward(factor: Tensor, b: Tensor) -> Tensor:
     """L⁻ᵀ b for a vector b."""
     solved: Tensor = torch.linalg.solve_triangular(factor.T, b[:, None], upper=True)
     return solved[:, 0]

@@ -361,11 +361,6 @@ class DualSystem:
         return self._spectrum
 
     @property
-    def known_spectrum(self) -> Spectrum | None:
-        """The eigendecomposition if it was ever needed."""
-        return self._spectrum
-
-    @property
     def factor(self) -> Tensor:
         """L with L Lᵀ = K + ρI."""
         if self._factor is None:

@@ -1,7 +1,7 @@
 """What a linear model f(x) = m(x) + Φ(x) δ is linear in, known by its kernel K(x, x') = Φ(x) Φ(x')ᵀ.
 
     Tangent      Φ = J, the derivatives of all C outputs            K (N, C, M, C)
-    Conditioned  J given equations on outputs                       K (N, C, M, C)    constraints.py
+    Conditioned  any of these given equations on outputs            K (N, C, M, C)    constraints.py
     Heads        the mean of the tangent kernels of H outputs       k (N, M)
     Explicit     features φ(x) that are computed                    k (N, M)
     Constant     an intercept                                       k (N, M)
@@ -29,7 +29,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.linear.formed_rows import Directions
 from linnet.memory import Plan, parse_bytes
-from linnet.tangent.batch import Inputs, batch_size
+from linnet.tangent.batch import Inputs, batch_size, concatenate, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram, gram_and_own, own_kernels
 from linnet.tangent.modes import in_exact_mode
@@ -41,7 +41,21 @@ class Examples(NamedTuple):
     """Inputs, and their rows of those features that are formed."""
 
     x: Inputs
-    rows: Tensor | None = None  # φ, (N, D), or a row an output, (N·C, D)
+    rows: Tensor | None = None  # φ, (N, D)
+    given: Tensor | None = None  # G, what equations on outputs take from each output, (N, C, q)
+
+    def taken(self, index: Tensor) -> Examples:
+        """Some of the examples."""
+        rows, given = (None if part is None else part[index] for part in self[1:])
+        return Examples(take(self.x, index), rows, given)
+
+    def joined(self, more: Examples) -> Examples:
+        """These examples, then others."""
+        rows, given = (
+            None if one is None or two is None else torch.cat([one, two])
+            for one, two in zip(self[1:], more[1:], strict=True)
+        )
+        return Examples(concatenate([self.x, more.x]), rows, given)
 
 
 class Features(ABC):

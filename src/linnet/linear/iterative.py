@@ -34,8 +34,9 @@ from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.structured import Dense
+from linnet.linear.constraints import Constraints
 from linnet.linear.dual import Measure, by_matrix, by_quadrature
-from linnet.linear.formed_rows import FormedNormal, FormedRows
+from linnet.linear.formed_rows import FormedNormal
 from linnet.linear.kernel_system import KernelSystem, kernel_fits
 from linnet.linear.preconditioner import FEW, TRIAL, CurvatureInverse, precondition
 from linnet.linear.problem import Memory, Problem, whitened, whitened_inputs
@@ -331,7 +332,7 @@ class Panel:
     def covariance(self, problem: Problem, x: Inputs, ridge: float, joint: bool, memory: Memory) -> Tensor:
         """K(x,x) less what the data explain."""
         c, own, halves = problem.c, [], []
-        for _, rows in FormedRows(problem.function, x, c, memory, keep=False):
+        for _, rows in problem.form(x, memory):
             if not joint:
                 each = rows.view(-1, c, rows.shape[1]).double()
                 own.append(each @ each.mT)
@@ -457,12 +458,17 @@ class Iterative(System):
         if self.reused.operator is None:
             if self.space == "parameter":
                 derivative = "exact" if self.krylov is None else self.krylov.derivative
-                self.reused.operator = fisher(self.problem, derivative, self.memory)
+                self.reused.operator = self._within(fisher(self.problem, derivative, self.memory))
             elif self.space == "stored":
                 self.reused.operator = stored_kernel(self.problem, self.memory)
             else:
                 self.reused.operator = KernelProducts(self.problem)
         return self.reused.operator
+
+    def _within(self, matrix: LinearOperator) -> LinearOperator:
+        """A matrix (P, P) in the weights that equations on outputs leave."""
+        at = self.problem.confined
+        return matrix if at is None else at @ matrix @ at
 
     @property
     def matrix(self) -> LinearOperator:
@@ -478,7 +484,8 @@ class Iterative(System):
     @cached_property
     def delta(self) -> Tensor:
         """The solution, or J̃ᵀ of it, (P,)."""
-        return (self._value if self.space == "parameter" else self.problem.pull(self._value))[:, 0]
+        found = self._value if self.space == "parameter" else self.problem.pull(self._value)
+        return self.problem.displaced(found[:, 0])
 
     @cached_property
     def beta(self) -> Tensor:
@@ -539,7 +546,8 @@ class Iterative(System):
         if reused.preconditioner is None and name not in ("none", "given"):
             seed = 0 if self.krylov is None else self.krylov.seed
             # the rank's products at once cost less by formed rows
-            wide = self.formed if isinstance(self.operator, NormalOperator) else self.operator
+            plain = self.space == "parameter" and not self._differences and self.problem.weights is None
+            wide = self._within(self.formed) if plain else self.operator
             rank = self.settings.rank
             reused.preconditioner = precondition(name, wide, self.problem, self.ridge, rank, seed)
         return reused.preconditioner
@@ -555,12 +563,16 @@ class Iterative(System):
         what = "a solve by conjugate gradients"
         if self.space != "parameter":
             return (b - self.problem.pull(accepted(self._run(self.problem.push(b)), what))) / self.ridge
-        differences = self.krylov is not None and self.krylov.derivative != "exact"
-        if b.shape[1] >= max(self.c, 2) and not differences:
+        if b.shape[1] >= max(self.c, 2) and not self._differences:
             found = self._together(b, self.settings.tolerance, self.settings.max_steps)
             if found.converged:
                 return found.value
         return accepted(self._run(b), what)
+
+    @property
+    def _differences(self) -> bool:
+        """Whether products are finite differences."""
+        return self.krylov is not None and self.krylov.derivative != "exact"
 
     def approach(self, b: Tensor, effort: Effort) -> Tensor:
         """The same after some block steps, converged or not, in parameter space."""
@@ -570,7 +582,7 @@ class Iterative(System):
 
     def _together(self, b: Tensor, tolerance: float, steps: int) -> Solution[Tensor]:
         """Block conjugate gradients with formed rows."""
-        matrix = self.formed.damped(self.ridge)
+        matrix = self._within(self.formed).damped(self.ridge)
         found: Solution[Any] = block_cg(matrix, b, self.preconditioner, tolerance, steps)
         return found
 
@@ -592,8 +604,7 @@ class Iterative(System):
         """J(x) and (J̃ᵀJ̃ + ρI)⁻¹ J(x)ᵀ block by block."""
         size = max(1, self.together(memory) // self.c)
         for part in track(list(split(x, size)), what):
-            formed = FormedRows(self.function, part, self.c, memory or self.memory, keep=False)
-            rows = torch.cat([block for _, block in formed])
+            rows = torch.cat([block for _, block in self.problem.form(part, memory or self.memory)])
             right = rows.T.contiguous()
             solved = self.solve(right) if effort is None else self.approach(right, effort)
             n = batch_size(part)
@@ -601,7 +612,7 @@ class Iterative(System):
 
     def own_rows(self) -> Iterator[tuple[slice, Tensor]]:
         """J̃ of the training examples; blocks that fit the budget are kept."""
-        return iter(self.formed.rows)
+        return ((place, self.problem.confine(rows)) for place, rows in self.formed.rows)
 
     # -- what Krylov spaces and the kernel answer ------------------------------------------------
 
@@ -650,12 +661,20 @@ class Iterative(System):
 
     def at(self, ridge: float) -> Iterative:
         """The solution at another ridge, from the present one."""
+        if (held := self.constraints) is not None and held.soft:
+            return self.given(held.at_ridge(self.ridge, ridge), ridge)
         # Operator, cache and spectrum are reused, a curvature as preconditioner is damped anew, and one of
         # Nyström's or pivoted Cholesky is made again.
         made = self.reused.preconditioner
         kept = made.at(ridge) if isinstance(made, CurvatureInverse) else None
         reused = replace(self.reused, preconditioner=kept, name="", start=self._value[:, 0], solution=None)
         return self._again(self.problem, ridge, reused)
+
+    def given(self, constraints: Constraints, ridge: float | None = None) -> Iterative:
+        """The solution in the weights that equations on outputs leave, from the present one."""
+        reused = Reused(preconditioner=self.reused.preconditioner, start=self._value[:, 0])
+        problem = self.problem.given(constraints, False, self.memory)
+        return self._again(problem, self.ridge if ridge is None else ridge, reused)
 
     def removed(self, index: Tensor) -> Iterative:
         """The solution without some examples, in parameter space from the present one."""

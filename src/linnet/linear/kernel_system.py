@@ -1,7 +1,6 @@
 """The linear model in samples: (K̃ + ρI) β = r̃ by a Cholesky factor or eigenvalues, in float64.
 
 The kernel is that of any features; where the outputs share them, K̃ = k ⊗ I and k alone is formed, (N, N).
-Equations on outputs condition the kernel: K̃(x, x') less G(x) G(x')ᵀ, and r̃ less G(X) g (``constraints.py``).
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from linnet.linear.constraints import Conditioned, Constraints
+from linnet.linear.constraints import Constraints, by_output
 from linnet.linear.dual import Along, DualSystem, Measure, RidgePath, from_eigenvalues, joined
-from linnet.linear.features import Examples, Features
 from linnet.linear.problem import Memory, Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
@@ -56,15 +54,16 @@ SHARE = 0.5  # of the budget that a block of K(x, X) and what is made of it may 
 class KernelSystem(System):
     """A solution by its kernel."""
 
+    in_samples = True
+
     def __init__(
         self,
         problem: Problem,
         dual: DualSystem,
         memory: Memory = None,
-        constraints: Constraints | None = None,
         work: dict[str, int] | None = None,
     ) -> None:
-        self.problem, self._dual, self.memory, self.constraints = problem, dual, memory, constraints
+        self.problem, self._dual, self.memory = problem, dual, memory
         self.ridge = dual.ridge
         self.work = {"factorizations": 1} if work is None else work
         self._known = KnownRows()
@@ -74,38 +73,27 @@ class KernelSystem(System):
         cls, problem: Problem, ridge: float, memory: Memory = None, before: System | None = None
     ) -> KernelSystem:
         """Form the kernel, whiten it and solve."""
-        known = before if isinstance(before, KernelSystem) else None
+        known = before if isinstance(before, KernelSystem) and before.problem.held is None else None
         if known is not None and known.problem.same_inputs(problem):
             factor = known.dual.factor if ridge == known.ridge else None
             dual = DualSystem(known.dual.kernel, problem.residual, ridge, factor=factor)
             _ = dual.beta  # raises here where the kernel is not positive definite
             work = {"examples differentiated": 0, "examples known": problem.n}
-            return cls(problem, dual, memory, work={**work, "factorizations": int(factor is None)})
-        if problem.basis.shared:
+            return cls(problem, dual, memory, {**work, "factorizations": int(factor is None)})
+        if problem.basis.shared or problem.held is not None:
             square, work = problem.basis.kernel(problem.examples, memory), {"factorizations": 1}
+            square = square if problem.basis.shared else whitened_kernel(square, problem)
         else:
             kernel, work = _kernel(problem, known, memory)
             square = whitened_kernel(kernel, problem)
         dual = DualSystem(square, problem.residual, ridge)
         _ = dual.beta
-        return cls(problem, dual, memory, work=work)
+        return cls(problem, dual, memory, work)
 
     # -- the solution ----------------------------------------------------------------------------
 
     @property
-    def features(self) -> Features:
-        """What the model is linear in, given the equations on outputs."""
-        held = self.constraints
-        return self.problem.basis if held is None else Conditioned(self.function, held)
-
-    @property
-    def examples(self) -> Examples:
-        """The training inputs, with their rows of these features that are formed."""
-        held = self.constraints
-        return self.problem.examples if held is None else Examples(self.x, held.design)
-
-    @property
-    def shared(self) -> bool:
+    def _apart(self) -> bool:
         """Whether one kernel (N, N) serves all outputs."""
         return self.problem.basis.shared
 
@@ -137,16 +125,8 @@ class KernelSystem(System):
     @cached_property
     def delta(self) -> Tensor:
         """J̃ᵀβ, and Aᵀν of equations on outputs."""
-        flat = self.problem.pull(self.beta.reshape(-1, 1))[:, 0]
-        nu = self.multipliers
-        if self.constraints is None or nu is None:
-            return flat
-        return flat + self.constraints.equations.pull(self.function, nu)
-
-    @property
-    def multipliers(self) -> Tensor | None:
-        """ν of the equations on outputs, (q,)."""
-        return None if self.constraints is None else self.constraints.multipliers(self.beta)
+        problem, beta = self.problem, self.beta
+        return problem.combined(problem.weighed(beta.reshape(-1, 1)).view_as(beta))
 
     def solve(self, b: Tensor) -> Tensor:
         """(b − J̃ᵀ M J̃ b)/ρ."""
@@ -154,16 +134,17 @@ class KernelSystem(System):
 
     def spread(self, v: Tensor) -> Tensor:
         """V − J̃ᵀ M J̃ v."""
-        return v - self.problem.pull(self.dual.solve(self.problem.push(v).double())).to(v)
+        if (at := self.problem.confined) is not None:
+            v = at.mm(v)
+        left = v - self.problem.pull(self.dual.solve(self.problem.push(v).double())).to(v)
+        return left if at is None else at.mm(left)
 
     def certificate(self) -> float:
         """‖(K̃ + ρI)β − r̃‖ / ‖r̃‖; by products with J itself where K̃ is of coarser numbers."""
-        if self.shared or not self.function.precision.coarser(self.function.dtype):
+        if self._apart or not self.function.precision.coarser(self.function.dtype):
             return self.dual.certificate()
         beta = self.beta.reshape(-1, 1)
         left = self.problem.push(self.problem.pull(beta)).double() + self.ridge * beta
-        if self.constraints is not None:
-            left -= self.constraints.design @ (self.constraints.design.T @ beta)
         off = left.view_as(self.residual) - self.residual
         return float(off.norm() / self.residual.norm().clamp_min(torch.finfo(off.dtype).tiny))
 
@@ -194,14 +175,15 @@ class KernelSystem(System):
         parts = [self._flat(cross).to(spectrum.vectors) for cross in self.kernel_to_train(x)]
         rows = torch.cat([part @ spectrum.vectors for part in parts])
         # ‖δ‖² = βᵀK̃β, and the least that equations on outputs ask for
-        least = 0.0 if self.constraints is None else float(self.constraints.level.square().sum())
+        held = self.constraints
+        least = 0.0 if held is None else float(held.level.square().sum())
         return Along(rows, spectrum.values, spectrum.coordinates, spectrum.values, least)
 
     def path(self, ridges: Tensor | None, targets: Targets) -> RidgePath:
         """From one eigendecomposition; penalties on outputs take one for each ridge."""
         classes, spectrum = targets.classes is not None, self.dual.spectrum
         grid = self.grid() if ridges is None else ridges.to(self.dual.kernel.device)
-        if self.constraints is None or not self.constraints.soft:
+        if (held := self.constraints) is None or not held.soft:
             return spectrum.path(grid, classes, targets.values)
         each = (self.at(float(ridge)).dual.spectrum for ridge in grid)
         return joined([s.path(grid[i : i + 1], classes, targets.values) for i, s in enumerate(each)])
@@ -210,53 +192,48 @@ class KernelSystem(System):
 
     def at(self, ridge: float) -> KernelSystem:
         """The same kernel at another ridge; penalties keep their weight, so that K̃ and r̃ change with it."""
-        dual, held = self.dual, self.constraints
+        held = self.constraints
         if held is None or not held.soft:
-            return KernelSystem(self.problem, dual.at(ridge), self.memory, held, dict(self.work))
-        there = held.at_ridge(self.ridge, ridge)
-        kernel = dual.kernel + held.design @ held.design.T - there.design @ there.design.T
-        change = held.design @ held.level - there.design @ there.level
-        moved = DualSystem(kernel, dual.residual + change.view(dual.residual.shape), ridge)
-        return KernelSystem(self.problem, moved, self.memory, there, dict(self.work))
+            return KernelSystem(self.problem, self.dual.at(ridge), self.memory, dict(self.work))
+        return self.given(held.at_ridge(self.ridge, ridge), ridge)
+
+    def given(self, constraints: Constraints, ridge: float | None = None) -> KernelSystem:
+        """By the kernel less what equations explain, and with what others before them explained."""
+        before, problem = self.problem, self.problem.given(constraints, True, self.memory)
+        kernel = by_output(before.basis, self.kernel, self.c).reshape(problem.residual.numel(), -1)
+        new = problem.weighed(problem.explained())
+        kernel = kernel - new @ new.T
+        if before.held is not None:
+            old = before.weighed(before.explained())
+            kernel = kernel + old @ old.T
+        dual = DualSystem(kernel, problem.residual, self.ridge if ridge is None else ridge)
+        return KernelSystem(problem, dual, self.memory, dict(self.work))
 
     def removed(self, index: Tensor) -> KernelSystem:
         """Without some examples: β_R − M_RS (M_SS)⁻¹ β_S."""
-        held = self.constraints and self.constraints.without(index, self.c)
-        return KernelSystem(self.problem.without(index), self.dual.removed(index), self.memory, held)
+        return KernelSystem(self.problem.without(index), self.dual.removed(index), self.memory)
 
     def extended(self, more: Problem) -> KernelSystem:
         """With more examples, by a bordered Cholesky factor."""
-        held, residual = self.constraints, more.residual.to(self.dual.residual)
-        if held is not None:
-            design = held.whitened(self.function, more.x, self.memory)
-            residual = residual - (design @ held.level).view(residual.shape)
-            held = held.extended(design)
         cross = torch.cat(list(self.kernel_to_train(more.x)))
-        corner = self.features.kernel(more.examples, self.memory)
+        corner = self.problem.basis.kernel(more.examples, self.memory)
         if more.weights is not None:
             w = more.weights[:, :, None, None]
             cross, corner = cross.double() * w, corner.double() * w * more.weights
-        cross = cross.T if self.shared else cross.permute(2, 3, 0, 1)
-        dual = self.dual.extended(cross, corner, residual)
+        cross = cross.T if self._apart else cross.permute(2, 3, 0, 1)
+        dual = self.dual.extended(cross, corner, more.residual.to(self.dual.residual))
         work = {"examples differentiated": more.n + self.n, "factorizations": 1}
-        return KernelSystem(self.problem.joined(more), dual, self.memory, held, work)
+        return KernelSystem(self.problem.joined(more), dual, self.memory, work)
 
     def again(self) -> KernelSystem:
-        """The kernel formed again, and the equations on outputs with it."""
-        fresh = replace(self.problem, known=None, phi=None)
-        free = KernelSystem.solved(fresh, self.ridge, self.memory)
-        held = self.constraints
-        if held is None:
-            return free
-        kernel = free.kernel - held.design @ held.design.T
-        return KernelSystem(fresh, DualSystem(kernel, self.residual, self.ridge), self.memory, held)
+        """The kernel formed again, with its rows of features and of equations on outputs."""
+        return KernelSystem.solved(replace(self.problem, known=None, formed=None), self.ridge, self.memory)
 
     def with_residual(self, residual: Tensor) -> KernelSystem:
         """The same kernel, and its factor, for other targets."""
         left = self.residual + residual.to(self.residual) - self.problem.residual.to(self.residual)
         dual = DualSystem(self.dual.kernel, left, self.ridge, factor=self.dual.factor)
-        problem = replace(self.problem, residual=residual)
-        return KernelSystem(problem, dual, self.memory, self.constraints)
+        return KernelSystem(replace(self.problem, residual=residual), dual, self.memory)
 
     # -- kernels of other inputs -----------------------------------------------------------------
 
@@ -266,7 +243,7 @@ class KernelSystem(System):
 
     def _parts(self, x: Inputs) -> Iterator[Inputs]:
         """As many examples at a time as the memory lets K(x, X) and what is made of it be."""
-        row = len(self.kernel) * (1 if self.shared else self.c) * (self.function.dtype.itemsize + 3 * 8)
+        row = len(self.kernel) * (1 if self._apart else self.c) * (self.function.dtype.itemsize + 3 * 8)
         size = max(1, int(SHARE * parse_bytes(self.memory, self.function.device)) // row)
         return split(x, size)
 
@@ -276,16 +253,16 @@ class KernelSystem(System):
 
     def _to_train(self, x: Inputs, own: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
         """K̃(x, X) part by part, and K(x_i, x_i) with it if that is wanted."""
-        names, features = hash_examples(x), self.features
+        names, features, train = hash_examples(x), self.problem.basis, self.problem.examples
         if (known := self._known.find(names)) is not None:
             yield known, features.own(x, self.memory) if own else None
             return
         for part in self._parts(x):
             alone: Tensor | None = None
             if own:
-                cross, alone = features.cross_and_own(part, self.examples, self.memory)
+                cross, alone = features.cross_and_own(part, train, self.memory)
             else:
-                cross = features.cross(part, self.examples, self.memory)
+                cross = features.cross(part, train, self.memory)
             if self.problem.weights is not None:
                 cross = cross.double() * self.problem.weights
             if len(cross) == len(names):
@@ -318,7 +295,7 @@ class KernelSystem(System):
 
     def _of_outputs(self, blocks: Tensor) -> Tensor:
         """Covariances (T, C, C); of shared kernels from variances (T, 1, 1), by rounding below 0 at times."""
-        if not self.shared:
+        if not self._apart:
             return blocks
         eye = torch.eye(self.c, dtype=blocks.dtype, device=blocks.device)
         return blocks.clamp_min(0) * eye
@@ -329,13 +306,13 @@ class KernelSystem(System):
         solved, same = self.dual.solve(second.T), x1 is x2
         each = [second] if same else [self._flat(cross).to(solved) for cross in self.kernel_to_train(x1)]
         first = torch.cat([rows @ solved for rows in each])
-        features, examples = self.features, self.problem.basis.examples
+        features, examples = self.problem.basis, self.problem.basis.examples
         if same:
             kernel = features.kernel(examples(x1), self.memory).double()
         else:
             kernel = features.cross(x1, examples(x2), self.memory).double()
         found = kernel - first.view(kernel.shape)
-        if not self.shared:
+        if not self._apart:
             return found
         eye = torch.eye(self.c, dtype=found.dtype, device=found.device)
         return torch.einsum("ts,cd->tcsd", found, eye)
@@ -346,14 +323,14 @@ class KernelSystem(System):
 
     def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
         """From K̃(x,X) M itself."""
-        form = "tn,nd->ntd" if self.shared else "tcnd,nd->ntc"
+        form = "tn,nd->ntd" if self._apart else "tcnd,nd->ntc"
         for part in self.cross(x):
             yield torch.einsum(form, part, e.to(part))
 
     def reach(self, e: Tensor) -> Tensor:
         """By K̃M = I − ρM."""
         blocks = -self.ridge * self.dual.inverse
-        if self.shared:
+        if self._apart:
             blocks.diagonal().add_(1)
             return blocks.square().sum(0) * e.square().sum(1)
         change = torch.einsum("tcnd,nd->ntc", blocks.view(self.n, self.c, self.n, self.c), e)
@@ -375,9 +352,9 @@ class KernelSystem(System):
         return self.dual.solve(unit).T.reshape(len(index), c, len(kernel))
 
     def diagonal(self) -> Tensor:
-        """The diagonal of K̃ as it was before it was conditioned on equations, (N·C,)."""
-        own = self.dual.kernel.diagonal().clamp_min(0)
-        return own if self.constraints is None else own + self.constraints.design.square().sum(1)
+        """The diagonal of K̃ as it is without equations on outputs, (N·C,)."""
+        own, problem = self.dual.kernel.diagonal().clamp_min(0), self.problem
+        return own if problem.held is None else own + problem.weighed(problem.explained()).square().sum(1)
 
     def known(self) -> tuple[Tensor, dict[str, int]]:
         """K itself, (N, C, N, C), and where each example is; examples with missing targets are left out."""

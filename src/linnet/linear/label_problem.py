@@ -11,6 +11,7 @@ where L_i has C − 1 columns (one for one output): softmax does not see a shift
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -22,33 +23,32 @@ from linnet.errors import DataError, InputError
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.operator import LinearOperator
+from linnet.linear.constraints import Conditioned, Constraints
+from linnet.linear.features import Examples, Features
+from linnet.linear.problem import LinearModel, Memory
 from linnet.linear.targets import Targets, make_targets
 from linnet.memory import parse_bytes
 from linnet.tangent.batch import Inputs, concatenate, take
 from linnet.tangent.functional import Functional
-from linnet.tangent.jacobian import JacobianOperator, jacobian
+from linnet.tangent.jacobian import jacobian
 
 SHARE = 0.25  # of the memory budget that J may take: kept, a product costs what it takes to read it
 MOST = 4 << 30  # bytes that it may take
 SUMS = 1e-4  # by how much the probabilities of an example may miss the sum of one
 
 
-class LabelProblem:
+@dataclass(frozen=True, eq=False)
+class LabelProblem(LinearModel):
     """A linear model, its training data and what its outputs mean."""
 
-    # base (N, ...)
-
-    def __init__(
-        self,
-        function: Functional,
-        x: Inputs,
-        base: Tensor,
-        likelihood: Likelihood,
-        y: Tensor,
-        keep: bool = False,
-    ) -> None:
-        self.function, self.x, self.base = function, x, base.double()
-        self.likelihood, self.y, self.keep = likelihood, y, keep
+    function: Functional
+    x: Inputs
+    base: Tensor  # m, the mean before the data, (N, ...), float64, with what equations on outputs add
+    likelihood: Likelihood
+    y: Tensor
+    keep: bool = False  # whether J is kept where there is space for it
+    features: Features | None = None
+    formed: Examples | None = None
 
     @property
     def n(self) -> int:
@@ -57,18 +57,13 @@ class LabelProblem:
 
     @property
     def c(self) -> int:
-        """C."""
-        return self.base.shape[1]
-
-    @cached_property
-    def jacobian(self) -> JacobianOperator:
-        """J over the examples."""
-        return JacobianOperator(self.function, self.x, self.base[0].numel())
+        """C, or the number of all outputs of an example."""
+        return self.base[0].numel()
 
     @cached_property
     def rows(self) -> Tensor | None:
         """J, (N, C, P), where it is to be kept and there is space for it; ``None`` elsewhere."""
-        if not self.keep:
+        if not self.keep or self.held is not None:
             return None
         function = self.function
         size = self.base.numel() * function.space.dim * function.dtype.itemsize
@@ -77,13 +72,15 @@ class LabelProblem:
 
     def push(self, delta: Tensor) -> Tensor:
         """J δ on the data, (N, ...), float64."""
-        moved = self.jacobian.mv(delta) if self.rows is None else self.rows @ delta
+        moved = self.moved(delta[:, None]) if self.rows is None else self.rows @ delta
         return moved.double().reshape(self.base.shape)
 
     def pull(self, slopes: Tensor) -> Tensor:
         """Jᵀ u for u (N, ...), (P,), in the network's type."""
-        u = slopes.to(self.function.dtype).reshape(-1)
-        return self.jacobian.T.mv(u) if self.rows is None else self.rows.flatten(0, 1).T @ u
+        u = slopes.reshape(-1, 1)
+        if self.rows is None:
+            return self.pulled(u)[:, 0]
+        return self.rows.flatten(0, 1).T @ u[:, 0].to(self.function.dtype)
 
     def losses(self, f: Tensor) -> Tensor:
         """ℓ(fᵢ, yᵢ) at outputs f (N, ...), (N,), float64."""
@@ -97,23 +94,45 @@ class LabelProblem:
         """L_i with L_i L_iᵀ = Λ_i at outputs f (N, C), (N, C, D)."""
         return self.likelihood.position_root(f.double(), self.y)[:, 0]
 
-    def hessian(self, f: Tensor) -> OutputHessian:
-        """JᵀΛJ with Λ at outputs f (N, ...)."""
-        return OutputHessian(self, f)
+    def hessian(self, f: Tensor) -> LinearOperator:
+        """JᵀΛJ with Λ at outputs f (N, ...), in the weights that equations leave."""
+        found = OutputHessian(self, f)
+        return found if self.confined is None else self.confined @ found @ self.confined
 
     def without(self, index: Tensor) -> LabelProblem:
         """The problem without some examples."""
         # index (k,)
         keep = torch.ones(len(self.base), dtype=torch.bool, device=self.base.device)
         keep[index] = False
-        x = take(self.x, keep.nonzero()[:, 0])
-        return LabelProblem(self.function, x, self.base[keep], self.likelihood, self.y[keep], self.keep)
+        left = keep.nonzero()[:, 0]
+        formed = None if self.formed is None else self.formed.taken(left)
+        x = take(self.x, left) if formed is None else formed.x
+        return replace(self, x=x, base=self.base[keep], y=self.y[keep], formed=formed)
+
+    def of(self, x: Inputs, base: Tensor, y: Tensor) -> LabelProblem:
+        """The same model on other data, with m there as it is without equations on outputs."""
+        formed = None if self.formed is None else self.basis.examples(x)
+        made = replace(self, x=x, base=base.double(), y=y, formed=formed)
+        return made if self.held is None else replace(made, base=made.base + made.shift())
+
+    @property
+    def free_base(self) -> Tensor:
+        """M as it is without equations on outputs, (N, ...)."""
+        return self.base if self.held is None else self.base - self.shift()
+
+    def given(self, constraints: Constraints, samples: bool, memory: Memory = None) -> LabelProblem:
+        """The same data under other equations than before, for a solution in samples or in weights."""
+        base = self.free_base
+        held = Conditioned(self.free, constraints, self.function, memory)
+        made = replace(self, base=base, features=held, formed=held.examples(self.x) if samples else None)
+        return replace(made, base=base + made.shift())
 
     def joined(self, more: LabelProblem) -> LabelProblem:
         """These examples and then others."""
-        x, base = concatenate([self.x, more.x]), torch.cat([self.base, more.base.to(self.base)])
-        y = torch.cat([self.y, more.y.to(self.y)])
-        return LabelProblem(self.function, x, base, self.likelihood, y, self.keep)
+        formed = None if self.formed is None else self.formed.joined(more.examples)
+        x = concatenate([self.x, more.x]) if formed is None else formed.x
+        base, y = torch.cat([self.base, more.base.to(self.base)]), torch.cat([self.y, more.y.to(self.y)])
+        return replace(self, x=x, base=base, y=y, formed=formed)
 
 
 class OutputHessian(LinearOperator):
@@ -166,7 +185,7 @@ def class_problem(function: Functional, x: Inputs, base: Tensor, probabilities: 
     """The cross-entropy against label probabilities (N, C): of C classes, or of yes or no for one output."""
     # base (N, C)
     likelihood = Bernoulli() if probabilities.shape[1] == 1 else Categorical()
-    return LabelProblem(function, x, base, likelihood, probabilities.double())
+    return LabelProblem(function, x, base.double(), likelihood, probabilities.double())
 
 
 def class_targets(y: Tensor, outputs: int, dtype: torch.dtype) -> Targets:

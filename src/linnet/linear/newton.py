@@ -36,7 +36,7 @@ from linnet.curvatures.expectation import Expectation
 from linnet.errors import NumericalError
 from linnet.linalg.factorize import cholesky, require_finite
 from linnet.linalg.operator import LinearOperator
-from linnet.linear.formed_rows import FormedRows
+from linnet.linear.constraints import Constraints
 from linnet.linear.iterative import STAGNATED, CGSettings, accepted, solve_columns
 from linnet.linear.kernel_system import SHARE, kernel_fits
 from linnet.linear.label_problem import LabelProblem
@@ -47,8 +47,6 @@ from linnet.memory import parse_bytes
 from linnet.progress import track
 from linnet.solvers.nystrom import nystrom_preconditioner
 from linnet.tangent.batch import Inputs, batch_size, split, take
-from linnet.tangent.gram import gram, own_kernels
-from linnet.tangent.jacobian import jvp_columns
 from linnet.tree import hash_tensors, tensors_in
 
 STEPS = 100  # of Newton's method: from any start a few tens suffice in float64
@@ -234,6 +232,8 @@ class NewtonSystem(Solved):
 class KernelNewton(NewtonSystem):
     """The optimal β of a kernel."""
 
+    in_samples = True
+
     # kernel (N·C, N·C) float64, start (N, C)
 
     def __init__(
@@ -278,8 +278,8 @@ class KernelNewton(NewtonSystem):
 
     @cached_property
     def delta(self) -> Tensor:
-        """Jᵀβ, (P,)."""
-        return self.problem.pull(self.beta)
+        """Jᵀβ, and Aᵀν of equations on outputs, (P,)."""
+        return self.problem.combined(self.beta)
 
     @property
     def gradient_norm(self) -> float:
@@ -348,8 +348,7 @@ class KernelNewton(NewtonSystem):
 
     def solve(self, b: Tensor) -> Tensor:
         """(b − Jᵀ L B⁻¹ Lᵀ J b)/ρ."""
-        jacobian = self.problem.jacobian
-        return (b - jacobian.T.mm(self._filtered(jacobian.mm(b)).to(b))) / self.ridge
+        return (b - self.problem.pulled(self._filtered(self.problem.moved(b)).to(b))) / self.ridge
 
     def weighted(self, columns: Tensor) -> Tensor:
         """(I − L B⁻¹ Lᵀ K) v for columns v: with them J(x)H⁻¹Jᵀv = K(x, X) of it, over ρ."""
@@ -381,14 +380,16 @@ class KernelNewton(NewtonSystem):
         if joint:
             return self.between(x, x)
         explained = torch.cat([self._explained(cross) for cross in self._kernel_to_train(x)])
-        return own_kernels(self.function, x, self.memory).to(explained) - explained
+        return self.problem.basis.own(x, self.memory).to(explained) - explained
 
     def between(self, x1: Inputs, x2: Inputs) -> Tensor:
         """K(x1,x2) less what the data explain."""
         first, second = (
             torch.cat([self._half(cross) for cross in self._kernel_to_train(x)], 1) for x in (x1, x2)
         )
-        kernel = gram(self.function, x1, None if x1 is x2 else x2, form="full", memory=self.memory)
+        basis = self.problem.basis
+        of = basis.examples(x2)
+        kernel = basis.kernel(of, self.memory) if x1 is x2 else basis.cross(x1, of, self.memory)
         return kernel.to(first) - (first.T @ second).view(kernel.shape)
 
     def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
@@ -413,7 +414,7 @@ class KernelNewton(NewtonSystem):
         row = self.n * self.c**2 * (self.function.dtype.itemsize + 3 * 8)
         budget = parse_bytes(self.memory, self.function.device)
         for part in split(x, max(1, int(SHARE * budget) // row)):
-            cross = gram(self.function, part, self.x, form="full", memory=self.memory)
+            cross = self.problem.basis.cross(part, self.problem.examples, self.memory)
             self._kept = {key: cross} if batch_size(part) == batch_size(x) else {}
             yield cross
 
@@ -460,6 +461,8 @@ class KernelNewton(NewtonSystem):
 
     def at(self, ridge: float) -> KernelNewton:
         """The solution at another ridge, from the present one."""
+        if (held := self.constraints) is not None and held.soft:
+            return self.given(held.at_ridge(self.ridge, ridge), ridge)
         return KernelNewton(self.problem, self.kernel, ridge, self.beta, self.max_steps, self.memory)
 
     def removed(self, index: Tensor) -> KernelNewton:
@@ -472,13 +475,22 @@ class KernelNewton(NewtonSystem):
 
     def extended(self, more: LabelProblem) -> KernelNewton:
         """The solution with more examples, from the present one."""
-        m = more.base.numel()
-        cross = gram(self.function, self.x, more.x, form="full", memory=self.memory)
-        corner = gram(self.function, more.x, form="full", memory=self.memory)
+        m, basis = more.base.numel(), self.problem.basis
+        cross = basis.cross(self.x, more.examples, self.memory)
+        corner = basis.kernel(more.examples, self.memory)
         k12, k22 = cross.reshape(-1, m).to(self.kernel), corner.reshape(m, m).to(self.kernel)
         kernel = torch.cat([torch.cat([self.kernel, k12], 1), torch.cat([k12.T, k22], 1)])
         start = torch.cat([self.beta, self.beta.new_zeros(more.base.shape)])
         return self._changed(self.problem.joined(more), kernel, start)
+
+    def given(self, constraints: Constraints, ridge: float | None = None) -> KernelNewton:
+        """The solution by the kernel less what equations explain, and with what others before explained."""
+        before, problem = self.problem, self.problem.given(constraints, True, self.memory)
+        kernel = self.kernel - problem.explained() @ problem.explained().T
+        if before.held is not None:
+            kernel = kernel + before.explained() @ before.explained().T
+        ridge = self.ridge if ridge is None else ridge
+        return KernelNewton(problem, kernel, ridge, self.beta, self.max_steps, self.memory)
 
     def _changed(self, problem: LabelProblem, kernel: Tensor, start: Tensor) -> KernelNewton:
         """The solution on other examples."""
@@ -525,6 +537,11 @@ class WeightNewton(NewtonSystem):
     @property
     def delta(self) -> Tensor:
         """δ, (P,)."""
+        return self.problem.displaced(self.eta)
+
+    @property
+    def eta(self) -> Tensor:
+        """δ, or what it is made of where outputs obey equations, (P,)."""
         return self._delta
 
     @cached_property
@@ -617,7 +634,7 @@ class WeightNewton(NewtonSystem):
         # It takes fewer operations than N·C solves, and I − ΛA keeps its digits where the ridge is small.
         size = self.base.numel()
         if self._kernel_form is None and kernel_fits(self.function, size, self.memory):
-            kernel = gram(self.function, self.x, form="full", memory=self.memory).reshape(size, size)
+            kernel = self.problem.basis.kernel(self.problem.examples, self.memory).reshape(size, size)
             start, memory = self.beta, self.memory
             self._kernel_form = KernelNewton(self.problem, kernel.double(), self.ridge, start, memory=memory)
         return self._kernel_form
@@ -630,8 +647,8 @@ class WeightNewton(NewtonSystem):
     def solved_rows(self, x: Inputs, what: str, memory: Memory = None) -> Iterator[tuple[Tensor, Tensor]]:
         """J(x) and H⁻¹ J(x)ᵀ, few examples at a time."""
         for part in track(list(split(x, max(1, self.settings.columns // self.c))), what):
-            formed = FormedRows(self.function, part, self.c, memory or self.memory, keep=False)
-            rows, n = torch.cat([block for _, block in formed]), batch_size(part)
+            formed, n = self.problem.form(part, memory or self.memory), batch_size(part)
+            rows = torch.cat([block for _, block in formed])
             yield rows.view(n, self.c, -1), self.solve(rows.T.contiguous()).view(-1, n, self.c)
 
     def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
@@ -641,7 +658,7 @@ class WeightNewton(NewtonSystem):
             yield from form.effects(x, e)
             return
         for _, solved in self.solved_rows(x, "influence"):
-            cross = self.problem.jacobian.mm(solved.flatten(1)).view(self.n, self.c, -1, self.c)
+            cross = self.problem.moved(solved.flatten(1)).view(self.n, self.c, -1, self.c)
             yield torch.einsum("ndtc,nd->ntc", cross, e.to(cross))
 
     @cached_property
@@ -668,10 +685,14 @@ class WeightNewton(NewtonSystem):
     def outputs_without(self, i: int) -> Tensor:
         """f₋ᵢ(x_i) = f₀(x_i) + J(x_i) δ₋ᵢ, (C,)."""
         index = torch.tensor([i], device=self.base.device)
-        change = jvp_columns(self.function, take(self.x, index), self.removed(index).delta)
-        return self.base[i] + change[0].double()
+        rows = torch.cat([rows for _, rows in self.problem.form(take(self.x, index), self.memory)])
+        return self.base[i] + (rows @ self.removed(index).eta).double()
 
     # -- changes ---------------------------------------------------------------------------------
+
+    def given(self, constraints: Constraints) -> WeightNewton:
+        """The solution in the weights that equations on outputs leave, from the present one."""
+        return self._changed(self.problem.given(constraints, False, self.memory))
 
     def removed(self, index: Tensor) -> WeightNewton:
         """The solution without some examples, from the present one."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from linnet.distributed import all_rows, current, share_sum
 from linnet.linalg.factorize import cholesky, eigenvalue_error, shared_eigh
+from linnet.linear.constraints import Constraints
 from linnet.linear.dual import (
     Along,
     Measure,
@@ -26,7 +27,6 @@ from linnet.linear.dual import (
     log_target_noise,
     ridge_grid_of,
 )
-from linnet.linear.formed_rows import FormedRows
 from linnet.linear.kernel_system import KernelSystem, kernel_fits
 from linnet.linear.problem import Memory, Problem
 from linnet.linear.system import System, require_digits
@@ -99,7 +99,7 @@ class NormalSystem(System):
     @property
     def delta(self) -> Tensor:
         """(J̃ᵀJ̃ + ρI)⁻¹ J̃ᵀr̃, in the network's type."""
-        return self.solution.to(self.function.dtype)
+        return self.problem.displaced(self.solution).to(self.function.dtype)
 
     @cached_property
     def beta(self) -> Tensor:
@@ -116,14 +116,12 @@ class NormalSystem(System):
         """(J̃ᵀJ̃ + ρI)⁻¹ b for columns (P, K), in float64."""
         return torch.cholesky_solve(b.double(), self.factor)
 
-    def spread(self, v: Tensor) -> Tensor:
-        """ρ (J̃ᵀJ̃ + ρI)⁻¹ v."""
-        return (self.ridge * self.solve(v)).to(v)
-
     def certificate(self) -> float:
         """‖(J̃ᵀJ̃ + ρI)δ − J̃ᵀr̃‖ / ‖J̃ᵀr̃‖; by products with J itself where J̃ᵀJ̃ was summed in float32."""
         if self.function.precision.sums == "float32":
-            moved = self.problem.pull(self.problem.push(self.delta[:, None]))[:, 0].double()
+            moved = self.problem.pull(self.problem.push(self.solution[:, None].to(self.function.dtype)))[
+                :, 0
+            ].double()
         else:
             moved = self.normal @ self.solution
         left = moved + self.ridge * self.solution - self.right
@@ -157,8 +155,20 @@ class NormalSystem(System):
 
     def at(self, ridge: float) -> NormalSystem:
         """Another Cholesky factor of the same matrix."""
+        if (held := self.constraints) is not None and held.soft:
+            return self.given(held.at_ridge(self.ridge, ridge), ridge)
         matrices = self.normal, self.right
         return NormalSystem(self.problem, matrices, ridge, self.memory, dict(self.work), self._spectrum)
+
+    def given(self, constraints: Constraints, ridge: float | None = None) -> NormalSystem:
+        """The sums in the weights that equations on outputs leave: P J̃ᵀJ̃ P; anew where others were before."""
+        ridge = self.ridge if ridge is None else ridge
+        problem = self.problem.given(constraints, False, self.memory)
+        if (at := problem.confined) is None or self.problem.held is not None:
+            return NormalSystem(problem, summed(problem, self.memory), ridge, self.memory)
+        normal = at.mm(at.mm(self.normal).T)
+        right = at.mm((self.right - self.normal @ at.center.double())[:, None])[:, 0]
+        return NormalSystem(problem, (normal, right), ridge, self.memory, dict(self.work))
 
     def with_residual(self, residual: Tensor) -> NormalSystem:
         """The same matrix for other targets."""
@@ -188,7 +198,7 @@ class NormalSystem(System):
     def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
         """ρ VᵀV with V = L⁻¹ J(x)ᵀ."""
         blocks, n, c = [], batch_size(x), self.c
-        for _, rows in FormedRows(self.function, x, c, self.memory, keep=False):
+        for _, rows in self.problem.form(x, self.memory):
             half = torch.linalg.solve_triangular(self.factor, rows.double().T, upper=False)
             each = half.view(len(half), -1, c)
             blocks.append(half if joint else torch.einsum("ptc,ptd->tcd", each, each))
@@ -236,9 +246,10 @@ class NormalSystem(System):
     def along_path(self, x: Inputs) -> Along:
         """J(x) V of the eigenvectors V of J̃ᵀJ̃."""
         values, vectors = self.spectrum
-        formed = FormedRows(self.function, x, self.c, self.memory, keep=False)
-        rows = torch.cat([rows.double() @ vectors for _, rows in formed])
-        return Along(rows, values, vectors.T @ self.right, torch.ones_like(values))
+        rows = torch.cat([rows.double() @ vectors for _, rows in self.problem.form(x, self.memory)])
+        at = self.problem.confined
+        least = 0.0 if at is None else float(at.center.double().square().sum())
+        return Along(rows, values, vectors.T @ self.right, torch.ones_like(values), least)
 
     def path(self, ridges: Tensor | None, targets: Targets) -> RidgePath:
         """From one eigendecomposition and one pass over the data."""

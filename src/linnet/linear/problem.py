@@ -11,6 +11,7 @@ that is missing has w = 0, and takes no part in anything.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.distributed import current
+from linnet.linear.constraints import Conditioned, Confined, Constraints
 from linnet.linear.features import Examples, Features, Tangent
 from linnet.linear.formed_rows import FormedRows, Rows
 from linnet.tangent.batch import Inputs, concatenate, hash_examples, observed, take
@@ -31,18 +33,115 @@ from linnet.unfinished import Resumed, checkpoint, summing
 Memory = str | int | None
 
 
-@dataclass(frozen=True, eq=False)
-class Problem:
-    """A linear model and its training data."""
+class LinearModel(ABC):
+    """What a linear model is linear in, and its training examples."""
 
     function: Functional  # the network, whose Jacobian J is
     x: Inputs  # N examples
-    residual: Tensor  # r̃, (N, C)
+    features: Features | None  # what the model is linear in, if not J of the network
+    formed: Examples | None  # the examples with rows of features that are formed
+
+    @property
+    @abstractmethod
+    def c(self) -> int:
+        """C."""
+
+    @property
+    def basis(self) -> Features:
+        """What the model is linear in."""
+        return Tangent(self.function) if self.features is None else self.features
+
+    @property
+    def held(self) -> Conditioned | None:
+        """The same where outputs obey equations."""
+        return self.features if isinstance(self.features, Conditioned) else None
+
+    @property
+    def free(self) -> Features:
+        """What the model is linear in, but for equations on outputs."""
+        return self.basis if self.held is None else self.held.free
+
+    @property
+    def constraints(self) -> Constraints | None:
+        """Equations on outputs that the model obeys."""
+        return None if self.held is None else self.held.constraints
+
+    @property
+    def confined(self) -> Confined | None:
+        """The weights that equations on outputs leave."""
+        return None if self.held is None else self.held.confined
+
+    @property
+    def examples(self) -> Examples:
+        """The inputs, with their rows of features that are formed; formed once."""
+        if self.formed is None:
+            object.__setattr__(self, "formed", self.basis.examples(self.x))
+        assert self.formed is not None
+        return self.formed
+
+    @cached_property
+    def jacobian(self) -> JacobianOperator:
+        """J over the examples, without w."""
+        return JacobianOperator(self.function, self.x, self.c)
+
+    def confine(self, rows: Tensor) -> Tensor:
+        """Rows of J as rows of J P, in the weights that equations leave."""
+        return rows if self.confined is None else self.confined.mm(rows.T).T
+
+    def form(self, x: Inputs, memory: Memory = None) -> Iterator[tuple[slice, Tensor]]:
+        """The rows of other examples: the place of n of them and (n·C, P), block by block."""
+        for place, rows in FormedRows(self.function, x, self.c, memory, keep=False):
+            yield place, self.confine(rows)
+
+    def moved(self, v: Tensor) -> Tensor:
+        """J v, or J P v, for columns v, (P, K) to (N·C, K)."""
+        return self.jacobian.mm(v if self.confined is None else self.confined.mm(v))
+
+    def pulled(self, u: Tensor) -> Tensor:
+        """Jᵀ u, or P Jᵀ u, for columns u, (N·C, K) to (P, K), in the network's type."""
+        found = self.jacobian.T.mm(u.to(self.function.dtype))
+        return found if self.confined is None else self.confined.mm(found)
+
+    def shift(self) -> Tensor:
+        """What equations on outputs add to the mean of the examples, (N, C)."""
+        assert self.held is not None
+        if self.formed is not None or self.free.shared:
+            return self.held.shift(self.examples)
+        return self.jacobian.mm(self.held.confined.center[:, None]).view(-1, self.c)
+
+    def displaced(self, eta: Tensor) -> Tensor:
+        """δ = Wᵀg + P η of a solution η in weights, (P,)."""
+        at = self.confined
+        return eta if at is None else at.center.to(eta) + at.mm(eta[:, None])[:, 0]
+
+    def explained(self) -> Tensor:
+        """G of the examples, what equations on outputs explain, (N·C, q)."""
+        given = self.examples.given
+        assert given is not None
+        return given.flatten(0, 1)
+
+    def combined(self, beta: Tensor) -> Tensor:
+        """δ = Jᵀβ + Aᵀν of a solution in samples, (P,)."""
+        # beta (N, C)
+        flat = self.jacobian.T.mm(beta.reshape(-1, 1).to(self.function.dtype))[:, 0]
+        if self.constraints is None:
+            return flat
+        nu = self.constraints.multipliers(self.explained(), beta)
+        return flat + self.constraints.equations.pull(self.function, nu)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem(LinearModel):
+    """A linear model and its training data."""
+
+    function: Functional
+    x: Inputs
+    residual: Tensor  # r̃, (N, C), less what equations on outputs explain
     weights: Tensor | None = None  # w, (N, C), float64; 0 for a missing target. ``None`` for ones
     y: Tensor | None = None  # targets (N, C) as they were given, where a file is to keep them
     known: Rows | None = None  # the rows of J, where a larger problem has them
-    features: Features | None = None  # what the model is linear in, if not J of the network
-    phi: Tensor | None = None  # rows of shared features that are formed, (N, D)
+    features: Features | None = None
+    formed: Examples | None = None
 
     def __post_init__(self) -> None:
         """Take of the types of numbers in force those that need no check, unless ``linnet.fit`` set them."""
@@ -79,23 +178,6 @@ class Problem:
         w = self.weights
         return 0.0 if w is None else -2 * float(w[w > 0].log().sum())
 
-    @property
-    def basis(self) -> Features:
-        """What the model is linear in."""
-        return Tangent(self.function) if self.features is None else self.features
-
-    @property
-    def examples(self) -> Examples:
-        """The inputs, with the rows of shared features that are formed; formed once."""
-        if self.phi is None and self.features is not None:
-            object.__setattr__(self, "phi", self.features.examples(self.x).rows)
-        return Examples(self.x, self.phi)
-
-    @cached_property
-    def jacobian(self) -> JacobianOperator:
-        """J over the examples, without w."""
-        return JacobianOperator(self.function, self.x, self.c)
-
     @cached_property
     def scaled_jacobian(self) -> JacobianOperator:
         """J̃ as the Jacobian of a network of its own."""
@@ -113,17 +195,17 @@ class Problem:
 
     def push(self, v: Tensor) -> Tensor:
         """J̃ v for columns v, (P, K) to (N·C, K)."""
-        return self.weighed(self.jacobian.mm(v))
+        return self.weighed(self.moved(v))
 
     def pull(self, u: Tensor) -> Tensor:
         """J̃ᵀ u for columns u, (N·C, K) to (P, K), in the network's type."""
-        return self.jacobian.T.mm(self.weighed(u).to(self.function.dtype))
+        return self.pulled(self.weighed(u))
 
     def rows(self, memory: Memory = None, begun: Resumed | None = None) -> Iterator[tuple[slice, Tensor]]:
         """J̃, as many examples at a time as the memory budget allows."""
         found = self._rows(memory)
         for place, rows in iter(found) if begun is None else found.after(*begun):
-            yield place, self.weighed(rows, place.start)
+            yield place, self.weighed(self.confine(rows), place.start)
 
     def _rows(self, memory: Memory = None) -> Rows:
         """J, block by block, kept as the first budget allows."""
@@ -166,6 +248,7 @@ class Problem:
     def _identity(self) -> dict[str, Any]:
         """What a sum over the examples belongs to."""
         noise = [] if self.weights is None else [self.weights]
+        noise += [] if self.constraints is None else [self.constraints.factor]
         types = self.function.precision
         return ({} if types.sums is None else {"types": str(types)}) | {
             "number of examples": self.n,
@@ -178,14 +261,33 @@ class Problem:
         """The problem of some of the examples."""
         weights = None if self.weights is None else self.weights[index]
         y = None if self.y is None else self.y[index]
-        phi = None if self.phi is None else self.phi[index]
-        residual = self.residual[index]
-        x = take(self.x, index)
-        return replace(self, x=x, residual=residual, weights=weights, y=y, known=None, phi=phi)
+        formed = None if self.formed is None else self.formed.taken(index)
+        x, residual = take(self.x, index) if formed is None else formed.x, self.residual[index]
+        return replace(self, x=x, residual=residual, weights=weights, y=y, known=None, formed=formed)
 
     def of(self, x: Inputs, residual: Tensor) -> Problem:
-        """The same model on other data."""
-        return Problem(self.function, x, residual, features=self.features)
+        """The same model on other data, with r there as it is without equations on outputs."""
+        formed = None if self.formed is None else self.basis.examples(x)
+        made = replace(self, x=x, residual=residual, weights=None, y=None, known=None, formed=formed)
+        return made if self.held is None else replace(made, residual=residual - made.shift())
+
+    def given(self, constraints: Constraints, samples: bool, memory: Memory = None) -> Problem:
+        """The same data under other equations than before, for a solution in samples or in weights."""
+        residual = self.free_residual
+        held = Conditioned(self.free, constraints, self.function, memory)
+        formed = held.examples(self.x) if samples else None
+        made = replace(self, residual=residual, features=held, known=None, formed=formed)
+        return replace(made, residual=residual - made._scaled_shift())
+
+    @property
+    def free_residual(self) -> Tensor:
+        """r̃ as it is without equations on outputs, (N, C)."""
+        return self.residual if self.held is None else self.residual + self._scaled_shift()
+
+    def _scaled_shift(self) -> Tensor:
+        """What equations add to the mean, in units of the noise, (N, C)."""
+        shift = self.shift()
+        return shift if self.weights is None else shift * self.weights.to(shift)
 
     def without(self, index: Tensor) -> Problem:
         """The problem without some of the examples."""
@@ -199,11 +301,11 @@ class Problem:
         pairs = [(self.residual, more.residual), (self.weights, more.weights), (self.y, more.y)]
         residual, weights, y = (None if a is None or b is None else torch.cat([a, b.to(a)]) for a, b in pairs)
         assert residual is not None
-        x = concatenate([self.x, more.x])
         own = vars(self).get("kept rows")
         known = own and own.joined(more._rows())
-        phi = None if self.phi is None or more.phi is None else torch.cat([self.phi, more.phi])
-        return Problem(self.function, x, residual, weights, y, known, self.features, phi)
+        formed = None if self.formed is None else self.formed.joined(more.examples)
+        x = concatenate([self.x, more.x]) if formed is None else formed.x
+        return replace(self, x=x, residual=residual, weights=weights, y=y, known=known, formed=formed)
 
     def same_inputs(self, other: Problem) -> bool:
         """Whether another problem has these very inputs, and noise, so that its matrices are these."""

@@ -15,18 +15,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from linnet.distributed import all_rows, current
 from linnet.errors import InputError, NumericalError
-from linnet.linear.constraints import Constraints
+from linnet.linear.constraints import Constraints, Wanted, impose
 from linnet.linear.dual import Along, DualSystem, Measure, RidgePath
-from linnet.linear.formed_rows import FormedRows
 from linnet.linear.label_problem import LabelProblem
 from linnet.linear.problem import Memory, Problem
 from linnet.linear.targets import Targets
+from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import own_kernels
@@ -40,8 +41,8 @@ class Solved(ABC):
     problem: Problem | LabelProblem  # the data
     ridge: float  # ρ
     memory: Memory  # budget of what is formed later
+    in_samples: ClassVar[bool] = False  # whether it is a solution by the kernel
     tolerance: float = 0.0  # relative residual that a solve may leave; 0 for factorizations
-    constraints: Constraints | None = None  # equations on outputs that the solution obeys
 
     # -- the problem -----------------------------------------------------------------------------
 
@@ -67,10 +68,13 @@ class Solved(ABC):
 
     @property
     def shared(self) -> bool:
-        """Whether one kernel (N, N) serves all outputs."""
-        return False
+        """Whether outputs share features, and every output has weights of its own."""
+        return self.problem.free.shared
 
-    # -- the solution ----------------------------------------------------------------------------
+    @property
+    def constraints(self) -> Constraints | None:
+        """Equations on outputs that the solution obeys."""
+        return self.problem.constraints
 
     @property
     @abstractmethod
@@ -81,11 +85,6 @@ class Solved(ABC):
     @abstractmethod
     def beta(self) -> Tensor:
         """β, (N, C)."""
-
-    @property
-    def multipliers(self) -> Tensor | None:
-        """ν of the equations on outputs, (q,)."""
-        return None
 
     @abstractmethod
     def solve(self, b: Tensor) -> Tensor:
@@ -109,12 +108,34 @@ class Solved(ABC):
         """The solution without some examples."""
         # index (k,)
 
+    # -- equations on outputs --------------------------------------------------------------------
+
+    @abstractmethod
+    def given(self, constraints: Constraints) -> Self:
+        """The solution of the same data under other equations on outputs."""
+
+    def constrained(self, asked: Wanted, start: Tensor, weight: float | None) -> Self:
+        """The solution that obeys equations, on top of those that it obeys already."""
+        # start (M, C), the mean before the data at the equations' examples
+        problem, before, memory = self.problem, self.constraints, self.memory
+        every = asked.equations if before is None else before.equations.joined(asked.equations)
+        size = self.n * self.c
+        items = (
+            ("kernel given the equations", 2 * 8 * size**2 if self.in_samples else 0),
+            ("equations at the training data", 3 * 8 * size * every.count),
+            ("kernel of the equations", 4 * 8 * every.count**2),
+        )
+        plan = Plan(f"{every.count} equations on outputs", parse_bytes(memory, self.function.device), items)
+        require(plan, ["constrain fewer outputs", "raise memory="])
+        kernel, slack = every.kernel(problem.free, memory), 0.0 if weight is None else self.ridge / weight
+        return self.given(impose(problem.free, self.function, asked, start, slack, kernel, before, memory))
+
     # -- predictions -----------------------------------------------------------------------------
 
     def solved_rows(self, x: Inputs, what: str, memory: Memory = None) -> Iterator[tuple[Tensor, Tensor]]:
         """J(x) and H⁻¹ J(x)ᵀ block by block."""
         del what
-        for _, rows in FormedRows(self.function, x, self.c, memory or self.memory, keep=False):
+        for _, rows in self.problem.form(x, memory or self.memory):
             n = len(rows) // self.c
             yield rows.view(n, self.c, -1), self.solve(rows.T).view(-1, n, self.c)
 
@@ -133,7 +154,7 @@ class Solved(ABC):
         parts = []
         for _, solved in self.solved_rows(x2, "joint covariance"):
             columns = solved.flatten(1)
-            formed = FormedRows(self.function, x1, self.c, self.memory, keep=False)
+            formed = self.problem.form(x1, self.memory)
             parts.append(torch.cat([rows.to(columns) @ columns for _, rows in formed]).double())
         whole = self.ridge * torch.cat(parts, 1)
         return whole.view(batch_size(x1), self.c, batch_size(x2), self.c)
@@ -160,7 +181,7 @@ class Solved(ABC):
 
     def own_rows(self) -> Iterator[tuple[slice, Tensor]]:
         """Rows of the training examples: the place of n of them and (n·C, P), block by block."""
-        return iter(FormedRows(self.function, self.x, self.c, self.memory, keep=False))
+        return self.problem.form(self.x, self.memory)
 
 
 class System(Solved):
@@ -258,7 +279,9 @@ class System(Solved):
 
     def spread(self, v: Tensor) -> Tensor:
         """The posterior covariance of the weights, λ Cov[δ] v for columns v (P, K)."""
-        return self.ridge * self.solve(v)
+        at = self.problem.confined
+        found = self.solve(v) if at is None else at.mm(self.solve(at.mm(v)))
+        return (self.ridge * found).to(v)
 
     # -- predictions -----------------------------------------------------------------------------
 
@@ -319,7 +342,7 @@ class System(Solved):
         return found.view(k, c, -1)
 
     def diagonal(self) -> Tensor:
-        """The diagonal of K̃ as it was before it was conditioned on equations, (N·C,), float64."""
+        """The diagonal of K̃ as it is without equations on outputs, (N·C,), float64."""
         if (form := self._elsewhere) is not None:
             return form.diagonal()
         own = own_kernels(self.function, self.x, self.memory).diagonal(dim1=1, dim2=2).reshape(-1, 1)

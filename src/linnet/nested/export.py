@@ -102,7 +102,7 @@ def exported_nested(
 ) -> Traced:
     """An adapted network as a plain module."""
     function, problem = prior.network.function, system.problem
-    (train, phi), basis = problem.examples, problem.basis
+    (train, phi, _), basis = problem.examples, problem.basis
     assert phi is not None
     remedies = [
         "adapt with weight=0, whose module is a network with a new head",

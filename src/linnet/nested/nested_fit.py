@@ -28,6 +28,7 @@ from linnet.fitting.linear_fit import SquaredFit
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.remarks import rounded, unused_remarks
 from linnet.linear.dual import DualSystem
+from linnet.linear.features import Examples
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.problem import Problem
 from linnet.linear.system import System
@@ -124,9 +125,9 @@ class NestedFit(SquaredFit):
         assert found is not None
         return found
 
-    def _start(self, x: Inputs) -> float:
+    def _start(self, x: Inputs) -> Tensor:
         """Zero: nothing of a new task is known before the data."""
-        return 0.0
+        return self.system.residual.new_zeros(batch_size(x), self.system.c)
 
     def _made(self, system: System, targets: Targets, record: Choices) -> NestedFit:
         """A fit by another system, with what held-out folds told: closed forms cannot find that again."""
@@ -139,6 +140,8 @@ class NestedFit(SquaredFit):
 
     def _eigenvalues(self) -> Tensor:
         """Eigenvalues of H K H, the kernel without the intercept, which would hide all others; N − 1."""
+        if self.constraints is not None:
+            return super()._eigenvalues()
         kernel = self.system.kernel - BIAS
         kernel = kernel - kernel.mean(0) - kernel.mean(1, keepdim=True) + kernel.mean()
         values: Tensor = torch.linalg.eigvalsh(kernel)
@@ -189,6 +192,12 @@ class NestedFit(SquaredFit):
 
     def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
         """The model as a plain module, its variances computed in a type, or in the network's."""
+        if variance and self.constraints is not None:
+            raise InputError(
+                "export(variance=True) of an adapted network whose outputs obey equations",
+                expected="its mean, which the exported module has",
+                remedy="leave variance= out, or take predictive()",
+            )
         noise = self.noise if variance else None
         return exported_nested(self.prior, self.system, like, noise, kind)
 
@@ -249,6 +258,7 @@ class NestedFit(SquaredFit):
             "ridge": self.ridge,
             "beta": self.system.beta,
             "kernel": self.system.kernel,
+            "constraints": self.constraints,
             "phi": self.phi,
             "rungs": self.rungs,
             # closed forms cannot find again what held-out folds told
@@ -256,13 +266,10 @@ class NestedFit(SquaredFit):
         }
 
 
-def system_of(
-    prior: Prior, data: tuple[Inputs, Tensor], dual: DualSystem, memory: str | int | None = None
-) -> KernelSystem:
-    """The equations of the kernel, with the network that made it."""
+def problem_of(prior: Prior, data: tuple[Inputs, Tensor], residual: Tensor) -> Problem:
+    """The problem of examples and their features, with the network that made them."""
     x, phi = data
-    problem = Problem(prior.network.function, x, dual.residual, features=prior.features, phi=phi)
-    return KernelSystem(problem, dual, memory)
+    return Problem(prior.network.function, x, residual, features=prior.features, formed=Examples(x, phi))
 
 
 def rounding_remarks(
@@ -324,7 +331,8 @@ def solved(
     )
     features.function.known = KnownInputs.of(x, record.columns)
     prior = Prior(features, center, choice.mixture)
-    return NestedFit(prior, targets, system_of(prior, (x, phi), system, memory), record)
+    problem = problem_of(prior, (x, phi), system.residual)
+    return NestedFit(prior, targets, KernelSystem(problem, system, memory), record)
 
 
 OTHER = ("made on", "the network that was adapted", "load the same checkpoint into the same network first")
@@ -348,8 +356,11 @@ def restored_nested(
     features.function.known = KnownInputs.of(x, record.columns)
     prior = Prior(features, moved["center"], saved["mixture"])
     require_same_outputs(lambda part: features.phi(part) - prior.center, x, phi, path, OTHER)
-    dual = DualSystem(moved["kernel"], targets.values, saved["ridge"], beta=moved["beta"])
-    fit = NestedFit(prior, targets, system_of(prior, (x, phi), dual), record)
+    problem = problem_of(prior, (x, phi), targets.values)
+    if moved["constraints"] is not None:
+        problem = problem.given(moved["constraints"], samples=True)
+    dual = DualSystem(moved["kernel"], problem.residual, saved["ridge"], beta=moved["beta"])
+    fit = NestedFit(prior, targets, KernelSystem(problem, dual), record)
     fit.held_out, fit.rungs = moved["held_out"], saved["rungs"]
     fit.calibrate(**saved["calibration"])
     return fit

@@ -25,8 +25,9 @@ from linnet.errors import DataError, NumericalError
 from linnet.fitting.descent import Descent
 from linnet.fitting.head import Probe, deal, example_hashes, with_head
 from linnet.linear.dual import DualSystem, Spectrum
+from linnet.linear.kernel_system import KernelSystem
 from linnet.nested.features import Prior, RandomHeads
-from linnet.nested.nested_fit import NestedFit, system_of
+from linnet.nested.nested_fit import NestedFit, problem_of
 from linnet.nested.search import ERRORS, Mixture, Rung, counted, ladder, scale_of, verdict
 from linnet.predictive.noise import fit_moderation, fit_temperature
 from linnet.progress import Log, track
@@ -303,7 +304,8 @@ def _solved(fit: NestedFit, network: RandomHeads, whole: Kernels, chosen: tuple[
     phi = network.phi(fit.x)
     prior = Prior(network, phi.mean(0), mixture)
     dual = DualSystem(kernel, fit.targets, ridge)
-    system = system_of(prior, (fit.x, phi - prior.center), dual, fit.memory)
+    problem = problem_of(prior, (fit.x, phi - prior.center), dual.residual)
+    system = KernelSystem(problem, dual, fit.memory)
     return NestedFit(prior, fit._targets, system, fit.record)
 
 

@@ -158,7 +158,7 @@ def predict(
 def _pieces(fit: Fit, x: Tensor, what: str) -> Any:
     """X in pieces whose kernel with the training samples, or rows of J, are small."""
     # the kernel with the training samples in float32, in float64, and its product with M; or the rows of J
-    outputs = 1 if isinstance(fit.system, System) and fit.system.shared else fit.system.c
+    outputs = 1 if isinstance(fit.system, System) and fit.system.problem.basis.shared else fit.system.c
     row = 24 * outputs * _equations(fit)
     room = min(parse_bytes(fit.memory, fit.module.function.device) // 4, _MOST)
     size = max(1, min(int(room // row), 512))
@@ -171,7 +171,7 @@ def _equations(fit: Fit) -> int:
     system = fit.system
     if isinstance(system, NormalSystem):
         return fit.module.space.dim
-    return fit.n if isinstance(system, System) and system.shared else fit.n * system.c
+    return fit.n if isinstance(system, System) and system.problem.basis.shared else fit.n * system.c
 
 
 def scored(
@@ -202,7 +202,7 @@ def ridge_scores(fit: Fit, x: Tensor | None, labels: Array | None) -> RidgeScore
     elif in_closed_form(fit):
         with waiting("the criteria at every ridge"):
             path = fit.path()
-        if x is not None and labels is not None and fit.classes and fit.system.constraints is None:
+        if x is not None and labels is not None and fit.classes and fit.constraints is None:
             grid = path.ridges.to(fit.module.function.device)
             parts = _pieces(fit, x, "ridges: predicting")
             chosen = torch.cat([fit.along(part, grid).argmax(2) for part in parts], 1)
