@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def of_images() -> nn.Module:
+def of_images(channels: int = 3) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+        nn.Conv2d(channels, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
     )
 
 
@@ -74,6 +75,17 @@ ROADS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "numbers": (of_tables, TABLE.tolist(), ROWS),
     "integers": (of_tables, (9 * TABLE).astype(int), torch.from_numpy(9 * TABLE).trunc()),
 }
+
+
+@functools.cache
+def fits() -> dict[str, Any]:
+    """Models of the images and of the table, as tensors."""
+    return {
+        "images": linnet.fit(linnet.linearize(of_images()), (IMAGES, Y)),
+        "images, adapted": linnet.adapt(of_images(), IMAGES, Y, weight=0.5, ridge=1.0),
+        "images, Laplace": linnet.Laplace(of_images(), linnet.likelihoods.Categorical()).fit((IMAGES, Y)),
+        "tables": linnet.fit(linnet.linearize(of_tables()), (ROWS, Y)),
+    }
 
 
 def some(x: Any) -> Any:
@@ -143,9 +155,9 @@ def test_text_names_classes(y: Any, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3])  # 3: as many as there are channels
 @pytest.mark.parametrize("as_list", [list, lambda x: [one.double().numpy() for one in x]])
-@pytest.mark.parametrize(("make", "x"), [(of_images, IMAGES), (of_tables, ROWS)])
-def test_a_list_of_samples_is_a_batch_at_every_door(n: int, as_list: Any, make: Any, x: Tensor) -> None:
-    fit, listed, batch = linnet.fit(linnet.linearize(make()), (x, Y)), as_list(x[:n]), x[:n]
+@pytest.mark.parametrize(("name", "x"), [("images", IMAGES), ("tables", ROWS)])
+def test_a_list_of_samples_is_a_batch_at_every_door(n: int, as_list: Any, name: str, x: Tensor) -> None:
+    fit, listed, batch = fits()[name], as_list(x[:n]), x[:n]
     torch.testing.assert_close(fit.predict(listed), fit.predict(batch))
     torch.testing.assert_close(fit.module.kernel(listed), fit.module.kernel(batch))
     updated = [fit.update((given, Y[:n])).predict(x) for given in (listed, batch)]
@@ -309,25 +321,16 @@ def test_a_network_that_takes_inputs_as_they_are_is_given_them() -> None:
 # -- scales of images ------------------------------------------------------------------------------------
 
 
-def adapted(x: Any, y: Any = Y, channels: int = 3) -> Any:
-    torch.manual_seed(0)
-    network = nn.Sequential(
-        nn.Conv2d(channels, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
-    )
-    return linnet.adapt(network, x, y, weight=0.5, ridge=1.0)
-
-
 NORMALIZED = (IMAGES - 0.5) / 0.25
 
 
 @pytest.mark.parametrize("x", [BYTES.astype(np.int64), BYTES.astype(np.int16), BYTES.tolist()])
 def test_integers_are_scaled_as_bytes_are_by_networks_of_convolutions(x: Any) -> None:
-    fit = adapted(x)
-    assert torch.equal(fit.x, IMAGES)
-    assert "divided by 255" in repr(fit)
-    torch.testing.assert_close(fit.predict(x[:2]), adapted(BYTES).predict(BYTES[:2]))
+    data = Data.of((x, Y), of_images())
+    assert torch.equal(data.x, IMAGES)
+    assert "divided by 255" in data.reasons["data"]
     with pytest.raises(DataError, match=r"x\.float\(\)"):
-        fit.predict(np.asarray(x)[:2] * 2)
+        fits()["images"].predict(np.asarray(x)[:2] * 2)
 
 
 @pytest.mark.parametrize(
@@ -335,35 +338,45 @@ def test_integers_are_scaled_as_bytes_are_by_networks_of_convolutions(x: Any) ->
     [(BYTES.astype(np.float32), "x / 255"), (255 * IMAGES, "x / 255"), ((BYTES > 99).astype(int), "0 and 1")],
 )
 def test_a_fit_of_images_that_are_probably_not_scaled_says_so(x: Any, words: str) -> None:
-    for call in (lambda: adapted(x), lambda: linnet.fit(linnet.linearize(of_images()), (x, Y))):
+    for call in (
+        lambda: linnet.adapt(of_images(), x, Y, weight=0.5, ridge=1.0),
+        lambda: linnet.fit(linnet.linearize(of_images()), (x, Y)),
+    ):
         with pytest.warns(UserWarning, match=words):
             fit = call()
         assert any(words in warning for warning in fit.record.warnings)
 
 
+SCALES = {"bytes": BYTES, "shares": IMAGES, "normalized": NORMALIZED, "far": 256 * NORMALIZED}
+
+
+@functools.cache
+def scaled(name: str) -> list[Any]:
+    """Fits of images on some scale, and the same from files."""
+    network, train = of_images(), SCALES[name]
+    made = [linnet.fit(linnet.linearize(network), (train, Y)), linnet.adapt(network, train, Y)]
+    with tempfile.TemporaryDirectory() as folder:
+        return [*made, *(linnet.load(fit.save(f"{folder}/{i}"), network) for i, fit in enumerate(made))]
+
+
 @pytest.mark.parametrize(
     ("train", "x", "doubted"),
     [
-        (BYTES, IMAGES, False),
-        (IMAGES, BYTES, False),
-        (NORMALIZED, NORMALIZED[:1], False),
-        (BYTES, BYTES // 9, False),
-        (BYTES, BYTES.astype(np.float32), True),
-        (BYTES, NORMALIZED, True),
-        (NORMALIZED, BYTES, True),
-        (NORMALIZED, BYTES.astype(np.int64), True),
-        (NORMALIZED, 255 * IMAGES, True),
-        (NORMALIZED, IMAGES, True),
-        (256 * NORMALIZED, IMAGES, True),
+        ("bytes", IMAGES, False),
+        ("shares", BYTES, False),
+        ("normalized", NORMALIZED[:1], False),
+        ("bytes", BYTES // 9, False),
+        ("bytes", BYTES.astype(np.float32), True),
+        ("bytes", NORMALIZED, True),
+        ("normalized", BYTES, True),
+        ("normalized", BYTES.astype(np.int64), True),
+        ("normalized", 255 * IMAGES, True),
+        ("normalized", IMAGES, True),
+        ("far", IMAGES, True),
     ],
 )
-def test_images_scaled_unlike_those_of_the_fit_are_doubted(
-    train: Any, x: Any, doubted: bool, tmp_path: Path
-) -> None:
-    network = of_images()
-    fits = [linnet.fit(linnet.linearize(network), (train, Y)), linnet.adapt(network, train, Y)]
-    fits += [linnet.load(fit.save(tmp_path / str(i)), network) for i, fit in enumerate(fits)]
-    for fit in fits:
+def test_images_scaled_unlike_those_of_the_fit_are_doubted(train: str, x: Any, doubted: bool) -> None:
+    for fit in scaled(train):
         for method in ("predict", "predictive", "influence", "update"):
             with pytest.warns(UserWarning, match="normalize") if doubted else contextlib.nullcontext():
                 getattr(fit, method)((x, Y[: len(x)]) if method == "update" else x)
@@ -377,24 +390,24 @@ def test_pictures_become_what_the_first_convolution_takes(mode: str, channels: i
         pictures = [picture.convert("RGB") for picture in pictures]  # where the rounding differs
     made = [one.convert({1: "L", 3: "RGB", 4: "RGBA"}[channels]) for one in pictures]
     expected = torch.stack([torch.from_numpy(np.array(one)).reshape(6, 5, channels) for one in made])
-    fit = adapted(pictures, channels=channels)
-    assert torch.equal(fit.x, expected.permute(0, 3, 1, 2) / 255)
-    torch.testing.assert_close(fit.predict(pictures[3]), fit.predict(fit.x[3:4]))
+    network = of_images(channels)
+    assert torch.equal(Data.of((pictures, Y), network).x, expected.permute(0, 3, 1, 2) / 255)
+    assert torch.equal(examples(network, pictures[3]), expected[3:4].permute(0, 3, 1, 2) / 255)
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int64])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_gray_arrays_have_no_axis_of_channels(kind: Any, channels: int) -> None:
-    fit = adapted(BYTES[..., 0].astype(kind), channels=channels)
-    assert torch.equal(fit.x, IMAGES[:, :1].expand(-1, channels, -1, -1))
+    data = Data.of((BYTES[..., 0].astype(kind), Y), of_images(channels))
+    assert torch.equal(data.x, IMAGES[:, :1].expand(-1, channels, -1, -1))
 
 
 @pytest.mark.parametrize(
     "x", [IMAGES[3], IMAGES[3].numpy(), BYTES[3], BYTES[3].transpose(2, 0, 1), BYTES[3] / 255]
 )
 def test_one_array_is_one_image(x: Any) -> None:
-    for fit in (adapted(BYTES), linnet.fit(linnet.linearize(of_images()), (BYTES, Y))):
-        torch.testing.assert_close(fit.predict(x), fit.predict(IMAGES[3:4]))
+    for name in ("images", "images, adapted"):
+        torch.testing.assert_close(fits()[name].predict(x), fits()[name].predict(IMAGES[3:4]))
 
 
 # -- new inputs as data come -----------------------------------------------------------------------------
@@ -427,14 +440,11 @@ NEW: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", NEW)
 def test_new_inputs_come_as_data_do(name: str) -> None:
-    laplace = linnet.Laplace(of_images(), linnet.likelihoods.Categorical()).fit((IMAGES, Y))
+    laplace, adapted = fits()["images, Laplace"], fits()["images, adapted"]
     torch.testing.assert_close(laplace.predict(NEW[name]()), laplace.predict(IMAGES))
-    for fit in (adapted(IMAGES), linnet.fit(linnet.linearize(of_images()), (IMAGES, Y))):
-        torch.testing.assert_close(fit.predict(NEW[name]()), fit.predict(IMAGES))
-        torch.testing.assert_close(fit.influence(NEW[name]()), fit.influence(IMAGES))
-        torch.testing.assert_close(
-            fit.predictive(NEW[name]()).variance, fit.predictive(IMAGES).variance, rtol=1e-4, atol=1e-6
-        )
+    torch.testing.assert_close(adapted.influence(NEW[name]()), adapted.influence(IMAGES))
+    variances = adapted.predictive(NEW[name]()).variance, adapted.predictive(IMAGES).variance
+    torch.testing.assert_close(*variances, rtol=1e-4, atol=1e-6)
 
 
 # -- tables ----------------------------------------------------------------------------------------------
@@ -516,9 +526,9 @@ def test_batches_padded_one_by_one_are_one_batch() -> None:
         "update": lambda data: linnet.fit(linnet.linearize(Text()), (whole, y)).update(data).predict(whole),
     }
     for call in calls.values():
-        expected = call((whole, y))
-        for data in (batches, (BatchEncoding(lists), y), DataLoader(samples, 1, collate_fn=collated)):
-            torch.testing.assert_close(call(data), expected)
+        torch.testing.assert_close(call(batches), call((whole, y)))
+    for data in ((BatchEncoding(lists), y), DataLoader(samples, 1, collate_fn=collated)):
+        torch.testing.assert_close(calls["fit"](data), calls["fit"]((whole, y)))
     fit = linnet.fit(linnet.linearize(Text()), (whole, y))
     torch.testing.assert_close(fit.predict(parts[0]), fit.predict(whole)[:1])
 
