@@ -425,11 +425,14 @@ def side_by_side(parts: list[tuple[Inputs, Any]]) -> tuple[Inputs, Any]:
 def _together(samples: Iterable[tuple[Inputs, Any]], size: int) -> Iterator[tuple[Inputs, Any]]:
     """Batches of one side by side, as many as have one shape, and no more than a few."""
     held: list[tuple[Inputs, Any]] = []
-    for own in samples:
-        if held and (len(held) == size or example_shapes(held[0]) != example_shapes(own)):
+    alike: Any = None  # the shapes of those held
+    for x, y in samples:
+        shapes = example_shapes(x), None if y is None else y.shape
+        if held and (len(held) == size or shapes != alike):
             yield side_by_side(held)
             held = []
-        held.append(own)
+        alike = shapes
+        held.append((x, y))
     if held:
         yield side_by_side(held)
 

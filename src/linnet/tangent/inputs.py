@@ -110,6 +110,8 @@ class DataNotes:
 
 def tensorize(x: Any, name: str = "x") -> Inputs:
     """Whatever holds numbers as tensors, structure kept; nested lists of numbers are one array."""
+    if isinstance(x, Tensor):
+        return named_tensor(x, name)
     if isinstance(x, Mapping):
         entries = {key: value if _is_text(value) else _padded_list(value, x) for key, value in x.items()}
         return {
