@@ -336,13 +336,8 @@ class PenaltyBlock:
         """The product with the layer's parameters, each in its shape."""
         if not self._joined:
             return _in_a_row(self.terms, pieces)
-        layer = self.layer
-        if layer.groups == 1 and not layer.transposed:
-            products = [t for t in self.terms if isinstance(t, Kronecker)]
-            if len(products) == len(self.terms):
-                return _of_weight_and_bias(products, pieces)
-        v = layer.join(pieces)  # (R, rows, columns)
-        return layer.part(_summed_products(self.terms, v.flatten()).view(v.shape))
+        v = self.layer.join(pieces)  # (R, rows, columns)
+        return self.layer.part(_summed_products(self.terms, v.flatten()).view(v.shape))
 
 
 def _summed_products(terms: Sequence[StructuredOperator], v: Tensor) -> Tensor:
@@ -362,25 +357,6 @@ def _in_a_row(terms: Sequence[StructuredOperator], pieces: Sequence[Tensor]) -> 
     flat = pieces[0].flatten() if len(pieces) == 1 else torch.cat([p.flatten() for p in pieces])
     out = _summed_products(terms, flat)
     return [o.view(p.shape) for o, p in zip(out.split(sizes), pieces, strict=True)]
-
-
-def _of_weight_and_bias(terms: Sequence[Kronecker], pieces: Sequence[Tensor]) -> list[Tensor]:
-    """Σₖ Lₖ [W b] Rₖ without joining weight and bias or taking them apart."""
-    weight = pieces[0].flatten(1)
-    m = weight.shape[1]
-    totals: list[Tensor] = []
-    for term in terms:
-        # [W b] R = [W R₁₁ + b r₂₁, W r₁₂ + b r₂₂]
-        right = term.right
-        if len(pieces) == 1:
-            found = [term.left @ (weight @ right)]
-        else:
-            edge = right[m, :m]  # r₂₁ = r₁₂ᵀ
-            inner = torch.addr(weight @ right[:m, :m], pieces[1], edge)
-            last = torch.addcmul(torch.mv(weight, edge), right[m, m], pieces[1])
-            found = [term.left @ inner, torch.mv(term.left, last)]
-        totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
-    return [total.view(piece.shape) for total, piece in zip(totals, pieces, strict=True)]
 
 
 def moved(operator: StructuredOperator, device: torch.device, dtype: torch.dtype) -> StructuredOperator:
