@@ -91,8 +91,6 @@ def test_examples_make_no_difference() -> None:
     method.consolidate()
     moved_away(net)
     assert method.penalty(examples=50).item() == method.penalty().item() > 0
-    with pytest.raises(InputError, match="examples"):
-        method.penalty(examples=0)
 
 
 def step(net: nn.Module, method: SynapticIntelligence | None, clear: bool = False) -> None:
@@ -120,15 +118,6 @@ def test_gradients_that_are_gone_are_found_out() -> None:
         method.consolidate()
 
 
-def test_importances_need_steps_in_every_task() -> None:
-    net = small_network()
-    method = SynapticIntelligence(net)
-    step(net, method)
-    method.consolidate()
-    with pytest.raises(InputError, match="after_step"):
-        method.consolidate()
-
-
 def test_hooks_go_with_the_method() -> None:
     net = small_network()
     method = SynapticIntelligence(net)
@@ -152,9 +141,6 @@ def test_two_strengths_and_dampings_differ() -> None:
         found.append(method.penalty().item())
     assert found[1] == pytest.approx(2 * found[0], rel=1e-6)
     assert found[2] > 1.5 * found[0]
-    for arguments in ({"damping": 0.0}, {"strength": -1.0}):
-        with pytest.raises(InputError):
-            SynapticIntelligence(small_network(), **arguments)
 
 
 def test_a_linearized_network(float64: torch.dtype) -> None:
@@ -191,8 +177,6 @@ def test_importances_come_in_the_networks_order() -> None:
     method.after_step()
     method.consolidate()
     assert list(method.importance) == [name for name, _ in net.named_parameters()]
-    with pytest.raises(InputError, match="state"):
-        method.load_state_dict(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("way", ["copy", "pickle"])

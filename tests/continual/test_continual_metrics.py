@@ -50,7 +50,7 @@ def test_to_dict_is_json_at_every_length() -> None:
         assert (found["forward_transfer"] is None) == (n < 2)
 
 
-@pytest.mark.parametrize("rows", [[[]], [[0.5], [0.5]], [[float("nan")]], [["good"]], [0.5]])
+@pytest.mark.parametrize("rows", [[[]], [[0.5], [0.5]], [0.5]])
 def test_rows_that_cannot_be(rows: Any) -> None:
     with pytest.raises(InputError, match="accuracies"):
         StreamMetrics(rows)

@@ -7,17 +7,14 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.errors import ModelError
 from tests.zoo import assert_near
 
 
-def stream(structure: str, merge: str = "svd") -> tuple[nn.Module, linnet.continual.OnlineLaplace]:
+def stream(structure: str) -> tuple[nn.Module, linnet.continual.OnlineLaplace]:
     """A network that two tasks have been learned with."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    method = linnet.continual.OnlineLaplace(
-        net, linnet.likelihoods.Categorical(), structure, strength=3.0, merge=merge
-    )
+    method = linnet.continual.OnlineLaplace(net, linnet.likelihoods.Categorical(), structure, strength=3.0)
     for _ in range(2):
         method.consolidate((torch.randn(12, 3).double(), torch.randint(2, (12,))))
     return net, method
@@ -46,16 +43,3 @@ def test_the_penalty_has_no_steep_direction_left() -> None:
     left = method.preconditioner(examples=2, damping=1e-3)
     product = torch.stack([left.multiply(row) for row in method.precision().dense() / 2])
     assert float(torch.linalg.eigvals(product).real.max()) <= 1e-3 < float(steep)
-
-
-def test_nothing_is_known_before_the_first_task() -> None:
-    net = nn.Linear(2, 2)
-    method = linnet.continual.OnlineLaplace(net, linnet.likelihoods.Categorical())
-    with pytest.raises(ModelError, match="no task has been consolidated"):
-        method.preconditioner(examples=10)
-
-
-def test_lists_of_products_are_refused() -> None:
-    _, method = stream("kfac", merge="exact")
-    with pytest.raises(ModelError, match="list"):
-        method.preconditioner(examples=10)

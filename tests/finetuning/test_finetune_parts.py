@@ -82,9 +82,6 @@ def test_augmentation_is_a_function_of_its_generator(kind: str) -> None:
 
 
 def test_augmentation_refuses() -> None:
-    refused(InputError, lambda: Augmentation("mixup"), "mixup")
-    refused(InputError, lambda: Augmentation(size=0), "size=0")
-    refused(InputError, lambda: Augmentation(area=0.0), "area=")
     refused(InputError, lambda: Augmentation("center")(torch.ones(2, 3)), "(2, 3)")
     refused(InputError, lambda: Augmentation("random-crop")(torch.ones(2, 3, 8, 8)), "seed")
 
@@ -118,7 +115,6 @@ def test_damping_in_the_factors() -> None:
     before = gradient(model)
     KroneckerPreconditioner(G, model, 0.3, inversion="factored").step()
     near(gradient(model), torch.linalg.solve(G.scaled(1 / 12).factored_damped(0.3).dense(), before), 1e-8)
-    refused(InputError, lambda: KroneckerPreconditioner(G, model, inversion="svd"), "inversion='svd'")
 
 
 def test_newton_in_one_step_for_a_linear_model() -> None:
@@ -194,10 +190,7 @@ def test_closures_are_preconditioned_at_every_evaluation(named: bool) -> None:
 
 def test_preconditioner_refuses() -> None:
     model, x, _, G = problem()
-    refused(InputError, lambda: KroneckerPreconditioner("G", model), "curvature='G'")
     refused(InputError, lambda: KroneckerPreconditioner(G, network(hidden=9)), "0.weight")
-    refused(InputError, lambda: KroneckerPreconditioner(G, model, damping=-1.0), "damping=")
-    refused(InputError, lambda: KroneckerPreconditioner(G, model, reduction="max"), "reduction=")
     other = torch.optim.SGD(network().parameters(), lr=0.1)
     refused(InputError, lambda: KroneckerPreconditioner(G, model).attach(other), "covers")
     zero = linnet.curvature(model, 0 * x, linnet.likelihoods.Gaussian(), structure="kfac").scaled(0.0)
@@ -281,9 +274,6 @@ def test_recipes_and_grids() -> None:
     refused(InputError, lambda: candidates_for("all", lqf, first), "search=")
     refused(InputError, lambda: candidates_for({"seed": [1]}, lqf, first), "seed")
     refused(InputError, lambda: candidates_for({"learning_rate": []}, lqf, first), "learning_rate")
-    refused(InputError, lambda: Recipe("lora"), "recipe=")
-    refused(InputError, lambda: Recipe("nlft", preconditioner="kfac"), "linear model")
-    refused(InputError, lambda: Recipe("lqf", loss="hinge"), "loss=")
 
 
 @pytest.mark.parametrize(

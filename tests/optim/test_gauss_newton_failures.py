@@ -81,10 +81,6 @@ def test_wrong_networks_groups_and_inputs_are_named() -> None:
     with pytest.raises(InputError, match="none of the 4 parameters requires a gradient"):
         classifier(mlp().requires_grad_(False))
     optimizer = classifier(mlp(), damping=0.1)
-    with pytest.raises(InputError, match="lr=-1"):
-        optimizer.add_param_group({"params": optimizer.param_groups[0]["params"][:1], "lr": -1.0})
-    with pytest.raises(InputError, match="'params'"):
-        optimizer.add_param_group({"lr": 1.0})
     with pytest.raises(ModelError, match="cannot run on x"):
         optimizer.step(x[:, :2], y)
     narrow = optimizer.step(x.float(), y)  # made the network's type

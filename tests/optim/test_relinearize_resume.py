@@ -117,9 +117,7 @@ def test_models_that_cannot_be_trained() -> None:
     ("closure", "words"),
     [
         (lambda module, x: module(x), ["shape (8, 3)"]),
-        (lambda module, x: 1.0, ["float"]),
         (lambda module, x: None, ["NoneType"]),
-        (lambda module, x: module(x).argmax(), ["shape ()"]),
         (lambda module, x: module(x).sum().detach(), ["does not depend on its module"]),
     ],
 )
@@ -164,15 +162,9 @@ def test_a_network_that_changes_type_is_noticed() -> None:
     refused(ModelError, training.relinearize, "torch.float32")
 
 
-def test_optimizers_closures_and_states_of_the_wrong_kind() -> None:
+def test_a_state_of_other_groups_is_refused() -> None:
     net = mlp()
-    with pytest.raises(InputError, match="make_optimizer is SGD"):
-        IterativeLinearization(net, torch.optim.SGD(net.parameters(), lr=0.1), period=2)  # type: ignore[arg-type]
     training = IterativeLinearization(net, OPTIMIZERS["sgd"], period=2)
-    with pytest.raises(InputError, match="closure=None"):
-        training.step(None)  # type: ignore[arg-type]
-    with pytest.raises(WeightsError, match="lacks"):
-        training.load_state_dict(None)  # type: ignore[arg-type]
     parts = IterativeLinearization(
         mlp(), lambda p: torch.optim.SGD([{"params": p[:1]}, {"params": p[1:]}], lr=0.1), period=2
     )
