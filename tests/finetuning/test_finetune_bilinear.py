@@ -158,7 +158,7 @@ def test_bad_input() -> None:
     refused(InputError, lambda: SquareRootPooling(iterations=0), "iterations=")
     refused(InputError, lambda: SquareRootPooling(eps=0.0), "eps=")
     refused(InputError, lambda: SquareRootPooling()(torch.ones(2, 3, 1, 1)), "(2, 3, 1, 1)")
-    refused(InputError, lambda: with_bilinear_head("net", 2, (x, y)), "model is str")
+    refused(InputError, lambda: with_bilinear_head("net", 2, (x, y)), "model")
     refused(
         InputError, lambda: with_bilinear_head(Net("mean"), 2, (x, y), Bilinear(channels=9)), "channels=9"
     )

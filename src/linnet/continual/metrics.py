@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -162,17 +162,14 @@ class StreamMetrics:
         Returns:
             The matrix and its summaries; those that need more tasks or a baseline are ``None``.
         """
-        several = self.tasks > 1
-        ahead = all(len(self.accuracy[i - 1]) > i for i in range(1, self.tasks))
-        forward = several and ahead and self.baseline is not None and len(self.baseline) >= self.tasks
         return {
             "accuracy": [list(row) for row in self.accuracy],
             "baseline": None if self.baseline is None else list(self.baseline),
             "averages": self.averages(),
-            "average_accuracy": self.average_accuracy() if self.tasks else None,
-            "forgetting": self.forgetting() if several else None,
-            "backward_transfer": self.backward_transfer() if several else None,
-            "forward_transfer": self.forward_transfer() if forward else None,
+            "average_accuracy": _known(self.average_accuracy),
+            "forgetting": _known(self.forgetting),
+            "backward_transfer": _known(self.backward_transfer),
+            "forward_transfer": _known(self.forward_transfer),
         }
 
     def _require(self, tasks: int) -> int:
@@ -184,6 +181,14 @@ class StreamMetrics:
                 remedy="call record(accuracies)",
             )
         return self.tasks
+
+
+def _known(summary: Callable[[], float]) -> float | None:
+    """A summary, if there is enough to sum up."""
+    try:
+        return summary()
+    except InputError:
+        return None
 
 
 def _numbers(name: str, values: Sequence[float]) -> list[float]:

@@ -172,7 +172,8 @@ def finetune(
     run = checked_run(run, "linnet.finetune")
     seed = checked_seed("seed", seed)
     model, params, output = _split(model)
-    device = _device(model)
+    device = device_of(model)
+    _check_masks(model)
     examples = ExampleSet(data, device, model)
     assert steps.weight_decay is not None
     assert steps.batch_size is not None
@@ -218,8 +219,8 @@ def _outputs_to_keep(
     return own[0] if len(own) == 1 else None
 
 
-def _device(model: nn.Module) -> torch.device:
-    """Where the network lives."""
+def device_of(model: nn.Module) -> torch.device:
+    """Where a network lives that can be trained."""
     require_module(model)
     first = next(model.parameters(), None)
     if first is None:
@@ -228,14 +229,18 @@ def _device(model: nn.Module) -> torch.device:
             expected="a network with weights to train",
             remedy="pass the network that holds the weights",
         )
+    return first.device
+
+
+def _check_masks(model: nn.Module) -> None:
+    """Raise if a part of a parameter is frozen, which only a linearization obeys."""
     masked = [name for name, mask in selected(model, "all").items() if mask is not None]
-    if masked and not isinstance(model, Linearized):
+    if masked:
         raise ModelError(
             f"parameter {masked[0]!r} has a hook that zeroes entries of its gradient",
             expected="a network without hooks, or its linearization, which obeys them",
             remedy="pass linnet.linearize(model)",
         )
-    return first.device
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.errors import InputError, ModelError
-from linnet.finetuning.finetune import RETRIES, largest_eigenvalue
+from linnet.errors import InputError
+from linnet.finetuning.finetune import RETRIES, device_of, largest_eigenvalue
 from linnet.finetuning.trainer import (
     ExampleSet,
     Objective,
@@ -25,7 +25,7 @@ from linnet.finetuning.trainer import (
 )
 from linnet.fitting.descent import outputs_of
 from linnet.linear.targets import make_targets
-from linnet.params import call, flag
+from linnet.params import call, flag, instance
 from linnet.params import seed as checked_seed
 from linnet.tangent.batch import Inputs, concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
@@ -88,13 +88,15 @@ def recover(
         >>> bool((better(x) - net(x)).norm() < (leaky(x) - net(x)).norm())
         True
     """
-    _check(model, teacher)
+    device = device_of(model)
+    if teacher is not None:
+        instance("teacher", teacher, nn.Module, "a torch.nn.Module", "pass the network itself")
     flag("training_mode", training_mode)
     seed = checked_seed("seed", seed)
     settings = filled(training, "recover", **DEFAULTS, learning_rate=None, epochs=None, clip=None)
     run = checked_run(run, "recover", ("evaluate_every", "keep", "memory"))
     clone = copy.deepcopy(model).requires_grad_(True)
-    examples = ExampleSet(data, next(clone.parameters()).device, clone)
+    examples = ExampleSet(data, device, clone)
     x, y = examples.batch(torch.arange(1))
     outputs = Functional(clone, "all", output).check_runs(x).flatten(1).shape[1]
     if teacher is not None:
@@ -131,23 +133,6 @@ def recover(
         p.requires_grad_(before.requires_grad)
         p.grad = None
     return trained
-
-
-def _check(model: Any, teacher: Any) -> None:
-    """Raise on arguments that cannot work."""
-    for name, network in (("model", model), ("teacher", teacher)):
-        if not isinstance(network, nn.Module) and (name == "model" or network is not None):
-            raise InputError(
-                f"{name} is {type(network).__name__}",
-                expected="a torch.nn.Module",
-                remedy="pass the network itself",
-            )
-    if next(model.parameters(), None) is None:
-        raise ModelError(
-            f"model ({type(model).__name__}) has no parameter",
-            expected="a network with weights to train",
-            remedy="pass the network that holds the weights",
-        )
 
 
 def _own_rate(network: nn.Module, examples: ExampleSet, loss: str, output: OutputAdapter) -> float:
