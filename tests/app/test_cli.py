@@ -114,6 +114,7 @@ def test_doctor_names_a_broken_optional_package(tmp_path: Path, monkeypatch: pyt
 
     (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist\\nmore')")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm", raising=False)  # another test may have left one
     found = survey(seconds=0.01)["optional"]["timm"]
     assert found["works"] is False
     assert found["reason"] == "operator torchvision::nms does not exist"
