@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ import linnet
 from linnet.errors import NumericalError
 from linnet.fitting import linear_fit
 from linnet.integrations.pretrained import BUILDERS
-from linnet.linear.features import WeightedSum
+from linnet.linear.features import Examples, Explicit, WeightedSum
 from linnet.linear.targets import Targets, make_targets
 from linnet.nested import search
 from linnet.nested.adapt import HEADS
+from linnet.nested.features import Prior
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.search import BIAS, Candidate, right_together
 
@@ -378,3 +380,39 @@ def test_a_kernel_that_is_rounding_alone_is_no_kernel() -> None:
     for parts, weight in (((features @ features.T, 100 + noise), 0.5), ((100 + noise, noise), None)):
         with pytest.raises(NumericalError, match="rounding"):
             search.choose(*parts, targets, weight)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_summand_more_is_a_term_more(finite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gauss(Explicit):
+        """A Gaussian kernel of features, which has no weights."""
+
+        finite = False
+
+        def kernel(self, of: Examples, memory: Any = None) -> Tensor:
+            return self.cross(of.x, of)
+
+        def cross(self, x: Any, train: Examples, memory: Any = None) -> Tensor:
+            return (-torch.cdist(self.phi(x), self.phi(train.x)).square()).exp()
+
+        def own(self, x: Any, memory: Any = None) -> Tensor:
+            return torch.ones(len(x), dtype=torch.float64)
+
+        def cross_and_own(self, x: Any, train: Examples, memory: Any = None) -> tuple[Tensor, Tensor]:
+            return self.cross(x, train), self.own(x)
+
+    plane = torch.randn(X[0].numel(), 9, generator=torch.Generator().manual_seed(3)).double()
+
+    def random(x: Tensor) -> Tensor:
+        return (x.double().flatten(1) @ plane).relu()
+
+    made = Prior.features.fget
+    assert made is not None
+    more = (0.7, (Explicit if finite else Gauss)(random, torch.zeros(9).double()))
+    monkeypatch.setattr(Prior, "features", property(lambda self: WeightedSum((*made(self).terms, more))))
+    first = linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE)
+    fit = first.recomputed().update((X[N:], Y[N:])).forget([*range(N, N + T)])
+    rows = random(X)
+    kernel = rows @ rows.T if finite else (-torch.cdist(rows, rows).square()).exp()
+    assert near(fit.predict(X), solution(KERNEL + 0.7 * kernel, GOAL, RIDGE, torch.arange(N)))
+    assert near(fit.forget([0]).predict(X[:1]), fit.loo()[:1].to(X))

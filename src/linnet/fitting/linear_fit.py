@@ -161,7 +161,7 @@ class SquaredFit(Fitted):
         """Shared features in weights, formed once; ``None`` where they exceed a share of the memory."""
         problem, memory = self.system.problem, self.memory
         plan = problem.basis.plan(self.system.c, memory)
-        if plan.peak > SHARE * plan.budget:
+        if not problem.basis.finite or plan.peak > SHARE * plan.budget:
             return None
         return problem.basis.weights(problem.examples, self.system.beta.double(), memory)
 

@@ -436,6 +436,11 @@ class Conditioned(Features):
         """Those of the features without the equations."""
         return self.free.plan(outputs, memory, copies)
 
+    @property
+    def finite(self) -> bool:  # type: ignore[override]
+        """Whether the features can be written as a model in weights."""
+        return self.free.finite
+
     def weigh(
         self, into: Weights, train: Examples, beta: Tensor, scale: float = 1.0, memory: Memory = None
     ) -> None:

@@ -41,27 +41,28 @@ class Examples(NamedTuple):
     """Inputs, and their rows of those features that are formed."""
 
     x: Inputs
-    rows: Tensor | None = None  # φ, (N, D)
+    rows: tuple[Tensor | None, ...] = (None,)  # φ of each term of a sum, (N, D)
     given: Tensor | None = None  # G, what equations on outputs take from each output, (N, C, q)
 
     def taken(self, index: Tensor) -> Examples:
         """Some of the examples."""
-        rows, given = (None if part is None else part[index] for part in self[1:])
-        return Examples(take(self.x, index), rows, given)
+        *rows, given = (None if part is None else part[index] for part in (*self.rows, self.given))
+        return Examples(take(self.x, index), tuple(rows), given)
 
     def joined(self, more: Examples) -> Examples:
         """These examples, then others."""
-        rows, given = (
+        *rows, given = (
             None if one is None or two is None else torch.cat([one, two])
-            for one, two in zip(self[1:], more[1:], strict=True)
+            for one, two in zip((*self.rows, self.given), (*more.rows, more.given), strict=True)
         )
-        return Examples(concatenate([self.x, more.x]), rows, given)
+        return Examples(concatenate([self.x, more.x]), tuple(rows), given)
 
 
 class Features(ABC):
     """What a linear model is linear in."""
 
     shared: ClassVar[bool] = True  # whether one kernel serves all outputs
+    finite: bool = False  # whether they can be written as a model in weights
 
     def examples(self, x: Inputs) -> Examples:
         """Examples with their rows of features that are formed."""
@@ -148,6 +149,7 @@ class Heads(Features):
     function: Functional
     count: int  # H
     combinations: Tensor | None = None  # V, (C, H), by which they are made of a network's C outputs
+    finite = True
 
     @in_exact_mode
     def kernel(self, of: Examples, memory: Memory = None, file: Path | None = None) -> Tensor:
@@ -189,10 +191,11 @@ class Explicit(Features):
 
     phi: Callable[[Inputs], Tensor]  # (N, D), float64
     center: Tensor  # c, (D,)
+    finite = True
 
     def examples(self, x: Inputs) -> Examples:
         """Examples with their features."""
-        return Examples(x, self.phi(x) - self.center)
+        return Examples(x, (self.phi(x) - self.center,))
 
     def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
         """k(x, x), (N, N)."""
@@ -222,7 +225,8 @@ class Explicit(Features):
 
     def _rows(self, of: Examples) -> Tensor:
         """φ(x) − c, known or computed, (N, D)."""
-        return self.phi(of.x) - self.center if of.rows is None else of.rows
+        known = of.rows[0]
+        return self.phi(of.x) - self.center if known is None else known
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,6 +234,7 @@ class Constant(Features):
     """The feature 1: an intercept for each output."""
 
     device: torch.device
+    finite = True
 
     def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
         """1, (N, N)."""
@@ -254,20 +259,30 @@ class Constant(Features):
 class WeightedSum(Features):
     """Σ w_t k_t: features of several kinds side by side, each with its prior variance."""
 
-    terms: tuple[tuple[float, Features], ...]  # w_t and the features; at most one kind has formed rows
+    terms: tuple[tuple[float, Features], ...]  # w_t and the features
 
     def examples(self, x: Inputs) -> Examples:
-        """Examples with the rows of the one kind that has any."""
-        known = (made for _, one in self.terms if (made := one.examples(x)).rows is not None)
-        return next(known, Examples(x))
+        """Examples with the rows of each kind."""
+        return Examples(x, tuple(one.examples(x).rows[0] for _, one in self.terms))
+
+    def _each(self, of: Examples) -> Iterator[tuple[float, Features, Examples]]:
+        """Each kind, its weight and the examples with its rows."""
+        every = of.rows if len(of.rows) == len(self.terms) else (None,) * len(self.terms)
+        for (weight, one), rows in zip(self.terms, every, strict=True):
+            yield weight, one, Examples(of.x, (rows,))
+
+    @property
+    def finite(self) -> bool:  # type: ignore[override]
+        """Whether all kinds can be written as models in weights."""
+        return all(one.finite for _, one in self.terms)
 
     def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
         """k(x, x), (N, N)."""
-        return _total(weight * one.kernel(of, memory) for weight, one in self.terms)
+        return _total(weight * one.kernel(part, memory) for weight, one, part in self._each(of))
 
     def cross(self, x: Inputs, train: Examples, memory: Memory = None) -> Tensor:
         """k(x, X), (T, N)."""
-        return _total(weight * one.cross(x, train, memory) for weight, one in self.terms)
+        return _total(weight * one.cross(x, part, memory) for weight, one, part in self._each(train))
 
     def own(self, x: Inputs, memory: Memory = None) -> Tensor:
         """k(x_i, x_i), (T,)."""
@@ -275,7 +290,7 @@ class WeightedSum(Features):
 
     def cross_and_own(self, x: Inputs, train: Examples, memory: Memory = None) -> tuple[Tensor, Tensor]:
         """Both, with one pass over x for each kind."""
-        found = [(weight, *one.cross_and_own(x, train, memory)) for weight, one in self.terms]
+        found = [(w, *one.cross_and_own(x, part, memory)) for w, one, part in self._each(train)]
         return _total(w * cross for w, cross, _ in found), _total(w * own for w, _, own in found)
 
     def plan(self, outputs: int, memory: Memory = None, copies: Sequence[str] = ()) -> Plan:
@@ -287,8 +302,8 @@ class WeightedSum(Features):
         self, into: Weights, train: Examples, beta: Tensor, scale: float = 1.0, memory: Memory = None
     ) -> None:
         """Of each kind."""
-        for weight, one in self.terms:
-            one.weigh(into, train, beta, scale * weight, memory)
+        for weight, one, part in self._each(train):
+            one.weigh(into, part, beta, scale * weight, memory)
 
 
 def _total(parts: Iterator[Tensor]) -> Tensor:

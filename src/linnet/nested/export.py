@@ -36,7 +36,7 @@ from linnet.fitting.export import (
 from linnet.fitting.last_layer import bared, last_linear, replace_module, zero_layer
 from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import Plan, parse_bytes, require
-from linnet.nested.features import Prior
+from linnet.nested.features import HEAD, Prior
 from linnet.nested.search import BIAS
 from linnet.tangent.batch import split
 from linnet.tangent.functional import Functional
@@ -102,7 +102,7 @@ def exported_nested(
 ) -> Traced:
     """An adapted network as a plain module."""
     function, problem = prior.network.function, system.problem
-    (train, phi, _), basis = problem.examples, problem.basis
+    train, phi, basis = problem.x, problem.examples.rows[HEAD], problem.basis
     assert phi is not None
     remedies = [
         "adapt with weight=0, whose module is a network with a new head",

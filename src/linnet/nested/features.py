@@ -94,6 +94,9 @@ class RandomHeads:
 # What an adapted network is linear in: an intercept, the features of its last layer, the layers below.
 
 
+HEAD = 1  # the place of the last layer's features among the terms
+
+
 @dataclass(frozen=True, eq=False)
 class Prior:
     """Network and mixture of a kernel, fixed once the fit is made."""

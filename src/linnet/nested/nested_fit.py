@@ -34,7 +34,7 @@ from linnet.linear.problem import Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets, understood
 from linnet.nested.export import exported_nested, network_of_probe
-from linnet.nested.features import Prior, RandomHeads
+from linnet.nested.features import HEAD, Prior, RandomHeads
 from linnet.nested.search import BIAS, Mixture, Rung, choose
 from linnet.params import no_targets
 from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate
@@ -121,7 +121,7 @@ class NestedFit(SquaredFit):
     @property
     def phi(self) -> Tensor:
         """φ̃ of the training examples, (N, D), computed when it is first needed."""
-        found = self.system.problem.examples.rows
+        found = self.system.problem.examples.rows[HEAD]
         assert found is not None
         return found
 
@@ -269,7 +269,9 @@ class NestedFit(SquaredFit):
 def problem_of(prior: Prior, data: tuple[Inputs, Tensor], residual: Tensor) -> Problem:
     """The problem of examples and their features, with the network that made them."""
     x, phi = data
-    return Problem(prior.network.function, x, residual, features=prior.features, formed=Examples(x, phi))
+    features = prior.features
+    rows = tuple(phi if place == HEAD else None for place in range(len(features.terms)))
+    return Problem(prior.network.function, x, residual, features=features, formed=Examples(x, rows))
 
 
 def rounding_remarks(
