@@ -131,7 +131,7 @@ class Estimate(Record):
         return f"{self.mean:.6g} ± {self.stderr:.2g}"
 
 
-# -- led -------------------------------------------------------------------------------------------
+# -- several processes -----------------------------------------------------------------------------
 #
 # Iterative solvers on several processes: one process iterates, all share the products.
 #
@@ -144,7 +144,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 
-class _Leading(LinearOperator):
+class _SharedProducts(LinearOperator):
     """The matrix, telling the other processes what is multiplied."""
 
     def __init__(self, matrix: LinearOperator, share: Share) -> None:
@@ -176,7 +176,7 @@ def solved_by_first(matrix: LinearOperator, solve: Callable[[LinearOperator], R]
     found: R | None = None
     if share.rank == 0:
         with with_share(Share()):  # what the solver does between products it does alone
-            found = solve(_Leading(matrix, share))
+            found = solve(_SharedProducts(matrix, share))
         sum_numbers([0])  # columns of the next product: there is none
     else:
         while columns := round(sum_numbers([0])[0]):
