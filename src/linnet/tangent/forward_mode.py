@@ -121,22 +121,35 @@ def jvp_forward(function: Function, at: Params, direction: Params) -> tuple[Tens
 
 def jvp_double_backward(function: Function, at: Params, direction: Params) -> tuple[Tensor, Tensor]:
     """f(θ) and J v as the derivative of u ↦ Jᵀu along v: two reverse passes."""
+    value, (tangent,) = jvps_double_backward(function, at, [direction])
+    return value, tangent
+
+
+def jvps_double_backward(
+    function: Function, at: Params, directions: Sequence[Params]
+) -> tuple[Tensor, list[Tensor]]:
+    """f(θ) and J v for several directions; those of which a parameter is not named do not move it."""
     with torch.enable_grad():
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in at.items()}
         value = function(leaves)
-        if not value.requires_grad:  # the outputs depend on no parameter
-            return value, torch.zeros_like(value)
+        zero = [torch.zeros_like(value, requires_grad=False)] * len(directions)
+        if not (leaves and value.requires_grad):  # the outputs depend on no parameter
+            return value.detach(), zero
         u = torch.zeros_like(value, requires_grad=True)  # the value does not matter: Jᵀu is linear in u
-        inputs = list(leaves.values())
-        pulled = torch.autograd.grad(value, inputs, u, create_graph=True, allow_unused=True)
-        used = [(g, direction[name]) for (name, g) in zip(leaves, pulled, strict=True) if g is not None]
-        if not used:
-            return value.detach(), torch.zeros_like(value)
+        pulled = torch.autograd.grad(value, [*leaves.values()], u, create_graph=True, allow_unused=True)
+        used = {name: g for name, g in zip(leaves, pulled, strict=True) if g is not None and g.requires_grad}
         # J v = ∂/∂u ⟨Jᵀu, v⟩
-        (tangent,) = torch.autograd.grad(
-            [g for g, _ in used], u, [v for _, v in used], create_graph=_tracked(direction)
-        )
-    return value.detach(), tangent
+        for i, direction in enumerate(directions):
+            moved = [name for name in used if name in direction]
+            if moved:
+                (zero[i],) = torch.autograd.grad(
+                    [used[name] for name in moved],
+                    u,
+                    [direction[name] for name in moved],
+                    retain_graph=_tracked(direction) or i + 1 < len(directions),
+                    create_graph=_tracked(direction),
+                )
+    return value.detach(), zero
 
 
 def _tracked(direction: Params) -> bool:

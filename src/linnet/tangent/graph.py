@@ -1,8 +1,9 @@
 """A network and its derivative as one plain graph, which needs nothing but torch.
 
-The network is traced by ``torch.export`` to a graph of ATen's operations; ``graph_rules`` adds the tangents
-operation by operation; and the whole is traced again, to a module that holds f₀, δ and no trace of how it was
-made. Batches may have any size, and so may images and sequences where the network allows it.
+The network is traced by ``torch.export`` to a graph of ATen's operations; autograd differentiates that graph
+on tensors of free sizes, twice in reverse mode for J δ, while ``make_fx`` writes down the operations; and the
+whole is traced again, to a module that holds f₀, δ and no trace of how it was made. Batches may have any
+size, and so may images and sequences where the network allows it. Torch's own forward mode would fix them.
 
 ``torch.export`` fixes a size where the network's Python or its layers do. Of the others it knows which are
 equal, and between what bounds they lie; the graph refuses everything else in words, since a size that was
@@ -24,13 +25,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from linnet.errors import LinnetError, ModelError
 from linnet.tangent.batch import Inputs, batch_size, take
-from linnet.tangent.forward_mode import Params
+from linnet.tangent.forward_mode import Params, jvps_double_backward
 from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
-from linnet.tangent.graph_rules import RULES, ZERO, OpCall, Tangent, bind
-from linnet.tangent.linearized import as_modules
 from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
 from linnet.tree import map_tensors, tensors_in
 
@@ -217,7 +218,11 @@ def _require(graph: fx.Graph, compare: Any, size: fx.Node, other: Any, said: str
     graph.call_function(torch.ops.aten._assert_scalar.default, (holds, said))
 
 
-Finish = Callable[[Tensor, Sequence[Tensor]], Any]  # outputs of the module, from f₀(x) and J(x)δ
+# outputs of the module, from f₀(x) (N, C) and its derivatives: J(x)δ (N, C), or rows (N, C, *shape) by weight
+Finish = Callable[[Tensor, Sequence[Tensor]], Any]
+State = dict[str, Tensor]  # weights and constants of a graph, by their place
+# f₀(x) and its derivatives, from the state, other tensors that were given, and the inputs
+Derive = Callable[[State, Sequence[Tensor], Sequence[Any]], list[Tensor]]
 
 
 class _TensorNetwork(nn.Module):
@@ -238,65 +243,17 @@ class _TensorNetwork(nn.Module):
         return t.to(self.dtype) if t.is_floating_point() and t.dtype != self.dtype else t
 
 
-class Duals(fx.Interpreter):
-    """Runs a graph with the tangents of several directions beside its values."""
-
-    def __init__(self, graph: fx.GraphModule, directions: Sequence[Mapping[str, Tensor]]) -> None:
-        super().__init__(graph, garbage_collect_values=False)
-        self.extra_traceback = False  # which would go into the text of our errors
-        self.directions = directions
-        self.moved: list[dict[fx.Node, Tangent]] = [{} for _ in directions]
-
-    def run_node(self, n: fx.Node) -> Any:
-        """The value of a node; its tangents are kept."""
-        constant = n.target is _constant()
-        value = self.fetch_args_kwargs_from_env(n)[0][0] if constant else super().run_node(n)
-        for direction, moved in zip(self.directions, self.moved, strict=True):
-            weight = n.op in ("placeholder", "get_attr")
-            moved[n] = direction.get(str(n.target)) if weight else self._tangent(n, value, moved)
-        return value
-
-    def _tangent(self, n: fx.Node, value: Any, moved: Mapping[fx.Node, Tangent]) -> Tangent:
-        """The tangent of a node, from those before it."""
-        args, kwargs = _moved(n.args, moved), _moved(n.kwargs, moved)
-        if n.op == "output":
-            return args[0]
-        if n.op != "call_function" or n.target is _constant() or not _any(args, kwargs):
-            return None
-        if n.target is operator.getitem:
-            return args[0][n.args[1]]
-        op = cast(torch._ops.OpOverload, n.target)
-        name = _name(op)
-        floating = [t for t in flat_values(value) if isinstance(t, Tensor) and t.is_floating_point()]
-        if name in ZERO or not floating:
-            return None
-        own, others = self.fetch_args_kwargs_from_env(n)
-        call = OpCall(op, bind(op, own, others), bind(op, args, kwargs), value)
-        tangents = {key: t if _any(t) else None for key, t in call.tangents.items()}
-        if name not in RULES:
-            raise _without_rule(name)
-        return RULES[name](OpCall(op, call.given, tangents, value))
-
-
-def _name(op: torch._ops.OpOverload) -> str:
-    """The name of an operation, whatever the kinds of its arguments."""
-    return op._schema.name.removeprefix("aten::")
-
-
-def _moved(args: Any, moved: Mapping[fx.Node, Tangent]) -> Any:
-    """Tangents of nodes in the structure of arguments; ``None`` for everything else."""
-    if isinstance(args, fx.Node):
-        return moved.get(args)
-    if isinstance(args, Mapping):
-        return {key: _moved(value, moved) for key, value in args.items()}
-    if isinstance(args, list | tuple):
-        return [_moved(value, moved) for value in args]
-    return None
-
-
 def name_of(node: fx.Node) -> str:
-    """The name of a node's operation, "" where it is none of torch's."""
-    return _name(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
+    """The name of a node's operation, whatever the kinds of its arguments; "" where it is none of torch's."""
+    op = node.target
+    return op._schema.name.removeprefix("aten::") if isinstance(op, torch._ops.OpOverload) else ""
+
+
+def bound(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by name."""
+    schema = op._schema.arguments
+    named = dict(zip((a.name for a in schema), args, strict=False)) | {**kwargs}
+    return {a.name: named.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
 
 
 def flat_values(value: Any) -> Iterator[Any]:
@@ -310,36 +267,117 @@ def flat_values(value: Any) -> Iterator[Any]:
         yield from flat_values(part)
 
 
-def _any(*given: Any) -> bool:
-    """Whether any tangent is there."""
-    return any(isinstance(t, Tensor) for t in flat_values(given))
+class _Convolution(torch.autograd.Function):
+    """A convolution whose derivatives hold for inputs of any size: torch's second one fixes those it sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, options: tuple[Any, ...]) -> Tensor:
+        """The convolution, without a bias."""
+        ctx.save_for_backward(x, weight)
+        ctx.options = options
+        found: Tensor = torch.ops.aten.convolution.default(x, weight, None, *options)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Gradients in the input and the weight."""
+        return *cast(Any, _PulledConvolution).apply(gradients[0], *ctx.saved_tensors, ctx.options), None
 
 
-class _WithTangents(nn.Module):
-    """What is traced the second time: the graph with its weights, and the directions."""
+class _PulledConvolution(torch.autograd.Function):
+    """The gradients of a convolution, differentiated in that of its result."""
 
-    def __init__(
-        self, graph: fx.GraphModule, directions: Sequence[Params], ties: Mapping[str, str], finish: Finish
-    ) -> None:
-        super().__init__()
-        self.network, self.finish, self.ties = graph, finish, dict(ties)
-        self.directions = nn.ModuleList(as_modules(direction) for direction in directions)
-        self.requires_grad_(False)
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, x: Tensor, weight: Tensor, options: tuple[Any, ...]) -> Any:
+        """Gradients in the input and the weight."""
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        ctx.options = options
+        found = torch.ops.aten.convolution_backward(g, x, weight, None, *options, (True, True, False))
+        return found[:2]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        moved = []
-        for direction in self.directions:
-            known = dict(direction.named_parameters())
-            moved.append({place: known[own] for place, own in self.ties.items() if own in known})
-        duals = Duals(self.network, moved)
-        (value,) = duals.run(*flat_values(args), *flat_values(kwargs), enable_io_processing=False)
-        (last,) = (n for n in self.network.graph.nodes if n.op == "output")
-        tangents = [moved[last][0] for moved in duals.moved]
-        return self.finish(value, [torch.zeros_like(value) if t is None else t for t in tangents])
+    @staticmethod
+    def backward(ctx: Any, *moved: Tensor | None) -> Any:
+        """The convolution of the one that moves with the other, for both."""
+        x, weight = ctx.saved_tensors
+        pairs = [
+            pair
+            for pair in ((moved[0], weight), (x, moved[1]))
+            if pair[0] is not None and pair[1] is not None
+        ]
+        parts = [torch.ops.aten.convolution.default(*pair, None, *ctx.options) for pair in pairs]
+        return sum(parts[1:], parts[0]), None, None, None
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """A convolution, and a bias added."""
+    out: Tensor = cast(Any, _Convolution).apply(x, weight, options)
+    return out if bias is None else out + _by_channel(bias, x)
+
+
+def _by_channel(t: Tensor, x: Tensor) -> Tensor:
+    """Numbers of channels beside maps."""
+    return t.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def normalized(x: Tensor, dims: list[int], eps: float) -> Tensor:
+    """Numbers less their mean over their standard deviation."""
+    centered = x - x.mean(dims, keepdim=True)
+    unit: Tensor = centered * torch.rsqrt((centered * centered).mean(dims, keepdim=True) + eps)
+    return unit
+
+
+def batch_normalized(x: Tensor, given: Mapping[str, Any]) -> Tensor:
+    """Batch normalization before its weights; without running statistics, that of single examples."""
+    if given.get("training", False):
+        return normalized(x, [d for d in range(x.dim()) if d != 1], given["eps"])
+    scale = torch.rsqrt(given["running_var"] + given["eps"])
+    return (x - _by_channel(given["running_mean"], x)) * _by_channel(scale, x)
+
+
+def without_padding(rows: Tensor, ids: Tensor, padding: int = -1) -> Tensor:
+    """Rows of a table, of which that of the padding does not move."""
+    return rows if padding < 0 else torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
+
+
+class Differentiable(fx.Interpreter):
+    """Runs a graph with given weights and constants, in operations whose derivatives hold for all sizes."""
+
+    def __init__(self, graph: fx.GraphModule, state: State) -> None:
+        super().__init__(graph, garbage_collect_values=False)
+        self.extra_traceback = False  # which would go into the text of our errors
+        self.state = state
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The value of a node."""
+        if n.op == "get_attr":
+            return self.state[str(n.target)]
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.target is _constant():
+            return args[0].detach()
+        if name_of(n) == "copy":
+            return args[1].expand(args[0].shape).to(args[0].dtype)
+        if name_of(n) == "convolution":
+            return _affine(*args)
+        if name_of(n) == "embedding":
+            table, ids, *rest = args
+            rows = table.index_select(0, ids.flatten()).unflatten(0, ids.shape)
+            return without_padding(rows, ids, *rest[:1])
+        if "native_batch_norm" in name_of(n):
+            given = bound(cast(Any, n.target), args, kwargs)
+            unit = batch_normalized(args[0], given)
+            scale, shift = (given[name] for name in ("weight", "bias"))
+            scaled = unit if scale is None else unit * _by_channel(scale, unit)
+            return (scaled if shift is None else scaled + _by_channel(shift, unit),)
+        return super().run_node(n)
+
+    def outputs(self, *inputs: Any) -> Tensor:
+        """f₀(x)."""
+        found: Tensor = next(flat_values(self.run(*inputs, enable_io_processing=False)))
+        return found
 
 
 @in_exact_mode
-@torch.no_grad()
 def plain_module(
     model: nn.Module,
     directions: Sequence[Params],
@@ -349,13 +387,30 @@ def plain_module(
 ) -> Traced:
     """A module that computes something of f₀(x) and of J(x)δ for some directions δ, with torch alone."""
     found = network_graph(model, like, output)
-    ties = found.places(list(dict.fromkeys(name for direction in directions for name in direction)))
-    return finished(_WithTangents(found.graph, directions, ties, finish), found)
+    names = list(dict.fromkeys(name for direction in directions for name in direction))
+    owners = found.places(names)
+
+    def tangents(state: State, moved: Sequence[Tensor], inputs: Sequence[Any]) -> list[Tensor]:
+        """f₀(x) and J(x)δ for every direction."""
+        theta = {owner: state[place] for place, owner in owners.items() if place in state}
+        values = iter(moved)
+        along = [{name: next(values) for name in direction} for direction in directions]
+
+        def network(params: Params) -> Tensor:
+            own = {place: params[owner] for place, owner in owners.items() if place in state}
+            return Differentiable(found.graph, state | own).outputs(*inputs)
+
+        value, products = jvps_double_backward(network, theta, along)
+        return [value, *products]
+
+    return differentiated(
+        found, [t for direction in directions for t in direction.values()], tangents, finish
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class NetworkGraph:
-    """A network as a graph of operations that have rules."""
+    """A network as a graph of torch's core operations."""
 
     graph: fx.GraphModule  # the graph
     like: Prototype  # the few examples that were traced
@@ -378,6 +433,46 @@ def network_graph(model: nn.Module, like: Prototype, output: OutputAdapter = Non
         graph, free = _traced(network, like, names, decompose=True)
     every = dict(network.named_parameters(remove_duplicate=False))
     return NetworkGraph(graph, like.only(free), names, free, every)
+
+
+def differentiated(found: NetworkGraph, given: Sequence[Tensor], derive: Derive, finish: Finish) -> Traced:
+    """A network's graph with derivatives in it, as a graph in its place."""
+    graph = found.graph.graph
+    places = sorted({str(node.target) for node in graph.find_nodes(op="get_attr")})
+    state = {place: operator.attrgetter(place)(found.graph) for place in places}
+    inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    constants = [t.detach() for t in (*state.values(), *given)]
+
+    def flat(*tensors: Any) -> list[Tensor]:
+        known, rest = dict(zip(state, tensors, strict=False)), tensors[len(state) :]
+        return derive(known, rest[: len(given)], rest[len(given) :])
+
+    mode = next(t for t in inputs if isinstance(t, Tensor)).fake_mode  # type: ignore[attr-defined]
+    try:
+        with mode, enable_python_dispatcher(), torch.enable_grad():
+            fake = [mode.from_tensor(t, static_shapes=True) for t in constants]
+            made = make_fx(flat)(*fake, *inputs)
+    except LinnetError:
+        raise
+    except Exception as error:  # torch raises of many kinds here
+        raise _untraceable("the derivatives cannot be traced", error, DIFFERENTIABLE, ELSEWHERE) from error
+    with torch.no_grad():
+        return finished(_Bound(made, constants, finish), found)
+
+
+class _Bound(nn.Module):
+    """A graph of constants and examples, with the constants in place."""
+
+    def __init__(self, graph: fx.GraphModule, constants: Sequence[Tensor], finish: Finish) -> None:
+        super().__init__()
+        self.graph, self.finish, self.count = graph, finish, len(constants)
+        for i, t in enumerate(constants):
+            self.register_buffer(f"constant_{i}", t)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        constants = [self.get_buffer(f"constant_{i}") for i in range(self.count)]
+        value, *derivatives = self.graph(*constants, *flat_values(args), *flat_values(kwargs))
+        return self.finish(value, derivatives)
 
 
 def finished(module: nn.Module, found: NetworkGraph) -> Traced:
@@ -409,7 +504,12 @@ def _traced(module: nn.Module, like: Prototype, names: list[str], decompose: boo
         except LinnetError:
             raise
         except Exception as error:  # torch raises of many kinds here
-            raise _untraceable(error) from error
+            raise _untraceable(
+                "model cannot be traced by torch.export",
+                error,
+                "a network whose Python does not depend on the values or the number of its inputs",
+                "see that torch.export.export(model, (x,)) works; conditions on values go by torch.where",
+            ) from error
     for node in list(found.graph.nodes):  # checks of shapes, which no other exporter takes, and of types
         guards = node.op == "call_module" and node.target == "_guards_fn"
         if guards or node.target is torch.ops.aten._assert_tensor_metadata.default:
@@ -465,36 +565,12 @@ def _constant() -> torch._ops.OpOverload:
 
 
 def _decomposed(made: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The same graph in operations that have rules, as far as torch knows how."""
+    """The same graph in torch's core operations."""
     for node in made.graph.nodes:
         if node.target is torch.ops.aten.detach.default:
             node.target = _constant()
-    made = made.run_decompositions()
-    further = {
-        node.target
-        for node in made.graph.nodes
-        if node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload)
-        and _name(node.target) not in RULES
-        and _name(node.target) not in ZERO
-        and _floating(node)
-        and any(map(_floating, node.all_input_nodes))  # what no tangent passes stays as it is
-    }
-    known = torch._decomp.decomposition_table
-    table = torch.export.default_decompositions()
-    more = {op: known[op] for op in further if op in known}
-    if not more:
-        return made
-    for op, rule in more.items():
-        table[op] = rule
-    decomposed: torch.export.ExportedProgram = made.run_decompositions(table)
+    decomposed: torch.export.ExportedProgram = made.run_decompositions()
     return decomposed
-
-
-def _floating(node: fx.Node) -> bool:
-    """Whether a node gives real numbers."""
-    values = flat_values(node.meta.get("val"))
-    return any(isinstance(t, Tensor) and t.is_floating_point() for t in values)
 
 
 def _few(x: Inputs) -> Inputs:
@@ -506,20 +582,14 @@ def _few(x: Inputs) -> Inputs:
     return map_tensors(lambda t: t.detach().clone(), few)
 
 
-def _untraceable(error: Exception) -> ModelError:
+DIFFERENTIABLE = (
+    "layers that torch differentiates twice; for variances, whose weights meet the examples in products, \
+convolutions, norms and embeddings"
+)
+ELSEWHERE = "leave that layer out of params= of linnet.linearize, or keep the fit in linnet"
+
+
+def _untraceable(what: str, error: Exception, expected: str, remedy: str) -> ModelError:
     """The error of a network that torch cannot trace."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return ModelError(
-        f"model cannot be traced by torch.export: {first[:200]}",
-        expected="a network whose Python does not depend on the values or the number of its inputs",
-        remedy="see that torch.export.export(model, (x,)) works; conditions on values go by torch.where",
-    )
-
-
-def _without_rule(name: str) -> ModelError:
-    """The error of an operation whose derivative is not known."""
-    return ModelError(
-        f"the network has an operation without a rule for its derivative: aten::{name}",
-        expected="operations of torch that are differentiated by the rules of linnet.tangent.graph_rules",
-        remedy="leave the layers up to it out of params= of linnet.linearize, or keep the fit in linnet",
-    )
+    return ModelError(f"{what}: {first[:200]}", expected, remedy)

@@ -15,21 +15,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, fx, nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor, fx
 
-from linnet.errors import LinnetError, ModelError
+from linnet.errors import ModelError
 from linnet.tangent.batch import batch_size
 from linnet.tangent.functional import Functional
-from linnet.tangent.graph import Prototype, Traced, finished, flat_values, name_of, network_graph
-from linnet.tangent.graph_rules import apply, bind, normalized
+from linnet.tangent.graph import (
+    ELSEWHERE,
+    Differentiable,
+    Finish,
+    Prototype,
+    State,
+    Traced,
+    batch_normalized,
+    bound,
+    differentiated,
+    flat_values,
+    name_of,
+    network_graph,
+    normalized,
+    without_padding,
+)
 from linnet.tangent.modes import in_exact_mode
 from linnet.tree import tensors_in
-
-FinishRows = Callable[[Tensor, Sequence[Tensor]], Any]  # from f₀(x) (N, C), and J(x) (N, C, *shape) by weight
-
-_HEADS = "heads of the rows"  # what goes by this name beside the weights of a graph
 
 _BY_NUMBER = frozenset({
     "add", "sub", "rsub", "mul", "div", "neg", "pow", "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh",
@@ -49,15 +57,14 @@ class Place(NamedTuple):
     outer: Any = 1  # numbers of the same axis that come before each example's, where axes were joined
 
 
-class EachOwn(fx.Interpreter):
+class EachOwn(Differentiable):
     """Runs a graph in which some weights have an axis of examples in front."""
 
     # own (M, *shape)
 
-    def __init__(self, graph: fx.GraphModule, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        super().__init__(graph, garbage_collect_values=False)
-        self.extra_traceback = False  # which would go into the text of our errors
-        self.state, self.own = state, own
+    def __init__(self, graph: fx.GraphModule, state: State, own: State) -> None:
+        super().__init__(graph, state | own)
+        self.own = own
         count: Any = next(iter(own.values())).shape[0]
         (self.symbol,) = count.node.expr.free_symbols
         self.count = count
@@ -66,10 +73,8 @@ class EachOwn(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """The value of a node."""
-        if n.op == "get_attr":
-            if n.target in self.own:
-                self.weights.add(n)
-            return self.own.get(str(n.target), self.state[str(n.target)])
+        if n.op == "get_attr" and n.target in self.own:
+            self.weights.add(n)
         value = self._value(n) if n.op == "call_function" else super().run_node(n)
         if n not in self.weights:
             self._find_examples(n, value)
@@ -89,8 +94,8 @@ class EachOwn(fx.Interpreter):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         op = cast(torch._ops.OpOverload, n.target)
-        call = {"op": op, **bind(op, args, kwargs)}
-        nodes = bind(op, n.args, n.kwargs)
+        call = {"op": op, **bound(op, args, kwargs)}
+        nodes = bound(op, n.args, n.kwargs)
         own = {key: call[key] for key, node in nodes.items() if isinstance(node, fx.Node) and node in mine}
         if not mine and name in _PLAIN:
             return _PLAIN[name](call)
@@ -138,7 +143,7 @@ class EachOwn(fx.Interpreter):
         if name in ("mm", "bmm"):
             return torch.matmul(call["self"], call["mat2"])
         if name == "embedding":
-            return _with_padding(call, first[:, call["indices"]])
+            return without_padding(first[:, call["indices"]], call["indices"], call["padding_idx"])
         if name == "t":
             return first.mT
         if name in ("view", "_unsafe_view"):
@@ -161,7 +166,9 @@ def _shifted(dim: Any, axes: int) -> Any:
 
 def _again(call: Mapping[str, Any], changed: Mapping[str, Any]) -> Any:
     """An operation with some arguments changed."""
-    return apply(call["op"], {**call, **changed})
+    given, schema = {**call, **changed}, call["op"]._schema.arguments
+    args = [given[a.name] for a in schema if not a.kwarg_only]
+    return call["op"](*args, **{a.name: given[a.name] for a in schema if a.kwarg_only})
 
 
 def _behind(weight: Tensor, axes: int) -> Tensor:
@@ -242,7 +249,6 @@ def _convolution(call: Mapping[str, Any], own: Mapping[str, Tensor], count: Any,
     return cast(Tensor, out)
 
 
-_ELSEWHERE = "leave that layer out of params= of linnet.linearize, or keep the fit in linnet for variances"
 Shape = Callable[[Tensor, bool], Tensor]  # of numbers of all examples, or of each
 
 
@@ -282,28 +288,18 @@ def _group_norm(
 def _batch_norm(
     call: Mapping[str, Any], own: Mapping[str, Tensor], count: Any, place: Place
 ) -> tuple[Any, ...]:
-    x, shape = call["input"], _by_channel(call["input"])
+    x = call["input"]
     if call.get("training", False):
         raise _without_rule("batch_norm")
-    scale = torch.rsqrt(call["running_var"] + call["eps"])
-    unit = (x - shape(call["running_mean"], False)) * shape(scale, False)
-    return (_scaled(unit, call, own, shape), *(None,) * 4)
+    unit = batch_normalized(x, call)
+    return (_scaled(unit, call, own, _by_channel(x)), *(None,) * 4)
 
 
 def _embedding(call: Mapping[str, Any], own: Mapping[str, Tensor], count: Any, place: Place) -> Tensor:
-    if "weight" not in own:
-        return cast(Tensor, _again(call, {}))
     index, weight = call["indices"].movedim(place.dim, 0), call["weight"]
     places = index.reshape(count, -1, 1).expand(-1, -1, weight.shape[2])
     found = weight.gather(1, places).reshape(*index.shape, weight.shape[2]).movedim(0, place.dim)
-    return _with_padding(call, found)
-
-
-def _with_padding(call: Mapping[str, Any], found: Tensor) -> Tensor:
-    """Rows of a table, of which that of the padding does not move."""
-    if call["padding_idx"] < 0:
-        return found
-    return torch.where((call["indices"] == call["padding_idx"]).unsqueeze(-1), found.detach(), found)
+    return without_padding(found, call["indices"], call["padding_idx"])
 
 
 def _picked(call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -362,10 +358,9 @@ _DATA: dict[str, Callable[..., Any]] = {
     "_native_batch_norm_legit": _batch_norm,
     "embedding": _embedding,
 }
-_ALWAYS = _DATA.keys() - {"mm", "addmm", "bmm"}  # whose derivatives are others in this form
+_ALWAYS = _DATA.keys() - {"mm", "addmm", "bmm", "embedding"}  # whose derivatives are others in this form
 # operations in another form, whose derivatives are operations that exporters know
 _PLAIN: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    "linnet::constant": lambda call: call["x"].detach(),
     "view": lambda call: call["self"].reshape(call["size"]),  # strides may differ
     "_unsafe_view": lambda call: call["self"].reshape(call["size"]),
     "max_pool2d_with_indices": _picked,
@@ -374,28 +369,12 @@ _PLAIN: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "adaptive_max_pool3d": _picked,
     "_adaptive_avg_pool2d": _adaptive_mean,
     "avg_pool2d": _mean_of_windows,
-    "copy": lambda call: call["src"].expand(call["self"].shape).to(call["self"].dtype),
 }
-
-
-class _Bound(nn.Module):
-    """A graph of weights, constants and examples, with the first two in place."""
-
-    def __init__(self, graph: fx.GraphModule, state: Sequence[Tensor], finish: FinishRows) -> None:
-        super().__init__()
-        self.graph, self.finish, self.count = graph, finish, len(state)
-        for i, t in enumerate(state):
-            self.register_buffer(f"constant_{i}", t.detach())
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        state = [self.get_buffer(f"constant_{i}") for i in range(self.count)]
-        value, *rows = self.graph(*state, *flat_values(args), *flat_values(kwargs))
-        return self.finish(value, rows)
 
 
 @in_exact_mode
 def module_with_rows(
-    function: Functional, finish: FinishRows, like: Prototype, heads: Tensor | None = None
+    function: Functional, finish: Finish, like: Prototype, heads: Tensor | None = None
 ) -> Traced:
     """A module that computes something of f₀(x) and of the rows of J(x), with torch alone."""
     # heads (K, C)
@@ -407,10 +386,7 @@ def module_with_rows(
         )
     found = network_graph(function.model, like, function.output)
     graph, places = found.graph, found.places(function.names)
-    nodes = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
-    state = {name: operator.attrgetter(name)(graph) for name in sorted(nodes)}
-    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    (last,) = (node for node in graph.graph.nodes if node.op == "output")
+    (last,) = graph.graph.find_nodes(op="output")
     outputs = next(flat_values(last.args)).meta["val"].shape[1]
     if not isinstance(outputs, int):
         raise ModelError(
@@ -418,53 +394,28 @@ def module_with_rows(
             expected="a network with as many outputs for every input",
             remedy="pass output= to take some of them, such as those at the last position",
         )
-    n = batch_size(found.like.x)
-    kind, device = function.dtype, function.device
-    state[_HEADS] = torch.eye(outputs, dtype=kind, device=device) if heads is None else heads
-    count = len(state[_HEADS])
+    if heads is None:
+        heads = torch.eye(outputs, dtype=function.dtype, device=function.device)
+    count, n = len(heads), batch_size(found.like.x)
     each = [t.ndim > 0 and t.shape[0] == n for t in tensors_in(found.like.x)]
     shapes = {name: function.theta[name].shape for name in function.names}
 
-    def rows(*flat: Tensor) -> list[Tensor]:
-        known, given = dict(zip(state, flat, strict=False)), flat[len(state) :]
-        size = given[each.index(True)].shape[0]
-        repeated = [_repeated(t, count) if mine else t for t, mine in zip(given, each, strict=True)]
-        moves = {name: flat[0].new_zeros(size * count, *shape) for name, shape in shapes.items()}
+    def rows(state: State, given: Sequence[Tensor], inputs: Sequence[Any]) -> list[Tensor]:
+        """f₀(x) and the rows of every weight."""
+        size = inputs[each.index(True)].shape[0]
+        repeated = [_repeated(t, count) if mine else t for t, mine in zip(inputs, each, strict=True)]
+        moves = {name: given[0].new_zeros(size * count, *shape) for name, shape in shapes.items()}
         for z in moves.values():
             z.requires_grad_()
-        own = {place: known[place].detach() + moves[name] for place, name in places.items() if place in known}
-        runner = EachOwn(graph, known, own)
-        value = runner.run(*repeated, enable_io_processing=False)
-        value = next(flat_values(value)).reshape(size, count, outputs)
+        own = {place: state[place].detach() + moves[name] for place, name in places.items() if place in state}
+        value = EachOwn(graph, state, own).outputs(*repeated).reshape(size, count, outputs)
         # of each its own output; a diagonal's gradient is written in place
-        total = (value * known[_HEADS].to(value.dtype)).sum()
+        total = (value * given[0].to(value.dtype)).sum()
         found = torch.autograd.grad(total, list(moves.values()), allow_unused=True)
         rows = [torch.zeros_like(z) if g is None else g for g, z in zip(found, moves.values(), strict=True)]
         return [value[:, 0].detach(), *(g.reshape(size, count, *g.shape[1:]) for g in rows)]
 
-    made = _traced_rows(rows, list(state.values()), inputs)
-    with torch.no_grad():
-        return finished(_Bound(made, list(state.values()), finish), found)
-
-
-def _traced_rows(
-    rows: Callable[..., list[Tensor]], state: Sequence[Tensor], inputs: Sequence[Any]
-) -> fx.GraphModule:
-    """The rows as a graph, from inputs of free sizes."""
-    mode = inputs[0].fake_mode
-    try:
-        with mode, enable_python_dispatcher(), torch.enable_grad():
-            fake = [mode.from_tensor(t.detach(), static_shapes=True) for t in state]
-            return make_fx(rows)(*fake, *inputs)
-    except LinnetError:
-        raise
-    except Exception as error:  # torch raises of many kinds here
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"the derivatives of every example cannot be traced: {first[:200]}",
-            expected="layers whose weights meet the examples in products, convolutions, norms and embeddings",
-            remedy=_ELSEWHERE,
-        ) from error
+    return differentiated(found, [heads], rows, finish)
 
 
 def _repeated(t: Tensor, count: int) -> Tensor:
@@ -477,5 +428,5 @@ def _without_rule(name: str) -> ModelError:
     return ModelError(
         f"a weight enters aten::{name}, for which linnet.tangent.graph_rows has no rule",
         expected="weights of linear layers, convolutions, normalizations, embeddings, and scales",
-        remedy=_ELSEWHERE,
+        remedy=ELSEWHERE,
     )
