@@ -526,7 +526,7 @@ class Fitted(PredictiveModel):
             DataError: If x is empty or not finite.
             InputError: If ``variance`` is no bool.
             MemoryBudgetError: If the variance, or a module of ``linnet.adapt``, would hold too much.
-            ModelError: If ``torch.export`` cannot trace the network, or it has an operation without a rule.
+            ModelError: If ``torch.export`` cannot trace the network, or torch its derivatives.
 
         Example:
             >>> import linnet
