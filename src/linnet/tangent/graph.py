@@ -18,6 +18,7 @@ import functools
 import inspect
 import operator
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -327,12 +328,19 @@ def normalized(x: Tensor, dims: list[int], eps: float) -> Tensor:
     return unit
 
 
-def batch_normalized(x: Tensor, given: Mapping[str, Any]) -> Tensor:
+def batch_normalized(call: Mapping[str, Any]) -> Tensor:
     """Batch normalization before its weights; without running statistics, that of single examples."""
-    if given.get("training", False):
-        return normalized(x, [d for d in range(x.dim()) if d != 1], given["eps"])
-    scale = torch.rsqrt(given["running_var"] + given["eps"])
-    return (x - _by_channel(given["running_mean"], x)) * _by_channel(scale, x)
+    x: Tensor = call["input"]
+    if call.get("training", False):
+        return normalized(x, [d for d in range(x.dim()) if d != 1], call["eps"])
+    scale = torch.rsqrt(call["running_var"] + call["eps"])
+    return (x - _by_channel(call["running_mean"], x)) * _by_channel(scale, x)
+
+
+def group_normalized(call: Mapping[str, Any]) -> Tensor:
+    """Group normalization before its weights."""
+    x: Tensor = call["input"]
+    return normalized(x.reshape(x.shape[0], call["group"], -1), [2], call["eps"]).reshape(x.shape)
 
 
 def without_padding(rows: Tensor, ids: Tensor, padding: int = -1) -> Tensor:
@@ -340,7 +348,7 @@ def without_padding(rows: Tensor, ids: Tensor, padding: int = -1) -> Tensor:
     return rows if padding < 0 else torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
 
 
-class Differentiable(fx.Interpreter):
+class Differentiable(fx.Interpreter, ABC):
     """Runs a graph with given weights and constants, in operations whose derivatives hold for all sizes."""
 
     def __init__(self, graph: fx.GraphModule, state: State) -> None:
@@ -348,8 +356,12 @@ class Differentiable(fx.Interpreter):
         self.extra_traceback = False  # which would go into the text of our errors
         self.state = state
 
+    @abstractmethod
     def run_node(self, n: fx.Node) -> Any:
         """The value of a node."""
+
+    def plain_value(self, n: fx.Node) -> Any:
+        """The value of a node whose weights are those of the network."""
         if n.op == "get_attr":
             return self.state[str(n.target)]
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -363,9 +375,9 @@ class Differentiable(fx.Interpreter):
             table, ids, *rest = args
             rows = table.index_select(0, ids.flatten()).unflatten(0, ids.shape)
             return without_padding(rows, ids, *rest[:1])
-        if "native_batch_norm" in name_of(n):
+        if "native_batch_norm" in name_of(n) or name_of(n) == "native_group_norm":
             given = bound(cast(Any, n.target), args, kwargs)
-            unit = batch_normalized(args[0], given)
+            unit = group_normalized(given) if "group" in given else batch_normalized(given)
             scale, shift = (given[name] for name in ("weight", "bias"))
             scaled = unit if scale is None else unit * _by_channel(scale, unit)
             return (scaled if shift is None else scaled + _by_channel(shift, unit),)
@@ -375,6 +387,14 @@ class Differentiable(fx.Interpreter):
         """f₀(x)."""
         found: Tensor = next(flat_values(self.run(*inputs, enable_io_processing=False)))
         return found
+
+
+class OneForAll(Differentiable):
+    """Runs a graph whose weights are the same for all examples."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The value of a node."""
+        return self.plain_value(n)
 
 
 @in_exact_mode
@@ -398,7 +418,7 @@ def plain_module(
 
         def network(params: Params) -> Tensor:
             own = {place: params[owner] for place, owner in owners.items() if place in state}
-            return Differentiable(found.graph, state | own).outputs(*inputs)
+            return OneForAll(found.graph, state | own).outputs(*inputs)
 
         value, products = jvps_double_backward(network, theta, along)
         return [value, *products]

@@ -31,6 +31,7 @@ from linnet.tangent.graph import (
     bound,
     differentiated,
     flat_values,
+    group_normalized,
     name_of,
     network_graph,
     normalized,
@@ -75,7 +76,7 @@ class EachOwn(Differentiable):
         """The value of a node."""
         if n.op == "get_attr" and n.target in self.own:
             self.weights.add(n)
-        value = self._value(n) if n.op == "call_function" else super().run_node(n)
+        value = self._value(n) if n.op == "call_function" else self.plain_value(n)
         if n not in self.weights:
             self._find_examples(n, value)
         return value
@@ -86,12 +87,12 @@ class EachOwn(Differentiable):
         if n.target is operator.getitem:
             if n.args[0] in self.weights:
                 self.weights.add(n)
-            return super().run_node(n)
+            return self.plain_value(n)
         mine, examples = (
             [m for m in n.all_input_nodes if m in known] for known in (self.weights, self.places)
         )
         if not name or not (mine or name in _PLAIN or (examples and name in _ALWAYS)):
-            return super().run_node(n)
+            return self.plain_value(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         op = cast(torch._ops.OpOverload, n.target)
         call = {"op": op, **bound(op, args, kwargs)}
@@ -281,7 +282,7 @@ def _group_norm(
     call: Mapping[str, Any], own: Mapping[str, Tensor], count: Any, place: Place
 ) -> tuple[Any, ...]:
     x = call["input"]
-    unit = normalized(x.reshape(x.shape[0], call["group"], -1), [2], call["eps"]).reshape(x.shape)
+    unit = group_normalized(call)
     return _scaled(unit, call, own, _by_channel(x)), None, None
 
 
@@ -291,7 +292,7 @@ def _batch_norm(
     x = call["input"]
     if call.get("training", False):
         raise _without_rule("batch_norm")
-    unit = batch_normalized(x, call)
+    unit = batch_normalized(call)
     return (_scaled(unit, call, own, _by_channel(x)), *(None,) * 4)
 
 
