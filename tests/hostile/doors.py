@@ -328,7 +328,7 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "NestedFit.calibrate": lambda: {"temperature": 1.0, "point_temperature": 1.0},
     **{f"{fit}.report": lambda: {"test": small.classes()} for fit in rules.FITS},
     "NestedFit.update": lambda: {"data": (small.normal(2, 3, seed=4), small.labels()[:2])},
-    "LinearFit.constrain": lambda: {"targets": small.targets()},
+    "constrain": lambda: {"targets": small.targets()},
     "forget": lambda: {"indices": [0]},
     "sample": lambda: {"seed": 0},
     "__matmul__": lambda: {"other": small.normal(26)},
