@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import linnet
-from linnet.curvatures import LowRank, MatrixFree, MonteCarlo, RandomProjection, engine
+from linnet.curvatures import LowRank, MatrixFree, MonteCarlo, RandomProjection, accumulate
 from linnet.errors import DataError, LinnetError, MemoryBudgetError, ModelError, NumericalError
 from linnet.likelihoods import (
     Categorical,
@@ -128,7 +128,7 @@ def test_too_little_memory_is_an_error_with_alternatives(
     def never(*_: Any) -> None:
         raise AssertionError("something was computed")
 
-    monkeypatch.setattr(engine, "_chunks", never)
+    monkeypatch.setattr(accumulate, "plan_chunks", never)
     with pytest.raises(MemoryBudgetError, match="100"):
         call(structure=structure, memory=100)
 

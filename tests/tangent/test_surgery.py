@@ -306,7 +306,7 @@ def test_bad_input() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     for slope in (0.0, -0.1, 1.5, float("nan"), True, "0.2"):
         refused(InputError, lambda slope=slope: leaky_relu(net, slope), "slope=")
-    refused(InputError, lambda: leaky_relu("net"), "model is str")
+    refused(InputError, lambda: leaky_relu("net"), "net")
     refused(InputError, lambda: leaky_relu(net, keep=["7"]), "'7'")
     refused(InputError, lambda: leaky_relu(net, keep="1"), "keep=")
     refused(InputError, lambda: leaky_relu(leaky_relu(net)), "surgery before")

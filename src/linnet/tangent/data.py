@@ -428,11 +428,14 @@ def _together(samples: Iterable[tuple[Inputs, Any]], size: int) -> Iterator[tupl
     alike: Any = None  # the shapes of those held
     for x, y in samples:
         shapes = example_shapes(x), None if y is None else y.shape
-        if held and (len(held) == size or shapes != alike):
+        if held and shapes != alike:
             yield side_by_side(held)
             held = []
         alike = shapes
         held.append((x, y))
+        if len(held) == size:  # before another sample is read
+            yield side_by_side(held)
+            held = []
     if held:
         yield side_by_side(held)
 
