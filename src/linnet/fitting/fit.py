@@ -177,7 +177,7 @@ def fit(
         made = replace(_targets(y, given, f0, loss, scale), axis=axis)
         seconds = {"network": time.perf_counter() - start}
         asked = solving if chosen is lin else solving.finer()
-        found = _fit(chosen, Task(x, y, f0, made, loss, ridge, memory, asked), seconds)
+        found = _fit(chosen, FitRequest(x, y, f0, made, loss, ridge, memory, asked), seconds)
         told = (*data.warnings, *unused_remarks(chosen.function), *found.record.warnings)
         reasons = {**found.record.reasons, **data.reasons}
         named = {"classes": data.classes, "columns": data.columns}
@@ -219,7 +219,7 @@ def _check_together(loss: str, targets: Any, ridge: float | str, solver: str, ax
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class FitRequest:
     """A fit to be made: its data, and the arguments of ``fit``."""
 
     x: Inputs  # N examples
@@ -232,7 +232,7 @@ class Task:
     solving: Solving
 
 
-def _fit(lin: Linearized, task: Task, seconds: dict[str, float]) -> LinearFit | SoftmaxFit:
+def _fit(lin: Linearized, task: FitRequest, seconds: dict[str, float]) -> LinearFit | SoftmaxFit:
     """The fit, whatever rounding does to it."""
     x, made, ridge, asked = task.x, task.targets, task.ridge, task.solving
     size = Size(lin.function, x, task.f0.shape[1], task.loss, isinstance(ridge, str), task.memory)
@@ -274,7 +274,7 @@ def _fit(lin: Linearized, task: Task, seconds: dict[str, float]) -> LinearFit | 
     return fitted
 
 
-def _of_scale(lin: Linearized, task: Task) -> tuple[str, ...]:
+def _of_scale(lin: Linearized, task: FitRequest) -> tuple[str, ...]:
     """Whether outputs are probabilities where y are classes, whose outputs are logits or like them."""
     if task.y.is_floating_point() and task.targets.classes is None:
         return ()
@@ -321,7 +321,7 @@ def _explicit(targets: Tensor, f0: Tensor, y: Tensor, loss: str) -> Targets:
 
 
 def _factorized(
-    module: Linearized, task: Task, chosen: str, record: Choices, folds: CrossFit | None
+    module: Linearized, task: FitRequest, chosen: str, record: Choices, folds: CrossFit | None
 ) -> tuple[System, Chosen]:
     """Form K, the one K̄ of all outputs, or JᵀJ; choose ρ, solve; with cross-fitted heads, by folds too."""
     ridge, memory, residual = task.ridge, task.memory, task.targets.values.to(task.f0) - task.f0
@@ -350,13 +350,13 @@ def _factorized(
     return system.at(taken.ridge), taken
 
 
-def _kernel(module: Linearized, task: Task) -> Tensor:
+def _kernel(module: Linearized, task: FitRequest) -> Tensor:
     """K, (N·C, N·C), float64."""
     kernel = gram(module.function, task.x, form="full", memory=task.memory, file=task.solving.file)
     return kernel.reshape(task.f0.numel(), -1).double()
 
 
-def _shared_features(module: Linearized, task: Task, record: Choices) -> tuple[Tensor, Heads]:
+def _shared_features(module: Linearized, task: FitRequest, record: Choices) -> tuple[Tensor, Heads]:
     """A few combinations of the outputs, and what their mean kernel is that of."""
     asked, outputs = task.solving.shared or Shared(), task.f0.shape[1]
     combinations = drawn_combinations(outputs, asked.combinations, asked.seed).to(task.f0.device)
@@ -368,7 +368,7 @@ def _shared_features(module: Linearized, task: Task, record: Choices) -> tuple[T
 
 
 def _iterated(
-    module: Linearized, task: Task, chosen: str, record: Choices, folds: CrossFit | None
+    module: Linearized, task: FitRequest, chosen: str, record: Choices, folds: CrossFit | None
 ) -> tuple[System, Chosen]:
     """Solve by conjugate or stochastic gradients at the ridge that is given."""
     ridge, memory, asked = float(task.ridge), task.memory, task.solving
@@ -399,7 +399,7 @@ def _explain_steps(system: Iterative, asked: Solving) -> str:
 
 
 def _newton_in_weights(
-    module: Linearized, task: Task, chosen: str, record: Choices, folds: CrossFit | None
+    module: Linearized, task: FitRequest, chosen: str, record: Choices, folds: CrossFit | None
 ) -> tuple[WeightNewton, Chosen]:
     """The cross-entropy at the ridge that is given, by products with J."""
     ridge, problem = float(task.ridge), class_problem(module.function, task.x, task.f0, task.targets.values)
@@ -410,7 +410,7 @@ def _newton_in_weights(
 
 
 def _newton_by_kernel(
-    module: Linearized, task: Task, chosen: str, record: Choices, folds: CrossFit | None
+    module: Linearized, task: FitRequest, chosen: str, record: Choices, folds: CrossFit | None
 ) -> tuple[KernelNewton, Chosen]:
     """The cross-entropy on the kernel, at the ridge that is given or that a criterion prefers."""
     start, ridge = time.perf_counter(), task.ridge
