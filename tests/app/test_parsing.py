@@ -74,3 +74,13 @@ def test_settings_of_another_command_are_named(tmp_path: Path, capsys: pytest.Ca
     told = capsys.readouterr().err
     assert "holds the settings of linnet demo" in told
     assert f"run linnet demo --config {file}" in told
+
+
+@pytest.mark.parametrize("text", ["target: yes", "target: 1.50"])
+def test_words_that_a_settings_file_takes_for_values_are_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{text}\nmodel-args: {{}}\n")
+    assert cli.main(["adapt", "--config", str(file)]) == 2
+    assert "--target is" in capsys.readouterr().err

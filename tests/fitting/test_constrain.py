@@ -400,3 +400,22 @@ def test_too_many_equations_for_the_budget(solver: str) -> None:
     fit = p.fit(ridge=RHO, solver=solver)
     fit.memory = 100
     refused(MemoryBudgetError, lambda: fit.constrain(X, partial), "equations", "constrain fewer outputs")
+
+
+def test_every_ridge_of_a_primal_path_obeys_penalties_at_their_weight() -> None:
+    ridges = torch.tensor([0.1, 1.0, 30.0])
+    found, expected = (
+        S.fit(ridge=RHO, solver=solver).constrain(X, SMALL, weight=0.7).path(ridges)
+        for solver in ("primal", "dual")
+    )
+    near(found.loo_error, expected.loo_error, 1e-9)
+    near(found.evidence - found.evidence[0], expected.evidence - expected.evidence[0], 1e-9)
+
+
+def test_equations_in_single_precision_are_told_from_an_exact_intercept() -> None:
+    labels = torch.arange(len(P.x)) % 3
+    fit = linnet.adapt(network().float(), (P.x.float(), labels), weight=0.5, ridge=RHO)
+    outputs = fit.constrain(X_GROUPS.float(), groups=GROUPS).predict(X_GROUPS.float())
+    near(outputs[:2].mean(0), outputs[2:].mean(0), 1e-5)
+    with pytest.raises(InputError, match="ridge='loo'"):
+        fit.constrain(X.float(), PARTIAL.float()).update((P.x.float(), labels), ridge="loo")

@@ -97,7 +97,8 @@ def _converted(value: Any, annotation: object) -> Any:
             found = json.loads(value) if isinstance(value, str) else value
             if isinstance(found, dict):
                 return found
-        if origin in (str, Path) and isinstance(value, str | int | float):
+        # of a settings file, 1.50 and yes are words in quotes alone
+        if origin in (str, Path) and isinstance(value, str | int) and not isinstance(value, bool):
             return origin(str(value))
         if origin is bool and str(value).lower() in ("true", "false"):
             return str(value).lower() == "true"
@@ -319,10 +320,11 @@ class Command:
             _refuse(path, "is no YAML that can be read", "a file of settings")
         if not isinstance(found, dict):
             _refuse(path, "holds no settings by name", "lines such as seed: 1")
-        for name in found:
+        named = {str(name).replace("-", "_"): value for name, value in found.items()}
+        for name in named:
             if name not in self.options:
-                self._refuse_name(option(str(name)))
-        return {name: self._convert(name, value) for name, value in found.items()}
+                self._refuse_name(option(name))
+        return {name: self._convert(name, value) for name, value in named.items()}
 
 
 def option(name: str) -> str:

@@ -154,8 +154,8 @@ class Equations:
         return flat
 
     def norms(self, features: Features, memory: Memory = None) -> Tensor:
-        """Σ |S| √diag K: what the norm of a row of A could be without cancellation, (q,)."""
-        own = features.own(self.x, memory).double()
+        """Σ |S| √diag K: what the rounding of a row of A is relative to, (q,)."""
+        own = features.rounded(self.x, memory).double()
         each = own[:, None].expand(-1, self.outputs) if features.shared else own.diagonal(dim1=1, dim2=2)
         return replace(self, weight=self.weight.abs()).combine(each.reshape(-1).clamp_min(0).sqrt())
 
@@ -224,7 +224,8 @@ def _outputs_wanted(targets: Any, m: int, c: int, like: Targets | None) -> Tenso
     if values.shape != (m, c) or not values.is_floating_point():
         raise InputError(
             f"targets has shape {tuple(values.shape)} and type {values.dtype}",
-            expected=f"floats ({m}, {c}), one row for each example of x, or integer classes ({m},)",
+            expected=f"floats ({m}, {c}), one row for each example of x"
+            + ("" if like is None else f", or integer classes ({m},)"),
             remedy="pass fit.predict(x), or NaN for outputs that are free",
         )
     if values.isinf().any():
@@ -262,13 +263,14 @@ def _held_outputs(x: Inputs, values: Tensor, device: torch.device) -> Wanted:
 
 def group_numbers(groups: Any, m: int) -> Tensor:
     """Labels of groups as numbers from 0, every group with two members at least, and two groups at least."""
-    labels = tensor("groups", groups, f"one integer for each example of x, ({m},)").detach()
+    number = "number the groups from 0"
+    labels = tensor("groups", groups, f"one integer for each example of x, ({m},)", number).detach()
     if labels.shape != (m,) or labels.is_floating_point() or labels.is_complex():
         got = f"shape {tuple(labels.shape)} and type {labels.dtype}"
         raise InputError(
             f"groups is {type(groups).__name__} of {got}",
             expected=f"one integer for each example of x, ({m},)",
-            remedy="number the groups from 0",
+            remedy=number,
         )
     names, counts = labels.long().unique(return_counts=True)
     if len(names) < 2:

@@ -63,6 +63,7 @@ class Features(ABC):
 
     shared: ClassVar[bool] = True  # whether one kernel serves all outputs
     finite: bool = False  # whether they can be written as a model in weights
+    exact: ClassVar[bool] = False  # whether their kernel has no rounding errors
 
     def examples(self, x: Inputs) -> Examples:
         """Examples with their rows of features that are formed."""
@@ -79,6 +80,10 @@ class Features(ABC):
     @abstractmethod
     def own(self, x: Inputs, memory: Memory = None) -> Tensor:
         """K(x_i, x_i), (T,) or (T, C, C)."""
+
+    def rounded(self, x: Inputs, memory: Memory = None) -> Tensor:
+        """K(x_i, x_i) of what rounding errors are relative to, (T,) or (T, C, C)."""
+        return self.own(x, memory)
 
     def cross_and_own(self, x: Inputs, train: Examples, memory: Memory = None) -> tuple[Tensor, Tensor]:
         """Both, with one pass over x where that is possible."""
@@ -235,6 +240,7 @@ class Constant(Features):
 
     device: torch.device
     finite = True
+    exact = True
 
     def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
         """1, (N, N)."""
@@ -287,6 +293,10 @@ class WeightedSum(Features):
     def own(self, x: Inputs, memory: Memory = None) -> Tensor:
         """k(x_i, x_i), (T,)."""
         return _total(weight * one.own(x, memory) for weight, one in self.terms)
+
+    def rounded(self, x: Inputs, memory: Memory = None) -> Tensor:
+        """Of the kinds that are not exact."""
+        return _total(weight * one.own(x, memory) for weight, one in self.terms if not one.exact)
 
     def cross_and_own(self, x: Inputs, train: Examples, memory: Memory = None) -> tuple[Tensor, Tensor]:
         """Both, with one pass over x for each kind."""

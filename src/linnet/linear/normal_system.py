@@ -24,6 +24,7 @@ from linnet.linear.dual import (
     at_best_noise,
     by_primal,
     from_eigenvalues,
+    joined,
     log_target_noise,
     ridge_grid_of,
 )
@@ -252,10 +253,17 @@ class NormalSystem(System):
         return Along(rows, values, vectors.T @ self.right, torch.ones_like(values), least)
 
     def path(self, ridges: Tensor | None, targets: Targets) -> RidgePath:
-        """From one eigendecomposition and one pass over the data."""
+        """From one eigendecomposition and one pass over the data; penalties take these for each ridge."""
+        grid = self.grid() if ridges is None else ridges
+        if self.constraints is None or not self.constraints.soft:
+            return self._path(grid, targets)
+        return joined([self.at(float(one))._path(one[None], targets) for one in grid])
+
+    def _path(self, ridges: Tensor, targets: Targets) -> RidgePath:
+        """Every criterion, the equations on outputs being the same at all ridges."""
         values, vectors = self.spectrum
         count, squared = self.problem.count, self.problem.squared
-        grid = (self.grid() if ridges is None else ridges).to(values)
+        grid = ridges.to(values)
         coordinates = vectors.T @ self.right
         inverse = 1 / (values + grid[:, None])  # (R, P)
         quadratic = (squared - (coordinates**2 * inverse).sum(1)).clamp_min(0) / grid

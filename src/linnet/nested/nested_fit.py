@@ -165,6 +165,12 @@ class NestedFit(SquaredFit):
                 expected='None or "loo"',
                 remedy="leave ridge= out to keep what was chosen",
             )
+        if ridge is not None and self.constraints is not None:
+            raise InputError(
+                "ridge='loo' on a fit whose outputs obey equations",
+                expected="the ridge and the weight that were chosen without them",
+                remedy="leave ridge= out, or update the fit before constrain() and constrain it again",
+            )
         if ridge is not None and self.trained:
             raise InputError(
                 "ridge='loo' on a fit whose lower layers were trained",
