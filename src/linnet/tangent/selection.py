@@ -124,7 +124,7 @@ def require_module(model: Any) -> nn.Module:
 def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
     r"""Names of the selected floating-point parameters, in the order of ``named_parameters()``."""
     require_module(model)
-    check_selector(params)
+    check_selector(params, some=False)  # the error below has the names
     named = {n: p for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
     if not named:
         raise ModelError(
@@ -171,10 +171,10 @@ def selected(model: nn.Module, params: Selector = None) -> dict[str, Tensor | No
     return found
 
 
-def check_selector(params: Any) -> None:
-    """Raise unless it can say which parameters take part, before there is a network to ask."""
+def check_selector(params: Any, some: bool = True) -> None:
+    """Raise unless it can say which parameters take part, and some, before there is a network to ask."""
     several = isinstance(params, list | tuple | Mapping)
-    names = several and all(isinstance(n, str) for n in params)
+    names = several and len(params) >= some and all(isinstance(n, str) for n in params)
     predicate = callable(params) and not isinstance(params, type)
     if not (params is None or isinstance(params, str | nn.Module) or names or predicate):
         expected = "a keyword, regular expression, list of names, dict of masks, module or predicate"
