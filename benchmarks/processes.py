@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import linnet
 from linnet.fitting import CG
-from linnet.linalg import grouped
+from linnet.linalg import factorize
 
 EXAMPLES = 240
 
@@ -68,8 +68,8 @@ class Decomposed:
     """Sums n³ over the Kronecker factors that this process decomposes."""
 
     def __init__(self) -> None:
-        self.total, self.eigh = 0.0, grouped.eigh
-        grouped.eigh = self
+        self.total, self.eigh = 0.0, factorize.eigh
+        factorize.eigh = self
 
     def __call__(self, matrix: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Decompose and count."""
