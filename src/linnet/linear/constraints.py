@@ -394,7 +394,11 @@ class Conditioned(Features):
 
     def examples(self, x: Inputs) -> Examples:
         """Examples with their rows G."""
-        return self.free.examples(x)._replace(given=self._given(Examples(x)))
+        return self.conditioned(self.free.examples(x))
+
+    def conditioned(self, of: Examples) -> Examples:
+        """The same examples of the free features, with their rows G."""
+        return of._replace(given=self._given(Examples(of.x)))
 
     def _given(self, of: Examples, memory: Memory = None) -> Tensor:
         """G(x) = J(x) Aᵀ L⁻ᵀ, known or computed, (N, C, q)."""

@@ -23,7 +23,7 @@ from linnet.errors import DataError, InputError
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.operator import LinearOperator
-from linnet.linear.constraints import Conditioned, Constraints
+from linnet.linear.constraints import Constraints
 from linnet.linear.features import Examples, Features
 from linnet.linear.problem import LinearModel, Memory
 from linnet.linear.targets import Targets, make_targets
@@ -123,8 +123,8 @@ class LabelProblem(LinearModel):
     def given(self, constraints: Constraints, samples: bool, memory: Memory = None) -> LabelProblem:
         """The same data under other equations than before, for a solution in samples or in weights."""
         base = self.free_base
-        held = Conditioned(self.free, constraints, self.function, memory)
-        made = replace(self, base=base, features=held, formed=held.examples(self.x) if samples else None)
+        held, formed = self.conditioned(constraints, samples, memory)
+        made = replace(self, base=base, features=held, formed=formed)
         return replace(made, base=base + made.shift())
 
     def joined(self, more: LabelProblem) -> LabelProblem:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.distributed import current
-from linnet.linear.constraints import Conditioned, Confined, Constraints
+from linnet.linear.constraints import Conditioned, Confined, Constraints, forward
 from linnet.linear.features import Examples, Features, Tangent
 from linnet.linear.formed_rows import FormedRows, Rows
 from linnet.tangent.batch import Inputs, concatenate, hash_examples, observed, take
@@ -83,6 +83,19 @@ class LinearModel(ABC):
     def jacobian(self) -> JacobianOperator:
         """J over the examples, without w."""
         return JacobianOperator(self.function, self.x, self.c)
+
+    def conditioned(
+        self, constraints: Constraints, samples: bool, memory: Memory
+    ) -> tuple[Conditioned, Examples | None]:
+        """The features under other equations, and of a solution in samples the examples with their rows."""
+        held, before = Conditioned(self.free, constraints, self.function, memory), self.constraints
+        if not samples:
+            return held, None
+        if before is None or before.equations is not constraints.equations:
+            return held, held.conditioned(self.examples)
+        # the same at another ridge: Gᵀ = L⁻¹ (A Jᵀ)
+        given = forward(constraints.factor, before.factor @ self.explained().T).T
+        return held, self.examples._replace(given=given.reshape(-1, self.c, len(constraints.factor)))
 
     def confine(self, rows: Tensor) -> Tensor:
         """Rows of J as rows of J P, in the weights that equations leave."""
@@ -274,8 +287,7 @@ class Problem(LinearModel):
     def given(self, constraints: Constraints, samples: bool, memory: Memory = None) -> Problem:
         """The same data under other equations than before, for a solution in samples or in weights."""
         residual = self.free_residual
-        held = Conditioned(self.free, constraints, self.function, memory)
-        formed = held.examples(self.x) if samples else None
+        held, formed = self.conditioned(constraints, samples, memory)
         made = replace(self, residual=residual, features=held, known=None, formed=formed)
         return replace(made, residual=residual - made._scaled_shift())
 
