@@ -72,7 +72,10 @@ class AdaptOptions(TaskOptions):
     Args:
         ridge: The ridge relative to the mean of the kernel's diagonal, a positive number, or loo, which
             chooses it by leave-one-out, as by default.
-        weight: Share of the lower layers in the kernel, from 0 (the linear probe) to 1 (default: chosen).
+        weight: Share of the lower layers' derivatives in the kernel, from 0 (the linear probe) to 1 (default:
+            chosen, and 0 behind more than a million weights).
+        earlier: Share of earlier layers in the features, from 0 to 1 (default: chosen, and 0 where weight is
+            given).
         tune: Train the lower layers as well, solve the fit again at the trained weights, and keep the result
             only if cross-validation improves. It takes five or six training runs.
         compare: What the fit is compared with on the test samples: probe (the linear probe), or finetune,
@@ -82,6 +85,7 @@ class AdaptOptions(TaskOptions):
 
     ridge: float | Literal["auto", "loo"] = "auto"
     weight: float | Literal["auto"] = "auto"
+    earlier: float | Literal["auto"] = "auto"
     tune: bool = False
     compare: Literal["probe", "finetune"] = "probe"
     finetune_steps: int = 150

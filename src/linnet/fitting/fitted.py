@@ -139,6 +139,11 @@ class Fitted(PredictiveModel):
         return False
 
     @property
+    def is_probe(self) -> bool:
+        """Whether the fit is a linear probe alone."""
+        return False
+
+    @property
     def body_weight(self) -> float | None:
         """Share of the layers below a linear probe; ``None`` where the fit has no probe of its own."""
         return None

@@ -192,15 +192,14 @@ class Heads(Features):
 
 @dataclass(frozen=True, eq=False)
 class Explicit(Features):
-    """φ(x) − c for features that are computed, such as the inputs of a last layer."""
+    """Features φ(x) that are computed, such as the inputs of a last layer."""
 
     phi: Callable[[Inputs], Tensor]  # (N, D), float64
-    center: Tensor  # c, (D,)
     finite = True
 
     def examples(self, x: Inputs) -> Examples:
         """Examples with their features."""
-        return Examples(x, (self.phi(x) - self.center,))
+        return Examples(x, (self.phi(x),))
 
     def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
         """k(x, x), (N, N)."""
@@ -209,29 +208,27 @@ class Explicit(Features):
 
     def cross(self, x: Inputs, train: Examples, memory: Memory = None) -> Tensor:
         """k(x, X), (T, N)."""
-        return (self.phi(x) - self.center) @ self._rows(train).T
+        return self.phi(x) @ self._rows(train).T
 
     def own(self, x: Inputs, memory: Memory = None) -> Tensor:
         """k(x_i, x_i), (T,)."""
-        return (self.phi(x) - self.center).square().sum(1)
+        return self.phi(x).square().sum(1)
 
     def cross_and_own(self, x: Inputs, train: Examples, memory: Memory = None) -> tuple[Tensor, Tensor]:
         """Both, from the same features."""
-        rows = self.phi(x) - self.center
+        rows = self.phi(x)
         return rows @ self._rows(train).T, rows.square().sum(1)
 
     def weigh(
         self, into: Weights, train: Examples, beta: Tensor, scale: float = 1.0, memory: Memory = None
     ) -> None:
-        """With W = s βᵀφ; the center goes to the intercept."""
-        weight = scale * (beta.T @ self._rows(train))
-        into.layers.append((self.phi, weight))
-        into.bias = into.bias - weight @ self.center
+        """With W = s βᵀφ."""
+        into.layers.append((self.phi, scale * (beta.T @ self._rows(train))))
 
     def _rows(self, of: Examples) -> Tensor:
-        """φ(x) − c, known or computed, (N, D)."""
+        """φ(x), known or computed, (N, D)."""
         known = of.rows[0]
-        return self.phi(of.x) - self.center if known is None else known
+        return self.phi(of.x) if known is None else known
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from linnet.fitting.remarks import single_remarks
 from linnet.linear.targets import doubts, task_targets, understood
 from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit, solved
+from linnet.nested.search import Shares
 from linnet.nested.tuning import tuned
 from linnet.progress import Log
 from linnet.tangent.batch import take
@@ -36,6 +37,7 @@ def adapt(
     y: Any = None,
     *,
     weight: float | None = None,
+    earlier: float | None = None,
     ridge: float | str | None = None,
     params: Selector = None,
     output: OutputAdapter = None,
@@ -43,11 +45,12 @@ def adapt(
     memory: str | int | None = None,
     tune: bool | Log = False,
 ) -> NestedFit:
-    """Fit a trained network to a new task: its linear probe and its linearized lower layers, in one solve.
+    """Fit a trained network to a new task: a linear model of what all its layers compute, in one solve.
 
-    How much the lower layers take part, and the ridge, are chosen by leave-one-out: no feature has seen a
-    label, so that each sample is predicted without its own. Where they do not reduce its error by more than a
-    standard error, the fit is the linear probe.
+    It reads the features of the last layer, as a linear probe does, those of layers in the second half of the
+    network, and the derivatives of networks of up to a million weights. How much each takes part, and the
+    ridge, are chosen by leave-one-out: no feature has seen a label, so that each sample is predicted without
+    its own. Where the last layer alone is clearly better, the fit is the linear probe.
 
     With ``tune=True`` the lower layers are trained as well, and the fit is solved again at the trained
     weights, where that has less error on held-out folds; ``fit.rungs`` has what each step gains.
@@ -61,7 +64,11 @@ def adapt(
             ``fit.record.reasons["targets"]`` says what was understood, and a warning says where it is
             improbable. Classes without a sample have no probability.
         y: The targets, where ``data`` are inputs alone: ``adapt(net, X, y)``.
-        weight: Share w of the lower layers in the kernel, 0 (the linear probe) to 1; by default chosen.
+        weight: Share w of the lower layers' derivatives in the kernel, 0 to 1; by default chosen, and 0 for
+            networks of more than a million weights or where ``earlier`` is given. The linear probe is
+            ``weight=0``.
+        earlier: Share e of earlier layers in the features, 0 to 1; by default chosen, and 0 where ``weight``
+            is given.
         ridge: ρ > 0, relative to the mean of the kernel's diagonal; by default, or with ``"loo"``, chosen.
         params: Parameters below the head that take part; see ``linnet.linearize``. All by default.
         output: How to turn what the network returns into a tensor: a function, or the name of a part such
@@ -83,7 +90,8 @@ def adapt(
         ModelError: If the network neither ends in a linear layer nor returns features.
 
     Source:
-        Tangent kernels of features: Maddox et al., AISTATS 2021; leave-one-out of a kernel ridge regression:
+        Tangent kernels of features: Maddox et al., AISTATS 2021; features of all layers: Evci et al., ICML
+        2022; leave-one-out of a kernel ridge regression:
         Rifkin and Lippert, MIT-CSAIL-TR-2007-025.
 
     Example:
@@ -100,13 +108,13 @@ def adapt(
     seed = check.integer("seed", seed, least=0, most=2**63 - 1)
     log = tune if callable(tune) else None
     tunes = log is not None or check.flag("tune", tune)
-    weight, ridge = requested(weight, ridge, tunes)
+    given = requested(weight, earlier, ridge, tunes)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with sharing("linnet.adapt", device):
         data = Data.of(data if y is None else (data, y), model, memory=memory, text=True)
-        arguments = {"model": model, "params": params, "weight": weight, "ridge": ridge, "seed": seed}
+        arguments = {"model": model, "params": params, "given": [*given], "seed": seed}
         require_same_arguments({**arguments, "memory": memory, "tune": tunes})
-        fit = _adapted((model, output), data, params, (weight, ridge), seed, memory)
+        fit = _adapted((model, output), data, params, given, seed, memory)
         if tunes and fit.prior.network.function.masks:
             raise InputError(
                 f"tune={tune!r} with parameters of which some entries do not vary",
@@ -117,38 +125,42 @@ def adapt(
 
 
 def requested(
-    weight: float | None, ridge: float | str | None, tunes: bool = False
-) -> tuple[float | None, float | None]:
-    """The weight and the ridge that are given; None for one that leave-one-out or held-out folds choose."""
+    weight: float | None, earlier: float | None, ridge: float | str | None, tunes: bool = False
+) -> Shares:
+    """The shares and the ridge that are given; None for one that leave-one-out or held-out folds choose."""
     if weight is not None:
         check.number("weight", weight, least=0, most=1)
+    if earlier is not None:
+        check.number("earlier", earlier, least=0, most=1)
     if ridge == "loo":
         ridge = None
     if isinstance(ridge, str):
         expected = (
-            'a positive number or "loo", the one criterion by which adapt chooses the share and the ridge'
+            'a positive number or "loo", the one criterion by which adapt chooses the shares and the ridge'
         )
         check.refuse("ridge", ridge, expected, "leave ridge= out to have it chosen")
     if ridge is not None:
         check.number("ridge", ridge, above=0)
-    if tunes and (weight is not None or ridge is not None):
+    given = Shares(weight, earlier, None if ridge is None else float(ridge))
+    named = [name for name, value in given._asdict().items() if value is not None]
+    if tunes and named:
         raise InputError(
-            f"tune={tunes} with {'weight' if weight is not None else 'ridge'} given",
-            expected="both free: held-out folds choose them",
-            remedy="leave weight= and ridge= out, or tune=",
+            f"tune={tunes} with {named[0]} given",
+            expected="all of them free: held-out folds choose them",
+            remedy=f"leave {named[0]}= out, or tune=",
         )
-    return weight, ridge
+    return given
 
 
 def _adapted(
     network: tuple[nn.Module, OutputAdapter],
     data: Data,
     params: Selector,
-    chosen: tuple[float | None, float | None],
+    given: Shares,
     seed: int,
     memory: str | int | None,
 ) -> NestedFit:
-    """The fit of a network and its output; ``chosen`` are the weight and the ridge that were given."""
+    """The fit of a network and its output."""
     begin = time.perf_counter()
     x, y = data.pair
     model = ending_linear(network[0], x, network[1])
@@ -164,4 +176,4 @@ def _adapted(
     remarks = (*data.warnings, *said, *single_remarks(targets))
     reasons, seconds = {"targets": understood(targets)}, {"network": time.perf_counter() - begin}
     record = Choices("dual", "loo", {**data.reasons, **reasons}, remarks, seconds, data.classes, data.columns)
-    return solved(features, x, targets, memory, record, chosen)
+    return solved(features, x, targets, memory, record, given)

@@ -2,11 +2,12 @@
 
     f_c(x) = φ(x)ᵀ W_c + b_c + Σ_h r_hᵀ ∂φ(x) δ_hc        (``linear/features.py``)
 
-A probe (w = 0) is a linear layer, with its exact variance. Otherwise the module holds H·C directions of the
-lower layers, and differentiates along each.
+Without derivatives (w = 0) it is a linear layer on φ, or on φ and ψ. Otherwise the module holds H·C
+directions of the lower layers, and differentiates along each.
 
-Its variance takes the rows J_h(x) of every example. With g = (√((1−w)/m_head) φ̃, √(w/(H m_body)) J_1, …, J_H)
-the features beside the intercept, whose prior variance is κ, and s = Σᵢ g(xᵢ) over the N training examples,
+Its variance takes the rows J_h(x) of every example. With φ̃ scaled and g = (√(1−w) φ̃, √(w/(H m_body)) J_1,
+…, J_H) the features beside the intercept, whose prior variance is κ, and s = Σᵢ g(xᵢ) over the N training
+examples,
 
     Var f(x) = σ²κ/(Nκ+ρ) + σ² g̃ᵀ (GᵀQ²G + ρI)⁻¹ g̃,   g̃ = g − s κ/(Nκ+ρ),   Q² = I − κ/(Nκ+ρ) 11ᵀ
 
@@ -24,22 +25,21 @@ from torch import Tensor, nn
 from linnet.errors import InputError
 from linnet.fitting.arguments import BATCH
 from linnet.fitting.export import (
-    Affine,
     ExportedPosterior,
     HeadOutputs,
     OutputDirections,
-    covariance_roots,
     held_by_factor,
     in_examples,
     in_weights,
 )
 from linnet.fitting.last_layer import bared, last_linear, replace_module, zero_layer
+from linnet.linear.features import Weights
 from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import Plan, parse_bytes, require
 from linnet.nested.features import HEAD, Prior
 from linnet.nested.search import BIAS
 from linnet.tangent.batch import split
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import Functional, copied
 from linnet.tangent.graph import Prototype, Traced, plain_module
 from linnet.tangent.graph_rows import module_with_rows
 from linnet.tangent.jacobian import jacobian
@@ -50,16 +50,16 @@ class _Remaining(NamedTuple):
     """The posterior of the features beside the intercept, and what the intercept adds."""
 
     center: Tensor  # of φ, (D,)
-    scales: tuple[float, float]  # √((1−w)/m_head) and √(w/(H m_body))
+    scale: Tensor  # of φ, (D,)
+    of_rows: float  # √(w/(H m_body))
     shift: Tensor  # s κ/(Nκ+ρ), (D + H·P,)
     factor: Tensor  # of the posterior, (D + H·P, ·), as ``fitting.export`` has it
     prior: float  # σ²/ρ where the factor is to be taken from it, 0 otherwise
     least: float  # σ²κ/(Nκ+ρ)
 
     def features(self, phi: Tensor, j: Tensor) -> Tensor:
-        """g, (N, D + H·P), from φ (N, D) and J (N, H, P)."""
-        head, body = self.scales
-        return torch.cat([(phi - self.center) * head, j.flatten(1) * body], 1)
+        """g, (N, D + H·P), from φ (N, D) and J (N, H·P)."""
+        return torch.cat([(phi - self.center) * self.scale, j * self.of_rows], 1)
 
 
 class _WithVariance(nn.Module):
@@ -69,25 +69,29 @@ class _WithVariance(nn.Module):
 
     weight: Tensor
     bias: Tensor
-    delta: Tensor  # δ of every head, (H·P, C)
+    delta: Tensor | None  # δ of every head, (H·P, C)
 
     def __init__(
-        self, layer: tuple[Tensor, Tensor], delta: Tensor, rest: _Remaining, kind: torch.dtype
+        self, layer: tuple[Tensor, Tensor], delta: Tensor | None, rest: _Remaining, kind: torch.dtype
     ) -> None:
         super().__init__()
         self.register_buffer("weight", layer[0])
         self.register_buffer("bias", layer[1])
         self.register_buffer("delta", delta)
         # contiguous, as torch saves them in its files
-        own = {name: getattr(rest, name).to(kind).contiguous() for name in ("center", "shift", "factor")}
+        own = {
+            name: getattr(rest, name).to(kind).contiguous() for name in ("center", "scale", "shift", "factor")
+        }
         self.rest = rest._replace(**own)
 
     def forward(self, phi: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Outputs and their variances, (N, C)."""
         # phi (N, D), rows (N, H, *shape)
         rest = self.rest
-        j = torch.cat([row.flatten(2) for row in rows], 2)
-        mean = nn.functional.linear(phi, self.weight, self.bias) + j.flatten(1) @ self.delta
+        mean, j = nn.functional.linear(phi, self.weight, self.bias), phi[:, :0]
+        if self.delta is not None:
+            j = torch.cat([row.flatten(2) for row in rows], 2).flatten(1)
+            mean = mean + j @ self.delta
         g = rest.features(phi.to(rest.factor), j.to(rest.factor)) - rest.shift
         held = (g @ rest.factor).square().sum(1)
         variance = (rest.prior * g.square().sum(1) - held).clamp_min(0) if rest.prior else held
@@ -102,44 +106,58 @@ def exported_nested(
 ) -> Traced:
     """An adapted network as a plain module."""
     function, problem = prior.network.function, system.problem
-    train, phi, basis = problem.x, problem.examples.rows[HEAD], problem.basis
-    assert phi is not None
+    rows, basis = problem.examples.rows[HEAD], problem.basis
+    assert rows is not None
     remedies = [
         "adapt with weight=0, whose module is a network with a new head",
         "fit with linnet.fit, which has one direction for all outputs",
     ]
     require(basis.plan(system.c, system.memory, ["the same in the module"]), remedies)
     found = basis.weights(problem.examples, system.beta.double(), system.memory)
-    weight, bias = found.layers[0][1].to(function.dtype), found.bias.to(function.dtype)
-    network = bared(function.model)
-    if prior.mixture.weight == 0:
-        roots = shape = None
-        if noise is not None:
-            shape = Affine(prior.center.double(), prior.mixture.head**-0.5, BIAS**0.5)
-            psi = torch.cat([phi * shape.scale, torch.full_like(phi[:, :1], shape.constant)], 1)
-            kind = kind or function.dtype
-            roots = covariance_roots(psi, ExportedPosterior(train, system.ridge, noise)).to(kind)
-            shape = shape.to(kind)
-        return plain_module(network, [], HeadOutputs(weight, bias, roots, shape), like, function.output)
-    heads = last_linear(function.model)[1].weight.detach()
+    weight, bias = (part.to(function.dtype) for part in _layer(prior, found))
+    network, names = _reading(prior)
+    delta = found.directions[0].values.flatten(0, 1) if found.directions else None
     if noise is not None:
-        rest = _remaining(prior, phi, ExportedPosterior(train, system.ridge, noise, memory=system.memory))
-        delta = found.directions[0].values.flatten(0, 1)
-        finish = _WithVariance((weight, bias), delta, rest, kind or function.dtype)
-        return module_with_rows(Functional(network, function.names, function.output), finish, like, heads)
-    return plain_module(
-        network,
-        found.directions[0].by_output(),
-        OutputDirections(heads, (weight, bias)),
-        like,
-        function.output,
-    )
+        posterior = ExportedPosterior(problem.x, system.ridge, noise, memory=system.memory)
+        finish = _WithVariance(
+            (weight, bias), delta, _remaining(prior, rows, posterior), kind or function.dtype
+        )
+        if delta is None:
+            return plain_module(network, [], finish, like)
+        return module_with_rows(Functional(network, names), finish, like, _heads(prior))
+    if delta is None:
+        return plain_module(network, [], HeadOutputs(weight, bias), like)
+    directions = found.directions[0].by_output()
+    if prior.mixture.earlier:
+        directions = [{f"body.{name}": value for name, value in one.items()} for one in directions]
+    return plain_module(network, directions, OutputDirections(_heads(prior), (weight, bias)), like)
 
 
-def _remaining(prior: Prior, phi: Tensor, posterior: ExportedPosterior) -> _Remaining:
+def _layer(prior: Prior, found: Weights) -> tuple[Tensor, Tensor]:
+    """The linear layer on features as the network gives them, from the one on scaled ones less their mean."""
+    weight = found.layers[0][1] * prior.scale
+    return weight, found.bias - weight @ prior.center
+
+
+def _reading(prior: Prior) -> tuple[nn.Module, list[str]]:
+    """The network that returns the features, and the names of the weights below the head."""
+    function = prior.network.function
+    if not prior.mixture.earlier:
+        return bared(function.model), function.names
+    return prior.network.reader.model, [f"body.{name}" for name in function.names]
+
+
+def _heads(prior: Prior) -> Tensor:
+    """The random heads, zero on features of earlier layers, (H, D) or (H, D + E)."""
+    heads = last_linear(prior.network.function.model)[1].weight.detach()
+    return nn.functional.pad(heads, (0, len(prior.center) - heads.shape[1]))
+
+
+def _remaining(prior: Prior, rows: Tensor, posterior: ExportedPosterior) -> _Remaining:
     """The posterior of the features beside the intercept."""
+    # rows (N, D)
     function, h, mixture = prior.network.function, prior.network.heads, prior.mixture
-    (n, d), p = phi.shape, h * function.space.dim
+    (n, d), p = rows.shape, h * function.space.dim if mixture.weight else 0
     what = f"variance of {d} features and {h} heads on {function.space.dim} weights, {n} examples"
     items = (*held_by_factor(d + p, n, h), ("training rows", 8 * n * (d + p)))
     remedies = [
@@ -147,33 +165,37 @@ def _remaining(prior: Prior, phi: Tensor, posterior: ExportedPosterior) -> _Rema
         "export without variance=, and keep the fit in linnet for it",
     ]
     require(Plan(what, parse_bytes(posterior.memory, function.device), items), remedies)
-    scales = ((1 - mixture.weight) / mixture.head) ** 0.5, (mixture.weight / (h * mixture.body)) ** 0.5
-    rows = [jacobian(function, part, posterior.memory).double() for part in split(posterior.x, BATCH)]
+    head, of_rows = (1 - mixture.weight) ** 0.5, (mixture.weight / (h * mixture.body)) ** 0.5
+    parts = [rows * head]
+    if mixture.weight:
+        every = [jacobian(function, part, posterior.memory).double() for part in split(posterior.x, BATCH)]
+        parts.append(torch.cat(every).flatten(1) * of_rows)
+    g = torch.cat(parts, 1)
     share = BIAS / (n * BIAS + posterior.ridge)  # κ/(Nκ+ρ)
-    least = share * posterior.noise
-    rest = _Remaining(prior.center.double(), scales, phi.new_zeros(()), phi.new_zeros(()), 0.0, least)
-    g = rest.features(phi + rest.center, torch.cat(rows))
     total = g.sum(0)
     g -= total * ((1 - (1 - share * n) ** 0.5) / n)  # Q G
-    found = in_weights(g.T @ g, posterior) if d + p <= n else in_examples(g, posterior)
-    return rest._replace(shift=total * share, factor=found[0], prior=found[1])
+    factor, of_prior = in_weights(g.T @ g, posterior) if d + p <= n else in_examples(g, posterior)
+    center, scale = prior.center.double(), prior.scale * head
+    return _Remaining(center, scale, of_rows, total * share, factor, of_prior, share * posterior.noise)
 
 
 @in_exact_mode
 @torch.no_grad()
 def network_of_probe(prior: Prior, system: KernelSystem) -> nn.Module:
-    """The network with the probe for its last layer."""
+    """The network with the probe for its last layer, or behind it and what earlier layers give."""
     if prior.mixture.weight:
         raise InputError(
-            f"merge() of a fit in which the lower layers have the weight {prior.mixture.weight:g}",
+            f"merge() of a fit in which derivatives have the weight {prior.mixture.weight:g}",
             expected="weight 0: otherwise every output has weights of its own below the head",
             remedy="adapt with weight=0, or export() the linear model",
         )
-    found = system.problem.basis.weights(system.problem.examples, system.beta.double())
-    network, weight = bared(prior.network.function.model), found.layers[0][1]
-    name, old = last_linear(network)
+    weight, bias = _layer(prior, system.problem.basis.weights(system.problem.examples, system.beta.double()))
+    network = _reading(prior)[0]
+    old = last_linear(prior.network.function.model)[1]
     new = zero_layer(nn.Linear, weight.shape[1], weight.shape[0], like=old.weight)
     new.weight.copy_(weight)
-    new.bias.copy_(found.bias)
-    replace_module(network, name, new)
+    new.bias.copy_(bias)
+    if prior.mixture.earlier:
+        return nn.Sequential(copied(network), new).eval()
+    replace_module(network, prior.network.layer, new)
     return network.eval()

@@ -1,8 +1,10 @@
-"""The features of a network and the tangent kernel of the layers below them.
+"""The features of a network, of its last layer and earlier ones, and the tangent kernel of its lower layers.
 
-With φ(x) the D inputs of the last linear layer and r_h random heads, h = 1 .. H,
+With φ(x) the D inputs of the last linear layer, ψ(x) those of earlier layers (``stages.py``) and r_h random
+heads, h = 1 .. H,
 
     K_head(x, x') = φ̃(x)ᵀ φ̃(x')                         φ̃: features less their mean over the training samples
+    K_early(x, x') = ψ̃(x)ᵀ ψ̃(x')
     K_body(x, x') = 1/H Σ_h ⟨∂ r_hᵀφ(x), ∂ r_hᵀφ(x')⟩    derivatives in all weights below the head
 
 For r_h ~ N(0, I/D) the expectation of K_body is 1/D Σ_d ⟨∂φ_d(x), ∂φ_d(x')⟩, the tangent kernel of the
@@ -12,6 +14,7 @@ features. It is the same for every class: the kernel of C outputs is K ⊗ I, N 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -22,7 +25,8 @@ from linnet.fitting.last_layer import BELOW, features, last_linear, replace_modu
 from linnet.linalg.operator import ParameterSpace
 from linnet.linear.features import Constant, Examples, Explicit, Features, Heads, WeightedSum
 from linnet.nested.search import BIAS, Mixture
-from linnet.tangent.batch import Inputs
+from linnet.nested.stages import Staged, earlier_layers
+from linnet.tangent.batch import Inputs, split
 from linnet.tangent.functional import IDLE, Functional, copied
 from linnet.tangent.selection import Selector, owner, selected
 
@@ -43,7 +47,14 @@ class RandomHeads:
     """A network with random heads for its last layer: its features, and the kernel of the layers below."""
 
     def __init__(
-        self, model: nn.Module, heads: int, seed: int, names: Selector, *, trained: bool = False
+        self,
+        model: nn.Module,
+        heads: int,
+        seed: int,
+        names: Selector,
+        *,
+        trained: bool = False,
+        stages: tuple[str, ...] | None = None,
     ) -> None:
         name, old = last_linear(model)
         body = {key: mask for key, mask in selected(model, names).items() if owner(key) != name}
@@ -55,6 +66,7 @@ class RandomHeads:
         function = Functional(clone, body or [f"{name}.weight"])
         self.function = function.under(function.precision.exact(function.dtype))
         self.model = self.function.model
+        self.stages = stages  # the layers that are read, once they are known
 
     def require_body(self) -> None:
         """Raise if there is nothing but the linear probe."""
@@ -74,11 +86,25 @@ class RandomHeads:
 
     def moved(self, model: nn.Module) -> RandomHeads:
         """The same features at trained weights."""
-        return RandomHeads(model, self.heads, self.seed, self.function.names, trained=True)
+        return RandomHeads(
+            model, self.heads, self.seed, self.function.names, trained=True, stages=self.stages
+        )
 
     def phi(self, x: Inputs) -> Tensor:
         """φ(x), (N, D), in float64."""
         return features(self.function.model, x).double()
+
+    def staged(self, x: Inputs) -> Tensor:
+        """φ(x) and ψ(x) side by side, (N, D + E), in float64."""
+        if self.stages is None:
+            self.stages = earlier_layers(self.function, x)
+        reader = self.reader
+        return torch.cat([reader.flat(reader.theta, part) for part in split(x, BATCH)]).double()
+
+    @cached_property
+    def reader(self) -> Functional:
+        """The network that returns φ and ψ."""
+        return Functional(Staged(self.function.model, self.stages or ()))
 
     @property
     def body(self) -> Heads:
@@ -94,7 +120,8 @@ class RandomHeads:
 # What an adapted network is linear in: an intercept, the features of its last layer, the layers below.
 
 
-HEAD = 1  # the place of the last layer's features among the terms
+BATCH = 64  # samples at a time, whose maps at several layers are held
+HEAD = 1  # the place of the computed features among the terms
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,15 +129,28 @@ class Prior:
     """Network and mixture of a kernel, fixed once the fit is made."""
 
     network: RandomHeads
-    center: Tensor  # mean of the features over the samples that the fit was made on, (D,)
+    center: Tensor  # mean of φ, or of φ and ψ, over the samples that the fit was made on, (D,) or (D + E,)
     mixture: Mixture  # how the kernels are added
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """By which each feature is multiplied, (D,) or (D + E,)."""
+        mixed, width = self.mixture, self.network.width
+        found = torch.full_like(self.center, (mixed.earlier / mixed.early) ** 0.5)
+        found[:width] = ((1 - mixed.earlier) / mixed.head) ** 0.5
+        return found
+
+    def rows(self, x: Inputs) -> Tensor:
+        """The features that take part, scaled and less their mean, (N, D) or (N, D + E)."""
+        found = self.network.staged(x) if self.mixture.earlier else self.network.phi(x)
+        return (found - self.center) * self.scale
 
     @property
     def features(self) -> WeightedSum:
-        """κ + (1 − w)/m_head K_head + w/m_body K_body."""
-        mixed, center = self.mixture, self.center.double()
-        head: Features = Explicit(self.network.phi, center)
-        terms = [(BIAS, Constant(center.device)), ((1 - mixed.weight) / mixed.head, head)]
+        """κ + (1 − w) ((1 − e)/m_head K_head + e/m_early K_early) + w/m_body K_body."""
+        mixed = self.mixture
+        head: Features = Explicit(self.rows)
+        terms = [(BIAS, Constant(self.center.device)), (1 - mixed.weight, head)]
         if mixed.weight:
             terms.append((mixed.weight / mixed.body, self.network.body))
         return WeightedSum(tuple(terms))

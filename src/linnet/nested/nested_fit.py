@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet import tree
-from linnet.errors import FileFormatError, InputError
+from linnet.errors import FileFormatError, InputError, ModelError
 from linnet.fitting.accuracy import TOLERANCE
 from linnet.fitting.arguments import Choices, count_in_words
 from linnet.fitting.fitted import joined_targets
@@ -35,9 +35,9 @@ from linnet.linear.system import System
 from linnet.linear.targets import Targets, understood
 from linnet.nested.export import exported_nested, network_of_probe
 from linnet.nested.features import HEAD, Prior, RandomHeads
-from linnet.nested.search import BIAS, Mixture, Rung, choose
+from linnet.nested.search import BIAS, FREE, Kernels, Mixture, Rung, Shares, choose, sampled
 from linnet.params import no_targets
-from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate
+from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate, take
 from linnet.tangent.functional import IDLE, Functional, OutputAdapter, copied
 from linnet.tangent.graph import Prototype, Traced
 from linnet.tangent.inputs import KnownInputs
@@ -49,6 +49,11 @@ from linnet.tangent.matching import (
     saved_output,
 )
 
+# Weights below the head up to which derivatives are tried where nothing is said. Beside features of earlier
+# layers their kernel added nothing behind encoders with millions of weights (docs/results/adapt.md), and
+# takes a hundred times as long as the features.
+TRIED = 1_000_000
+TRIAL = 400  # samples on which they are tried where there are more
 AVERAGED = (
     f"the mean of {HIDDEN} over its positions, by {MASK} where it is given; output= takes something else"
 )
@@ -100,8 +105,18 @@ class NestedFit(SquaredFit):
 
     @property
     def body_weight(self) -> float:
-        """w, the share of the lower layers in the kernel: 0 for the linear probe alone."""
+        """w, the share of the lower layers' derivatives in the kernel."""
         return self.prior.mixture.weight
+
+    @property
+    def earlier(self) -> float:
+        """e, the share of the features of earlier layers among the features."""
+        return self.prior.mixture.earlier
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether the fit is the linear probe alone."""
+        return not (self.body_weight or self.earlier or self.trained)
 
     @property
     def trained(self) -> bool:
@@ -117,13 +132,6 @@ class NestedFit(SquaredFit):
     def _possible(self) -> Tensor | None:
         """The classes that have a sample: the head is made for the task."""
         return self._targets.seen
-
-    @property
-    def phi(self) -> Tensor:
-        """φ̃ of the training examples, (N, D), computed when it is first needed."""
-        found = self.system.problem.examples.rows[HEAD]
-        assert found is not None
-        return found
 
     def _start(self, x: Inputs) -> Tensor:
         """Zero: nothing of a new task is known before the data."""
@@ -184,7 +192,7 @@ class NestedFit(SquaredFit):
         targets, what = joined_targets(self._targets, new), f"added {count_in_words(batch_size(x))}"
         if ridge == "loo":
             joined = concatenate([self.x, x])
-            given = (0.0 if self.prior.network.bodiless else None, None)
+            given = Shares(0.0, None) if self.prior.network.bodiless else FREE
             made = solved(self.prior.network, joined, targets, self.memory, self.record, given)
             reasons = {**made.record.reasons, "change": f"{what}; weight and ridge chosen again"}
             made.record = replace(made.record, reasons=reasons)
@@ -226,7 +234,12 @@ class NestedFit(SquaredFit):
         Returns:
             A dict that ``json`` can write.
         """
-        own = {"features": self.module.width, "body_weight": self.body_weight, "trained": self.trained}
+        own = {
+            "features": self.module.width,
+            "body_weight": self.body_weight,
+            "earlier": self.earlier,
+            "trained": self.trained,
+        }
         return {**super().summary(), **own, "rungs": [asdict(rung) for rung in self.rungs]}
 
     def _shown(self) -> dict[str, Any]:
@@ -234,8 +247,8 @@ class NestedFit(SquaredFit):
 
     def __repr__(self) -> str:
         """The verdict, then samples, outputs, and what was chosen."""
-        kind, weight = understood(self._targets), self.body_weight
-        made = f"NestedFit({self.n} samples, {kind}, body weight {weight:g}, ridge {self.ridge:.3g})"
+        kind, shares = understood(self._targets), f"earlier {self.earlier:g}, weight {self.body_weight:g}"
+        made = f"NestedFit({self.n} samples, {kind}, {shares}, ridge {self.ridge:.3g})"
         return "\n".join(filter(None, (self.verdict, made, self.record.reasons.get("data"))))
 
     def _identity(self) -> dict[str, Any]:
@@ -251,6 +264,7 @@ class NestedFit(SquaredFit):
             "idle": getattr(model, IDLE, None),
             "heads": features.heads,
             "seed": features.seed,
+            "stages": None if features.stages is None else list(features.stages),
         }
 
     def _state(self) -> dict[str, Any]:
@@ -265,7 +279,7 @@ class NestedFit(SquaredFit):
             "beta": self.system.beta,
             "kernel": self.system.kernel,
             "constraints": self.constraints,
-            "phi": self.phi,
+            "rows": self.system.problem.examples.rows[HEAD],
             "rungs": self.rungs,
             # closed forms cannot find again what held-out folds told
             "calibration": {} if self.held_out is None else {name: getattr(self, name) for name in known},
@@ -274,31 +288,32 @@ class NestedFit(SquaredFit):
 
 def problem_of(prior: Prior, data: tuple[Inputs, Tensor], residual: Tensor) -> Problem:
     """The problem of examples and their features, with the network that made them."""
-    x, phi = data
+    x, found = data
     features = prior.features
-    rows = tuple(phi if place == HEAD else None for place in range(len(features.terms)))
+    rows = tuple(found if place == HEAD else None for place in range(len(features.terms)))
     return Problem(prior.network.function, x, residual, features=features, formed=Examples(x, rows))
 
 
 def rounding_remarks(
-    function: Functional, phi: Tensor, head: Tensor, body: Tensor, mixture: Mixture, system: DualSystem
+    function: Functional, raw: Tensor, rows: Tensor, kernels: Kernels, mixture: Mixture, system: DualSystem
 ) -> tuple[str, ...]:
     """Whether the rounding of features and gradients leaves errors in predictions."""
-    # phi (N, D), head (N, N), body (N, N)
+    # raw (N, D), rows (N, D): the scaled features, and less their mean
     # An entry of the body's kernel is wrong by ε √(K_aa K_bb), and a feature by ε of its size, independently.
     # What all samples have in common takes part in no prediction, as the sum of β is zero; its rounding does.
     eps, beta = function.precision.eps(function.dtype, function.device), system.beta.square()
-    of_body, of_head, entry = body.diagonal(), head.diagonal(), phi.square().mean()
-    # 2: the kernel that β was solved with is wrong, and so are its rows for the sample that is predicted
-    lower = 2 * of_body.mean() * (of_body @ beta)
-    upper = entry * (of_head @ beta + of_head.mean() * beta.sum(0))
-    shares = mixture.weight / mixture.body, (1 - mixture.weight) / mixture.head
-    error = eps * float((shares[0] ** 2 * lower + shares[1] ** 2 * upper).max().sqrt())
+    of_head = rows.square() @ raw.square().mean(0)
+    error = (1 - mixture.weight) ** 2 * (of_head @ beta + of_head.mean() * beta.sum(0))
+    if mixture.weight and kernels.body is not None:
+        of_body = kernels.body.diagonal()
+        # 2: the kernel that β was solved with is wrong, and so are its rows for the sample that is predicted
+        error = error + (mixture.weight / mixture.body) ** 2 * 2 * of_body.mean() * (of_body @ beta)
+    largest = eps * float(error.max().sqrt())
     outputs = system.residual - system.ridge * system.beta
     scale = float((outputs - outputs.mean(0)).square().mean().sqrt())
-    if error <= TOLERANCE * scale:
+    if largest <= TOLERANCE * scale:
         return ()
-    return (f"{rounded(error, scale)}; model.double() keeps more digits",)
+    return (f"{rounded(largest, scale)}; model.double() keeps more digits",)
 
 
 @torch.no_grad()
@@ -308,39 +323,84 @@ def solved(
     targets: Targets,
     memory: str | int | None,
     record: Choices,
-    given: tuple[float | None, float | None] = (None, None),
+    given: Shares = FREE,
     file: Path | None = None,
 ) -> NestedFit:
     """Form the kernels, choose what is not given, solve."""
-    weight, ridge = given
-    if weight != 0:
+    if given.weight:
         features.require_body()
     start = time.perf_counter()
-    phi = features.phi(x)
-    center = phi.mean(0)
-    phi = phi - center
-    head = phi @ phi.T
-    body = torch.zeros_like(head) if weight == 0 else features.kernel(x, memory, file)
+    found = features.staged(x) if reads_earlier(given) else features.phi(x)
+    if not features.stages:  # the features of the last layer, divided by their lengths, are no other layer's
+        if given.earlier:
+            raise ModelError(
+                f"earlier={given.earlier!r} for a network without a layer before the last that can be read",
+                expected="layers that take the examples on the first axis",
+                remedy="leave earlier= out",
+            )
+        found = found[:, : features.width]
+    head, early = (found - found.mean(0)).tensor_split([features.width], 1)
+    kernels = Kernels(head @ head.T, early @ early.T if early.shape[1] else None)
+    kernels = _with_derivatives(features, x, targets, kernels, given, memory, file)
     seconds = {"kernel": time.perf_counter() - start}
     start = time.perf_counter()
-    choice = choose(head, body, targets, weight, ridge)
-    system = DualSystem(choice.mixture(head, body), targets.values, choice.taken.ridge)
+    choice = choose(kernels, targets, given)
+    kernel, mixture = kernels.mixed(choice.taken.weight, choice.taken.earlier)
+    system = DualSystem(kernel, targets.values, choice.taken.ridge)
     seconds["solve"] = time.perf_counter() - start
+    if not mixture.earlier:
+        found = found[:, : features.width]
+    prior = Prior(features, found.mean(0), mixture)
+    rows = (found - prior.center) * prior.scale
     averaged = {"features": AVERAGED} if getattr(features.model, "averaged", False) else {}
-    told = rounding_remarks(features.function, phi + center, head, body, choice.mixture, system)
+    told = rounding_remarks(features.function, found * prior.scale, rows, kernels, mixture, system)
     told_of = {k: v.replace("lower layers", features.below) for k, v in choice.reasons().items()}
     record = replace(
         record,
-        criterion="loo" if ridge is None else "given",
+        criterion="loo" if given.ridge is None else "given",
         reasons={**record.reasons, **averaged, **told_of},
         warnings=(*record.warnings, *choice.warnings(), *told, *unused_remarks(features.function)),
         seconds=seconds,
         noise_factor=choice.taken.noise_factor,
     )
     features.function.known = KnownInputs.of(x, record.columns)
-    prior = Prior(features, center, choice.mixture)
-    problem = problem_of(prior, (x, phi), system.residual)
+    problem = problem_of(prior, (x, rows), system.residual)
     return NestedFit(prior, targets, KernelSystem(problem, system, memory), record)
+
+
+def reads_earlier(given: Shares) -> bool:
+    """Whether features of earlier layers may take part: one share that is given makes the other zero."""
+    return bool(given.earlier) or (given.earlier is None and given.weight is None)
+
+
+def tries_derivatives(features: RandomHeads, given: Shares) -> bool:
+    """Whether the kernel of the lower layers is formed, at least for some samples."""
+    if given.weight is not None:
+        return given.weight > 0
+    return given.earlier is None and not features.bodiless and features.space.dim <= TRIED
+
+
+def _with_derivatives(
+    features: RandomHeads,
+    x: Inputs,
+    targets: Targets,
+    kernels: Kernels,
+    given: Shares,
+    memory: str | int | None,
+    file: Path | None,
+) -> Kernels:
+    """With the kernel of the lower layers, where derivatives may take part."""
+    if not tries_derivatives(features, given):
+        return kernels
+    n = batch_size(x)
+    if given.weight is None and n > TRIAL:
+        rows = sampled(n, TRIAL)
+        some = kernels.taken(rows.to(kernels.head.device))
+        some = replace(some, body=features.kernel(take(x, rows), memory))
+        own = replace(targets, values=targets.values[rows.to(targets.values.device)])
+        if not choose(some, own, given).taken.weight:
+            return kernels
+    return replace(kernels, body=features.kernel(x, memory, file))
 
 
 OTHER = ("made on", "the network that was adapted", "load the same checkpoint into the same network first")
@@ -357,14 +417,17 @@ def restored_nested(
     if isinstance(model, Appended):
         model.idle = known["idle"]
     network, trained = _with(model, saved["trained"]), bool(saved["trained"])
-    features = RandomHeads(network, known["heads"], known["seed"], known["parameters"], trained=trained)
+    stages = None if known["stages"] is None else tuple(known["stages"])
+    features = RandomHeads(
+        network, known["heads"], known["seed"], known["parameters"], trained=trained, stages=stages
+    )
     require_weights(features.function, known, path, OTHER)
     moved = tree.map_tensors(lambda t: t.to(features.function.device), saved)
-    x, targets, phi = moved["x"], moved["targets"], moved["phi"]
+    x, targets, rows = moved["x"], moved["targets"], moved["rows"]
     features.function.known = KnownInputs.of(x, record.columns)
     prior = Prior(features, moved["center"], saved["mixture"])
-    require_same_outputs(lambda part: features.phi(part) - prior.center, x, phi, path, OTHER)
-    problem = problem_of(prior, (x, phi), targets.values)
+    require_same_outputs(prior.rows, x, rows, path, OTHER)
+    problem = problem_of(prior, (x, rows), targets.values)
     if moved["constraints"] is not None:
         problem = problem.given(moved["constraints"], samples=True)
     dual = DualSystem(moved["kernel"], problem.residual, saved["ridge"], beta=moved["beta"])

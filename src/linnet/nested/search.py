@@ -1,16 +1,18 @@
-"""Leave-one-out search for the share of the lower layers' kernel and the ridge.
+"""Leave-one-out search for the shares of the kernels that are added, and the ridge.
 
-    K = κ + (1 − w) K_head / m_head + w K_body / m_body
+    K = κ + (1 − w) ((1 − e) K_head/m_head + e K_early/m_early) + w K_body/m_body
 
-with m the mean of each kernel's diagonal over the training samples, after their mean is taken out. At w = 0
-the model is ridge regression on the features with an intercept, the linear probe.
+with m the mean of each kernel's diagonal over the training samples, after their mean is taken out. At
+w = e = 0 the model is ridge regression on the features with an intercept, the linear probe.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +24,11 @@ from linnet.linear.targets import Targets
 from linnet.progress import track
 from linnet.tree import node
 
-WEIGHTS = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 0.95, 1.0)
+WEIGHTS = (0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 0.95, 1.0)  # w
+EARLIER = (0.2, 0.5, 0.8, 1.0)  # e
+# e of classes, unless another has less leave-one-out error by more than so many of its standard errors: on
+# development tasks few samples told less than what holds in general (docs/results/adapt.md)
+USUAL, AGAINST = 1.0, 2.0
 # κ, the prior variance of the intercept beside a kernel whose diagonal is about 1: the intercept is free to
 # 1 part in N·10⁴, and float64 keeps 11 digits of the rest
 BIAS = 1e4
@@ -35,14 +41,25 @@ LOWEST, HIGHEST = (
 MARGIN = (
     100.0  # ridges are at least so many times the kernel's rounding, which then costs a hundredth at the most
 )
-# Samples on which the weight is chosen where there are more: nine eigendecompositions of some instead of all.
-# Halves of 1,000 samples chose weights whose error on all was 0.1 % above the best on average, 0.6 % at most
-# (six sets of images, two draws).
-PILOT = 2000
-ERRORS = 1.0  # standard errors by which the lower layers must reduce the probe's leave-one-out error
+# Samples on which the shares are chosen where there are more: an eigendecomposition each. Halves of 1,000
+# samples chose weights whose error on all was 0.1 % above the best on average, 0.6 % at most (six sets of
+# images, two draws).
+PILOT = 1000
+ERRORS = 1.0  # standard errors by which derivatives must reduce the leave-one-out error
 LOO = "squared error on training samples left out of the fit"
 LESS = f"less {LOO}"
 SAME = "with about the same accuracy"
+
+
+class Shares(NamedTuple):
+    """What was given of the shares and the ridge; None for what is to be chosen."""
+
+    weight: float | None = None  # w
+    earlier: float | None = None  # e
+    ridge: float | None = None  # ρ
+
+
+FREE = Shares()
 
 
 @node()
@@ -51,23 +68,55 @@ class Mixture:
     """Weights and scales of the added kernels."""
 
     weight: float  # w of the body, 0 to 1
+    earlier: float  # e of the features of earlier layers, 0 to 1
     head: float  # m_head
+    early: float  # m_early
     body: float  # m_body
 
-    def __call__(self, head: Tensor, body: Tensor | None) -> Tensor:
-        """K from its parts; the body may be missing where its weight is zero."""
-        total = BIAS + (1 - self.weight) / self.head * head
-        return total if body is None else total + self.weight / self.body * body
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """The kernels of some samples, each without its scale."""
+
+    head: Tensor  # K_head, (N, N)
+    early: Tensor | None = None  # K_early, (N, N), where earlier layers are read
+    body: Tensor | None = None  # K_body, (N, N), where derivatives may take part
+
+    @cached_property
+    def scales(self) -> tuple[float, float, float]:
+        """m_head, m_early and m_body; 1 of one that is missing."""
+        head, early, body = (
+            1.0 if one is None else scale_of(one) for one in (self.head, self.early, self.body)
+        )
+        return head, early, body
+
+    def taken(self, rows: Tensor) -> Kernels:
+        """Those of some of the samples."""
+        early, body = (None if k is None else k[rows][:, rows] for k in (self.early, self.body))
+        return Kernels(self.head[rows][:, rows], early, body)
+
+    def mixed(self, weight: float, earlier: float = 0.0) -> tuple[Tensor, Mixture]:
+        """K at two shares, (N, N), and how it was made."""
+        head, early, body = self.scales
+        total = BIAS + (1 - weight) * (1 - earlier) / head * self.head
+        if earlier:
+            assert self.early is not None
+            total += (1 - weight) * earlier / early * self.early
+        if weight:
+            assert self.body is not None
+            total += weight / body * self.body
+        return total, Mixture(weight, earlier, head, early, body)
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """One weight of the body with its best ridge, or the one that was given."""
+    """Two shares with their best ridge, or the one that was given."""
 
     # Leave-one-out says nothing of a class with a single sample, so its samples do not count; where no class
     # has more, the ridge is chosen by evidence.
 
     weight: float  # w
+    earlier: float  # e
     ridge: float  # ρ
     errors: Tensor  # squared leave-one-out error of every sample that counts, summed over outputs, (n,)
     right: Tensor | None  # whether its class is right when it is left out, (n,); ``None`` for regression
@@ -88,10 +137,11 @@ class Choice:
 
     taken: Candidate  # the candidate that is used
     probe: Candidate  # the linear probe at its best ridge
-    best: Candidate  # the best of all
-    mixture: Mixture  # the kernel of ``taken``
-    given: tuple[bool, bool]  # whether the weight, and the ridge, were given
-    pilot: int = 0  # number of samples on which ``best`` was found, 0 for all
+    best: Candidate  # what stands against the probe: ``taken``, or the best of all where that is the probe
+    mixture: Mixture  # how the kernel of ``taken`` is made
+    given: Shares
+    tried: bool  # whether derivatives could take part
+    pilot: int = 0  # number of samples on which the shares were chosen, 0 for all
 
     @property
     def gain(self) -> tuple[float, float]:
@@ -108,47 +158,49 @@ class Choice:
         return _points(self.probe.together, self.best.together)
 
     @property
-    def helps(self) -> bool:
-        """Whether the lower layers take part: less error beyond its error, and more right classes."""
-        # Squared error alone falls also where outputs merely move toward 0 and 1; on development tasks the
-        # probe was then ahead in 2 of 48 rows, and with both in none (docs/results/adapt.md).
-        gain, error = self.gain
-        right, before = self.best.right, self.probe.right
-        return gain > ERRORS * error and (
-            right is None or before is None or int(right.sum()) > int(before.sum())
-        )
+    def by_hand(self) -> bool:
+        """Whether the shares were given."""
+        return self.given.weight is not None or self.given.earlier is not None
 
     def reasons(self) -> dict[str, str]:
         """One sentence for each choice."""
-        weight_given, ridge_given = self.given
-        body = "the lower layers help" if self.taken.weight else "the linear probe is kept"
+        taken = self.taken
+        body = "the lower layers take part" if taken.weight or taken.earlier else "the linear probe is kept"
         chosen = f"lowest {LOO}" if len(self.probe.errors) else "highest evidence"
         found = {
             "solver": "one kernel for all outputs",
-            "body": "set by the user" if weight_given else body,
-            "ridge": "set by the user" if ridge_given else chosen,
+            "body": "set by the user" if self.by_hand else body,
+            "shares": f"{taken.earlier:g} of the features from earlier layers, {taken.weight:g} of the kernel"
+            f" from derivatives{'' if self.tried or self.by_hand else ', which were not tried'}",
+            "ridge": "set by the user" if self.given.ridge is not None else chosen,
         }
         if self.pilot:
-            found["share"] = f"of the lower layers: of lowest {LOO}, on {self.pilot:,} samples"
+            found["shares"] += f"; of lowest {LOO}, on {self.pilot:,} samples"
         return {**found, "verdict": self.verdict()}
 
     def verdict(self) -> str:
         """Recommendation in one sentence."""
-        if self.given[0]:
-            weight = f"{self.taken.weight:g}"
-            return f"The weight of the lower layers, {weight}, was given: whether they help was not tested."
+        if self.by_hand:
+            shares = " and ".join(f"{share:g}" for share in self.given[:2] if share is not None)
+            return f"The share of the lower layers, {shares}, was given: whether they help was not tested."
         if len(self.probe.errors) < 2:
             return "Kept the linear probe: one sample per class cannot tell whether the lower layers help."
         gain, error = self.gain
-        share = f"{100 * gain:.0f} ± {100 * error:.0f} %"
-        if not self.taken.weight:
+        share = f"{100 * abs(gain):.0f} ± {100 * error:.0f} %"
+        if not (self.taken.weight or self.taken.earlier):
             less = f"the lower layers would give {share} {LESS}"
             why = f"{less}, but no better accuracy"
-            if not self.best.weight:
+            if gain <= 0:
                 why = f"with the lower layers the {LOO} is not lower"
             elif gain <= ERRORS * error:
                 why = f"{less}, which is not significant"
             return f"Kept the linear probe: {why}."
+        if gain <= ERRORS * error:
+            sign = "less" if gain > 0 else "more"
+            return (
+                "The lower layers take part, as they usually help; these samples cannot tell "
+                f"({share} {LESS.replace('less', sign, 1)} than the linear probe)."
+            )
         less = f"The lower layers give {share} {LESS} than the linear probe"
         if self.points is None or self.probe.together is None:
             return f"{less}."
@@ -182,48 +234,95 @@ def _points(before: Tensor, now: Tensor) -> tuple[float, float]:
     return float(points.mean()), float(points.std()) / len(points) ** 0.5
 
 
-def choose(
-    head: Tensor, body: Tensor, targets: Targets, weight: float | None = None, ridge: float | None = None
-) -> Choice:
-    """Choose the weight of the body and the ridge."""
-    # head (N, N), body (N, N)
-    scales, n = (scale_of(head), scale_of(body)), len(head)
-
-    def candidates(weights: Iterable[float], among: Tensor | None = None) -> list[Candidate]:
-        parts, own = (head, body), targets
-        if among is not None:
-            parts = head[among][:, among], body[among][:, among]
-            own = replace(targets, values=targets.values[among.to(targets.values.device)])
-        found = []
-        for w in track(weights, f"shares of the lower layers, {len(own.values)} samples"):
-            try:
-                found.append(best_ridge(Mixture(w, *scales)(*parts), own, w, ridge))
-            except NumericalError:  # the kernel of the lower layers is rounding; the probe's may not be
-                if w in (0, weight) or ridge is not None or among is not None:
-                    raise
-        return found
-
-    weights: tuple[float, ...] = WEIGHTS if weight is None else tuple(dict.fromkeys((0.0, weight)))
-    if weight is None and not counted(targets).any():
-        weights = (0.0,)  # nothing can tell whether the lower layers help
-    pilot = PILOT if n > PILOT and len(weights) > 2 else 0
-    if pilot:
-        some = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:pilot].to(head.device)
-        weights = (0.0, min(candidates(weights[1:], some), key=lambda one: one.score).weight)
-    found = candidates(weights)
-    probe, best = found[0], min(found if weight is None else found[-1:], key=lambda one: one.score)
-    given = (weight is not None, ridge is not None)
+def choose(kernels: Kernels, targets: Targets, given: Shares = FREE) -> Choice:
+    """Choose the shares of the kernels and the ridge."""
+    by_hand = given.weight is not None or given.earlier is not None
+    judged, own, pilot = kernels, targets, 0
+    if not by_hand and len(kernels.head) > PILOT:
+        pilot = PILOT
+        rows = sampled(len(kernels.head), pilot).to(kernels.head.device)
+        judged = kernels.taken(rows)
+        own = replace(targets, values=targets.values[rows.to(targets.values.device)])
+    search = _Search(judged, own, given)
+    probe = search.at(0.0, 0.0)
+    if by_hand:
+        taken = search.at(given.weight or 0.0, given.earlier or 0.0)
+        best = taken
+    else:
+        taken, best = search.chosen(probe)
+    shares = taken.weight, taken.earlier
+    kernel, mixture = kernels.mixed(*shares)
+    final = best_ridge(kernel, targets, shares, given.ridge) if pilot else taken
     if targets.labels is not None and best is not probe:
-        probe, best = (
-            replace(
-                one, together=right_together(Mixture(one.weight, *scales)(head, body), targets, one.ridge)
-            )
-            for one in (probe, best)
+        probe, best = (replace(one, together=search.right_together(one)) for one in (probe, best))
+    return Choice(final, probe, best, mixture, given, kernels.body is not None, pilot)
+
+
+def sampled(n: int, count: int) -> Tensor:
+    """Positions of so many of n samples, drawn at random, (count,)."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(0))[:count]
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """Candidates by the kernels of some samples."""
+
+    kernels: Kernels
+    targets: Targets
+    given: Shares
+
+    def at(self, weight: float, earlier: float) -> Candidate:
+        """The candidate of two shares."""
+        return best_ridge(
+            self.kernels.mixed(weight, earlier)[0], self.targets, (weight, earlier), self.given.ridge
         )
-    choice = Choice(best, probe, best, Mixture(best.weight, *scales), given, pilot)
-    if weight is None and not choice.helps:
-        return replace(choice, taken=probe, mixture=Mixture(0.0, *scales))
-    return choice
+
+    def right_together(self, one: Candidate) -> Tensor:
+        """Whether the class of each sample is right when one sample of every class is left out together."""
+        return right_together(self.kernels.mixed(one.weight, one.earlier)[0], self.targets, one.ridge)
+
+    def chosen(self, probe: Candidate) -> tuple[Candidate, Candidate]:
+        """The candidate that is taken, and what stands against the probe."""
+        if not counted(self.targets).any():  # nothing can tell whether the lower layers help
+            return probe, probe
+        every, taken = [probe], probe
+        if self.kernels.early is not None:
+            every += [self.at(0.0, share) for share in track(EARLIER, self._label("features"))]
+            taken = self._preferred(every)
+        if self.kernels.body is not None:
+            moved = []
+            for weight in track(WEIGHTS, self._label("derivatives")):
+                try:
+                    moved.append(self.at(weight, taken.earlier))
+                except NumericalError:  # the kernel of the lower layers is rounding; the others may not be
+                    if self.given.ridge is not None:
+                        raise
+            every += moved
+            best = min(moved, key=lambda one: one.score, default=taken)
+            taken = best if helps(taken, best) else taken
+        return taken, taken if taken is not probe else min(every, key=lambda one: one.score)
+
+    def _label(self, what: str) -> str:
+        """What is looked through, for a meter."""
+        return f"shares of the lower layers' {what}, {len(self.targets.values)} samples"
+
+    def _preferred(self, every: list[Candidate]) -> Candidate:
+        """The share of features of earlier layers; the probe is the first of all, ``USUAL`` the last."""
+        probe, usual = every[0], every[-1]
+        best = min(every, key=lambda one: one.score)
+        if self.targets.labels is None:
+            return best if helps(probe, best) else probe
+        gain, error = _gained(usual.errors, best.errors)
+        return best if gain > AGAINST * error else usual
+
+
+def helps(before: Candidate, now: Candidate) -> bool:
+    """Whether there is less error beyond its error, and more right classes."""
+    # Squared error alone falls also where outputs merely move toward 0 and 1; on development tasks the
+    # probe was then ahead in 2 of 48 rows, and with both in none (docs/results/adapt.md).
+    gain, error = _gained(before.errors, now.errors)
+    right = before.right is None or now.right is None or int(now.right.sum()) > int(before.right.sum())
+    return gain > ERRORS * error and right
 
 
 def right_together(kernel: Tensor, targets: Targets, ridge: float) -> Tensor:
@@ -248,7 +347,9 @@ def scale_of(kernel: Tensor) -> float:
     return found if found > 1e-12 * float(kernel.diagonal().abs().mean()) else 1.0
 
 
-def best_ridge(kernel: Tensor, targets: Targets, weight: float, ridge: float | None = None) -> Candidate:
+def best_ridge(
+    kernel: Tensor, targets: Targets, shares: tuple[float, float], ridge: float | None = None
+) -> Candidate:
     """The ridge of lowest leave-one-out error for one kernel."""
     # kernel (N, N)
     spectrum, counting = Spectrum(kernel, targets.values.double()), counted(targets)
@@ -260,11 +361,11 @@ def best_ridge(kernel: Tensor, targets: Targets, weight: float, ridge: float | N
                 expected=f"{smallest:.1e} or more, times the mean of the kernel's diagonal",
                 remedy="leave ridge= out to have it chosen, or pass the network in float64: model.double()",
             )
-        return _candidate(spectrum, targets, weight, ridge)
+        return _candidate(spectrum, targets, shares, ridge)
     lowest = max(LOWEST * PER_DECADE, math.ceil(PER_DECADE * math.log10(max(smallest, 1e-300))))
     if lowest > HIGHEST * PER_DECADE:
         raise NumericalError(
-            f"the kernel of the {'features' if weight == 0 else 'lower layers'} is rounding alone",
+            f"the kernel of the {'features' if shares[0] == 0 else 'lower layers'} is rounding alone",
             expected="a network whose outputs change with its inputs",
             remedy="look whether signals vanish in it, or scale inputs as for its training; model.double() "
             "keeps more digits",
@@ -283,7 +384,7 @@ def best_ridge(kernel: Tensor, targets: Targets, weight: float, ridge: float | N
             high += PER_DECADE
         else:
             break
-    found = _candidate(spectrum, targets, weight, 10 ** (best / PER_DECADE))
+    found = _candidate(spectrum, targets, shares, 10 ** (best / PER_DECADE))
     found = replace(found, edge="smallest" if best == low else "largest" if best == high else "")
     if targets.classes is not None:
         return found
@@ -311,7 +412,7 @@ def _score(spectrum: Spectrum, ridge: float, judged: Tensor) -> Tensor:
     return (quadratic / n).clamp_min(1e-300).log() - weights.log().mean()
 
 
-def _candidate(spectrum: Spectrum, targets: Targets, weight: float, ridge: float) -> Candidate:
+def _candidate(spectrum: Spectrum, targets: Targets, shares: tuple[float, float], ridge: float) -> Candidate:
     """The scores at one ridge."""
     counting = counted(targets)
     residuals = spectrum.loo_residuals(ridge)[counting]
@@ -319,7 +420,7 @@ def _candidate(spectrum: Spectrum, targets: Targets, weight: float, ridge: float
     if labels is not None:
         left_out = targets.values[counting].to(residuals) - residuals
         right = left_out.argmax(1) == labels[counting]
-    return Candidate(weight, ridge, residuals.square().sum(1), right)
+    return Candidate(*shares, ridge, residuals.square().sum(1), right)
 
 
 # -- rungs -----------------------------------------------------------------------------------------

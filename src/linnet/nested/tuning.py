@@ -15,7 +15,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from linnet.linear.dual import DualSystem, Spectrum
 from linnet.linear.kernel_system import KernelSystem
 from linnet.nested.features import Prior, RandomHeads
 from linnet.nested.nested_fit import NestedFit, problem_of
-from linnet.nested.search import ERRORS, Mixture, Rung, counted, ladder, scale_of, verdict
+from linnet.nested.search import ERRORS, Kernels, Rung, counted, ladder, verdict
 from linnet.predictive.noise import fit_moderation, fit_temperature
 from linnet.progress import Log, track
 from linnet.tangent.batch import take
@@ -46,20 +46,6 @@ RETRAINED = (
     "trained weights and leave those weights as they are; held-out outputs are of networks trained without a "
     "third of the samples each."
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Kernels:
-    """The two kernels of all training samples at some weights."""
-
-    head: Tensor  # K_head, (N, N)
-    body: Tensor | None  # K_body, (N, N), or ``None`` where the lower layers have no share
-
-    def mixed(self, weight: float) -> tuple[Tensor, Mixture]:
-        """The kernel with a share of the body, each part scaled to the samples, and how it was made."""
-        body = 1.0 if self.body is None else scale_of(self.body)
-        mixture = Mixture(weight, scale_of(self.head), body)
-        return mixture(self.head, self.body if weight else None), mixture
 
 
 class Tuning:
@@ -122,10 +108,10 @@ class Tuning:
 
     def kernels(self, features: RandomHeads, share: bool) -> Kernels:
         """The kernels of all samples at a network's weights."""
-        phi = features.phi(self.fit.x)
-        phi = phi - phi.mean(0)
+        found = features.staged(self.fit.x) if self.fit.earlier else features.phi(self.fit.x)
+        head, early = (found - found.mean(0)).tensor_split([features.width], 1)
         body = features.kernel(self.fit.x, self.fit.memory) if share else None
-        return Kernels(phi @ phi.T, body)
+        return Kernels(head @ head.T, early @ early.T if self.fit.earlier else None, body)
 
     def tell(self, values: dict[str, float], step: int) -> None:
         """Hand numbers of the run that is under way to the logger, if there is one."""
@@ -181,29 +167,29 @@ def _tuned(fit: NestedFit, tuning: Tuning, start: float) -> NestedFit:
     before = _held_before(tuning, targets)
     rate, first = _searched(tuning, targets)
     kernels = [tuning.kernels(first, fit.body_weight > 0)]
-    weight, ridge, outputs = _chosen(tuning, kernels, targets)
+    shares, ridge, outputs = _chosen(tuning, kernels, targets)
     rungs = ladder(before, outputs, fit._targets, time.perf_counter() - start, tuning.fold == 0)
     if rungs[-1].gain < -ERRORS * rungs[-1].gain_error:  # two more folds would hardly turn it round
         return _noted(fit, verdict(rungs), rungs)
     for k in range(1, FOLDS):
-        kernels.append(tuning.kernels(tuning.trained(tuning.parts(k)[0], rate), weight > 0))
+        kernels.append(tuning.kernels(tuning.trained(tuning.parts(k)[0], rate), shares[0] > 0))
         if tuning.log is not None:
-            tuning.held_out(kernels[-1].mixed(0.0)[0], k, targets)
-    weight, ridge, outputs = _chosen(tuning, kernels, targets)
+            tuning.held_out(kernels[-1].mixed(0.0, fit.earlier)[0], k, targets)
+    shares, ridge, outputs = _chosen(tuning, kernels, targets)
     rungs = ladder(before, outputs, fit._targets, time.perf_counter() - start)
     if not rungs[-1].taken:
         return _noted(fit, verdict(rungs), rungs)
     network = tuning.trained(torch.arange(fit.n, device=tuning.y.device), rate)
-    whole = tuning.kernels(network, weight > 0)
-    made = _noted(_solved(fit, network, whole, (weight, ridge)), verdict(rungs), rungs)
-    _calibrate(made, tuning, kernels, (weight, ridge), outputs)
+    whole = tuning.kernels(network, shares[0] > 0)
+    made = _noted(_solved(fit, network, whole, (shares, ridge)), verdict(rungs), rungs)
+    _calibrate(made, tuning, kernels, (shares, ridge), outputs)
     reasons = {
         **made.record.reasons,
-        "training": f"Adam at {rate:g}, {tuning.steps} steps of {BATCH} from the linear probe; rate, weight "
+        "training": f"Adam at {rate:g}, {tuning.steps} steps of {BATCH} from the linear probe; rate, shares "
         f"and ridge by {FOLDS} folds of the training samples",
         "ridge": f"lowest error on {FOLDS} folds, each with a network trained without it",
-        "body": "that of the fit at the original weights, or zero: lower error on the folds",
-        "retraining": _distance(tuning, whole.mixed(weight)[0], ridge, outputs),
+        "shares": "those of the fit at the original weights, or zero: lower error on the folds",
+        "retraining": _distance(tuning, whole.mixed(*shares)[0], ridge, outputs),
     }
     seconds = {**fit.record.seconds, "training": time.perf_counter() - start}
     warnings = (*made.record.warnings, RETRAINED)
@@ -223,8 +209,10 @@ def _noted(fit: NestedFit, sentence: str, rungs: tuple[Rung, ...] = ()) -> Neste
 def _held_before(tuning: Tuning, targets: Tensor) -> list[tuple[str, Tensor]]:
     """Held-out outputs of the probe and of the nested fit at the original weights, each at its best ridge."""
     fit = tuning.fit
-    models = [("linear probe", Kernels(fit.phi @ fit.phi.T, None).mixed(0.0)[0])]
-    if fit.body_weight:
+    phi = fit.module.phi(fit.x)
+    phi = phi - phi.mean(0)
+    models = [("linear probe", Kernels(phi @ phi.T).mixed(0.0)[0])]
+    if not fit.is_probe:
         models.append(("linearized lower layers", fit.system.kernel.double()))
     return [(name, _best(tuning, [kernel] * FOLDS, targets)[2]) for name, kernel in models]
 
@@ -243,7 +231,7 @@ def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, RandomHeads]:
             errors[place] = targets.new_full((len(held),), math.inf)
             with contextlib.suppress(NumericalError):
                 network = tuning.trained(rest, RATES[place])
-                kernel = tuning.kernels(network, share=False).mixed(0.0)[0]
+                kernel = tuning.kernels(network, share=False).mixed(0.0, tuning.fit.earlier)[0]
                 errors[place], networks[place] = tuning.held_out(kernel, 0, targets), network
         return errors[place]
 
@@ -284,40 +272,45 @@ def _best(tuning: Tuning, kernels: list[Tensor], targets: Tensor) -> tuple[float
     return float(errors[place]), RIDGES[place], outputs[place]
 
 
-def _chosen(tuning: Tuning, kernels: list[Kernels], targets: Tensor) -> tuple[float, float, Tensor]:
-    """Weight of the body and ridge of lowest held-out error, and the outputs there, (N, C)."""
+def _chosen(
+    tuning: Tuning, kernels: list[Kernels], targets: Tensor
+) -> tuple[tuple[float, float], float, Tensor]:
+    """Shares of the lower layers and ridge of lowest held-out error, and the outputs there, (N, C)."""
     # targets (N, C)
-    # The weight is zero or that of the fit at the original weights, where the lower layers have seen no
-    # label; where the first fold prefers zero, the kernels of the others come without the lower layers.
-    found = []
-    shared = tuning.fit.body_weight if all(one.body is not None for one in kernels) else 0.0
-    for weight in dict.fromkeys((0.0, shared)):
-        error, ridge, outputs = _best(tuning, [one.mixed(weight)[0] for one in kernels], targets)
-        found.append((error, weight, ridge, outputs))
+    # The shares are zero or those of the fit at the original weights, where the lower layers have seen no
+    # label; where the first fold prefers no derivatives, the kernels of the others come without them.
+    fit, found = tuning.fit, []
+    weight = fit.body_weight if all(one.body is not None for one in kernels) else 0.0
+    for shares in dict.fromkeys(((0.0, 0.0), (0.0, fit.earlier), (weight, fit.earlier))):
+        error, ridge, outputs = _best(tuning, [one.mixed(*shares)[0] for one in kernels], targets)
+        found.append((error, shares, ridge, outputs))
     return min(found, key=lambda one: one[0])[1:]
 
 
-def _solved(fit: NestedFit, network: RandomHeads, whole: Kernels, chosen: tuple[float, float]) -> NestedFit:
+Chosen = tuple[tuple[float, float], float]  # shares and ridge
+
+
+def _solved(fit: NestedFit, network: RandomHeads, whole: Kernels, chosen: Chosen) -> NestedFit:
     """The nested fit at the trained weights."""
-    weight, ridge = chosen
-    kernel, mixture = whole.mixed(weight)
-    phi = network.phi(fit.x)
-    prior = Prior(network, phi.mean(0), mixture)
+    shares, ridge = chosen
+    kernel, mixture = whole.mixed(*shares)
+    found = network.staged(fit.x) if mixture.earlier else network.phi(fit.x)
+    prior = Prior(network, found.mean(0), mixture)
     dual = DualSystem(kernel, fit.targets, ridge)
-    problem = problem_of(prior, (fit.x, phi - prior.center), dual.residual)
+    problem = problem_of(prior, (fit.x, (found - prior.center) * prior.scale), dual.residual)
     system = KernelSystem(problem, dual, fit.memory)
     return NestedFit(prior, fit._targets, system, fit.record)
 
 
 def _calibrate(
-    made: NestedFit, tuning: Tuning, kernels: list[Kernels], chosen: tuple[float, float], outputs: Tensor
+    made: NestedFit, tuning: Tuning, kernels: list[Kernels], chosen: Chosen, outputs: Tensor
 ) -> None:
     """Noise and temperatures by held-out outputs: leave-one-out knows the labels through the weights."""
-    made.held_out, (weight, ridge) = outputs, chosen
+    made.held_out, (shares, ridge) = outputs, chosen
     own = torch.zeros_like(outputs[:, 0])
     for k, kernel in enumerate(kernels):
         rest, held = tuning.parts(k)
-        mixed = kernel.mixed(weight)[0]
+        mixed = kernel.mixed(*shares)[0]
         system = DualSystem(mixed[rest][:, rest], made.targets[rest], ridge)
         cross = mixed[held][:, rest]
         own[held] = (mixed.diagonal()[held] - (system.cross(cross) * cross).sum(1)).clamp_min(0).to(own)

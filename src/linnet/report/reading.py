@@ -54,8 +54,7 @@ def in_closed_form(fit: Fit) -> bool:
 
 def name_of(fit: Fit) -> str:
     """What a fit is called beside other methods: without its lower layers it is a linear probe."""
-    is_probe = fit.body_weight == 0 and not fit.trained
-    return PROBE if is_probe else "linear fit"
+    return PROBE if fit.is_probe else "linear fit"
 
 
 def cross_fitted(fit: Fit) -> bool:
@@ -360,7 +359,7 @@ def choices(run: FittedTask) -> tuple[tuple[str, str, str], ...]:
         below = fit.module.below
         parts = [
             ("head", f"new, {fit.system.c} outputs", "a linear probe, part of the fit"),
-            (f"weight of the {below}", f"{fit.body_weight:g}", reasons.get("body", "")),
+            (below, reasons.get("shares", ""), reasons.get("body", "")),
         ]
         if fit.trained:
             parts.append((f"training of the {below}", reasons["training"], reasons["retraining"]))

@@ -37,8 +37,8 @@ from linnet.linear.targets import make_targets
 from linnet.machine import find_device
 from linnet.nested.adapt import HEADS, requested
 from linnet.nested.features import RandomHeads
-from linnet.nested.nested_fit import NestedFit, solved
-from linnet.nested.search import SAME
+from linnet.nested.nested_fit import NestedFit, solved, tries_derivatives
+from linnet.nested.search import FREE, SAME, Shares
 from linnet.nested.tuning import HEAD_SCALE, tuned
 from linnet.params import integer
 from linnet.predictive.noise import fit_temperature, probabilities
@@ -133,12 +133,14 @@ def adapted(options: AdaptOptions, begun: Started, out: Path, keep: Keep) -> Ada
     return evaluated(run, begun, report, options)
 
 
-def asked(options: AdaptOptions) -> tuple[float | None, float | None]:
-    """The weight and the ridge that are given."""
+def asked(options: AdaptOptions) -> Shares:
+    """The shares and the ridge that are given."""
     integer("finetune_steps", options.finetune_steps)
-    weight, ridge = (None if value == "auto" else value for value in (options.weight, options.ridge))
-    assert not isinstance(weight, str)
-    return requested(weight, ridge, options.tune)
+    ridge = None if options.ridge == "auto" else options.ridge
+    weight, earlier = (
+        None if isinstance(value, str) else value for value in (options.weight, options.earlier)
+    )
+    return requested(weight, earlier, ridge, options.tune)
 
 
 def started(options: TaskOptions, draw: Callable[[TaskData], TaskData] | None = None) -> Started:
@@ -225,9 +227,7 @@ def require_linearizable(report: Preflight) -> None:
         )
 
 
-def fitted(
-    options: TaskOptions, begun: Started, given: tuple[float | None, float | None], out: Path
-) -> tuple[SavedRun, Preflight]:
+def fitted(options: TaskOptions, begun: Started, given: Shares, out: Path) -> tuple[SavedRun, Preflight]:
     """The linear probe and the lower layers in one solve, or the one that an interrupted run has kept."""
     task, stages, (x, y) = begun.task, begun.stages, begun.tensors()
     with stages.measure("preflight"), waiting("preflight"):
@@ -370,10 +370,12 @@ def first_answer(
     # What is kept is the linear probe of all samples, or the fit with the lower layers where the time allows
     # all of them. Where something is asked for that a probe is not, samples are left out.
     begun = started(options, lambda task: _bounded(options, task))
-    if options.weight == "auto" and not options.tune:
-        return _probed(options, begun, out, keep, tell)
     x = begun.tensors()[0][:FEW]
-    each = seconds_each(checked_features(options, begun.network, x)[0].kernel, x)
+    features, given = checked_features(options, begun.network, x)[0], asked(options)
+    tries = tries_derivatives(features, given)
+    if tries and given.weight is None and not options.tune:
+        return _probed(options, begun, out, keep, tell)
+    each = seconds_each(features.kernel if tries or options.tune else features.staged, x)
     shots, tests = _shots(begun.task, QUICK / 2 / each), int(QUICK / 2 / each / TESTED)
     return _part(options, begun, (shots, tests), out, keep)
 
@@ -383,7 +385,7 @@ def _probed(
 ) -> Adaptation:
     """The linear probe of all samples, and what the lower layers would add on some of them."""
     task, stages, every = begun.task, begun.stages, begun.whole
-    run, report = fitted(options, begun, (0.0, asked(options)[1]), out)
+    run, report = fitted(options, begun, Shares(0.0, None, asked(options).ridge), out)
     fit = run.fit
     assert isinstance(fit, NestedFit)
     with stages.measure("linear probe on the test samples"):
@@ -404,7 +406,7 @@ def _probed(
     some = taken(every, part.task, tests=False)
     reasons = {"body": "a quick run keeps the linear probe"}
     verdict = str(trial.verdict).removeprefix("Kept the linear probe: ")
-    tried = f"{TRY}: on" if trial.body_weight and SAME not in verdict else "On"
+    tried = f"{TRY}: on" if not trial.is_probe and SAME not in verdict else "On"
     reasons["verdict"] = f"{tried} {some} {verdict[:1].lower()}{verdict[1:]}"
     fit.record = replace(fit.record, reasons={**fit.record.reasons, **reasons})
     keep(run)
@@ -487,7 +489,8 @@ def check_task(options: TaskOptions, batch: int) -> tuple[dict[str, Any], list[s
     report = replace(report, ok=fits, findings=(*report.findings, note))
     # The passes through the network decide, which grow with the samples; the products of pairs of samples
     # are left out.
-    each = seconds_each(module.kernel, x) if fits else 0.0
+    work = module.kernel if tries_derivatives(module, FREE) else module.staged
+    each = seconds_each(work, x) if fits else 0.0
     known = {"fit": each * len(task.train), "test": TESTED * each * len(task.test)} if fits else None
     data = {
         "train": len(task.train), "test": len(task.test), "findings": list(sample.findings),

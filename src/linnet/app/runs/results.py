@@ -140,7 +140,7 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
         *rung_table(fit.get("rungs", [])),
         *(f"next: {step['command']}" for step in result["next"]),
         *([NEXT] if not result["next"] and fit.get("trained") is False and not fit["rungs"] else []),
-        f"weight of the {result['below']} {fit['body_weight']:g}: {fit['reasons']['body']}",
+        f"{result['below']}: {fit['reasons']['shares']} ({fit['reasons']['body']})",
         f"ridge {number(fit['ridge'])}: {fit['reasons'].get('ridge', '')}",
         f"solver {fit['solver']}: {solver_reason(fit['reasons'])}",
         "time: " + ", ".join(f"{step} {duration(t)}" for step, t in result["seconds"].items()),

@@ -1,0 +1,151 @@
+"""Features of earlier layers: what goes into the layers with weights in the second half of a network.
+
+    ψ(x) = (ψ_1(x), …, ψ_L(x)) / √L,    ψ_l(x) = pool(a_l(x)) / |pool(a_l(x))|,    a_l: the input of layer l
+
+Maps are averaged over a grid of 2 parts in each direction, the tokens of images likewise, those of texts over
+their positions. ψ_L is φ(x)/|φ(x)|, of the network's own features. A linear layer on ψ reads the network at
+several depths, and no derivative is taken.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
+
+from linnet.fitting.last_layer import PADDING, Appended, bared, last_linear, masked
+from linnet.tangent.batch import MASK, Inputs, counted, take
+from linnet.tangent.functional import FAILURES, Functional, adapt_outputs
+from linnet.tree import tensors_in
+
+STAGES = 8  # layers that are read; 4 were half a point behind, and all of the second half no better
+GRID = 2  # parts in each direction of a map; 4 lost up to 17 points where what is seen moves about
+WIDEST = 2048  # numbers of a layer's grid; beyond, its maps are averaged whole
+EXTRA = 5  # tokens of an image that are no part of it, at most: a class, a distillation, four registers
+FEW = (3, 2)  # examples by which the axis of examples is told
+
+
+def earlier_layers(function: Functional, x: Inputs) -> tuple[str, ...]:
+    """Names of the layers that are read, in the order in which they run."""
+    # function: a network that ends in a linear layer
+    try:
+        first, second = (_inputs_of_layers(function, take(x, slice(0, n))) for n in FEW)
+    except FAILURES:  # a single example, or a network that takes no two
+        return ()
+    found = [
+        name
+        for name, shape in first.items()
+        if len(shape) > 1 and shape[0] == FEW[0] and second.get(name, (0,))[0] == FEW[1]
+    ]
+    if not found:
+        return ()
+    places = torch.linspace((len(found) - 1) / 2, len(found) - 1, STAGES).round().int().tolist()
+    return tuple(found[place] for place in dict.fromkeys(places))
+
+
+def _inputs_of_layers(function: Functional, x: Inputs) -> dict[str, torch.Size]:
+    """The shapes of what goes into the layers with weights, but for the last one and what x itself is."""
+    seen: dict[str, Tensor] = {}
+    known: list[Tensor] = []
+    layer = last_linear(function.model)[1]
+
+    def given(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        known.extend(tensors_in([*args, *kwargs.values()]))
+
+    def keep(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            a = args[0] if args else None
+            if isinstance(a, Tensor) and a.is_floating_point() and not any(a is one for one in known):
+                known.append(a)
+                seen[name] = a
+
+        return hook
+
+    handles = [function.model.register_forward_pre_hook(given, with_kwargs=True)]
+    for name, module in function.model.named_modules():
+        if module is not layer and _has_weights(module):
+            handles.append(module.register_forward_pre_hook(keep(name)))
+    try:
+        function.check_runs(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: a.shape for name, a in seen.items()}
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Whether a module is a layer with a matrix of weights, and takes the examples first."""
+    own = any(p.ndim > 1 for p in module.parameters(recurse=False)) or hasattr(module, "parametrizations")
+    return own and getattr(module, "batch_first", True)
+
+
+class Staged(nn.Module):
+    """A network that returns its features and those of earlier layers side by side, (N, D + E)."""
+
+    def __init__(self, model: nn.Module, stages: tuple[str, ...]) -> None:
+        super().__init__()
+        self.body, self.stages = bared(model), stages
+        names = list(inspect.signature(self._inner.forward).parameters)
+        self.mask_place = names.index(MASK) if MASK in names else len(names)
+
+    @property
+    def _inner(self) -> nn.Module:
+        """The network that takes the mask."""
+        return self.body.body if isinstance(self.body, Appended) else self.body
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """(φ, ψ), (N, D + E)."""
+        if PADDING in vars(self._inner):
+            args, kwargs = masked(self._inner, args, kwargs)
+        mask = kwargs.get(MASK, args[self.mask_place] if self.mask_place < len(args) else None)
+        first = next(iter((*args, *kwargs.values())))
+        image = isinstance(first, Tensor) and first.ndim == 4
+        read: dict[str, Tensor] = {}
+        with self._reading(read, mask, image):
+            phi = adapt_outputs(self.body(*args, **kwargs), None).flatten(1)
+        parts = [*(read[name] for name in self.stages), phi]
+        psi = torch.cat([F.normalize(part, dim=1) for part in parts], 1)
+        return torch.cat([phi, psi * len(parts) ** -0.5], 1)
+
+    @contextmanager
+    def _reading(self, read: dict[str, Tensor], mask: Tensor | None, image: bool) -> Iterator[None]:
+        """Keep what goes into each layer, pooled, while the network runs."""
+
+        def keep(name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+            read[name] = pooled(args[0], isinstance(layer, _ConvNd), mask, image)
+
+        layers = {name: self.body.get_submodule(name) for name in self.stages}
+        handles = [layer.register_forward_pre_hook(partial(keep, name)) for name, layer in layers.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def pooled(a: Tensor, channels_first: bool, mask: Tensor | None, image: bool) -> Tensor:
+    """What goes into a layer as one vector for each example, (N, D)."""
+    # a (N, C), (N, C, ...) or (N, ..., C), mask (N, T)
+    if a.ndim == 2:
+        return a
+    if not channels_first:
+        tokens = a.shape[1]
+        side = math.isqrt(tokens)
+        if a.ndim == 3 and image and side > 1 and tokens - side**2 <= EXTRA:
+            a = a[:, tokens - side**2 :].unflatten(1, (side, side))
+        if a.ndim == 3 and mask is not None and mask.shape == a.shape[:2]:
+            counts = counted(mask)[..., None].to(a)
+            return (a * counts).sum(1) / counts.sum(1)
+        a = a.movedim(-1, 1)
+    dims = a.ndim - 2
+    if dims == 2 and min(a.shape[2:]) >= GRID and a.shape[1] * GRID**2 <= WIDEST:
+        return F.adaptive_avg_pool2d(a, GRID).flatten(1)
+    return a.flatten(2).mean(2)
