@@ -15,11 +15,11 @@ from linnet.fitting import linear_fit
 from linnet.integrations.pretrained import BUILDERS
 from linnet.linear.features import Examples, Explicit, WeightedSum
 from linnet.linear.targets import Targets, make_targets
-from linnet.nested import search
+from linnet.nested import nested_fit, search
 from linnet.nested.adapt import HEADS
-from linnet.nested.features import Prior
+from linnet.nested.features import Prior, RandomHeads
 from linnet.nested.nested_fit import NestedFit
-from linnet.nested.search import BIAS, Candidate, right_together
+from linnet.nested.search import BIAS, Candidate, Kernels, Shares, right_together
 
 
 def network() -> nn.Module:
@@ -216,21 +216,20 @@ def test_without_the_body_it_is_the_linear_probe() -> None:
     assert near(fit.predict(X), probe(X).detach(), 1e-3)  # the intercept's prior is wide, not flat
 
 
-def test_a_far_task_takes_the_body_and_pure_noise_the_probe() -> None:
+def test_a_far_task_takes_the_lower_layers_and_pure_noise_tells_nothing() -> None:
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2), nn.ReLU(), nn.Linear(2, 5))
     x = torch.randn(150, 8)
     far = linnet.adapt(net, (x, (x[:, 0] * x[:, 1] > 0).long()))
-    assert far.body_weight > 0.2
-    assert "the lower layers help" in far.record.reasons["body"]
+    assert not far.is_probe
+    assert "the lower layers take part" in far.record.reasons["body"]
     assert far.verdict is not None
     assert far.verdict.startswith("The lower layers")
     assert repr(far).splitlines()[0] == far.verdict == far.record.reasons["verdict"]
     labels = torch.randint(2, (150,), generator=torch.Generator().manual_seed(0))
     noise = linnet.adapt(net, (x, labels))
     assert noise.body_weight == 0
-    assert noise.verdict is not None
-    assert noise.verdict.startswith("Kept the linear probe")
+    assert "these samples cannot tell" in noise.verdict
     assert "not tested" in linnet.adapt(net, (x, labels), weight=0.0).verdict
 
 
@@ -326,27 +325,46 @@ def test_the_network_is_not_touched() -> None:
 
 def test_many_samples_choose_the_share_on_some_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = samples(48)
-    scored: list[tuple[int, float]] = []
+    scored: list[tuple[int, tuple[float, float]]] = []
     best_ridge = search.best_ridge
 
-    def counting(kernel: Tensor, targets: Targets, weight: float, ridge: float | None = None) -> Candidate:
-        found = best_ridge(kernel, targets, weight, ridge)
-        scored.append((len(kernel), weight))
-        scores[len(kernel)][weight] = found.score
-        return found
+    def counting(
+        kernel: Tensor, targets: Targets, shares: tuple[float, float], ridge: float | None = None
+    ) -> Candidate:
+        scored.append((len(kernel), shares))
+        return best_ridge(kernel, targets, shares, ridge)
 
-    scores: dict[int, dict[float, float]] = {24: {}, 48: {}}
     monkeypatch.setattr(search, "best_ridge", counting)
     monkeypatch.setattr(search, "PILOT", 24)
     fit = linnet.adapt(NET, (x, y))
-    assert scored[:9] == [(24, weight) for weight in search.WEIGHTS[1:]]
-    best = min(scores[24], key=scores[24].__getitem__)
-    assert scored[9:] == [(48, 0.0), (48, best)]
-    assert fit.prior.mixture.weight in (0.0, best)
-    assert fit.record.reasons["share"].endswith("on 24 samples")
+    taken = fit.body_weight, fit.earlier
+    assert scored[:5] == [(24, (0.0, share)) for share in (0.0, *search.EARLIER)]
+    assert scored[5:-1] == [(24, (weight, scored[5][1][1])) for weight in search.WEIGHTS]
+    assert scored[-1] == (48, taken)
+    assert fit.record.reasons["shares"].endswith("on 24 samples")
     scored.clear()
     linnet.adapt(NET, (x, y), weight=0.3)
-    assert scored == [(48, 0.0), (48, 0.3)]
+    assert scored == [(48, (0.0, 0.0)), (48, (0.3, 0.0))]
+
+
+def test_derivatives_are_tried_on_some_of_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = samples(48)
+    formed: list[int] = []
+    kernel = RandomHeads.kernel
+
+    def counting(self: RandomHeads, x: Tensor, *rest: Any) -> Tensor:
+        formed.append(len(x))
+        return kernel(self, x, *rest)
+
+    monkeypatch.setattr(RandomHeads, "kernel", counting)
+    monkeypatch.setattr(nested_fit, "TRIAL", 24)
+    fit = linnet.adapt(NET, (x, y))
+    assert formed == ([24, 48] if fit.body_weight else [24])
+    monkeypatch.setattr(nested_fit, "TRIED", NET[0].weight.numel())
+    formed.clear()
+    assert linnet.adapt(NET, (x, y)).body_weight == 0
+    assert not formed
+    assert linnet.adapt(NET, (x, y), weight=0.5).body_weight == 0.5
 
 
 @pytest.mark.parametrize("weight", [0.03, 1.0])
@@ -376,10 +394,11 @@ def test_a_kernel_that_is_rounding_alone_is_no_kernel() -> None:
     noise = torch.randn(n, n, dtype=torch.float64)
     noise = noise + noise.T  # of a size of 1 where the samples differ by 10⁻⁷
     noise += (1e-7 - noise.diagonal().mean() + noise.mean()) * n / (n - 1) * torch.eye(n)
-    assert search.choose(features @ features.T, 100 + noise, targets).taken.weight == 0
-    for parts, weight in (((features @ features.T, 100 + noise), 0.5), ((100 + noise, noise), None)):
+    kernels = Kernels(features @ features.T, body=100 + noise)
+    assert search.choose(kernels, targets).taken.weight == 0
+    for parts, weight in ((kernels, 0.5), (Kernels(100 + noise, body=noise), None)):
         with pytest.raises(NumericalError, match="rounding"):
-            search.choose(*parts, targets, weight)
+            search.choose(parts, targets, Shares(weight))
 
 
 @pytest.mark.parametrize("finite", [True, False])
@@ -408,7 +427,7 @@ def test_a_summand_more_is_a_term_more(finite: bool, monkeypatch: pytest.MonkeyP
 
     made = Prior.features.fget
     assert made is not None
-    more = (0.7, (Explicit if finite else Gauss)(random, torch.zeros(9).double()))
+    more = (0.7, (Explicit if finite else Gauss)(random))
     monkeypatch.setattr(Prior, "features", property(lambda self: WeightedSum((*made(self).terms, more))))
     first = linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE)
     fit = first.recomputed().update((X[N:], Y[N:])).forget([*range(N, N + T)])

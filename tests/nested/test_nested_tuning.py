@@ -78,15 +78,22 @@ def test_the_fit_is_ridge_regression_on_the_trained_features(fits: tuple[NestedF
     fit = fits[1]
     model = copy.deepcopy(fit.prior.network.model)
     x = torch.cat([DATA[0], TEST[0][:7]])
-    phi = model[:-1](x).detach()
-    phi = phi - phi[: len(DATA[0])].mean(0)
-    head = phi @ phi.T
+    phi, n = model[:-1](x).detach(), len(DATA[0])
+    read = fit.prior.network.staged(x)
+    assert torch.allclose(read[:, : phi.shape[1]], phi.double())
+
+    def kernel_of(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows - rows[:n].mean(0)
+        return rows @ rows.T
+
+    head, early = kernel_of(phi.double()), kernel_of(read[:, phi.shape[1] :])
     names = [name for name, _ in model.named_parameters() if not name.startswith("4.")]
     body = linnet.linearize(model, params=names).jacobian(x)
     body = sum((j @ j.T for j in body.unbind(1)), torch.zeros(())) / fit.prior.network.heads
-    n, weight = fit.n, fit.body_weight
-    scales = [float(k[:n, :n].diagonal().mean() - k[:n, :n].mean()) for k in (head, body)]
-    kernel = BIAS + (1 - weight) * head / scales[0] + weight * body / scales[1]
+    weight, share = fit.body_weight, fit.earlier
+    scales = [float(k[:n, :n].diagonal().mean() - k[:n, :n].mean()) for k in (head, early, body)]
+    kernel = (1 - share) * head / scales[0] + share * early / scales[1]
+    kernel = BIAS + (1 - weight) * kernel + weight * body / scales[2]
     square = kernel[:n, :n] + fit.ridge * torch.eye(n, dtype=torch.float64)
     expected = kernel[n:, :n] @ torch.linalg.solve(square, fit.targets.double())
     assert torch.allclose(fit.predict(x[n:]), expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
@@ -102,7 +109,7 @@ def test_held_out_outputs_are_those_of_a_network_trained_without_the_fold(
     assert sorted(torch.cat([tuning.parts(k)[1] for k in range(FOLDS)]).tolist()) == list(range(fit.n))
     network = tuning.trained(rest, rate)
     kernels = tuning.kernels(network, fit.body_weight > 0)
-    kernel = kernels.mixed(fit.body_weight)[0]
+    kernel = kernels.mixed(fit.body_weight, fit.earlier)[0]
     square = kernel[rest][:, rest] + fit.ridge * torch.eye(len(rest), dtype=torch.float64)
     expected = kernel[held][:, rest] @ torch.linalg.solve(square, fit.targets[rest].double())
     assert fit.held_out is not None
