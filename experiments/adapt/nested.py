@@ -1,4 +1,4 @@
-"""The fit of ``linnet.adapt`` beside its linear probe, on draws from cached kernels of networks and tasks.
+"""Derivatives of the lower layers beside a linear probe, on draws from cached kernels of networks and tasks.
 
 ``python -m experiments.adapt.kernels --out FOLDER`` first, then
 ``python -m experiments.adapt.nested --kernels FOLDER --sets development``
@@ -20,7 +20,8 @@ from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, with_error
 from linnet.files import load
 from linnet.linear.targets import make_targets
-from linnet.nested.search import Mixture, choose
+from linnet.nested.search import BIAS, Shares, choose
+from linnet.nested.search import Kernels as Parts
 
 SHOTS = (2, 5, 10, 20, 50)
 Kernels = tuple[dict[str, Tensor], dict[str, Any]]
@@ -50,21 +51,20 @@ def compared(kernels: Mapping[str, Tensor], shots: int, seed: int) -> dict[str, 
     phi = phi - phi[at].mean(0)
     head, body = phi @ phi.T, (kernels["early"] + kernels["late"]).double()
     targets = make_targets(pool[at], classes, varied=False)
-    inside = (head[at][:, at], body[at][:, at])
+    inside = Parts(head[at][:, at], body=body[at][:, at])
 
-    def accuracy(mixture: Mixture, ridge: float) -> float:
-        kernel = mixture(head, body)
+    def accuracy(weight: float, ridge: float) -> float:
+        kernel = BIAS + (1 - weight) / inside.scales[0] * head + weight / inside.scales[2] * body
         square = kernel[at][:, at] + ridge * torch.eye(len(at), dtype=torch.float64)
         outputs = kernel[n:, at] @ torch.linalg.solve(square, targets.values.double())
         return float((outputs.argmax(1) == test).double().mean())
 
-    taken = choose(*inside, targets)
-    scales = taken.mixture.head, taken.mixture.body
-    each = [choose(*inside, targets, weight).taken for weight in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)]
-    right = {one.weight: accuracy(Mixture(one.weight, *scales), one.ridge) for one in each}
+    taken = choose(inside, targets)
+    each = [choose(inside, targets, Shares(w)).taken for w in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)]
+    right = {one.weight: accuracy(one.weight, one.ridge) for one in each}
     return {
-        "probe": accuracy(Mixture(0.0, *scales), taken.probe.ridge),
-        "adapt": accuracy(taken.mixture, taken.taken.ridge),
+        "probe": accuracy(0.0, taken.probe.ridge),
+        "adapt": accuracy(taken.taken.weight, taken.taken.ridge),
         "body": right[1.0],
         "hindsight": max(right.values()),
         "weight": taken.taken.weight,

@@ -152,6 +152,12 @@ def requested(
     return given
 
 
+def require_chosen(features: RandomHeads, params: Selector, given: Shares) -> None:
+    """Raise where the user chose parameters of the last layer alone, but not the linear probe."""
+    if params is not None and given.weight is None and given.earlier is None:
+        features.require_body()
+
+
 def _adapted(
     network: tuple[nn.Module, OutputAdapter],
     data: Data,
@@ -166,6 +172,7 @@ def _adapted(
     model = ending_linear(network[0], x, network[1])
     names = (selected if model is network[0] else selected_inside)(model, params)
     features = RandomHeads(model, HEADS, seed, names)
+    require_chosen(features, params, given)
     targets = task_targets(y, features.function.dtype)
     headless = isinstance(model, Appended) and model.width is not None
     outputs = None if headless else last_linear(model)[1].out_features

@@ -35,7 +35,7 @@ from linnet.fitting.last_layer import Appended, ending_linear, selected_inside
 from linnet.fitting.remarks import single_remarks
 from linnet.linear.targets import make_targets
 from linnet.machine import find_device
-from linnet.nested.adapt import HEADS, requested
+from linnet.nested.adapt import HEADS, requested, require_chosen
 from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit, solved, tries_derivatives
 from linnet.nested.search import FREE, SAME, Shares
@@ -211,6 +211,7 @@ def _some(samples: int, count: int, seed: int, option: str) -> Array:
 def checked_features(options: NetworkOptions, network: nn.Module, x: Tensor) -> tuple[RandomHeads, Preflight]:
     """The features of a network and its lower layers, with the preflight of both."""
     module = RandomHeads(network, HEADS, options.seed, selected_inside(network, options.params))
+    require_chosen(module, options.params, asked(options) if isinstance(options, AdaptOptions) else FREE)
     report = preflight(module.model, x, params=tuple(module.function.names), memory=options.memory)
     if options.params is None:  # what is left to the head is no choice of the user
         report = replace(report, findings=tuple(one for one in report.findings if LEFT_OUT not in one))
