@@ -85,7 +85,7 @@ def test_the_closure_finds_torchvision_behind_markers_and_extras() -> None:
 
 
 def test_extras_bring_what_they_promise() -> None:
-    assert set(EXTRAS) == {"text", "gp", "sklearn", "onnx", "dev", "docs"}
+    assert set(EXTRAS) == {"text", "gp", "sklearn", "onnx", "dev", "docs", "experiments"}
     assert "transformers" in closure(["linnet-torch[text]"])
     assert {"gpytorch", "botorch", "linear-operator"} <= closure(["linnet-torch[gp]"]).keys()
     assert "scikit-learn" in closure(["linnet-torch[sklearn]"])
@@ -93,7 +93,7 @@ def test_extras_bring_what_they_promise() -> None:
 
 
 def test_doctor_names_what_every_extra_brings() -> None:
-    extras = {name: lines for name, lines in EXTRAS.items() if name not in ("dev", "docs")}
+    extras = {name: lines for name, lines in EXTRAS.items() if name not in ("dev", "docs", "experiments")}
     brought = {canonicalize_name(Requirement(line).name) for lines in extras.values() for line in lines}
     assert brought <= {canonicalize_name(name) for name in machine.OPTIONAL}
 

@@ -12,7 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experiments.adapt.encoders import FirstToken, MeanToken, tokens
+from experiments.adapt.encoders import (
+    FirstToken,
+    MeanToken,
+    efficientnet_lite,
+    minilm_l6,
+    smollm,
+    tokens,
+)
 from experiments.locate import find_data_dir
 from experiments.sources import Images, images, pixels, pretrained
 from linnet.tangent.batch import Inputs
@@ -98,6 +105,23 @@ def _minilm(data_dir: str | None) -> tuple[nn.Module, object]:
     return MeanToken(_more("minilm_l3", data_dir), 384), _more("minilm_tokenizer", data_dir)
 
 
+def _lite_at_96(size: int, data_dir: str | None) -> tuple[nn.Module, tuple[object, object]]:
+    """EfficientNet-lite0 to lite2 with batch normalization."""
+    return efficientnet_lite(size), MEAN_ODD
+
+
+def _minilm_l6(data_dir: str | None) -> tuple[nn.Module, object]:
+    """The sentence encoder with 6 layers behind the mean of its tokens."""
+    encoder, tokenizer = minilm_l6()
+    return MeanToken(encoder, 384), tokenizer
+
+
+def _smollm(data_dir: str | None) -> tuple[nn.Module, object]:
+    """A decoder with 30 layers behind the mean of its tokens."""
+    decoder, tokenizer = smollm()
+    return MeanToken(decoder, 576), tokenizer
+
+
 def _more(factory: str, data_dir: str | None) -> Any:
     """A network of the second file of definitions, or its tokenizer."""
     import importlib.util
@@ -112,14 +136,24 @@ def _more(factory: str, data_dir: str | None) -> Any:
     return made
 
 
+def _late(block: int) -> tuple[str, ...]:
+    """The last stage of an EfficientNet-lite whose last block has this number."""
+    return f"_blocks.{block}", "_conv_head", "_bn1"
+
+
 NETWORKS = {
     "resnet20": Network("ResNet-20", 32, partial(pretrained, "resnet20"), ("layer3",)),
     "resnet56": Network("ResNet-56", 32, partial(pretrained, "resnet56"), ("layer3",)),
     "densenet": Network("DenseNet-BC", 32, partial(pretrained, "densenet"), ("block3", "bn1")),
     "mobilenet": Network("MobileNetV2", 64, partial(pretrained, "mobilenet"), ("blocks.16", "head")),
     "lite": Network("EfficientNet-lite0", 64, _lite, ("_blocks.15", "_conv_head", "_bn1")),
+    "lite0": Network("EfficientNet-lite0 at 96", 96, partial(_lite_at_96, 0), _late(15)),
+    "lite1": Network("EfficientNet-lite1 at 96", 96, partial(_lite_at_96, 1), _late(20)),
+    "lite2": Network("EfficientNet-lite2 at 96", 96, partial(_lite_at_96, 2), _late(20)),
     "vit": Network("ViT-S/14", 70, _vit, ("encoder.encoder.layer.11", "encoder.layernorm")),
     "minilm": Network("MiniLM-L3", 32, _minilm, ("encoder.encoder.layer.2",), text=True),
+    "minilm6": Network("MiniLM-L6", 32, _minilm_l6, ("encoder.encoder.layer.5",), text=True),
+    "smollm": Network("SmolLM2-135M", 32, _smollm, ("encoder.layers.29", "encoder.norm"), text=True),
 }
 
 
@@ -161,14 +195,22 @@ def drawn(
         Pool samples and labels, test samples and labels.
     """
     found = stored(task, data_dir)
-    pool = _balanced(found.train_y, most)
-    test = _balanced(found.test_y, tested)
-
-    def made(x: np.ndarray) -> Inputs:
-        return tokens(x, prepared, network.side) if task.text else pixels(x, prepared, network.side, 3)
-
-    x, xt = made(found.train_x[pool.numpy()]), made(found.test_x[test.numpy()])
+    pool, test = pools(found, most, tested)
+    x, xt = (
+        samples(part[at.numpy()], network, prepared)
+        for part, at in ((found.train_x, pool), (found.test_x, test))
+    )
     return x, found.train_y[pool], xt, found.test_y[test]
+
+
+def pools(found: Images, most: int, tested: int) -> tuple[Tensor, Tensor]:
+    """Positions of the samples that draws are made of, and of those tested: about as many of each class."""
+    return _balanced(found.train_y, most), _balanced(found.test_y, tested)
+
+
+def samples(x: np.ndarray, network: Network, prepared: Any) -> Inputs:
+    """Stored images or texts as a network takes them."""
+    return tokens(x, prepared, network.side) if network.text else pixels(x, prepared, network.side, 3)
 
 
 def _balanced(labels: Tensor, most: int) -> Tensor:
