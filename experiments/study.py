@@ -141,9 +141,9 @@ def _key(what: Mapping[str, Any]) -> str:
 
 def _short(value: object) -> str:
     """A value on a line of progress."""
-    return (
-        f"{value:.4g}" if isinstance(value, float) else str(value) if not isinstance(value, list) else "[...]"
-    )
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "[...]" if isinstance(value, list) or len(str(value)) > 60 else str(value)
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
