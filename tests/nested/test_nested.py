@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import NumericalError
+from linnet.errors import InputError, NumericalError
 from linnet.fitting import linear_fit
 from linnet.integrations.pretrained import BUILDERS
 from linnet.linear.features import Examples, Explicit, WeightedSum
@@ -435,3 +435,22 @@ def test_a_summand_more_is_a_term_more(finite: bool, monkeypatch: pytest.MonkeyP
     kernel = rows @ rows.T if finite else (-torch.cdist(rows, rows).square()).exp()
     assert near(fit.predict(X), solution(KERNEL + 0.7 * kernel, GOAL, RIDGE, torch.arange(N)))
     assert near(fit.forget([0]).predict(X[:1]), fit.loo()[:1].to(X))
+
+
+def test_of_several_networks_the_one_of_least_left_out_error_is_taken() -> None:
+    x, y = samples(24)
+    torch.manual_seed(5)
+    poor = nn.Sequential(nn.Flatten(), nn.Linear(16, 2), nn.ReLU(), nn.Linear(2, 3)).double()
+    fits = [linnet.adapt(one, (x, y)) for one in (poor, NET)]
+    errors = [(fit.loo() - fit.targets).square().sum(1).mean() for fit in fits]
+    better = int(errors[1] < errors[0])
+    for nets in ([poor, NET], [NET, poor]):
+        fit = linnet.adapt(nets, (x, y))
+        assert torch.equal(fit.predict(x), fits[better].predict(x))
+        assert f"Network {nets.index((poor, NET)[better]) + 1} " in fit.verdict
+    assert "Network" not in linnet.adapt([NET], (x, y)).verdict
+    for wrong in ([], [NET, 3]):
+        with pytest.raises(InputError, match="model"):
+            linnet.adapt(wrong, (x, y))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="two samples"):
+        linnet.adapt([NET, poor], (x[:3], y[:3]))

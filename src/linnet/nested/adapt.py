@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from linnet.fitting.remarks import single_remarks
 from linnet.linear.targets import doubts, task_targets, understood
 from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit, solved
-from linnet.nested.search import Shares
+from linnet.nested.search import LESS, Shares, counted, gained
 from linnet.nested.tuning import tuned
 from linnet.progress import Log
 from linnet.tangent.batch import take
@@ -32,7 +35,7 @@ HEADS = 4
 
 @in_exact_mode
 def adapt(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     data: Any,
     y: Any = None,
     *,
@@ -58,7 +61,9 @@ def adapt(
     Args:
         model: A trained network that ends in a linear layer, which is replaced, or that returns features
             (N, D), as an encoder without a head does. The ``last_hidden_state`` of an encoder is averaged
-            over the positions that ``attention_mask`` counts. It is not touched.
+            over the positions that ``attention_mask`` counts. It is not touched. Of a list of networks the
+            one with the least squared error on samples left out of its fit is taken; ``fit.verdict`` says by
+            how much.
         data: The new task: an (x, y) pair, a Dataset, a DataLoader or batches, x in any form that
             ``linnet.fit`` takes. Integer y and text are classes, float y (N, C) are values;
             ``fit.record.reasons["targets"]`` says what was understood, and a warning says where it is
@@ -102,19 +107,26 @@ def adapt(
         >>> linnet.adapt(net, (x, (x[:, 0] > 0).long())).predict(x).shape
         torch.Size([40, 2])
     """
-    check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
+    several = isinstance(model, list | tuple)
+    models: list[nn.Module] = [*model] if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
+    for place, one in enumerate(models):
+        name = f"model[{place}]" if several else "model"
+        check.instance(name, one, nn.Module, "a torch.nn.Module", "pass the network itself")
+    if not models:
+        check.refuse("model", model, "a network, or a list of some", "pass the network itself")
+    models = [without_wrapper(one) for one in models]
     check_output(output)
-    model = without_wrapper(model)
     seed = check.integer("seed", seed, least=0, most=2**63 - 1)
     log = tune if callable(tune) else None
     tunes = log is not None or check.flag("tune", tune)
     given = requested(weight, earlier, ridge, tunes)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in models[0].parameters()), torch.device("cpu"))
     with sharing("linnet.adapt", device):
-        data = Data.of(data if y is None else (data, y), model, memory=memory, text=True)
-        arguments = {"model": model, "params": params, "given": [*given], "seed": seed}
-        require_same_arguments({**arguments, "memory": memory, "tune": tunes})
-        fit = _adapted((model, output), data, params, given, seed, memory)
+        data = Data.of(data if y is None else (data, y), models[0], memory=memory, text=True)
+        arguments = {"model": models if several else models[0], "params": params, "given": [*given]}
+        require_same_arguments({**arguments, "seed": seed, "memory": memory, "tune": tunes})
+        fits = [_adapted((one, output), data, params, given, seed, memory) for one in models]
+        fit = fits[0] if len(fits) == 1 else _best(fits)
         if tunes and fit.prior.network.function.masks:
             raise InputError(
                 f"tune={tune!r} with parameters of which some entries do not vary",
@@ -150,6 +162,28 @@ def requested(
             remedy=f"leave {named[0]}= out, or tune=",
         )
     return given
+
+
+def _best(fits: Sequence[NestedFit]) -> NestedFit:
+    """The fit of the network with the least squared error on samples left out of its fit."""
+    counting = counted(fits[0]._targets)
+    errors = [(fit.loo() - fit.targets).square().sum(1)[counting] for fit in fits]
+    if not len(errors[0]):
+        raise InputError(
+            f"model is a list of {len(fits)} networks, and no class has two samples",
+            expected="samples that tell which network is best",
+            remedy="pass one network",
+        )
+    first, second = sorted(range(len(fits)), key=lambda place: float(errors[place].mean()))[:2]
+    gain, error = gained(errors[second], errors[first])
+    names = [f"{place + 1} ({type(fits[place].module.model).__name__})" for place in (first, second)]
+    told = f"{100 * gain:.0f} ± {100 * error:.0f} % {LESS} than with network {names[1]}, the next best"
+    fit = fits[first]
+    seconds = sum((Counter(one.record.seconds) for one in fits), Counter[str]())
+    reasons = {**fit.record.reasons, "network": f"number {names[0]} of {len(fits)}: {told}"}
+    reasons["verdict"] = f"{fit.verdict} Network {names[0]} of {len(fits)} gives {told}."
+    fit.record = replace(fit.record, reasons=reasons, seconds=dict(seconds))
+    return fit
 
 
 def require_chosen(features: RandomHeads, params: Selector, given: Shares) -> None:

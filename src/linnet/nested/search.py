@@ -146,7 +146,7 @@ class Choice:
     @property
     def gain(self) -> tuple[float, float]:
         """Share of the probe's leave-one-out error that ``best`` takes away, and its standard error."""
-        return _gained(self.probe.errors, self.best.errors)
+        return gained(self.probe.errors, self.best.errors)
 
     @property
     def points(self) -> tuple[float, float] | None:
@@ -222,7 +222,7 @@ class Choice:
         return ()
 
 
-def _gained(before: Tensor, now: Tensor) -> tuple[float, float]:
+def gained(before: Tensor, now: Tensor) -> tuple[float, float]:
     """Share of the errors (n,) of one model that another takes away, and its standard error."""
     gains = (before - now) / max(float(before.mean()), 1e-300) if len(before) > 1 else before.new_zeros(2)
     return float(gains.mean()), float(gains.std()) / len(gains) ** 0.5
@@ -312,7 +312,7 @@ class _Search:
         best = min(every, key=lambda one: one.score)
         if self.targets.labels is None:
             return best if helps(probe, best) else probe
-        gain, error = _gained(usual.errors, best.errors)
+        gain, error = gained(usual.errors, best.errors)
         return best if gain > AGAINST * error else usual
 
 
@@ -320,7 +320,7 @@ def helps(before: Candidate, now: Candidate) -> bool:
     """Whether there is less error beyond its error, and more right classes."""
     # Squared error alone falls also where outputs merely move toward 0 and 1; on development tasks the
     # probe was then ahead in 2 of 48 rows, and with both in none (docs/results/adapt.md).
-    gain, error = _gained(before.errors, now.errors)
+    gain, error = gained(before.errors, now.errors)
     right = before.right is None or now.right is None or int(now.right.sum()) > int(before.right.sum())
     return gain > ERRORS * error and right
 
@@ -463,7 +463,7 @@ def ladder(
         errors.append((found[counting] - truth).square().sum(1))
         rung = Rung(name, float(errors[-1].mean()))
         if rungs:
-            gain, gain_error = _gained(*errors[-2:])
+            gain, gain_error = gained(*errors[-2:])
             rung = replace(rung, gain=gain, gain_error=gain_error)
         if labels is not None:
             right.append(found[counting].argmax(1) == labels[counting])
