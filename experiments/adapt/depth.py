@@ -38,7 +38,7 @@ from linnet.nested.search import BIAS, FREE, Kernels, Shares, choose
 
 SHOTS = (5, 20, 50)
 MOST = 3000  # training samples to draw from
-PENALTIES = tuple(10.0**power for power in range(-4, 3))  # of logistic regression, by folds
+PENALTIES = tuple(10.0**power for power in range(-6, 2))  # of logistic regression, by folds
 RANDOM = 2000  # random ReLU features
 METHODS = ("adapt", "ridge", "logistic", "logistic, unit length", "random features")
 PLAIN = METHODS[1:4]  # what readers compare with

@@ -1,0 +1,56 @@
+"""The study of earlier layers: its draws are those of ``linnet.adapt``, its regression scikit-learn's."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from sklearn.linear_model import LogisticRegression
+from torch import nn
+
+import linnet
+from experiments.adapt.depth import PENALTIES, _outputs, _path, fitted, resampled
+from linnet.nested.search import Shares
+
+
+def test_a_draw_is_fitted_as_adapt_does() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(6, 20),
+        nn.Tanh(),
+        nn.Linear(20, 20),
+        nn.Tanh(),
+        nn.Linear(20, 9),
+        nn.Tanh(),
+        nn.Linear(9, 2),
+    )
+    x = torch.randn(60, 6, dtype=torch.float64)
+    y = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 2] > 1).long()
+    net = net.double()
+    for params, given in ((None, Shares(0.0)), ("6", Shares(0.0)), (None, Shares(None, 0.7))):
+        fit = linnet.adapt(net, (x[:40], y[:40]), weight=given.weight, earlier=given.earlier, params=params)
+        rows = fit.module.staged(x)
+        outputs, choice = fitted(rows[:40], y[:40], rows[40:], fit.module.width, given)
+        assert torch.allclose(outputs, fit.predict(x[40:]), atol=1e-6)
+        assert choice.taken.ridge == fit.ridge
+
+
+def test_logistic_regression_is_that_of_scikit_learn() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 4, generator=generator, dtype=torch.float64)
+    y = (x[:, 0] + 0.3 * torch.randn(50, generator=generator) > 0).long() + (x[:, 1] > 1).long()
+    for penalty, weights in zip(sorted(PENALTIES, reverse=True), _path(x, y, 3), strict=True):
+        if penalty < 1e-3:  # both stop before the optimum
+            continue
+        known = LogisticRegression(C=1 / (penalty * 50), max_iter=5000, tol=1e-8).fit(x.numpy(), y.numpy())
+        found = _outputs(weights, x).softmax(1).numpy()
+        assert np.allclose(found, known.predict_proba(x.numpy()), atol=5e-3)
+
+
+def test_errors_are_over_draws_and_test_samples() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first = torch.rand(5, 400, generator=generator) < 0.8
+    ahead, error = resampled(first, torch.zeros(5, 400, dtype=torch.bool))
+    assert abs(ahead - 80) < 3
+    assert 0.5 < error < 2.5  # 100 √(0.8 · 0.2 / 2000) = 0.9 and a little more
+    same = first[:1].expand(5, -1)
+    assert 1.5 < resampled(same, torch.zeros(5, 400, dtype=torch.bool))[1] < 2.5  # 100 √(0.8 · 0.2 / 400) = 2
