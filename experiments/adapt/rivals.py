@@ -42,7 +42,7 @@ RATES = {  # of Adam, for texts and for images: about the best of trials on two 
     "fine-tuning": ((1e-5, 3e-5, 1e-4, 3e-4), (1e-4, 3e-4, 1e-3, 3e-3)),
     "LoRA": ((3e-4, 1e-3, 3e-3, 1e-2), (1e-3, 3e-3, 1e-2, 3e-2)),
     "biases": ((1e-3, 3e-3, 1e-2, 3e-2), (3e-3, 1e-2, 3e-2, 1e-1)),
-    "pairs": ((1e-5, 3e-5, 1e-4, 3e-4), (1e-4, 3e-4, 1e-3, 3e-3)),
+    "pairs": ((3e-5, 1e-4, 3e-4, 1e-3), (1e-4, 3e-4, 1e-3, 3e-3)),
 }
 # What the names of the parameters trained beside the head end in.
 ENDS: dict[str, str | tuple[str, ...]] = {"fine-tuning": "", "LoRA": (".a", ".b"), "biases": "bias"}
@@ -438,7 +438,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     what |= {"batch": BATCH, "finalists": given.finalists, "draw": DRAW}
                     for method in given.methods:
                         compute = partial(cell, network, task, shots, seed, method, given)
-                        cells.append(study.cell({**what, "method": method}, compute))
+                        rates = [] if method in FROZEN else list(RATES[method][not network.text])
+                        cells.append(study.cell({**what, "method": method, "rates": rates}, compute))
     study.publish(table(cells), cells)
 
 
