@@ -412,7 +412,7 @@ def table(cells: Sequence[Cell]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is asked for."""
     options = parser(__doc__ or "")
-    options.add_argument("--sets", nargs="+", default=["development", "reported"], choices=list(SETS))
+    options.add_argument("--sets", nargs="+", default=["development"], choices=list(SETS))
     options.add_argument("--networks", nargs="+", default=["minilm6", "lite0"], choices=list(NETWORKS))
     options.add_argument("--tasks", nargs="+", default=None, help="names of tasks (default: all)")
     options.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
