@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import linnet
+from experiments.adapt.depth import MOST
 from experiments.adapt.kernels import SETS, suited
 from experiments.adapt.nested import drawn as shots_of
 from experiments.adapt.tasks import NETWORKS, Network, Task, pools, samples, stored
@@ -417,7 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--tasks", nargs="+", default=None, help="names of tasks (default: all)")
     options.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     options.add_argument("--shots", nargs="+", type=int, default=[5, 20])
-    options.add_argument("--pool", type=int, default=2000, help="samples to draw from (default %(default)s)")
+    options.add_argument("--pool", type=int, default=MOST, help="samples to draw from (default %(default)s)")
     options.add_argument("--tested", type=int, default=2000, help="test samples (default %(default)s)")
     options.add_argument(
         "--finalists", type=int, default=2, help="settings that are tried on all folds (default %(default)s)"
