@@ -19,12 +19,13 @@ from torch import Tensor, nn
 import linnet
 from experiments.adapt.kernels import SETS, suited
 from experiments.adapt.nested import drawn as shots_of
+from experiments.adapt.rivals import EPOCHS, STEPS
 from experiments.adapt.tasks import NETWORKS, Network, Task, drawn
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, with_error
-from linnet.fitting.descent import fine_tune, nearest_class_mean
+from linnet.fitting.descent import HEAD_SCALE, fine_tune, nearest_class_mean
 from linnet.fitting.last_layer import features
-from linnet.nested.tuning import EPOCHS, HEAD_SCALE, STEPS, tuned
+from linnet.nested.tuning import tuned
 from linnet.plots.measures import calibration_error, equal_mass_bins
 from linnet.tangent.batch import Inputs, batch_size, take
 
@@ -76,7 +77,7 @@ def cell(
     x, y, xt, yt = drawn(task, network, prepared, 600, tested, folder)
     at = shots_of(y, shots, seed)
     data = take(x, at), y[at]
-    steps = max(STEPS, -(-EPOCHS * len(at) // BATCH))
+    steps = max(STEPS[-1], -(-EPOCHS * len(at) // BATCH))
     start = time.perf_counter()
     probe = linnet.adapt(model, data, weight=0.0)
     found = judged("probe", probe.predictive(xt).probs, yt, start)

@@ -26,9 +26,8 @@ from experiments.adapt.tasks import NETWORKS, Network, Task, pools, samples, sto
 from experiments.sources import Images
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, with_error
-from linnet.fitting.descent import CLIP, WARM_UP, held_out_splits, loss_of, outputs_of
+from linnet.fitting.descent import CLIP, HEAD_SCALE, WARM_UP, held_out_splits, loss_of, outputs_of
 from linnet.fitting.last_layer import last_linear, replace_module
-from linnet.nested.tuning import HEAD_SCALE
 from linnet.tangent.batch import Inputs, on_device, split, take
 from linnet.tangent.functional import copied
 from linnet.training import cosine, stream, train

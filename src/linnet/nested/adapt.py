@@ -80,9 +80,9 @@ def adapt(
             as ``"pooler_output"``. By default a tensor as it is, ``logits``, or ``last_hidden_state``.
         seed: Seed of the four random heads whose tangent kernels are averaged.
         memory: Budget such as ``"4GB"``; by default half of what is available.
-        tune: Whether to train the lower layers where it helps: five or six runs of 150 steps or more. Or a
-            callback ``f(metrics, step)``, which also turns tuning on; it receives the training loss of each
-            epoch and the held-out error of each run.
+        tune: Whether to train the lower layers where it helps: five to eight runs of 20 steps or ten
+            epochs, of 150 steps at least for values. Or a callback ``f(metrics, step)``, which also turns
+            tuning on; it receives the training loss of each epoch and the held-out error of each run.
 
     Returns:
         The fit.

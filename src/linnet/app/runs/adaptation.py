@@ -29,7 +29,7 @@ from linnet.app.runs.place import KERNEL_FILE, leave, shared_fit
 from linnet.app.runs.trust import absolute_spec
 from linnet.errors import InputError, ModelError
 from linnet.fitting.arguments import Choices
-from linnet.fitting.descent import fine_tune, held_out_probe
+from linnet.fitting.descent import HEAD_SCALE, fine_tune, held_out_probe
 from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import Appended, ending_linear, selected_inside
 from linnet.fitting.remarks import single_remarks
@@ -39,7 +39,7 @@ from linnet.nested.adapt import HEADS, requested, require_chosen
 from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit, solved, tries_derivatives
 from linnet.nested.search import FREE, SAME, Shares
-from linnet.nested.tuning import HEAD_SCALE, tuned
+from linnet.nested.tuning import tuned
 from linnet.params import integer
 from linnet.predictive.noise import fit_temperature, probabilities
 from linnet.progress import is_verbose, waiting
