@@ -26,8 +26,10 @@ from linnet.tangent.batch import MASK, Inputs, counted, take
 from linnet.tangent.functional import FAILURES, Functional, adapt_outputs
 from linnet.tree import tensors_in
 
-STAGES = 8  # layers that are read; 4 were half a point behind, and all of the second half no better
-GRID = 2  # parts in each direction of a map; 4 lost up to 17 points where what is seen moves about
+# Decided on development tasks (docs/results/adapt.md, "What was tried").
+STAGES = 8  # layers that are read, at most
+SKIPPED = 0.5  # of the layers, the first ones: they see edges and words, and not what is shown
+GRID = 2  # parts in each direction of a map
 WIDEST = 2048  # numbers of a layer's grid; beyond, its maps are averaged whole
 EXTRA = 5  # tokens of an image that are no part of it, at most: a class, a distillation, four registers
 FEW = (3, 2)  # examples by which the axis of examples is told
@@ -47,7 +49,7 @@ def earlier_layers(function: Functional, x: Inputs) -> tuple[str, ...]:
     ]
     if not found:
         return ()
-    places = torch.linspace((len(found) - 1) / 2, len(found) - 1, STAGES).round().int().tolist()
+    places = torch.linspace(SKIPPED * (len(found) - 1), len(found) - 1, STAGES).round().int().tolist()
     return tuple(found[place] for place in dict.fromkeys(places))
 
 
