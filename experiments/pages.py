@@ -4,7 +4,7 @@
 the cells of group 3. A group names what its cells agree in; a value is the mean of one of their numbers (a
 path, or the difference of two), times a scale, plus a shift, in a format, with its standard error where ``±``
 follows. ``=7.5`` is a number of which no cell is stored, or a label; the table says why. ``"table of"`` names
-a study whose function ``table`` makes the whole table.
+a study whose function ``table``, or the one after a colon, makes the whole table.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def made(text: str, tables: Mapping[str, Table]) -> str:
         table = tables[name]
         if "table of" in table:
             cells = [cell for file in table["files"] for cell in stored(file)["cells"]]
-            whole = import_module(table["table of"]).table(cells).splitlines(keepends=True)
+            study, _, function = table["table of"].partition(":")
+            make = getattr(import_module(study), function or "table")
+            whole = make(cells).splitlines(keepends=True)
             lines[place.start : place.stop] = [*whole[:-1], whole[-1] + "\n"]
             continue
         rows = [i for i in place if not lines[i].startswith("|---")]

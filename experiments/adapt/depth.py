@@ -27,7 +27,7 @@ from experiments.adapt.kernels import suited
 from experiments.adapt.nested import drawn
 from experiments.adapt.tasks import NETWORKS, Network, Task, pools, samples, stored
 from experiments.study import Cell, Study, parser
-from experiments.tables import markdown
+from experiments.tables import markdown, with_error
 from linnet.files import load, save
 from linnet.fitting.last_layer import ending_linear
 from linnet.linear.dual import DualSystem
@@ -209,17 +209,55 @@ def resampled(first: Tensor, second: Tensor) -> tuple[float, float]:
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Markdown: a row a network, task and number of shots."""
-    header = ("network", "task", "a class", *METHODS, "ahead of the best plain probe", "earlier")
+    """Markdown: a row a network and task; the best plain probe by hindsight, adapt, and the difference."""
+    header = ["network", "task", "classes"]
+    for shots in SHOTS:
+        header += [f"plain, {shots} a class", "adapt", "ahead"]
     rows = []
-    for cell in cells:
-        means = [f"{100 * float(np.mean(cell['accuracy'][name])):.1f}" for name in METHODS]
-        ahead, error = cell["ahead"]["best"]
-        shots = f"{cell['shots']} †" if cell["single"] else str(cell["shots"])
-        share = float(np.mean(cell["earlier"]))
-        rows.append(
-            (cell["network"], cell["task"], shots, *means, f"{ahead:.1f} ± {error:.1f}", f"{share:.2f}")
-        )
+    for network, task in dict.fromkeys((cell["network"], cell["task"]) for cell in cells):
+        own = {cell["shots"]: cell for cell in cells if (cell["network"], cell["task"]) == (network, task)}
+        row = [network, task, str(next(iter(own.values()))["classes"])]
+        for shots in SHOTS:
+            row += _columns(own[shots]) if shots in own else ["–", "–", "–"]
+        rows.append(row)
+    return markdown(header, rows)
+
+
+def _columns(cell: Cell) -> list[str]:
+    """Accuracies of the best plain probe and of adapt in percent, and their paired difference."""
+    plain, taken = (100 * float(np.mean(cell["accuracy"][name])) for name in (cell["best"], "adapt"))
+    ahead, error = cell["ahead"]["best"]
+    return [f"{plain:.1f}", f"{taken:.1f}", f"{ahead:.1f} ± {error:.1f}"]
+
+
+def means(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a network and number of shots; means over tasks."""
+    header = (
+        "network",
+        "a class",
+        "tasks",
+        *METHODS,
+        "ahead of the best plain probe",
+        "rows behind by 2 errors",
+    )
+    rows = []
+    for network in dict.fromkeys(cell["network"] for cell in cells):
+        for shots in SHOTS:
+            own = [cell for cell in cells if (cell["network"], cell["shots"]) == (network, shots)]
+            if not own:
+                continue
+            scores = [100 * float(np.mean([np.mean(c["accuracy"][m]) for c in own])) for m in METHODS]
+            ahead = [cell["ahead"]["best"] for cell in own]
+            rows.append(
+                (
+                    network,
+                    str(shots),
+                    str(len(own)),
+                    *(f"{score:.1f}" for score in scores),
+                    with_error(gain for gain, _ in ahead),
+                    str(sum(gain < -2 * error for gain, error in ahead)),
+                )
+            )
     return markdown(header, rows)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from experiments.adapt.kernels import SETS, suited
 from experiments.adapt.tasks import NETWORKS
 from experiments.study import Cell, Study, parser
-from experiments.tables import chosen, with_error
+from experiments.tables import chosen, markdown, mean_and_error, with_error
 from linnet.files import load
 from linnet.linear.targets import make_targets
 from linnet.nested.search import BIAS, Shares, choose
@@ -72,24 +72,23 @@ def compared(kernels: Mapping[str, Tensor], shots: int, seed: int) -> dict[str, 
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Markdown: a row a network, task and number of shots, with paired differences from the probe."""
-    names = ("network", "task", "a class", "linear probe", "adapt", "gain", "lower layers alone", "weight")
-    lines = [f"| {' | '.join(names)} |", "|---|---|---:|---:|---:|---:|---:|---:|"]
-    rows = dict.fromkeys((cell["network"], cell["task"], cell["shots"]) for cell in cells)
-    for network, task, shots in rows:
-        where = {"network": network, "task": task, "shots": shots}
-        probe, taken, body, weight = (
-            chosen(cells, key, **where) for key in ("probe", "adapt", "body", "weight")
+    """Markdown: a row a set of tasks, network and number of shots; means over tasks."""
+    header = (
+        "tasks", "network", "a class", "rows", "linear probe", "with derivatives", "gain", "behind",
+        "derivatives alone",
+    )  # fmt: skip
+    rows = []
+    for part, network, shots in dict.fromkeys((c["set"], c["network"], c["shots"]) for c in cells):
+        own = [c for c in cells if (c["set"], c["network"], c["shots"]) == (part, network, shots)]
+        tasks = [[c for c in own if c["task"] == task] for task in dict.fromkeys(c["task"] for c in own)]
+        probe, taken, body = (
+            [100 * mean(cell[key] for cell in one) for one in tasks] for key in ("probe", "adapt", "body")
         )
-        gains = [a - b for a, b in zip(taken, probe, strict=True)]
-        # every draw is the same where the pool has no more images of each class: one, without an error
-        single = len({*map(tuple, zip(probe, taken, body, strict=True))}) == 1
-        columns = [column[:1] if single else column for column in (probe, taken, gains, body)]
-        values = [with_error(column, scale=100) for column in columns]
-        mean = f"{sum(weight) / len(weight):.2f}"
-        named = f"{shots} †" if single else str(shots)
-        lines.append(f"| {' | '.join((network, task, named, *values, mean))} |")
-    return "\n".join(lines)
+        gains = [mean_and_error(100 * (c["adapt"] - c["probe"]) for c in one) for one in tasks]
+        behind = sum(gain < -(error if error == error else 0.0) - 1e-9 for gain, error in gains)
+        numbers = (f"{mean(probe):.1f}", f"{mean(taken):.1f}", with_error(gain for gain, _ in gains))
+        rows.append((part, network, str(shots), str(len(tasks)), *numbers, str(behind), f"{mean(body):.1f}"))
+    return markdown(header, rows)
 
 
 def summary(cells: Sequence[Cell]) -> str:

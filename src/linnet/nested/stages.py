@@ -1,4 +1,4 @@
-"""Features of earlier layers: what goes into the layers with weights in the second half of a network.
+"""Features of earlier layers: what goes into some layers with weights in the second half of a network.
 
     ψ(x) = (ψ_1(x), …, ψ_L(x)) / √L,    ψ_l(x) = pool(a_l(x)) / |pool(a_l(x))|,    a_l: the input of layer l
 
@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,10 +28,10 @@ from linnet.tangent.functional import FAILURES, Functional, adapt_outputs
 from linnet.tree import tensors_in
 
 # Decided on development tasks (docs/results/adapt.md, "What was tried").
-STAGES = 8  # layers that are read, at most
+STAGES = 8  # layers that are read, at most: the one with the narrowest input of each eighth of the rest
 SKIPPED = 0.5  # of the layers, the first ones: they see edges and words, and not what is shown
 GRID = 2  # parts in each direction of a map
-WIDEST = 2048  # numbers of a layer's grid; beyond, its maps are averaged whole
+WIDEST = 4096  # numbers of a layer's grid; beyond, its maps are averaged whole
 EXTRA = 5  # tokens of an image that are no part of it, at most: a class, a distillation, four registers
 FEW = (3, 2)  # examples by which the axis of examples is told
 
@@ -47,10 +48,20 @@ def earlier_layers(function: Functional, x: Inputs) -> tuple[str, ...]:
         for name, shape in first.items()
         if len(shape) > 1 and shape[0] == FEW[0] and second.get(name, (0,))[0] == FEW[1]
     ]
-    if not found:
-        return ()
-    places = torch.linspace(SKIPPED * (len(found) - 1), len(found) - 1, STAGES).round().int().tolist()
-    return tuple(found[place] for place in dict.fromkeys(places))
+    late = found[math.ceil(SKIPPED * (len(found) - 1)) :]
+    parts = [part for part in _split(late, STAGES) if part]
+    return tuple(min(part, key=lambda name: _channels(function.model, name, first[name])) for part in parts)
+
+
+def _split(names: list[str], count: int) -> list[list[str]]:
+    """Names in order as so many parts of about equal lengths."""
+    ends = [round(place * len(names) / count) for place in range(count + 1)]
+    return [names[a:b] for a, b in pairwise(ends)]
+
+
+def _channels(model: nn.Module, name: str, shape: torch.Size) -> int:
+    """The width of what goes into a layer."""
+    return shape[1] if isinstance(model.get_submodule(name), _ConvNd) else shape[-1]
 
 
 def _inputs_of_layers(function: Functional, x: Inputs) -> dict[str, torch.Size]:
