@@ -3,8 +3,9 @@
     python benchmarks/adapt_real.py --data-dir DATA
     python benchmarks/adapt_real.py --only resnet20 bert
 
-A problem is the fit, with half of the kernel from the lower layers, and the predictions for the test samples
-with their variances; the network is loaded before. Beside the seconds stand the peak of the process's memory,
+A problem is the fit and the predictions for the test samples with their variances; the network is loaded
+before. The first ones are the call as it is without arguments, the others have half of the kernel from the
+derivatives of the lower layers. Beside the seconds stand the peak of the process's memory,
 and the floor by operation count: one forward pass of every sample and a backward pass of each random head, at
 the rate of float32 matrix products in the same process. Products of pairs of samples are not in the floor.
 """
@@ -31,6 +32,38 @@ from linnet.nested.adapt import HEADS
 from linnet.tangent.batch import Inputs, take
 
 Problem = tuple[nn.Module, Inputs, Tensor, Inputs]  # network, training samples and labels, test samples
+
+
+def lite(data_dir: str | None) -> Problem:
+    """EfficientNet-lite0 on images of 96 pixels."""
+    from eurosat import find_data_dir
+
+    from linnet.app.models import load_model
+
+    folder = find_data_dir(data_dir, require=["weights"]) / "weights"
+    return (load_model(f"{folder / 'nets_more.py'}:efficientnet_lite0"), *images(200, 500, 96, 10))
+
+
+def sentences(_: str | None) -> Problem:
+    """A sentence encoder of the size of MiniLM-L6 with random weights on 32 tokens."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+    ids = torch.randint(1, 30_000, (1000, 32), generator=torch.Generator().manual_seed(0))
+    every: dict[str, Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    model = BertModel(config, add_pooling_layer=False).eval()
+    return model, take(every, slice(0, 500)), torch.arange(500) % 4, take(every, slice(500, 1000))
+
+
+def many(_: str | None) -> Problem:
+    """ResNet-20 on 4,000 images."""
+    found = resnet20(_)
+    return (found[0], *images(4000, 500, 32, 10))
+
+
+def large(_: str | None) -> Problem:
+    """ViT-B/16 with random weights on 200 images of 224 pixels."""
+    return (vit(_)[0], *images(200, 100, 224, 10))
 
 
 def images(train: int, test: int, side: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,6 +136,10 @@ class Logits(nn.Module):
 
 # Name: the problem, the budget, the most seconds that a user should wait.
 PROBLEMS: dict[str, tuple[Callable[[str | None], Problem], str | None, int]] = {
+    "lite0": (lite, None, 90),
+    "minilm": (sentences, None, 60),
+    "resnet20-4000": (many, None, 60),
+    "vit-200": (large, None, 120),
     "resnet20": (resnet20, None, 60),
     "mobilenet-96": (mobilenet(40, 140, 96), None, 60),
     "mobilenet-160": (mobilenet(200, 200, 160), None, 360),
@@ -110,7 +147,12 @@ PROBLEMS: dict[str, tuple[Callable[[str | None], Problem], str | None, int]] = {
     "resnet50": (resnet50, "2GB", 300),
     "vit": (vit, "3GB", 600),
 }
+PLAIN = ("lite0", "minilm", "resnet20-4000", "vit-200")  # called without arguments
 TITLES = {
+    "lite0": "EfficientNet-lite0, 96 px, 200 training and 500 test images, as it is",
+    "minilm": "BERT of 6 layers and width 384, 32 tokens, 500 and 500, as it is",
+    "resnet20-4000": "ResNet-20, 32 px, 4,000 and 500, as it is",
+    "vit-200": "ViT-B/16, 224 px, 200 and 100, as it is",
     "resnet20": "ResNet-20, 32 px, 100 training and 500 test images",
     "mobilenet-96": "MobileNetV2, 96 px, 40 and 140",
     "mobilenet-160": "MobileNetV2, 160 px, 200 and 200",
@@ -129,9 +171,11 @@ def measured(name: str, data_dir: str | None) -> dict[str, Any]:
         model(**one) if isinstance(one, dict) else model(one)
     rate = sgemm_rate(2048, 3)
     samples = len(y) + len(xt["input_ids"] if isinstance(xt, dict) else xt)
-    floor = samples * counter.get_total_flops() * (1 + 2 * HEADS) / rate
+    passes = 1 if name in PLAIN else 1 + 2 * HEADS
+    floor = samples * counter.get_total_flops() * passes / rate
     begin, used = time.perf_counter(), time.process_time()
-    fit = linnet.adapt(model, (x, y), weight=0.5, memory=memory)  # random images would take the probe
+    weight = None if name in PLAIN else 0.5  # random images would take no derivatives
+    fit = linnet.adapt(model, (x, y), weight=weight, memory=memory)
     fitted = time.perf_counter() - begin
     found = fit.predictive(xt)
     assert bool(found.covariance.isfinite().all())
