@@ -88,7 +88,7 @@ def blocks(lines: Sequence[str]) -> Iterator[tuple[str, range]]:
 def made(text: str, tables: Mapping[str, Table]) -> str:
     """A page with its tables as the cells give them."""
     lines = text.splitlines(keepends=True)
-    for name, place in blocks(lines):
+    for name, place in [*blocks(lines)][::-1]:  # the last first: a table may get more lines
         if name not in tables:
             continue
         table = tables[name]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 import re
-import statistics
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 import pytest
-from scipy import stats
 
 from experiments import pages
-from experiments.tables import mean_and_error, with_error
+from experiments.adapt import depth
 
 PAGES = pages.pages()
 NAMES = [str(page.relative_to(pages.ROOT)) for page in PAGES]
@@ -82,45 +80,23 @@ def test_other_cells_make_another_page(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def claims() -> Mapping[str, str]:
     """What sentences of several pages say of the study of new tasks, from its cells."""
-    found = {}
-    ladder = [c for c in pages.stored("adapt/ladder-resnet20.json")["cells"] if c["set"] == "reported"]
-    for name in ("ladder", "nested"):
-        ahead = [100 * (cell[name] - cell["fine-tuning"]) for cell in ladder]
-        found[name] = with_error(ahead)
-        found[f"{name}, p"] = format(stats.ttest_1samp(ahead, 0).pvalue, ".2f")
-    draws: dict[tuple[bool, str, str, int], list[tuple[float, float]]] = {}
-    for cell in pages.stored("adapt/nested-reported.json")["cells"]:
-        key = (cell["network"] == "ResNet-20", cell["network"], cell["task"], cell["shots"])
-        draws.setdefault(key, []).append((100 * (cell["adapt"] - cell["probe"]), cell["probe"]))
-    for narrow, kind in ((True, "narrow"), (False, "wide")):
-        rows = [zip(*own, strict=True) for (own_kind, *_), own in draws.items() if own_kind == narrow]
-        gains = [(*mean_and_error(gain), len(set(probe)) > 1) for gain, probe in rows]
-        found[f"{kind}, rows"] = str(len(gains))
-        found[f"{kind}, median"] = format(statistics.median(mean for mean, _, _ in gains), ".1f")
-        found[f"{kind}, ahead"] = str(sum(mean > error + 1e-9 and several for mean, error, several in gains))
-        found[f"{kind}, behind"] = str(sum(mean < -error - 1e-9 for mean, error, _ in gains))
-    return found
+    cells = pages.stored("adapt/depth-reported.json")["cells"]
+    wide = [cell for cell in cells if cell["width"] >= 300]
+    behind = [cell for cell in wide if cell["ahead"]["best"][0] < -2 * cell["ahead"]["best"][1]]
+    found = {str(shots): depth.gain(cells, shots) for shots in depth.SHOTS}
+    tasks = len({cell["task"] for cell in wide})
+    return {**found, "tasks": str(tasks), "rows": str(len(wide)), "behind": str(len(behind))}
 
 
-AHEAD = r"it is (\S+ ± \S+) points ahead of plain fine-tuning on the nine tasks \(p = (\S+)\)"
-GAINS = r"gains (\S+) points on its linear probe in the median of (\d+) rows"
-SEEN = r"the median gain is (\S+) \(.*? and (\d+) of (\d+) rows are behind"
-CHOICE = r"gain (\S+) in the median and are behind by more than the error in (\d+) of (\d+)"
-LADDER = r"ladder is (\S+ ± \S+) points ahead of fine-tuning \(.*?: p = (\S+),"
+THREE = r"by (\S+ ± \S+), (\S+ ± \S+) and (\S+ ± \S+) points"
 SAID = [
-    ("results/adapt.md", LADDER, "ladder", "ladder, p"),
-    ("results/adapt.md", r"\(\*nested\*\) (\S+ ± \S+) \(p = (\S+)\);", "nested", "nested, p"),
-    ("results/adapt.md", r"and (\d+) of (\d+) are ahead by more, beside", "narrow, ahead", "narrow, rows"),
-    ("results/adapt.md", r"single draw; the median gain is (\S+) points", "narrow, median"),
-    ("results/adapt.md", GAINS, "narrow, median", "narrow, rows"),
-    ("results/adapt.md", r"in the median, and (\d+) of (\d+) rows are behind", "wide, behind", "wide, rows"),
-    ("results.md", GAINS, "narrow, median", "narrow, rows"),
-    ("results.md", SEEN, "wide, median", "wide, behind", "wide, rows"),
-    ("results.md", AHEAD, "ladder", "ladder, p"),
-    ("how-to-choose.md", r"fine-tuning by (\S+ ± \S+) points \(p = (\S+)\)", "ladder", "ladder, p"),
-    ("how-to-choose.md", r"ResNet-20 gains (\S+) points in the median", "narrow, median"),
-    ("how-to-choose.md", CHOICE, "wide, median", "wide, behind", "wide, rows"),
-]  # fmt: skip
+    ("results/adapt.md", THREE, "5", "20", "50"),
+    ("results/adapt.md", r"on (\d+) sets of images and texts", "tasks"),
+    ("results/adapt.md", r"(\d+) of (\d+) rows are behind", "behind", "rows"),
+    ("results.md", THREE, "5", "20", "50"),
+    ("results.md", r"(\d+) of (\d+) rows are behind by more than two", "behind", "rows"),
+    ("how-to-choose.md", THREE, "5", "20", "50"),
+]
 
 
 @pytest.mark.parametrize(("page", "sentence", "names"), [(p, s, n) for p, s, *n in SAID])

@@ -261,6 +261,20 @@ def means(cells: Sequence[Cell]) -> str:
     return markdown(header, rows)
 
 
+def brief(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a network of 300 features or more and number of shots; means over tasks."""
+    header = ("encoder", "tasks", "samples a class", "best plain probe", "`linnet.adapt(net, data)`", "ahead")
+    rows = []
+    for network in dict.fromkeys(cell["network"] for cell in cells if cell["width"] >= 300):
+        for shots in SHOTS:
+            own = [cell for cell in cells if (cell["network"], cell["shots"]) == (network, shots)]
+            columns = [_columns(cell) for cell in own]
+            plain, taken = (f"{np.mean([float(one[k]) for one in columns]):.1f}" for k in (0, 1))
+            ahead = with_error(cell["ahead"]["best"][0] for cell in own)
+            rows.append((network, str(len(own)), str(shots), plain, taken, ahead))
+    return markdown(header, rows)
+
+
 def summary(cells: Sequence[Cell]) -> str:
     """Means by number of shots and by network, and the rows that are behind."""
     lines = []
@@ -269,7 +283,7 @@ def summary(cells: Sequence[Cell]) -> str:
         for network in (None, *networks):
             own = [c for c in cells if c["shots"] == shots and network in (None, c["network"])]
             if own:
-                lines.append(f"{network or 'all'}, {shots} a class: {_mean_gain(own)}")
+                lines.append(f"{network or 'all'}, {shots} a class: {' points over '.join(_mean_gain(own))}")
     for cell in cells:
         ahead, error = cell["ahead"]["best"]
         if ahead < 0:
@@ -278,16 +292,19 @@ def summary(cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
-def _mean_gain(cells: Sequence[Cell]) -> str:
-    """Mean over rows of the points ahead of the best plain probe, with its error over tasks."""
+def gain(cells: Sequence[Cell], shots: int, wide: bool = True) -> str:
+    """Points ahead of the best plain probe behind networks with or without 300 features, over tasks."""
+    return _mean_gain([c for c in cells if c["shots"] == shots and (c["width"] >= 300) == wide])[0]
+
+
+def _mean_gain(cells: Sequence[Cell]) -> tuple[str, str]:
+    """Points ahead of the best plain probe in the mean of tasks, and of how many; rows that are behind."""
     tasks: dict[str, list[float]] = {}
     for cell in cells:
         tasks.setdefault(cell["task"], []).append(cell["ahead"]["best"][0])
-    each = [float(np.mean(gains)) for gains in tasks.values()]
-    error = float(np.std(each, ddof=1)) / len(each) ** 0.5 if len(each) > 1 else math.nan
     behind = sum(cell["ahead"]["best"][0] < -2 * cell["ahead"]["best"][1] for cell in cells)
-    told = f"{np.mean(each):.1f} ± {error:.1f} points over {len(each)} tasks, {len(cells)} rows"
-    return f"{told}, {behind} behind by more than two errors"
+    rows = f"{len(tasks)} tasks, {len(cells)} rows, {behind} behind by more than two errors"
+    return with_error(float(np.mean(gains)) for gains in tasks.values()), rows
 
 
 def main() -> None:
