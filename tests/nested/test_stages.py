@@ -107,6 +107,11 @@ def test_maps_and_tokens_are_pooled() -> None:
     expected = torch.stack([tokens[0, :5].mean(0), tokens[1, :9].mean(0)])
     assert torch.allclose(pooled(tokens, False, mask, False), expected, atol=1e-6)
     assert torch.allclose(pooled(tokens, False, None, False), tokens.mean(1))
+    # images of every size give as many numbers
+    one = torch.randn(2, 3, 1, 1)
+    assert torch.equal(pooled(one, True, None, True), one.flatten(1).repeat_interleave(4, 1))
+    odd = pooled(torch.randn(2, 23, 3), False, None, True)
+    assert odd.shape == grid.shape
     wide = torch.randn(2, stages.WIDEST // 2, 4, 4)  # a grid of it would be too wide
     assert torch.allclose(pooled(wide, True, None, True), wide.mean((2, 3)))
 

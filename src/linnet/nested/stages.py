@@ -150,15 +150,23 @@ def pooled(a: Tensor, channels_first: bool, mask: Tensor | None, image: bool) ->
     if a.ndim == 2:
         return a
     if not channels_first:
-        tokens = a.shape[1]
-        side = math.isqrt(tokens)
-        if a.ndim == 3 and image and side > 1 and tokens - side**2 <= EXTRA:
-            a = a[:, tokens - side**2 :].unflatten(1, (side, side))
+        if a.ndim == 3 and image:
+            a = _as_map(a)
         if a.ndim == 3 and mask is not None and mask.shape == a.shape[:2]:
             counts = counted(mask)[..., None].to(a)
             return (a * counts).sum(1) / counts.sum(1)
         a = a.movedim(-1, 1)
-    dims = a.ndim - 2
-    if dims == 2 and min(a.shape[2:]) >= GRID and a.shape[1] * GRID**2 <= WIDEST:
+    # as wide for images of every size: the grid of a map of one place has that place in all its parts
+    if a.ndim == 4 and a.shape[1] * GRID**2 <= WIDEST:
         return F.adaptive_avg_pool2d(a, GRID).flatten(1)
     return a.flatten(2).mean(2)
+
+
+def _as_map(tokens: Tensor) -> Tensor:
+    """The tokens of a square image as a map (N, H, W, D); those of others as their mean, one place."""
+    # tokens (N, T, D)
+    count = tokens.shape[1]
+    side = math.isqrt(count)
+    if count - side**2 > EXTRA:
+        return tokens.mean(1)[:, None, None]
+    return tokens[:, count - side**2 :].unflatten(1, (side, side))
