@@ -169,4 +169,5 @@ def _as_map(tokens: Tensor) -> Tensor:
     side = math.isqrt(count)
     if count - side**2 > EXTRA:
         return tokens.mean(1)[:, None, None]
-    return tokens[:, count - side**2 :].unflatten(1, (side, side))
+    found: Tensor = tokens[:, count - side**2 :].unflatten(1, (side, side))
+    return found
