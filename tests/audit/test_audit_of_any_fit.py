@@ -138,4 +138,5 @@ def test_weights_that_require_no_gradient_are_told() -> None:
     every = linnet.fit(linnet.linearize(frozen, params="all"), (x, y))
     assert not any("require no gradient" in text for text in every.summary()["warnings"])
     with pytest.raises(ModelError, match='params="all"'):
-        linnet.adapt(frozen, (x, y))
+        linnet.adapt(frozen, (x, y), weight=0.5)
+    assert linnet.adapt(frozen, (x, y)).body_weight == 0  # what its layers compute needs no gradient

@@ -165,6 +165,7 @@ OF_CALL: dict[str, str] = {
     "audit.GradientStore.top(k)": "count",
     "audit.GradientStore.top(lowest)": "flag",
     "adapt(weight)": "share or zero",
+    "adapt(earlier)": "share or zero",
     "fitting.Dual(file)": "place or none",
     "fitting.Sketch(basis)": "word",
     "fitting.Sketch(dim)": "count",
