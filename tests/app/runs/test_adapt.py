@@ -134,8 +134,8 @@ def test_an_interrupted_evaluation_keeps_the_fit(folder: Path, monkeypatch: pyte
 def test_trained_lower_layers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_pictures(folder / "more.npz", train=16)
-    again, run = partial(adapt, folder, "--model-args", '{"width": 2}', data="more.npz"), folder / "run"
+    write_pictures(folder / "more.npz", train=24)
+    again, run = partial(adapt, folder, "--model-args", '{"width": 6}', data="more.npz"), folder / "run"
     assert again(out="plain") == 0
     assert "next: --tune" in capsys.readouterr().out
     tuned, begun = adaptation.tuned, []
