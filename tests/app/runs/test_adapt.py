@@ -170,7 +170,7 @@ def test_trained_lower_layers(
     assert cli.main(["forget", "--run", str(run), *words]) == 0
     less = load_run(folder / "less").fit
     assert less.trained
-    assert (less.n, less.noise) == (47, load_run(run).fit.noise)
+    assert (less.n, less.noise) == (71, load_run(run).fit.noise)
 
 
 def test_a_run_with_rounding_errors_says_so_and_opens_again(folder: Path) -> None:
