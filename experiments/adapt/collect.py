@@ -98,14 +98,14 @@ class Source:
 
     repository: str
     commit: str
-    licence: str
+    license: str
     folder: str
     split: str
     read: Callable[[Repository], Pool]
 
 
 def square(picture: Image.Image, crop: bool) -> np.ndarray:
-    """A picture as 96 x 96 RGB, its centre square or all of it squashed."""
+    """A picture as 96 x 96 RGB, its center square or all of it squashed."""
     picture = ImageOps.exif_transpose(picture).convert("RGB")
     if crop:
         size = min(picture.size)
