@@ -319,7 +319,7 @@ class _Search:
 def helps(before: Candidate, now: Candidate) -> bool:
     """Whether there is less error beyond its error, and more right classes."""
     # Squared error alone falls also where outputs merely move toward 0 and 1; on development tasks the
-    # probe was then ahead in 2 of 48 rows, and with both in none (docs/results/adapt.md).
+    # probe was then ahead in 2 of 48 rows, and with both in none.
     gain, error = gained(before.errors, now.errors)
     right = before.right is None or now.right is None or int(now.right.sum()) > int(before.right.sum())
     return gain > ERRORS * error and right
