@@ -43,7 +43,6 @@ RANDOM = 2000  # random ReLU features
 METHODS = ("adapt", "ridge", "logistic", "logistic, unit length", "random features")
 PLAIN = METHODS[1:4]  # what readers compare with
 BOOTSTRAPS = 1000
-Features = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def computed(network: Network, task: Task, folder: Path, data_dir: str | None) -> dict[str, Tensor]:

@@ -337,7 +337,7 @@ class Fitted(PredictiveModel):
         start = time.perf_counter()
         system, keep = self.system.removed(index), torch.ones(self.n, dtype=torch.bool)
         keep[index.cpu()] = False
-        targets = replace(self._targets, values=self.targets[keep.to(self.targets.device)])
+        targets = self._targets.taken(keep)
         made = self._changed(targets, system, f"forgot {count_in_words(len(index))}", start)
         if self.trained and self.held_out is not None:
             made.held_out = self.held_out[keep.to(self.held_out.device)]

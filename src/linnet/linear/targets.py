@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,6 +70,10 @@ class Targets:
         if self.values.shape[1] == 1 and self.classes == 2:  # one output for two classes
             return (self.values[:, 0] > 0.5).long()
         return self.values.argmax(1)
+
+    def taken(self, rows: Tensor) -> Targets:
+        """Those of some of the examples."""
+        return replace(self, values=self.values[rows.to(self.values.device)])
 
     @property
     def seen(self) -> Tensor | None:

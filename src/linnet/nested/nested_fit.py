@@ -397,8 +397,7 @@ def _with_derivatives(
         rows = sampled(n, TRIAL)
         some = kernels.taken(rows.to(kernels.head.device))
         some = replace(some, body=features.kernel(take(x, rows), memory))
-        own = replace(targets, values=targets.values[rows.to(targets.values.device)])
-        if not choose(some, own, given).taken.weight:
+        if not choose(some, targets.taken(rows), given).taken.weight:
             return kernels
     return replace(kernels, body=features.kernel(x, memory, file))
 

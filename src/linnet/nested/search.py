@@ -242,7 +242,7 @@ def choose(kernels: Kernels, targets: Targets, given: Shares = FREE) -> Choice:
         pilot = PILOT
         rows = sampled(len(kernels.head), pilot).to(kernels.head.device)
         judged = kernels.taken(rows)
-        own = replace(targets, values=targets.values[rows.to(targets.values.device)])
+        own = targets.taken(rows)
     search = _Search(judged, own, given)
     probe = search.at(0.0, 0.0)
     if by_hand:
