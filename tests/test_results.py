@@ -6,11 +6,12 @@ import random
 import re
 from collections.abc import Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from experiments import pages
+from experiments import pages, papers
 from experiments.adapt import depth
 
 PAGES = pages.pages()
@@ -106,3 +107,70 @@ def test_sentences_say_what_the_cells_say(page: str, sentence: str, names: list[
     assert said, sentence
     for one in said:
         assert ([one] if isinstance(one, str) else list(one)) == [claims()[name] for name in names]
+
+
+VERDICTS = r"(holds(?: from .+ on)?|does not hold here|undecided|not run|not obtainable)"
+PAPERS = pages.RESULTS / "papers.md"
+LINK = re.compile(r"\]\(([^)#]*\.md)(?:#([^)]*))?\)")
+
+
+@cache
+def judged() -> list[list[str]]:
+    """The rows of the tables of the page of papers, their cells without the bars."""
+    lines = PAPERS.read_text(encoding="utf-8").splitlines()
+    return [
+        [cell.strip() for cell in lines[i].strip("|").split(" | ")]
+        for _, place in pages.blocks(lines)
+        for i in place[2:]
+    ]
+
+
+def test_papers_have_the_verdicts_that_their_sentence_counts() -> None:
+    text = " ".join(PAPERS.read_text(encoding="utf-8").split())
+    found = [re.fullmatch(rf"\*\*{VERDICTS}\*\*", row[5]) for row in judged()]
+    assert all(found)
+    verdicts = [one[1] for one in found if one]
+    counted = [len(verdicts), verdicts.count("holds"), sum(one.startswith("holds from") for one in verdicts)]
+    counted += [
+        verdicts.count(one) for one in ("does not hold here", "undecided", "not run", "not obtainable")
+    ]
+    said = re.search(
+        r"Of (\d+) rows (\d+) hold, (\d+) hold from some number on, (\d+) do not hold here, "
+        r"(\d+) are undecided, (\d+) were not run and (\d+) are not obtainable",
+        text,
+    )
+    assert said
+    assert [int(one) for one in said.groups()] == counted
+
+
+def test_commands_of_papers_exist() -> None:
+    commands = {row[6].strip("`") for row in judged()} - {"–"}
+    assert len(commands) > 20
+    assert not [one for one in commands if not one.startswith("experiments.") or not find_spec(one)]
+    assert all(row[6] != "–" for row in judged() if row[5].startswith(("**hold", "**undec", "**does")))
+
+
+@pytest.mark.parametrize("page", [PAPERS, pages.RESULTS.parent / "results.md"], ids=["papers", "results"])
+def test_links_lead_to_headings(page: Path) -> None:
+    links = LINK.findall(page.read_text(encoding="utf-8"))
+    assert links
+    for name, anchor in links:
+        text = (page.parent / name).read_text(encoding="utf-8")
+        assert not anchor or anchor in {papers.anchor(one) for one in re.findall(r"^##* (.+)$", text, re.M)}
+
+
+def test_numbers_of_papers_are_quoted() -> None:
+    """What is said of our results has no decimal and no error that is not from a table or a cell."""
+    rows = [row for paper in papers.rows().values() for row in paper]
+    assert sum(len(papers.FIELD.findall(row["ours"])) for row in rows) > 150
+    assert not [row["what"] for row in rows if re.search(r"\d\.\d|±", papers.FIELD.sub("", row["ours"]))]
+
+
+def test_a_quotation_that_is_gone_is_found() -> None:
+    text = papers.section("lqf.md#few-shots-figure-4")
+    place = "resnet20 → flowers 32, 2 shots | nlft − lqf, points"
+    assert papers.quoted(text, place) == "4.2 ± 0.6"
+    with pytest.raises(AssertionError):
+        papers.quoted(text.replace("flowers 32, 2 shots", "flowers 32, two shots"), place)
+    with pytest.raises(AssertionError):
+        papers.quoted(text, "=words that are not there")
