@@ -109,6 +109,25 @@ def test_sentences_say_what_the_cells_say(page: str, sentence: str, names: list[
         assert ([one] if isinstance(one, str) else list(one)) == [claims()[name] for name in names]
 
 
+PAIRED = [
+    ("lqf.md", r"mean diagonal is (\S+ ± \S+) points", "lqf", "fig. 8", "low"),
+    ("optimizer.md", r"best long run is (\S+ ± \S+)\.", "curvature", "fig. 4.1, per update", "kfac faces"),
+    ("continual.md", r"less SI is (\S+ ± \S+) points", "curvature", "fig. 5.9, diagonal and SI", "less"),
+    ("kernels.md", r"(\S+ ± \S+) in LeNet and", "kernels", "app. B, binarized eigenfunctions", "lenet"),
+    ("kernels.md", r"LeNet and (\S+ ± \S+) in the", "kernels", "app. B, binarized eigenfunctions", "mlp"),
+]
+
+
+@pytest.mark.parametrize(("page", "sentence", "paper", "what", "name"), PAIRED)
+def test_sentences_say_what_the_page_of_papers_says(
+    page: str, sentence: str, paper: str, what: str, name: str
+) -> None:
+    text = " ".join((pages.RESULTS / page).read_text(encoding="utf-8").split())
+    (row,) = (row for row in papers.rows()[paper] if row["what"] == what)
+    said = [one.replace("−", "-") for one in re.findall(sentence, text)]
+    assert said == [papers.averaged(row["numbers"][name])]
+
+
 VERDICTS = r"(holds(?: from .+ on)?|does not hold here|undecided|not run|not obtainable)"
 PAPERS = pages.RESULTS / "papers.md"
 LINK = re.compile(r"\]\(([^)#]*\.md)(?:#([^)]*))?\)")

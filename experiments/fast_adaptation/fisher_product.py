@@ -1,4 +1,4 @@
-"""Fisher-vector products by differences against exact ones (Maddox et al. 2021, figures 3 and A.1).
+"""Fisher-vector products by differences against exact ones (Maddox et al. 2021, figure A.1).
 
 The product F v is the directional derivative of ∇ KL(p_θ ‖ p_θ'), taken by differences with step ε along v
 / ‖v‖, for v the gradient of the loss: relative error ‖F v − exact‖ / ‖exact‖ (C.2). The paper has a

@@ -111,9 +111,10 @@ def main(words: list[str] | None = None) -> None:
             rows.append([
                 f"{name}, φ {index}", *(with_error(values, 2) for values in measures[:3]),
                 " ".join(map(str, measures[3])), with_error([c["accuracy"] for c in own], scale=100),
+                with_error([c["binarized"] for c in own], 3),
             ])  # fmt: skip
     header = ["trained on", "its growth", "median of others", "largest of others", "its rank after",
-              "training accuracy %"]  # fmt: skip
+              "training accuracy %", "inner product with its sign"]  # fmt: skip
     study.publish(markdown(header, rows), cells)
     draw(cells, indices, arguments.networks, study)
 
