@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.adapt.depth import fitted, kernels_of
+from experiments.adapt.depth import fitted
 from experiments.adapt.nested import drawn
-from experiments.adapt.tasks import DEVELOPMENT, NETWORKS, Network, Task, pools, samples, stored
+from experiments.adapt.tasks import DEVELOPMENT, MANY, NETWORKS, Network, Task, pools, samples, stored
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
 from linnet.fitting.last_layer import ending_linear
@@ -26,19 +26,20 @@ from linnet.linear.dual import DualSystem
 from linnet.linear.targets import make_targets
 from linnet.nested import stages
 from linnet.nested.adapt import HEADS
-from linnet.nested.features import RandomHeads
+from linnet.nested.features import RandomHeads, kernels_of
 from linnet.nested.search import BIAS, WEIGHTS, Kernels, Shares, best_ridge, choose
 from linnet.tangent.batch import concatenate
 
 SHOTS = (5, 20)
 POOL, TESTED = 400, 500
 TASKS = ("spoken digits", "hand signs", "EuroSAT", "flowers 64", "steel defects", "scenes")
-TEXTS = ("question types", "film reviews", "news")
+TEXTS = ("question types", "film reviews", "news", *(task.name for task in MANY))
 READ: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "the first layer of each eighth, not the narrowest": {"_channels": lambda *_: 0},
+    "the first layer of each part, not the narrowest": {"_channels": lambda *_: 0},
     "4 layers": {"STAGES": 4},
-    "12 layers": {"STAGES": 12},
+    "8 layers": {"STAGES": 8},
+    "16 layers": {"STAGES": 16},
     "all layers, not the second half": {"SKIPPED": 0.0},
     "the last quarter": {"SKIPPED": 0.75},
     "maps averaged whole": {"GRID": 1},
@@ -63,7 +64,7 @@ def data_of(network: Network, task: Task, folder: str | None) -> tuple[Any, Any,
     """The network, its inputs of pool and tests together, and the labels of both."""
     model, prepared = network.load(folder)
     found = stored(task, folder)
-    pool, test = pools(found, POOL, TESTED)
+    pool, test = pools(found, max(POOL, 8 * found.classes), TESTED)
     every = [
         samples(part[at.numpy()], network, prepared)
         for part, at in ((found.train_x, pool), (found.test_x, test))
@@ -94,6 +95,10 @@ def read(
             }
             unit = [F.normalize(part[:, :width], dim=1) for part in (own, test)]
             for name, outputs in (
+                (
+                    "linear",
+                    fitted(own[:, width:], y[at], test[:, width:], rows.shape[1] - width, Shares(0.0))[0],
+                ),
                 ("unit length", fitted(unit[0], y[at], unit[1], width, Shares(0.0))[0]),
                 ("gaussian", _gaussian(unit[0], y[at], unit[1])),
             ):
@@ -125,8 +130,7 @@ def derived(network: Network, task: Task, folder: str | None, seeds: Sequence[in
     for seed in seeds:
         at = drawn(y, 20 if int(y.bincount().min()) >= 20 else 10, seed)
         targets = make_targets(y[at], int(y.max()) + 1, dtype=torch.float64)
-        every = rows - rows[at].mean(0)
-        whole = kernels_of(every, width)
+        whole = kernels_of(rows, width)
         inside = Kernels(whole.head[at][:, at], whole.early[at][:, at], body[at][:, at])  # type: ignore[index]
         right = {}
         for name, kernels in (("earlier", Kernels(inside.head, inside.early)), ("both", inside)):
@@ -158,6 +162,7 @@ def table(cells: Sequence[Cell]) -> str:
         rows.append([way, *(points(way, "read", n, s) for n in networks for s in SHOTS)])
     named = (
         ("share chosen by leave-one-out", "chosen"),
+        ("linear, without the random ReLU layer", "linear"),
         ("the last layer alone, of length 1", "unit length"),
         ("the same, with a Gaussian kernel", "gaussian"),
     )
@@ -187,7 +192,7 @@ def main() -> None:
     arguments.add_argument("--derivatives", nargs="*", default=["resnet20"], choices=list(NETWORKS))
     given = arguments.parse_args()
     study, cells = Study("adapt/choices", given), []
-    tasks = {task.name: task for task in DEVELOPMENT}
+    tasks = {task.name: task for task in (*DEVELOPMENT, *MANY)}
     for key in given.networks:
         network = NETWORKS[key]
         for way, constants in READ.items():

@@ -16,8 +16,10 @@ import csv
 import gzip
 import hashlib
 import io
+import json
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -346,6 +348,40 @@ def read_banking77(repository: Repository) -> Pool:
     )
 
 
+def read_assistant(repository: Repository) -> Pool:
+    """Requests to an assistant, 150 intents."""
+    parts = json.loads(repository.text("data/data_full.json"))
+    rows = [(row, part == "test") for part in ("train", "test") for row in parts[part]]
+    names = sorted({name for (_, name), _ in rows})
+    return text_pool(
+        [name.replace("_", " ") for name in names],
+        [(text, names.index(name)) for (text, name), _ in rows],
+        [tested for _, tested in rows],
+    )
+
+
+def read_home(repository: Repository) -> Pool:
+    """Requests to an assistant at home, the 63 intents with 50 or more to train on."""
+    folder, files = "Datasets/HWU64", ("seq.in", "label")
+    parts = {
+        part: list(zip(*(lines(repository, f"{folder}/{part}/{name}") for name in files), strict=True))
+        for part in ("train", "test")
+    }
+    counts = Counter(name for _, name in parts["train"])
+    names = sorted(name for name, count in counts.items() if count >= 50)
+    rows = [(row, part == "test") for part in parts for row in parts[part] if row[1] in names]
+    return text_pool(
+        [name.replace("_", " ") for name in names],
+        [(text, names.index(name)) for (text, name), _ in rows],
+        [tested for _, tested in rows],
+    )
+
+
+def lines(repository: Repository, path: str) -> list[str]:
+    """The lines of a file."""
+    return repository.text(path).strip().split("\n")
+
+
 def read_tweet_emotion(repository: Repository) -> Pool:
     """Tweets with one of four emotions, the validation part left out."""
     folder = "datasets/emotion"
@@ -470,6 +506,22 @@ SOURCES = {
         "banking_data",
         "the repository's train.csv and test.csv",
         read_banking77,
+    ),
+    "assistant": Source(
+        "clinc/oos-eval",
+        "828f8093932c8fe6ca7936c3d2e52903b1c523de",
+        "CC BY 3.0 (LICENSE)",
+        "data/data_full.json",
+        "the repository's train and test, without what is out of scope",
+        read_assistant,
+    ),
+    "home": Source(
+        "jianguoz/Few-Shot-Intent-Detection",
+        "fa9553312b1dba54b1be0aae2d30b13171f898e5",
+        "HWU64: CC BY 4.0, of xliuhw/NLU-Evaluation-Data",
+        "Datasets/HWU64",
+        "the repository's train and test",
+        read_home,
     ),
     "tweet_emotion": Source(
         "cardiffnlp/tweeteval",

@@ -31,10 +31,11 @@ from experiments.tables import markdown, with_error
 from linnet.files import load, save
 from linnet.fitting.last_layer import ending_linear
 from linnet.linear.dual import DualSystem
+from linnet.linear.features import arc_cosine
 from linnet.linear.targets import make_targets
 from linnet.nested.adapt import HEADS
-from linnet.nested.features import RandomHeads
-from linnet.nested.search import BIAS, FREE, Kernels, Shares, choose
+from linnet.nested.features import RandomHeads, kernels_of
+from linnet.nested.search import BIAS, FREE, Shares, choose
 
 SHOTS = (5, 20, 50)
 MOST = 3000  # training samples to draw from
@@ -66,27 +67,19 @@ def computed(network: Network, task: Task, folder: Path, data_dir: str | None) -
     return load(folder / f"{name}.safetensors", name)
 
 
-def kernels_of(rows: Tensor, width: int) -> Kernels:
-    """The kernels of φ and of ψ of some samples, (N, D + E) less their mean."""
-    head, early = rows.tensor_split([width], 1)
-    return Kernels(head @ head.T, early @ early.T)
-
-
 def fitted(rows: Tensor, y: Tensor, test: Tensor, width: int, given: Shares = FREE) -> tuple[Tensor, Any]:
     """Outputs (T, C) for test samples as ``linnet.adapt`` gives them, and its choice."""
     classes = int(y.max()) + 1
-    targets, center = make_targets(y, classes, dtype=torch.float32), rows.mean(0)
-    rows, test = rows - center, test - center
-    kernels = kernels_of(rows, width)
+    targets, kernels = make_targets(y, classes, dtype=torch.float32), kernels_of(rows, width)
     choice = choose(kernels, targets, given)
     share = choice.taken.earlier
     kernel, mixture = kernels.mixed(0.0, share)
     system = DualSystem(kernel, targets.values, choice.taken.ridge)
-    head, early = (
-        other @ own.T
-        for own, other in zip(rows.tensor_split([width], 1), test.tensor_split([width], 1), strict=True)
-    )
-    cross = BIAS + (1 - share) / mixture.head * head + share / mixture.early * early
+    (phi, psi), (other, theirs) = (part.tensor_split([width], 1) for part in (rows, test))
+    center = phi.mean(0)
+    cross = BIAS + (1 - share) / mixture.head * (other - center) @ (phi - center).T
+    if share:
+        cross += share / mixture.early * arc_cosine(theirs @ psi.T)
     return cross @ system.beta, choice
 
 

@@ -1,4 +1,4 @@
-"""Rivals of linnet.adapt, each with a search: fine-tuning, LoRA, biases alone, pairs and then regression.
+"""``linnet.adapt(tune=True)`` and its rivals, each with a search: fine-tuning, LoRA, biases, pairs.
 
 ``python -m experiments.adapt.rivals --networks minilm6 --tasks news --shots 8 20 --tested 400``
 """
@@ -47,7 +47,8 @@ RATES = {  # of Adam, for texts and for images: about the best of trials on two 
 # What the names of the parameters trained beside the head end in.
 ENDS: dict[str, str | tuple[str, ...]] = {"fine-tuning": "", "LoRA": (".a", ".b"), "biases": "bias"}
 FROZEN = {"probe": "fine-tuning", "regression": "pairs"}  # what two of them are after no steps
-METHODS = (*FROZEN, *RATES)
+OURS = {"adapt": False, "tune": True}  # whether the lower layers are trained
+METHODS = (*FROZEN, *OURS, *RATES)
 DRAW = f"{shots_of.__module__}.{shots_of.__name__}"
 Setting = tuple[float, int]  # rate, steps
 Data = tuple[Inputs, Tensor]
@@ -353,6 +354,22 @@ def searched(
     }
 
 
+def ours(
+    method: str, model: nn.Module, data: Data, query: Inputs, seed: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """Probabilities (T, classes) of ``linnet.adapt`` and what it chose."""
+    clock = time.perf_counter(), time.process_time()
+    fit = linnet.adapt(model, data, seed=seed, tune=OURS[method])
+    seconds, cpu = time.perf_counter() - clock[0], time.process_time() - clock[1]
+    return fit.predictive(query).probs.double().cpu(), {
+        "trained": fit.trained,
+        "shares": [fit.body_weight, fit.earlier],
+        "rungs": [[rung.name, rung.error, rung.accuracy, rung.taken] for rung in fit.rungs],
+        "search seconds": seconds,
+        "search CPU seconds": cpu,
+    }
+
+
 # -- the study -------------------------------------------------------------------------------------
 
 
@@ -383,7 +400,10 @@ def cell(
     )
     truth = found.test_y[test]
     data = x, found.train_y[at].to(given.device)
-    probabilities, facts = searched(method, model, data, xt, found.classes, seed, given.finalists)
+    if method in OURS:
+        probabilities, facts = ours(method, model, data, xt, seed)
+    else:
+        probabilities, facts = searched(method, model, data, xt, found.classes, seed, given.finalists)
     right = probabilities.argmax(1) == truth
     taken = probabilities[torch.arange(len(truth)), truth].clamp_min(1e-12)
     return {
@@ -438,7 +458,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     what |= {"batch": BATCH, "finalists": given.finalists, "draw": DRAW}
                     for method in given.methods:
                         compute = partial(cell, network, task, shots, seed, method, given)
-                        rates = [] if method in FROZEN else list(RATES[method][not network.text])
+                        rates = [*RATES[method][not network.text]] if method in RATES else []
                         cells.append(study.cell({**what, "method": method, "rates": rates}, compute))
     study.publish(table(cells), cells)
 

@@ -67,6 +67,11 @@ DEVELOPMENT = (
     Task("film reviews", "sst2_sample", text=True),
     Task("news", "agnews_sample", text=True),
 )
+# Sets of many classes, made by ``collect.py`` too, on which choices were made as well.
+MANY = (
+    Task("assistant requests", "fresh/assistant", text=True),
+    Task("home requests", "fresh/home", text=True),
+)
 # Sets that no choice has seen; ``collect.py`` makes their files. Two of its sets are left out, as their texts
 # are those of news and film reviews.
 REPORTED = (

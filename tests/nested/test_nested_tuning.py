@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError
+from linnet.linear.features import arc_cosine
 from linnet.nested import tuning as module
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.search import Rung, ladder, verdict
+from linnet.nested.stages import Staged
 from linnet.nested.tuning import FOLDS, Tuning
+from linnet.tangent.functional import Functional
 
 BIAS = 1e4
 STEPS = 240
@@ -83,11 +86,14 @@ def test_the_fit_is_ridge_regression_on_the_trained_features(fits: tuple[NestedF
     read = fit.prior.network.staged(x)
     assert torch.allclose(read[:, : phi.shape[1]], phi.double())
 
-    def kernel_of(rows: torch.Tensor) -> torch.Tensor:
-        rows = rows - rows[:n].mean(0)
-        return rows @ rows.T
+    # what earlier layers give after training, and what they gave before
+    before = fits[0].prior.network
+    own, other = (Functional(Staged(net, before.stages or ())) for net in (model, before.function.model))
+    psi = [one.flat(one.theta, x).double()[:, phi.shape[1] :] for one in (own, other)]
+    assert torch.allclose(read[:, phi.shape[1] :], torch.cat(psi, 1) / 2**0.5)
 
-    head, early = kernel_of(phi.double()), kernel_of(read[:, phi.shape[1] :])
+    phi = phi.double() - phi[:n].double().mean(0)
+    head, early = phi @ phi.T, arc_cosine(read[:, phi.shape[1] :] @ read[:, phi.shape[1] :].T)
     names = [name for name, _ in model.named_parameters() if not name.startswith("4.")]
     body = linnet.linearize(model, params=names).jacobian(x)
     body = sum((j @ j.T for j in body.unbind(1)), torch.zeros(())) / fit.prior.network.heads
@@ -163,6 +169,14 @@ def test_a_saved_fit_comes_back(tmp_path: Path, fits: tuple[NestedFit, NestedFit
     assert torch.allclose(back.predict(TEST[0]), fit.predict(TEST[0]), atol=1e-5)
     again = back.forget([3]).predictive(TEST[0]).probs
     assert torch.allclose(again, fit.forget([3]).predictive(TEST[0]).probs, atol=1e-6)
+
+
+def test_a_trained_fit_leaves_as_a_module_and_as_a_network(fits: tuple[NestedFit, NestedFit]) -> None:
+    fit, x = fits[1], TEST[0][:9]
+    mean, variance = fit.export(x, variance=True)(x)
+    torch.testing.assert_close(mean, fit.predict(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(variance, fit.predictive(x).variance, rtol=1e-4, atol=0)
+    torch.testing.assert_close(fit.merge().network(x), fit.predict(x), rtol=1e-5, atol=1e-5)
 
 
 def test_changes_keep_what_folds_noted(fits: tuple[NestedFit, NestedFit]) -> None:
@@ -254,7 +268,9 @@ def test_one_fold_is_enough_where_training_does_harm(monkeypatch: pytest.MonkeyP
         calls.append(len(rows))
         broken = copy.deepcopy(self.features.model)
         broken[0].weight[:, :2] = 0  # type: ignore[index, operator, union-attr]
-        return self.features.moved(broken)
+        made = self.features.moved(broken)
+        made.before = made  # nothing is left of what it was
+        return made
 
     x = DATA[0]
     data = x, (x[:, 0] + x[:, 1] > 0).long()

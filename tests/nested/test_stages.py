@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,11 @@ def read(x: Tensor) -> Tensor:
 
 
 def reference(share: float) -> Tensor:
-    rows = read(X)
-    rows = rows - rows[:N].mean(0)
-    head, early = (part @ part.T for part in rows.tensor_split([7], 1))
-    scales = [float(k[:N, :N].diagonal().mean()) for k in (head, early)]
+    phi, psi = read(X).tensor_split([7], 1)
+    phi = phi - phi[:N].mean(0)
+    head, angles = phi @ phi.T, (psi @ psi.T).clamp(-1, 1).acos()
+    early = (angles.sin() + (math.pi - angles) * angles.cos()) / math.pi
+    scales = [float(k[:N, :N].diagonal().mean() - k[:N, :N].mean()) for k in (head, early)]
     return BIAS + (1 - share) * head / scales[0] + share * early / scales[1]
 
 

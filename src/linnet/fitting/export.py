@@ -344,11 +344,14 @@ def in_weights(matrix: Tensor, posterior: ExportedPosterior) -> tuple[Tensor, fl
     return root_of_inverse(matrix, posterior.ridge) * posterior.noise**0.5, 0.0
 
 
-def in_examples(rows: Tensor, posterior: ExportedPosterior) -> tuple[Tensor, float]:
+def in_examples(
+    rows: Tensor, posterior: ExportedPosterior, kernel: Tensor | None = None
+) -> tuple[Tensor, float]:
     """The posterior where the training outputs are fewer than the weights, (P, N·C)."""
-    # rows (N·C, P)
+    # rows (N·C, P), kernel (N·C, N·C): of the rows, unless some of them are kernels
     prior = posterior.noise / posterior.ridge
-    return rows.T @ root_of_inverse(rows @ rows.T, posterior.ridge) * prior**0.5, prior
+    square = rows @ rows.T if kernel is None else kernel
+    return rows.T @ root_of_inverse(square, posterior.ridge) * prior**0.5, prior
 
 
 def _given(

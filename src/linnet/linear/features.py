@@ -4,10 +4,11 @@
     Conditioned  any of these given equations on outputs            K (N, C, M, C)    constraints.py
     Heads        the mean of the tangent kernels of H outputs       k (N, M)
     Explicit     features φ(x) that are computed                    k (N, M)
+    Angles       these, and the angles between others               k (N, M)
     Constant     an intercept                                       k (N, M)
     WeightedSum  Σ w_t k_t of several of these                      k (N, M)
 
-The last four are *shared*: every output has the kernel k and weights of its own, K = k ⊗ I. In weights
+The last five are *shared*: every output has the kernel k and weights of its own, K = k ⊗ I. In weights
 
     f_c(x) = m_c(x) + b_c + Σ W_c φ(x) + Σ_h J_h(x) δ_hc                                        (``Weights``)
 
@@ -17,6 +18,7 @@ again. Coordinates (a sketch, a metric) change the network, not its features: th
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -204,20 +206,30 @@ class Explicit(Features):
     def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
         """k(x, x), (N, N)."""
         rows = self._rows(of)
-        return rows @ rows.T
+        return self._between(rows, rows)
 
     def cross(self, x: Inputs, train: Examples, memory: Memory = None) -> Tensor:
         """k(x, X), (T, N)."""
-        return self.phi(x) @ self._rows(train).T
+        return self._between(self.phi(x), self._rows(train))
 
     def own(self, x: Inputs, memory: Memory = None) -> Tensor:
         """k(x_i, x_i), (T,)."""
-        return self.phi(x).square().sum(1)
+        return self._within(self.phi(x))
 
     def cross_and_own(self, x: Inputs, train: Examples, memory: Memory = None) -> tuple[Tensor, Tensor]:
         """Both, from the same features."""
         rows = self.phi(x)
-        return rows @ self._rows(train).T, rows.square().sum(1)
+        return self._between(rows, self._rows(train)), self._within(rows)
+
+    def _between(self, rows: Tensor, others: Tensor) -> Tensor:
+        """K of two sets of features, (N, M)."""
+        # rows (N, D), others (M, D)
+        return rows @ others.T
+
+    def _within(self, rows: Tensor) -> Tensor:
+        """K of features with themselves, (N,)."""
+        # rows (N, D)
+        return rows.square().sum(1)
 
     def weigh(
         self, into: Weights, train: Examples, beta: Tensor, scale: float = 1.0, memory: Memory = None
@@ -229,6 +241,45 @@ class Explicit(Features):
         """φ(x), known or computed, (N, D)."""
         known = of.rows[0]
         return self.phi(of.x) if known is None else known
+
+
+def arc_cosine(cosines: Tensor) -> Tensor:
+    """κ(t) = (√(1 − t²) + t (π − arccos t))/π."""
+    # Cho and Saul, NeurIPS 2009, order 1: 2 E max(0, wᵀa) max(0, wᵀb), w ~ N(0, I), for a, b of length 1
+    eps = torch.finfo(cosines.dtype).eps  # its derivatives at the ends are not finite
+    t = cosines.clamp(eps - 1, 1 - eps)
+    found: Tensor = ((1 - t.square()).sqrt() + t * (math.pi - t.acos())) / math.pi
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Angles(Explicit):
+    """k(x, x') = aᵀa' + s κ(bᵀb') of features (a, b), b of length 1: those of a random ReLU layer on b."""
+
+    width: int  # of a
+    share: float  # s
+
+    def _between(self, rows: Tensor, others: Tensor) -> Tensor:
+        """K of two sets of features, (N, M)."""
+        (a, b), (c, d) = (part.tensor_split([self.width], 1) for part in (rows, others))
+        return (a @ c.T).add_(arc_cosine(b @ d.T), alpha=self.share)
+
+    def _within(self, rows: Tensor) -> Tensor:
+        """K of features with themselves, (N,)."""
+        a, _ = rows.tensor_split([self.width], 1)
+        return a.square().sum(1) + self.share
+
+    def weigh(
+        self, into: Weights, train: Examples, beta: Tensor, scale: float = 1.0, memory: Memory = None
+    ) -> None:
+        """With weights of a, (C, D), and of κ for each example, (C, N)."""
+        a, b = self._rows(train).tensor_split([self.width], 1)
+
+        def phi(x: Inputs) -> Tensor:
+            own, angles = self.phi(x).tensor_split([self.width], 1)
+            return torch.cat([own, arc_cosine(angles @ b.T)], 1)
+
+        into.layers.append((phi, scale * torch.cat([beta.T @ a, self.share * beta.T], 1)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,9 +51,10 @@ def adapt(
     """Fit a trained network to a new task: a linear model of what all its layers compute, in one solve.
 
     It reads the features of the last layer, as a linear probe does, those of layers in the second half of the
-    network, and the derivatives of networks of up to a million weights. How much each takes part, and the
-    ridge, are chosen by leave-one-out: no feature has seen a label, so that each sample is predicted without
-    its own. Where the last layer alone is clearly better, the fit is the linear probe.
+    network, through a random ReLU layer of infinite width, and the derivatives of networks of up to a million
+    weights. How much each takes part, and the ridge, are chosen by leave-one-out: no feature has seen a
+    label, so that each sample is predicted without its own. Where the last layer alone is clearly better, the
+    fit is the linear probe.
 
     With ``tune=True`` the lower layers are trained as well, and the fit is solved again at the trained
     weights, where that has less error on held-out folds; ``fit.rungs`` has what each step gains.
@@ -96,8 +97,8 @@ def adapt(
 
     Source:
         Tangent kernels of features: Maddox et al., AISTATS 2021; features of all layers: Evci et al., ICML
-        2022; leave-one-out of a kernel ridge regression:
-        Rifkin and Lippert, MIT-CSAIL-TR-2007-025.
+        2022; the kernel of random ReLU layers: Cho and Saul, NeurIPS 2009, equation 6; leave-one-out of a
+        kernel ridge regression: Rifkin and Lippert, MIT-CSAIL-TR-2007-025.
 
     Example:
         >>> import linnet

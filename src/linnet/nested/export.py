@@ -2,8 +2,9 @@
 
     f_c(x) = φ(x)ᵀ W_c + b_c + Σ_h r_hᵀ ∂φ(x) δ_hc        (``linear/features.py``)
 
-Without derivatives (w = 0) it is a linear layer on φ, or on φ and ψ. Otherwise the module holds H·C
-directions of the lower layers, and differentiates along each.
+Without derivatives (w = 0) it is a linear layer on φ and, where earlier layers take part, on the kernel κ of
+their features with those of all N training examples. Otherwise the module holds H·C directions of the lower
+layers, and differentiates along each.
 
 Its variance takes the rows J_h(x) of every example. With φ̃ scaled and g = (√(1−w) φ̃, √(w/(H m_body)) J_1,
 …, J_H) the features beside the intercept, whose prior variance is κ, and s = Σᵢ g(xᵢ) over the N training
@@ -11,7 +12,8 @@ examples,
 
     Var f(x) = σ²κ/(Nκ+ρ) + σ² g̃ᵀ (GᵀQ²G + ρI)⁻¹ g̃,   g̃ = g − s κ/(Nκ+ρ),   Q² = I − κ/(Nκ+ρ) 11ᵀ
 
-(the intercept eliminated, so that its large variance is nowhere the difference of larger numbers).
+(the intercept eliminated, so that its large variance is nowhere the difference of larger numbers). Features
+that are known by their kernel alone, s κ, enter through its rows k = κ(x, X): as s k in G g, as s in |g|².
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ from linnet.fitting.export import (
     in_weights,
 )
 from linnet.fitting.last_layer import bared, last_linear, replace_module, zero_layer
-from linnet.linear.features import Weights
+from linnet.linear.features import Weights, arc_cosine
 from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import Plan, parse_bytes, require
 from linnet.nested.features import HEAD, Prior
 from linnet.nested.search import BIAS
+from linnet.nested.stages import Alike
 from linnet.tangent.batch import split
 from linnet.tangent.functional import Functional, copied
 from linnet.tangent.graph import Prototype, Traced, plain_module
@@ -49,23 +52,35 @@ from linnet.tangent.modes import in_exact_mode
 class _Remaining(NamedTuple):
     """The posterior of the features beside the intercept, and what the intercept adds."""
 
+    # M: training examples where earlier layers take part, otherwise 0
     center: Tensor  # of φ, (D,)
-    scale: Tensor  # of φ, (D,)
+    scale: float  # of φ
     of_rows: float  # √(w/(H m_body))
-    shift: Tensor  # s κ/(Nκ+ρ), (D + H·P,)
-    factor: Tensor  # of the posterior, (D + H·P, ·), as ``fitting.export`` has it
+    shift: Tensor  # κ/(Nκ+ρ) of the sums over the training examples, (D + H·P + M,)
+    factor: Tensor  # of the posterior, (D + H·P + M, ·), as ``fitting.export`` has it
     prior: float  # σ²/ρ where the factor is to be taken from it, 0 otherwise
     least: float  # σ²κ/(Nκ+ρ)
+    # what features known by their kernel add to |g̃|²: a constant, and so much of each entry of k̃
+    constant: float = 0.0
+    each: float = 0.0
 
-    def features(self, phi: Tensor, j: Tensor) -> Tensor:
-        """g, (N, D + H·P), from φ (N, D) and J (N, H·P)."""
-        return torch.cat([(phi - self.center) * self.scale, j * self.of_rows], 1)
+    def features(self, found: Tensor, j: Tensor) -> Tensor:
+        """g̃ and k̃, (N, D + H·P + M), from φ and k (N, D + M) and J (N, H·P)."""
+        phi, alike = found.tensor_split([len(self.center)], 1)
+        return torch.cat([(phi - self.center) * self.scale, j * self.of_rows, alike], 1) - self.shift
+
+    def length(self, g: Tensor, alike: int) -> Tensor:
+        """|g̃|² of all features, (N,)."""
+        if not alike:
+            return g.square().sum(1)
+        own, k = g.tensor_split([g.shape[1] - alike], 1)
+        return own.square().sum(1) + self.constant + self.each * k.sum(1)
 
 
 class _WithVariance(nn.Module):
-    """The layer on φ, the lower layers' part from their rows, and the variance of every output."""
+    """The layer on φ and k, the lower layers' part from their rows, and the variance of every output."""
 
-    # layer (C, D), delta (H·P, C)
+    # layer (C, D + M), delta (H·P, C)
 
     weight: Tensor
     bias: Tensor
@@ -79,22 +94,21 @@ class _WithVariance(nn.Module):
         self.register_buffer("bias", layer[1])
         self.register_buffer("delta", delta)
         # contiguous, as torch saves them in its files
-        own = {
-            name: getattr(rest, name).to(kind).contiguous() for name in ("center", "scale", "shift", "factor")
-        }
+        own = {name: getattr(rest, name).to(kind).contiguous() for name in ("center", "shift", "factor")}
         self.rest = rest._replace(**own)
 
     def forward(self, phi: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Outputs and their variances, (N, C)."""
-        # phi (N, D), rows (N, H, *shape)
+        # phi (N, D + M), rows (N, H, *shape)
         rest = self.rest
         mean, j = nn.functional.linear(phi, self.weight, self.bias), phi[:, :0]
         if self.delta is not None:
             j = torch.cat([row.flatten(2) for row in rows], 2).flatten(1)
             mean = mean + j @ self.delta
-        g = rest.features(phi.to(rest.factor), j.to(rest.factor)) - rest.shift
+        g = rest.features(phi.to(rest.factor), j.to(rest.factor))
         held = (g @ rest.factor).square().sum(1)
-        variance = (rest.prior * g.square().sum(1) - held).clamp_min(0) if rest.prior else held
+        length = rest.length(g, phi.shape[1] - len(rest.center))
+        variance = (rest.prior * length - held).clamp_min(0) if rest.prior else held
         each = (variance + rest.least).to(mean.dtype)
         return mean, each[:, None].expand(mean.shape)
 
@@ -115,7 +129,7 @@ def exported_nested(
     require(basis.plan(system.c, system.memory, ["the same in the module"]), remedies)
     found = basis.weights(problem.examples, system.beta.double(), system.memory)
     weight, bias = (part.to(function.dtype) for part in _layer(prior, found))
-    network, names = _reading(prior)
+    network, names = _reading(prior, rows)
     delta = found.directions[0].values.flatten(0, 1) if found.directions else None
     if noise is not None:
         posterior = ExportedPosterior(problem.x, system.ridge, noise, memory=system.memory)
@@ -124,39 +138,46 @@ def exported_nested(
         )
         if delta is None:
             return plain_module(network, [], finish, like)
-        return module_with_rows(Functional(network, names), finish, like, _heads(prior))
+        return module_with_rows(Functional(network, names), finish, like, _heads(prior, weight))
     if delta is None:
         return plain_module(network, [], HeadOutputs(weight, bias), like)
     directions = found.directions[0].by_output()
     if prior.mixture.earlier:
-        directions = [{f"body.{name}": value for name, value in one.items()} for one in directions]
-    return plain_module(network, directions, OutputDirections(_heads(prior), (weight, bias)), like)
+        renamed = dict(zip(function.names, names, strict=True))
+        directions = [{renamed[name]: value for name, value in one.items()} for one in directions]
+    return plain_module(network, directions, OutputDirections(_heads(prior, weight), (weight, bias)), like)
 
 
 def _layer(prior: Prior, found: Weights) -> tuple[Tensor, Tensor]:
-    """The linear layer on features as the network gives them, from the one on scaled ones less their mean."""
-    weight = found.layers[0][1] * prior.scale
-    return weight, found.bias - weight @ prior.center
+    """The linear layer on φ and k as the network gives them, from the one on scaled φ less their mean."""
+    weight, alike = found.layers[0][1].tensor_split([prior.network.width], 1)
+    weight = weight * prior.scale
+    return torch.cat([weight, alike], 1), found.bias - weight @ prior.center
 
 
-def _reading(prior: Prior) -> tuple[nn.Module, list[str]]:
-    """The network that returns the features, and the names of the weights below the head."""
+def _reading(prior: Prior, rows: Tensor) -> tuple[nn.Module, list[str]]:
+    """The network that returns φ and k, and the names of the weights below the head."""
+    # rows (N, D + E)
     function = prior.network.function
     if not prior.mixture.earlier:
         return bared(function.model), function.names
-    return prior.network.reader.model, [f"body.{name}" for name in function.names]
+    psi = rows[:, prior.network.width :].to(function.dtype)
+    names = [f"reader.{name}" for name in prior.network.read_names]
+    return Alike(prior.network.reader.model, psi), names
 
 
-def _heads(prior: Prior) -> Tensor:
-    """The random heads, zero on features of earlier layers, (H, D) or (H, D + E)."""
+def _heads(prior: Prior, weight: Tensor) -> Tensor:
+    """The random heads, zero on the kernel of earlier layers, (H, D + M)."""
+    # weight (C, D + M)
     heads = last_linear(prior.network.function.model)[1].weight.detach()
-    return nn.functional.pad(heads, (0, len(prior.center) - heads.shape[1]))
+    return nn.functional.pad(heads, (0, weight.shape[1] - heads.shape[1]))
 
 
 def _remaining(prior: Prior, rows: Tensor, posterior: ExportedPosterior) -> _Remaining:
     """The posterior of the features beside the intercept."""
-    # rows (N, D)
+    # rows (N, D) or (N, D + E)
     function, h, mixture = prior.network.function, prior.network.heads, prior.mixture
+    rows, psi = rows.tensor_split([prior.network.width], 1)
     (n, d), p = rows.shape, h * function.space.dim if mixture.weight else 0
     what = f"variance of {d} features and {h} heads on {function.space.dim} weights, {n} examples"
     items = (*held_by_factor(d + p, n, h), ("training rows", 8 * n * (d + p)))
@@ -172,11 +193,19 @@ def _remaining(prior: Prior, rows: Tensor, posterior: ExportedPosterior) -> _Rem
         parts.append(torch.cat(every).flatten(1) * of_rows)
     g = torch.cat(parts, 1)
     share = BIAS / (n * BIAS + posterior.ridge)  # κ/(Nκ+ρ)
-    total = g.sum(0)
-    g -= total * ((1 - (1 - share * n) ** 0.5) / n)  # Q G
-    factor, of_prior = in_weights(g.T @ g, posterior) if d + p <= n else in_examples(g, posterior)
-    center, scale = prior.center.double(), prior.scale * head
-    return _Remaining(center, scale, of_rows, total * share, factor, of_prior, share * posterior.noise)
+    total, drawn = g.sum(0), (1 - (1 - share * n) ** 0.5) / n
+    g -= total * drawn  # Q G
+    found = prior.center.double(), prior.scale * head, of_rows
+    if not mixture.earlier:
+        factor, of_prior = in_weights(g.T @ g, posterior) if d + p <= n else in_examples(g, posterior)
+        return _Remaining(*found, total * share, factor, of_prior, share * posterior.noise)
+    s, alike = head**2 * prior.share, arc_cosine(psi @ psi.T)
+    q = torch.eye(n).to(alike) - drawn
+    kernel = g @ g.T + s * (q @ alike @ q)
+    factor, of_prior = in_examples(torch.cat([g, s * q], 1), posterior, kernel)
+    shift = torch.cat([total, alike.sum(0)]) * share
+    constant, each = s * (1 - share**2 * float(alike.sum())), -2 * share * s
+    return _Remaining(*found, shift, factor, of_prior, share * posterior.noise, constant, each)
 
 
 @in_exact_mode
@@ -189,8 +218,10 @@ def network_of_probe(prior: Prior, system: KernelSystem) -> nn.Module:
             expected="weight 0: otherwise every output has weights of its own below the head",
             remedy="adapt with weight=0, or export() the linear model",
         )
-    weight, bias = _layer(prior, system.problem.basis.weights(system.problem.examples, system.beta.double()))
-    network = _reading(prior)[0]
+    examples, rows = system.problem.examples, system.problem.examples.rows[HEAD]
+    assert rows is not None
+    weight, bias = _layer(prior, system.problem.basis.weights(examples, system.beta.double()))
+    network = _reading(prior, rows)[0]
     old = last_linear(prior.network.function.model)[1]
     new = zero_layer(nn.Linear, weight.shape[1], weight.shape[0], like=old.weight)
     new.weight.copy_(weight)

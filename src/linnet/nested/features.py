@@ -4,7 +4,7 @@ With φ(x) the D inputs of the last linear layer, ψ(x) those of earlier layers 
 heads, h = 1 .. H,
 
     K_head(x, x') = φ̃(x)ᵀ φ̃(x')                         φ̃: features less their mean over the training samples
-    K_early(x, x') = ψ̃(x)ᵀ ψ̃(x')
+    K_early(x, x') = κ(ψ(x)ᵀ ψ(x'))                      κ: the kernel of random ReLU features, ``arc_cosine``
     K_body(x, x') = 1/H Σ_h ⟨∂ r_hᵀφ(x), ∂ r_hᵀφ(x')⟩    derivatives in all weights below the head
 
 For r_h ~ N(0, I/D) the expectation of K_body is 1/D Σ_d ⟨∂φ_d(x), ∂φ_d(x')⟩, the tangent kernel of the
@@ -23,9 +23,18 @@ from torch import Tensor, nn
 from linnet.errors import ModelError
 from linnet.fitting.last_layer import BELOW, features, last_linear, replace_module, zero_layer
 from linnet.linalg.operator import ParameterSpace
-from linnet.linear.features import Constant, Examples, Explicit, Features, Heads, WeightedSum
-from linnet.nested.search import BIAS, Mixture
-from linnet.nested.stages import Staged, earlier_layers
+from linnet.linear.features import (
+    Angles,
+    Constant,
+    Examples,
+    Explicit,
+    Features,
+    Heads,
+    WeightedSum,
+    arc_cosine,
+)
+from linnet.nested.search import BIAS, Kernels, Mixture
+from linnet.nested.stages import Beside, Staged, earlier_layers
 from linnet.tangent.batch import Inputs, split
 from linnet.tangent.functional import IDLE, Functional, copied
 from linnet.tangent.selection import Selector, owner, selected
@@ -53,13 +62,14 @@ class RandomHeads:
         seed: int,
         names: Selector,
         *,
-        trained: bool = False,
+        before: RandomHeads | None = None,
         stages: tuple[str, ...] | None = None,
     ) -> None:
         name, old = last_linear(model)
         body = {key: mask for key, mask in selected(model, names).items() if owner(key) != name}
         self.heads, self.seed, self.width = heads, seed, old.in_features
-        self.layer, self.trained, self.bodiless = name, trained, not body
+        self.layer, self.bodiless = name, not body
+        self.before = before  # what it was before it was trained on the same samples
         clone = with_random_heads(model, heads, seed)
         setattr(clone, IDLE, getattr(model, "idle", None))
         self.below = getattr(model, BELOW, "lower layers")
@@ -86,9 +96,7 @@ class RandomHeads:
 
     def moved(self, model: nn.Module) -> RandomHeads:
         """The same features at trained weights."""
-        return RandomHeads(
-            model, self.heads, self.seed, self.function.names, trained=True, stages=self.stages
-        )
+        return RandomHeads(model, self.heads, self.seed, self.function.names, before=self, stages=self.stages)
 
     def phi(self, x: Inputs) -> Tensor:
         """φ(x), (N, D), in float64."""
@@ -101,10 +109,22 @@ class RandomHeads:
         reader = self.reader
         return torch.cat([reader.flat(reader.theta, part) for part in split(x, BATCH)]).double()
 
+    @property
+    def reading(self) -> Staged:
+        """The network that returns φ and ψ, its own alone."""
+        return Staged(self.function.model, self.stages or ())
+
     @cached_property
     def reader(self) -> Functional:
-        """The network that returns φ and ψ."""
-        return Functional(Staged(self.function.model, self.stages or ()))
+        """The network that returns φ and ψ; where it was trained, with the ψ that it had before."""
+        # The contrast of few samples forgets what sets other samples apart (docs/results/adapt.md).
+        return Functional(self.reading if self.before is None else Beside(self.reading, self.before.reading))
+
+    @property
+    def read_names(self) -> list[str]:
+        """The names that the weights below the head have in ``reader``."""
+        start = "body." if self.before is None else "own.body."
+        return [f"{start}{name}" for name in self.function.names]
 
     @property
     def body(self) -> Heads:
@@ -114,6 +134,14 @@ class RandomHeads:
     def kernel(self, x: Inputs, memory: str | int | None = None, file: Path | None = None) -> Tensor:
         """K_body(x, x), (N, N), float64; from a file, and into it, where there is one."""
         return self.body.kernel(Examples(x), memory, file)
+
+
+def kernels_of(found: Tensor, width: int) -> Kernels:
+    """The kernels of features of samples, φ less its mean and ψ."""
+    # found (N, D) or (N, D + E)
+    head, early = found.tensor_split([width], 1)
+    head = head - head.mean(0)
+    return Kernels(head @ head.T, arc_cosine(early @ early.T) if early.shape[1] else None)
 
 
 # -- prior -----------------------------------------------------------------------------------------
@@ -129,27 +157,37 @@ class Prior:
     """Network and mixture of a kernel, fixed once the fit is made."""
 
     network: RandomHeads
-    center: Tensor  # mean of φ, or of φ and ψ, over the samples that the fit was made on, (D,) or (D + E,)
+    center: Tensor  # mean of φ over the samples that the fit was made on, (D,)
     mixture: Mixture  # how the kernels are added
 
-    @cached_property
-    def scale(self) -> Tensor:
-        """By which each feature is multiplied, (D,) or (D + E,)."""
-        mixed, width = self.mixture, self.network.width
-        found = torch.full_like(self.center, (mixed.earlier / mixed.early) ** 0.5)
-        found[:width] = ((1 - mixed.earlier) / mixed.head) ** 0.5
-        return found
+    @property
+    def scale(self) -> float:
+        """By what φ is multiplied."""
+        return float(((1 - self.mixture.earlier) / self.mixture.head) ** 0.5)
+
+    @property
+    def share(self) -> float:
+        """By what the kernel of earlier layers is multiplied."""
+        return self.mixture.earlier / self.mixture.early
 
     def rows(self, x: Inputs) -> Tensor:
-        """The features that take part, scaled and less their mean, (N, D) or (N, D + E)."""
-        found = self.network.staged(x) if self.mixture.earlier else self.network.phi(x)
-        return (found - self.center) * self.scale
+        """φ, scaled and less its mean, and behind it ψ where it takes part, (N, D) or (N, D + E)."""
+        return self.scaled(self.network.staged(x) if self.mixture.earlier else self.network.phi(x))
+
+    def scaled(self, found: Tensor) -> Tensor:
+        """The same of features as the network gives them."""
+        # found (N, D) or (N, D + E)
+        phi, psi = found.tensor_split([self.network.width], 1)
+        phi = (phi - self.center) * self.scale
+        return torch.cat([phi, psi], 1) if self.mixture.earlier else phi
 
     @property
     def features(self) -> WeightedSum:
         """κ + (1 − w) ((1 − e)/m_head K_head + e/m_early K_early) + w/m_body K_body."""
         mixed = self.mixture
         head: Features = Explicit(self.rows)
+        if mixed.earlier:
+            head = Angles(self.rows, self.network.width, self.share)
         terms = [(BIAS, Constant(self.center.device)), (1 - mixed.weight, head)]
         if mixed.weight:
             terms.append((mixed.weight / mixed.body, self.network.body))

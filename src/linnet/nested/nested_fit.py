@@ -34,8 +34,8 @@ from linnet.linear.problem import Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets, understood
 from linnet.nested.export import exported_nested, network_of_probe
-from linnet.nested.features import HEAD, Prior, RandomHeads
-from linnet.nested.search import BIAS, FREE, Kernels, Mixture, Rung, Shares, choose, sampled
+from linnet.nested.features import HEAD, Prior, RandomHeads, kernels_of
+from linnet.nested.search import BIAS, FREE, Kernels, Rung, Shares, choose, sampled
 from linnet.params import no_targets
 from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate, take
 from linnet.tangent.functional import IDLE, Functional, OutputAdapter, copied
@@ -121,7 +121,7 @@ class NestedFit(SquaredFit):
     @property
     def trained(self) -> bool:
         """Whether the lower layers were trained on the same samples."""
-        return self.prior.network.trained
+        return self.prior.network.before is not None
 
     def _evident_noise(self) -> float:
         """σ² of highest evidence, of the classes that have a sample: targets of the others are all zero."""
@@ -294,15 +294,17 @@ def problem_of(prior: Prior, data: tuple[Inputs, Tensor], residual: Tensor) -> P
     return Problem(prior.network.function, x, residual, features=features, formed=Examples(x, rows))
 
 
-def rounding_remarks(
-    function: Functional, raw: Tensor, rows: Tensor, kernels: Kernels, mixture: Mixture, system: DualSystem
-) -> tuple[str, ...]:
+def rounding_remarks(prior: Prior, rows: Tensor, kernels: Kernels, system: DualSystem) -> tuple[str, ...]:
     """Whether the rounding of features and gradients leaves errors in predictions."""
-    # raw (N, D), rows (N, D): the scaled features, and less their mean
+    # rows (N, D) or (N, D + E)
     # An entry of the body's kernel is wrong by ε √(K_aa K_bb), and a feature by ε of its size, independently.
     # What all samples have in common takes part in no prediction, as the sum of β is zero; its rounding does.
+    mixture, function = prior.mixture, prior.network.function
     eps, beta = function.precision.eps(function.dtype, function.device), system.beta.square()
-    of_head = rows.square() @ raw.square().mean(0)
+    head, early = rows.tensor_split([prior.network.width], 1)
+    of_head = head.square() @ (head + prior.center * prior.scale).square().mean(0)
+    if mixture.earlier:  # the slope of κ is at most 1
+        of_head = of_head + prior.share**2 * (early.square() @ early.square().mean(0))
     error = (1 - mixture.weight) ** 2 * (of_head @ beta + of_head.mean() * beta.sum(0))
     if mixture.weight and kernels.body is not None:
         of_body = kernels.body.diagonal()
@@ -339,8 +341,7 @@ def solved(
                 remedy="leave earlier= out",
             )
         found = found[:, : features.width]
-    head, early = (found - found.mean(0)).tensor_split([features.width], 1)
-    kernels = Kernels(head @ head.T, early @ early.T if early.shape[1] else None)
+    kernels = kernels_of(found, features.width)
     kernels = _with_derivatives(features, x, targets, kernels, given, memory, file)
     seconds = {"kernel": time.perf_counter() - start}
     start = time.perf_counter()
@@ -348,12 +349,10 @@ def solved(
     kernel, mixture = kernels.mixed(choice.taken.weight, choice.taken.earlier)
     system = DualSystem(kernel, targets.values, choice.taken.ridge)
     seconds["solve"] = time.perf_counter() - start
-    if not mixture.earlier:
-        found = found[:, : features.width]
-    prior = Prior(features, found.mean(0), mixture)
-    rows = (found - prior.center) * prior.scale
+    prior = Prior(features, found[:, : features.width].mean(0), mixture)
+    rows = prior.scaled(found)
     averaged = {"features": AVERAGED} if getattr(features.model, "averaged", False) else {}
-    told = rounding_remarks(features.function, found * prior.scale, rows, kernels, mixture, system)
+    told = rounding_remarks(prior, rows, kernels, system)
     told_of = {k: v.replace("lower layers", features.below) for k, v in choice.reasons().items()}
     record = replace(
         record,
@@ -415,11 +414,10 @@ def restored_nested(
         model = Appended(model, known["appended"], part)
     if isinstance(model, Appended):
         model.idle = known["idle"]
-    network, trained = _with(model, saved["trained"]), bool(saved["trained"])
     stages = None if known["stages"] is None else tuple(known["stages"])
-    features = RandomHeads(
-        network, known["heads"], known["seed"], known["parameters"], trained=trained, stages=stages
-    )
+    features = RandomHeads(model, known["heads"], known["seed"], known["parameters"], stages=stages)
+    if saved["trained"]:
+        features = features.moved(_with(features.model, saved["trained"]))
     require_weights(features.function, known, path, OTHER)
     moved = tree.map_tensors(lambda t: t.to(features.function.device), saved)
     x, targets, rows = moved["x"], moved["targets"], moved["rows"]
@@ -437,9 +435,7 @@ def restored_nested(
 
 
 def _with(model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
-    """A copy of a network with other weights; the network itself where there are none."""
-    if not weights:
-        return model
+    """A copy of a network with other weights."""
     clone = copied(model)
     own = dict(clone.named_parameters())
     for name, value in weights.items():

@@ -195,7 +195,7 @@ class Choice:
             elif gain <= ERRORS * error:
                 why = f"{less}, which is not significant"
             return f"Kept the linear probe: {why}."
-        if gain <= ERRORS * error:
+        if gain <= max(ERRORS * error, 0.005):  # shown as 0 %
             sign = "less" if gain > 0 else "more"
             return (
                 "The lower layers take part, as they usually help; these samples cannot tell "

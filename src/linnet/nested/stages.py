@@ -3,8 +3,8 @@
     ψ(x) = (ψ_1(x), …, ψ_L(x)) / √L,    ψ_l(x) = pool(a_l(x)) / |pool(a_l(x))|,    a_l: the input of layer l
 
 Maps are averaged over a grid of 2 parts in each direction, the tokens of images likewise, those of texts over
-their positions. ψ_L is φ(x)/|φ(x)|, of the network's own features. A linear layer on ψ reads the network at
-several depths, and no derivative is taken.
+their positions. ψ_L is φ(x)/|φ(x)|, of the network's own features. A random ReLU layer of infinite width on
+ψ, and a linear one behind it, read the network at several depths; no derivative is taken.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from linnet.fitting.last_layer import PADDING, Appended, bared, last_linear, masked
+from linnet.linear.features import arc_cosine
 from linnet.tangent.batch import MASK, Inputs, counted, take
 from linnet.tangent.functional import FAILURES, Functional, adapt_outputs
 from linnet.tree import tensors_in
 
 # Decided on development tasks (docs/results/adapt.md, "What was tried").
-STAGES = 8  # layers that are read, at most: the one with the narrowest input of each eighth of the rest
+STAGES = 12  # layers that are read, at most: the one with the narrowest input of each part of the rest
 SKIPPED = 0.5  # of the layers, the first ones: they see edges and words, and not what is shown
 GRID = 2  # parts in each direction of a map
 WIDEST = 4096  # numbers of a layer's grid; beyond, its maps are averaged whole
@@ -105,7 +106,7 @@ class Staged(nn.Module):
 
     def __init__(self, model: nn.Module, stages: tuple[str, ...]) -> None:
         super().__init__()
-        self.body, self.stages = bared(model), stages
+        self.body, self.stages, self.width = bared(model), stages, last_linear(model)[1].in_features
         names = list(inspect.signature(self._inner.forward).parameters)
         self.mask_place = names.index(MASK) if MASK in names else len(names)
 
@@ -142,6 +143,39 @@ class Staged(nn.Module):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class Alike(nn.Module):
+    """A network that returns φ, and the kernel of its ψ with those of some examples, (N, D + M)."""
+
+    psi: Tensor
+
+    def __init__(self, reader: nn.Module, psi: Tensor) -> None:
+        super().__init__()
+        self.reader = reader
+        self.register_buffer("psi", psi)  # (M, E)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """φ (N, D) and κ(ψᵀψ') (N, M)."""
+        found = self.reader(*args, **kwargs)
+        phi, psi = found.tensor_split([found.shape[1] - self.psi.shape[1]], 1)
+        return torch.cat([phi, arc_cosine(psi @ self.psi.T)], 1)
+
+
+class Beside(nn.Module):
+    """A network that returns its features, and those of earlier layers beside the ones of another network."""
+
+    def __init__(self, own: Staged, other: Staged) -> None:
+        super().__init__()
+        self.own, self.other = own, other
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """(φ, (ψ, ψ')/√2), (N, D + 2 E)."""
+        (phi, psi), (_, other) = (
+            found.tensor_split([width], 1)
+            for found, width in ((one(*args, **kwargs), one.width) for one in (self.own, self.other))
+        )
+        return torch.cat([phi, psi * 0.5**0.5, other * 0.5**0.5], 1)
 
 
 def pooled(a: Tensor, channels_first: bool, mask: Tensor | None, image: bool) -> Tensor:

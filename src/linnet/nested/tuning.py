@@ -28,7 +28,7 @@ from linnet.fitting.head import deal, example_hashes, with_head
 from linnet.fitting.last_layer import bared
 from linnet.linear.dual import DualSystem, Spectrum
 from linnet.linear.kernel_system import KernelSystem
-from linnet.nested.features import Prior, RandomHeads
+from linnet.nested.features import Prior, RandomHeads, kernels_of
 from linnet.nested.nested_fit import NestedFit, problem_of
 from linnet.nested.search import ERRORS, Kernels, Rung, counted, ladder, verdict
 from linnet.predictive.noise import fit_moderation, fit_temperature
@@ -122,9 +122,8 @@ class Tuning:
     def kernels(self, features: RandomHeads, share: bool) -> Kernels:
         """The kernels of all samples at a network's weights."""
         found = features.staged(self.fit.x) if self.fit.earlier else features.phi(self.fit.x)
-        head, early = (found - found.mean(0)).tensor_split([features.width], 1)
         body = features.kernel(self.fit.x, self.fit.memory) if share else None
-        return Kernels(head @ head.T, early @ early.T if self.fit.earlier else None, body)
+        return replace(kernels_of(found, features.width), body=body)
 
     def tell(self, values: dict[str, float], step: int) -> None:
         """Hand numbers of the run that is under way to the logger, if there is one."""
@@ -308,9 +307,9 @@ def _solved(fit: NestedFit, network: RandomHeads, whole: Kernels, chosen: Chosen
     shares, ridge = chosen
     kernel, mixture = whole.mixed(*shares)
     found = network.staged(fit.x) if mixture.earlier else network.phi(fit.x)
-    prior = Prior(network, found.mean(0), mixture)
+    prior = Prior(network, found[:, : network.width].mean(0), mixture)
     dual = DualSystem(kernel, fit.targets, ridge)
-    problem = problem_of(prior, (fit.x, (found - prior.center) * prior.scale), dual.residual)
+    problem = problem_of(prior, (fit.x, prior.scaled(found)), dual.residual)
     system = KernelSystem(problem, dual, fit.memory)
     return NestedFit(prior, fit._targets, system, fit.record)
 
