@@ -348,8 +348,8 @@ def read_banking77(repository: Repository) -> Pool:
     )
 
 
-def read_assistant(repository: Repository) -> Pool:
-    """Requests to an assistant, 150 intents."""
+def read_requests(repository: Repository) -> Pool:
+    """Spoken requests, 150 intents."""
     parts = json.loads(repository.text("data/data_full.json"))
     rows = [(row, part == "test") for part in ("train", "test") for row in parts[part]]
     names = sorted({name for (_, name), _ in rows})
@@ -361,7 +361,7 @@ def read_assistant(repository: Repository) -> Pool:
 
 
 def read_home(repository: Repository) -> Pool:
-    """Requests to an assistant at home, the 63 intents with 50 or more to train on."""
+    """Spoken requests at home, the 63 intents with 50 or more to train on."""
     folder, files = "Datasets/HWU64", ("seq.in", "label")
     parts = {
         part: list(zip(*(lines(repository, f"{folder}/{part}/{name}") for name in files), strict=True))
@@ -507,13 +507,13 @@ SOURCES = {
         "the repository's train.csv and test.csv",
         read_banking77,
     ),
-    "assistant": Source(
+    "requests": Source(
         "clinc/oos-eval",
         "828f8093932c8fe6ca7936c3d2e52903b1c523de",
         "CC BY 3.0 (LICENSE)",
         "data/data_full.json",
         "the repository's train and test, without what is out of scope",
-        read_assistant,
+        read_requests,
     ),
     "home": Source(
         "jianguoz/Few-Shot-Intent-Detection",

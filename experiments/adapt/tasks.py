@@ -69,7 +69,7 @@ DEVELOPMENT = (
 )
 # Sets of many classes, made by ``collect.py`` too, on which choices were made as well.
 MANY = (
-    Task("assistant requests", "fresh/assistant", text=True),
+    Task("spoken requests", "fresh/requests", text=True),
     Task("home requests", "fresh/home", text=True),
 )
 # Sets that no choice has seen; ``collect.py`` makes their files. Two of its sets are left out, as their texts

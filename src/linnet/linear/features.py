@@ -193,8 +193,8 @@ class Heads(Features):
 
 
 @dataclass(frozen=True, eq=False)
-class Explicit(Features):
-    """Features φ(x) that are computed, such as the inputs of a last layer."""
+class Computed(Features):
+    """A kernel of features φ(x) that are computed."""
 
     phi: Callable[[Inputs], Tensor]  # (N, D), float64
     finite = True
@@ -221,14 +221,32 @@ class Explicit(Features):
         rows = self.phi(x)
         return self._between(rows, self._rows(train)), self._within(rows)
 
+    @abstractmethod
     def _between(self, rows: Tensor, others: Tensor) -> Tensor:
-        """K of two sets of features, (N, M)."""
+        """The kernel of two sets of features, (N, M)."""
         # rows (N, D), others (M, D)
+
+    @abstractmethod
+    def _within(self, rows: Tensor) -> Tensor:
+        """The kernel of features with themselves, (N,)."""
+        # rows (N, D)
+
+    def _rows(self, of: Examples) -> Tensor:
+        """φ(x), known or computed, (N, D)."""
+        known = of.rows[0]
+        return self.phi(of.x) if known is None else known
+
+
+@dataclass(frozen=True, eq=False)
+class Explicit(Computed):
+    """Features φ(x) that are computed, such as the inputs of a last layer: k(x, x') = φ(x)ᵀφ(x')."""
+
+    def _between(self, rows: Tensor, others: Tensor) -> Tensor:
+        """The kernel of two sets of features, (N, M)."""
         return rows @ others.T
 
     def _within(self, rows: Tensor) -> Tensor:
-        """K of features with themselves, (N,)."""
-        # rows (N, D)
+        """The kernel of features with themselves, (N,)."""
         return rows.square().sum(1)
 
     def weigh(
@@ -236,11 +254,6 @@ class Explicit(Features):
     ) -> None:
         """With W = s βᵀφ."""
         into.layers.append((self.phi, scale * (beta.T @ self._rows(train))))
-
-    def _rows(self, of: Examples) -> Tensor:
-        """φ(x), known or computed, (N, D)."""
-        known = of.rows[0]
-        return self.phi(of.x) if known is None else known
 
 
 def arc_cosine(cosines: Tensor) -> Tensor:
@@ -253,19 +266,19 @@ def arc_cosine(cosines: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Angles(Explicit):
+class Angles(Computed):
     """k(x, x') = aᵀa' + s κ(bᵀb') of features (a, b), b of length 1: those of a random ReLU layer on b."""
 
     width: int  # of a
     share: float  # s
 
     def _between(self, rows: Tensor, others: Tensor) -> Tensor:
-        """K of two sets of features, (N, M)."""
+        """The kernel of two sets of features, (N, M)."""
         (a, b), (c, d) = (part.tensor_split([self.width], 1) for part in (rows, others))
         return (a @ c.T).add_(arc_cosine(b @ d.T), alpha=self.share)
 
     def _within(self, rows: Tensor) -> Tensor:
-        """K of features with themselves, (N,)."""
+        """The kernel of features with themselves, (N,)."""
         a, _ = rows.tensor_split([self.width], 1)
         return a.square().sum(1) + self.share
 
