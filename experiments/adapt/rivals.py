@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import linnet
-from experiments.adapt.depth import MOST
+from experiments.adapt.depth import MOST, resampled
 from experiments.adapt.kernels import SETS, suited
 from experiments.adapt.nested import drawn as shots_of
 from experiments.adapt.tasks import NETWORKS, Network, Task, pools, samples, stored
 from experiments.sources import Images
 from experiments.study import Cell, Study, parser
-from experiments.tables import chosen, with_error
+from experiments.tables import markdown, with_error
 from linnet.fitting.descent import CLIP, HEAD_SCALE, WARM_UP, held_out_splits, loss_of, outputs_of
 from linnet.fitting.last_layer import last_linear, replace_module
 from linnet.tangent.batch import Inputs, on_device, split, take
@@ -409,24 +409,73 @@ def cell(
     return {
         "accuracy": float(right.double().mean()),
         "log loss": float(-taken.log().mean()),
+        "confidence": float(probabilities.max(1).values.mean()),
         "right": "".join(str(int(one)) for one in right),
         "samples": len(at),
         **facts,
     }
 
 
+def _groups(cells: Sequence[Cell], *keys: str) -> Iterator[tuple[tuple[Any, ...], dict[str, list[Cell]]]]:
+    """The cells that agree in some keys, by method, in the order in which they were made."""
+    for where in dict.fromkeys(tuple(cell[key] for key in keys) for cell in cells):
+        own = [cell for cell in cells if tuple(cell[key] for key in keys) == where]
+        yield where, {method: part for method in METHODS if (part := chosen_cells(own, method))}
+
+
+def chosen_cells(cells: Sequence[Cell], method: str) -> list[Cell]:
+    """Those of a method."""
+    return [cell for cell in cells if cell["method"] == method]
+
+
+def ahead(first: Sequence[Cell], second: Sequence[Cell]) -> tuple[float, float]:
+    """Points by which one is ahead of another on the same draws, with the error over draws and samples."""
+    pairs = [(a["right"], b["right"]) for a in first for b in second if a["seed"] == b["seed"]]
+    mine, theirs = (
+        torch.tensor([[int(one) for one in right] for right in part]) for part in zip(*pairs, strict=True)
+    )
+    return resampled(mine, theirs)
+
+
+def best_rival(by_method: dict[str, list[Cell]]) -> str:
+    """The rival with the highest accuracy on the test samples."""
+    return max((name for name in by_method if name in RATES), key=lambda name: accuracy(by_method[name]))
+
+
+def accuracy(cells: Sequence[Cell]) -> float:
+    """Mean accuracy in percent."""
+    return 100 * sum(cell["accuracy"] for cell in cells) / len(cells)
+
+
 def table(cells: Sequence[Cell]) -> str:
-    """Markdown: a row a network, task and number of shots; accuracy of each rival, and seconds of all."""
-    names = ("network", "task", "a class", "draws", *METHODS, "seconds")
-    lines = [f"| {' | '.join(names)} |", f"|---|---|{'---:|' * (len(names) - 2)}"]
-    for network, task, shots in dict.fromkeys((c["network"], c["task"], c["shots"]) for c in cells):
-        where = {"network": network, "task": task, "shots": shots}
-        columns = [chosen(cells, "accuracy", method=name, **where) for name in METHODS]
-        draws = min(len(column) for column in columns)
-        values = [with_error(column, scale=100) if column else "" for column in columns]
-        seconds = sum(chosen(cells, "seconds", **where)) / max(1, draws)
-        lines.append(f"| {' | '.join((network, task, str(shots), str(draws), *values, f'{seconds:.0f}'))} |")
-    return "\n".join(lines)
+    """Markdown: a row a network, task and number of shots; accuracies, and how far tuning is ahead."""
+    names = [name for name in METHODS if chosen_cells(cells, name)]
+    header = ("network", "task", "a class", "draws", *names, "tune less the best rival", "trained")
+    rows = []
+    for where, own in _groups(cells, "network", "task", "shots"):
+        values = [f"{accuracy(own[name]):.1f}" if name in own else "–" for name in names]
+        if not {"tune"} < set(own) or not set(own) & set(RATES):
+            continue
+        gain, error = ahead(own["tune"], own[best_rival(own)])
+        trained = [cell["trained"] for cell in own["tune"]]
+        told = f"{gain:.1f} ± {error:.1f}", f"{sum(trained)} of {len(trained)}"
+        rows.append([*map(str, where), str(len(trained)), *values, *told])
+    return markdown(header, rows)
+
+
+def means(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a network, number of shots and method; over tasks, and how far tuning is ahead."""
+    rows = []
+    for where, own in _groups(cells, "network", "shots"):
+        for name, part in own.items():
+            tasks = [by for _, by in _groups([*own["tune"], *part], "task") if name in by and "tune" in by]
+            gains = [accuracy(by["tune"]) - accuracy(by[name]) for by in tasks]
+            seconds = sum(cell["search CPU seconds"] + cell.get("last CPU seconds", 0.0) for cell in part)
+            mean = sum(accuracy(by[name]) for by in tasks) / len(tasks)
+            told = (f"{mean:.1f}", "" if name == "tune" else with_error(gains), f"{seconds / len(part):.0f}")
+            rows.append([*map(str, where), name, str(len(tasks)), *told])
+    header = ("network", "a class", "method", "tasks", "accuracy", "tune is ahead by", "CPU seconds")
+    return markdown(header, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -460,7 +509,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         compute = partial(cell, network, task, shots, seed, method, given)
                         rates = [*RATES[method][not network.text]] if method in RATES else []
                         cells.append(study.cell({**what, "method": method, "rates": rates}, compute))
-    study.publish(table(cells), cells)
+    study.publish(f"{means(cells)}\n\n{table(cells)}", cells)
 
 
 if __name__ == "__main__":

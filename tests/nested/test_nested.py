@@ -336,11 +336,14 @@ def test_many_samples_choose_the_share_on_some_of_them(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(search, "best_ridge", counting)
     monkeypatch.setattr(search, "PILOT", 24)
-    fit = linnet.adapt(NET, (x, y))
+    fit = linnet.adapt(NET, (x, x.flatten(1)[:, :3] ** 2))
     taken = fit.body_weight, fit.earlier
     assert scored[:5] == [(24, (0.0, share)) for share in (0.0, *search.EARLIER)]
     assert scored[5:-1] == [(24, (weight, scored[5][1][1])) for weight in search.WEIGHTS]
     assert scored[-1] == (48, taken)
+    scored.clear()
+    fit = linnet.adapt(NET, (x, y))  # of classes, no derivatives beside earlier layers
+    assert scored == [*((24, (0.0, share)) for share in (0.0, *search.EARLIER)), (48, (0.0, fit.earlier))]
     assert fit.record.reasons["shares"].endswith("on 24 samples")
     scored.clear()
     linnet.adapt(NET, (x, y), weight=0.3)
@@ -358,11 +361,15 @@ def test_derivatives_are_tried_on_some_of_many_samples(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(RandomHeads, "kernel", counting)
     monkeypatch.setattr(nested_fit, "TRIAL", 24)
-    fit = linnet.adapt(NET, (x, y))
-    assert formed == ([24, 48] if fit.body_weight else [24])
-    monkeypatch.setattr(nested_fit, "TRIED", NET[0].weight.numel())
-    formed.clear()
     assert linnet.adapt(NET, (x, y)).body_weight == 0
+    assert not formed
+    shallow = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    for net, goal in ((NET, x.flatten(1)[:, :3] ** 2), (shallow, y)):
+        fit = linnet.adapt(net, (x, goal))
+        assert formed == ([24, 48] if fit.body_weight else [24])
+        formed.clear()
+    monkeypatch.setattr(nested_fit, "TRIED", shallow[1].weight.numel())  # without its bias
+    assert linnet.adapt(shallow, (x, y)).body_weight == 0
     assert not formed
     assert linnet.adapt(NET, (x, y), weight=0.5).body_weight == 0.5
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import InputError
 from linnet.linear.features import arc_cosine
+from linnet.nested import nested_fit
 from linnet.nested import tuning as module
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.search import Rung, ladder, verdict
@@ -296,6 +297,8 @@ def test_the_first_fold_decides_whether_the_others_need_the_kernel_of_the_lower_
         return module.Kernels(made.head, torch.eye(len(made.head)).to(made.head)) if share else made
 
     monkeypatch.setattr(Tuning, "kernels", counted)
+    monkeypatch.setattr(nested_fit, "tries_derivatives", lambda *_: True)
+    assert linnet.adapt(network(), DATA).body_weight > 0
     fit = linnet.adapt(network(), DATA, tune=True)
     assert fit.body_weight == 0
     assert asked.count(True) == 1

@@ -73,7 +73,7 @@ class AdaptOptions(TaskOptions):
         ridge: The ridge relative to the mean of the kernel's diagonal, a positive number, or loo, which
             chooses it by leave-one-out, as by default.
         weight: Share of the lower layers' derivatives in the kernel, from 0 (the linear probe) to 1 (default:
-            chosen, and 0 behind more than a million weights).
+            chosen for values and where there is no earlier layer, in networks of up to a million weights).
         earlier: Share of earlier layers in the features, from 0 to 1 (default: chosen, and 0 where weight is
             given).
         tune: Train the lower layers as well, solve the fit again at the trained weights, and keep the result

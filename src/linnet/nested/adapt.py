@@ -51,10 +51,10 @@ def adapt(
     """Fit a trained network to a new task: a linear model of what all its layers compute, in one solve.
 
     It reads the features of the last layer, as a linear probe does, those of layers in the second half of the
-    network, through a random ReLU layer of infinite width, and the derivatives of networks of up to a million
-    weights. How much each takes part, and the ridge, are chosen by leave-one-out: no feature has seen a
-    label, so that each sample is predicted without its own. Where the last layer alone is clearly better, the
-    fit is the linear probe.
+    network, through a random ReLU layer of infinite width, and for values the derivatives of networks of up
+    to a million weights. How much each takes part, and the ridge, are chosen by leave-one-out: no feature has
+    seen a label, so that each sample is predicted without its own. Where the last layer alone is clearly
+    better, the fit is the linear probe.
 
     With ``tune=True`` the lower layers are trained as well, and the fit is solved again at the trained
     weights, where that has less error on held-out folds; ``fit.rungs`` has what each step gains.
@@ -70,9 +70,9 @@ def adapt(
             ``fit.record.reasons["targets"]`` says what was understood, and a warning says where it is
             improbable. Classes without a sample have no probability.
         y: The targets, where ``data`` are inputs alone: ``adapt(net, X, y)``.
-        weight: Share w of the lower layers' derivatives in the kernel, 0 to 1; by default chosen, and 0 for
-            networks of more than a million weights or where ``earlier`` is given. The linear probe is
-            ``weight=0``.
+        weight: Share w of the lower layers' derivatives in the kernel, 0 to 1. By default chosen for values
+            and where there is no earlier layer, in networks of up to a million weights; otherwise 0. The
+            linear probe is ``weight=0``.
         earlier: Share e of earlier layers in the features, 0 to 1; by default chosen, and 0 where ``weight``
             is given.
         ridge: ρ > 0, relative to the mean of the kernel's diagonal; by default, or with ``"loo"``, chosen.

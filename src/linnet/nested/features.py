@@ -102,10 +102,15 @@ class RandomHeads:
         """φ(x), (N, D), in float64."""
         return features(self.function.model, x).double()
 
-    def staged(self, x: Inputs) -> Tensor:
-        """φ(x) and ψ(x) side by side, (N, D + E), in float64."""
+    def earlier(self, x: Inputs) -> tuple[str, ...]:
+        """The layers that are read, found once."""
         if self.stages is None:
             self.stages = earlier_layers(self.function, x)
+        return self.stages
+
+    def staged(self, x: Inputs) -> Tensor:
+        """φ(x) and ψ(x) side by side, (N, D + E), in float64."""
+        self.earlier(x)
         reader = self.reader
         return torch.cat([reader.flat(reader.theta, part) for part in split(x, BATCH)]).double()
 

@@ -49,9 +49,9 @@ from linnet.tangent.matching import (
     saved_output,
 )
 
-# Weights below the head up to which derivatives are tried where nothing is said. Beside features of earlier
-# layers their kernel added nothing behind encoders with millions of weights (docs/results/adapt.md), and
-# takes a hundred times as long as the features.
+# Weights below the head up to which derivatives are tried where nothing is said, for values and where there
+# is no earlier layer. Beside features of earlier layers they add nothing to the classes that are right
+# (docs/results/adapt.md), and take a hundred times as long.
 TRIED = 1_000_000
 TRIAL = 400  # samples on which they are tried where there are more
 AVERAGED = (
@@ -372,11 +372,13 @@ def reads_earlier(given: Shares) -> bool:
     return bool(given.earlier) or (given.earlier is None and given.weight is None)
 
 
-def tries_derivatives(features: RandomHeads, given: Shares) -> bool:
+def tries_derivatives(features: RandomHeads, given: Shares, x: Inputs, classes: bool) -> bool:
     """Whether the kernel of the lower layers is formed, at least for some samples."""
     if given.weight is not None:
         return given.weight > 0
-    return given.earlier is None and not features.bodiless and features.space.dim <= TRIED
+    if given.earlier is not None or features.bodiless or features.space.dim > TRIED:
+        return False
+    return not (classes and features.earlier(x))
 
 
 def _with_derivatives(
@@ -389,7 +391,7 @@ def _with_derivatives(
     file: Path | None,
 ) -> Kernels:
     """With the kernel of the lower layers, where derivatives may take part."""
-    if not tries_derivatives(features, given):
+    if not tries_derivatives(features, given, x, targets.labels is not None):
         return kernels
     n = batch_size(x)
     if given.weight is None and n > TRIAL:

@@ -77,7 +77,7 @@ def _inputs_of_layers(function: Functional, x: Inputs) -> dict[str, torch.Size]:
     def keep(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             a = args[0] if args else None
-            if isinstance(a, Tensor) and a.is_floating_point() and not any(a is one for one in known):
+            if isinstance(a, Tensor) and a.is_floating_point() and not any(_same(a, one) for one in known):
                 known.append(a)
                 seen[name] = a
 
@@ -93,6 +93,11 @@ def _inputs_of_layers(function: Functional, x: Inputs) -> dict[str, torch.Size]:
         for handle in handles:
             handle.remove()
     return {name: a.shape for name, a in seen.items()}
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same numbers in the same place, however they are arranged."""
+    return a is b or (a.numel() == b.numel() > 0 and a.data_ptr() == b.data_ptr())
 
 
 def _has_weights(module: nn.Module) -> bool:

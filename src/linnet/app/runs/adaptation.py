@@ -373,7 +373,7 @@ def first_answer(
     begun = started(options, lambda task: _bounded(options, task))
     x = begun.tensors()[0][:FEW]
     features, given = checked_features(options, begun.network, x)[0], asked(options)
-    tries = tries_derivatives(features, given)
+    tries = tries_derivatives(features, given, x, begun.task.classes is not None)
     if tries and given.weight is None and not options.tune:
         return _probed(options, begun, out, keep, tell)
     each = seconds_each(features.kernel if tries or options.tune else features.staged, x)
@@ -490,7 +490,8 @@ def check_task(options: TaskOptions, batch: int) -> tuple[dict[str, Any], list[s
     report = replace(report, ok=fits, findings=(*report.findings, note))
     # The passes through the network decide, which grow with the samples; the products of pairs of samples
     # are left out.
-    work = module.kernel if tries_derivatives(module, FREE) else module.staged
+    tries = tries_derivatives(module, FREE, x, task.classes is not None)
+    work = module.kernel if tries else module.staged
     each = seconds_each(work, x) if fits else 0.0
     known = {"fit": each * len(task.train), "test": TESTED * each * len(task.test)} if fits else None
     data = {
