@@ -31,7 +31,7 @@ from experiments.tables import markdown, with_error
 from linnet.files import load, save
 from linnet.fitting.last_layer import ending_linear
 from linnet.linear.dual import DualSystem
-from linnet.linear.features import arc_cosine
+from linnet.linear.features import angular_kernel
 from linnet.linear.targets import make_targets
 from linnet.nested.adapt import HEADS
 from linnet.nested.features import RandomHeads, kernels_of
@@ -79,7 +79,7 @@ def fitted(rows: Tensor, y: Tensor, test: Tensor, width: int, given: Shares = FR
     center = phi.mean(0)
     cross = BIAS + (1 - share) / mixture.head * (other - center) @ (phi - center).T
     if share:
-        cross += share / mixture.early * arc_cosine(theirs @ psi.T)
+        cross += share / mixture.early * angular_kernel(theirs, psi)
     return cross @ system.beta, choice
 
 

@@ -265,6 +265,18 @@ def arc_cosine(cosines: Tensor) -> Tensor:
     return found
 
 
+ROWS = 1024  # of a kernel at a time, whose intermediate results are held
+
+
+def angular_kernel(b: Tensor, d: Tensor) -> Tensor:
+    """κ of the cosines between vectors of length 1, (N, M)."""
+    # b (N, E), d (M, E)
+    found = b.new_empty(len(b), len(d))
+    for part, own in zip(found.split(ROWS), b.split(ROWS), strict=True):
+        part.copy_(arc_cosine(own @ d.T))
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class Angles(Computed):
     """k(x, x') = aᵀa' + s κ(bᵀb') of features (a, b), b of length 1: those of a random ReLU layer on b."""
@@ -275,7 +287,7 @@ class Angles(Computed):
     def _between(self, rows: Tensor, others: Tensor) -> Tensor:
         """The kernel of two sets of features, (N, M)."""
         (a, b), (c, d) = (part.tensor_split([self.width], 1) for part in (rows, others))
-        return (a @ c.T).add_(arc_cosine(b @ d.T), alpha=self.share)
+        return angular_kernel(b, d).mul_(self.share).add_(a @ c.T)
 
     def _within(self, rows: Tensor) -> Tensor:
         """The kernel of features with themselves, (N,)."""
@@ -290,7 +302,7 @@ class Angles(Computed):
 
         def phi(x: Inputs) -> Tensor:
             own, angles = self.phi(x).tensor_split([self.width], 1)
-            return torch.cat([own, arc_cosine(angles @ b.T)], 1)
+            return torch.cat([own, angular_kernel(angles, b)], 1)
 
         into.layers.append((phi, scale * torch.cat([beta.T @ a, self.share * beta.T], 1)))
 

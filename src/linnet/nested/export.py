@@ -35,7 +35,7 @@ from linnet.fitting.export import (
     in_weights,
 )
 from linnet.fitting.last_layer import bared, last_linear, replace_module, zero_layer
-from linnet.linear.features import Weights, arc_cosine
+from linnet.linear.features import Weights, angular_kernel
 from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import Plan, parse_bytes, require
 from linnet.nested.features import HEAD, Prior
@@ -199,7 +199,7 @@ def _remaining(prior: Prior, rows: Tensor, posterior: ExportedPosterior) -> _Rem
     if not mixture.earlier:
         factor, of_prior = in_weights(g.T @ g, posterior) if d + p <= n else in_examples(g, posterior)
         return _Remaining(*found, total * share, factor, of_prior, share * posterior.noise)
-    s, alike = head**2 * prior.share, arc_cosine(psi @ psi.T)
+    s, alike = head**2 * prior.share, angular_kernel(psi, psi)
     q = torch.eye(n).to(alike) - drawn
     kernel = g @ g.T + s * (q @ alike @ q)
     factor, of_prior = in_examples(torch.cat([g, s * q], 1), posterior, kernel)

@@ -4,7 +4,7 @@ With φ(x) the D inputs of the last linear layer, ψ(x) those of earlier layers 
 heads, h = 1 .. H,
 
     K_head(x, x') = φ̃(x)ᵀ φ̃(x')                         φ̃: features less their mean over the training samples
-    K_early(x, x') = κ(ψ(x)ᵀ ψ(x'))                      κ: the kernel of random ReLU features, ``arc_cosine``
+    K_early(x, x') = κ(ψ(x)ᵀ ψ(x'))                      κ: the kernel of random ReLU features
     K_body(x, x') = 1/H Σ_h ⟨∂ r_hᵀφ(x), ∂ r_hᵀφ(x')⟩    derivatives in all weights below the head
 
 For r_h ~ N(0, I/D) the expectation of K_body is 1/D Σ_d ⟨∂φ_d(x), ∂φ_d(x')⟩, the tangent kernel of the
@@ -31,7 +31,7 @@ from linnet.linear.features import (
     Features,
     Heads,
     WeightedSum,
-    arc_cosine,
+    angular_kernel,
 )
 from linnet.nested.search import BIAS, Kernels, Mixture
 from linnet.nested.stages import Beside, Staged, earlier_layers
@@ -146,7 +146,7 @@ def kernels_of(found: Tensor, width: int) -> Kernels:
     # found (N, D) or (N, D + E)
     head, early = found.tensor_split([width], 1)
     head = head - head.mean(0)
-    return Kernels(head @ head.T, arc_cosine(early @ early.T) if early.shape[1] else None)
+    return Kernels(head @ head.T, angular_kernel(early, early) if early.shape[1] else None)
 
 
 # -- prior -----------------------------------------------------------------------------------------
