@@ -86,7 +86,9 @@ def claims() -> Mapping[str, str]:
     behind = [cell for cell in wide if cell["ahead"]["best"][0] < -2 * cell["ahead"]["best"][1]]
     found = {str(shots): depth.gain(cells, shots) for shots in depth.SHOTS}
     tasks = len({cell["task"] for cell in wide})
-    return {**found, "tasks": str(tasks), "rows": str(len(wide)), "behind": str(len(behind))}
+    excess, held, draws = re.findall(r"(.*) points.*in (\d+) % of (\d+) draws", depth.promise(cells))[0]
+    told = {"excess": excess, "held": held, "draws": draws}
+    return {**found, **told, "tasks": str(tasks), "rows": str(len(wide)), "behind": str(len(behind))}
 
 
 THREE = r"by (\S+ ± \S+), (\S+ ± \S+) and (\S+ ± \S+) points"
@@ -94,6 +96,8 @@ SAID = [
     ("results/adapt.md", THREE, "5", "20", "50"),
     ("results/adapt.md", r"on (\d+) sets of images and texts", "tasks"),
     ("results/adapt.md", r"(\d+) of (\d+) rows are behind", "behind", "rows"),
+    ("results/adapt.md", r"(\S+ ± \S+) points too many", "excess"),
+    ("results/adapt.md", r"errors in (\d+) % of (\d+) draws", "held", "draws"),
     ("results.md", THREE, "5", "20", "50"),
     ("results.md", r"(\d+) of (\d+) rows are behind by more than two", "behind", "rows"),
     ("how-to-choose.md", THREE, "5", "20", "50"),

@@ -299,6 +299,22 @@ def _mean_gain(cells: Sequence[Cell]) -> tuple[str, str]:
     return with_error(float(np.mean(gains)) for gains in tasks.values()), rows
 
 
+def promise(cells: Sequence[Cell]) -> str:
+    """Points ahead of ridge regression as the verdict tells them, less those on the test samples."""
+    off: dict[str, list[float]] = {}
+    held = []
+    for cell in cells:
+        for told, ours, ridge in zip(
+            cell["points"], cell["accuracy"]["adapt"], cell["accuracy"]["ridge"], strict=True
+        ):
+            if told is not None:
+                excess = told[0] - 100 * (ours - ridge)
+                off.setdefault(cell["task"], []).append(excess)
+                held.append(abs(excess) < 2 * told[1])
+    mean, share = with_error(float(np.mean(one)) for one in off.values()), 100 * np.mean(held)
+    return f"{mean} points too many, within two of its errors in {share:.0f} % of {len(held)} draws"
+
+
 def main() -> None:
     """Run what is asked for."""
     arguments = parser(__doc__ or "", seeds=5)
@@ -323,6 +339,7 @@ def main() -> None:
                     cells.append(study.cell(what, lambda r=read, s=shots: compared(r(), s, study.seeds)))
     study.publish(table(cells), cells)
     print(summary(cells))
+    print(f"The verdict's points: {promise(cells)}")
 
 
 if __name__ == "__main__":
