@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import InputError
 from linnet.linear.features import arc_cosine
+from linnet.linear.targets import make_targets
 from linnet.nested import nested_fit
 from linnet.nested import tuning as module
 from linnet.nested.nested_fit import NestedFit
@@ -247,8 +248,13 @@ def test_rungs_are_compared_sample_by_sample(fits: tuple[NestedFit, NestedFit]) 
     assert rungs[1].gain == pytest.approx(float(gains.mean()))
     assert rungs[1].gain_error == pytest.approx(float(gains.std()) / len(gains) ** 0.5)
     assert (rungs[1].taken, rungs[1].seconds) == (True, 7.0)
-    kept = ladder([("linear probe", truth + 3 * noise)], truth + 2.95 * noise.flip(0), targets, 7.0)
-    assert kept[0].taken
+    alike = [("linear probe", truth + 3 * noise)], truth + 2.95 * noise.flip(0)
+    same = ladder(*alike, targets, 7.0)
+    assert same[1].taken  # classes: training usually helps
+    assert verdict(same).startswith("Solved at the trained weights")
+    assert "more than chance cannot be told" in verdict(same)
+    kept = ladder(*alike, make_targets(truth, truth.shape[1], dtype=truth.dtype), 7.0)
+    assert kept[0].taken  # values: it must show
     assert verdict(kept).startswith("Kept the linear probe")
     worse = ladder([("linear probe", truth + 3 * noise)], truth + 4 * noise, targets, 7.0)
     assert worse[0].taken
@@ -258,7 +264,7 @@ def test_rungs_are_compared_sample_by_sample(fits: tuple[NestedFit, NestedFit]) 
     near[::5] = near[::5].mean(1, keepdim=True) + 0.1 * (near[::5].mean(1, keepdim=True) - truth[::5])
     fewer = ladder([("linear probe", truth * 0.1)], near, targets, 7.0)
     assert fewer[1].gain > fewer[1].gain_error
-    assert fewer[0].taken
+    assert fewer[1].taken
     assert "less accuracy" in verdict(fewer)
 
 

@@ -454,7 +454,9 @@ def ladder(
 ) -> tuple[Rung, ...]:
     """Models in order, the trained network last."""
     # before (N, C), outputs (N, C), rows (N,)
-    # It is taken where its error is lower by more than a standard error and no fewer classes are right.
+    # Of values it is taken where its error is lower by more than a standard error, of classes unless it is
+    # higher by as much: on development tasks training helped also where few samples could not tell
+    # (docs/results/adapt.md).
     counting = counted(targets) if rows is None else counted(targets) & rows
     truth, labels = targets.values.to(outputs)[counting], targets.labels
     rungs: list[Rung] = []
@@ -473,7 +475,7 @@ def ladder(
                 rung = replace(rung, points=points, points_error=points_error)
         rungs.append(rung)
     top = rungs[-1] = replace(rungs[-1], seconds=seconds)
-    helps = top.gain > ERRORS * top.gain_error and (top.points is None or top.points >= 0)
+    helps = top.gain > (ERRORS if labels is None else -ERRORS) * top.gain_error
     place = len(rungs) - 1 if helps else len(rungs) - 2
     rungs[place] = replace(rungs[place], taken=True)
     return tuple(rungs)

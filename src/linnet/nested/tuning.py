@@ -232,8 +232,6 @@ def _held_before(tuning: Tuning, targets: Tensor) -> list[tuple[str, Tensor]]:
 def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, RandomHeads]:
     """A learning rate by the errors on the first fold, and the network trained there."""
     # targets (N, C)
-    # A lower rate is taken where its error is lower, a higher one where it is lower by more than its standard
-    # error: near the largest rate that a network bears, one run says little of the next.
     rest, held = tuning.parts(0)
     errors: dict[int, Tensor] = {}
     networks: dict[int, RandomHeads] = {}
@@ -247,19 +245,13 @@ def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, RandomHeads]:
                 errors[place], networks[place] = tuning.held_out(kernel, 0, targets), network
         return errors[place]
 
-    def better(place: int, than: int, margin: float) -> bool:
-        if not 0 <= place < len(RATES):
-            return False
-        gains = tried(than) - tried(place)
-        if not gains.isfinite().all():
-            return bool(tried(place).isfinite().all())
-        spread = float(gains.std()) / len(gains) ** 0.5 if len(gains) > 1 else math.inf
-        return float(gains.mean()) > margin * (spread if margin else 0.0)
+    def better(place: int, than: int) -> bool:
+        return 0 <= place < len(RATES) and float(tried(place).mean()) < float(tried(than).mean())
 
     best = FIRST
-    while better(best - 1, best, 0.0):
+    while better(best - 1, best):
         best -= 1
-    while best >= FIRST and better(best + 1, best, ERRORS):
+    while best >= FIRST and better(best + 1, best):
         best += 1
     if best not in networks:
         raise NumericalError(
