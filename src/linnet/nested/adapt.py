@@ -57,7 +57,7 @@ def adapt(
     better, the fit is the linear probe.
 
     With ``tune=True`` the lower layers are trained as well, and the fit is solved again at the trained
-    weights, where that has less error on held-out folds; ``fit.rungs`` has what each step gains.
+    weights, unless held-out folds show more error there; ``fit.rungs`` has what each step gains.
 
     Args:
         model: A trained network that ends in a linear layer, which is replaced, or that returns features
@@ -81,7 +81,7 @@ def adapt(
             as ``"pooler_output"``. By default a tensor as it is, ``logits``, or ``last_hidden_state``.
         seed: Seed of the four random heads whose tangent kernels are averaged.
         memory: Budget such as ``"4GB"``; by default half of what is available.
-        tune: Whether to train the lower layers where it helps: five to eight runs of 20 steps or ten
+        tune: Whether to train the lower layers as well: five to eight runs of 20 steps or ten
             epochs, of 150 steps at least for values. Or a callback ``f(metrics, step)``, which also turns
             tuning on; it receives the training loss of each epoch and the held-out error of each run.
 
