@@ -155,10 +155,11 @@ def table(cells: Sequence[Cell]) -> str:
         own = [
             c for c in cells if c.get("way") == way and c["network"] == network and str(shots) in c["ahead"]
         ]
-        means = [float(np.mean([one[key] for one in cell["ahead"][str(shots)]])) for cell in own]
+        draws = [cell["ahead"][str(shots)] for cell in own]
+        means = [float(np.mean([one[key] for one in each])) for each in draws if key in each[0]]
         return with_error(means, scale=100) if means else "–"
 
-    for way in READ:
+    for way in dict.fromkeys(cell["way"] for cell in cells if "way" in cell):
         rows.append([way, *(points(way, "read", n, s) for n in networks for s in SHOTS)])
     named = (
         ("share chosen by leave-one-out", "chosen"),
@@ -168,7 +169,7 @@ def table(cells: Sequence[Cell]) -> str:
     )
     for name, key in named:
         rows.append([name, *(points("as it is", key, n, s) for n in networks for s in SHOTS)])
-    return markdown(header, rows)
+    return markdown(header, [row for row in rows if {*row[1:]} != {"–"}])
 
 
 def summary(cells: Sequence[Cell]) -> str:
