@@ -155,6 +155,9 @@ def test_texts_are_averaged_over_their_words(kind: str) -> None:
     y = torch.arange(12) % 2
     fit = linnet.adapt(net, (x, y), earlier=1.0)
     assert fit.module.stages
+    merged = fit.merge().network
+    found = merged(x) if kind == "tokens" else merged(**x)
+    assert torch.allclose(found, fit.predict(x), atol=1e-7)
     if kind == "tokens":
         return
     # what stands at padding takes no part

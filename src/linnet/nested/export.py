@@ -40,7 +40,7 @@ from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import Plan, parse_bytes, require
 from linnet.nested.features import HEAD, Prior
 from linnet.nested.search import BIAS
-from linnet.nested.stages import Alike
+from linnet.nested.stages import Alike, Headed
 from linnet.tangent.batch import split
 from linnet.tangent.functional import Functional, copied
 from linnet.tangent.graph import Prototype, Traced, plain_module
@@ -227,6 +227,6 @@ def network_of_probe(prior: Prior, system: KernelSystem) -> nn.Module:
     new.weight.copy_(weight)
     new.bias.copy_(bias)
     if prior.mixture.earlier:
-        return nn.Sequential(copied(network), new).eval()
+        return Headed(copied(network), new).eval()
     replace_module(network, prior.network.layer, new)
     return network.eval()

@@ -183,6 +183,19 @@ class Beside(nn.Module):
         return torch.cat([phi, psi * 0.5**0.5, other * 0.5**0.5], 1)
 
 
+class Headed(nn.Module):
+    """A network and a layer behind it."""
+
+    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the layer gives of what the network returns."""
+        found: Tensor = self.head(self.body(*args, **kwargs))
+        return found
+
+
 def pooled(a: Tensor, channels_first: bool, mask: Tensor | None, image: bool) -> Tensor:
     """What goes into a layer as one vector for each example, (N, D)."""
     # a (N, C), (N, C, ...) or (N, ..., C), mask (N, T)
