@@ -81,6 +81,20 @@ def test_every_answer_is_that_of_the_dense_kernel(share: float, tmp_path: Path) 
     assert torch.allclose(found[:, 0], variance, rtol=1e-4)
 
 
+def test_a_module_rounds_no_more_than_the_fit() -> None:
+    net = network().float()
+    x = X.float()
+    line = torch.linspace(0, 1, N + T)[:, None, None, None] * X[:1].float()  # samples that are much alike
+    x = line + 0.01 * x
+    fit = linnet.adapt(net, (x, x.flatten(1)[:, :2].sin()), earlier=1.0, ridge=1e-5)
+    assert fit.system.beta.abs().max() > 10 * float(fit.targets.abs().max())  # large terms that cancel
+    expected = fit.predict(x)
+    spread = float(expected.std(0).max())
+    for found in (fit.export(x[:2])(x), fit.merge().network(x)):
+        assert found.dtype == torch.float32
+        assert torch.allclose(found, expected, rtol=0, atol=1e-3 * spread)
+
+
 def test_derivatives_stand_beside_earlier_layers() -> None:
     both = linnet.adapt(NET, (X[:N], Y[:N]), earlier=0.5, weight=0.5, ridge=RIDGE)
     alone = linnet.adapt(NET, (X[:N], Y[:N]), weight=1.0, ridge=RIDGE)

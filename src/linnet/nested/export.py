@@ -19,12 +19,13 @@ that are known by their kernel alone, s κ, enter through its rows k = κ(x, X):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError
+from linnet.fitting.accuracy import TOLERANCE
 from linnet.fitting.arguments import BATCH
 from linnet.fitting.export import (
     ExportedPosterior,
@@ -113,6 +114,19 @@ class _WithVariance(nn.Module):
         return mean, each[:, None].expand(mean.shape)
 
 
+class _Rounded(nn.Module):
+    """What another module gives, in one type."""
+
+    def __init__(self, finish: nn.Module, kind: torch.dtype) -> None:
+        super().__init__()
+        self.finish, self.kind = finish, kind
+
+    def forward(self, value: Tensor, rows: Sequence[Tensor]) -> Any:
+        """Its tensor, or several."""
+        found = self.finish(value, rows)
+        return tuple(one.to(self.kind) for one in found) if isinstance(found, tuple) else found.to(self.kind)
+
+
 @in_exact_mode
 @torch.no_grad()
 def exported_nested(
@@ -128,24 +142,37 @@ def exported_nested(
     ]
     require(basis.plan(system.c, system.memory, ["the same in the module"]), remedies)
     found = basis.weights(problem.examples, system.beta.double(), system.memory)
-    weight, bias = (part.to(function.dtype) for part in _layer(prior, found))
-    network, names = _reading(prior, rows)
+    exact = _exact(prior, system)
+    weight, bias = (part.to(exact) for part in _layer(prior, found))
+    network, names = _reading(prior, rows, exact)
     delta = found.directions[0].values.flatten(0, 1) if found.directions else None
     if noise is not None:
         posterior = ExportedPosterior(problem.x, system.ridge, noise, memory=system.memory)
         finish = _WithVariance(
             (weight, bias), delta, _remaining(prior, rows, posterior), kind or function.dtype
         )
+        rounded = _Rounded(finish, function.dtype)
         if delta is None:
-            return plain_module(network, [], finish, like)
-        return module_with_rows(Functional(network, names), finish, like, _heads(prior, weight))
+            return plain_module(network, [], rounded, like)
+        return module_with_rows(Functional(network, names), rounded, like, _heads(prior, weight))
     if delta is None:
-        return plain_module(network, [], HeadOutputs(weight, bias), like)
+        return plain_module(network, [], _Rounded(HeadOutputs(weight, bias), function.dtype), like)
     directions = found.directions[0].by_output()
     if prior.mixture.earlier:
         renamed = dict(zip(function.names, names, strict=True))
         directions = [{renamed[name]: value for name, value in one.items()} for one in directions]
-    return plain_module(network, directions, OutputDirections(_heads(prior, weight), (weight, bias)), like)
+    moved = OutputDirections(_heads(prior, weight), (weight, bias))
+    return plain_module(network, directions, _Rounded(moved, function.dtype), like)
+
+
+def _exact(prior: Prior, system: KernelSystem) -> torch.dtype:
+    """The type in which the kernel of earlier layers is summed: float64 where rounding would show."""
+    function, beta = prior.network.function, system.beta
+    outputs = system.residual - system.ridge * beta
+    eps = function.precision.eps(function.dtype, function.device)
+    error = eps * prior.share * beta.square().sum(0).sqrt().max()
+    shows = bool(error > TOLERANCE / 10 * (outputs - outputs.mean(0)).square().mean().sqrt())
+    return torch.float64 if prior.mixture.earlier and shows else function.dtype
 
 
 def _layer(prior: Prior, found: Weights) -> tuple[Tensor, Tensor]:
@@ -155,13 +182,13 @@ def _layer(prior: Prior, found: Weights) -> tuple[Tensor, Tensor]:
     return torch.cat([weight, alike], 1), found.bias - weight @ prior.center
 
 
-def _reading(prior: Prior, rows: Tensor) -> tuple[nn.Module, list[str]]:
+def _reading(prior: Prior, rows: Tensor, exact: torch.dtype) -> tuple[nn.Module, list[str]]:
     """The network that returns φ and k, and the names of the weights below the head."""
     # rows (N, D + E)
     function = prior.network.function
     if not prior.mixture.earlier:
         return bared(function.model), function.names
-    psi = rows[:, prior.network.width :].to(function.dtype)
+    psi = rows[:, prior.network.width :].to(exact)
     names = [f"reader.{name}" for name in prior.network.read_names]
     return Alike(prior.network.reader.model, psi), names
 
@@ -221,12 +248,13 @@ def network_of_probe(prior: Prior, system: KernelSystem) -> nn.Module:
     examples, rows = system.problem.examples, system.problem.examples.rows[HEAD]
     assert rows is not None
     weight, bias = _layer(prior, system.problem.basis.weights(examples, system.beta.double()))
-    network = _reading(prior, rows)[0]
+    exact = _exact(prior, system)
+    network = _reading(prior, rows, exact)[0]
     old = last_linear(prior.network.function.model)[1]
-    new = zero_layer(nn.Linear, weight.shape[1], weight.shape[0], like=old.weight)
+    new = zero_layer(nn.Linear, weight.shape[1], weight.shape[0], like=old.weight).to(exact)
     new.weight.copy_(weight)
     new.bias.copy_(bias)
     if prior.mixture.earlier:
-        return Headed(copied(network), new).eval()
+        return Headed(copied(network), new, old.weight.dtype).eval()
     replace_module(network, prior.network.layer, new)
     return network.eval()

@@ -161,8 +161,8 @@ class Alike(nn.Module):
         self.register_buffer("psi", psi)  # (M, E)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """φ (N, D) and κ(ψᵀψ') (N, M)."""
-        found = self.reader(*args, **kwargs)
+        """φ (N, D) and κ(ψᵀψ') (N, M), in the type of those examples."""
+        found = self.reader(*args, **kwargs).to(self.psi.dtype)
         phi, psi = found.tensor_split([found.shape[1] - self.psi.shape[1]], 1)
         return torch.cat([phi, arc_cosine(psi @ self.psi.T)], 1)
 
@@ -184,16 +184,16 @@ class Beside(nn.Module):
 
 
 class Headed(nn.Module):
-    """A network and a layer behind it."""
+    """A network and a layer behind it, whose outputs are of one type."""
 
-    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+    def __init__(self, body: nn.Module, head: nn.Module, kind: torch.dtype) -> None:
         super().__init__()
-        self.body, self.head = body, head
+        self.body, self.head, self.kind = body, head, kind
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the layer gives of what the network returns."""
         found: Tensor = self.head(self.body(*args, **kwargs))
-        return found
+        return found.to(self.kind)
 
 
 def pooled(a: Tensor, channels_first: bool, mask: Tensor | None, image: bool) -> Tensor:
