@@ -453,9 +453,9 @@ def table(cells: Sequence[Cell]) -> str:
     header = ("network", "task", "a class", "draws", *names, "tune less the best rival", "trained")
     rows = []
     for where, own in _groups(cells, "network", "task", "shots"):
-        values = [f"{accuracy(own[name]):.1f}" if name in own else "–" for name in names]
-        if not {"tune"} < set(own) or not set(own) & set(RATES):
+        if "tune" not in own or not own.keys() & RATES.keys():
             continue
+        values = [f"{accuracy(own[name]):.1f}" if name in own else "–" for name in names]
         gain, error = ahead(own["tune"], own[best_rival(own)])
         trained = [cell["trained"] for cell in own["tune"]]
         told = f"{gain:.1f} ± {error:.1f}", f"{sum(trained)} of {len(trained)}"

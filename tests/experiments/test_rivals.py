@@ -176,4 +176,8 @@ def test_rivals_end_to_end(tmp_path: Path, data_directory: Path, monkeypatch: py
     for cell in cells:
         assert cell["samples"] == 30
         assert cell["right"].count("1") / 30 == pytest.approx(cell["accuracy"])
-        assert len(cell["tried"]) == (1 if cell["steps"] == 0 else 8)
+        if cell["method"] in rivals.OURS:
+            assert cell["trained"] is any(rung[-1] for rung in cell["rungs"][1:])
+            assert bool(cell["rungs"]) is (cell["method"] == "tune")
+        else:
+            assert len(cell["tried"]) == (1 if cell["steps"] == 0 else 8)

@@ -157,16 +157,16 @@ def exported_nested(
         return module_with_rows(Functional(network, names), rounded, like, _heads(prior, weight))
     if delta is None:
         return plain_module(network, [], _Rounded(HeadOutputs(weight, bias), function.dtype), like)
-    directions = found.directions[0].by_output()
-    if prior.mixture.earlier:
-        renamed = dict(zip(function.names, names, strict=True))
-        directions = [{renamed[name]: value for name, value in one.items()} for one in directions]
+    renamed = dict(zip(function.names, names, strict=True))
+    each = found.directions[0].by_output()
+    directions = [{renamed[name]: value for name, value in one.items()} for one in each]
     moved = OutputDirections(_heads(prior, weight), (weight, bias))
     return plain_module(network, directions, _Rounded(moved, function.dtype), like)
 
 
 def _exact(prior: Prior, system: KernelSystem) -> torch.dtype:
     """The type in which the kernel of earlier layers is summed: float64 where rounding would show."""
+    # where it may add a tenth of the error at which a fit itself is made again in float64
     function, beta = prior.network.function, system.beta
     outputs = system.residual - system.ridge * beta
     eps = function.precision.eps(function.dtype, function.device)
@@ -206,8 +206,10 @@ def _remaining(prior: Prior, rows: Tensor, posterior: ExportedPosterior) -> _Rem
     function, h, mixture = prior.network.function, prior.network.heads, prior.mixture
     rows, psi = rows.tensor_split([prior.network.width], 1)
     (n, d), p = rows.shape, h * function.space.dim if mixture.weight else 0
+    known = n if mixture.earlier else 0  # columns of the kernel of earlier layers
     what = f"variance of {d} features and {h} heads on {function.space.dim} weights, {n} examples"
-    items = (*held_by_factor(d + p, n, h), ("training rows", 8 * n * (d + p)))
+    columns = d + p + known
+    items = (*held_by_factor(columns, n, h), ("training rows", 8 * n * columns))
     remedies = [
         "adapt with weight=0, whose variance takes the features alone",
         "export without variance=, and keep the fit in linnet for it",

@@ -490,7 +490,7 @@ def check_task(options: TaskOptions, batch: int) -> tuple[dict[str, Any], list[s
     report = replace(report, ok=fits, findings=(*report.findings, note))
     # The passes through the network decide, which grow with the samples; the products of pairs of samples
     # are left out.
-    tries = tries_derivatives(module, FREE, x, task.classes is not None)
+    tries = fits and tries_derivatives(module, FREE, x, task.classes is not None)
     work = module.kernel if tries else module.staged
     each = seconds_each(work, x) if fits else 0.0
     known = {"fit": each * len(task.train), "test": TESTED * each * len(task.test)} if fits else None
