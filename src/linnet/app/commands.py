@@ -100,10 +100,10 @@ def adapt_command(
     from linnet.app.runs.folder import keep_fit
     from linnet.app.runs.results import keep_adaptation, print_adaptation
 
-    name, model = options.data.stem, options.model
+    name = options.data.stem
     run = first_answer if quick else run_adaptation
     found = run(options, out, partial(keep_fit, out, overwrite=overwrite))
-    title = name if model is None else f"{name} from {model.rpartition(':')[2]}"
+    title = name if options.model is None else f"{name} from {found.run.origin.spec.rpartition(':')[2]}"
     result = keep_adaptation(found, out, title, replay=True)
     return _told(result, print_adaptation(result))
 

@@ -81,8 +81,12 @@ class AdaptOptions(TaskOptions):
         compare: What the fit is compared with on the test samples: probe (the linear probe), or finetune,
             which adds plain fine-tuning and takes most of the time.
         finetune_steps: Steps of each run of plain fine-tuning.
+        model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
+            Where it is given more than once, the network with the least leave-one-out error is taken. A table
+            needs none: by default it is one hidden layer of 256 random units.
     """
 
+    model: str | list[str] | None = None  # type: ignore[assignment]
     ridge: float | Literal["auto", "loo"] = "auto"
     weight: float | Literal["auto"] = "auto"
     earlier: float | Literal["auto"] = "auto"

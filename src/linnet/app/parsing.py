@@ -225,6 +225,9 @@ class Command:
                 files = True
             elif key:
                 typed[name] = {**typed.get(name, {}), key: _plain(given[0] if given else "")}
+            elif name in typed and _may_repeat(self.options[name]):
+                before = typed[name] if isinstance(typed[name], list) else [typed[name]]
+                typed[name] = [*before, self._value(name, given)]
             else:
                 typed[name] = self._value(name, given)
         values: dict[str, Any] = {name: self._defaults.get(name) for name in self.options} | from_files
@@ -334,7 +337,13 @@ def option(name: str) -> str:
 
 def _is_list(annotation: object) -> bool:
     """Whether an option takes several values."""
-    return any(get_origin(part) is list for part in _members(annotation))
+    return any(get_origin(part) is list for part in _members(annotation)) and not _may_repeat(annotation)
+
+
+def _may_repeat(annotation: object) -> bool:
+    """Whether an option takes one value, or more where it is given more than once."""
+    parts = _members(annotation)
+    return str in parts and list[str] in parts
 
 
 def _plain(word: str) -> Any:

@@ -127,7 +127,7 @@ def adapt(
         arguments = {"model": models if several else models[0], "params": params, "given": [*given]}
         require_same_arguments({**arguments, "seed": seed, "memory": memory, "tune": tunes})
         fits = [_adapted((one, output), data, params, given, seed, memory) for one in models]
-        fit = fits[0] if len(fits) == 1 else _best(fits)
+        fit = fits[0] if len(fits) == 1 else best_of(fits)
         if tunes and fit.prior.network.function.masks:
             raise InputError(
                 f"tune={tune!r} with parameters of which some entries do not vary",
@@ -165,7 +165,7 @@ def requested(
     return given
 
 
-def _best(fits: Sequence[NestedFit]) -> NestedFit:
+def best_of(fits: Sequence[NestedFit]) -> NestedFit:
     """The fit of the network with the least squared error on samples left out of its fit."""
     counting = counted(fits[0]._targets)
     errors = [(fit.loo() - fit.targets).square().sum(1)[counting] for fit in fits]

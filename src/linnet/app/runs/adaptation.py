@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ from linnet.fitting.last_layer import Appended, ending_linear, selected_inside
 from linnet.fitting.remarks import single_remarks
 from linnet.linear.targets import make_targets
 from linnet.machine import find_device
-from linnet.nested.adapt import HEADS, requested, require_chosen
+from linnet.nested.adapt import HEADS, best_of, requested, require_chosen
 from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit, solved, tries_derivatives
 from linnet.nested.search import FREE, SAME, Shares
@@ -115,15 +116,45 @@ class Started:
 
 
 def adapt(options: AdaptOptions, out: Path, keep: Keep) -> Adaptation:
-    """Adapt a network: load, check, fit, evaluate, compare."""
+    """Adapt a network, or the best of several: load, check, fit, evaluate, compare."""
     # The kernel is written while it grows, so that an interrupted run can continue, and the fit by `keep`
     # before it is evaluated.
-    return adapted(options, started(options), out, keep)
+    require_alone(options, "weights", "model_args")
+    found = []
+    for one in options.model if isinstance(options.model, list) else [options.model]:
+        begun = started(replace(options, model=one))
+        found.append((begun, *fitted(options, begun, asked(options), out)))
+        if "network" in found[-1][1].fit.record.reasons:  # an interrupted run has chosen this one
+            return finished(options, *found[-1], keep)
+    fits = [run.fit for _, run, _ in found if isinstance(run.fit, NestedFit)]
+    if len(found) == 1:
+        return finished(options, *found[0], keep)
+    fit = best_of(fits)
+    seconds = sum((Counter(begun.stages.seconds) for begun, _, _ in found), Counter[str]())
+    begun, run, report = next(one for one in found if one[1].fit is fit)
+    return finished(options, replace(begun, stages=Stages(dict(seconds))), run, report, keep)
 
 
 def adapted(options: AdaptOptions, begun: Started, out: Path, keep: Keep) -> Adaptation:
     """Check, fit, evaluate and compare what has been loaded."""
-    run, report = fitted(options, begun, asked(options), out)
+    return finished(options, begun, *fitted(options, begun, asked(options), out), keep)
+
+
+def require_alone(options: AdaptOptions, *names: str) -> None:
+    """Raise where something that describes one network is given for several."""
+    for name in names if isinstance(options.model, list) else ():
+        if getattr(options, name):
+            raise InputError(
+                f"{name}= with several networks",
+                expected="networks that their names alone describe",
+                remedy="build each with its weights in a factory of your own, as FILE:FACTORY",
+            )
+
+
+def finished(
+    options: AdaptOptions, begun: Started, run: SavedRun, report: Preflight, keep: Keep
+) -> Adaptation:
+    """Keep what has been fitted, train its lower layers where that is asked for, evaluate and compare."""
     leave()
     keep(run)
     if options.tune and isinstance(run.fit, NestedFit) and not run.fit.rungs:  # else it was, before a stop
@@ -236,7 +267,8 @@ def fitted(options: TaskOptions, begun: Started, given: Shares, out: Path) -> tu
     require_linearizable(report)
     report = replace(report, findings=("the old head is replaced by a new one", *report.findings))
     known = interrupted_run(out, options.device, options.memory)
-    if known is not None and known.samples.ids == task.train.ids:
+    same = known and (known.origin.spec, known.samples.ids) == (begun.origin.spec, task.train.ids)
+    if known is not None and same:
         return known, report
     targets = make_targets(y, outputs_of(task), dtype=module.function.dtype)
     record = Choices("dual", "loo", {}, single_remarks(targets), classes=task.classes or ())
@@ -370,6 +402,8 @@ def first_answer(
     """Adapt a network as ``linnet.app.runs.adaptation.adapt`` does, with what takes half a minute."""
     # What is kept is the linear probe of all samples, or the fit with the lower layers where the time allows
     # all of them. Where something is asked for that a probe is not, samples are left out.
+    if isinstance(options.model, list):
+        raise InputError("quick=True with several networks", "one network", "leave quick= out, or name one")
     begun = started(options, lambda task: _bounded(options, task))
     x = begun.tensors()[0][:FEW]
     features, given = checked_features(options, begun.network, x)[0], asked(options)

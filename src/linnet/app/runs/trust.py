@@ -50,8 +50,19 @@ def check_run(
 
 def check_settings(values: Mapping[str, Any], typed: Mapping[str, Any] | None, trust: bool) -> None:
     """Require that settings from a file execute no code that its user has neither named nor trusted."""
-    if (model := values.get("model")) is None:
-        return
+    for model in _several(values.get("model")):
+        _check_factory(model, values, typed, trust)
+
+
+def _several(given: Any) -> list[str]:
+    """The networks that are named."""
+    return given if isinstance(given, list) else [] if given is None else [given]
+
+
+def _check_factory(
+    model: str, values: Mapping[str, Any], typed: Mapping[str, Any] | None, trust: bool
+) -> None:
+    """Require that a network's name executes no code that its user has neither named nor trusted."""
     spec = absolute_spec(model)
     file = factory_file(spec)
     asked = code_arguments(values.get("model_args") or {})
@@ -62,7 +73,7 @@ def check_settings(values: Mapping[str, Any], typed: Mapping[str, Any] | None, t
             expected="such an argument on the command line, not in a file",
             remedy="give it yourself, as JSON after --model-args, or take it out of the file",
         )
-    if typed is None or typed.get("model") == model or trust:
+    if typed is None or model in _several(typed.get("model")) or trust:
         _remember("model", spec)
     elif file is not None and file.is_file() and not _is_known("model", spec):
         raise InputError(f"the settings file would run {spec}, {UNKNOWN}", OWN, _remedy(file))
