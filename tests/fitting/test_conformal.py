@@ -1,0 +1,215 @@
+"""Intervals and sets of finite samples, against fits that were made again without each example."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.errors import InputError
+from linnet.predictive import conformal
+
+
+def network(outputs: int, inputs: int = 3) -> nn.Module:
+    torch.manual_seed(1)
+    layers = nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, outputs)
+    return nn.Sequential(*layers).double()
+
+
+def values(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 3, generator=g, dtype=torch.float64)
+    noise = torch.randn(n, 2, generator=g, dtype=torch.float64)
+    return x, torch.stack([x[:, 0].sin(), x[:, 1] * x[:, 2]], 1) + 0.3 * noise
+
+
+def classes(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    x, y = values(n, seed)
+    return x, (y[:, 0] > 0.4).long() + (y[:, 0] > -0.4).long()
+
+
+def without_each(fit: linnet.LinearFit | linnet.SoftmaxFit, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs of fits without one example, for it (N, C) and for others (N, T, C)."""
+    fits = [fit.forget([i]) for i in range(fit.n)]
+    own = torch.stack([one.predict(fit.x[i : i + 1])[0] for i, one in enumerate(fits)])
+    return own, torch.stack([one.predict(x) for one in fits])
+
+
+KINDS = {
+    "fit": lambda net, data: linnet.fit(linnet.linearize(net), data, ridge=0.3),
+    "last layer": lambda net, data: linnet.fit(
+        linnet.linearize(net, params="last-layer"), data, ridge=0.3, solver="shared"
+    ),
+    "primal": lambda net, data: linnet.fit(linnet.linearize(net), data, ridge=0.3, solver="primal"),
+    "adapt": lambda net, data: linnet.adapt(net, data, weight=0.5, ridge=0.1),
+    "earlier": lambda net, data: linnet.adapt(net, data, earlier=0.5, ridge=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_intervals_are_those_of_fits_made_again(kind: str) -> None:
+    data, (x, _) = values(19), values(5, 7)
+    fit = KINDS[kind](network(2), data)
+    own, left = without_each(fit, x)
+    off = (data[1] - own).abs()
+    found = fit.interval(x, coverage=0.85)
+    for t in range(len(x)):
+        for c in range(2):
+            # of 20 places, 3 on each side: the third smallest, and the third largest
+            low = np.sort((left[:, t, c] - off[:, c]).numpy())[2]
+            high = np.sort((left[:, t, c] + off[:, c]).numpy())[-3]
+            assert found[t, c].tolist() == pytest.approx([low, high], abs=1e-8)
+
+
+def unusual(p: Tensor, u: float) -> Tensor:
+    """What is likelier than each class, and a share of its own."""
+    return torch.stack([p[p > one].sum() + u * one for one in p])
+
+
+@pytest.mark.parametrize("by_class", [False, True])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_sets_are_those_of_fits_made_again(kind: str, by_class: bool) -> None:
+    data, (x, _) = classes(24), classes(9, 7)
+    fit = KINDS[kind](network(3), data)
+    own, left = without_each(fit, x)
+    assert fit.point_temperature is not None
+    p, q = ((one / fit.point_temperature).softmax(-1) for one in (own, left))
+    u = torch.rand(24 + 9, 1, generator=torch.Generator().manual_seed(5))[:, 0].tolist()
+    mine = [float(unusual(p[i], u[i])[data[1][i]]) for i in range(24)]
+    best = fit.predict(x).argmax(1)
+    found = fit.sets(x, coverage=0.8, by_class=by_class, seed=5)
+    for t in range(9):
+        theirs = torch.stack([unusual(q[i, t], u[24 + t]) for i in range(24)])
+        for c in range(3):
+            counted = [i for i in range(24) if not by_class or data[1][i] == c]
+            above = sum(mine[i] < float(theirs[i, c]) for i in counted)
+            expected = above < math.ceil(0.8 * (len(counted) + 1)) or c == best[t]
+            assert bool(found[t, c]) == expected
+
+
+def test_sets_of_the_cross_entropy_are_those_of_one_newton_step() -> None:
+    data, (x, y) = classes(40), classes(300, 7)
+    fit = linnet.fit(linnet.linearize(network(3)), data, loss="cross-entropy", ridge=0.5)
+    found = fit.sets(x, coverage=0.8)
+    assert found.shape == (300, 3)
+    assert float(found.gather(1, y[:, None]).double().mean()) == pytest.approx(0.8, abs=0.08)
+
+
+def test_one_output_for_two_classes() -> None:
+    x, y = classes(40)
+    data, net = (x, (y > 0).long()), network(1)
+    fit = linnet.fit(linnet.linearize(net), data, loss="cross-entropy", ridge=0.3)
+    found = fit.sets(classes(50, 7)[0])
+    assert found.shape == (50, 2)
+    assert found.any(1).all()
+
+
+def test_a_part_at_a_time_gives_the_same() -> None:
+    data, (x, _) = classes(40), classes(30, 7)
+    whole = linnet.adapt(network(3), data)
+    sets = whole.sets(x)
+    whole.memory = "20KB"
+    assert torch.equal(whole.sets(x), sets)
+    fit = linnet.adapt(network(2), values(40))
+    ends = fit.interval(x)
+    fit.memory = "20KB"
+    torch.testing.assert_close(fit.interval(x), ends)
+
+
+def draws(seed: int, n: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Training and new samples whose noise grows with x and has heavy tails."""
+    g = np.random.default_rng(seed)
+    x = g.standard_normal((n + 100, 4))
+    y = x[:, :1] + x[:, :1].clip(0) * g.standard_t(3, (n + 100, 1))
+    both = torch.from_numpy(x), torch.from_numpy(y)
+    return tuple((one[:n], other[n:]) for one, other in [(both[0], both[0]), (both[1], both[1])])  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("n", [20, 60])
+def test_intervals_hold_what_they_promise(n: int) -> None:
+    net = nn.Linear(4, 1).double()
+    held: dict[float, list[float]] = {0.9: [], 0.6: []}
+    for seed in range(30):
+        (x, new), (y, truth) = draws(seed, n)
+        fit = linnet.fit(linnet.linearize(net), (x, y), ridge=1.0)
+        for coverage, each in held.items():
+            ends = fit.interval(new, coverage)[:, 0]
+            each.append(float(((ends[:, :1] <= truth) & (truth <= ends[:, 1:])).double().mean()))
+    for coverage, each in held.items():
+        assert np.mean(each) == pytest.approx(coverage, abs=4 * np.std(each) / 30**0.5 + 0.01)
+
+
+def test_sets_hold_what_they_promise_and_each_class_by_itself() -> None:
+    held: list[list[float]] = [[], [], []]
+    for seed in range(20):
+        (x, y), (new, truth) = classes(60, seed), classes(200, 1000 + seed)
+        fit = linnet.adapt(network(3), (x, y))
+        for place, by_class in enumerate([False, True]):
+            right = fit.sets(new, 0.8, by_class=by_class).gather(1, truth[:, None])[:, 0].double()
+            held[place].append(float(right.mean()))
+            if by_class:
+                held[2].append(float(right[truth == 1].mean()))
+    for each in held[:1] + held[2:]:
+        assert np.mean(each) == pytest.approx(0.8, abs=4 * np.std(each) / 20**0.5 + 0.02)
+    assert np.mean(held[1]) > 0.78
+
+
+def test_a_class_without_a_sample_is_in_no_set() -> None:
+    x, y = classes(40)
+    with pytest.warns(UserWarning, match="1 of them without a sample"):
+        adapted = linnet.adapt(network(4), (x, torch.where(y == 1, 3, y)))
+    assert adapted.classes == 4
+    assert not adapted.sets(x, 0.95)[:, 1].any()
+
+
+def test_trained_layers_take_the_errors_of_held_out_folds() -> None:
+    data, (x, y) = classes(60), classes(400, 7)
+    fit = linnet.adapt(network(3), data, tune=True)
+    if not fit.trained:
+        fit.held_out = fit.loo()
+    found = fit.sets(x, 0.85)
+    assert float(found.gather(1, y[:, None]).double().mean()) > 0.75
+    assert fit.held_out is not None
+    own = (fit.held_out / fit.point_temperature).softmax(1)
+    assert own.shape == (60, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda fit, x: fit.interval(x), "interval() of a fit of classes"),
+        (lambda fit, x: fit.sets(x, coverage=1.0), "coverage"),
+        (lambda fit, x: fit.sets(x, coverage=0), "coverage"),
+        (lambda fit, x: fit.sets(x, coverage=0.97), "coverage=0.97 from 24 examples"),
+        (lambda fit, x: fit.sets(x, by_class=1), "by_class"),
+        (lambda fit, x: fit.sets(x, seed=-1), "seed"),
+    ],
+)
+def test_what_is_refused(call: object, told: str) -> None:
+    data = classes(24)
+    fit = linnet.adapt(network(3), data)
+    with pytest.raises(InputError) as raised:
+        call(fit, data[0])  # type: ignore[operator]
+    assert told in str(raised.value)
+
+
+def test_too_few_examples_say_how_many_are_needed() -> None:
+    fit = linnet.adapt(network(2), values(12))
+    with pytest.raises(InputError) as raised:
+        fit.interval(values(3)[0], coverage=0.95)
+    assert "19 examples or more" in str(raised.value)
+    assert "coverage=0.923" in str(raised.value)
+    assert fit.interval(values(3)[0], coverage=12 / 13).isfinite().all()
+    with pytest.raises(InputError, match="sets"):
+        fit.sets(values(3)[0])
+
+
+@pytest.mark.parametrize("coverage", [0.5, 0.8, 0.9, 0.95, 0.99])
+def test_the_number_of_examples_that_a_coverage_needs(coverage: float) -> None:
+    n = conformal.needed(coverage)
+    assert conformal.rank(n, coverage) == n
+    assert conformal.rank(n - 1, coverage) > n - 1
