@@ -330,6 +330,7 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "NestedFit.update": lambda: {"data": (small.normal(2, 3, seed=4), small.labels()[:2])},
     "constrain": lambda: {"targets": small.targets()},
     "forget": lambda: {"indices": [0]},
+    "sets": lambda: {"coverage": 0.7},  # five examples cannot tell what happens once in ten
     "sample": lambda: {"seed": 0},
     "__matmul__": lambda: {"other": small.normal(26)},
     "__add__": lambda: {"other": small.diagonal()},

@@ -108,8 +108,8 @@ _NAMES = {
     "augmentation operator memory device dtype candidates gram directions pooling training run inference "
     "passes",
     "selector": "params",
-    "flag": "adaptive add base canonical clamps discrete flip inplace joint masked momentum per_output tune "
-    "progress "
+    "flag": "adaptive add base by_class canonical clamps discrete flip inplace joint masked momentum "
+    "per_output tune progress "
     "record_gap shared squared stop training_mode",
     "flag or none": "shard",
     "count": "batch batch_size bins block channels classes draws epochs evaluate_every every heads "
@@ -126,7 +126,7 @@ _NAMES = {
     "point_temperature temperature variance_scale "
     "variance ridge",
     "not negative": "sigma strength tau time weight_decay zeta prior_precision scale",
-    "share": "area delta eps slope",
+    "share": "area coverage delta eps slope",
     "real": "gradient scalar",
     "bound": "high low",
     "numbers": "accuracies accuracy baseline levels limits ridges support prior_mean",
@@ -264,6 +264,7 @@ ALWAYS_REFUSED = frozenset({
     "Finetuned.predictive",
     "NestedFit.merge",  # of a fit in which the lower layers take part
     "LinearPosterior.save",
+    *(f"{fit}.interval" for fit in FITS),  # of classes
     "continual.NonOnlineLaplace (saved).consolidate",
     "continual.NonOnlineLaplace.remember",
 })  # fmt: skip

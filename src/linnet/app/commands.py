@@ -114,6 +114,7 @@ def predict_command(
     data: Path,
     out: Path | None = None,
     std: bool = True,
+    coverage: float | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Predict new samples with an adapted network, with probabilities and standard deviations.
@@ -123,11 +124,13 @@ def predict_command(
             the run's columns. Answers are used to score the predictions where there are any.
         out: The file to write, ``.csv`` or ``.json``; predictions.csv in the run's folder by default.
         std: Whether to compute standard deviations, which takes longer than the predictions themselves.
+        coverage: Write beside each prediction a set of classes, or the ends of an interval, that holds the
+            answer so often, such as 0.9: by the fits without each training sample.
         overwrite: Whether to replace a file that exists, where one is named by out.
     """
     from linnet.app.runs.queries import predict
 
-    return _told(*predict(options, data, out, std, overwrite))
+    return _told(*predict(options, data, out, std, coverage, overwrite))
 
 
 def explain_command(

@@ -29,10 +29,9 @@ from linnet.linear.newton import NewtonSystem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
 from linnet.memory import parse_bytes
-from linnet.params import flag, integer, number
-from linnet.predictive.conformal import held, jackknife, require_enough, scores
+from linnet.params import flag, number
+from linnet.predictive.conformal import CoveringModel, Unseen
 from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise, probabilities
 from linnet.shown import frame, outputs
 from linnet.tangent.batch import Inputs, batch_size, observed, split, take
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 TRACED = 3  # examples on which an exported model is compared with the fit
 
 
-class Fitted(PredictiveModel):
+class Fitted(CoveringModel):
     """Base class of all fits of data: what every loss answers alike, by its solved equations.
 
     Args:
@@ -267,101 +266,6 @@ class Fitted(PredictiveModel):
         targets = Noise(self.noise, self.temperature, self.variance_scale, self._possible)
         return GaussianPredictive(mean, spread, targets, joint=joint)
 
-    @in_exact_mode
-    def interval(self, x: Inputs, coverage: float = 0.9) -> Tensor:
-        """Intervals that hold new targets as often as ``coverage`` says, by the fits without each example.
-
-        The jackknife+, in closed form: no noise model, and no examples set apart. Where new examples are like
-        those of the training, it holds at least 2·coverage − 1 of their targets, whatever their distribution,
-        and about ``coverage``, by the ridge as it is. Where the head was cross-fitted or the lower layers
-        were trained, it is f(x) and the errors on held-out folds, for which nothing is proved.
-
-        Args:
-            x: T examples.
-            coverage: Share of new targets that are to be held, above 0 and below 1.
-
-        Returns:
-            Lower and upper ends, (T, C, 2), of each output alone.
-
-        Raises:
-            DataError: If x is empty or not finite.
-            InputError: If the fit is of classes, ``coverage`` is no such share, or the examples are too few
-                for it: coverage / (1 − coverage) are needed.
-
-        Source:
-            Barber, Candès, Ramdas and Tibshirani, Annals of Statistics 49 (2021), equation (1.4).
-
-        Example:
-            >>> import linnet
-            >>> x = torch.linspace(-1, 1, 40).view(20, 2)
-            >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-            >>> fit = linnet.fit(linnet.linearize(net), (x, x[:, :1].sin()))
-            >>> fit.interval(x[:3], coverage=0.8).shape
-            torch.Size([3, 1, 2])
-        """
-        coverage = number("coverage", coverage, above=0, below=1)
-        if self.classes is not None:
-            raise InputError("interval() of a fit of classes", "a fit of values", "take sets() for classes")
-        require_enough(self.n, coverage)
-        errors = (self.targets.to(out := self._calibrating()) - out).abs()
-        parts = [jackknife(left, errors, coverage) for left in self._without_each(self._examples(x))]
-        return torch.cat(parts).to(self._function.dtype)
-
-    @in_exact_mode
-    def sets(self, x: Inputs, coverage: float = 0.9, by_class: bool = False, seed: int = 0) -> Tensor:
-        """Sets of classes that hold the right one as often as ``coverage`` says, by the fits without each.
-
-        A class is in the set of an example unless the probability of the likelier ones is higher than it was
-        for that share of the training examples, each by the fit without it. The likeliest class is always in,
-        so that a fit that is right more often than ``coverage`` holds more. What ``interval`` says of what is
-        proved, and of held-out folds, is true here too.
-
-        Args:
-            x: T examples.
-            coverage: Share of right classes that are to be held, above 0 and below 1.
-            by_class: Whether each class is to be held so often, not the mean of all; classes of fewer than
-                coverage / (1 − coverage) examples are then in every set.
-            seed: Seed of the draws by which the last class of a set is in it or not.
-
-        Returns:
-            Whether each class is in the set, (T, C) of bool. Classes without an example are in none.
-
-        Raises:
-            DataError: If x is empty or not finite.
-            InputError: If the fit is of values or of positions with a class each, ``coverage`` is no such
-                share, or the examples are too few for it.
-
-        Source:
-            Romano, Sesia and Candès, NeurIPS 2020, equations (5) and (13).
-
-        Example:
-            >>> import linnet
-            >>> x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
-            >>> fit = linnet.fit(linnet.linearize(torch.nn.Linear(2, 2)), (x, (x[:, 0] > 0).long()))
-            >>> fit.sets(torch.tensor([[3.0, 0.0], [-3.0, 0.0]])).tolist()
-            [[False, True], [True, False]]
-        """
-        coverage, seed = number("coverage", coverage, above=0, below=1), integer("seed", seed, least=0)
-        labels, by_class = self.labels, flag("by_class", by_class)
-        if labels is None or self._targets.axis is not None:
-            kind = "values" if labels is None else "positions that have a class each"
-            raise InputError(f"sets() of a fit of {kind}", "a fit of classes, one for each example", "")
-        if not by_class:
-            require_enough(self.n, coverage)
-        x, out = self._examples(x), self._calibrating()
-        u = torch.rand(self.n + batch_size(x), 1, generator=torch.Generator().manual_seed(seed)).to(out)
-        own = scores(self._class_probs(out), u[: self.n]).gather(1, labels[:, None])[:, 0]
-        found, begin = [], self.n
-        for left in self._without_each(x):
-            n, t, _ = left.shape
-            p = self._class_probs(left.flatten(0, 1)).view(n, t, -1)
-            part = held(scores(p, u[begin : begin + t]), own, labels, coverage, by_class)
-            found.append(part & (p.sum(0) > 0))
-            begin += t
-        sets = torch.cat(found)
-        best = self._class_probs(self._outputs(x).to(out)).argmax(1, keepdim=True)
-        return sets.scatter(1, best, True)
-
     @property
     @abstractmethod
     def point_temperature(self) -> float | None:
@@ -372,18 +276,20 @@ class Fitted(PredictiveModel):
         assert self.point_temperature is not None
         return probabilities(outputs, None, self.point_temperature, self._possible)
 
-    def _calibrating(self) -> Tensor:
-        """Outputs for each training example by what has not seen it, (N, C), all of which count."""
-        if observed(self.x)[1] is not None or getattr(self.system.problem, "weights", None) is not None:
+    def _unseen(self) -> Unseen:
+        """Outputs for each training example by what has not seen it, all of which count."""
+        of_positions = self._targets.axis is not None or observed(self.x)[1] is not None
+        if of_positions or getattr(self.system.problem, "weights", None) is not None:
             raise InputError(
-                "intervals and sets of a fit of which some outputs do not count",
-                expected="one target for each output of each example",
-                remedy="fit examples whose targets are all there",
+                "intervals and sets of a fit of positions, or of which some outputs do not count",
+                expected="a class, or a target for each output, of each example",
+                remedy="fit examples that have one",
             )
-        return self.loo().double()
+        return Unseen(self.loo().double(), self.targets, self.labels, self._class_probs)
 
     def _without_each(self, x: Inputs) -> Iterator[Tensor]:
         """Outputs by each fit without one example, (N, t, C), or (1, t, C) by the one fit that there is."""
+        x = self._examples(x)
         if self.held_out is not None:
             yield self._outputs(x).double()[None]
             return

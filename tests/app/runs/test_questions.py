@@ -47,6 +47,41 @@ def test_predict_new_pictures(workshop: Path, tmp_path: Path) -> None:
     assert "<html" in (workshop / "pictures" / "predict" / "report.html").read_text()
 
 
+def test_predict_sets_and_intervals(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = load_run(workshop / "pictures")
+    task = load_test(run)[0]
+    assert task is not None
+    words = [
+        "predict",
+        "--run",
+        workshop / "pictures",
+        "--data",
+        workshop / "pictures.npz",
+        "--coverage",
+        0.9,
+    ]
+    linnet(*words, "--out", tmp_path / "p.csv", "--no-std")
+    table, sets = rows(tmp_path / "p.csv"), run.fit.sets(task.tensors("test")[0], 0.9)
+    named = ["; ".join(name for name, held in zip(NAMES, row, strict=True) if held) for row in sets.tolist()]
+    assert [row["set"] for row in table] == named
+    told = result(workshop / "pictures" / "predict")["held"]
+    assert told["mean_size"] == float(sets.sum(1).double().mean())
+    assert f"they hold {100 * told['share']:.1f} % of the answers" in capsys.readouterr().out
+    linnet(*words, "--out", tmp_path / "p.json", "--no-std")
+    assert "; ".join(json.loads((tmp_path / "p.json").read_text())[0]["set"]) == named[0]
+
+    linnet("predict", "--run", workshop / "prices", "--data", workshop / "prices.csv", "--coverage", 0.8)
+    table = rows(workshop / "prices" / "predictions.csv")
+    told = result(workshop / "prices" / "predict")["held"]
+    held = [float(row["low"]) <= float(row["predicted"]) <= float(row["high"]) for row in table]
+    assert np.mean(held) > 0.9  # in the units of the table
+    widths = [float(row["high"]) - float(row["low"]) for row in table]
+    assert told["mean_width"] == pytest.approx([np.mean(widths)], rel=1e-4)
+    assert 0.6 < told["share"] <= 1
+
+
 def test_predict_folders(workshop: Path, tmp_path: Path) -> None:
     labels = [0, 1, 2, 2]
     flat = write_folder(tmp_path / "flat", labels, [])

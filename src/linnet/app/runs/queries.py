@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 def predict(
-    options: RunOptions, data: Path, out: Path | None, std: bool, overwrite: bool
+    options: RunOptions, data: Path, out: Path | None, std: bool, coverage: float | None, overwrite: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Predict new samples, and write a table and a page: the result, and lines for people."""
     table, folder = out or options.run / "predictions.csv", options.run / "predict"
@@ -43,6 +43,9 @@ def predict(
     result, page = prediction_page(run, new, found, f"Predictions for {data.name}", options.run)
     result |= {"predictions": str(table), "out": str(folder)}
     rows = prediction_rows(run, new, found)
+    if coverage is not None:
+        held, result["held"] = held_rows(run, new, coverage)
+        rows = [{**row, **more} for row, more in zip(rows, held, strict=True)]
     write_rows(table, rows)
     write(folder, result, page)
     return result, print_prediction(result, told_rows(run, new, rows))
@@ -65,6 +68,35 @@ def prediction_rows(run: SavedRun, new: NewSamples, found: Predictions) -> list[
                 row[f"std{end}"] = None if found.std is None else float(found.std[i, column])
         rows.append(row)
     return rows
+
+
+def held_rows(run: SavedRun, new: NewSamples, coverage: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The classes or interval that are to hold each answer, as cells of a table; and how many they hold."""
+    x, share = run.inputs(new.x), None
+    rows: list[dict[str, Any]]
+    if run.classes is not None:
+        sets = run.fit.sets(x, coverage).cpu().numpy()
+        if new.y is not None:
+            share = float(sets[np.arange(len(sets)), new.y].mean())
+        rows = [{"set": [name for name, held in zip(run.classes, row, strict=True) if held]} for row in sets]
+        return rows, {"coverage": coverage, "share": share, "mean_size": float(sets.sum(1).mean())}
+    ends = [
+        one if run.scale is None else run.scale.inverse(one)
+        for one in run.fit.interval(x, coverage).unbind(2)
+    ]
+    low, high = (one.double().cpu().numpy() for one in ends)
+    if new.y is not None:
+        share = float(((low <= new.y) & (new.y <= high)).mean())
+    names = [""] if low.shape[1] == 1 else [f"_{column}" for column in range(low.shape[1])]
+    rows = [
+        {
+            f"{end}{name}": float(part[i, c])
+            for c, name in enumerate(names)
+            for end, part in (("low", low), ("high", high))
+        }
+        for i in range(len(low))
+    ]
+    return rows, {"coverage": coverage, "share": share, "mean_width": (high - low).mean(0).tolist()}
 
 
 def told_rows(run: SavedRun, new: NewSamples, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -99,6 +131,8 @@ def _line(cells: Iterable[object]) -> str:
 
 def _as_text(value: object) -> object:
     """A cell that no spreadsheet takes for a formula: such text gets an apostrophe; numbers stay numbers."""
+    if isinstance(value, list):
+        value = "; ".join(value)
     if not isinstance(value, str) or not value.startswith(_FORMULA):
         return value
     try:
