@@ -65,6 +65,18 @@ def test_intervals_are_those_of_fits_made_again(kind: str) -> None:
             assert found[t, c].tolist() == pytest.approx([low, high], abs=1e-8)
 
 
+@pytest.mark.parametrize("kind", ["fit", "adapt"])
+def test_a_ridge_that_was_chosen_makes_intervals_wider(kind: str) -> None:
+    data, (x, _) = values(19), values(5, 7)
+    net = network(2)
+    fit = linnet.adapt(net, data) if kind == "adapt" else linnet.fit(linnet.linearize(net), data, ridge="loo")
+    own, left = without_each(fit, x)
+    factor = fit.record.noise_factor
+    assert factor > 1
+    expected = conformal.jackknife(left, factor**0.5 * (data[1] - own).abs(), 0.85)
+    torch.testing.assert_close(fit.interval(x, coverage=0.85), expected, atol=1e-8, rtol=0)
+
+
 def unusual(p: Tensor, u: float) -> Tensor:
     """What is likelier than each class, and a share of its own."""
     return torch.stack([p[p > one].sum() + u * one for one in p])

@@ -285,7 +285,8 @@ class Fitted(CoveringModel):
                 expected="a class, or a target for each output, of each example",
                 remedy="fit examples that have one",
             )
-        return Unseen(self.loo().double(), self.targets, self.labels, self._class_probs)
+        factor = self.record.noise_factor**0.5 if self.held_out is None else 1.0
+        return Unseen(self.loo().double(), self.targets, self.labels, self._class_probs, factor)
 
     def _without_each(self, x: Inputs) -> Iterator[Tensor]:
         """Outputs by each fit without one example, (N, t, C), or (1, t, C) by the one fit that there is."""
