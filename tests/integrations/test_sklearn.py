@@ -18,6 +18,7 @@ from linnet.likelihoods import Categorical, Gaussian
 
 sklearn = pytest.importorskip("sklearn")
 from sklearn.base import clone  # noqa: E402
+from sklearn.exceptions import NotFittedError  # noqa: E402
 from sklearn.linear_model import Ridge  # noqa: E402
 from sklearn.model_selection import (  # noqa: E402
     GridSearchCV,
@@ -144,6 +145,16 @@ class TestRegressor:
         assert mean.shape == std.shape == (5, 2)
         assert LinnetRegressor(random_state=0).fit(X, y[:, :1]).predict(X).shape == (40, 1)
 
+    def test_intervals_are_those_of_the_fit(self) -> None:
+        X = numbers()
+        model = LinnetRegressor(random_state=0).fit(X, values(X))
+        ends = model.predict_interval(X[:5], coverage=0.8)
+        np.testing.assert_allclose(ends, model.fit_.interval(model.inputs(X[:5]), 0.8)[:, 0])
+        both = LinnetRegressor(random_state=0).fit(X, np.stack([values(X), X[:, 0]], 1))
+        assert both.predict_interval(X[:5]).shape == (5, 2, 2)
+        with pytest.raises(NotFittedError):
+            LinnetRegressor().predict_interval(X)
+
     def test_many_examples_are_predicted_in_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         X = numbers()
         model = LinnetRegressor(random_state=0).fit(X, values(X))
@@ -174,6 +185,16 @@ class TestClassifier:
         assert scores.shape == (60,)
         np.testing.assert_array_equal(scores > 0, model.predict(X))
         np.testing.assert_array_equal(model.predict_proba(X)[:, 1] > 0.5, model.predict(X))
+
+    def test_sets_are_those_of_the_fit(self) -> None:
+        X = numbers(60)
+        model = LinnetClassifier(random_state=0).fit(X, names(X))
+        sets = model.predict_set(X, coverage=0.8)
+        np.testing.assert_array_equal(sets, model.fit_.sets(model.inputs(X), 0.8))
+        assert sets.dtype == bool
+        assert sets[np.arange(60), np.searchsorted(model.classes_, names(X))].mean() > 0.8
+        with pytest.raises(NotFittedError):
+            LinnetClassifier().predict_set(X)
 
     def test_the_probabilities_are_those_of_the_fit(self) -> None:
         X, net = numbers(), network(3)

@@ -254,6 +254,19 @@ class _Regressor(_Estimator):
         mean, std = self._predict(X, moments)
         return self._shaped(mean), self._shaped(std)
 
+    def predict_interval(self, X: Any, coverage: float = 0.9) -> Any:
+        """Intervals that hold new targets as often as ``coverage`` says, by the fits without each example.
+
+        Args:
+            X: (T, ...), like those of the fit.
+            coverage: Share of new targets that are to be held.
+
+        Returns:
+            Lower and upper ends, (T, 2), or (T, C, 2) where y has columns; ``fit_.interval`` says more.
+        """
+        x = self.inputs(X)
+        return self._shaped(self.fit_.interval(x, coverage).cpu().numpy())
+
     def _shaped(self, values: Any) -> Any:
         """(T, C), or (T,) where y was."""
         return values[:, 0] if self._single else values
@@ -355,6 +368,19 @@ class _Classifier(_Estimator):
         """
         probs = self._predict(X, lambda fit, x: (fit.predictive(x).probs,))[0]
         return probs / probs.sum(1, keepdims=True)
+
+    def predict_set(self, X: Any, coverage: float = 0.9) -> Any:
+        """Sets of classes that hold the right one as often as ``coverage`` says, by the fits without each.
+
+        Args:
+            X: (T, ...), like those of the fit.
+            coverage: Share of right classes that are to be held.
+
+        Returns:
+            Whether each class is in the set, (T, C) of bool; ``fit_.sets`` says more.
+        """
+        x = self.inputs(X)
+        return self.fit_.sets(x, coverage).cpu().numpy()
 
 
 def _regressor() -> tuple[type, ...]:
