@@ -1,5 +1,7 @@
 """How many new answers ``fit.interval`` and ``fit.sets`` hold: nominal 90 %, samples drawn at random.
 
+Simulated: how far errors are to be raised where the ridge is chosen by the same samples. Beside no and the
+raised errors stand those with a ridge chosen anew without each sample, which leaves two out at every ridge.
 Values: samples of UCI sets behind a random network. Beside the jackknife+ are the Gaussian interval of
 ``predictive(x).with_noise()`` and split conformal prediction, which fits half of the samples and takes the
 errors on the others. Classes: samples of image and text sets behind trained networks, with the accuracy, the
@@ -9,7 +11,8 @@ relative to split conformal's.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,10 +20,10 @@ from torch import Tensor, nn
 
 import linnet
 from experiments.adapt.tasks import DEVELOPMENT, NETWORKS, REPORTED, drawn
-from experiments.coverage.intervals import NORMAL, UCI, measured
+from experiments.coverage.intervals import NOISES, NORMAL, TEACHERS, UCI, measured, simulated
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, mean_and_error, with_error
-from linnet.predictive.conformal import rank
+from linnet.predictive.conformal import jackknife, rank
 from linnet.tangent.batch import take
 
 COUNTS = (20, 50, 200)
@@ -44,12 +47,58 @@ def fitted(way: str, net: nn.Module, data: tuple[Any, Tensor]) -> Any:
     return linnet.adapt(net, data) if way == "adapt" else linnet.fit(linnet.linearize(net), data, ridge=way)
 
 
+def network(inputs: int, seed: int) -> nn.Module:
+    """A random network of two hidden layers."""
+    torch.manual_seed(seed)
+    layers = (nn.Linear(inputs, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
+    return nn.Sequential(*layers).double()
+
+
+def chosen_anew(fit: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs without each sample, (N, T, 1), and its error, (N, 1), at the ridge that the others choose."""
+    r, n = fit.system.residual[:, 0], fit.n
+    values, vectors = torch.linalg.eigh(fit.system.kernel)
+    criteria, found = [], []
+    for ridge in fit.ridge * torch.logspace(-2, 2, 25, dtype=torch.float64):
+        inverse = (vectors / (values.clamp_min(0) + ridge)) @ vectors.T
+        beta, own = inverse @ r, inverse.diagonal()
+        # row i, column j: the error of j where both are left out
+        pairs = own[:, None] * beta - inverse * beta[:, None]
+        pairs = pairs / (own[:, None] * own - inverse.square()).clamp_min(1e-300)
+        criteria.append(pairs.fill_diagonal_(0).square().sum(1))
+        found.append((inverse, beta, beta / own))
+    best = torch.stack(criteria).argmin(0)
+    cross = torch.cat(list(fit.system.kernel_to_train(x))).double().view(-1, n)
+    left = cross.new_zeros(n, len(cross), 1)
+    for place in best.unique().tolist():
+        (inverse, beta, error), at = found[place], (best == place).nonzero()[:, 0]
+        outputs = fit._start(x) + (cross @ beta)[:, None]
+        left[at] = (outputs - cross @ inverse[:, at] * error[at]).T[:, :, None]
+    errors = torch.stack([error for _, _, error in found])[best, torch.arange(n)]
+    return left, errors.abs()[:, None]
+
+
+def raised(way: str, data: tuple[Tensor, Tensor], n: int, seed: int) -> dict[str, float]:
+    """Coverage and mean width of intervals by errors as they are, raised, and with the ridge chosen anew."""
+    x, y = data[0], data[1][:, None]
+    fit = fitted(way, network(x.shape[1], seed), (x[:n], y[:n]))
+    asked = 2 * NORMAL * float((fit.predict(x[n:]) - y[n:]).square().mean().sqrt())
+    unseen, left = fit._unseen(), torch.cat(list(fit._without_each(x[n:])), 1)
+    plain = jackknife(left, (unseen.targets - unseen.outputs).abs(), COVERAGE)
+    every = {"plain": plain, "raised": fit.interval(x[n:], COVERAGE)}
+    every["anew"] = jackknife(*chosen_anew(fit, x[n:]), COVERAGE)
+    found = {}
+    for name, ends in every.items():
+        low, high = ends.unbind(2)
+        found[f"{name} covered"] = float(((low <= y[n:]) & (y[n:] <= high)).double().mean())
+        found[f"{name} width"] = float((high - low).mean()) / asked
+    return found
+
+
 def values(way: str, data: tuple[Tensor, Tensor], n: int, seed: int) -> dict[str, float]:
     """Coverage and mean width of three intervals for the same new targets."""
     x, y = data[0], data[1][:, None]
-    torch.manual_seed(seed)
-    layers = (nn.Linear(x.shape[1], 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
-    net = nn.Sequential(*layers).double()
+    net = network(x.shape[1], seed)
     fit = fitted(way, net, (x[:n], y[:n]))
     prediction = fit.predictive(x[n:]).with_noise()
     half = NORMAL * prediction.variance.sqrt()
@@ -69,88 +118,110 @@ def values(way: str, data: tuple[Tensor, Tensor], n: int, seed: int) -> dict[str
 
 
 @lru_cache(maxsize=1)
-def task(network: str, name: str, data_dir: str | None) -> tuple[Any, ...]:
+def task(key: str, name: str, data_dir: str | None) -> tuple[Any, ...]:
     """A trained network, its pool of samples and test samples."""
-    given = NETWORKS[network]
+    given = NETWORKS[key]
     model, prepared = given.load(data_dir)
     what = next(one for one in (*DEVELOPMENT, *REPORTED) if one.name == name)
     return model, drawn(what, given, prepared, POOL, TESTS, data_dir)
 
 
-def classes(network: str, name: str, n: int, seed: int, data_dir: str | None) -> dict[str, float]:
+def classes(key: str, name: str, n: int, seed: int, data_dir: str | None) -> dict[str, float]:
     """Coverage and size of sets of classes."""
-    model, (x, y, xt, yt) = task(network, name, data_dir)
+    model, (x, y, xt, yt) = task(key, name, data_dir)
     at = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))[:n]
     fit = linnet.adapt(model, (take(x, at), y[at]))
     found = {"accuracy": float((fit.predict(xt).argmax(1) == yt).double().mean())}
-    for key, by_class in (("", False), (" by class", True)):
-        sets = fit.sets(xt, COVERAGE, by_class=by_class)
-        sets = torch.cat([sets, sets.new_zeros(len(sets), int(yt.max()) + 1 - sets.shape[1])], 1)
-        right = sets.gather(1, yt[:, None])[:, 0].double()
+    for end, by_class in (("", False), (" by class", True)):
+        held = fit.sets(xt, COVERAGE, by_class=by_class)
+        held = torch.cat([held, held.new_zeros(len(held), int(yt.max()) + 1 - held.shape[1])], 1)
+        right = held.gather(1, yt[:, None])[:, 0].double()
         each = [float(right[yt == label].mean()) for label in yt.unique()]
-        found |= {f"covered{key}": float(right.mean()), f"size{key}": float(sets.sum(1).double().mean())}
-        found[f"least{key}"] = min(each)
+        found |= {f"covered{end}": float(right.mean()), f"size{end}": float(held.sum(1).double().mean())}
+        found[f"least{end}"] = min(each)
     return found
 
 
-def tables(cells: list[Cell]) -> str:
-    """Markdown: intervals of values, then sets of classes."""
-    names = ("jackknife+", "Gaussian", "split")
-    header = ["values", "N", *(f"{name} covers %" for name in names), "jackknife+ width", "Gaussian width"]
+def simulations(cells: Sequence[Cell]) -> str:
+    """Markdown: a row for each way to choose the ridge and number of samples, of simulated tasks."""
+    names = ("plain", "raised", "anew")
+    header = ["ridge by", "N", *(f"{name}: held %" for name in names), *(f"{name}: width" for name in names)]
     rows = []
     for way in WAYS:
         for n in COUNTS:
-            own = [with_error(chosen(cells, f"{name} covered", way=way, n=n), 1, 100) for name in names]
-            wide = [with_error(chosen(cells, f"{name} width", way=way, n=n), 2) for name in names[:2]]
-            rows.append([f"UCI, {way}", str(n), *own, *wide])
-    first = markdown(header, rows)
-    keys = ("covered", "size", "least", "covered by class", "size by class", "least by class")
-    header = ["network", "task", "N", "right %", "held %", "classes in a set", "in the least class %"]
-    header += ["by class: held %", "classes in a set", "in the least class %"]
+            where = {"part": "simulated", "way": way, "n": n}
+            held = [with_error(chosen(cells, f"{name} covered", **where), 1, 100) for name in names]
+            wide = [f"{mean_and_error(chosen(cells, f'{name} width', **where))[0]:.2f}" for name in names]
+            rows.append([way, str(n), *held, *wide])
+    return markdown(header, rows)
+
+
+def intervals(cells: Sequence[Cell]) -> str:
+    """Markdown: a row for each way to choose the ridge and number of samples, of UCI sets."""
+    names = ("jackknife+", "Gaussian", "split")
+    header = ["ridge by", "N", *(f"{name}: held %" for name in names), "jackknife+: width", "Gaussian: width"]
     rows = []
-    for network, name in TASKS:
+    for way in WAYS:
         for n in COUNTS:
-            where = {"network": NETWORKS[network].name, "task": name, "n": n}
-            if not chosen(cells, "accuracy", **where):
-                continue
-            row = [
-                *map(str, where.values()),
-                f"{100 * mean_and_error(chosen(cells, 'accuracy', **where))[0]:.1f}",
-            ]
-            for key in keys:
-                scale = 1 if key.startswith("size") else 100
-                row.append(with_error(chosen(cells, key, **where), 2 if scale == 1 else 1, scale))
-            rows.append(row)
-    return f"{first}\n\n{markdown(header, rows)}"
+            where = {"part": "values", "way": way, "n": n}
+            own = [with_error(chosen(cells, f"{name} covered", **where), 1, 100) for name in names]
+            wide = [with_error(chosen(cells, f"{name} width", **where), 2) for name in names[:2]]
+            rows.append([way, str(n), *own, *wide])
+    return markdown(header, rows)
+
+
+def sets(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a network, task and number of samples."""
+    keys = ("covered", "size", "least", "covered by class", "size by class", "least by class")
+    header = ["network", "task", "N", "right %", "held %", "classes", "least class %"]
+    header += ["by class: held %", "classes", "least class %"]
+    rows = []
+    for key, name in TASKS:
+        for n in COUNTS:
+            where = {"network": NETWORKS[key].name, "task": name, "n": n}
+            if right := chosen(cells, "accuracy", **where):
+                row = [*map(str, where.values()), f"{100 * mean_and_error(right)[0]:.1f}"]
+                for of in keys:
+                    digits, scale = (2, 1) if of.startswith("size") else (1, 100)
+                    row.append(with_error(chosen(cells, of, **where), digits, scale))
+                rows.append(row)
+    return markdown(header, rows)
+
+
+PARTS = ("simulated", "values", "classes")
 
 
 def main() -> None:
     """Run the study."""
     options = parser(__doc__ or "", seeds=20)
-    options.add_argument(
-        "--only", choices=("values", "classes"), help="one of the two halves (default: both)"
-    )
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     given = options.parse_args()
-    study, cells = Study("coverage/conformal", given), []
-    for name in UCI if given.only != "classes" else ():
-        for n in COUNTS:
-            for seed in study.seeds:
-                for way in WAYS:
+    study = Study("coverage/conformal", given)
 
-                    def numbers(name: str = name, n: int = n, seed: int = seed, way: str = way) -> Any:
-                        return values(way, measured(name, n, seed, given.data_dir), n, seed)
+    def compute(what: dict[str, Any]) -> dict[str, float]:
+        n, seed, folder = what["n"], what["seed"], given.data_dir
+        if what["part"] == "classes":
+            return classes(what["key"], what["task"], n, seed, folder)
+        if what["part"] == "values":
+            return values(what["way"], measured(what["task"], n, seed, folder), n, seed)
+        return raised(what["way"], simulated(what["task"], what["noise"], n, seed), n, seed)
 
-                    cells.append(study.cell({"task": name, "n": n, "seed": seed, "way": way}, numbers))
-    for network, name in TASKS if given.only != "values" else ():
-        for n in COUNTS:
-            for seed in study.seeds:
-
-                def counted(network: str = network, name: str = name, n: int = n, seed: int = seed) -> Any:
-                    return classes(network, name, n, seed, given.data_dir)
-
-                what = {"network": NETWORKS[network].name, "task": name, "n": n, "seed": seed}
-                cells.append(study.cell(what, counted))
-    study.publish(tables(cells), cells)
+    every: list[dict[str, Any]] = []
+    for n in COUNTS:
+        for seed in study.seeds:
+            where = {"n": n, "seed": seed}
+            for way in WAYS:
+                tasks = [{"task": teacher, "noise": noise} for teacher in TEACHERS for noise in NOISES]
+                every += [{"part": "simulated", "way": way, **task, **where} for task in tasks]
+                every += [{"part": "values", "way": way, "task": name, **where} for name in UCI]
+            for key, name in TASKS:
+                at = {"key": key, "network": NETWORKS[key].name, "task": name}
+                every.append({"part": "classes", **at, **where})
+    every = sorted(
+        (what for what in every if what["part"] in given.parts), key=lambda what: str(what["task"])
+    )
+    cells = [study.cell(what, partial(compute, what)) for what in every]
+    study.publish("\n\n".join([simulations(cells), intervals(cells), sets(cells)]), cells)
 
 
 if __name__ == "__main__":

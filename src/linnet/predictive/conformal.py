@@ -85,9 +85,7 @@ class Unseen:
     targets: Tensor  # (N, C)
     labels: Tensor | None  # class indices (N,), or ``None`` for values
     probs: Callable[[Tensor], Tensor]  # probabilities of classes by outputs (N, C)
-    # by what errors of values are raised since the ridge was chosen by the same examples: with a ridge chosen
-    # anew without each, intervals of 20 samples were as wide (docs/reliability.md)
-    factor: float = 1.0
+    factor: float = 1.0  # by what errors of values are raised since the ridge was chosen by the same examples
 
 
 class CoveringModel(PredictiveModel):
@@ -108,8 +106,9 @@ class CoveringModel(PredictiveModel):
         The jackknife+, in closed form: no noise model, and no examples set apart. Where new examples are like
         those of the training, it holds at least 2·coverage − 1 of their targets, whatever their distribution,
         and about ``coverage``. That is proved where the ridge is given; where it was chosen by the same
-        examples, their errors are raised by √``record.noise_factor``. Where the head was cross-fitted or the
-        lower layers were trained, it is f(x) and the errors on held-out folds, of which nothing is proved.
+        examples, their errors are raised by the fourth root of ``record.noise_factor``. Where the head was
+        cross-fitted or the lower layers were trained, it is f(x) and the errors on held-out folds, of which
+        nothing is proved.
 
         Args:
             x: T examples.
