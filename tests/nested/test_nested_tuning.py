@@ -264,8 +264,9 @@ def test_rungs_are_compared_sample_by_sample(fits: tuple[NestedFit, NestedFit]) 
     near[::5] = near[::5].mean(1, keepdim=True) + 0.1 * (near[::5].mean(1, keepdim=True) - truth[::5])
     fewer = ladder([("linear probe", truth * 0.1)], near, targets, 7.0)
     assert fewer[1].gain > fewer[1].gain_error
-    assert fewer[1].taken
-    assert "less accuracy" in verdict(fewer)
+    assert fewer[0].taken
+    assert "less error on held-out folds and 20.0" in verdict(fewer)
+    assert "points less accuracy" in verdict(fewer)
 
 
 def test_one_fold_is_enough_where_training_does_harm(monkeypatch: pytest.MonkeyPatch) -> None:

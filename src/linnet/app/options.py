@@ -77,7 +77,8 @@ class AdaptOptions(TaskOptions):
         earlier: Share of earlier layers in the features, from 0 to 1 (default: chosen, and 0 where weight is
             given).
         tune: Train the lower layers as well, solve the fit again at the trained weights, and keep the result
-            unless cross-validation has more error. It takes five to eight short training runs.
+            unless cross-validation has more error or fewer right classes. It takes five to eight short
+            training runs.
         compare: What the fit is compared with on the test samples: probe (the linear probe), or finetune,
             which adds plain fine-tuning and takes most of the time.
         finetune_steps: Steps of each run of plain fine-tuning.

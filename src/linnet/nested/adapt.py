@@ -57,7 +57,8 @@ def adapt(
     better, the fit is the linear probe.
 
     With ``tune=True`` the lower layers are trained as well, and the fit is solved again at the trained
-    weights, unless held-out folds show more error there; ``fit.rungs`` has what each step gains.
+    weights, unless held-out folds show more error or fewer right classes there; ``fit.rungs`` has what each
+    step gains.
 
     Args:
         model: A trained network that ends in a linear layer, which is replaced, or that returns features

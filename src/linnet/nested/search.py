@@ -455,8 +455,8 @@ def ladder(
     """Models in order, the trained network last."""
     # before (N, C), outputs (N, C), rows (N,)
     # Of values it is taken where its error is lower by more than a standard error, of classes unless it is
-    # higher by as much: on development tasks training helped also where few samples could not tell
-    # (docs/results/adapt.md).
+    # higher by as much or fewer are right: on development tasks training helped also where few samples could
+    # not tell, and hurt where fewer were right, however much lower the error (docs/results/adapt.md).
     counting = counted(targets) if rows is None else counted(targets) & rows
     truth, labels = targets.values.to(outputs)[counting], targets.labels
     rungs: list[Rung] = []
@@ -476,6 +476,7 @@ def ladder(
         rungs.append(rung)
     top = rungs[-1] = replace(rungs[-1], seconds=seconds)
     helps = top.gain > (ERRORS if labels is None else -ERRORS) * top.gain_error
+    helps = helps and (top.points is None or top.points >= 0)
     place = len(rungs) - 1 if helps else len(rungs) - 2
     rungs[place] = replace(rungs[place], taken=True)
     return tuple(rungs)
