@@ -111,6 +111,17 @@ def test_sets_of_the_cross_entropy_are_those_of_one_newton_step() -> None:
     assert float(found.gather(1, y[:, None]).double().mean()) == pytest.approx(0.8, abs=0.08)
 
 
+def test_arrays_are_taken_as_predictions_take_them() -> None:
+    data, (x, _) = classes(24), classes(5, 7)
+    net = network(3).float()
+    fit = linnet.adapt(net, (data[0].float(), data[1]))
+    assert torch.equal(fit.sets(x.numpy(), 0.8), fit.sets(x.float(), 0.8))
+    regression = linnet.adapt(net, (data[0].float(), values(24)[1].float()))
+    ends = regression.interval(x.numpy(), 0.8)
+    assert torch.equal(ends, regression.interval(x.float(), 0.8))
+    assert ends.dtype == regression.predict(x).dtype == torch.float32
+
+
 def test_one_output_for_two_classes() -> None:
     x, y = classes(40)
     data, net = (x, (y > 0).long()), network(1)

@@ -293,7 +293,6 @@ class Fitted(CoveringModel):
 
     def _without_each(self, x: Inputs) -> Iterator[Tensor]:
         """Outputs by each fit without one example, (N, t, C), or (1, t, C) by the one fit that there is."""
-        x = self._examples(x)
         if self.held_out is not None:
             yield self._outputs(x).double()[None]
             return

@@ -92,6 +92,10 @@ class CoveringModel(PredictiveModel):
     """Base class of models that are known without each training example: intervals and sets of targets."""
 
     @abstractmethod
+    def _examples(self, x: Inputs) -> Inputs:
+        """Examples on the network's device, or an error."""
+
+    @abstractmethod
     def _unseen(self) -> Unseen:
         """Outputs for each training example by what has not seen it, all of which count."""
 
@@ -133,13 +137,14 @@ class CoveringModel(PredictiveModel):
             >>> fit.interval(x[:3], coverage=0.8).shape
             torch.Size([3, 1, 2])
         """
-        coverage = number("coverage", coverage, above=0, below=1)
+        coverage = number("coverage", coverage, above=0, below=1, remedy="pass 0.9 for nine in ten")
         unseen = self._unseen()
         if unseen.labels is not None:
             raise InputError("interval() of a fit of classes", "a fit of values", "take sets() for classes")
         require_enough(len(unseen.outputs), coverage)
         errors = unseen.factor * (unseen.targets.to(unseen.outputs) - unseen.outputs).abs()
-        return torch.cat([jackknife(left, errors, coverage) for left in self._without_each(x)])
+        found = [jackknife(left, errors, coverage) for left in self._without_each(self._examples(x))]
+        return torch.cat(found).to(unseen.targets.dtype)
 
     @in_exact_mode
     def sets(self, x: Inputs, coverage: float = 0.9, by_class: bool = False, seed: int = 0) -> Tensor:
@@ -175,7 +180,10 @@ class CoveringModel(PredictiveModel):
             >>> fit.sets(torch.tensor([[3.0, 0.0], [-3.0, 0.0]])).tolist()
             [[False, True], [True, False]]
         """
-        coverage, seed = number("coverage", coverage, above=0, below=1), integer("seed", seed, least=0)
+        coverage, seed = (
+            number("coverage", coverage, above=0, below=1, remedy="pass 0.9 for nine in ten"),
+            integer("seed", seed, least=0),
+        )
         by_class, unseen = flag("by_class", by_class), self._unseen()
         if unseen.labels is None:
             raise InputError(
@@ -183,7 +191,7 @@ class CoveringModel(PredictiveModel):
                 expected="a fit of classes",
                 remedy="take interval() for values",
             )
-        n, labels = len(unseen.outputs), unseen.labels
+        x, n, labels = self._examples(x), len(unseen.outputs), unseen.labels
         if not by_class:
             require_enough(n, coverage)
         draws = torch.Generator().manual_seed(seed)
