@@ -463,6 +463,16 @@ def table(cells: Sequence[Cell]) -> str:
     return markdown(header, rows)
 
 
+def curve(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a network, task and number of samples; the accuracies of the methods that were run."""
+    names = [name for name in METHODS if chosen_cells(cells, name)]
+    rows = []
+    for where, own in _groups(cells, "network", "task", "samples"):
+        values = [f"{accuracy(own[name]):.1f}" if name in own else "–" for name in names]
+        rows.append([*map(str, where), *values])
+    return markdown(("network", "task", "samples", *names), rows)
+
+
 def means(cells: Sequence[Cell]) -> str:
     """Markdown: a row a network, number of shots and method; over tasks, and how far tuning is ahead."""
     rows = []
