@@ -72,7 +72,7 @@ def test_a_ridge_that_was_chosen_makes_intervals_wider(kind: str) -> None:
     fit = linnet.adapt(net, data) if kind == "adapt" else linnet.fit(linnet.linearize(net), data, ridge="loo")
     own, left = without_each(fit, x)
     factor = fit.record.noise_factor
-    assert factor > 1
+    assert factor > 1  # of one below, the errors are as they are
     expected = conformal.jackknife(left, factor**0.25 * (data[1] - own).abs(), 0.85)
     torch.testing.assert_close(fit.interval(x, coverage=0.85), expected, atol=1e-8, rtol=0)
 
@@ -90,7 +90,7 @@ def test_sets_are_those_of_fits_made_again(kind: str, by_class: bool) -> None:
     own, left = without_each(fit, x)
     assert fit.point_temperature is not None
     p, q = ((one / fit.point_temperature).softmax(-1) for one in (own, left))
-    u = torch.rand(24 + 9, 1, generator=torch.Generator().manual_seed(5))[:, 0].tolist()
+    u = conformal.drawn(torch.cat([data[0], x]), 5)
     mine = [float(unusual(p[i], u[i])[data[1][i]]) for i in range(24)]
     best = fit.predict(x).argmax(1)
     found = fit.sets(x, coverage=0.8, by_class=by_class, seed=5)
@@ -186,7 +186,34 @@ def test_a_class_without_a_sample_is_in_no_set() -> None:
     with pytest.warns(UserWarning, match="1 of them without a sample"):
         adapted = linnet.adapt(network(4), (x, torch.where(y == 1, 3, y)))
     assert adapted.classes == 4
-    assert not adapted.sets(x, 0.95)[:, 1].any()
+    fits = [
+        adapted,
+        *(
+            linnet.fit(linnet.linearize(network(4)), (x, torch.where(y == 1, 3, y)), loss=loss)
+            for loss in ("squared", "cross-entropy")
+        ),
+    ]
+    for fit in fits:
+        for by_class in (False, True):
+            assert not fit.sets(x, 0.95, by_class=by_class)[:, 1].any()
+
+
+def test_a_rare_class_is_in_every_set_however_sure_the_fit_is() -> None:
+    x, y = classes(40)
+    y = torch.where(torch.arange(40) < 3, 2, y.clamp(max=1))
+    fit = linnet.fit(linnet.linearize(nn.Linear(3, 3).double()), (x, y), ridge=0.3)
+    assert fit.sets(1e4 * x, by_class=True)[:, 2].all()
+
+
+def test_draws_belong_to_examples() -> None:
+    data, (x, _) = classes(24), classes(400, 7)
+    fit = linnet.adapt(network(3), data)
+    whole = fit.sets(x, 0.7)
+    assert torch.equal(torch.cat([fit.sets(x[i : i + 1], 0.7) for i in range(30)]), whole[:30])
+    u = torch.tensor(conformal.drawn(x, 0))
+    assert 0.4 < float(u.mean()) < 0.6
+    assert 0.25 < float(u.std()) < 0.33
+    assert conformal.drawn(x, 1) != conformal.drawn(x, 0)
 
 
 def test_trained_layers_take_the_errors_of_held_out_folds() -> None:
@@ -227,6 +254,7 @@ def test_too_few_examples_say_how_many_are_needed() -> None:
     assert "19 examples or more" in str(raised.value)
     assert "coverage=0.923" in str(raised.value)
     assert fit.interval(values(3)[0], coverage=12 / 13).isfinite().all()
+    assert fit.interval(values(3)[0], coverage=1e-12).isfinite().all()
     with pytest.raises(InputError, match="sets"):
         fit.sets(values(3)[0])
 

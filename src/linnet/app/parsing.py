@@ -228,6 +228,9 @@ class Command:
             elif name in typed and _may_repeat(self.options[name]):
                 before = typed[name] if isinstance(typed[name], list) else [typed[name]]
                 typed[name] = [*before, self._value(name, given)]
+            elif name in typed and name == "model":
+                text = f"{option(name)} is given twice"
+                raise InputError(text, f"one network for linnet {self.name}", "leave all but one out")
             else:
                 typed[name] = self._value(name, given)
         values: dict[str, Any] = {name: self._defaults.get(name) for name in self.options} | from_files

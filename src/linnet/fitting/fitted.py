@@ -288,22 +288,19 @@ class Fitted(CoveringModel):
                 expected="a class, or a target for each output, of each example",
                 remedy="fit examples that have one",
             )
-        factor = self.record.noise_factor**RAISED if self.held_out is None else 1.0
-        return Unseen(self.loo().double(), self.targets, self.labels, self._class_probs, factor)
+        factor = max(1.0, self.record.noise_factor) ** RAISED if self.held_out is None else 1.0
+        return Unseen(self.x, self.loo().double(), self.targets, self.labels, self._class_probs, factor)
 
     def _without_each(self, x: Inputs) -> Iterator[Tensor]:
         """Outputs by each fit without one example, (N, t, C), or (1, t, C) by the one fit that there is."""
-        if self.held_out is not None:
-            yield self._outputs(x).double()[None]
-            return
-        residuals, begin = self.system.loo_residuals(), 0
-        outputs = self._outputs(x).double()
+        outputs, begin = self._outputs(x).double(), 0
         # of (N, t, C): effects, outputs, probabilities, their order, scores and what they are made of
-        size = max(
-            1,
-            int(SHARE * parse_bytes(self.memory, self._function.device))
-            // (8 * 8 * outputs[0].numel() * self.n),
-        )
+        each = 8 * 8 * self.n * outputs.shape[1]
+        size = max(1, int(SHARE * parse_bytes(self.memory, self._function.device)) // each)
+        if self.held_out is not None:
+            yield from (part[None] for part in outputs.split(size))
+            return
+        residuals = self.system.loo_residuals()
         for part in split(x, size):
             for effect in self.system.effects(part, residuals):
                 end = begin + effect.shape[1]

@@ -166,7 +166,7 @@ def requested(
     return given
 
 
-def best_of(fits: Sequence[NestedFit]) -> NestedFit:
+def best_of(fits: Sequence[NestedFit], names: Sequence[str] = ()) -> NestedFit:
     """The fit of the network with the least squared error on samples left out of its fit."""
     counting = counted(fits[0]._targets)
     errors = [(fit.loo() - fit.targets).square().sum(1)[counting] for fit in fits]
@@ -178,7 +178,8 @@ def best_of(fits: Sequence[NestedFit]) -> NestedFit:
         )
     first, second = sorted(range(len(fits)), key=lambda place: float(errors[place].mean()))[:2]
     gain, error = gained(errors[second], errors[first])
-    names = [f"{place + 1} ({type(fits[place].module.model).__name__})" for place in (first, second)]
+    names = names or [type(fit.module.model).__name__ for fit in fits]
+    names = [f"{place + 1} ({names[place]})" for place in (first, second)]
     told = f"{100 * gain:.0f} ± {100 * error:.0f} % {LESS} than with network {names[1]}, the next best"
     fit = fits[first]
     seconds = sum((Counter(one.record.seconds) for one in fits), Counter[str]())

@@ -6,6 +6,7 @@ new example by all of those fits. Both come from one solve, so that no example i
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.params import flag, integer, number
 from linnet.predictive.model import PredictiveModel
-from linnet.tangent.batch import Inputs, batch_size
+from linnet.tangent.batch import Inputs, hash_examples
 from linnet.tangent.modes import in_exact_mode
 
 
@@ -28,7 +29,7 @@ def needed(coverage: float) -> int:
 
 def rank(n: int, coverage: float) -> int:
     """The place of a new example's error among those of n others that it is below so often, from 1."""
-    return math.ceil(coverage * (n + 1) - ROUNDING)
+    return max(1, math.ceil(coverage * (n + 1) - ROUNDING))
 
 
 ROUNDING = 1e-9  # 0.7 of ten is seven
@@ -38,7 +39,7 @@ def require_enough(n: int, coverage: float) -> None:
     """Raise where so few examples cannot tell what is so seldom."""
     if rank(n, coverage) > n:
         raise InputError(
-            f"coverage={coverage:g} from {n} examples",
+            f"coverage={coverage!r} from {n} examples",
             expected=f"{needed(coverage):,} examples or more",
             remedy=f"pass coverage={math.floor(1000 * n / (n + 1)) / 1000:g} or less, or fit more examples",
         )
@@ -53,6 +54,12 @@ def jackknife(left: Tensor, errors: Tensor, coverage: float) -> Tensor:
     lower = (left - errors[:, None]).kthvalue(n + 1 - above, 0).values
     upper = (left + errors[:, None]).kthvalue(above, 0).values
     return torch.stack([lower, upper], 2)
+
+
+def drawn(x: Inputs, seed: int) -> list[float]:
+    """A number between 0 and 1 for each example, the same wherever it comes, and as good as random."""
+    names = [f"{seed} {name}".encode() for name in hash_examples(x)]
+    return [int(hashlib.sha256(name).hexdigest()[:13], 16) / 16**13 for name in names]
 
 
 def scores(p: Tensor, draws: Tensor) -> Tensor:
@@ -81,6 +88,7 @@ def held(left: Tensor, own: Tensor, labels: Tensor, coverage: float, by_class: b
 class Unseen:
     """What a model says of each training example without having seen it."""
 
+    x: Inputs  # N examples
     outputs: Tensor  # (N, C)
     targets: Tensor  # (N, C)
     labels: Tensor | None  # class indices (N,), or ``None`` for values
@@ -109,10 +117,10 @@ class CoveringModel(PredictiveModel):
 
         The jackknife+, in closed form: no noise model, and no examples set apart. Where new examples are like
         those of the training, it holds at least 2·coverage − 1 of their targets, whatever their distribution,
-        and about ``coverage``. That is proved where the ridge is given; where it was chosen by the same
-        examples, their errors are raised by the fourth root of ``record.noise_factor``. Where the head was
-        cross-fitted or the lower layers were trained, it is f(x) and the errors on held-out folds, of which
-        nothing is proved.
+        and about ``coverage``. The first is proved where nothing was chosen by the same examples, as in
+        ``linnet.fit`` at a ridge that is given. Where the ridge was chosen, errors are raised by the fourth
+        root of ``record.noise_factor``. Where the head was cross-fitted or the lower layers were trained, it
+        is f(x) and the errors on held-out folds.
 
         Args:
             x: T examples.
@@ -152,15 +160,17 @@ class CoveringModel(PredictiveModel):
 
         A class is in the set of an example unless the probability of the likelier ones is higher than it was
         for that share of the training examples, each by the fit without it. The likeliest class is always in,
-        so that a fit that is right more often than ``coverage`` holds more. What ``interval`` says of what is
-        proved, and of held-out folds, is true here too.
+        so that a fit that is right more often than ``coverage`` holds more. Nothing is proved, as the
+        temperature of the probabilities, and mostly the ridge, were chosen by the same examples. Of held-out
+        folds the same is true as in ``interval``.
 
         Args:
             x: T examples.
             coverage: Share of right classes that are to be held, above 0 and below 1.
             by_class: Whether each class is to be held so often, not the mean of all; classes of fewer than
                 coverage / (1 − coverage) examples are then in every set.
-            seed: Seed of the draws by which the last class of a set is in it or not.
+            seed: Of the draws by which the last class of a set is in it or not; those of an example are the
+                same wherever it comes.
 
         Returns:
             Whether each class is in the set, (T, C) of bool. Classes without an example are in none.
@@ -194,15 +204,14 @@ class CoveringModel(PredictiveModel):
         x, n, labels = self._examples(x), len(unseen.outputs), unseen.labels
         if not by_class:
             require_enough(n, coverage)
-        draws = torch.Generator().manual_seed(seed)
-        u = torch.rand(n + batch_size(x), 1, generator=draws).to(unseen.outputs)
-        own = scores(unseen.probs(unseen.outputs), u[:n]).gather(1, labels[:, None])[:, 0]
-        found, begin = [], n
+        u = unseen.outputs.new_tensor(drawn(unseen.x, seed) + drawn(x, seed))[:, None]
+        p = unseen.probs(unseen.outputs)
+        own = scores(p, u[:n]).gather(1, labels[:, None])[:, 0]
+        found, begin, known = [], n, labels.bincount(minlength=p.shape[1]) > 0
         for left in self._without_each(x):
             many, t, _ = left.shape
             p = unseen.probs(left.flatten(0, 1)).view(many, t, -1)
-            part = held(scores(p, u[begin : begin + t]), own, labels, coverage, by_class)
-            found.append(part & (p.sum(0) > 0))
+            found.append(held(scores(p, u[begin : begin + t]), own, labels, coverage, by_class) & known)
             begin += t
         best = unseen.probs(self.predict(x).to(unseen.outputs)).argmax(1, keepdim=True)
         return torch.cat(found).scatter(1, best, True)

@@ -37,7 +37,7 @@ def test_the_best_of_several_networks(nets: Path, tmp_path: Path) -> None:
     linnet("adapt", "--data", pictures, *both, "--out", tmp_path / "both")
     linnet("adapt", "--data", pictures, "--model", f"{nets}:conv", "--out", tmp_path / "alone")
     found, alone = (result(tmp_path / name) for name in ("both", "alone"))
-    assert "Network 2 (Sequential) of 2 gives" in " ".join(found["verdict"]["sentences"])
+    assert "Network 2 (nets.py:conv) of 2 gives" in " ".join(found["verdict"]["sentences"])
     assert found["scores"][0]["accuracy"] == alone["scores"][0]["accuracy"]
     assert found["title"] == alone["title"] == "pictures from conv"
     settings = yaml.safe_load((tmp_path / "both" / "run.yaml").read_text())
@@ -66,8 +66,37 @@ def test_a_run_that_was_interrupted_keeps_its_choice(
     assert cli.main(words) == 0
     monkeypatch.setattr(adaptation, "solved", solved)
     assert (
-        " ".join(result(tmp_path / "both")["verdict"]["sentences"]).count("Network 1 (Sequential) of 2") == 1
+        " ".join(result(tmp_path / "both")["verdict"]["sentences"]).count("Network 1 (nets.py:conv) of 2")
+        == 1
     )
+
+
+def test_an_interrupted_run_of_other_settings_is_not_continued(nets: Path, tmp_path: Path) -> None:
+    words = [
+        "adapt",
+        "--data",
+        tmp_path / "pictures.npz",
+        "--out",
+        tmp_path / "run",
+        "--model",
+        f"{nets}:conv",
+    ]
+    linnet(*words, "--ridge", 0.1)
+    (tmp_path / "run" / "result.json").unlink()  # as if it had been stopped before its end
+    linnet(*words, "--ridge", 10, "--overwrite")
+    assert result(tmp_path / "run")["fit"]["ridge"] == 10
+
+
+def test_no_network_or_one_in_a_list(nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = tmp_path / "mine.yaml"
+    settings.write_text(f"model: []\ndata: {tmp_path / 'pictures.npz'}\n")
+    assert cli.main(["adapt", "--config", str(settings), "--out", str(tmp_path / "run")]) == 2
+    assert "is an empty list" in capsys.readouterr().err
+    settings.write_text(f"data: {tmp_path / 'pictures.npz'}\n")
+    words = ["adapt", "--config", str(settings), "--out", str(tmp_path / "run")]
+    assert cli.main([*words, "--model", f"{nets}:conv", "--model-args", '{"width": 4}']) == 0
+    assert cli.main(["check", "--model", "a.py:a", "--model", "b.py:b", "--data", "x.npz"]) == 2
+    assert "--model is given twice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

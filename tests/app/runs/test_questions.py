@@ -64,13 +64,13 @@ def test_predict_sets_and_intervals(
     ]
     linnet(*words, "--out", tmp_path / "p.csv", "--no-std")
     table, sets = rows(tmp_path / "p.csv"), run.fit.sets(task.tensors("test")[0], 0.9)
-    named = ["; ".join(name for name, held in zip(NAMES, row, strict=True) if held) for row in sets.tolist()]
-    assert [row["set"] for row in table] == named
+    named = [[name for name, held in zip(NAMES, row, strict=True) if held] for row in sets.tolist()]
+    assert [json.loads(row["set"]) for row in table] == named
     told = result(workshop / "pictures" / "predict")["held"]
     assert told["mean_size"] == float(sets.sum(1).double().mean())
     assert f"they hold {100 * told['share']:.1f} % of the answers" in capsys.readouterr().out
     linnet(*words, "--out", tmp_path / "p.json", "--no-std")
-    assert "; ".join(json.loads((tmp_path / "p.json").read_text())[0]["set"]) == named[0]
+    assert json.loads((tmp_path / "p.json").read_text())[0]["set"] == named[0]
 
     linnet("predict", "--run", workshop / "prices", "--data", workshop / "prices.csv", "--coverage", 0.8)
     table = rows(workshop / "prices" / "predictions.csv")

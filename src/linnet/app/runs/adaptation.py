@@ -119,9 +119,11 @@ def adapt(options: AdaptOptions, out: Path, keep: Keep) -> Adaptation:
     """Adapt a network, or the best of several: load, check, fit, evaluate, compare."""
     # The kernel is written while it grows, so that an interrupted run can continue, and the fit by `keep`
     # before it is evaluated.
-    require_alone(options, "weights", "model_args")
+    models = options.model if isinstance(options.model, list) else [options.model]
+    if len(models) != 1:
+        require_several(options, "weights", "model_args")
     found = []
-    for one in options.model if isinstance(options.model, list) else [options.model]:
+    for one in models:
         begun = started(replace(options, model=one))
         found.append((begun, *fitted(options, begun, asked(options), out)))
         if "network" in found[-1][1].fit.record.reasons:  # an interrupted run has chosen this one
@@ -129,7 +131,7 @@ def adapt(options: AdaptOptions, out: Path, keep: Keep) -> Adaptation:
     fits = [run.fit for _, run, _ in found if isinstance(run.fit, NestedFit)]
     if len(found) == 1:
         return finished(options, *found[0], keep)
-    fit = best_of(fits)
+    fit = best_of(fits, [run.network for _, run, _ in found])
     seconds = sum((Counter(begun.stages.seconds) for begun, _, _ in found), Counter[str]())
     begun, run, report = next(one for one in found if one[1].fit is fit)
     return finished(options, replace(begun, stages=Stages(dict(seconds))), run, report, keep)
@@ -140,9 +142,11 @@ def adapted(options: AdaptOptions, begun: Started, out: Path, keep: Keep) -> Ada
     return finished(options, begun, *fitted(options, begun, asked(options), out), keep)
 
 
-def require_alone(options: AdaptOptions, *names: str) -> None:
-    """Raise where something that describes one network is given for several."""
-    for name in names if isinstance(options.model, list) else ():
+def require_several(options: AdaptOptions, *names: str) -> None:
+    """Raise where there is no network, or something that describes one is given for several."""
+    if not options.model:
+        raise InputError("model is an empty list", "one network or more", "name them, or leave model out")
+    for name in names:
         if getattr(options, name):
             raise InputError(
                 f"{name}= with several networks",
@@ -402,6 +406,8 @@ def first_answer(
     """Adapt a network as ``linnet.app.runs.adaptation.adapt`` does, with what takes half a minute."""
     # What is kept is the linear probe of all samples, or the fit with the lower layers where the time allows
     # all of them. Where something is asked for that a probe is not, samples are left out.
+    if isinstance(options.model, list) and len(options.model) == 1:
+        options = replace(options, model=options.model[0])
     if isinstance(options.model, list):
         raise InputError("quick=True with several networks", "one network", "leave quick= out, or name one")
     begun = started(options, lambda task: _bounded(options, task))

@@ -142,6 +142,9 @@ def claimed(
     with made_folder(out):
         if is_first():
             check_unused(out, command, settings, overwrite)  # nobody else writes from here on
+            finished = (out / "result.json").exists()
+            if overwrite and not finished and not _same_settings(out / REPLAY, command, settings):
+                (out / RECORD).unlink(missing_ok=True)  # else this run would go on with that one's fit
         yield
 
 

@@ -132,7 +132,7 @@ def _line(cells: Iterable[object]) -> str:
 def _as_text(value: object) -> object:
     """A cell that no spreadsheet takes for a formula: such text gets an apostrophe; numbers stay numbers."""
     if isinstance(value, list):
-        value = "; ".join(value)
+        return json.dumps(value, ensure_ascii=False)
     if not isinstance(value, str) or not value.startswith(_FORMULA):
         return value
     try:
