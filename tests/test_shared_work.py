@@ -463,6 +463,7 @@ def check_work(folder: Path, size: int, ranks: list[int]) -> None:
         assert sum(share[name] for share in shares) > 0.7 * total * len(ranks) / size
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_two_processes_have_the_numbers_of_one_and_fail_alike(tmp_path: Path, alone: Path) -> None:
     run_ranks(__file__, tmp_path)

@@ -25,7 +25,7 @@ from tests.hostile.doors import Door
 from tests.hostile.wrong_values import wrong_for
 
 NOT_FINITE = "accepted, and the result is not finite"
-SHARE = 12  # an ordinary run takes every twelfth wrong value of a callable, in one order
+SHARE = 24  # an ordinary run takes every 24th wrong value of a callable, in one order
 COSTLY = ("report", "export")  # that work for a second where a value is taken: every sixtieth of theirs
 
 
