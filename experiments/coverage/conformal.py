@@ -104,11 +104,11 @@ def values(way: str, data: tuple[Tensor, Tensor], n: int, seed: int) -> dict[str
     half = NORMAL * prediction.variance.sqrt()
     part, rest = fitted(way, net, (x[: n // 2], y[: n // 2])), slice(n // 2, n)
     errors = (part.predict(x[rest]) - y[rest]).abs().flatten()
-    centre, split = part.predict(x[n:]), float(errors.kthvalue(rank(len(errors), COVERAGE)).values)
+    center, split = part.predict(x[n:]), float(errors.kthvalue(rank(len(errors), COVERAGE)).values)
     ends = {
         "jackknife+": fit.interval(x[n:], COVERAGE).unbind(2),
         "Gaussian": (prediction.mean - half, prediction.mean + half),
-        "split": (centre - split, centre + split),
+        "split": (center - split, center + split),
     }
     found = {}
     for name, (low, high) in ends.items():
