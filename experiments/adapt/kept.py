@@ -16,6 +16,7 @@ from torch import Tensor
 
 import linnet
 from experiments.adapt.nested import drawn as shots_of
+from experiments.adapt.rivals import loaded
 from experiments.adapt.tasks import DEVELOPMENT, NETWORKS, drawn
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
@@ -63,7 +64,7 @@ def whatever_folds_say() -> Iterator[None]:
 def measured(key: str, name: str, shots: int, seed: int, data_dir: str | None) -> dict[str, float]:
     """Test accuracies before and after training, and what the folds showed."""
     network = NETWORKS[key]
-    model, prepared = network.load(data_dir)
+    model, prepared = loaded(network, data_dir, "cpu")
     task = next(one for one in DEVELOPMENT if one.name == name)
     x, y, xt, yt = drawn(task, network, prepared, POOL, TESTED, data_dir)
     at = shots_of(y, shots, seed)

@@ -68,14 +68,22 @@ def measured(name: str, n: int, seed: int, data_dir: str | None) -> tuple[Tensor
     return (x - x[:n].mean(0)) / spread, (y - y[:n].mean()) / y[:n].std()
 
 
+def network(inputs: int, seed: int) -> nn.Module:
+    """A random network of two hidden layers."""
+    torch.manual_seed(seed)
+    layers = (nn.Linear(inputs, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
+    return nn.Sequential(*layers).double()
+
+
+def fitted(way: str, net: nn.Module, data: tuple[Any, Tensor]) -> Any:
+    """A fit, its ridge chosen in one of the ``WAYS``."""
+    return linnet.adapt(net, data) if way == "adapt" else linnet.fit(linnet.linearize(net), data, ridge=way)
+
+
 def covered(way: str, data: tuple[Tensor, Tensor], n: int, seed: int) -> dict[str, Any]:
     """Coverage and widths of the intervals of one fit."""
     x, y = data[0], data[1][:, None]
-    torch.manual_seed(seed)
-    layers = (nn.Linear(x.shape[1], 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
-    net, train = nn.Sequential(*layers).double(), (x[:n], y[:n])
-    fit = linnet.adapt(net, train) if way == "adapt" else linnet.fit(linnet.linearize(net), train, ridge=way)
-    assert not isinstance(fit, linnet.SoftmaxFit)
+    fit = fitted(way, network(x.shape[1], seed), (x[:n], y[:n]))
     prediction = fit.predictive(x[n:])
     errors = (prediction.mean - y[n:]).abs()
     asked = NORMAL * float(errors.square().mean().sqrt())

@@ -148,8 +148,8 @@ def draws(seed: int, n: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
     g = np.random.default_rng(seed)
     x = g.standard_normal((n + 100, 4))
     y = x[:, :1] + x[:, :1].clip(0) * g.standard_t(3, (n + 100, 1))
-    both = torch.from_numpy(x), torch.from_numpy(y)
-    return tuple((one[:n], other[n:]) for one, other in [(both[0], both[0]), (both[1], both[1])])  # type: ignore[return-value]
+    first, second = torch.from_numpy(x), torch.from_numpy(y)
+    return (first[:n], first[n:]), (second[:n], second[n:])
 
 
 @pytest.mark.parametrize("n", [20, 60])
@@ -186,12 +186,9 @@ def test_a_class_without_a_sample_is_in_no_set() -> None:
     with pytest.warns(UserWarning, match="1 of them without a sample"):
         adapted = linnet.adapt(network(4), (x, torch.where(y == 1, 3, y)))
     assert adapted.classes == 4
-    fits = [
-        adapted,
-        *(
-            linnet.fit(linnet.linearize(network(4)), (x, torch.where(y == 1, 3, y)), loss=loss)
-            for loss in ("squared", "cross-entropy")
-        ),
+    data, fits = (x, torch.where(y == 1, 3, y)), [adapted]
+    fits += [
+        linnet.fit(linnet.linearize(network(4)), data, loss=loss) for loss in ("squared", "cross-entropy")
     ]
     for fit in fits:
         for by_class in (False, True):
@@ -224,8 +221,33 @@ def test_trained_layers_take_the_errors_of_held_out_folds() -> None:
     found = fit.sets(x, 0.85)
     assert float(found.gather(1, y[:, None]).double().mean()) > 0.75
     assert fit.held_out is not None
-    own = (fit.held_out / fit.point_temperature).softmax(1)
-    assert own.shape == (60, 3)
+    assert fit.point_temperature is not None
+    own, p = ((one.double() / fit.point_temperature).softmax(1) for one in (fit.held_out, fit.predict(x)))
+    u = conformal.drawn(torch.cat([data[0], x]), 0)
+    mine = torch.stack([unusual(own[i], u[i])[data[1][i]] for i in range(60)])
+    limit = mine.sort().values[math.ceil(0.85 * 61) - 1]
+    expected = torch.stack([unusual(p[t], u[60 + t]) for t in range(400)]) <= limit
+    assert torch.equal(found, expected.scatter(1, p.argmax(1, keepdim=True), True))
+
+
+def test_intervals_of_held_out_folds_are_their_errors_about_the_output() -> None:
+    data, (x, _) = values(19), values(5, 7)
+    fit = linnet.adapt(network(2), data)
+    fit.held_out = fit.loo()
+    half = (data[1] - fit.loo()).abs().sort(0).values[-3]  # of 20 places, the 17th
+    expected = torch.stack([fit.predict(x) - half, fit.predict(x) + half], 2)
+    torch.testing.assert_close(fit.interval(x, coverage=0.85), expected)
+
+
+def test_the_network_sees_a_new_example_once() -> None:
+    net, (x, _) = network(3), classes(30, 7)
+    fit = linnet.adapt(net, classes(40), weight=0.0, earlier=1.0)
+    _ = fit.point_temperature
+    seen = []
+    layer = fit.prior.network.reader.model.get_submodule("body.0")
+    layer.register_forward_hook(lambda module, given, made: seen.append(len(made)))
+    fit.sets(x)
+    assert sum(seen) == 30
 
 
 @pytest.mark.parametrize(

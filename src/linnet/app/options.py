@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 
+def listed(given: str | list[str] | None) -> list[str]:
+    """The names that are given, by an option that takes one or more."""
+    return given if isinstance(given, list) else [] if given is None else [given]
+
+
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions:
     """A network, and how samples are given to it.

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from linnet.app import commands
+from linnet.app.options import listed
 from linnet.app.terminal import folded
 from linnet.errors import InputError
 
@@ -226,8 +227,7 @@ class Command:
             elif key:
                 typed[name] = {**typed.get(name, {}), key: _plain(given[0] if given else "")}
             elif name in typed and _may_repeat(self.options[name]):
-                before = typed[name] if isinstance(typed[name], list) else [typed[name]]
-                typed[name] = [*before, self._value(name, given)]
+                typed[name] = [*listed(typed[name]), self._value(name, given)]
             elif name in typed and name == "model":
                 text = f"{option(name)} is given twice"
                 raise InputError(text, f"one network for linnet {self.name}", "leave all but one out")

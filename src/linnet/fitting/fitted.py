@@ -291,21 +291,17 @@ class Fitted(CoveringModel):
         factor = max(1.0, self.record.noise_factor) ** RAISED if self.held_out is None else 1.0
         return Unseen(self.x, self.loo().double(), self.targets, self.labels, self._class_probs, factor)
 
-    def _without_each(self, x: Inputs) -> Iterator[Tensor]:
-        """Outputs by each fit without one example, (N, t, C), or (1, t, C) by the one fit that there is."""
-        outputs, begin = self._outputs(x).double(), 0
+    def _without_each(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
+        """Outputs of some examples at a time, (t, C), and by each fit without one of its own, (N, t, C)."""
         # of (N, t, C): effects, outputs, probabilities, their order, scores and what they are made of
-        each = 8 * 8 * self.n * outputs.shape[1]
+        each = 8 * 8 * self.n * self.system.c
         size = max(1, int(SHARE * parse_bytes(self.memory, self._function.device)) // each)
-        if self.held_out is not None:
-            yield from (part[None] for part in outputs.split(size))
-            return
-        residuals = self.system.loo_residuals()
+        residuals = None if self.held_out is not None else self.system.loo_residuals()
         for part in split(x, size):
-            for effect in self.system.effects(part, residuals):
-                end = begin + effect.shape[1]
-                yield outputs[begin:end] - effect.double()
-                begin = end
+            # the outputs come after the effects, whose kernel they then take
+            effects = None if residuals is None else torch.cat([*self.system.effects(part, residuals)], 1)
+            outputs = self._outputs(part).double()
+            yield outputs, outputs[None] if effects is None else outputs - effects.double()
 
     def _examples(self, x: Inputs) -> Inputs:
         """Examples on the network's device, or an error."""

@@ -21,6 +21,13 @@ from linnet.predictive.model import PredictiveModel
 from linnet.tangent.batch import Inputs, hash_examples
 from linnet.tangent.modes import in_exact_mode
 
+ROUNDING = 1e-9  # of a share of a count: 0.7 of ten is seven
+
+
+def share_of(coverage: float) -> float:
+    """A coverage that was given, or an error."""
+    return number("coverage", coverage, above=0, below=1, remedy="pass 0.9 for nine in ten")
+
 
 def needed(coverage: float) -> int:
     """The fewest examples of which one more may be the furthest off and not be held."""
@@ -30,9 +37,6 @@ def needed(coverage: float) -> int:
 def rank(n: int, coverage: float) -> int:
     """The place of a new example's error among those of n others that it is below so often, from 1."""
     return max(1, math.ceil(coverage * (n + 1) - ROUNDING))
-
-
-ROUNDING = 1e-9  # 0.7 of ten is seven
 
 
 def require_enough(n: int, coverage: float) -> None:
@@ -108,8 +112,9 @@ class CoveringModel(PredictiveModel):
         """Outputs for each training example by what has not seen it, all of which count."""
 
     @abstractmethod
-    def _without_each(self, x: Inputs) -> Iterator[Tensor]:
-        """Outputs by each fit without one example, (N, t, C), or (1, t, C) by the one fit that there is."""
+    def _without_each(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
+        """Outputs of some examples at a time, (t, C), and by each fit without one of its own, (N, t, C)."""
+        # the second (1, t, C), the same outputs, where only held-out folds are known
 
     @in_exact_mode
     def interval(self, x: Inputs, coverage: float = 0.9) -> Tensor:
@@ -145,13 +150,12 @@ class CoveringModel(PredictiveModel):
             >>> fit.interval(x[:3], coverage=0.8).shape
             torch.Size([3, 1, 2])
         """
-        coverage = number("coverage", coverage, above=0, below=1, remedy="pass 0.9 for nine in ten")
-        unseen = self._unseen()
+        coverage, unseen = share_of(coverage), self._unseen()
         if unseen.labels is not None:
             raise InputError("interval() of a fit of classes", "a fit of values", "take sets() for classes")
         require_enough(len(unseen.outputs), coverage)
         errors = unseen.factor * (unseen.targets.to(unseen.outputs) - unseen.outputs).abs()
-        found = [jackknife(left, errors, coverage) for left in self._without_each(self._examples(x))]
+        found = [jackknife(left, errors, coverage) for _, left in self._without_each(self._examples(x))]
         return torch.cat(found).to(unseen.targets.dtype)
 
     @in_exact_mode
@@ -190,10 +194,7 @@ class CoveringModel(PredictiveModel):
             >>> fit.sets(torch.tensor([[3.0, 0.0], [-3.0, 0.0]])).tolist()
             [[False, True], [True, False]]
         """
-        coverage, seed = (
-            number("coverage", coverage, above=0, below=1, remedy="pass 0.9 for nine in ten"),
-            integer("seed", seed, least=0),
-        )
+        coverage, seed = share_of(coverage), integer("seed", seed, least=0)
         by_class, unseen = flag("by_class", by_class), self._unseen()
         if unseen.labels is None:
             raise InputError(
@@ -208,10 +209,10 @@ class CoveringModel(PredictiveModel):
         p = unseen.probs(unseen.outputs)
         own = scores(p, u[:n]).gather(1, labels[:, None])[:, 0]
         found, begin, known = [], n, labels.bincount(minlength=p.shape[1]) > 0
-        for left in self._without_each(x):
+        for outputs, left in self._without_each(x):
             many, t, _ = left.shape
             p = unseen.probs(left.flatten(0, 1)).view(many, t, -1)
-            found.append(held(scores(p, u[begin : begin + t]), own, labels, coverage, by_class) & known)
+            sets = held(scores(p, u[begin : begin + t]), own, labels, coverage, by_class) & known
+            found.append(sets.scatter(1, unseen.probs(outputs).argmax(1, keepdim=True), True))
             begin += t
-        best = unseen.probs(self.predict(x).to(unseen.outputs)).argmax(1, keepdim=True)
-        return torch.cat(found).scatter(1, best, True)
+        return torch.cat(found)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from linnet.app.data import TaskData, check_images, read_task
 from linnet.app.models import load_model
-from linnet.app.options import AdaptOptions, NetworkOptions, TaskOptions
+from linnet.app.options import AdaptOptions, NetworkOptions, TaskOptions, listed
 from linnet.app.runs.folder import (
     Origin,
     SavedRun,
@@ -119,18 +119,16 @@ def adapt(options: AdaptOptions, out: Path, keep: Keep) -> Adaptation:
     """Adapt a network, or the best of several: load, check, fit, evaluate, compare."""
     # The kernel is written while it grows, so that an interrupted run can continue, and the fit by `keep`
     # before it is evaluated.
-    models = options.model if isinstance(options.model, list) else [options.model]
-    if len(models) != 1:
-        require_several(options, "weights", "model_args")
     found = []
-    for one in models:
-        begun = started(replace(options, model=one))
-        found.append((begun, *fitted(options, begun, asked(options), out)))
+    for each in each_network(options):
+        begun = started(each)
+        found.append((begun, *fitted(each, begun, asked(each), out)))
         if "network" in found[-1][1].fit.record.reasons:  # an interrupted run has chosen this one
-            return finished(options, *found[-1], keep)
-    fits = [run.fit for _, run, _ in found if isinstance(run.fit, NestedFit)]
+            found = found[-1:]
+            break
     if len(found) == 1:
         return finished(options, *found[0], keep)
+    fits = [run.fit for _, run, _ in found if isinstance(run.fit, NestedFit)]  # each is: adapt's own
     fit = best_of(fits, [run.network for _, run, _ in found])
     seconds = sum((Counter(begun.stages.seconds) for begun, _, _ in found), Counter[str]())
     begun, run, report = next(one for one in found if one[1].fit is fit)
@@ -142,17 +140,19 @@ def adapted(options: AdaptOptions, begun: Started, out: Path, keep: Keep) -> Ada
     return finished(options, begun, *fitted(options, begun, asked(options), out), keep)
 
 
-def require_several(options: AdaptOptions, *names: str) -> None:
-    """Raise where there is no network, or something that describes one is given for several."""
-    if not options.model:
+def each_network(options: AdaptOptions) -> list[AdaptOptions]:
+    """The options for each network that is named, or for the one that a table has without."""
+    if options.model == []:
         raise InputError("model is an empty list", "one network or more", "name them, or leave model out")
-    for name in names:
+    each = [replace(options, model=one) for one in listed(options.model)] or [options]
+    for name in ("weights", "model_args") if len(each) > 1 else ():
         if getattr(options, name):
             raise InputError(
                 f"{name}= with several networks",
                 expected="networks that their names alone describe",
                 remedy="build each with its weights in a factory of your own, as FILE:FACTORY",
             )
+    return each
 
 
 def finished(
@@ -271,8 +271,8 @@ def fitted(options: TaskOptions, begun: Started, given: Shares, out: Path) -> tu
     require_linearizable(report)
     report = replace(report, findings=("the old head is replaced by a new one", *report.findings))
     known = interrupted_run(out, options.device, options.memory)
-    same = known and (known.origin.spec, known.samples.ids) == (begun.origin.spec, task.train.ids)
-    if known is not None and same:
+    own = begun.origin.spec, task.train.ids
+    if known is not None and (known.origin.spec, known.samples.ids) == own:
         return known, report
     targets = make_targets(y, outputs_of(task), dtype=module.function.dtype)
     record = Choices("dual", "loo", {}, single_remarks(targets), classes=task.classes or ())
@@ -406,9 +406,8 @@ def first_answer(
     """Adapt a network as ``linnet.app.runs.adaptation.adapt`` does, with what takes half a minute."""
     # What is kept is the linear probe of all samples, or the fit with the lower layers where the time allows
     # all of them. Where something is asked for that a probe is not, samples are left out.
-    if isinstance(options.model, list) and len(options.model) == 1:
-        options = replace(options, model=options.model[0])
-    if isinstance(options.model, list):
+    options, *others = each_network(options)
+    if others:
         raise InputError("quick=True with several networks", "one network", "leave quick= out, or name one")
     begun = started(options, lambda task: _bounded(options, task))
     x = begun.tensors()[0][:FEW]

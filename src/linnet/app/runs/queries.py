@@ -62,12 +62,17 @@ def prediction_rows(run: SavedRun, new: NewSamples, found: Predictions) -> list[
             row["std"] = None if found.std is None else float(found.std[i, best])
             row |= {f"p({c})": float(p) for c, p in zip(run.classes, found.probs[i], strict=True)}
         else:
-            for column in range(found.mean.shape[1]):
-                end = "" if found.mean.shape[1] == 1 else f"_{column}"
+            for column, end in enumerate(_endings(found.mean)):
                 row[f"predicted{end}"] = float(found.mean[i, column])
                 row[f"std{end}"] = None if found.std is None else float(found.std[i, column])
         rows.append(row)
     return rows
+
+
+def _endings(values: Array) -> list[str]:
+    """What the names of the columns of several values end in; nothing for one."""
+    # values (N, C)
+    return [""] if values.shape[1] == 1 else [f"_{column}" for column in range(values.shape[1])]
 
 
 def held_rows(run: SavedRun, new: NewSamples, coverage: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -80,22 +85,14 @@ def held_rows(run: SavedRun, new: NewSamples, coverage: float) -> tuple[list[dic
             share = float(sets[np.arange(len(sets)), new.y].mean())
         rows = [{"set": [name for name, held in zip(run.classes, row, strict=True) if held]} for row in sets]
         return rows, {"coverage": coverage, "share": share, "mean_size": float(sets.sum(1).mean())}
-    ends = [
-        one if run.scale is None else run.scale.inverse(one)
-        for one in run.fit.interval(x, coverage).unbind(2)
-    ]
-    low, high = (one.double().cpu().numpy() for one in ends)
+    ends = run.fit.interval(x, coverage).double().cpu().unbind(2)
+    low, high = ((run.scale.inverse(one) if run.scale else one).numpy() for one in ends)
     if new.y is not None:
         share = float(((low <= new.y) & (new.y <= high)).mean())
-    names = [""] if low.shape[1] == 1 else [f"_{column}" for column in range(low.shape[1])]
-    rows = [
-        {
-            f"{end}{name}": float(part[i, c])
-            for c, name in enumerate(names)
-            for end, part in (("low", low), ("high", high))
-        }
-        for i in range(len(low))
-    ]
+    rows = [{} for _ in low]
+    for row, down, up in zip(rows, low.tolist(), high.tolist(), strict=True):
+        for column, end in enumerate(_endings(low)):
+            row |= {f"low{end}": down[column], f"high{end}": up[column]}
     return rows, {"coverage": coverage, "share": share, "mean_width": (high - low).mean(0).tolist()}
 
 

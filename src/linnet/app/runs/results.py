@@ -211,14 +211,12 @@ def print_prediction(result: dict[str, Any], rows: list[dict[str, Any]]) -> list
     if result["scores"]:
         lines += score_table([Comparison(**row) for row in result["scores"]], result["samples"])
     if (held := result.get("held")) is not None:
-        size = (
-            f"of {held['mean_size']:.2f} classes on average"
-            if "mean_size" in held
-            else ("of width " + ", ".join(f"{width:.3g}" for width in held["mean_width"]) + " on average")
-        )
-        what = "sets" if "mean_size" in held else "intervals"
+        if "mean_size" in held:
+            what, size = "sets", f"{held['mean_size']:.2f} classes"
+        else:
+            what, size = "intervals", "width " + ", ".join(f"{width:.3g}" for width in held["mean_width"])
         known = "" if held["share"] is None else f"; they hold {100 * held['share']:.1f} % of the answers"
-        lines.append(f"  {what} that are to hold {100 * held['coverage']:g} %: {size}{known}")
+        lines.append(f"  {what} that are to hold {100 * held['coverage']:g} %: of {size} on average{known}")
     lines += [f"note: {text}" for text in result["findings"]]
     return [*lines, *written(Path(result["out"]))]
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from linnet.app.options import listed
 from linnet.errors import InputError, ModelError
 from linnet.files import read_json
 from linnet.integrations.pretrained import BUILDERS, code_arguments
@@ -50,13 +51,8 @@ def check_run(
 
 def check_settings(values: Mapping[str, Any], typed: Mapping[str, Any] | None, trust: bool) -> None:
     """Require that settings from a file execute no code that its user has neither named nor trusted."""
-    for model in _several(values.get("model")):
+    for model in listed(values.get("model")):
         _check_factory(model, values, typed, trust)
-
-
-def _several(given: Any) -> list[str]:
-    """The networks that are named."""
-    return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def _check_factory(
@@ -73,7 +69,7 @@ def _check_factory(
             expected="such an argument on the command line, not in a file",
             remedy="give it yourself, as JSON after --model-args, or take it out of the file",
         )
-    if typed is None or model in _several(typed.get("model")) or trust:
+    if typed is None or model in listed(typed.get("model")) or trust:
         _remember("model", spec)
     elif file is not None and file.is_file() and not _is_known("model", spec):
         raise InputError(f"the settings file would run {spec}, {UNKNOWN}", OWN, _remedy(file))
