@@ -22,6 +22,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -382,9 +383,9 @@ def lines(repository: Repository, path: str) -> list[str]:
     return repository.text(path).strip().split("\n")
 
 
-def read_tweet_emotion(repository: Repository) -> Pool:
-    """Tweets with one of four emotions, the validation part left out."""
-    folder = "datasets/emotion"
+def read_tweets(repository: Repository, task: str) -> Pool:
+    """Tweets of one task, the validation part left out."""
+    folder = f"datasets/{task}"
     lines = repository.text(f"{folder}/mapping.txt").strip().split("\n")
     rows, in_test = [], []
     for part in ("train", "test"):
@@ -523,14 +524,17 @@ SOURCES = {
         "the repository's train and test",
         read_home,
     ),
-    "tweet_emotion": Source(
-        "cardiffnlp/tweeteval",
-        "4fbd22cd78421f05b1ecdb4fc5725bc7a7bd8f66",
-        "README: without any restrictions of its own, those of the tasks and of Twitter may apply",
-        "datasets/emotion",
-        "the repository's train and test",
-        read_tweet_emotion,
-    ),
+    **{
+        f"tweet_{task}": Source(
+            "cardiffnlp/tweeteval",
+            "4fbd22cd78421f05b1ecdb4fc5725bc7a7bd8f66",
+            "README: without any restrictions of its own, those of the tasks and of Twitter may apply",
+            f"datasets/{task}",
+            "the repository's train and test",
+            partial(read_tweets, task=task),
+        )
+        for task in ("emotion", "hate", "irony", "offensive")
+    },
     "sms_spam": Source(
         "justmarkham/pycon-2016-tutorial",
         "5339710562cc46c4a32a369d63f1e8751a18a54e",

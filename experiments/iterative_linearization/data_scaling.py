@@ -32,6 +32,7 @@ def arguments() -> argparse.ArgumentParser:
     found.add_argument("--sizes", type=int, nargs="+", default=None, help="images")
     found.add_argument("--periods", type=int, nargs="+", default=None, help="0 for never")
     found.add_argument("--steps", type=int, default=None)
+    found.add_argument("--rate", type=float, default=0.02, help="of runs that are not --full")
     found.add_argument("--test", type=int, default=None)
     return found
 
@@ -50,9 +51,9 @@ def main(given: Sequence[str] | None = None) -> None:
     full = args.full
     channels, side = args.channels or (50 if full else 10), 32 if full else 16
     sizes = args.sizes or ([300, 1000, 3000, 10000] if full else [250, 700, 2000])
-    small: list[tuple[int | None, float]] = [(1, 0.02), (50, 0.02), (None, 0.02)]
+    small: list[tuple[int | None, float]] = [(1, args.rate), (50, args.rate), (None, args.rate)]
     large: list[tuple[int | None, float]] = [(1, 1e-5), (1000, 1e-5), (10**5, 1e-5), (1, 1e-3), (None, 1e-3)]
-    settings = [(k or None, 0.02) for k in args.periods] if args.periods else (large if full else small)
+    settings = [(k or None, args.rate) for k in args.periods] if args.periods else (large if full else small)
     rows, cells, drawn = [], [], {}
     for period, rate in settings:
         columns: list[list[Cell]] = []

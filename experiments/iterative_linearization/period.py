@@ -7,7 +7,8 @@ features (K beyond the last step) are linearized training.
 
 What counts is the training time between updates, learning rate x K: large rates and small K do what small
 rates and large K do, in fewer steps. Default: 10 channels on 16 x 16 pixels, 300 images in full batches
-(300 steps) and 1,000 in mini-batches of 64 (700 steps), rate 0.02, 500 for testing. ``--full``: the
+(300 steps) and 1,000 in mini-batches of 64 (700 steps), rate 0.02, 500 for testing; ``--modes augmented`` has
+flips and crops. ``--full``: the
 paper's network, rates and K on the 10,000 images.
 
     python -m experiments.iterative_linearization.period
@@ -29,6 +30,7 @@ from experiments.tables import markdown, with_error
 SMALL = {
     "full batch": (300, None, 0.02, 300, (1, 10, 50, None), False),
     "mini-batch": (1000, 64, 0.02, 700, (1, 10, 100, None), False),
+    "augmented": (1000, 64, 0.02, 700, (1, 10, 100, None), True),
 }
 FULL = {
     "full batch": (10000, None, 1e-3, 3_000_000, (1, 10**3, 10**4, 10**5, 10**6, None), False),
@@ -41,7 +43,9 @@ def arguments() -> argparse.ArgumentParser:
     """What the script takes."""
     found = parser(__doc__ or "", seeds=1)
     found.add_argument("--channels", type=int, default=None)
+    found.add_argument("--modes", nargs="+", default=["full batch", "mini-batch"], choices=[*SMALL])
     found.add_argument("--steps", type=int, default=None, help="of every run")
+    found.add_argument("--rate", type=float, default=None, help="below 2/λ_max, which stability.py finds")
     found.add_argument("--images", type=int, default=None)
     found.add_argument("--test", type=int, default=None)
     found.add_argument("--periods", type=int, nargs="+", default=None, help="0 for never")
@@ -55,8 +59,9 @@ def main(given: Sequence[str] | None = None) -> None:
     channels, side = args.channels or (50 if args.full else 10), 32 if args.full else 16
     splits: dict[int, Split] = {}
     rows, cells, drawn = [], [], {}
-    for mode, (count, batch, rate, steps, periods, augment) in (FULL if args.full else SMALL).items():
-        count, steps = args.images or count, args.steps or steps
+    for mode in args.modes:
+        count, batch, rate, steps, periods, augment = (FULL if args.full else SMALL)[mode]
+        count, steps, rate = args.images or count, args.steps or steps, args.rate or rate
         for period in [k or None for k in args.periods] if args.periods else periods:
             what = {
                 "mode": mode,
