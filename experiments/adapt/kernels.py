@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from experiments.adapt.tasks import DEVELOPMENT, NETWORKS, REPORTED, Network, Task, drawn
+from experiments.adapt.tasks import DEVELOPMENT, MANY, MORE, NETWORKS, REPORTED, Network, Task, drawn
 from linnet.files import save
 from linnet.fitting.last_layer import features, last_linear, replace_module
 from linnet.tangent.batch import Inputs, concatenate
 
 HEADS = 4  # random heads averaged
-SETS = {"development": DEVELOPMENT, "reported": REPORTED}
+SETS = {"development": DEVELOPMENT, "many": MANY, "more": MORE, "reported": REPORTED}
 
 
 def suited(part: str, network: Network) -> list[Task]:

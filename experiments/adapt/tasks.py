@@ -72,6 +72,13 @@ MANY = (
     Task("spoken requests", "fresh/requests", text=True),
     Task("home requests", "fresh/home", text=True),
 )
+# Sets of texts on which the later choices for texts were made, likewise.
+MORE = (
+    Task("film grades", "fresh/sst5", text=True),
+    Task("irony", "fresh/tweet_irony", text=True),
+    Task("offensive tweets", "fresh/tweet_offensive", text=True),
+    Task("hateful tweets", "fresh/tweet_hate", text=True),
+)
 # Sets that no choice has seen; ``collect.py`` makes their files. Two of its sets are left out, as their texts
 # are those of news and film reviews.
 REPORTED = (

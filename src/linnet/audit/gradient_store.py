@@ -63,7 +63,7 @@ from linnet.tangent.batch import (
     take,
 )
 from linnet.tangent.capture import capture, capture_bytes
-from linnet.tangent.data import pairs, require_targets
+from linnet.tangent.data import next_tokens, pairs, require_targets
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.independence import require_own_rows
 from linnet.tangent.inputs import DataNotes, taken
@@ -96,6 +96,7 @@ def stream(data: Any, function: Functional) -> Iterator[Pair]:
         x = taken(function, inputs)
         require_some(x, name)
         require_targets(x, y, name)
+        y = next_tokens(function, x, y, said)
         check_finite(x, "x")
         check_finite(y, "y")
         yield x, y

@@ -41,6 +41,7 @@ from linnet.tangent.data import (
     in_batches,
     in_pieces,
     items_of,
+    next_tokens,
     ordered_loader,
     owned,
     read_batches,
@@ -315,6 +316,7 @@ class Batches:
         """A batch as the network takes it, on the device, of tensors that autograd may keep."""
         if self._network is not None:
             x = taken(self._network, x)
+            y = None if y is None else next_tokens(self._network, x, y, DataNotes())
         for tensor in tensors_in((x, y)):
             require_dense(tensor, "data")
         device = self.device

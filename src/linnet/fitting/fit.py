@@ -17,6 +17,7 @@ from linnet.fitting.arguments import Choices, base_outputs, check_ridge
 from linnet.fitting.combinations import averaged, drawn_combinations, explain_outputs
 from linnet.fitting.cross_fit import Chosen, CrossFit, chosen_ridge, explained, find_cross_fit, given_ridge
 from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.position_fit import PositionFit, fit_positions
 from linnet.fitting.remarks import empty_remarks, head_remarks, held_remarks, single_remarks, unused_remarks
 from linnet.fitting.sketch import deflated, sketched
 from linnet.fitting.softmax_fit import SoftmaxFit, followed, softmax_grid
@@ -96,7 +97,7 @@ def fit(
     solver: Solver = "auto",
     axis: int | None = None,
     memory: str | int | None = None,
-) -> LinearFit | SoftmaxFit:
+) -> LinearFit | SoftmaxFit | PositionFit:
     """Solve for the one optimum δ of Σᵢ ℓ(f₀(xᵢ) + Jᵢδ, yᵢ) + ½ ρ‖δ‖², with ℓ half the squared error to tᵢ.
 
     Args:
@@ -124,7 +125,8 @@ def fit(
             ``CG(tolerance=...)`` and ``SGD(...)`` have their settings.
         axis: Which axis of outputs such as (N, T, C) or (N, C, H, W) is the classes, where y has an integer
             class at every position, (N, T) or (N, H, W), or −100 where one does not count; such outputs are
-            zero in ``targets``. For the squared loss.
+            zero in ``targets``. Under the cross-entropy an example is a sequence with all its positions, and
+            the fit a ``PositionFit``: solved in the weights, at a ridge that is a number.
         memory: Budget such as ``"4GB"``; by default half of what is available.
 
     Returns:
@@ -162,6 +164,9 @@ def fit(
     x, y = data.pair
     if axis is None and data.classes:
         check_names(data.classes, lin.function.output_shape(x).numel())
+    if axis is not None and loss == "cross-entropy":
+        lin.function.known = KnownInputs.of(x, data.columns)
+        return fit_positions(Linearized(lin.function), data, float(ridge), solving, axis, memory)
     if axis is not None:
         y, counted = position_targets(y, lin.function.output_shape(x), axis, scale)
         x = x if counted is None else observe(x, counted)
@@ -209,7 +214,11 @@ def _check_together(loss: str, targets: Any, ridge: float | str, solver: str, ax
          'pass solver="dual" or "primal", or choose the ridge on a subset first'),
         (axis is not None and solver == "shared", f'axis={axis}, solver="shared"',
          "one row of outputs per example: positions do not share a kernel", 'pass solver="auto"'),
-        (axis is not None and likely, f"axis={axis}", "the squared loss", 'pass loss="squared"'),
+        (axis is not None and likely and searched, f"axis={axis}, ridge={ridge!r}",
+         "a number: there is no kernel, whose eigenvalues the criteria need",
+         "fit at some ridges, and compare the sums of loo_losses()"),
+        (axis is not None and likely and solver not in ("auto", "cg"), f'axis={axis}, solver="{solver}"',
+         '"auto" or "cg": a class at every position is solved in the weights', 'pass solver="auto"'),
         (axis is not None and targets is not None and not one_hot, f"axis={axis}, targets=",
          "targets made from y", "leave targets= out"),
     )  # fmt: skip

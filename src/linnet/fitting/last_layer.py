@@ -130,7 +130,7 @@ def ending_linear(model: nn.Module, x: Inputs, output: OutputAdapter = None) -> 
     outputs, call = _last_call(function, few)
     if call and not averaged[-1] and (_same(call[1], outputs) or _ends(function, few, outputs)):
         return model if output is None else Appended(model, None, output)
-    elsewhere = _giving(function, few, outputs)
+    elsewhere = giving(function, few, outputs)
     # what follows the last layer is no more a feature than its result, unless the user says so
     follows = output is None and outputs.ndim == 2 and call and call[1].shape == outputs.shape
     follows = follows and _depends(function, last_linear(function.model)[1], few, outputs)
@@ -166,7 +166,7 @@ def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
         calls = [_last_call(function, part)[1] for part in split(x, batch)]
         return torch.cat([one[0].flatten(1) for one in calls if one])
     if not _ends(function, few, outputs):
-        _refuse(model, _giving(function, few, outputs), _ending(function, few, outputs))
+        _refuse(model, giving(function, few, outputs), _ending(function, few, outputs))
     function = Functional(bared(model))
     return torch.cat([function.flat(function.theta, part) for part in split(x, batch)])
 
@@ -194,7 +194,7 @@ def _same(result: Tensor, outputs: Tensor) -> bool:
     return result.numel() == outputs.numel() and torch.equal(result.reshape(outputs.shape), outputs)
 
 
-def _giving(function: Functional, x: Inputs, outputs: Tensor) -> str | None:
+def giving(function: Functional, x: Inputs, outputs: Tensor) -> str | None:
     """The linear layer whose result is the network's outputs, wherever it is registered."""
     return _given_by(function, x, outputs, dict(_linear_layers(function.model)))
 

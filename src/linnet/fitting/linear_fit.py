@@ -33,7 +33,8 @@ from linnet.fitting.arguments import (
 )
 from linnet.fitting.cross_fit import chosen_ridge
 from linnet.fitting.export import exported_directions
-from linnet.fitting.fitted import Fitted, joined_targets
+from linnet.fitting.fitted import Fitted
+from linnet.fitting.solved_fit import joined_targets
 from linnet.linear.dual import RidgePath
 from linnet.linear.features import Heads, Weights
 from linnet.linear.kernel_system import KernelSystem

@@ -10,6 +10,7 @@ from torch import nn
 from linnet import tree
 from linnet.fitting.combinations import averaged
 from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.position_fit import PositionFit, PositionNewton, PositionProblem
 from linnet.fitting.sketch import SketchedNetwork, restored_sketch
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.label_problem import class_problem
@@ -30,7 +31,7 @@ OTHER = (
 
 def restored_fit(
     saved: dict[str, Any], path: Path, model: nn.Module, output: OutputAdapter = None
-) -> LinearFit | SoftmaxFit:
+) -> LinearFit | SoftmaxFit | PositionFit:
     """The fit that ``LinearFit.save`` or ``SoftmaxFit.save`` wrote."""
     model, network = given_network(model), saved["network"]
     if network["sketch"] is not None and not isinstance(model, SketchedNetwork):
@@ -50,6 +51,13 @@ def restored_fit(
         features = None if combinations is None else averaged(function, combinations)
         system = restored_system(Problem(function, x, residual, features=features), solved)
         fitted = LinearFit(Linearized(function), targets, system, record)
+    elif targets.axis is not None:
+        positions = PositionProblem.made(function, x, targets.values, targets.axis)
+        base = solved["base"].double()
+        require_same_outputs(positions.function.check_runs, positions.x, base, path, OTHER)
+        newton = restored_newton(positions, solved, PositionNewton)
+        assert isinstance(newton, PositionNewton)
+        return PositionFit(Linearized(function), targets, newton, record)
     else:
         require_same_outputs(function.check_runs, x, solved["base"].double(), path, OTHER)
         problem = class_problem(function, x, solved["base"], targets.values)

@@ -27,7 +27,8 @@ from linnet.fitting.arguments import (
     positions,
     ridge_grid,
 )
-from linnet.fitting.fitted import Fitted, joined_targets
+from linnet.fitting.fitted import Fitted
+from linnet.fitting.solved_fit import joined_targets
 from linnet.linear.dual import CriteriaByRidge
 from linnet.linear.label_problem import class_targets
 from linnet.linear.newton import KernelNewton, NewtonSystem
@@ -202,12 +203,7 @@ class SoftmaxFit(Fitted):
 
     def _check_new_ridge(self, ridge: Any) -> None:
         """Raise unless it is kept."""
-        if ridge is not None:
-            raise InputError(
-                f"ridge={ridge!r} in update() of a fit with loss='cross-entropy'",
-                expected="no ridge; it is kept",
-                remedy="leave ridge= out, or fit all examples again with linnet.fit",
-            )
+        require_kept(ridge)
 
     def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> SoftmaxFit:
         """The fit with more examples: Newton's method from the present one."""
@@ -232,6 +228,16 @@ class SoftmaxFit(Fitted):
     def _state(self) -> dict[str, Any]:
         """The optimum."""
         return {"loss": self.loss, "solved": newton_state(self.system)}
+
+
+def require_kept(ridge: Any) -> None:
+    """Raise unless an update leaves the ridge as it is."""
+    if ridge is not None:
+        raise InputError(
+            f"ridge={ridge!r} in update() of a fit with loss='cross-entropy'",
+            expected="no ridge; it is kept",
+            remedy="leave ridge= out, or fit all examples again with linnet.fit",
+        )
 
 
 # -- paths -----------------------------------------------------------------------------------------

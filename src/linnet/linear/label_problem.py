@@ -104,10 +104,14 @@ class LabelProblem(LinearModel):
         # index (k,)
         keep = torch.ones(len(self.base), dtype=torch.bool, device=self.base.device)
         keep[index] = False
-        left = keep.nonzero()[:, 0]
-        formed = None if self.formed is None else self.formed.taken(left)
-        x = take(self.x, left) if formed is None else formed.x
-        return replace(self, x=x, base=self.base[keep], y=self.y[keep], formed=formed)
+        return self.taken(keep.nonzero()[:, 0])
+
+    def taken(self, index: Tensor) -> LabelProblem:
+        """The problem of some of the examples."""
+        # index (k,)
+        formed = None if self.formed is None else self.formed.taken(index)
+        x = take(self.x, index) if formed is None else formed.x
+        return replace(self, x=x, base=self.base[index], y=self.y[index], formed=formed)
 
     def of(self, x: Inputs, base: Tensor, y: Tensor) -> LabelProblem:
         """The same model on other data, with m there as it is without equations on outputs."""

@@ -42,7 +42,7 @@ from linnet.linear.kernel_system import SHARE, kernel_fits
 from linnet.linear.label_problem import LabelProblem
 from linnet.linear.preconditioner import FEW, RANK, TRIAL, CurvatureInverse, curvature_of
 from linnet.linear.problem import Memory
-from linnet.linear.system import Solved, require_digits
+from linnet.linear.system import Solved
 from linnet.memory import parse_bytes
 from linnet.progress import track
 from linnet.solvers.nystrom import nystrom_preconditioner
@@ -192,27 +192,12 @@ class NewtonSystem(Solved):
         return self.problem.roots(self.outputs)
 
     @abstractmethod
-    def own_covariances(self) -> Tensor:
-        """A_ii, (N, C, C), float64."""
+    def loo_residuals(self) -> Tensor:
+        """−e, (N, ...): what each example pulls its own output by, beside all others."""
 
     @abstractmethod
-    def _unexplained(self) -> Tensor:
-        """I − L_iᵀ A_ii L_i, (N, D, D)."""
-
-    def loo_residuals(self) -> Tensor:
-        """−e, (N, C): what each example pulls its own output by, beside all others."""
-        if (form := self._elsewhere) is not None:
-            return form.loo_residuals()
-        gradient, roots = self.gradient, self.roots
-        seen = roots.mT @ (self.own_covariances() @ gradient[:, :, None])  # L_iᵀ A_ii g_i
-        solved: Tensor = torch.linalg.solve(self._unexplained(), seen)
-        return -(gradient + (roots @ solved)[:, :, 0])
-
     def loo_outputs(self) -> Tensor:
-        """f_i + A_ii e_i, one Newton step from the optimum, (N, C)."""
-        if (form := self._elsewhere) is not None:
-            return form.loo_outputs()
-        return self.outputs - (self.own_covariances() @ self.loo_residuals()[:, :, None])[:, :, 0]
+        """f_i + A_ii e_i, one Newton step from the optimum, (N, ...)."""
 
     def own_changes(self) -> Tensor:
         """f_i less the output without the example, (N, C)."""
@@ -425,10 +410,6 @@ class KernelNewton(NewtonSystem):
         parts = [self._explained(part) for part in blocks.split(max(1, COLUMNS // self.c))]
         return (blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1) - torch.cat(parts)) / self.ridge
 
-    def own_covariances(self) -> Tensor:
-        """A_ii, (N, C, C)."""
-        return self._own
-
     @cached_property
     def _blocks(self) -> Tensor:
         """[B⁻¹]_ii, (N, D, D)."""
@@ -439,6 +420,17 @@ class KernelNewton(NewtonSystem):
     def _unexplained(self) -> Tensor:
         """I − L_iᵀ A_ii L_i = ρ [B⁻¹]_ii, (N, D, D)."""
         return self.ridge * self._blocks
+
+    def loo_residuals(self) -> Tensor:
+        """−e, (N, C): what each example pulls its own output by, beside all others."""
+        gradient, roots = self.gradient, self.roots
+        seen = roots.mT @ (self._own @ gradient[:, :, None])  # L_iᵀ A_ii g_i
+        solved: Tensor = torch.linalg.solve(self._unexplained(), seen)
+        return -(gradient + (roots @ solved)[:, :, 0])
+
+    def loo_outputs(self) -> Tensor:
+        """f_i + A_ii e_i, one Newton step from the optimum, (N, C)."""
+        return self.outputs - (self._own @ self.loo_residuals()[:, :, None])[:, :, 0]
 
     def outputs_without(self, i: int) -> Tensor:
         """f₋ᵢ(x_i) = f₀(x_i) + K(x_i, X₋ᵢ) β₋ᵢ, (C,)."""
@@ -662,25 +654,32 @@ class WeightNewton(NewtonSystem):
             yield torch.einsum("ndtc,nd->ntc", cross, e.to(cross))
 
     @cached_property
-    def _own(self) -> Tensor:
-        """A_ii, (N, C, C), by N·C solves."""
-        solved = self.solved_rows(self.x, "leave-one-out")
-        found = torch.cat([torch.einsum("ncp,pnd->ncd", rows.to(each), each) for rows, each in solved])
-        return ((found + found.mT) / 2).double()
+    def _gained(self) -> Tensor:
+        """J_i d_i of d_i = (H − J_iᵀΛ_iJ_i)⁻¹ J_iᵀ g_i, (N, ...): what outputs gain without their example."""
+        every, found = range(self.n), []
+        size = self.settings.columns
+        parts = [every[first : first + size] for first in range(0, self.n, size)]
+        for part in track(parts, "leave-one-out", len(parts)):
+            own = [self.problem.taken(torch.tensor([i], device=self.base.device)) for i in part]
+            slopes = [one.pull(self.gradient[i : i + 1]) for one, i in zip(own, part, strict=True)]
+            hessians = [one.hessian(self.outputs[i : i + 1]) for one, i in zip(own, part, strict=True)]
+            without = _WithoutEach(self.hessian, hessians)
+            solution = self.settings.run(without, torch.stack(slopes, 1), self.preconditioner, None)
+            moved = accepted(solution, "leave-one-out by conjugate gradients")
+            found += [one.push(d) for one, d in zip(own, moved.unbind(1), strict=True)]
+        return torch.cat(found)
 
-    def own_covariances(self) -> Tensor:
-        """A_ii, (N, C, C), by the kernel where it fits."""
+    def loo_residuals(self) -> Tensor:
+        """−(g + Λ J_i d_i), (N, ...), by the kernel where it fits."""
+        if (form := self._elsewhere) is not None:
+            return form.loo_residuals()
+        curved = self.problem.likelihood.product(self.outputs, self._gained[None], self.problem.y)[0]
+        return -(self.gradient + curved)
+
+    def loo_outputs(self) -> Tensor:
+        """f_i + J_i d_i, (N, ...), by the kernel where it fits."""
         form = self._elsewhere
-        return self._own if form is None else form.own_covariances()
-
-    def _unexplained(self) -> Tensor:
-        """I − L_iᵀ A_ii L_i, (N, D, D), as far as its digits are known."""
-        roots = self.roots
-        rest = (
-            torch.eye(roots.shape[2], dtype=roots.dtype, device=roots.device) - roots.mT @ self._own @ roots
-        )
-        require_digits(rest, self.tolerance + 16 * torch.finfo(self.function.dtype).eps, self.ridge)
-        return rest
+        return self.outputs + self._gained if form is None else form.loo_outputs()
 
     def outputs_without(self, i: int) -> Tensor:
         """f₋ᵢ(x_i) = f₀(x_i) + J(x_i) δ₋ᵢ, (C,)."""
@@ -707,3 +706,22 @@ class WeightNewton(NewtonSystem):
         """The solution on other examples, from the present one."""
         given = self._given, self.limit, self.memory
         return WeightNewton(problem, self.ridge, self.settings, self._delta, *given)
+
+
+class _WithoutEach(LinearOperator):
+    """H less an example's own part, another example for each of K vectors."""
+
+    def __init__(self, hessian: LinearOperator, own: list[LinearOperator]) -> None:
+        self.hessian, self.own = hessian, own
+        self.shape, self.dtype = hessian.shape, hessian.dtype
+        self.device, self.space = hessian.device, hessian.space
+
+    def mm(self, v: Tensor) -> Tensor:
+        """The product of each vector with its own matrix, (P, K) to (P, K)."""
+        own = [one.mm(v[:, k : k + 1]) for k, one in enumerate(self.own)]
+        return self.hessian.mm(v) - torch.cat(own, 1)
+
+    @property
+    def T(self) -> LinearOperator:
+        """Itself."""
+        return self

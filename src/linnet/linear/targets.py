@@ -226,14 +226,35 @@ def position_targets(
     # y (N, ...)
     if axis is None:
         return y, None
-    place = axis + len(own) + 1 if axis < 0 else axis
     shape = (len(y), *own)
-    if not 0 < place < len(shape):
-        refuse("axis", axis, f"an axis of the outputs {shape} that holds classes", "pass axis=1 or axis=-1")
+    place = _place(axis, shape)
     if y.is_floating_point():
         return y, None
+    labels = position_labels(y, own, axis, some)
+    counted = labels != IGNORED
+    one_hot = torch.nn.functional.one_hot(labels.clamp_min(0), shape[place]) * counted[..., None]
+    targets = scale * one_hot.to(torch.get_default_dtype()).movedim(-1, place)
+    return targets, None if counted.all() else counted.unsqueeze(place).expand(shape)
+
+
+def _place(axis: int, shape: Sequence[int]) -> int:
+    """The axis of outputs of a shape that holds classes, counted from the front."""
+    place = axis + len(shape) if axis < 0 else axis
+    if not 0 < place < len(shape):
+        expected = f"an axis of the outputs {tuple(shape)} that holds classes"
+        refuse("axis", axis, expected, "pass axis=1 or axis=-1")
+    return place
+
+
+def position_labels(
+    y: Tensor, own: Sequence[int], axis: int, some: bool = True, every: bool = False
+) -> Tensor:
+    """Classes of positions (N, ...) for outputs of a shape, checked; IGNORED where one does not count."""
+    # y (N, ...); every: whether an example needs a position that counts
+    shape = (len(y), *own)
+    place = _place(axis, shape)
     expected = shape[:place] + shape[place + 1 :]
-    if y.dtype == torch.bool or tuple(y.shape) != expected:
+    if y.dtype == torch.bool or y.is_floating_point() or tuple(y.shape) != expected:
         raise InputError(
             f"y has type {y.dtype} and shape {tuple(y.shape)} with axis={axis} of outputs {shape}",
             expected=f"one integer class at every position, {expected}",
@@ -255,9 +276,14 @@ def position_targets(
             expected="classes at some of the positions",
             remedy="check how the labels were made",
         )
-    one_hot = torch.nn.functional.one_hot(labels.clamp_min(0), classes) * counted[..., None]
-    targets = scale * one_hot.to(torch.get_default_dtype()).movedim(-1, place)
-    return targets, None if counted.all() else counted.unsqueeze(place).expand(shape)
+    empty = ~counted.flatten(1).any(1)
+    if every and empty.any():
+        raise DataError(
+            f"y holds {IGNORED} alone for {int(empty.sum())} example(s), first {int(empty.nonzero()[0])}",
+            expected="a position that counts in each example",
+            remedy="leave these examples out, or look whether the text was cut before its answer",
+        )
+    return labels
 
 
 def _require_room(labels: Tensor, outputs: int, dtype: torch.dtype) -> None:

@@ -22,11 +22,11 @@ from linnet import tree
 from linnet.errors import FileFormatError, InputError, ModelError
 from linnet.fitting.accuracy import TOLERANCE
 from linnet.fitting.arguments import Choices, count_in_words
-from linnet.fitting.fitted import joined_targets
 from linnet.fitting.last_layer import HIDDEN, Appended
 from linnet.fitting.linear_fit import SquaredFit
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.remarks import rounded, unused_remarks
+from linnet.fitting.solved_fit import joined_targets
 from linnet.linear.dual import DualSystem
 from linnet.linear.features import Examples
 from linnet.linear.kernel_system import KernelSystem

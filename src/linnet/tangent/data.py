@@ -49,6 +49,7 @@ from linnet.memory import available_bytes, parse_bytes
 from linnet.params import warn
 from linnet.tangent.batch import (
     EMPTY,
+    IGNORED,
     SHARED,
     TARGETS,
     Inputs,
@@ -440,6 +441,45 @@ def _together(samples: Iterable[tuple[Inputs, Any]], size: int) -> Iterator[tupl
         yield side_by_side(held)
 
 
+# -- tokens --------------------------------------------------------------------------------------------
+
+SHIFTED = (
+    "labels were the tokens of their own positions, as the loss inside a causal network takes them: each was "
+    "moved to the position before"
+)
+
+
+def next_tokens(network: Functional | nn.Module | None, x: Inputs, y: Tensor, said: DataNotes) -> Tensor:
+    """Labels of the token after each position; those of the position itself are moved to the one before."""
+    # y (N, T)
+    ids = x.get("input_ids") if isinstance(x, Mapping) else None
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape != y.shape or y.is_floating_point():
+        return y
+    model = network.model if isinstance(network, Functional) else network
+    if ids.is_floating_point() or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return y
+    y_here, length = y.to(ids.device), y.shape[1]
+    counted = y_here != IGNORED
+
+    def are(later: int) -> bool:
+        """Whether all labels are the tokens that come so many positions later."""
+        inside = length - later
+        if not counted.any() or counted[:, inside:].any():
+            return False
+        return bool((y_here[:, :inside] == ids[:, later:])[counted[:, :inside]].all())
+
+    if are(1) or not (are(0) or are(2)):
+        return y
+    if not are(0):
+        raise DataError(
+            "labels are the tokens two positions later: they were shifted twice",
+            expected="the next token at each position, or the token itself, which is moved here",
+            remedy="pass labels as they are before any shift",
+        )
+    said.notes.append(SHIFTED)
+    return torch.cat([y[:, 1:], torch.full_like(y[:, :1], IGNORED)], 1)
+
+
 # -- gathering -----------------------------------------------------------------------------------------
 
 LARGER = 8  # times the memory that bytes take as floats, at most
@@ -479,6 +519,7 @@ class Data:
         columns = columns if known is None else known.columns
         said = DataNotes(classes=tuple(classes), text=text, columns=columns)
         x, y = _gathered(data, network, said, memory, keep)
+        y = next_tokens(network, x, y, said)
         if network is not None:
             said.warnings += doubts_of_pixels(x, said.notes) if known is None else known.doubts(x, said.notes)
             y = y.to(device_of(network))

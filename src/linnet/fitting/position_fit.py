@@ -1,0 +1,409 @@
+"""The linear fit of a linearized network under cross-entropy at every position: tokens of texts, pixels.
+
+    δ = argmin Σᵢ Σ_t ℓ(f_t(xᵢ), yᵢ_t) + ½ ρ‖δ‖²,        f(x) = f₀(x) + J(x)δ
+
+An example is a sequence or an image with all its positions; labels of −100 do not count. It is solved in
+the weights by products with J, whose rows are kept where there is space for all of them. Where the network
+ends in a linear layer whose weights do not vary, f_t = W h_t + b, the model is linear in the layer's inputs h
+as it is in f: D numbers are kept of a position instead of one for each word, with Wᵀg and WᵀΛW for the
+gradient and the curvature of the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.curvatures.expectation import Expectation
+from linnet.distributed import all_rows
+from linnet.errors import LinnetError
+from linnet.fitting.arguments import BATCH, Choices, count_in_words
+from linnet.fitting.last_layer import giving
+from linnet.fitting.remarks import held_remarks
+from linnet.fitting.softmax_fit import require_kept
+from linnet.fitting.solved_fit import SolvedFit, joined_targets
+from linnet.fitting.solver import Solving, affordable
+from linnet.likelihoods.discrete import Categorical
+from linnet.likelihoods.likelihood import Likelihood
+from linnet.linear.label_problem import LabelProblem
+from linnet.linear.newton import KernelNewton, WeightNewton
+from linnet.linear.preconditioner import CurvatureInverse, curvature_of
+from linnet.linear.saved import newton_state
+from linnet.linear.targets import Targets, position_labels
+from linnet.memory import Plan, parse_bytes, require
+from linnet.progress import track
+from linnet.tangent.batch import IGNORED, Inputs, batch_size, own_parts, split, take
+from linnet.tangent.cut import Cut, replaced
+from linnet.tangent.data import Data
+from linnet.tangent.functional import Findings, Functional
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
+
+ROWS_BYTES = 64 << 20  # of the outputs of some positions that are held at once
+
+
+class BehindLayer:
+    """The cross-entropy of what a linear layer gives, as a function of the layer's inputs."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.weight = layer.weight.detach()
+        self.bias = None if layer.bias is None else layer.bias.detach()
+        self.of_rows = Categorical()
+
+    def nll(self, f: Tensor, y: Tensor) -> Tensor:
+        """Σ_t ℓ(W h_t + b, y_t) at h (N, ..., D) and labels (N, ...), (N,)."""
+        found = torch.zeros(y.shape, dtype=torch.float64, device=f.device)
+        for at, h, labels in self._counted(f, y):
+            found[at] = self.of_rows.nll(self._outputs(h), labels).double()
+        return found.flatten(1).sum(1)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Wᵀg, of the shape of h; zero where no label counts."""
+        found = torch.zeros_like(f)
+        for at, h, labels in self._counted(f, y):
+            found[at] = (self.of_rows.gradient(self._outputs(h), labels) @ self.weight).to(f)
+        return found
+
+    def product(self, f: Tensor, v: Tensor, y: Tensor) -> Tensor:
+        """WᵀΛW v for v (K, *shape of h)."""
+        found, moved = torch.zeros_like(v), v.movedim(0, -2)  # (N, ..., K, D)
+        for at, h, _ in self._counted(f, y, len(v)):
+            along = moved[at].movedim(-2, 0).to(self.weight) @ self.weight.T
+            curved = self.of_rows.product(self._outputs(h), along) @ self.weight
+            found.movedim(0, -2)[at] = curved.movedim(0, -2).to(v)
+        return found
+
+    def _outputs(self, h: Tensor) -> Tensor:
+        """W h + b for rows h."""
+        return F.linear(h, self.weight, self.bias)
+
+    def _counted(
+        self, f: Tensor, y: Tensor, vectors: int = 0
+    ) -> Iterator[tuple[tuple[Tensor, ...], Tensor, Tensor]]:
+        """The positions that count, some at a time: their places, inputs of the layer and labels."""
+        places = (y != IGNORED).nonzero()
+        each = len(self.weight) * self.weight.element_size() * (4 + 3 * vectors)
+        for some in places.split(max(1, ROWS_BYTES // each)):
+            at = some.unbind(1)
+            yield at, f[at].to(self.weight), y[at]
+
+
+def behind_layer(function: Functional, x: Inputs) -> tuple[Functional, nn.Linear] | None:
+    """The network without the linear layer that it ends in, and the layer, where its weights do not vary."""
+    few = take(x, slice(0, 1))
+    f = function.check_runs(few)
+    name = giving(function, few, f)
+    if name is None:
+        return None
+    layer = function.model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    own, vary = ({id(p) for p in some} for some in (layer.parameters(), function._members()[0].values()))
+    if own & vary or layer.out_features <= layer.in_features:
+        return None
+    inside = copy.copy(function)
+    inside.model, inside.cache = replaced(function.model, name.split("."), nn.Identity()), Findings()
+    inside._masked = inside._walked = None
+    try:
+        h = inside.check_runs(few)
+    except LinnetError:  # such as one that looks at the number of outputs
+        return None
+    if h.shape[:-1] != f.shape[:-1] or h.shape[-1] != layer.in_features:
+        return None
+    error, size = (layer(h) - f).abs().max(), f.abs().max()
+    return (inside, layer) if bool(error <= torch.finfo(f.dtype).eps ** 0.5 * size) else None
+
+
+@dataclass(frozen=True, eq=False)
+class PositionProblem(LabelProblem):
+    """A linear model with a class at every position, and its data."""
+
+    headed: Functional | None = None  # the same network with its last layer
+    cut: Cut | None = None  # its part from the first block that varies, whose inputs x are
+
+    @classmethod
+    def made(cls, whole: Functional, x: Inputs, y: Tensor, axis: int) -> PositionProblem:
+        """The problem of labels (N, ...), of as few numbers a position as the network allows."""
+        cut = Cut.of(whole, x)
+        function, inputs = (whole, x) if cut is None else (cut.function, cut.inputs(x))
+        headed, likelihood = function, cast(Likelihood, Categorical(axis=axis))
+        inside = behind_layer(function, inputs) if axis in (-1, y.ndim) else None
+        if inside is not None:  # a problem in weights asks for these three methods alone
+            function, likelihood = inside[0], cast(Likelihood, BehindLayer(inside[1]))
+        base = _states(function, inputs)
+        return cls(function, inputs, base, likelihood, y, keep=True, headed=headed, cut=cut)
+
+    def others(self, x: Inputs, y: Tensor) -> PositionProblem:
+        """The same model on other data of the whole network."""
+        inputs = x if self.cut is None else self.cut.inputs(x)
+        found = self.of(inputs, _states(self.function, inputs), y)
+        assert isinstance(found, PositionProblem)
+        return found
+
+
+class PositionNewton(WeightNewton):
+    """The optimal δ of a loss at every position."""
+
+    problem: PositionProblem
+
+    @property
+    def kernel_form(self) -> KernelNewton | None:
+        """None: a kernel has a row for every output of every position."""
+        return None
+
+    def _make(self, name: str) -> None:
+        """Of curvatures with labels drawn from the network: one backward pass a sequence."""
+        if name == "nystrom":
+            super()._make(name)
+            return
+        network, problem = self.problem.headed, self.problem
+        assert network is not None
+        drawn = Expectation(Categorical(axis=getattr(problem.likelihood, "axis", -1)), "mc")
+        curvature = curvature_of(name, network, (problem.x, problem.y), drawn, self.memory)
+        self.preconditioner = CurvatureInverse(curvature, self.ridge, network.dtype)
+
+    def _changed(self, problem: LabelProblem) -> PositionNewton:
+        """The solution on other examples, from the present one."""
+        given = self.preconditioner, self.limit, self.memory
+        return PositionNewton(problem, self.ridge, self.settings, self._delta, *given)
+
+
+class PositionFit(SolvedFit):
+    """A solved cross-entropy fit with a class at every position. ``linnet.fit(..., axis=)`` makes it.
+
+    An example is a sequence with all its positions, of which those with a label count. Its loss is their sum,
+    in nats. What ``SoftmaxFit`` tells of outputs, this tells of losses.
+
+    Args:
+        module: The linearized network; its δ is set to the solution.
+        targets: Labels (N, ...), −100 where a position does not count.
+        system: The solved problem.
+        record: What was chosen and why.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Embedding(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 5))
+        >>> words = torch.arange(18).view(3, 6) % 5
+        >>> lin = linnet.linearize(net, params="0.weight")
+        >>> fit = linnet.fit(lin, (words[:, :-1], words[:, 1:]), "cross-entropy", axis=-1)
+        >>> fit.losses((words[:1, :-1], words[:1, 1:])).shape, fit.loo_losses().shape, fit.forget([0]).n
+        (torch.Size([1]), torch.Size([3]), 2)
+    """
+
+    system: PositionNewton
+    loss = "cross-entropy"
+    noise = 0.0  # the cross-entropy has its own, the draw of the class
+
+    def __init__(self, module: Any, targets: Targets, system: PositionNewton, record: Choices) -> None:
+        super().__init__(module, targets, system, record)
+        self.x = system.x if system.problem.cut is None else system.problem.cut.original(system.x)
+
+    # -- predictions -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def predict(self, x: Inputs) -> Tensor:
+        """The outputs f(x).
+
+        Args:
+            x: T examples.
+
+        Returns:
+            Outputs in the network's own shape, (T, ..., C).
+
+        Raises:
+            DataError: If x is empty or not finite.
+            NumericalError: If outputs overflow.
+        """
+        return torch.cat([self.module(part) for part in split(self._examples(x), BATCH)])
+
+    @in_exact_mode
+    def losses(self, data: Any) -> Tensor:
+        """Loss of each example by the fit.
+
+        Args:
+            data: T examples and their labels, as ``linnet.fit`` takes them.
+
+        Returns:
+            Σ_t −log p(y_t) over the positions that count, in nats, (T,), float64.
+
+        Raises:
+            DataError: If the data are empty, or labels are out of range.
+        """
+        return self._of(data)[1]
+
+    @in_exact_mode
+    def loss_variance(self, data: Any) -> Tensor:
+        """Variance of each example's loss under Laplace's posterior of δ, to first order in δ.
+
+        With a label at one position only it is the variance of −log p of that one token.
+
+        Args:
+            data: T examples and their labels.
+
+        Returns:
+            gᵀJ H⁻¹ Jᵀg with g the gradient of the loss in the outputs, in nats², (T,), float64.
+
+        Raises:
+            DataError: If the data are empty, or labels are out of range.
+        """
+        found = [(slopes * solved).sum(0) for slopes, solved in self._solved(self._of(data)[0], "variances")]
+        return torch.cat(found).double()
+
+    # -- audits ----------------------------------------------------------------------------------
+
+    @in_exact_mode
+    def loo(self) -> Tensor:
+        """Outputs for each training example without it: one exact Newton step from the optimum.
+
+        Returns:
+            Leave-one-out outputs in the network's own shape, (N, ..., C).
+
+        Raises:
+            MemoryBudgetError: If there are too many; ``loo_losses`` takes a number an example.
+        """
+        found, problem = self.system.loo_outputs(), self.system.problem
+        if not isinstance(problem.likelihood, BehindLayer):
+            return found.to(self._function.dtype)
+        weight = problem.likelihood.weight
+        items = (("outputs of every position", found[..., 0].numel() * len(weight) * weight.element_size()),)
+        plan = Plan("leave-one-out outputs", parse_bytes(self.memory, weight.device), items)
+        require(plan, ["take loo_losses(), one number an example", "raise memory="])
+        return problem.likelihood._outputs(found.to(weight))
+
+    @in_exact_mode
+    def loo_losses(self) -> Tensor:
+        """Loss of each training example by the fit without it: one exact Newton step from the optimum.
+
+        Takes a solve for each example, many of which share their passes over the data.
+
+        Returns:
+            In nats, (N,), float64.
+
+        Source:
+            Pregibon 1981; Giordano et al. 2019; Koh and Liang 2017.
+        """
+        return self.system.problem.losses(self.system.loo_outputs())
+
+    @in_exact_mode
+    def influence(self, x: Any) -> Tensor:
+        """Influence of each training example on the loss of others: the loss with it minus without it.
+
+        Negative where the training example helps. The change of the fit is one exact Newton step, what it
+        does to the loss of another example is taken to first order.
+
+        Args:
+            x: T examples and their labels, as ``linnet.fit`` takes data.
+
+        Returns:
+            In nats, (N, T), float64.
+
+        Raises:
+            DataError: If the data are empty, or labels are out of range.
+
+        Source:
+            Koh and Liang, ICML 2017, with the example's own curvature taken out of the Hessian.
+        """
+        pulls = self.system.loo_residuals()
+        found = []
+        for _, solved in self._solved(self._of(x)[0], "influence"):
+            moved = self.system.problem.moved(solved.to(self._function.dtype))  # J s, (N·C, k)
+            found.append(
+                torch.einsum("nck,nc->nk", moved.view(self.n, self.system.c, -1).to(pulls), pulls.flatten(1))
+            )
+        return torch.cat(found, 1)
+
+    # -- data ------------------------------------------------------------------------------------
+
+    def _of(self, data: Any) -> tuple[LabelProblem, Tensor]:
+        """Other data as a problem at the fit's outputs, and their losses."""
+        x, y = self._gathered(data)
+        y = position_labels(y, self._function.output_shape(x), self._axis, every=True)
+        other = self.system.problem.others(x, y)
+        outputs = other.base + other.push(self.system.eta)
+        return replace(other, base=outputs), other.losses(outputs)
+
+    def _solved(self, other: LabelProblem, what: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Gradients of the losses of examples in δ and H⁻¹ times these, (P, k), some at a time."""
+        size, n = self.system.settings.columns, other.n
+        for first in track(range(0, n, size), what, -(-n // size)):
+            one = [other.taken(torch.tensor([i])) for i in range(first, min(n, first + size))]
+            slopes = torch.stack([each.pull(each.gradient(each.base)) for each in one], 1)
+            yield slopes, self.system.solve(slopes)
+
+    @property
+    def _axis(self) -> int:
+        """The axis of the outputs that is the classes."""
+        assert self._targets.axis is not None
+        return self._targets.axis
+
+    def _check_new_ridge(self, ridge: Any) -> None:
+        """Raise unless it is kept."""
+        require_kept(ridge)
+
+    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> PositionFit:
+        """The fit with more examples: Newton's method from the present one."""
+        y = position_labels(y, self._function.output_shape(x), self._axis, every=True)
+        new, more = replace(self._targets, values=y), self.system.problem.others(x, y)
+        what = f"added {count_in_words(len(y))}"
+        made: PositionFit = self._changed(
+            joined_targets(self._targets, new), self.system.extended(more), what, start
+        )
+        return made
+
+    def summary(self) -> dict[str, Any]:
+        """As of every fit, the objective, the Newton steps that it took, and the positions that count.
+
+        Returns:
+            A dict that ``json`` can write.
+        """
+        counts = int((self.targets != IGNORED).sum())
+        outputs = self._function.output_shape(self.x).numel()
+        own = {"outputs": outputs, "positions": counts, "objective": self.system.objective[-1]}
+        return {**super().summary(), **own, "steps": self.system.steps}
+
+    def _state(self) -> dict[str, Any]:
+        """The optimum."""
+        return {"loss": self.loss, "solved": newton_state(self.system)}
+
+
+@torch.no_grad()
+def _states(function: Functional, x: Inputs) -> Tensor:
+    """Outputs in the network's own shape, float64; each process of several has its share of them."""
+    parts = [function.check_runs(part) for _, part in own_parts(x, BATCH)]
+    first = parts or [function.check_runs(take(x, slice(0, 1)))[:0]]
+    return all_rows(torch.cat(first), batch_size(x)).double()
+
+
+def fit_positions(
+    lin: Linearized, data: Data, ridge: float, solving: Solving, axis: int, memory: str | int | None
+) -> PositionFit:
+    """Solve for the optimum of the cross-entropy at every position."""
+    begin, (x, y), function = time.perf_counter(), data.pair, lin.function
+    function.check_runs(take(x, slice(0, 1)))
+    y = position_labels(y, function.output_shape(x), axis, every=True)
+    problem = PositionProblem.made(function, x, y, axis)
+    seconds = {"network": time.perf_counter() - begin}
+    begin = time.perf_counter()
+    settings = affordable(function, x, solving.settings, memory)
+    system = PositionNewton(problem, float(ridge), settings, None, solving.operator, memory=memory)
+    seconds["solve"] = time.perf_counter() - begin
+    solved = f"in the weights, by products with J of {int((y != IGNORED).sum())} positions"
+    if isinstance(problem.likelihood, BehindLayer):
+        solved += f", of the {problem.base.shape[-1]} inputs of the last layer each"
+    if problem.cut is not None:
+        solved += "; what comes before the first block that varies is computed once"
+    reasons = {
+        "solver": solved,
+        "newton": f"{system.described()}, gradient {system.certificate():.0e} of that at the start",
+        "ridge": "given",
+        **data.reasons,
+    }
+    remarks = (*data.warnings, *held_remarks(function))
+    record = Choices("cg", "given", reasons, remarks, seconds)
+    return PositionFit(lin, Targets(y, None, 1.0, axis), system, record)

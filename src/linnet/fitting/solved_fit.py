@@ -1,0 +1,309 @@
+"""A solved model: what it was made of, how it changes with its data, and how it is kept."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.files import save
+from linnet.fitting.arguments import Choices, checked_inputs, count_in_words, positions
+from linnet.fitting.merged import Merged, merged_network
+from linnet.fitting.remarks import after_change
+from linnet.fitting.sketch import SketchedNetwork, sketch_state
+from linnet.linear.constraints import Constraints
+from linnet.linear.newton import NewtonSystem
+from linnet.linear.system import System
+from linnet.linear.targets import Targets
+from linnet.shown import Shown
+from linnet.tangent.batch import Inputs, take
+from linnet.tangent.data import Data
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.functional import Functional
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.matching import identity
+from linnet.tangent.modes import in_exact_mode
+
+
+class SolvedFit(Shown):
+    """Base class of all fits of data: the solved equations, and the same of other data.
+
+    Args:
+        module: What the model is made of: a ``Linearized``, whose δ is set to the solution, or a network with
+            random heads.
+        targets: Training targets.
+        system: The solved equations.
+        record: What was chosen and why.
+    """
+
+    loss: ClassVar[str] = "squared"  # as ``linnet.fit`` calls it
+    kind: ClassVar[str] = "linear-fit"  # of the file
+    system: System | NewtonSystem
+
+    def __init__(self, module: Any, targets: Targets, system: Any, record: Choices) -> None:
+        self.module, self.system, self.x = module, system, system.x
+        self._targets, self.record = targets, record
+        self.held_out: Tensor | None = None
+        if not system.shared:
+            with torch.no_grad():
+                for name, value in module.space.to_params(system.delta).items():
+                    module.delta[name].copy_(value)
+            if self.constraints is not None:
+                self.constraints.refine(module)
+
+    # -- what was fitted -------------------------------------------------------------------------
+
+    @property
+    def _function(self) -> Functional:
+        """The network that runs on the examples, in whose type predictions are."""
+        found: Functional = self.module.function
+        return found
+
+    @property
+    def memory(self) -> str | int | None:
+        """Budget of what is computed later."""
+        return self.system.memory
+
+    @memory.setter
+    def memory(self, memory: str | int | None) -> None:
+        self.system.memory = memory
+
+    @property
+    def trained(self) -> bool:
+        """Whether the weights that the model is linear around were trained on the same examples."""
+        return False
+
+    @property
+    def n(self) -> int:
+        """Number of training examples."""
+        return self.system.n
+
+    @property
+    def ridge(self) -> float:
+        """ρ."""
+        return self.system.ridge
+
+    @property
+    def constraints(self) -> Constraints | None:
+        """Equations on outputs that the fit obeys, ``None`` without any."""
+        return self.system.constraints
+
+    @property
+    def solver(self) -> str:
+        """``"dual"``, ``"shared"``, ``"primal"``, ``"sketch"``, ``"cg"`` or ``"sgd"``."""
+        return self.record.solver
+
+    @property
+    def targets(self) -> Tensor:
+        """t, (N, C), not to be written to; label probabilities for the cross-entropy."""
+        return self._targets.values
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Names of the classes in the order of the outputs, where y was text; otherwise ``None``."""
+        return self.record.classes or None
+
+    @property
+    def classes(self) -> int | None:
+        """Number of classes, ``None`` for regression."""
+        return self._targets.classes
+
+    @property
+    @abstractmethod
+    def noise(self) -> float:
+        """The noise variance σ²; 0 for the cross-entropy."""
+
+    @property
+    def delta(self) -> Params:
+        """δ by parameter name: the fit's own tensors, not to be written to; ``displacement`` gives copies."""
+        self._require_one_delta("delta")
+        return {name: t.detach() for name, t in self.module.delta.items()}
+
+    def _require_one_delta(self, what: str) -> None:
+        """Raise where every output has weights of its own."""
+        if self.system.shared:
+            raise InputError(
+                f"{what} of a fit with one kernel for all outputs",
+                expected="a fit whose outputs share their weights: here every output has weights of its own",
+                remedy='pass linnet.fit another solver than "shared"; predictive(), and export() without '
+                "variance=, work",
+            )
+
+    def _examples(self, x: Inputs) -> Inputs:
+        """Examples on the network's device, or an error."""
+        return checked_inputs(self.module, x)
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    @in_exact_mode
+    def forget(self, indices: Any) -> Self:
+        """The fit without some training examples: exactly, or by Newton's method from the present optimum.
+
+        Args:
+            indices: Their positions in the training data, each once.
+
+        Returns:
+            A new fit on the remaining examples, exact to ``summary()["certificate"]``.
+
+        Raises:
+            InputError: If an index is out of range or given twice, or nothing would be left.
+        """
+        index = positions(indices, self.n).to(self._function.device)
+        start = time.perf_counter()
+        system, keep = self.system.removed(index), torch.ones(self.n, dtype=torch.bool)
+        keep[index.cpu()] = False
+        targets = self._targets.taken(keep)
+        made = self._changed(targets, system, f"forgot {count_in_words(len(index))}", start)
+        if self.trained and self.held_out is not None:
+            made.held_out = self.held_out[keep.to(self.held_out.device)]
+        return made
+
+    @in_exact_mode
+    def update(self, data: Any, ridge: float | str | None = None) -> Self:
+        """The fit with more training examples, without refitting.
+
+        Args:
+            data: New examples: an (x, y) pair, a Dataset, a DataLoader or batches.
+            ridge: Of the squared loss another ρ, or "loo", "gcv" or "evidence" to choose it again on all
+                examples; of ``linnet.adapt`` "loo" alone, which chooses the weight of the lower layers too.
+                Kept by default, and of the cross-entropy always.
+
+        Returns:
+            A new fit on all examples, old ones first, exact to ``summary()["certificate"]``.
+
+        Raises:
+            DataError: If the data are empty, not finite, or have labels out of range.
+            InputError: If ``ridge`` is none of these.
+        """
+        start = time.perf_counter()
+        self._check_new_ridge(ridge)
+        return self._updated(*self._gathered(data), ridge, start)
+
+    def _gathered(self, data: Any) -> tuple[Inputs, Tensor]:
+        """More data, as the network takes them."""
+        function = self._function
+        x, y = Data.of(data, function, memory=self.memory, classes=self.record.classes).pair
+        function.check_runs(take(x, slice(0, 1)))
+        return x, y
+
+    @abstractmethod
+    def _check_new_ridge(self, ridge: Any) -> None:
+        """Raise unless an update may take this ridge."""
+
+    @abstractmethod
+    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> Self:
+        """The fit with more examples, which were checked to run."""
+
+    def _made(self, system: Any, targets: Targets, record: Choices) -> Self:
+        """A fit by another system of the same model."""
+        return type(self)(Linearized(self.module.function), targets, system, record)
+
+    def _changed(self, targets: Targets, system: Any, what: str, start: float) -> Self:
+        """A fit by another system of the same model, and with what was done."""
+        steps = f", {system.described()}" if isinstance(system, NewtonSystem) else ""
+        reasons = {**self.record.reasons, "change": what + steps}
+        if system.constraints is not None:
+            reasons["constraints"] = system.constraints.says()
+        warnings = after_change(
+            self.record.warnings, self._function.model, system.x, targets, likely=self.loss == "cross-entropy"
+        )
+        record = replace(self.record, reasons=reasons, warnings=warnings, seconds=dict(self.record.seconds))
+        made = self._made(system, targets, record)
+        record.seconds["change"] = time.perf_counter() - start
+        return made
+
+    # -- elsewhere -------------------------------------------------------------------------------
+
+    def merge(self, x: Inputs | None = None) -> Merged:
+        """The network at θ₀ + δ, and how far it is from the linear model.
+
+        Args:
+            x: Examples on which the two are compared; by default the training examples.
+
+        Returns:
+            The network in evaluation mode, the linearity gap and the share of equal classes.
+
+        Raises:
+            DataError: If x is empty or not finite.
+            InputError: If no weights of the network have the fit's outputs to first order.
+
+        Example:
+            >>> import linnet
+            >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+            >>> x = torch.linspace(-1, 1, 20).view(10, 2)
+            >>> merged = linnet.fit(linnet.linearize(net, params="last-layer"), (x, x[:, :1])).merge()
+            >>> merged.network(x).shape, merged.gap < 1e-5
+            (torch.Size([10, 1]), True)
+        """
+        return self._merged(self._examples(self.x if x is None else x))
+
+    def _merged(self, x: Inputs) -> Merged:
+        """The network at θ₀ + δ, compared on examples."""
+        self._require_one_delta("merge()")
+        return merged_network(self.module, x, self.classes)
+
+    # -- keeping ---------------------------------------------------------------------------------
+
+    def save(self, directory: str | Path) -> Path:
+        """Write the fit to a folder: safetensors and JSON, atomically.
+
+        Args:
+            directory: The folder; made if missing.
+
+        Returns:
+            The file that ``linnet.load`` reads.
+        """
+        state = {"record": self.record, "x": self.x, "targets": self._targets, "held_out": self.held_out}
+        return save(directory, self.kind, {"network": self._identity(), **state, **self._state()})
+
+    def _identity(self) -> dict[str, Any]:
+        """What tells the network from others."""
+        function = self._function
+        model = function.model
+        return identity(function) | {
+            "float64": function.source is not None,
+            "precision": {} if function.pinned is None else function.pinned.named(),
+            # made by the fit, so that nobody else can bring it
+            "sketch": sketch_state(model) if isinstance(model, SketchedNetwork) else None,
+        }
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any]:
+        """What a file holds beside the network, the record and the data."""
+
+    def summary(self) -> dict[str, Any]:
+        """Size, solver, ridge and the reasons for choices, as plain numbers and text.
+
+        Returns:
+            A dict that ``json`` can write; ``"certificate"`` is the relative residual of the equations, for
+            the cross-entropy ‖∇‖ relative to ‖∇‖ at δ = 0.
+        """
+        return {
+            "loss": self.loss,
+            "examples": self.n,
+            "outputs": self.system.c,
+            "parameters": self.module.space.dim,
+            "classes": self.classes,
+            "solver": self.solver,
+            "ridge": self.ridge,
+            "criterion": self.record.criterion,
+            "noise": self.noise,
+            "certificate": self.system.certificate(),
+            "reasons": dict(self.record.reasons),
+            "warnings": list(self.record.warnings),
+            "seconds": dict(self.record.seconds),
+        }
+
+    def _shown(self) -> dict[str, Any]:
+        return self.summary()
+
+
+def joined_targets(targets: Targets, more: Targets) -> Targets:
+    """Targets, and more after them."""
+    return replace(targets, values=torch.cat([targets.values, more.values.to(targets.values)]))

@@ -1,0 +1,77 @@
+"""Labels of causal networks: those of the own token are moved, once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.errors import DataError
+from linnet.likelihoods import Categorical
+from linnet.tangent.data import SHIFTED, Data
+
+WORDS = 11
+
+
+class Causal(nn.Module):
+    """A network as those of Hugging Face are called."""
+
+    def __init__(self, encodes: bool = False) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, WORDS)
+        self.config = SimpleNamespace(is_encoder_decoder=encodes)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.head(self.words(input_ids).cumsum(1))
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(WORDS, (6, 5), generator=torch.Generator().manual_seed(0))
+
+
+def moved(y: Tensor, by: int) -> Tensor:
+    return nn.functional.pad(y[:, by:], (0, by), value=-100)
+
+
+@pytest.mark.parametrize("hidden", [0, 2])
+def test_labels_of_the_own_token_are_moved_once(ids: Tensor, hidden: int) -> None:
+    own = ids.clone()
+    own[:, :hidden] = -100
+    found = Data.of({"input_ids": ids, "labels": own}, Causal())
+    assert torch.equal(found.y, moved(own, 1))
+    assert SHIFTED in found.notes
+    again = Data.of({"input_ids": ids, "labels": moved(own, 1)}, Causal())
+    assert torch.equal(again.y, moved(own, 1))
+    assert SHIFTED not in again.notes
+
+
+def test_labels_moved_twice_are_refused(ids: Tensor) -> None:
+    with pytest.raises(DataError, match="shifted twice"):
+        Data.of({"input_ids": ids, "labels": moved(ids, 2)}, Causal())
+
+
+def test_other_labels_stay(ids: Tensor) -> None:
+    tags = (ids + 1) % WORDS
+    assert torch.equal(Data.of({"input_ids": ids, "labels": tags}, Causal()).y, tags)
+    copied = Data.of({"input_ids": ids, "labels": ids}, Causal(encodes=True))
+    assert torch.equal(copied.y, ids)
+
+
+def test_fits_curvatures_and_stores_agree(ids: Tensor, tmp_path) -> None:
+    torch.manual_seed(0)
+    net, likelihood = Causal().double(), Categorical(axis=-1)
+    own, next_one = ({"input_ids": ids, "labels": y} for y in (ids, moved(ids, 1)))
+    fits = [linnet.fit(linnet.linearize(net), data, "cross-entropy", axis=-1) for data in (own, next_one)]
+    assert torch.equal(fits[0].losses(own), fits[1].losses(next_one))
+    assert SHIFTED in fits[0].record.reasons["data"]
+    one, other = (linnet.curvature(net, [data], likelihood, structure="diagonal") for data in (own, next_one))
+    assert torch.equal(one.diagonal(), other.diagonal())
+    stores = [
+        linnet.audit.GradientStore(tmp_path / name, net, likelihood).add([data])
+        for name, data in (("own", own), ("next", next_one))
+    ]
+    assert torch.equal(stores[0].self_influence(), stores[1].self_influence())
