@@ -9,6 +9,7 @@ from torch import nn
 
 import linnet
 from experiments.adapt.depth import PENALTIES, _outputs, _path, fitted, resampled
+from experiments.adapt.names import compared
 from linnet.nested.search import Shares
 
 
@@ -54,3 +55,15 @@ def test_errors_are_over_draws_and_test_samples() -> None:
     assert 0.5 < error < 2.5  # 100 √(0.8 · 0.2 / 2000) = 0.9 and a little more
     same = first[:1].expand(5, -1)
     assert 1.5 < resampled(same, torch.zeros(5, 400, dtype=torch.bool))[1] < 2.5  # 100 √(0.8 · 0.2 / 400) = 2
+
+
+def test_names_that_lie_at_the_middle_of_their_class_help() -> None:
+    generator = torch.Generator().manual_seed(0)
+    names = torch.nn.functional.normalize(torch.randn(3, 30, generator=generator), dim=1)
+    labels = torch.arange(360) % 3
+    rows = names[labels] + 0.5 * torch.randn(360, 30, generator=generator)
+    kept = {"rows": rows.repeat(1, 2), "pool": labels[:60], "test": labels[60:], "width": 30}
+    helped = compared(kept, names.double().repeat(1, 2), 2, range(4))
+    misled = compared(kept, names.double().flip(0).repeat(1, 2), 2, range(4))
+    assert helped["accuracy"]["without"] == misled["accuracy"]["without"]
+    assert misled["gain"][0] < -3 < 3 < helped["gain"][0]
