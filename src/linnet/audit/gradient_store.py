@@ -67,7 +67,7 @@ from linnet.tangent.data import next_tokens, pairs, require_targets
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.independence import require_own_rows
 from linnet.tangent.inputs import DataNotes, taken
-from linnet.tangent.linearized import Linearized
+from linnet.tangent.linearized import Linearized, function_of
 from linnet.tangent.matching import (
     given_network,
     matching_function,
@@ -77,7 +77,7 @@ from linnet.tangent.matching import (
 )
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.preflight import warn_of_scale
-from linnet.tangent.selection import require_module
+from linnet.tangent.selection import Selector, require_module
 from linnet.tree import map_tensors
 
 Pair = tuple[Inputs, Tensor]
@@ -362,6 +362,8 @@ class GradientStore(Shown):
         shard_size: Examples in a file, 256 by default.
         output: How to turn the network's result into a tensor, as for :func:`linnet.linearize`.
         memory: Budget such as ``"4GB"``; by default half of what is available.
+        params: Which parameters vary, to begin a store of a network: ``"lora"``, names; see
+            :func:`linnet.linearize`. A store that is there has its own.
 
     Raises:
         FileFormatError: If the store is of another network or other directions, or a file was altered.
@@ -395,6 +397,7 @@ class GradientStore(Shown):
         shard_size: int | None = None,
         output: OutputAdapter = None,
         memory: str | int | None = None,
+        params: Selector = None,
     ) -> None:
         path = as_path(directory)
         check_output(output)
@@ -408,7 +411,7 @@ class GradientStore(Shown):
         require_module(model)
         folder = StoreFolder.opened(path)
         if folder is None:
-            folder = _begun(path, model, likelihood, dtype, shard_size, output)
+            folder = _begun(path, model, likelihood, dtype, shard_size, (params, output))
         self.folder = folder
         self.function = _matching(folder, model, output)
         self.likelihood = _settled(folder, likelihood, dtype, shard_size)
@@ -655,7 +658,7 @@ def _begun(
     likelihood: Likelihood | None,
     dtype: torch.dtype | None,
     shard_size: int | None,
-    output: OutputAdapter,
+    selected: tuple[Selector, OutputAdapter],
 ) -> StoreFolder:
     """A new store."""
     if likelihood is None:
@@ -664,14 +667,7 @@ def _begun(
             expected="a likelihood, of which the losses are made",
             remedy="pass likelihood=linnet.likelihoods.Categorical(axis=-1) for a language model",
         )
-    if isinstance(model, Linearized):
-        if output is not None:
-            raise InputError(
-                "output= with a Linearized", "none: it has its own", "pass output= to linnet.linearize"
-            )
-        function = model.function
-    else:
-        function = Functional(model, None, output)
+    function = function_of(model, *selected)
     adapter, small = function.output, function.model
     basis = sketch_state(small) if isinstance(small, SketchedNetwork) else None
     record = {

@@ -50,7 +50,7 @@ from linnet.solvers.lanczos import eigenpairs
 from linnet.solvers.nystrom import nystrom
 from linnet.solvers.solution import solved_by_first
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
-from linnet.tangent.linearized import Linearized
+from linnet.tangent.linearized import Linearized, function_of
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.preflight import warn_of_scale
 from linnet.tangent.selection import Selector, check_selector
@@ -157,6 +157,8 @@ def curvature(
     *,
     matrix: str = "auto",
     passes: Passes | None = None,
+    params: Selector = None,
+    output: OutputAdapter = None,
 ) -> Any:
     """The Gauss-Newton, Fisher or Hessian matrix of a network over a data set, whole or approximated.
 
@@ -191,6 +193,9 @@ def curvature(
             sampled or observed labels give the Fisher matrix and the two differ.
         passes: A :class:`~linnet.curvatures.Passes`: examples at once, the memory budget, a file to resume
             from, and how several processes share the data.
+        params: Which parameters vary, as for :func:`linnet.linearize`: ``"lora"``, ``"last-layer"``, names.
+            All that require a gradient by default.
+        output: How to turn the network's result into a tensor, as there.
 
     Returns:
         A :class:`Curvature`; an operator with products only for "matrix-free"; a dict for a list.
@@ -221,7 +226,7 @@ def curvature(
     """
     return watched(
         None, model, data, likelihood, structure,
-        expectation=expectation, sharing=sharing, matrix=matrix, passes=passes,
+        expectation=expectation, sharing=sharing, matrix=matrix, passes=passes, params=params, output=output,
     )  # fmt: skip
 
 
@@ -271,7 +276,7 @@ def _computed(
     params = options.get("params")
     if "last-layer" in kinds:
         params, kinds = _last_layer(model, params, kinds)
-    function = _functional(model, params, options.get("output"))
+    function = function_of(model, params, options.get("output"))
     taken = choose_matrix(likelihood, expectation, options.get("matrix", "auto"))
     if expectation == "auto" and (taken == "hessian" or any(kind in OPERATORS for kind in kinds)):
         expectation = "exact"  # products with Λ, which take no columns
@@ -423,16 +428,3 @@ def _last_layer(model: nn.Module, params: Selector, kinds: Sequence[Any]) -> tup
             remedy='pass linnet.linearize(model, params="last-layer") with any other structure',
         )
     return "last-layer", ["full"]
-
-
-def _functional(model: nn.Module, params: Selector, output: OutputAdapter) -> Functional:
-    """The network as a function of the selected parameters."""
-    if isinstance(model, Linearized):
-        if params is not None or output is not None:
-            raise InputError(
-                "params= or output= with a Linearized",
-                expected="neither: a linearization has its own",
-                remedy="pass them to linnet.linearize",
-            )
-        return model.function
-    return Functional(model, params, output)

@@ -110,7 +110,7 @@ def with_metric(model: nn.Module, curvature: Curvature, damping: float | None = 
     the outputs far pay for it. Its kernel J A Jᵀ takes about 1.4 times as long on a ResNet-20.
 
     Args:
-        model: The network; it is not touched.
+        model: The network, or a ``Linearized`` of it; it is not touched.
         curvature: G, summed over N examples, of this network or of one with the same parameters.
         damping: τ; by default a tenth of the mean eigenvalue of G/N.
 
@@ -155,8 +155,9 @@ def _identity(curvature: Curvature, tau: float) -> bytes:
 
 def network_of(model: nn.Module, curvature: Curvature) -> nn.Module:
     """The network that a curvature is of."""
-    if not isinstance(model, nn.Module) or isinstance(model, Linearized):
-        refuse("model", model, "the network itself", "linearize what this returns")
+    if not isinstance(model, nn.Module):
+        refuse("model", model, "a network, or a Linearized", "pass the network itself")
+    model = model.model if isinstance(model, Linearized) else model
     made = 'make one with linnet.curvature(model, data, likelihood, structure="kfac")'
     instance("curvature", curvature, Curvature, "a Curvature that can be inverted", made)
     network = without_wrapper(model)
@@ -378,7 +379,7 @@ def with_sketch(
     solver="sketch")`` makes one by itself.
 
     Args:
-        model: The network; it is not touched.
+        model: The network, or a ``Linearized`` of it; it is not touched.
         curvature: G, of this network or one with the same parameters, made of blocks that have eigenvectors:
             "kfac", "ekfac" (whose eigenvalues are exact in its basis), "diagonal", "block" or "full".
             With a Gaussian likelihood the directions are those of the tangent kernel.

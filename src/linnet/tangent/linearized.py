@@ -310,6 +310,19 @@ class Linearized(nn.Module):
         return f"{type(self._function.model).__name__}, {tracked}, P = {self.space.dim}"
 
 
+def function_of(model: nn.Module, params: Selector = None, output: OutputAdapter = None) -> Functional:
+    """A network as a function of the selected parameters; a ``Linearized`` has its own."""
+    if not isinstance(model, Linearized):
+        return Functional(model, params, output)
+    if params is not None or output is not None:
+        raise InputError(
+            "params= or output= with a Linearized",
+            expected="neither: a linearization has its own",
+            remedy="pass them to linnet.linearize",
+        )
+    return model.function
+
+
 def pinned(lin: Linearized, types: Precision) -> Linearized:
     """The same linearization, whose derivatives keep types of numbers of their own; δ is shared."""
     twin = copy.copy(lin)
