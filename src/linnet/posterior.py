@@ -38,7 +38,7 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.linalg.structured import Diagonal
 from linnet.linear.iterative import CGSettings
-from linnet.linear.label_problem import LabelProblem
+from linnet.linear.label_problem import LabelProblem, room_for_rows
 from linnet.linear.newton import WeightNewton
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, flag, instance, integer, no_targets, number
@@ -357,7 +357,8 @@ def linear_posterior(
     f0 = torch.cat([function.check_runs(part) for part in split(x, BATCH)])
     y = likelihood.check(f0, y)
     warn_of_scale(function, likelihood, x, f0)
-    problem = LabelProblem(function, x, f0 if base else torch.zeros_like(f0), likelihood, y, keep=True)
+    mean = f0 if base else torch.zeros_like(f0)
+    problem = LabelProblem(function, x, mean, likelihood, y, room_for_rows(function))
     precision = float(prior_precision)
     if isinstance(how, SVI):
         factors = mean_field(problem, precision, how, make_generator(seed))

@@ -201,7 +201,7 @@ def test_what_was_summed_over_data_is_told() -> None:
 
 def test_what_is_refused() -> None:
     g = curvature()
-    refused(InputError, lambda: linnet.with_metric(P.lin, g), "Linearized")
+    refused(InputError, lambda: linnet.with_metric("net", g), "a Linearized")  # type: ignore[arg-type]
     refused(InputError, lambda: linnet.with_metric(P.model, "kfac"), "structure=")  # type: ignore[arg-type]
     refused(InputError, lambda: linnet.with_metric(P.model, g, 0.0), "damping=0.0")
     refused(InputError, lambda: linnet.with_metric(P.model, curvature("matrix-free")), "can be inverted")

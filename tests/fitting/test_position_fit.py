@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import DataError, InputError
 from linnet.fitting import CG
-from linnet.fitting.position_fit import BehindLayer
+from linnet.linear.positions import PositionLosses
 from linnet.tangent.cut import STATES, Cut
 
 WORDS, WIDTH, LENGTH, N = 7, 5, 6, 9
@@ -93,9 +93,9 @@ def test_everything_is_that_of_dense_algebra(params: str, data: tuple[Tensor, Te
     lin = linnet.linearize(network(), params=params)
     fit = linnet.fit(lin, data, "cross-entropy", axis=-1, ridge=0.3, solver=FINE)
     behind, cut = WAYS[params]
-    problem = fit.system.problem
-    assert isinstance(problem.likelihood, BehindLayer) == behind
-    assert (problem.cut is not None) == cut
+    losses = fit.system.problem.likelihood
+    assert isinstance(losses, PositionLosses)
+    assert (losses.layer is not None, losses.cut is not None) == (behind, cut)
     oracle = Oracle(lin, data, 0.3)
     delta = oracle.solved()
     assert torch.allclose(fit.system.delta, delta, atol=1e-9)
@@ -186,7 +186,7 @@ def test_rows_that_do_not_fit_are_not_kept(data: tuple[Tensor, Tensor], monkeypa
 def test_a_layer_behind_takes_positions_some_at_a_time(data: tuple[Tensor, Tensor], monkeypatch) -> None:
     lin = linnet.linearize(network(), params="blocks.1")
     whole = linnet.fit(lin, data, "cross-entropy", axis=-1, solver=FINE)
-    monkeypatch.setattr("linnet.fitting.position_fit.ROWS_BYTES", 1)
+    monkeypatch.setattr("linnet.linear.positions.ROWS_BYTES", 1)
     parts = linnet.fit(lin, data, "cross-entropy", axis=-1, solver=FINE)
     assert torch.allclose(parts.system.delta, whole.system.delta, atol=1e-10)
 

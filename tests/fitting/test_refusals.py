@@ -180,7 +180,7 @@ DATA: list[Row] = [
     (InputError, "axis=1", lambda: of_grid(LABELS, axis=1)),
     (InputError, "axis=3", lambda: of_grid(LABELS, axis=3)),
     (InputError, "examples", lambda: of_grid(LABELS, axis=0)),
-    (InputError, "squared", lambda: of_grid(LABELS, loss="cross-entropy", axis=-1)),
+    (InputError, "a number", lambda: of_grid(LABELS, loss="cross-entropy", axis=-1, ridge="loo")),
     (InputError, "(9, 2, 3)", lambda: of_grid(real(9, 2, 3))),
     (InputError, "(3, 2)", lambda: make_targets(torch.zeros(3, 2, dtype=torch.long), outputs=2)),
     (InputError, "(4, 2, 2)", lambda: make_targets(torch.zeros(4, 2, 2), outputs=3)),

@@ -77,7 +77,7 @@ from linnet.tangent.matching import (
 )
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.preflight import warn_of_scale
-from linnet.tangent.selection import Selector, require_module
+from linnet.tangent.selection import Selector, check_selector, require_module
 from linnet.tree import map_tensors
 
 Pair = tuple[Inputs, Tensor]
@@ -401,6 +401,7 @@ class GradientStore(Shown):
     ) -> None:
         path = as_path(directory)
         check_output(output)
+        check_selector(params)
         self.memory = parse_bytes(memory) if memory is not None else None
         if likelihood is not None:
             check_likelihood(likelihood)

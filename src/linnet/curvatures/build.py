@@ -30,6 +30,7 @@ from linnet.curvatures.settings import (
     LowRank,
     MatrixFree,
     Passes,
+    Selected,
     Structure,
     check_structure,
     drawn,
@@ -49,7 +50,7 @@ from linnet.params import choice, known, no_targets
 from linnet.solvers.lanczos import eigenpairs
 from linnet.solvers.nystrom import nystrom
 from linnet.solvers.solution import solved_by_first
-from linnet.tangent.functional import Functional, OutputAdapter, check_output
+from linnet.tangent.functional import Functional, check_output
 from linnet.tangent.linearized import Linearized, function_of
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.preflight import warn_of_scale
@@ -157,8 +158,7 @@ def curvature(
     *,
     matrix: str = "auto",
     passes: Passes | None = None,
-    params: Selector = None,
-    output: OutputAdapter = None,
+    **selected: Unpack[Selected],
 ) -> Any:
     """The Gauss-Newton, Fisher or Hessian matrix of a network over a data set, whole or approximated.
 
@@ -193,9 +193,9 @@ def curvature(
             sampled or observed labels give the Fisher matrix and the two differ.
         passes: A :class:`~linnet.curvatures.Passes`: examples at once, the memory budget, a file to resume
             from, and how several processes share the data.
-        params: Which parameters vary, as for :func:`linnet.linearize`: ``"lora"``, ``"last-layer"``, names.
-            All that require a gradient by default.
-        output: How to turn the network's result into a tensor, as there.
+        **selected: ``params``, which parameters vary (``"lora"``, names; all that require a gradient by
+            default), and ``output``, how to turn the network's result into a tensor: see
+            :func:`linnet.linearize`.
 
     Returns:
         A :class:`Curvature`; an operator with products only for "matrix-free"; a dict for a list.
@@ -226,7 +226,7 @@ def curvature(
     """
     return watched(
         None, model, data, likelihood, structure,
-        expectation=expectation, sharing=sharing, matrix=matrix, passes=passes, params=params, output=output,
+        expectation=expectation, sharing=sharing, matrix=matrix, passes=passes, **selected,
     )  # fmt: skip
 
 

@@ -181,6 +181,13 @@ Structure = str | Mapping[str, str] | LowRank | MatrixFree
 Drawn = MonteCarlo | RandomProjection
 
 
+class Selected(TypedDict, total=False):
+    """What of a network a curvature is of."""
+
+    params: Selector  # which parameters vary; by default all that require a gradient
+    output: OutputAdapter  # how to turn the network's result into a tensor
+
+
 class CurvatureOptions(TypedDict, total=False):
     """Keywords that are handed on to ``linnet.curvature``."""
 
@@ -190,8 +197,8 @@ class CurvatureOptions(TypedDict, total=False):
     sharing: str  # "expand" or "reduce"
     matrix: str  # "gauss-newton", "fisher", "hessian" or "auto"
     passes: Passes | None  # A ``Passes``: memory, and how the data are shared out
-    params: Selector  # which parameters vary; by default all that require a gradient
-    output: OutputAdapter  # how to turn the network's result into a tensor
+    params: Selector
+    output: OutputAdapter
 
 
 def word_of(structure: Any) -> Any:

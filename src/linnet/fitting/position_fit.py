@@ -14,14 +14,12 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from linnet.curvatures.expectation import Expectation
 from linnet.distributed import all_rows
 from linnet.errors import LinnetError
 from linnet.fitting.arguments import BATCH, Choices, count_in_words
@@ -32,9 +30,10 @@ from linnet.fitting.solved_fit import SolvedFit, joined_targets
 from linnet.fitting.solver import Solving, affordable
 from linnet.likelihoods.discrete import Categorical
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.linear.label_problem import LabelProblem
-from linnet.linear.newton import KernelNewton, WeightNewton
-from linnet.linear.preconditioner import CurvatureInverse, curvature_of
+from linnet.linear.label_problem import LabelProblem, room_for_rows
+from linnet.linear.newton import WeightNewton
+from linnet.linear.positions import PositionLosses
+from linnet.linear.problem import Memory
 from linnet.linear.saved import newton_state
 from linnet.linear.targets import Targets, position_labels
 from linnet.memory import Plan, parse_bytes, require
@@ -45,54 +44,6 @@ from linnet.tangent.data import Data
 from linnet.tangent.functional import Findings, Functional
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-
-ROWS_BYTES = 64 << 20  # of the outputs of some positions that are held at once
-
-
-class BehindLayer:
-    """The cross-entropy of what a linear layer gives, as a function of the layer's inputs."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        self.weight = layer.weight.detach()
-        self.bias = None if layer.bias is None else layer.bias.detach()
-        self.of_rows = Categorical()
-
-    def nll(self, f: Tensor, y: Tensor) -> Tensor:
-        """Σ_t ℓ(W h_t + b, y_t) at h (N, ..., D) and labels (N, ...), (N,)."""
-        found = torch.zeros(y.shape, dtype=torch.float64, device=f.device)
-        for at, h, labels in self._counted(f, y):
-            found[at] = self.of_rows.nll(self._outputs(h), labels).double()
-        return found.flatten(1).sum(1)
-
-    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        """Wᵀg, of the shape of h; zero where no label counts."""
-        found = torch.zeros_like(f)
-        for at, h, labels in self._counted(f, y):
-            found[at] = (self.of_rows.gradient(self._outputs(h), labels) @ self.weight).to(f)
-        return found
-
-    def product(self, f: Tensor, v: Tensor, y: Tensor) -> Tensor:
-        """WᵀΛW v for v (K, *shape of h)."""
-        found, moved = torch.zeros_like(v), v.movedim(0, -2)  # (N, ..., K, D)
-        for at, h, _ in self._counted(f, y, len(v)):
-            along = moved[at].movedim(-2, 0).to(self.weight) @ self.weight.T
-            curved = self.of_rows.product(self._outputs(h), along) @ self.weight
-            found.movedim(0, -2)[at] = curved.movedim(0, -2).to(v)
-        return found
-
-    def _outputs(self, h: Tensor) -> Tensor:
-        """W h + b for rows h."""
-        return F.linear(h, self.weight, self.bias)
-
-    def _counted(
-        self, f: Tensor, y: Tensor, vectors: int = 0
-    ) -> Iterator[tuple[tuple[Tensor, ...], Tensor, Tensor]]:
-        """The positions that count, some at a time: their places, inputs of the layer and labels."""
-        places = (y != IGNORED).nonzero()
-        each = len(self.weight) * self.weight.element_size() * (4 + 3 * vectors)
-        for some in places.split(max(1, ROWS_BYTES // each)):
-            at = some.unbind(1)
-            yield at, f[at].to(self.weight), y[at]
 
 
 def behind_layer(function: Functional, x: Inputs) -> tuple[Functional, nn.Linear] | None:
@@ -120,58 +71,16 @@ def behind_layer(function: Functional, x: Inputs) -> tuple[Functional, nn.Linear
     return (inside, layer) if bool(error <= torch.finfo(f.dtype).eps ** 0.5 * size) else None
 
 
-@dataclass(frozen=True, eq=False)
-class PositionProblem(LabelProblem):
-    """A linear model with a class at every position, and its data."""
-
-    headed: Functional | None = None  # the same network with its last layer
-    cut: Cut | None = None  # its part from the first block that varies, whose inputs x are
-
-    @classmethod
-    def made(cls, whole: Functional, x: Inputs, y: Tensor, axis: int) -> PositionProblem:
-        """The problem of labels (N, ...), of as few numbers a position as the network allows."""
-        cut = Cut.of(whole, x)
-        function, inputs = (whole, x) if cut is None else (cut.function, cut.inputs(x))
-        headed, likelihood = function, cast(Likelihood, Categorical(axis=axis))
-        inside = behind_layer(function, inputs) if axis in (-1, y.ndim) else None
-        if inside is not None:  # a problem in weights asks for these three methods alone
-            function, likelihood = inside[0], cast(Likelihood, BehindLayer(inside[1]))
-        base = _states(function, inputs)
-        return cls(function, inputs, base, likelihood, y, keep=True, headed=headed, cut=cut)
-
-    def others(self, x: Inputs, y: Tensor) -> PositionProblem:
-        """The same model on other data of the whole network."""
-        inputs = x if self.cut is None else self.cut.inputs(x)
-        found = self.of(inputs, _states(self.function, inputs), y)
-        assert isinstance(found, PositionProblem)
-        return found
-
-
-class PositionNewton(WeightNewton):
-    """The optimal δ of a loss at every position."""
-
-    problem: PositionProblem
-
-    @property
-    def kernel_form(self) -> KernelNewton | None:
-        """None: a kernel has a row for every output of every position."""
-        return None
-
-    def _make(self, name: str) -> None:
-        """Of curvatures with labels drawn from the network: one backward pass a sequence."""
-        if name == "nystrom":
-            super()._make(name)
-            return
-        network, problem = self.problem.headed, self.problem
-        assert network is not None
-        drawn = Expectation(Categorical(axis=getattr(problem.likelihood, "axis", -1)), "mc")
-        curvature = curvature_of(name, network, (problem.x, problem.y), drawn, self.memory)
-        self.preconditioner = CurvatureInverse(curvature, self.ridge, network.dtype)
-
-    def _changed(self, problem: LabelProblem) -> PositionNewton:
-        """The solution on other examples, from the present one."""
-        given = self.preconditioner, self.limit, self.memory
-        return PositionNewton(problem, self.ridge, self.settings, self._delta, *given)
+def position_problem(whole: Functional, x: Inputs, y: Tensor, axis: int, memory: Memory) -> LabelProblem:
+    """The problem of labels (N, ...) at every position, of as few numbers each as the network allows."""
+    cut = Cut.of(whole, x)
+    headed, inputs = (whole, x) if cut is None else (cut.function, cut.inputs(x))
+    found = behind_layer(headed, inputs) if axis in (-1, y.ndim) else None
+    function, layer = (headed, None) if found is None else found
+    # a problem in weights asks for no more than these losses have
+    losses = cast(Likelihood, PositionLosses(headed, Categorical(axis=axis), layer, cut))
+    base = _outputs(function, inputs)
+    return LabelProblem(function, inputs, base, losses, y, room_for_rows(whole, memory))
 
 
 class PositionFit(SolvedFit):
@@ -196,13 +105,13 @@ class PositionFit(SolvedFit):
         (torch.Size([1]), torch.Size([3]), 2)
     """
 
-    system: PositionNewton
+    system: WeightNewton
     loss = "cross-entropy"
     noise = 0.0  # the cross-entropy has its own, the draw of the class
 
-    def __init__(self, module: Any, targets: Targets, system: PositionNewton, record: Choices) -> None:
+    def __init__(self, module: Any, targets: Targets, system: WeightNewton, record: Choices) -> None:
         super().__init__(module, targets, system, record)
-        self.x = system.x if system.problem.cut is None else system.problem.cut.original(system.x)
+        self.x = self._losses.original(system.x)
 
     # -- predictions -----------------------------------------------------------------------------
 
@@ -267,14 +176,13 @@ class PositionFit(SolvedFit):
         Raises:
             MemoryBudgetError: If there are too many; ``loo_losses`` takes a number an example.
         """
-        found, problem = self.system.loo_outputs(), self.system.problem
-        if not isinstance(problem.likelihood, BehindLayer):
-            return found.to(self._function.dtype)
-        weight = problem.likelihood.weight
-        items = (("outputs of every position", found[..., 0].numel() * len(weight) * weight.element_size()),)
-        plan = Plan("leave-one-out outputs", parse_bytes(self.memory, weight.device), items)
+        found, function = self.system.loo_outputs(), self._function
+        count = self.n * function.output_shape(self.x).numel()
+        items = (("outputs of every position", count * function.dtype.itemsize),)
+        plan = Plan("leave-one-out outputs", parse_bytes(self.memory, function.device), items)
         require(plan, ["take loo_losses(), one number an example", "raise memory="])
-        return problem.likelihood._outputs(found.to(weight))
+        outputs: Tensor = self._losses.outputs(found)
+        return outputs
 
     @in_exact_mode
     def loo_losses(self) -> Tensor:
@@ -323,10 +231,15 @@ class PositionFit(SolvedFit):
     def _of(self, data: Any) -> tuple[LabelProblem, Tensor]:
         """Other data as a problem at the fit's outputs, and their losses."""
         x, y = self._gathered(data)
-        y = position_labels(y, self._function.output_shape(x), self._axis, every=True)
-        other = self.system.problem.others(x, y)
+        other = self._others(x, y)
         outputs = other.base + other.push(self.system.eta)
         return replace(other, base=outputs), other.losses(outputs)
+
+    def _others(self, x: Inputs, y: Tensor) -> LabelProblem:
+        """The same model on other data, at f₀."""
+        labels = position_labels(y, self._function.output_shape(x), self._axis, every=True)
+        problem, inputs = self.system.problem, self._losses.inputs(x)
+        return problem.of(inputs, _outputs(problem.function, inputs), labels)
 
     def _solved(self, other: LabelProblem, what: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Gradients of the losses of examples in δ and H⁻¹ times these, (P, k), some at a time."""
@@ -335,6 +248,13 @@ class PositionFit(SolvedFit):
             one = [other.taken(torch.tensor([i])) for i in range(first, min(n, first + size))]
             slopes = torch.stack([each.pull(each.gradient(each.base)) for each in one], 1)
             yield slopes, self.system.solve(slopes)
+
+    @property
+    def _losses(self) -> PositionLosses:
+        """The losses, and how the problem was made smaller."""
+        found: Any = self.system.problem.likelihood
+        assert isinstance(found, PositionLosses)
+        return found
 
     @property
     def _axis(self) -> int:
@@ -348,8 +268,8 @@ class PositionFit(SolvedFit):
 
     def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> PositionFit:
         """The fit with more examples: Newton's method from the present one."""
-        y = position_labels(y, self._function.output_shape(x), self._axis, every=True)
-        new, more = replace(self._targets, values=y), self.system.problem.others(x, y)
+        more = self._others(x, y)
+        new = replace(self._targets, values=more.y)
         what = f"added {count_in_words(len(y))}"
         made: PositionFit = self._changed(
             joined_targets(self._targets, new), self.system.extended(more), what, start
@@ -373,7 +293,7 @@ class PositionFit(SolvedFit):
 
 
 @torch.no_grad()
-def _states(function: Functional, x: Inputs) -> Tensor:
+def _outputs(function: Functional, x: Inputs) -> Tensor:
     """Outputs in the network's own shape, float64; each process of several has its share of them."""
     parts = [function.check_runs(part) for _, part in own_parts(x, BATCH)]
     first = parts or [function.check_runs(take(x, slice(0, 1)))[:0]]
@@ -387,16 +307,17 @@ def fit_positions(
     begin, (x, y), function = time.perf_counter(), data.pair, lin.function
     function.check_runs(take(x, slice(0, 1)))
     y = position_labels(y, function.output_shape(x), axis, every=True)
-    problem = PositionProblem.made(function, x, y, axis)
+    problem = position_problem(function, x, y, axis, memory)
     seconds = {"network": time.perf_counter() - begin}
     begin = time.perf_counter()
     settings = affordable(function, x, solving.settings, memory)
-    system = PositionNewton(problem, float(ridge), settings, None, solving.operator, memory=memory)
+    system = WeightNewton(problem, float(ridge), settings, None, solving.operator, memory=memory)
     seconds["solve"] = time.perf_counter() - begin
     solved = f"in the weights, by products with J of {int((y != IGNORED).sum())} positions"
-    if isinstance(problem.likelihood, BehindLayer):
+    losses: Any = problem.likelihood
+    if losses.layer is not None:
         solved += f", of the {problem.base.shape[-1]} inputs of the last layer each"
-    if problem.cut is not None:
+    if losses.cut is not None:
         solved += "; what comes before the first block that varies is computed once"
     reasons = {
         "solver": solved,

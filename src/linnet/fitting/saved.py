@@ -10,10 +10,11 @@ from torch import nn
 from linnet import tree
 from linnet.fitting.combinations import averaged
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.position_fit import PositionFit, PositionNewton, PositionProblem
+from linnet.fitting.position_fit import PositionFit, position_problem
 from linnet.fitting.sketch import SketchedNetwork, restored_sketch
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.label_problem import class_problem
+from linnet.linear.newton import WeightNewton
 from linnet.linear.problem import Problem
 from linnet.linear.saved import restored_newton, restored_system
 from linnet.number_types import Precision
@@ -52,11 +53,10 @@ def restored_fit(
         system = restored_system(Problem(function, x, residual, features=features), solved)
         fitted = LinearFit(Linearized(function), targets, system, record)
     elif targets.axis is not None:
-        positions = PositionProblem.made(function, x, targets.values, targets.axis)
-        base = solved["base"].double()
-        require_same_outputs(positions.function.check_runs, positions.x, base, path, OTHER)
-        newton = restored_newton(positions, solved, PositionNewton)
-        assert isinstance(newton, PositionNewton)
+        problem = position_problem(function, x, targets.values, targets.axis, None)
+        require_same_outputs(problem.function.check_runs, problem.x, solved["base"].double(), path, OTHER)
+        newton = restored_newton(problem, solved)
+        assert isinstance(newton, WeightNewton)
         return PositionFit(Linearized(function), targets, newton, record)
     else:
         require_same_outputs(function.check_runs, x, solved["base"].double(), path, OTHER)

@@ -46,7 +46,7 @@ class LabelProblem(LinearModel):
     base: Tensor  # m, the mean before the data, (N, ...), float64, with what equations on outputs add
     likelihood: Likelihood
     y: Tensor
-    keep: bool = False  # whether J is kept where there is space for it
+    room: int = 0  # bytes that J may take: where it is no larger it is kept
     features: Features | None = None
     formed: Examples | None = None
 
@@ -62,13 +62,11 @@ class LabelProblem(LinearModel):
 
     @cached_property
     def rows(self) -> Tensor | None:
-        """J, (N, C, P), where it is to be kept and there is space for it; ``None`` elsewhere."""
-        if not self.keep or self.held is not None:
-            return None
+        """J, (N, C, P), where there is space for it; ``None`` elsewhere."""
         function = self.function
         size = self.base.numel() * function.space.dim * function.dtype.itemsize
-        room = min(MOST, int(SHARE * parse_bytes(None, function.device)))
-        return jacobian(function, self.x) if size <= room else None
+        fits = self.held is None and size <= self.room
+        return jacobian(function, self.x) if fits else None
 
     def push(self, delta: Tensor) -> Tensor:
         """J δ on the data, (N, ...), float64."""
@@ -183,6 +181,11 @@ class OutputHessian(LinearOperator):
     def T(self) -> LinearOperator:
         """Itself."""
         return self
+
+
+def room_for_rows(function: Functional, memory: Memory = None) -> int:
+    """Bytes that the rows of J may take in a budget."""
+    return min(MOST, int(SHARE * parse_bytes(memory, function.device)))
 
 
 def class_problem(function: Functional, x: Inputs, base: Tensor, probabilities: Tensor) -> LabelProblem:

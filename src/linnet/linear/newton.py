@@ -40,6 +40,7 @@ from linnet.linear.constraints import Constraints
 from linnet.linear.iterative import STAGNATED, CGSettings, accepted, solve_columns
 from linnet.linear.kernel_system import SHARE, kernel_fits
 from linnet.linear.label_problem import LabelProblem
+from linnet.linear.positions import PositionLosses
 from linnet.linear.preconditioner import FEW, RANK, TRIAL, CurvatureInverse, curvature_of
 from linnet.linear.problem import Memory
 from linnet.linear.system import Solved
@@ -612,10 +613,14 @@ class WeightNewton(NewtonSystem):
             matrix = problem.hessian(self.outputs)
             self.preconditioner = nystrom_preconditioner(matrix, self.ridge, rank, 0)
             return
-        y = problem.y
+        y, losses = problem.y, problem.likelihood
+        if isinstance(losses, PositionLosses):  # with labels that are drawn: one backward pass a sequence
+            function, expectation = losses.function, Expectation(losses.of_outputs, "mc")
+        else:
+            expectation = Expectation(losses)
         if y.shape == problem.base.shape:
             y = y.to(function.dtype).view(-1, *function.output_shape(problem.x))
-        curvature = curvature_of(name, function, (problem.x, y), Expectation(problem.likelihood))
+        curvature = curvature_of(name, function, (problem.x, y), expectation)
         self.preconditioner = CurvatureInverse(curvature, self.ridge, function.dtype)
 
     # -- the Hessian at the optimum --------------------------------------------------------------
@@ -623,6 +628,8 @@ class WeightNewton(NewtonSystem):
     @property
     def kernel_form(self) -> KernelNewton | None:
         """The same problem by its kernel, from the present solution; ``None`` beyond the budget."""
+        if isinstance(self.problem.likelihood, PositionLosses):  # a row for every output of every position
+            return None
         # It takes fewer operations than N·C solves, and I − ΛA keeps its digits where the ridge is small.
         size = self.base.numel()
         if self._kernel_form is None and kernel_fits(self.function, size, self.memory):

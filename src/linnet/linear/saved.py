@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from linnet.linear.dual import DualSystem
@@ -71,12 +70,10 @@ def newton_state(system: NewtonSystem) -> State:
     return state | {"solution": system.eta, "settings": system.settings}
 
 
-def restored_newton(
-    problem: LabelProblem, state: State, in_weights: Callable[..., WeightNewton] = WeightNewton
-) -> NewtonSystem:
+def restored_newton(problem: LabelProblem, state: State) -> NewtonSystem:
     """The optimum of ``newton_state``."""
     if state["constraints"] is not None:
         problem = problem.given(state["constraints"], "kernel" in state)
     if "kernel" in state:
         return KernelNewton(problem, state["kernel"], state["ridge"], state["beta"])
-    return in_weights(problem, state["ridge"], state["settings"], state["solution"])
+    return WeightNewton(problem, state["ridge"], state["settings"], state["solution"])

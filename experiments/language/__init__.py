@@ -1,0 +1,1 @@
+"""Studies of language models: facts that are learned and forgotten."""
