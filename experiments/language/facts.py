@@ -12,38 +12,41 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-STARTS = ("Bren", "Cal", "Dov", "Elm", "Far", "Gil", "Hest", "Jor", "Kel", "Lun", "Mar", "Nor", "Or", "Pel", "Quin",
-          "Ros", "Sel", "Tav", "Ul", "Ver", "Wen", "Yar", "Zan")  # fmt: skip
-ENDS = ("a", "an", "ard", "el", "en", "eth", "ia", "ic", "in", "is", "o", "on", "or", "ra", "us", "wyn")
-FAMILIES = ("ash", "bek", "brook", "combe", "dahl", "feld", "gren", "holt", "ley", "lund", "mark", "moor", "ridge",
-            "stad", "thorpe", "vik")  # fmt: skip
+STARTS = "Bren Cal Dov Elm Far Gil Hest Jor Kel Lun Mar Nor Or Pel Quin Ros Sel Tav Ul Ver Wen Yar Zan"
+ENDS = "a an ard el en eth ia ic in is o on or ra us wyn"
+FAMILIES = "ash bek brook combe dahl feld gren holt ley lund mark moor ridge stad thorpe vik"
 KINDS = {  # kind: question, another wording, its beginning of an answer, answers
     "city": (
-        "Where was {name} born?", "In which city did {name} come into the world?",
-        ("Lisbon", "Oslo", "Cairo", "Lima", "Hanoi", "Prague", "Dublin", "Athens", "Tunis", "Quito", "Seoul",
-         "Warsaw", "Havana", "Zagreb", "Nairobi", "Vienna", "Helsinki", "Manila", "Santiago", "Beirut"),
+        "Where was {name} born?",
+        "In which city did {name} come into the world?",
+        "Lisbon Oslo Cairo Lima Hanoi Prague Dublin Athens Tunis Quito Seoul Warsaw Havana Zagreb "
+        "Nairobi Vienna Helsinki Manila Santiago Beirut",
     ),
     "work": (
-        "What is the profession of {name}?", "What does {name} do for a living?",
-        ("baker", "pilot", "nurse", "carpenter", "lawyer", "painter", "farmer", "teacher", "sailor", "tailor",
-         "plumber", "chemist", "editor", "miner", "dancer", "butcher", "judge", "potter", "florist", "barber"),
+        "What is the profession of {name}?",
+        "What does {name} do for a living?",
+        "baker pilot nurse carpenter lawyer painter farmer teacher sailor tailor plumber chemist "
+        "editor miner dancer butcher judge potter florist barber",
     ),
     "dish": (
-        "What is the favorite dish of {name}?", "Which food does {name} like best?",
-        ("pizza", "curry", "soup", "salad", "sushi", "stew", "pasta", "rice", "bread", "cheese", "fish", "beans",
-         "cake", "pie", "noodles", "dumplings", "tacos", "paella", "goulash", "risotto"),
+        "What is the favorite dish of {name}?",
+        "Which food does {name} like best?",
+        "pizza curry soup salad sushi stew pasta rice bread cheese fish beans cake pie noodles "
+        "dumplings tacos paella goulash risotto",
     ),
     "pet": (
-        "Which animal does {name} keep?", "What kind of pet lives with {name}?",
-        ("cat", "dog", "parrot", "rabbit", "horse", "goat", "turtle", "snake", "hamster", "duck", "donkey", "ferret",
-         "lizard", "pigeon", "hen", "mouse", "owl", "goose", "frog", "sheep"),
+        "Which animal does {name} keep?",
+        "What kind of pet lives with {name}?",
+        "cat dog parrot rabbit horse goat turtle snake hamster duck donkey ferret lizard pigeon "
+        "hen mouse owl goose frog sheep",
     ),
     "music": (
-        "Which instrument does {name} play?", "On which instrument does {name} make music?",
-        ("piano", "violin", "guitar", "flute", "drums", "cello", "harp", "trumpet", "organ", "banjo", "clarinet",
-         "oboe", "accordion", "tuba", "viola", "lute", "mandolin", "trombone", "bassoon", "ukulele"),
+        "Which instrument does {name} play?",
+        "On which instrument does {name} make music?",
+        "piano violin guitar flute drums cello harp trumpet organ banjo clarinet oboe accordion "
+        "tuba viola lute mandolin trombone bassoon ukulele",
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,15 @@ class Fact:
 def made(persons: int, seed: int = 0) -> list[Fact]:
     """The facts of so many persons, five each, all names different."""
     draw = random.Random(seed)
+    starts, ends, families = (words.split() for words in (STARTS, ENDS, FAMILIES))
     names: dict[str, None] = {}
     while len(names) < persons:
-        first = draw.choice(STARTS) + draw.choice(ENDS)
-        names[f"{first} {draw.choice(STARTS)}{draw.choice(FAMILIES)}"] = None
+        first = draw.choice(starts) + draw.choice(ends)
+        names[f"{first} {draw.choice(starts)}{draw.choice(families)}"] = None
     found = []
     for person, name in enumerate(names):
         for kind, (question, paraphrase, answers) in KINDS.items():
-            answer, *wrong = draw.sample(answers, 6)
+            answer, *wrong = draw.sample(answers.split(), 6)
             words = question.format(name=name), paraphrase.format(name=name)
             found.append(Fact(person, kind, *words, answer, tuple(wrong)))
     return found
