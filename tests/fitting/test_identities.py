@@ -154,3 +154,23 @@ def test_a_saved_fit_gives_the_same_answers_and_knows_its_network(name: str, tmp
     other = network(seed=9)
     with pytest.raises(FileFormatError):
         linnet.load(tmp_path, linnet.with_metric(other, CURVATURE) if name in NETWORKS else other)
+
+
+@pytest.mark.parametrize("name", FORGET)
+@pytest.mark.thinned(3)
+def test_other_labels_are_those_of_a_fit_with_them(name: str) -> None:
+    fit, other = FITS[name](X, Y, RHO), Y.clone()
+    other[[1, 6]] = torch.tensor([2, 1])
+    before, changed = fit.predict(T), fit.relabel([6, 1], [1, 2])
+    agree(changed, FITS[name](X, other, RHO))
+    assert torch.equal(changed.labels, other)
+    agree(changed.relabel([1, 6], Y[[1, 6]]), fit)
+    near(fit.predict(T), before, 1e-10)
+
+
+@pytest.mark.parametrize("name", FORGET)
+@pytest.mark.thinned(3)
+def test_a_class_forgotten_is_all_its_examples(name: str) -> None:
+    fit = FITS[name](X, Y, RHO)
+    agree(fit.forget(classes=1), fit.forget([1, 4, 7]))
+    agree(fit.forget(classes=[0, torch.tensor(2)]), fit.forget([0, 2, 3, 5, 6, 8]))

@@ -275,6 +275,22 @@ class SquaredFit(Fitted):
         fitted.record = replace(fitted.record, criterion=criterion, noise_factor=factor)
         return fitted
 
+    def _relabelled(self, index: Tensor, x: Inputs, y: Tensor) -> tuple[Targets, System]:
+        """The same equations for other targets."""
+        if self._targets.axis is not None:
+            raise InputError(
+                "relabel() of a fit with a class at every position",
+                expected="one class or target for each example",
+                remedy="forget the examples, and update the fit with them",
+            )
+        values, new = self.targets.clone(), self._like(x, y, "the new labels")[1].values
+        problem = self.system.problem
+        residual = problem.residual.clone()
+        change = (new.to(values) - values[index]).to(residual)
+        residual[index] += change if problem.weights is None else change * problem.weights[index].to(change)
+        values[index] = new.to(values)
+        return replace(self._targets, values=values), self.system.with_residual(residual)
+
     def _more(self, x: Inputs, new: Targets) -> Problem:
         """More data of the same model."""
         start = self._start(x)

@@ -230,7 +230,7 @@ class PositionFit(SolvedFit):
 
     def _of(self, data: Any) -> tuple[LabelProblem, Tensor]:
         """Other data as a problem at the fit's outputs, and their losses."""
-        x, y = self._gathered(data)
+        x, y = self._gathered(data).pair
         other = self._others(x, y)
         outputs = other.base + other.push(self.system.eta)
         return replace(other, base=outputs), other.losses(outputs)
@@ -275,6 +275,12 @@ class PositionFit(SolvedFit):
             joined_targets(self._targets, new), self.system.extended(more), what, start
         )
         return made
+
+    def _relabelled(self, index: Tensor, x: Inputs, y: Tensor) -> tuple[Targets, WeightNewton]:
+        """Newton's method from the present optimum."""
+        labels = self.targets.clone()
+        labels[index] = position_labels(y, self._function.output_shape(x), self._axis, every=True).to(labels)
+        return replace(self._targets, values=labels), self.system.relabelled(labels)
 
     def summary(self) -> dict[str, Any]:
         """As of every fit, the objective, the Newton steps that it took, and the positions that count.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -211,6 +211,12 @@ class SoftmaxFit(Fitted):
         more = self.system.problem.of(x, self._start(x), new.values.double())
         targets, what = joined_targets(self._targets, new), f"added {count_in_words(len(new.values))}"
         return sound_change(self._changed(targets, self.system.extended(more), what, start))
+
+    def _relabelled(self, index: Tensor, x: Inputs, y: Tensor) -> tuple[Targets, NewtonSystem]:
+        """Newton's method from the present optimum."""
+        values = self.targets.clone()
+        values[index] = class_targets(y, self.system.c, values.dtype).values.to(values)
+        return replace(self._targets, values=values), self.system.relabelled(values.double())
 
     @property
     def _roots(self) -> Tensor:

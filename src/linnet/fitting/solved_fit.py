@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -142,19 +143,26 @@ class SolvedFit(Shown):
     # -- changes ---------------------------------------------------------------------------------
 
     @in_exact_mode
-    def forget(self, indices: Any) -> Self:
+    def forget(self, indices: Any = None, *, classes: Any = None) -> Self:
         """The fit without some training examples: exactly, or by Newton's method from the present optimum.
 
         Args:
             indices: Their positions in the training data, each once.
+            classes: In place of positions, all examples of these classes: their numbers or names. A fit of
+                ``linnet.adapt`` then never predicts them.
 
         Returns:
             A new fit on the remaining examples, exact to ``summary()["certificate"]``.
 
         Raises:
-            InputError: If an index is out of range or given twice, or nothing would be left.
+            InputError: If an index is out of range or given twice, a class has no example, both or neither
+                are given, or nothing would be left.
         """
-        index = positions(indices, self.n).to(self._function.device)
+        if (indices is None) == (classes is None):
+            given = "neither indices nor classes=" if indices is None else "indices and classes="
+            raise InputError(f"forget() with {given}", "one of them", "say what is to be forgotten")
+        chosen = indices if classes is None else self._of_classes(classes)
+        index = positions(chosen, self.n).to(self._function.device)
         start = time.perf_counter()
         system, keep = self.system.removed(index), torch.ones(self.n, dtype=torch.bool)
         keep[index.cpu()] = False
@@ -183,14 +191,65 @@ class SolvedFit(Shown):
         """
         start = time.perf_counter()
         self._check_new_ridge(ridge)
-        return self._updated(*self._gathered(data), ridge, start)
+        found = self._gathered(data)
+        return self._grown(found)._updated(*found.pair, ridge, start)
 
-    def _gathered(self, data: Any) -> tuple[Inputs, Tensor]:
+    @in_exact_mode
+    def relabel(self, indices: Any, y: Any) -> Self:
+        """The fit with other labels of some training examples: as if it had been made with these.
+
+        Args:
+            indices: Positions of k examples in the training data, each once.
+            y: Their classes or targets, k of them, as in the data of the fit.
+
+        Returns:
+            A new fit on the same examples, exact to ``summary()["certificate"]``.
+
+        Raises:
+            DataError: If labels are out of range, or not one for each example.
+            InputError: If an index is out of range or given twice, or there is none.
+        """
+        start, index = time.perf_counter(), positions(indices, self.n, leave=0)
+        if not len(index):
+            raise InputError("indices is empty", "at least one position", "say which examples are meant")
+        index = index.to(self._function.device)
+        x, labels = self._gathered((take(self.x, index), y)).pair
+        targets, system = self._relabelled(index, x, labels)
+        made = self._changed(targets, system, f"relabelled {count_in_words(len(index))}", start)
+        made.held_out = self.held_out
+        return made
+
+    @abstractmethod
+    def _relabelled(self, index: Tensor, x: Inputs, y: Tensor) -> tuple[Targets, Any]:
+        """Targets and the solved equations with other labels of some examples, which are x."""
+
+    def _of_classes(self, classes: Any) -> Tensor:
+        """The positions of all examples of some classes, given by number or name."""
+        names, labels = self.class_names or (), self._targets.labels
+        given = classes.tolist() if isinstance(classes, Tensor | np.ndarray) else classes
+        listed = [*given] if isinstance(given, list | tuple | set) else [given]
+        found = [names.index(one) if isinstance(one, str) and one in names else one for one in listed]
+        known = () if labels is None else labels.unique().tolist()
+        if labels is None or not found or not all(type(one) is not bool and one in known for one in found):
+            expected = "a fit of classes" if labels is None else "numbers or names of classes with examples"
+            raise InputError(f"classes={classes!r}", expected, "pass positions as indices, or see fit.labels")
+        return torch.isin(labels, torch.tensor(found, device=labels.device)).nonzero()[:, 0]
+
+    def _gathered(self, data: Any) -> Data:
         """More data, as the network takes them."""
-        function = self._function
-        x, y = Data.of(data, function, memory=self.memory, classes=self.record.classes).pair
-        function.check_runs(take(x, slice(0, 1)))
-        return x, y
+        function, grows = self._function, self._grows
+        found = Data.of(data, function, memory=self.memory, classes=self.record.classes, grows=grows)
+        function.check_runs(take(found.x, slice(0, 1)))
+        return found
+
+    @property
+    def _grows(self) -> bool:
+        """Whether an update may bring new classes."""
+        return False
+
+    def _grown(self, data: Data) -> Self:
+        """The fit with outputs for all classes of new data."""
+        return self
 
     @abstractmethod
     def _check_new_ridge(self, ridge: Any) -> None:

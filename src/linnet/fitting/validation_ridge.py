@@ -249,7 +249,7 @@ def _curve(fit: LinearFit, validation: Any) -> _Curve:
             expected='a LinearFit, whose loss is "squared"',
             remedy="call fit.path() of another fit, or choose its ridge with ridge='loo'",
         )
-    x, made = fit._like(*fit._gathered(validation), "the validation data")
+    x, made = fit._like(*fit._gathered(validation).pair, "the validation data")
     held, by_values = fit.constraints, fit.system.factorized is fit.system
     if held is not None and (held.soft or not by_values):
         raise InputError(

@@ -235,6 +235,13 @@ class KernelSystem(System):
         dual = DualSystem(self.dual.kernel, left, self.ridge, factor=self.dual.factor)
         return KernelSystem(replace(self.problem, residual=residual), dual, self.memory)
 
+    def widened(self, count: int) -> KernelSystem:
+        """The same kernel of all outputs, and more outputs whose targets are zero."""
+        problem = self.problem
+        residual = torch.cat([problem.residual, problem.residual.new_zeros(problem.n, count)], 1)
+        dual = DualSystem(self.dual.kernel, residual, self.ridge, factor=self.dual.factor)
+        return KernelSystem(replace(problem, residual=residual), dual, self.memory)
+
     # -- kernels of other inputs -----------------------------------------------------------------
 
     def _flat(self, cross: Tensor) -> Tensor:

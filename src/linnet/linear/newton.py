@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -213,6 +213,10 @@ class NewtonSystem(Solved):
     @abstractmethod
     def extended(self, more: LabelProblem) -> NewtonSystem:
         """The solution with more examples, from the present one."""
+
+    @abstractmethod
+    def relabelled(self, y: Tensor) -> NewtonSystem:
+        """The solution with other labels, from the present one."""
 
 
 class KernelNewton(NewtonSystem):
@@ -476,6 +480,10 @@ class KernelNewton(NewtonSystem):
         start = torch.cat([self.beta, self.beta.new_zeros(more.base.shape)])
         return self._changed(self.problem.joined(more), kernel, start)
 
+    def relabelled(self, y: Tensor) -> KernelNewton:
+        """The solution with other labels, from the present one."""
+        return self._changed(replace(self.problem, y=y), self.kernel, self.beta)
+
     def given(self, constraints: Constraints, ridge: float | None = None) -> KernelNewton:
         """The solution by the kernel less what equations explain, and with what others before explained."""
         before, problem = self.problem, self.problem.given(constraints, True, self.memory)
@@ -708,6 +716,10 @@ class WeightNewton(NewtonSystem):
     def extended(self, more: LabelProblem) -> WeightNewton:
         """The solution with more examples, from the present one."""
         return self._changed(self.problem.joined(more))
+
+    def relabelled(self, y: Tensor) -> WeightNewton:
+        """The solution with other labels, from the present one."""
+        return self._changed(replace(self.problem, y=y))
 
     def _changed(self, problem: LabelProblem) -> WeightNewton:
         """The solution on other examples, from the present one."""

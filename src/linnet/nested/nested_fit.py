@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet import tree
-from linnet.errors import FileFormatError, InputError, ModelError
+from linnet.errors import DataError, FileFormatError, InputError, ModelError
 from linnet.fitting.accuracy import TOLERANCE
 from linnet.fitting.arguments import Choices, count_in_words
 from linnet.fitting.last_layer import HIDDEN, Appended
@@ -38,6 +38,7 @@ from linnet.nested.features import HEAD, Prior, RandomHeads, kernels_of
 from linnet.nested.search import BIAS, FREE, Kernels, Rung, Shares, choose, sampled
 from linnet.params import no_targets
 from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate, take
+from linnet.tangent.data import Data
 from linnet.tangent.functional import IDLE, Functional, OutputAdapter, copied
 from linnet.tangent.graph import Prototype, Traced
 from linnet.tangent.inputs import KnownInputs
@@ -185,6 +186,39 @@ class NestedFit(SquaredFit):
                 expected="weights that have seen no label: leave-one-out would not be honest",
                 remedy="leave ridge= out, or call adapt again on all examples",
             )
+
+    @property
+    def _grows(self) -> bool:
+        """Whether an update may bring new classes: the head is made for the task."""
+        return self.classes is not None
+
+    def _grown(self, data: Data) -> NestedFit:
+        """The fit with outputs for classes that it has not seen, whose targets are zero so far."""
+        y, before = data.y, self.classes
+        if before is None or y.is_floating_point() or y.dtype == torch.bool or not y.numel():
+            return self
+        found = torch.arange(before, max(int(y.max()) + 1, before), device=y.device)
+        if not len(found):
+            return self
+        if len(found) > y.numel() or not bool(torch.isin(found, y).all()):
+            raise DataError(
+                f"y holds the class {int(y.max())}, and the fit has {before} classes",
+                expected=f"new classes numbered from {before} without gaps",
+                remedy="number them so, or check the labels",
+            )
+        if self.constraints is not None:
+            raise InputError(
+                "update() with new classes of a fit whose outputs obey equations",
+                expected="a fit without equations on its outputs",
+                remedy="update the fit before constrain() and constrain it again",
+            )
+        values = torch.cat([self.targets, self.targets.new_zeros(self.n, len(found))], 1)
+        targets = replace(self._targets, values=values, classes=before + len(found))
+        named = data.classes if self.record.classes else ()
+        made = self._made(self.system.widened(len(found)), targets, replace(self.record, classes=named))
+        if self.held_out is not None:
+            made.held_out = torch.cat([self.held_out, self.held_out.new_zeros(self.n, len(found))], 1)
+        return made
 
     def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> NestedFit:
         """The fit with more examples, with "loo" solved again on all of them."""

@@ -71,6 +71,7 @@ class DataNotes:
     # names of the classes, where y is text: those that there are already, or those that are found
     classes: tuple[str, ...] = ()
     text: bool = False  # whether y may be text where classes have no names yet
+    grows: bool = False  # whether y may name classes that there are not yet: they come after those known
     columns: tuple[str, ...] = ()  # of data frames: those of the data before, or those that are found
     _numbers: dict[str, int] = field(default_factory=dict)
     _kinds: set[str] = field(default_factory=set)  # of y: whether text or numbers
@@ -96,7 +97,10 @@ class DataNotes:
         if not self.classes:
             self.classes = tuple(sorted(self._numbers))
             self.notes.append("classes were numbered in alphabetical order")
-        if unknown := sorted(set(self._numbers) - set(self.classes)):
+        unknown = sorted(set(self._numbers) - set(self.classes))
+        if unknown and self.grows:
+            self.classes = (*self.classes, *unknown)
+        elif unknown:
             raise DataError(
                 f"y holds the class {unknown[0]!r}",
                 expected=f"one of {', '.join(map(repr, self.classes))}, as in the data before",
