@@ -1,0 +1,221 @@
+"""When does one linearization suffice? What is known before training, and what training then gains.
+
+    python -m experiments.adapt.suffices --sets development more
+    python -m experiments.adapt.suffices --sets reported
+
+Every draw is fitted by its probe, by ``linnet.adapt``, and at trained weights whatever the folds say. Beside
+the three test accuracies a cell has what is known before any training: samples, classes, features, accuracies
+and errors by leave-one-out, the effective number of parameters. A logistic model of a few of these, fitted to
+the development tasks, says how probable it is that training gains a point; it is judged on tasks that had no
+part in it, and on networks that are left out of its fit, beside the rule of ``linnet.adapt(tune=True)``, which
+has to train on folds to decide.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+import linnet
+from experiments.adapt.kept import whatever_folds_say
+from experiments.adapt.kernels import SETS, suited
+from experiments.adapt.nested import drawn as shots_of
+from experiments.adapt.rivals import found_of, loaded
+from experiments.adapt.tasks import NETWORKS, Network, Task, pools, samples
+from experiments.study import Cell, Study, parser
+from experiments.tables import markdown, with_error
+from linnet.nested import tuning
+
+POOL, TESTED = 3000, 1000
+WORTH = 1.0  # points of test accuracy that training must gain to be worth its time
+# What the logistic model is told, each standardized over the development tasks. Chosen on these.
+TERMS: dict[str, Callable[[Cell], float]] = {
+    "accuracy left out": lambda cell: cell["adapt left out"] / 100,
+    "samples a class": lambda cell: float(np.log(cell["n"] / cell["classes"])),
+    "gain of earlier layers left out": lambda cell: cell["adapt left out"] - cell["probe left out"],
+}
+PENALTY = 0.1  # of the squared coefficients, per cell
+
+
+def measured(network: Network, task: Task, shots: int, seed: int, data_dir: str | None) -> dict[str, Any]:
+    """What is known before training, and test accuracies with and without it."""
+    torch.manual_seed(seed)
+    model, prepared = loaded(network, data_dir, "cpu")
+    found = found_of(task, data_dir)
+    pool, test = pools(found, POOL, TESTED)
+    at = pool[shots_of(found.train_y[pool], shots, seed)]
+    x, xt = (
+        samples(part[rows.numpy()], network, prepared)
+        for part, rows in ((found.train_x, at), (found.test_x, test))
+    )
+    data, truth = (x, found.train_y[at]), found.test_y[test]
+    begin = time.perf_counter()
+    probe = linnet.adapt(model, data, weight=0, seed=seed)
+    fit = linnet.adapt(model, data, seed=seed)
+    middle = time.perf_counter()
+    values = torch.linalg.eigvalsh(fit.system.kernel)
+    about = {
+        "n": len(at), "classes": found.classes, "width": fit.module.width,
+        "parameters": float((values / (values + fit.ridge)).sum()),
+        "probe left out": _right(probe.loo(), data[1]), "adapt left out": _right(fit.loo(), data[1]),
+        "error left out": float((fit.loo() - fit.targets).square().mean() / fit.targets.var()),
+        "probe": _right(probe.predict(xt), truth), "adapt": _right(fit.predict(xt), truth),
+    }  # fmt: skip
+    with whatever_folds_say():
+        trained = tuning.tuned(fit, seed)
+    top = trained.rungs[-1]
+    return {
+        **about, "trained": _right(trained.predict(xt), truth), "folds gain": top.gain,
+        "folds error": top.gain_error, "folds points": top.points,
+        "fit seconds": middle - begin, "training seconds": time.perf_counter() - middle,
+    }  # fmt: skip
+
+
+def _right(outputs: Tensor, y: Tensor) -> float:
+    """Per cent of right classes."""
+    return 100 * float((outputs.argmax(1) == y).double().mean())
+
+
+# -- the predictor ---------------------------------------------------------------------------------
+
+
+def gained(cell: Cell) -> float:
+    """Points of test accuracy that training gains."""
+    return float(cell["trained"] - cell["adapt"])
+
+
+def by_folds(cell: Cell) -> bool:
+    """Whether ``linnet.adapt(tune=True)`` keeps training."""
+    return bool(cell["folds points"] >= 0 and cell["folds gain"] > -cell["folds error"])
+
+
+def fitted(cells: Sequence[Cell]) -> Callable[[Cell], float]:
+    """The probability that training gains a point, by logistic regression on some cells."""
+    rows = np.array([[term(cell) for term in TERMS.values()] for cell in cells])
+    center, spread = rows.mean(0), rows.std(0) + 1e-9
+    x = (rows - center) / spread
+    y = np.array([gained(cell) >= WORTH for cell in cells], float)
+
+    def loss(w: np.ndarray) -> float:
+        f = x @ w[:-1] + w[-1]
+        return float((np.logaddexp(0, f) - y * f).mean() + PENALTY / 2 * w[:-1] @ w[:-1])
+
+    w = minimize(loss, np.zeros(len(TERMS) + 1), method="BFGS").x
+
+    def probability(cell: Cell) -> float:
+        own = (np.array([term(cell) for term in TERMS.values()]) - center) / spread
+        return float(1 / (1 + np.exp(-(own @ w[:-1] + w[-1]))))
+
+    return probability
+
+
+def judged(cells: Sequence[Cell], told: Callable[[Cell], float]) -> dict[str, float]:
+    """Brier score of probabilities, and of a constant; the area under the curve."""
+    p = np.array([told(cell) for cell in cells])
+    y = np.array([gained(cell) >= WORTH for cell in cells], float)
+    ahead = [float(a > b) + 0.5 * float(a == b) for a in p[y == 1] for b in p[y == 0]]
+    return {
+        "brier": float(((p - y) ** 2).mean()),
+        "constant": float(((y.mean() - y) ** 2).mean()),
+        "area": float(np.mean(ahead)) if ahead else float("nan"),
+    }
+
+
+def policies(cells: Sequence[Cell], told: Callable[[Cell], float]) -> dict[str, tuple[list[float], float]]:
+    """Points of each way to decide behind the best of the three by hindsight, and seconds a task."""
+    found: dict[str, tuple[list[float], float]] = {}
+    ways: dict[str, Callable[[Cell], str]] = {
+        "always the probe": lambda cell: "probe",
+        "always linear": lambda cell: "adapt",
+        "always train": lambda cell: "trained",
+        "by folds (tune=True)": lambda cell: "trained" if by_folds(cell) else "adapt",
+        "by the predictor": lambda cell: "trained" if told(cell) > 0.5 else "adapt",
+    }
+    for name, way in ways.items():
+        best = [max(cell["probe"], cell["adapt"], cell["trained"]) for cell in cells]
+        regret = [most - cell[way(cell)] for most, cell in zip(best, cells, strict=True)]
+        trains = [
+            name == "by folds (tune=True)" or way(cell) == "trained" for cell in cells
+        ]  # folds have to train
+        seconds = [
+            cell["fit seconds"] + cell["training seconds"] * trained
+            for cell, trained in zip(cells, trains, strict=True)
+        ]
+        found[name] = regret, float(np.mean(seconds))
+    return found
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a set of tasks and way to decide."""
+    known = [cell for cell in cells if cell["set"] != "reported"]
+    told = fitted(known)
+    rows = []
+    for name, own in (("development", known), ("reported", [c for c in cells if c["set"] == "reported"])):
+        for way, (regret, seconds) in policies(own, told).items() if own else ():
+            rows.append(
+                (name, str(len(own)), way, with_error(regret), f"{max(regret):.1f}", f"{seconds:.0f}")
+            )
+    header = ("tasks", "draws", "way to decide", "points behind the best", "worst draw", "seconds")
+    return markdown(header, rows)
+
+
+def scores(cells: Sequence[Cell]) -> str:
+    """Markdown: how well the predictor does on cells that had no part in its fit."""
+    known = [cell for cell in cells if cell["set"] != "reported"]
+    parts: list[tuple[str, list[Cell], Callable[[Cell], float]]] = [
+        ("reported tasks", [cell for cell in cells if cell["set"] == "reported"], fitted(known))
+    ]
+    for network in dict.fromkeys(cell["network"] for cell in cells):
+        others = [cell for cell in known if cell["network"] != network]
+        own = [cell for cell in cells if cell["network"] == network]
+        if others and own:
+            parts.append((f"{network}, left out", own, fitted(others)))
+    rows = []
+    for name, own, told in parts:
+        if own:
+            one, share = judged(own, told), np.mean([gained(cell) >= WORTH for cell in own])
+            numbers = (f"{one['brier']:.2f}", f"{one['constant']:.2f}", f"{one['area']:.2f}")
+            rows.append((name, str(len(own)), f"{100 * share:.0f} %", *numbers))
+    header = (
+        "judged on",
+        "draws",
+        "training gains a point",
+        "Brier score",
+        "of a constant",
+        "area under the curve",
+    )
+    return markdown(header, rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the study."""
+    options = parser(__doc__ or "", seeds=1)
+    options.add_argument("--sets", nargs="+", default=["development", "more"], choices=list(SETS))
+    several = ["resnet20", "lite0", "minilm6", "minilm", "mobilenet"]
+    options.add_argument("--networks", nargs="+", default=several, choices=list(NETWORKS))
+    options.add_argument("--shots", nargs="+", type=int, default=[5, 20])
+    given = options.parse_args(arguments)
+    study, cells = Study("adapt/suffices", given), []
+    for seed in study.seeds:
+        for part in given.sets:
+            for key in given.networks:
+                network = NETWORKS[key]
+                for task in suited(part, network):
+                    found = found_of(task, given.data_dir)
+                    fewest = int(found.train_y[pools(found, POOL, TESTED)[0]].bincount().min())
+                    for shots in (s for s in given.shots if s < fewest and s * found.classes <= 600):
+                        where = {"set": part, "network": network.name, "task": task.name}
+                        run = partial(measured, network, task, shots, seed, given.data_dir)
+                        cells.append(study.cell({**where, "shots": shots, "seed": seed}, run))
+    study.publish(f"{table(cells)}\n\n{scores(cells)}", cells)
+
+
+if __name__ == "__main__":
+    main()
