@@ -7,8 +7,8 @@ Every draw is fitted by its probe, by ``linnet.adapt``, and at trained weights w
 the three test accuracies a cell has what is known before any training: samples, classes, features, accuracies
 and errors by leave-one-out, the effective number of parameters. A logistic model of a few of these, fitted to
 the development tasks, says how probable it is that training gains a point; it is judged on tasks that had no
-part in it, and on networks that are left out of its fit, beside the rule of ``linnet.adapt(tune=True)``, which
-has to train on folds to decide.
+part in it, and on networks that are left out of its fit, beside the rule of ``linnet.adapt(tune=True)``,
+which has to train on folds to decide.
 """
 
 from __future__ import annotations

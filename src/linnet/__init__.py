@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from linnet.fitting.head import Probe as Probe
     from linnet.fitting.head import with_head as with_head
     from linnet.fitting.linear_fit import LinearFit as LinearFit
+    from linnet.fitting.position_fit import PositionFit as PositionFit
     from linnet.fitting.sketch import with_metric as with_metric
     from linnet.fitting.sketch import with_sketch as with_sketch
     from linnet.fitting.softmax_fit import SoftmaxFit as SoftmaxFit
@@ -82,6 +83,7 @@ _HOME = {
     "fit": "linnet.fitting.fit",
     "LinearFit": "linnet.fitting.linear_fit",
     "SoftmaxFit": "linnet.fitting.softmax_fit",
+    "PositionFit": "linnet.fitting.position_fit",
     "load": "linnet.saved",
     "load_fit": "linnet.saved",
     "curvature": "linnet.curvatures.build",

@@ -21,7 +21,7 @@ Arguments = dict[str, Any]
 
 # Records that linnet makes and hands out: nobody has to construct them.
 MADE_BY_LINNET = frozenset({
-    "Linearized", "LinearFit", "SoftmaxFit", "NestedFit", "Curvature", "solvers.Status",
+    "Linearized", "LinearFit", "SoftmaxFit", "PositionFit", "NestedFit", "Curvature", "solvers.Status",
 })  # fmt: skip
 # Classes to derive from: their methods are tried in the classes that derive from them.
 ABSTRACT = frozenset({"likelihoods.Likelihood", "continual.ContinualMethod"})
@@ -217,6 +217,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Preflight": lambda: linnet.preflight(small.net(), small.x()),
     "LinearFit": small.fit,
     "SoftmaxFit": small.softmax,
+    "PositionFit": small.words,
     "NestedFit": small.adapted,
     "FitPlots": lambda: small.fit().plot,
     "ModelPlots": lambda: small.on_a_line().plot,
@@ -328,8 +329,15 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "NestedFit.calibrate": lambda: {"temperature": 1.0, "point_temperature": 1.0},
     **{f"{fit}.report": lambda: {"test": small.classes()} for fit in rules.FITS},
     "NestedFit.update": lambda: {"data": (small.normal(2, 3, seed=4), small.labels()[:2])},
+    **{
+        f"PositionFit.{name}": lambda: {"data": small.sequences()}
+        for name in ("losses", "loss_variance", "influence", "update")
+    },
+    "PositionFit.predict": lambda: {"x": small.sequences()[0]},
+    "PositionFit.relabel": lambda: {"indices": [0], "y": small.sequences()[1][:1]},
     "constrain": lambda: {"targets": small.targets()},
     "forget": lambda: {"indices": [0]},
+    "relabel": lambda: {"indices": [0], "y": small.labels()[:1]},
     "sets": lambda: {"coverage": 0.7},  # five examples cannot tell what happens once in ten
     "sample": lambda: {"seed": 0},
     "__matmul__": lambda: {"other": small.normal(26)},

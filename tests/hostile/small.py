@@ -111,6 +111,17 @@ def softmax() -> Any:
     return linnet.fit(lin(), classes(), loss="cross-entropy")
 
 
+def sequences() -> tuple[Tensor, Tensor]:
+    words = torch.arange(15).view(5, 3) % 4
+    return words, (words + 1) % 4
+
+
+@cache
+def words() -> Any:
+    net = _seeded(lambda: nn.Sequential(nn.Embedding(4, 3), nn.Tanh(), nn.Linear(3, 4)))
+    return linnet.fit(linnet.linearize(net), sequences(), "cross-entropy", ridge=0.1, axis=-1)
+
+
 def adapted() -> Any:
     return linnet.adapt(net(), classes(), weight=0.5, ridge=0.1)
 

@@ -199,14 +199,14 @@ class PositionFit(SolvedFit):
         return self.system.problem.losses(self.system.loo_outputs())
 
     @in_exact_mode
-    def influence(self, x: Any) -> Tensor:
+    def influence(self, data: Any) -> Tensor:
         """Influence of each training example on the loss of others: the loss with it minus without it.
 
         Negative where the training example helps. The change of the fit is one exact Newton step, what it
         does to the loss of another example is taken to first order.
 
         Args:
-            x: T examples and their labels, as ``linnet.fit`` takes data.
+            data: T examples and their labels, as ``linnet.fit`` takes them.
 
         Returns:
             In nats, (N, T), float64.
@@ -219,7 +219,7 @@ class PositionFit(SolvedFit):
         """
         pulls = self.system.loo_residuals()
         found = []
-        for _, solved in self._solved(self._of(x)[0], "influence"):
+        for _, solved in self._solved(self._of(data)[0], "influence"):
             moved = self.system.problem.moved(solved.to(self._function.dtype))  # J s, (N·C, k)
             found.append(
                 torch.einsum("nck,nc->nk", moved.view(self.n, self.system.c, -1).to(pulls), pulls.flatten(1))

@@ -37,7 +37,7 @@ from linnet.linear.targets import Targets
 from linnet.params import choice
 from linnet.progress import track
 from linnet.shown import Record
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, take
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
@@ -168,8 +168,11 @@ class SoftmaxFit(Fitted):
             index = positions(examples, self.n, leave=0).to(self.module.function.device)
             if not len(index):
                 raise InputError("examples is empty", "at least one position", "leave examples= out")
-        again = [system.outputs_without(i) for i in index.tolist()]
-        return compare_left_out(system, index, torch.stack(again))
+        alone = [
+            (take(self.x, index[k : k + 1]), system.removed(index[k : k + 1])) for k in range(len(index))
+        ]
+        again = [self._made(rest, self._targets, self.record)._outputs(x).double() for x, rest in alone]
+        return compare_left_out(system, index, torch.cat(again))
 
     def path(self, ridges: Tensor | list[float] | None = None) -> SoftmaxPath:
         """Leave-one-out log loss, evidence and degrees of freedom along a path of ridges.

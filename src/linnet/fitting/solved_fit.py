@@ -237,8 +237,8 @@ class SolvedFit(Shown):
 
     def _gathered(self, data: Any) -> Data:
         """More data, as the network takes them."""
-        function, grows = self._function, self._grows
-        found = Data.of(data, function, memory=self.memory, classes=self.record.classes, grows=grows)
+        function, known = self._function, self.record.classes
+        found = Data.of(data, function, memory=self.memory, classes=known, text=self._grows and bool(known))
         function.check_runs(take(found.x, slice(0, 1)))
         return found
 

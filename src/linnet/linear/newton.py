@@ -47,7 +47,7 @@ from linnet.linear.system import Solved
 from linnet.memory import parse_bytes
 from linnet.progress import track
 from linnet.solvers.nystrom import nystrom_preconditioner
-from linnet.tangent.batch import Inputs, batch_size, split, take
+from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tree import hash_tensors, tensors_in
 
 STEPS = 100  # of Newton's method: from any start a few tens suffice in float64
@@ -203,10 +203,6 @@ class NewtonSystem(Solved):
     def own_changes(self) -> Tensor:
         """f_i less the output without the example, (N, C)."""
         return self.outputs - self.loo_outputs()
-
-    @abstractmethod
-    def outputs_without(self, i: int) -> Tensor:
-        """The outputs at example i of the optimum without it, solved anew, (C,)."""
 
     # -- changes ---------------------------------------------------------------------------------
 
@@ -436,13 +432,6 @@ class KernelNewton(NewtonSystem):
     def loo_outputs(self) -> Tensor:
         """f_i + A_ii e_i, one Newton step from the optimum, (N, C)."""
         return self.outputs - (self._own @ self.loo_residuals()[:, :, None])[:, :, 0]
-
-    def outputs_without(self, i: int) -> Tensor:
-        """f₋ᵢ(x_i) = f₀(x_i) + K(x_i, X₋ᵢ) β₋ᵢ, (C,)."""
-        keep = torch.arange(self.n, device=self.kernel.device) != i
-        row = self.kernel.view(self.n, self.c, self.n, self.c)[i][:, keep]
-        rest = self.removed(torch.tensor([i], device=self.kernel.device))
-        return self.base[i] + torch.einsum("cnd,nd->c", row, rest.beta)
 
     def degrees_of_freedom(self) -> float:
         """Effective parameters, tr ΛA = tr (I − ρB⁻¹)."""
@@ -695,12 +684,6 @@ class WeightNewton(NewtonSystem):
         """f_i + J_i d_i, (N, ...), by the kernel where it fits."""
         form = self._elsewhere
         return self.outputs + self._gained if form is None else form.loo_outputs()
-
-    def outputs_without(self, i: int) -> Tensor:
-        """f₋ᵢ(x_i) = f₀(x_i) + J(x_i) δ₋ᵢ, (C,)."""
-        index = torch.tensor([i], device=self.base.device)
-        rows = torch.cat([rows for _, rows in self.problem.form(take(self.x, index), self.memory)])
-        return self.base[i] + (rows @ self.removed(index).eta).double()
 
     # -- changes ---------------------------------------------------------------------------------
 

@@ -510,15 +510,14 @@ class Data:
         keep: bool = True,  # whether the examples are kept, and so are copied, and warned of
         classes: Sequence[str] = (),  # names that y may hold
         columns: tuple[str, ...] = (),  # that data frames must have
-        text: bool = False,  # whether y may be text without names known before
-        grows: bool = False,  # whether y may name classes beside those known
+        text: bool = False,  # whether y may name classes that are not known before
     ) -> Data:
         """Data of any kind, checked, and alike on processes that share a call; ``Data`` are returned."""
         if isinstance(data, Data):
             return data
         known = network.known if isinstance(network, Functional) else None
         columns = columns if known is None else known.columns
-        said = DataNotes(classes=tuple(classes), text=text, grows=grows, columns=columns)
+        said = DataNotes(classes=tuple(classes), text=text, columns=columns)
         x, y = _gathered(data, network, said, memory, keep)
         y = next_tokens(network, x, y, said)
         if network is not None:

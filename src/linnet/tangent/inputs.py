@@ -70,8 +70,7 @@ class DataNotes:
     warnings: list[str] = field(default_factory=list)  # what a reader of the results must know
     # names of the classes, where y is text: those that there are already, or those that are found
     classes: tuple[str, ...] = ()
-    text: bool = False  # whether y may be text where classes have no names yet
-    grows: bool = False  # whether y may name classes that there are not yet: they come after those known
+    text: bool = False  # whether y may name classes that there are not yet: they come after those known
     columns: tuple[str, ...] = ()  # of data frames: those of the data before, or those that are found
     _numbers: dict[str, int] = field(default_factory=dict)
     _kinds: set[str] = field(default_factory=set)  # of y: whether text or numbers
@@ -98,7 +97,7 @@ class DataNotes:
             self.classes = tuple(sorted(self._numbers))
             self.notes.append("classes were numbered in alphabetical order")
         unknown = sorted(set(self._numbers) - set(self.classes))
-        if unknown and self.grows:
+        if unknown and self.text:
             self.classes = (*self.classes, *unknown)
         elif unknown:
             raise DataError(

@@ -134,10 +134,11 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
         )
     chosen = _chosen(model, named, params)
     if not chosen:
+        merged = "an adapter that was merged or unloaded has none left: pass the network before that; "
         raise InputError(
             f"params={params!r} selects none of the {len(named)} parameters",
             expected="at least one parameter",
-            remedy=f"the names are: {_some(list(named))}",
+            remedy=f"{merged if params == 'lora' else ''}the names are: {_some(list(named))}",
         )
     for name in chosen:
         if named[name].is_complex():

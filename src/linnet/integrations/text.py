@@ -1,0 +1,151 @@
+"""Texts, questions with answers, and conversations as the batches that language models take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.errors import DataError, InputError
+from linnet.params import integer
+from linnet.tangent.batch import IGNORED, MASK
+
+PARTS = ("prompt", "completion")  # as data sets for supervised fine-tuning call them
+RECORDS = 'records with "text", with "prompt" and "completion", or with "messages"'
+
+
+def tokenized(examples: Iterable[Any], tokenizer: Any, length: int | None = None) -> dict[str, Tensor]:
+    """Texts as one batch of tokens, their mask and their labels.
+
+    Labels are the tokens themselves, as causal networks of Hugging Face take them, and −100 where a token is
+    not to be learned: in a question, in what the user says, in padding. ``linnet.fit`` and everything else
+    that takes data moves them to the position before, once, and says so. Each example ends with the token
+    that ends texts, if the tokenizer has one.
+
+    Args:
+        examples: N of them, each a text, all of whose tokens are learned; a pair of a question and its
+            answer; a conversation, a list of messages with "role" and "content", of which what the
+            "assistant" says is learned; or a record of these: with "text", with "prompt" and "completion",
+            or with "messages".
+        tokenizer: What turns a text into a mapping with ``input_ids``, such as ``AutoTokenizer`` makes; for
+            conversations with ``apply_chat_template``.
+        length: Most tokens of an example; what is longer is cut. By default none is.
+
+    Returns:
+        ``input_ids``, ``attention_mask`` and ``labels``, (N, T) each, padded on the right.
+
+    Raises:
+        DataError: If there is no example, or nothing of one is to be learned.
+        InputError: If an example is none of these, or ``length`` is not positive.
+
+    Example:
+        >>> words = {"<end>": 0, "where": 1, "is": 2, "Oslo?": 3, "Norway": 4}
+        >>> class Words:
+        ...     eos_token_id = pad_token_id = 0
+        ...     def __call__(self, text):
+        ...         return {"input_ids": [words[word] for word in text.split()]}
+        >>> tokenized([("where is Oslo?", " Norway")], Words())["labels"]
+        tensor([[-100, -100, -100,    4,    0]])
+    """
+    if length is not None:
+        integer("length", length)
+    rows = [_row(example, tokenizer, place) for place, example in enumerate(_listed(examples))]
+    if not rows:
+        raise DataError("examples is empty", "at least one text", "check the file that they come from")
+    for place, (_, labels) in enumerate(rows):
+        if all(label == IGNORED for label in labels[:length]):
+            raise DataError(
+                f"examples[{place}] has {len(labels)} tokens, none of which up to length={length} is learned",
+                expected="an answer that is not cut off",
+                remedy="raise length=, or shorten what comes before the answer",
+            )
+    longest = min(max(len(ids) for ids, _ in rows), length or 2**31)
+    pad = getattr(tokenizer, "pad_token_id", None) or 0
+    found = {
+        "input_ids": torch.full((len(rows), longest), pad),
+        MASK: torch.zeros(len(rows), longest, dtype=torch.long),
+        "labels": torch.full((len(rows), longest), IGNORED),
+    }
+    for place, (ids, labels) in enumerate(rows):
+        end = min(len(ids), longest)
+        for name, values in (("input_ids", ids), (MASK, [1] * end), ("labels", labels)):
+            found[name][place, :end] = torch.tensor(values[:end])
+    return found
+
+
+def _listed(examples: Any) -> Iterable[Any]:
+    """The examples one by one; a single text or record is none."""
+    if isinstance(examples, str | Mapping) or not isinstance(examples, Iterable):
+        raise InputError(
+            f"examples is {type(examples).__name__}",
+            expected="several texts, pairs, conversations or records",
+            remedy="pass a list, [examples] for a single one",
+        )
+    return examples
+
+
+def _row(example: Any, tokenizer: Any, place: int) -> tuple[list[int], list[int]]:
+    """Tokens of an example and their labels."""
+    if isinstance(example, Mapping):
+        if "messages" in example:
+            example = example["messages"]
+        elif all(part in example for part in PARTS):
+            example = tuple(example[part] for part in PARTS)
+        else:
+            example = example.get("text")
+    if isinstance(example, str):
+        ids = _ended(_ids(example, tokenizer), tokenizer)
+        return ids, ids
+    if isinstance(example, tuple) and len(example) == 2 and all(isinstance(part, str) for part in example):
+        first, both = (_ids(text, tokenizer) for text in (example[0], "".join(example)))
+        return _answered(first, both, tokenizer)
+    turns = isinstance(example, list) and example and all(isinstance(one, Mapping) for one in example)
+    if turns and all({"role", "content"} <= one.keys() for one in example):
+        return _spoken(example, tokenizer)
+    raise InputError(
+        f"examples[{place}] is {type(example).__name__}",
+        expected=f"a text, a pair of a question and an answer, a list of messages, or {RECORDS}",
+        remedy="name the entries so",
+    )
+
+
+def _ids(text: str, tokenizer: Any) -> list[int]:
+    """The tokens of a text."""
+    return list(tokenizer(text)["input_ids"])
+
+
+def _ended(ids: list[int], tokenizer: Any) -> list[int]:
+    """Tokens and the one that ends texts, where they do not end with it."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def _answered(first: list[int], both: list[int], tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Tokens of a question and its answer, labels from where they differ from those of the question alone."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    first = first[:-1] if first[-1:] == [end] and end is not None else first
+    same = [a == b for a, b in zip(first, both, strict=False)]
+    known = same.index(False) if False in same else len(same)
+    both = _ended(both, tokenizer)
+    return both, [IGNORED] * known + both[known:]
+
+
+def _spoken(messages: list[Any], tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Tokens of a conversation, labels on what the assistant says."""
+    ids: list[int] = []
+    labels: list[int] = []
+    for count, message in enumerate(messages, 1):
+        says = message["role"] == "assistant"
+        if says:  # its heading is no more learned than what was said before
+            begun = tokenizer.apply_chat_template(messages[: count - 1], add_generation_prompt=True)
+            labels += [IGNORED] * (len(_listed_ids(begun)) - len(ids))
+        ids = _listed_ids(tokenizer.apply_chat_template(messages[:count]))
+        labels += ids[len(labels) :] if says else [IGNORED] * (len(ids) - len(labels))
+    return ids, labels
+
+
+def _listed_ids(found: Any) -> list[int]:
+    """Tokens of a template, which some versions give in a mapping."""
+    return list(found["input_ids"] if isinstance(found, Mapping) else found)

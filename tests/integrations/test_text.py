@@ -1,0 +1,184 @@
+"""Texts, questions with answers and conversations as batches, on real networks of language made small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.errors import DataError, InputError
+from linnet.fitting import CG
+from linnet.integrations.text import tokenized
+from linnet.tangent.data import SHIFTED
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+# of transformers 5.23, where peft 0.21 asks it
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+WORDS = ["<pad>", "<end>", "<user>", "<bot>", *"abcdefghijklmnopqrstuvwxyz .?"]
+
+
+class Letters:
+    """A tokenizer of letters, whose pairs "th" are one token."""
+
+    pad_token_id, eos_token_id = 0, 1
+
+    def __init__(self, pair: bool = False) -> None:
+        self.pair = pair
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        ids = [WORDS.index(letter) for letter in text]
+        if self.pair:
+            ids = [*map(int, " ".join(map(str, ids)).replace("23 11", "99").split())]
+        return {"input_ids": ids}
+
+    def apply_chat_template(self, messages: list[Any], add_generation_prompt: bool = False) -> list[int]:
+        heads = {"user": "<user>", "assistant": "<bot>"}
+        ids = [
+            token
+            for one in messages
+            for token in [WORDS.index(heads[one["role"]]), *self(one["content"])["input_ids"], 1]
+        ]
+        return [*ids, WORDS.index("<bot>")] if add_generation_prompt else ids
+
+
+def letters(row: Tensor) -> str:
+    return "".join("_" if i == -100 else WORDS[i] for i in row.tolist())
+
+
+def test_what_is_learned_of_each_kind_of_example() -> None:
+    talk = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes?"},
+        {"role": "user", "content": "so"},
+        {"role": "assistant", "content": "no."},
+    ]
+    examples = ["text", ("who? ", "me"), talk]
+    records = [{"text": "text"}, {"prompt": "who? ", "completion": "me"}, {"messages": talk, "id": 7}]
+    for given in (examples, records, iter(records)):
+        found = tokenized(given, Letters())
+        shown = [letters(row[row != -100]) for row in found["labels"]]
+        assert shown == ["text<end>", "me<end>", "yes?<end>no.<end>"]
+        assert [letters(row) for row in found["labels"]][1].startswith("_____me<end>_")
+        assert found["attention_mask"].sum(1).tolist() == [5, 8, 19]
+        assert not found["input_ids"][0, 5:].any()
+        kept = found["labels"] != -100
+        assert torch.equal(found["labels"][kept], found["input_ids"][kept])
+
+
+def test_tokens_that_cross_into_the_answer_are_learned() -> None:
+    found = tokenized([("t", "he")], Letters(pair=True))
+    assert found["input_ids"].tolist() == [[99, 8, 1]]
+    assert found["labels"].tolist() == [[99, 8, 1]]
+
+
+def test_long_examples_are_cut() -> None:
+    assert tokenized([("who? ", "me too")], Letters(), length=7)["labels"].tolist()[0][-2:] == [16, 8]
+    with pytest.raises(DataError, match=r"examples\[1\].*none of which up to length=5 is learned"):
+        tokenized(["text", ("who? ", "me")], Letters(), length=5)
+
+
+@pytest.mark.parametrize(
+    "examples", ["text", {"text": "a"}, 3, [3], [("a", "b", "c")], [[]], [{"words": "a"}]]
+)
+def test_what_is_no_example(examples: Any) -> None:
+    with pytest.raises(InputError, match="examples"):
+        tokenized(examples, Letters())
+    with pytest.raises(DataError, match="is empty"):
+        tokenized([], Letters())
+
+
+# -- networks --------------------------------------------------------------------------------------
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=len(WORDS), n_positions=64, n_embd=16, n_layer=3, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+MODULES = {llama: ["q_proj", "v_proj", "down_proj"], gpt2: ["c_attn", "c_proj"]}
+FACTS = [(f"where is {name}? ", place) for name, place in
+         (("ann", "rome"), ("bob", "oslo"), ("cid", "lima"), ("dan", "rome"), ("eve", "oslo"))]  # fmt: skip
+
+
+@pytest.fixture(params=[llama, gpt2])
+def adapted(request: pytest.FixtureRequest) -> nn.Module:
+    torch.manual_seed(0)
+    fan = {"fan_in_fan_out": True} if request.param is gpt2 else {}
+    config = peft.LoraConfig(r=2, target_modules=MODULES[request.param], layers_to_transform=[2], **fan)
+    made: nn.Module = peft.get_peft_model(request.param(), config).double().eval()
+    return made
+
+
+def test_an_adapter_is_fitted_and_forgets(adapted: nn.Module) -> None:
+    data = tokenized(FACTS, Letters())
+    lin = linnet.linearize(adapted, params="lora")
+    solver = CG(tolerance=1e-11)
+    fit = linnet.fit(lin, data, "cross-entropy", axis=-1, ridge=0.5, solver=solver)
+    assert SHIFTED in fit.record.reasons["data"]
+    assert "computed once" in fit.record.reasons["solver"]
+    assert "of the 16 inputs of the last layer" in fit.record.reasons["solver"]
+    counts = (data["labels"] != -100).sum(1)
+    own = [
+        float(adapted(**{key: part[i : i + 1] for key, part in data.items()}).loss.detach() * counts[i])
+        for i in range(len(FACTS))
+    ]
+    start = linnet.fit(lin, data, "cross-entropy", axis=-1, ridge=1e9).losses(data)
+    assert torch.allclose(start, torch.tensor(own).double(), atol=1e-4)
+    assert float(fit.losses(data).sum()) < 0.97 * sum(own)
+
+    rest = {name: part[[0, 1, 3]] for name, part in data.items()}
+    never = linnet.fit(lin, rest, "cross-entropy", axis=-1, ridge=0.5, solver=solver)
+    less = fit.forget([2, 4])
+    asked = {name: part for name, part in data.items() if name != "labels"}
+    assert torch.allclose(less.predict(asked), never.predict(asked), atol=1e-7)
+    assert not torch.allclose(fit.predict(asked), never.predict(asked), atol=1e-3)
+    assert torch.equal(less.x["input_ids"], rest["input_ids"])
+
+    gone, kept = fit.loo_losses(), fit.losses(data)
+    assert bool((gone > kept).all())
+    influence = fit.influence(data)
+    assert torch.allclose(influence.diagonal(), kept - gone, rtol=0.3)
+    assert bool((fit.loss_variance(data) > 0).all())
+
+
+def test_everything_takes_the_adapter_by_its_name(adapted: nn.Module, tmp_path: Any) -> None:
+    data, likelihood = tokenized(FACTS, Letters()), linnet.likelihoods.Categorical(axis=-1)
+    lin = linnet.linearize(adapted, params="lora")
+    G = linnet.curvature(adapted, data, likelihood, structure="ekfac", expectation="mc", params="lora")
+    assert G.shape[0] == lin.space.dim
+    small = linnet.with_sketch(lin, G, dim=8)
+    store = linnet.audit.GradientStore(tmp_path / "sketch", small, likelihood).add(data)
+    assert store.scores(data).shape == (len(FACTS), len(FACTS))
+    whole = linnet.audit.GradientStore(tmp_path / "whole", adapted, likelihood, params="lora").add(data)
+    assert whole.folder.dim == lin.space.dim
+    assert bool((whole.self_influence() > 0).all())
+    posterior = linnet.Laplace(adapted, likelihood, "kfac", params="lora", expectation="mc").fit([data])
+    assert posterior.examples == len(FACTS)
+
+
+def test_what_cannot_be_is_said(adapted: nn.Module) -> None:
+    data = tokenized(FACTS, Letters())
+    lin = linnet.linearize(adapted, params="lora")
+    other = {**data, "input_ids": data["input_ids"] + len(WORDS)}
+    other["labels"] = torch.where(data["labels"] == -100, -100, other["input_ids"])
+    with pytest.raises(linnet.errors.LinnetError, match=r"out of range"):
+        linnet.fit(lin, other, "cross-entropy", axis=-1)
+    merged = adapted.merge_and_unload()
+    with pytest.raises(InputError, match="merged"):
+        linnet.linearize(merged, params="lora")
