@@ -81,7 +81,7 @@ def test_there_are_pages_with_code() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.stem)
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # where peft asks transformers
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # of peft
 @pytest.mark.filterwarnings("ignore:::(gpytorch|botorch|linear_operator|pyro)")  # warnings of their own
 def test_pages_run(page: Path) -> None:
     with botorch_or_stand_in() if "botorch" in page.read_text(encoding="utf-8") else nullcontext():
