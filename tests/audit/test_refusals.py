@@ -89,7 +89,7 @@ ROWS: list[Row] = [
     (DataError, "not finite", lambda: other(0, [NAN, 0.0, 0.0])),
     (InputError, "twice", lambda: certified(FIT.forget([1]).forget([0, 0]))),
     (InputError, "0 to 7", lambda: certified([8])),
-    (InputError, "fit is str", lambda: certified([0], "fit")),
+    (InputError, "fit='fit'", lambda: certified([0], "fit")),
     (InputError, "ridge 2", lambda: certified(P.fit(ridge=2.0).forget([0]))),
     (InputError, "1 example(s)", lambda: certified(FIT, FIT.forget([0]))),
     (InputError, "another network", lambda: certified(problem(n=8, seed=1).fit(ridge=1.0))),

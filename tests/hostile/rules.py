@@ -133,7 +133,7 @@ _NAMES = {
     "times": "times",
     "positions": "indices",
     "seed": "generator seed",
-    "place": "checkpoint directory file",
+    "place": "checkpoint directory file folder",
     "step or schedule": "period",
     "model": "model module teacher lin_or_model first second",
     "optional mapping": "options",

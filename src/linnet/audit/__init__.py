@@ -5,8 +5,9 @@ Every answer is linear algebra on the solved fit; none of them trains anything.
 
 from __future__ import annotations
 
-from linnet.audit.certificates import accuracy, forgetting_certificate, sketch_error
+from linnet.audit.certificates import accuracy, sketch_error
 from linnet.audit.constrained import compatible, counterfactual, flips, group_means
+from linnet.audit.forgetting import forgetting_certificate
 from linnet.audit.gradient_store import GradientStore
 from linnet.audit.influence import influence, loss_influence, weight_changes
 from linnet.audit.mislabel import mislabeled

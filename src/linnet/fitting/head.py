@@ -251,7 +251,8 @@ def _fold_heads(
 def example_hashes(x: Inputs, y: Tensor) -> list[str]:
     """A fingerprint of every labeled example, whatever integer type or shape its label comes in."""
     x, y = on_device(x, torch.device("cpu")), y.cpu()  # in one copy, not one per example
-    labels = y.reshape(len(y), -1) if y.is_floating_point() else y.long().flatten()
+    one = y[:1].numel() == 1 and not y.is_floating_point()
+    labels = y.long().flatten() if one else y.reshape(len(y), -1)
     return [hash_tensors([*tensors_in(part), labels[i]]) for i, part in enumerate(split(x, 1))]
 
 

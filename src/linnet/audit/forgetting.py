@@ -1,0 +1,293 @@
+"""Certificates that forgetting equals a fit that never saw what was forgotten.
+
+The objective is ρ-strongly convex, so that the distance of a fit from its optimum is at most the norm of the
+gradient over ρ: a bound that needs no retraining and no trust in how the fit was made.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linnet.audit import verify_certificate as verifier
+from linnet.errors import InputError
+from linnet.files import as_path, write_text
+from linnet.fitting.head import example_hashes
+from linnet.fitting.last_layer import RECORD
+from linnet.fitting.position_fit import PositionFit
+from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.fitting.solved_fit import SolvedFit
+from linnet.likelihoods.discrete import Categorical
+from linnet.params import instance
+from linnet.shown import Record
+from linnet.tangent.batch import take
+from linnet.tangent.coordinates import moved_network
+from linnet.tangent.jacobian import JacobianOperator
+from linnet.tangent.modes import in_exact_mode
+
+PART = 256  # examples whose derivatives are taken at a time
+
+
+@dataclass(frozen=True, repr=False)
+class ForgettingCertificate(Record):
+    """Bounds on the distance to a fit that never saw the forgotten examples.
+
+    The objective is ρ-strongly convex, so the distance is at most the norm of its gradient over ρ: a bound
+    that needs no retraining and no trust in how the fit was made.
+
+    Args:
+        gradient: ‖∇F(δ)‖ of the objective on the retained examples at the fit's δ, along its equations.
+        relative: The same over ‖∇F(0)‖.
+        distance: Bound on ‖δ − δ*‖, δ* the optimum of retraining.
+        relative_distance: The same over ‖δ‖.
+        retained: Number of retained examples.
+        forgotten: Number of forgotten examples.
+        warnings: What else of the forgotten examples may be left.
+    """
+
+    gradient: float
+    relative: float
+    distance: float
+    relative_distance: float
+    retained: int
+    forgotten: int
+    warnings: tuple[str, ...] = ()
+
+
+@in_exact_mode
+@torch.no_grad()
+def forgetting_certificate(
+    fit: SolvedFit, forgotten: SolvedFit | Any, folder: str | Path | None = None
+) -> ForgettingCertificate:
+    """Certify that forgetting equals retraining: the gradient on the retained data vanishes.
+
+    The retained examples are taken from the fit that came before, and the gradient is computed afresh
+    from the network: nothing that the forgotten fit says of itself is used but its solution.
+
+    Args:
+        fit: The fit before: of ``linnet.fit`` with any loss, or of ``linnet.adapt``.
+        forgotten: The fit after ``fit.forget(...)``, or the positions to forget.
+        folder: A folder to write for others, for fits in the weights of the network as it came:
+            ``certificate.json`` (fingerprints of the network, of the retained and the forgotten examples and
+            of δ, the bounds and the warnings), ``displacement.npz`` with δ, and ``verify_certificate.py``,
+            which checks them with PyTorch alone, given the network and the retained data.
+
+    Returns:
+        The certificate.
+
+    Raises:
+        InputError: If the second fit is of another network or ridge, or holds examples of its own, or
+            ``folder`` is given where δ is not a displacement of the network's own weights.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+        >>> x = torch.ones(5, 2).cumsum(0).double()
+        >>> fit = linnet.fit(linnet.linearize(net), (x, x[:, :1]))
+        >>> forgetting_certificate(fit, fit.forget([1, 2])).relative < 1e-12
+        True
+    """
+    instance("fit", fit, SolvedFit, "a fit", "make one with linnet.fit(lin, data) or linnet.adapt(net, data)")
+    after = forgotten if isinstance(forgotten, SolvedFit) else fit.forget(forgotten)
+    _check_pair(fit, after)
+    kept, lost = _retained(fit, after)
+    gradient, start, norm = (
+        _in_samples(fit, after, kept) if fit.system.shared else _in_weights(fit, after, kept)
+    )
+    tiny = torch.finfo(torch.float64).tiny
+    distance = gradient / fit.ridge
+    found = ForgettingCertificate(
+        gradient,
+        gradient / max(start, tiny),
+        distance,
+        distance / max(norm, tiny),
+        len(kept),
+        len(lost),
+        _warnings(fit, lost),
+    )
+    if folder is not None:
+        _write(as_path(folder, "folder"), fit, after, (kept, lost), found)
+    return found
+
+
+def _in_weights(fit: SolvedFit, after: SolvedFit, kept: Tensor) -> tuple[float, float, float]:
+    """‖∇F(δ)‖, ‖∇F(0)‖ and ‖δ‖ by derivatives of the network."""
+    function, delta = fit._function, after.module.space.to_flat(after.delta)
+    gradient, start = fit.ridge * delta, torch.zeros_like(delta)
+    for rows in kept.split(PART):
+        x = take(fit.x, rows)
+        shape = function.output_shape(x)
+        jacobian = JacobianOperator(function, x, shape.numel())
+        base = fit.module.base(x).reshape(len(rows), *shape)
+        f = base + jacobian.mv(delta).view_as(base)
+        gradient = gradient + jacobian.T.mv(_slope(fit, f, rows).to(delta).flatten())
+        start = start + jacobian.T.mv(_slope(fit, base, rows).to(delta).flatten())
+    gradient, start = (_free(after, one).double() for one in (gradient, start))
+    return float(gradient.norm()), float(start.norm()), float(delta.double().norm())
+
+
+def _slope(fit: SolvedFit, f: Tensor, rows: Tensor) -> Tensor:
+    """The gradient of the loss of some training examples in their outputs f (n, ...)."""
+    t = fit.targets[rows]
+    if isinstance(fit, PositionFit):
+        return Categorical(axis=fit._axis).gradient(f, t)
+    if isinstance(fit, SoftmaxFit):
+        found: Tensor = fit.system.problem.likelihood.gradient(f.flatten(1).double(), t.double())
+        return found
+    return f.flatten(1) - t.to(f)
+
+
+def _in_samples(fit: Any, after: Any, kept: Tensor) -> tuple[float, float, float]:
+    """The same for features that outputs share: of a gradient Φᵀe the norm is √(eᵀKe), of δ = Φᵀβ √(βᵀKβ)."""
+    problem = fit.system.problem.taken(kept)
+    kernel = problem.basis.kernel(problem.basis.examples(problem.x), fit.memory).double()
+    # of its own examples in the order of the fit before, which `_retained` compared
+    beta, r = after.system.beta.double(), problem.residual.double()
+    found = [(one * (kernel @ one)).sum() for one in (kernel @ beta + fit.ridge * beta - r, r, beta)]
+    gradient, start, norm = (float(one.clamp_min(0).sqrt()) for one in found)
+    return gradient, start, norm
+
+
+def _check_pair(fit: SolvedFit, after: SolvedFit) -> None:
+    """Raise unless both fits solve the same kind of problem."""
+    if after._function.fingerprint() != fit._function.fingerprint():
+        raise InputError(
+            "forgotten is a fit of another network",
+            expected="a fit made from this one with forget",
+            remedy="pass fit.forget(indices), or the indices",
+        )
+    if after.ridge != fit.ridge:
+        raise InputError(
+            f"forgotten has ridge {after.ridge:g}, the fit {fit.ridge:g}",
+            expected="the same objective",
+            remedy="compare with fit.forget(indices), which keeps the ridge",
+        )
+
+
+def _retained(fit: SolvedFit, after: SolvedFit) -> tuple[Tensor, Tensor]:
+    """Positions in the first fit of what the second still has, and of what it has not."""
+    left = Counter(example_hashes(after.x, after.targets))
+    kept, lost = [], []
+    for i, name in enumerate(example_hashes(fit.x, fit.targets)):
+        if left[name] > 0:
+            left[name] -= 1
+            kept.append(i)
+        else:
+            lost.append(i)
+    if foreign := sum(left.values()):
+        raise InputError(
+            f"forgotten holds {foreign} example(s) that the fit does not have",
+            expected="a part of the fit's examples",
+            remedy="pass the fit that it was made from",
+        )
+    device = fit.targets.device
+    return (
+        torch.tensor(kept, dtype=torch.long, device=device),
+        torch.tensor(lost, dtype=torch.long, device=device),
+    )
+
+
+def _free(fit: SolvedFit, gradient: Tensor) -> Tensor:
+    """The part of a gradient that the fit's equations leave free; with penalties, their own is added."""
+    held = fit.constraints
+    if held is None:
+        return gradient
+    rows = held.equations.jacobian(fit.module.function, fit.memory).double()
+    gradient = gradient.double()
+    soft = held.slack > 0
+    if soft.any():
+        # ∇ ½w‖b − Aδ‖² = −w Aᵀ(b − Aδ), w = ρ/τ
+        weight = fit.ridge / held.slack[soft]
+        gradient = gradient - rows[:, soft] @ (weight * held.errors(fit.module)[soft])
+    basis, _ = torch.linalg.qr(rows[:, ~soft])
+    free: Tensor = gradient - basis @ (basis.T @ gradient)
+    return free
+
+
+def _warnings(fit: SolvedFit, lost: Tensor) -> tuple[str, ...]:
+    """Warnings on what the certificate does not cover."""
+    found = []
+    record = getattr(fit._function.model, RECORD, {})
+    seen = record.get("examples", frozenset())
+    if record.get("metric"):
+        found.append(
+            "the network has the metric of a curvature: what that was summed over stays in it, forgotten "
+            "examples too if they were part of it"
+        )
+    if fit.trained:
+        found.append(
+            "the network's weights were trained on the forgotten examples, and keep what they learned"
+        )
+    if seen:
+        labels = getattr(fit, "labels", None)
+        x, y = take(fit.x, lost), fit.targets[lost] if labels is None else labels[lost]
+        again = sum(name in seen for name in example_hashes(x, y)) if len(lost) else 0
+        if again:
+            found.append(
+                f"the head was fitted on {again} of the forgotten examples: it is part of the network before "
+                "the fit, and keeps what it learned from them"
+            )
+    if fit.record.criterion != "given":
+        found.append(
+            f"the ridge was chosen by {fit.record.criterion!r} on data that include the forgotten ones"
+        )
+    return tuple(found)
+
+
+def _write(
+    folder: Path, fit: SolvedFit, after: SolvedFit, rows: tuple[Tensor, Tensor], found: ForgettingCertificate
+) -> None:
+    """The files that others need to check a certificate."""
+    function = fit._function
+    output, own = function.output, not fit.system.shared and moved_network(function) is None
+    own &= fit._targets.axis is None or isinstance(fit, PositionFit)
+    if not own or fit.constraints is not None or not isinstance(output, str | None):
+        raise InputError(
+            f"folder= with a fit whose solver is {fit.solver!r}",
+            expected="a fit of linnet.fit in the weights of the network as it came, without equations",
+            remedy="leave folder= out: the certificate itself holds for every fit",
+        )
+    kept, lost = (_data(fit, one) for one in rows)
+    weights = {name: value.detach().cpu().numpy() for name, value in after.delta.items()}
+    network = {name: value.detach().cpu().numpy() for name, value in function.model.state_dict().items()}
+    targets = fit._targets
+    about = {
+        "format": verifier.FORMAT,
+        "torch": str(torch.__version__),
+        "loss": getattr(fit, "loss", "squared"),
+        "ridge": fit.ridge,
+        "axis": targets.axis,
+        "scale": targets.scale,
+        "output": output,
+        "network": verifier.fingerprint(network),
+        "displacement": verifier.fingerprint(weights),
+        "retained": verifier.fingerprints(kept),
+        "forgotten": verifier.fingerprints(lost),
+        "gradient": found.gradient,
+        "distance": found.distance,
+        "relative distance": found.relative_distance,
+        "warnings": list(found.warnings),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(folder / "displacement.npz", allow_pickle=False, **weights)
+    shutil.copyfile(verifier.__file__, folder / "verify_certificate.py")
+    write_text(folder / "certificate.json", json.dumps(about, indent=1))
+
+
+def _data(fit: SolvedFit, rows: Tensor) -> dict[str, Any]:
+    """Training examples as named arrays, with classes as integers."""
+    x, labels, y = take(fit.x, rows), getattr(fit, "labels", None), fit.targets
+    if labels is not None:
+        hot = labels[:, None] if y.shape[1] == 1 else torch.nn.functional.one_hot(labels, y.shape[1])
+        y = labels if torch.equal(hot * fit._targets.scale, y.to(hot * fit._targets.scale)) else y
+    named = x if isinstance(x, Mapping) else {"x": x}
+    return {name: part.cpu().numpy() for name, part in {**named, "y": y[rows]}.items()}

@@ -1,0 +1,131 @@
+"""Check a certificate of forgetting without linnet: with PyTorch, the network, and the data that are left.
+
+    python verify_certificate.py certificate.json --model net.py:make --weights net.pt --data rest.npz
+
+``rest.npz`` holds ``x`` (or one array for each named input of the network) and ``y``: the examples that the
+fit still has, in any order. The fingerprints of network and examples are computed here, and the gradient of
+
+    F(δ) = Σᵢ ℓ(f₀(xᵢ) + Jᵢδ, yᵢ) + ½ ρ‖δ‖².
+
+As F is ρ-strongly convex, δ is no further than ‖∇F(δ)‖/ρ from the one optimum of these examples, which is
+what a fit has that never saw the others: whoever made it, and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.func import functional_call, grad, jvp, vjp
+
+FORMAT = "forgetting certificate 1"
+BATCH = 32  # examples at a time
+Tensors = dict[str, torch.Tensor]
+
+
+def fingerprint(arrays: Mapping[str, Any]) -> str:
+    """SHA-256 of named arrays: names, types, shapes and bytes in C order."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name}:{array.dtype.newbyteorder('=').name}:{array.shape}:".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def fingerprints(data: Mapping[str, Any]) -> list[str]:
+    """One of each example, whatever types of floats and integers hold it."""
+    plain = {name: np.asarray(part) for name, part in data.items()}
+    plain = {name: part.astype("f4" if part.dtype.kind == "f" else "i8") for name, part in plain.items()}
+    return [fingerprint({name: part[i] for name, part in plain.items()}) for i in range(len(plain["y"]))]
+
+
+def loss(f: torch.Tensor, y: torch.Tensor, about: Mapping[str, Any]) -> torch.Tensor:
+    """Σᵢ ℓ(fᵢ, yᵢ) of the certificate's loss."""
+    entropy, classes = torch.nn.functional.cross_entropy, not y.is_floating_point()
+    if about["axis"] is not None:
+        return entropy(f.movedim(about["axis"], 1), y, ignore_index=-100, reduction="sum")
+    f = f.reshape(len(f), -1)
+    if about["loss"] == "squared":
+        t = about["scale"] * torch.eye(f.shape[1], dtype=f.dtype)[y] if classes else y
+        return 0.5 * (f - t.reshape(f.shape)).square().sum()
+    if f.shape[1] == 1:
+        y = y.reshape(f.shape).to(f)
+        return torch.nn.functional.binary_cross_entropy_with_logits(f, y, reduction="sum")
+    return entropy(f, y, reduction="sum")
+
+
+def gradient(net: torch.nn.Module, delta: Tensors, data: Tensors, about: Mapping[str, Any]) -> torch.Tensor:
+    """∇F(δ), (P,)."""
+    theta = {name: value.detach() for name, value in net.named_parameters() if name in delta}
+    total = [about["ridge"] * delta[name] for name in theta]
+    for rows in torch.arange(len(data["y"])).split(BATCH):
+        parts = {name: part[rows] for name, part in data.items() if name != "y"}
+
+        def call(at: Tensors, parts: Tensors = parts) -> torch.Tensor:
+            inputs = ((parts["x"],), {}) if set(parts) == {"x"} else ((), parts)
+            found = functional_call(net, at, *inputs)
+            return found if isinstance(found, torch.Tensor) else found[about["output"] or "logits"]
+
+        f, moved = jvp(call, (theta,), (delta,))[:2]
+        slope = grad(loss)(f + moved, data["y"][rows], about)
+        pulled = vjp(call, theta)[1](slope)[0]
+        total = [own + pulled[name] for own, name in zip(total, theta, strict=True)]
+    return torch.cat([part.flatten() for part in total])
+
+
+def verified(
+    about: Mapping[str, Any], net: torch.nn.Module, weights: Any, data: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What is true of a certificate, its displacement of the weights, a network and data."""
+    network = fingerprint({name: value.numpy() for name, value in net.state_dict().items()})
+    own = fingerprints(data)
+    net = net.double().eval()
+    inputs = {name: torch.as_tensor(part) for name, part in data.items()}
+    inputs = {name: part.double() if part.is_floating_point() else part for name, part in inputs.items()}
+    delta = {name: torch.as_tensor(weights[name]).double() for name in weights}
+    distance = float(gradient(net, delta, inputs, about).norm()) / about["ridge"]
+    size = float(torch.cat([part.flatten() for part in delta.values()]).norm())
+    return {
+        "network": network == about["network"],
+        "displacement": fingerprint(dict(weights)) == about["displacement"],
+        "examples": sorted(own) == sorted(about["retained"]),
+        "forgotten examples among the data": len(set(own) & set(about["forgotten"]) - set(about["retained"])),
+        "distance to a fit that never saw them, at most": distance,
+        "relative": distance / size if size else 0.0,
+    }
+
+
+def main() -> int:
+    """Check what is named on the command line; 0 where all of it holds."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("certificate", type=Path)
+    parser.add_argument("--model", required=True, help="FILE.py:FUNCTION that makes the network")
+    parser.add_argument("--weights", type=Path, help="its weights before the fit, a state dict")
+    parser.add_argument("--data", type=Path, required=True, help="an .npz file with x and y")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="of the relative distance (1e-3)")
+    given = parser.parse_args()
+    about = json.loads(given.certificate.read_text(encoding="utf-8"))
+    if about["format"] != FORMAT:
+        parser.error(f"{given.certificate} is a {about['format']!r}, expected {FORMAT!r}")
+    file, _, make = given.model.rpartition(":")
+    net = runpy.run_path(file)[make]()
+    if given.weights is not None:
+        net.load_state_dict(torch.load(given.weights, weights_only=True))
+    with np.load(given.certificate.with_name("displacement.npz")) as weights, np.load(given.data) as data:
+        found = verified(about, net, dict(weights), dict(data))
+    sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    holds = found["network"] and found["displacement"] and found["examples"]
+    return int(not (holds and found["relative"] <= given.tolerance))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

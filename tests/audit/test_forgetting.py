@@ -1,0 +1,169 @@
+"""Certificates of forgetting of every kind of fit, and the check of their files without linnet."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import linnet
+from linnet.audit import forgetting_certificate
+from linnet.audit.verify_certificate import fingerprint
+from linnet.errors import InputError
+from linnet.fitting import CG
+
+N, GONE = 14, [1, 5, 6]
+FINE = CG(tolerance=1e-11)
+NETWORK = """
+import torch
+def make():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+def words():
+    torch.manual_seed(0)
+    layers = torch.nn.Embedding(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 5)
+    return torch.nn.Sequential(*layers)
+"""
+
+
+def network(name: str) -> Any:
+    space: dict[str, Any] = {}
+    exec(NETWORK, space)
+    return space[name]().double()
+
+
+def values() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(N, 3, generator=draw, dtype=torch.float64)
+    return x, torch.arange(N) % 2
+
+
+def texts() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(5, (N, 5), generator=torch.Generator().manual_seed(2))
+    y = ids[:, 1:].clone()
+    y[:, 0] = -100
+    return ids[:, :-1], y
+
+
+def made(kind: str) -> tuple[Any, tuple[Tensor, Tensor]]:
+    x, y = values()
+    if kind == "positions":
+        lin = linnet.linearize(network("words"), params="0.weight")
+        return linnet.fit(lin, texts(), "cross-entropy", ridge=0.1, axis=-1, solver=FINE), texts()
+    lin = linnet.linearize(network("make"))
+    if kind == "values":
+        y = torch.stack([x[:, 0] * x[:, 1], x[:, 2]], 1)
+    if kind == "probabilities":
+        y = torch.rand(N, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        y = y / y.sum(1, keepdim=True)
+    loss = "cross-entropy" if kind in ("cross-entropy", "probabilities") else "squared"
+    return linnet.fit(lin, (x, y), loss, ridge=0.1), (x, y)
+
+
+KINDS = ("classes", "values", "cross-entropy", "probabilities", "positions")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forgetting_is_certified_and_what_did_not_forget_is_not(kind: str) -> None:
+    fit, _ = made(kind)
+    found = forgetting_certificate(fit, GONE)
+    assert found.relative < 1e-8
+    assert (found.retained, found.forgotten, found.warnings) == (N - 3, 3, ())
+    less = fit.forget(GONE)
+    for name, value in less.module.delta.items():
+        with torch.no_grad():
+            value.copy_(fit.delta[name])
+    off = torch.cat([(fit.delta[k] - v).flatten() for k, v in fit.forget(GONE).delta.items()])
+    assert forgetting_certificate(fit, less).distance >= float(off.norm())
+
+
+def test_the_bound_of_nested_fits_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = linnet.adapt(network("make"), values(), ridge=0.1)
+    less = fit.forget(GONE)
+    assert forgetting_certificate(fit, less).relative < 1e-9
+    off = 1e-3 * torch.randn(N - 3, 2, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    kernel, beta = less.system.dual.kernel, less.system.beta
+    monkeypatch.setattr(type(less.system), "beta", beta + off)
+    distance = float((off * (kernel @ off)).sum().sqrt())
+    wrong = (kernel + less.ridge * torch.eye(N - 3, dtype=torch.float64)) @ off
+    found = forgetting_certificate(fit, less)
+    assert found.distance >= distance
+    assert found.gradient == pytest.approx(float((wrong * (kernel @ wrong)).sum().sqrt()), rel=1e-6)
+
+
+def test_trained_weights_are_said_to_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = linnet.adapt(network("make"), values(), ridge=0.1)
+    assert forgetting_certificate(fit, [0]).warnings == ()
+    monkeypatch.setattr(type(fit), "trained", True)
+    assert "were trained on the forgotten" in forgetting_certificate(fit, [0]).warnings[0]
+
+
+def check(folder: Path, data: Any, *, make: str = "make", double: bool = True) -> tuple[int, dict[str, Any]]:
+    x, y = data
+    np.savez(folder / "rest.npz", x=x.numpy(), y=y.numpy())
+    source = NETWORK + f"\ndef own():\n    return {make}(){'.double()' if double else ''}\n"
+    (folder / "net.py").write_text(source)
+    script = folder / "verify_certificate.py"
+    assert "import linnet" not in script.read_text()
+    assert "from linnet" not in script.read_text()
+    words = [sys.executable, str(script), str(folder / "certificate.json"), "--model"]
+    words += [f"{folder / 'net.py'}:own", "--data", str(folder / "rest.npz")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def without(data: tuple[Tensor, Tensor], gone: list[int]) -> tuple[Tensor, Tensor]:
+    keep = torch.tensor([i for i in range(len(data[0])) if i not in gone]).flip(0)  # in any order
+    return data[0][keep], data[1][keep]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_others_can_check_it_without_linnet(kind: str, tmp_path: Path) -> None:
+    fit, data = made(kind)
+    found = forgetting_certificate(fit, GONE, tmp_path)
+    make = "words" if kind == "positions" else "make"
+    code, said = check(tmp_path, without(data, GONE), make=make)
+    assert code == 0, said
+    assert said["network"]
+    assert said["displacement"]
+    assert said["examples"]
+    assert said["relative"] < 1e-6
+    assert said["distance to a fit that never saw them, at most"] == pytest.approx(found.distance, abs=1e-6)
+
+
+def test_what_is_not_so_is_found(tmp_path: Path) -> None:
+    fit, data = made("classes")
+    forgetting_certificate(fit, GONE, tmp_path)
+    code, said = check(tmp_path, without(data, GONE[1:]))  # a forgotten one is among the data
+    assert code == 1
+    assert not said["examples"]
+    assert said["forgotten examples among the data"] == 1
+    code, said = check(tmp_path, without(data, GONE), double=False)  # another network, if by rounding alone
+    assert code == 1
+    assert not said["network"]
+    # the displacement of the fit before, under a certificate that names it
+    weights = {name: value.numpy() for name, value in fit.delta.items()}
+    np.savez(tmp_path / "displacement.npz", **weights)
+    assert not check(tmp_path, without(data, GONE))[1]["displacement"]
+    about = json.loads((tmp_path / "certificate.json").read_text())
+    about["displacement"] = fingerprint(weights)
+    (tmp_path / "certificate.json").write_text(json.dumps(about))
+    code, said = check(tmp_path, without(data, GONE))
+    assert code == 1
+    assert said["displacement"]
+    assert said["relative"] > 0.01
+
+
+def test_files_are_for_weights_of_the_network_alone(tmp_path: Path) -> None:
+    net, data = network("make"), values()
+    with pytest.raises(InputError, match="leave folder= out"):
+        forgetting_certificate(linnet.adapt(net, data, ridge=0.1), [0], tmp_path)
+    assert not list(tmp_path.iterdir())
