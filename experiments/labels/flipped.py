@@ -3,8 +3,8 @@
 A random network of one hidden layer is linearized and fitted in closed form to 150 images, some labels of
 which are flipped to another class. "Disagrees" doubts every label that is not the leave-one-out prediction;
 "confident learning" is the rule of Northcutt, Jiang and Chuang (JAIR 2021): the off-diagonal of the confident
-joint, with the mean leave-one-out probability of each class as its threshold; the last is
-``linnet.audit.mislabeled``.
+joint, with the mean leave-one-out probability of each class as its threshold; the last two are the lists of
+``linnet.audit.mislabeled``. Orders are compared by their area under the ROC curve.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 
 SETS = ("mnist", "fashion_mnist", "sign_digits_64")
-SHARES = (0.0, 0.05, 0.1, 0.2)
+SHARES = (0.0, 0.05, 0.1, 0.2, 0.4)
 SIDE, HIDDEN = 14, 256
-RULES = ("disagrees", "confident learning", "linnet")
+RULES = ("disagrees", "confident learning", "suspected", "doubted")
+ORDERS = ("self-confidence", "margin")
 
 
 def flipped(labels: Tensor, share: float, classes: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -43,6 +44,14 @@ def confident_learning(p: Tensor, labels: Tensor) -> Tensor:
     return (confident.values >= 0) & (confident.indices != labels)
 
 
+def area(score: Tensor, wrong: Tensor) -> float | None:
+    """The share of pairs of a wrong and a right label of which the wrong one is the more suspect."""
+    if not wrong.any():
+        return None
+    pairs = score[wrong][:, None] - score[~wrong]
+    return float(((pairs > 0) + 0.5 * (pairs == 0)).mean())
+
+
 def compared(name: str, share: float, seed: int, count: int, data_dir: str | None) -> dict[str, Any]:
     """Labels found by each rule on one draw."""
     data = images(name, data_dir)
@@ -55,14 +64,18 @@ def compared(name: str, share: float, seed: int, count: int, data_dir: str | Non
     outputs, temperature = fit.loo().double(), fit.point_temperature
     assert temperature is not None
     found = linnet.audit.mislabeled(outputs, labels)
-    doubted = torch.zeros_like(wrong)
-    doubted[found.indices] = True
-    rules = (outputs.argmax(1) != labels, confident_learning((outputs / temperature).softmax(1), labels))
+    lists = torch.zeros(2, len(wrong), dtype=torch.bool)
+    lists[0, found.suspected()], lists[1, found.doubted()] = True, True
+    p = (outputs / temperature).softmax(1)
+    rules = (outputs.argmax(1) != labels, confident_learning(p, labels), *lists)
     result: dict[str, Any] = {"wrong": int(wrong.sum()), "expected": found.expected, "rate": found.rate}
-    for rule, doubts in zip(RULES, (*rules, doubted), strict=True):
+    for rule, doubts in zip(RULES, rules, strict=True):
         result[f"{rule}: doubted"] = int(doubts.sum())
         result[f"{rule}: found"] = int((doubts & wrong).sum())
-    return result
+    orders = (1 - p.gather(1, labels[:, None])[:, 0], found.scores)
+    return result | {
+        f"{order}: area": area(score, wrong) for order, score in zip(ORDERS, orders, strict=True)
+    }
 
 
 def rows(cells: list[Cell]) -> list[list[str]]:
@@ -79,8 +92,18 @@ def rows(cells: list[Cell]) -> list[list[str]]:
                 precision = f"{100 * found / max(sum(doubted), 1):.0f}" if wrong else "–"
                 recall = f"{100 * found / wrong:.0f}" if wrong else "–"
                 row += [f"{sum(doubted) / len(doubted):.1f}", f"{precision} / {recall}"]
+            areas = [chosen(cells, f"{order}: area", **where) for order in ORDERS]
+            row += [with_error(one, 2) if wrong else "–" for one in areas]
             made.append([*row, with_error(chosen(cells, "expected", **where))])
     return made
+
+
+def table(cells: list[Cell]) -> str:
+    """Markdown of the rows."""
+    header = ["data, share flipped", "flipped"]
+    for rule in RULES:
+        header += [rule, "precision / recall %"]
+    return markdown([*header, *(f"area of {order}" for order in ORDERS), "expected by chance"], rows(cells))
 
 
 def main() -> None:
@@ -97,10 +120,7 @@ def main() -> None:
         for share in SHARES
         for seed in study.seeds
     ]
-    header = ["data, share flipped", "flipped"]
-    for rule in RULES:
-        header += [rule, "precision / recall %"]
-    study.publish(markdown([*header, "expected by chance"], rows(cells)), cells)
+    study.publish(table(cells), cells)
 
 
 if __name__ == "__main__":

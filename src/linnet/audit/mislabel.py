@@ -90,6 +90,12 @@ class LabelErrors(Record):
         # as many as leave-one-out errors, right labels of hard examples among them; doubted leaves those out
         return self.order[(self._known(self.labels) != self._known(self.predicted))[self.order]]
 
+    def suspected(self) -> Tensor:
+        """Positions (K,) of labels that are worth a look, by confident learning, most suspect first."""
+        # another class reaches the probability that is usual of it; the doubted ones are among them
+        suggested = self._known(self.suggested)
+        return self.order[((suggested >= 0) & (suggested != self.labels))[self.order]]
+
     def doubted(self) -> Tensor:
         """Positions (K,) of labels that are likelier wrong than right, most suspect first."""
         doubted = torch.zeros_like(self.order, dtype=torch.bool)
@@ -106,7 +112,7 @@ class LabelErrors(Record):
         share = "hardly any" if self.recall < FLIPS else f"about {100 * self.recall:.0f} % of"
         return (
             f"at {accuracy:.0f} % leave-one-out accuracy {share} wrong labels can be told from hard samples: "
-            f"the {contradicted} that leave-one-out contradicts are worth a look"
+            f"the {len(self.suspected())} that leave-one-out contradicts most surely are worth a look"
         )
 
     def to_frame(self) -> DataFrame:
@@ -182,9 +188,10 @@ def mislabeled(fit: Fitted | Tensor, labels: Tensor | None = None, *, score: str
     Returns:
         The ranking: ``order`` and ``scores`` (N,), and their parts ``residual`` and ``self_influence`` (N,).
         Of classes also ``doubted()``, the positions (K,) of labels that are likelier wrong than right, of
-        which ``expected`` would be there by chance, and ``flagged()``, all that leave-one-out contradicts; by
-        label ``predicted``, ``suggested`` and ``wrong``, the probability that it is wrong, (N,). In words by
-        ``print``, as a table by ``to_frame()``.
+        which ``expected`` would be there by chance, ``suspected()``, a longer list that finds more of the
+        wrong ones, by the rule of confident learning, and ``flagged()``, all that leave-one-out contradicts;
+        by label ``predicted``, ``suggested`` and ``wrong``, the probability that it is wrong, (N,). In words
+        by ``print``, as a table by ``to_frame()``.
 
     Raises:
         InputError: If the score is none of these, the margin is asked of a regression, outputs are not
