@@ -23,7 +23,6 @@ from linnet.errors import InputError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.optim.gauss_newton_inverse import DampingSearch, Inverse, Undamped, adapted, hopeless
 from linnet.optim.gauss_newton_model import (
-    EXPECTATION,
     LinearizedBatch,
     Network,
     OnePass,
@@ -105,10 +104,9 @@ class GaussNewton(torch.optim.Optimizer):
         likelihood: What its outputs mean; the loss is its mean negative log-likelihood.
         structure: ``"kfac"``, ``"kfra"``, ``"ekfac"``, ``"diagonal"``, ``"block"``, ``"full"`` (tiny
             networks), or a mapping, as in :func:`linnet.curvature`.
-        expectation: As in :func:`linnet.curvature`, whose default is ``"auto"``. Here it is ``"mc"``: one
-            backward pass a step, however many outputs there are. With "kfac" it is KFAC (Martens and Grosse
-            2015), and ``"exact"`` is KFLR. Pass ``"exact"`` for "block" and "full"; "kfra" has a recursion of
-            its own.
+        expectation: As in :func:`linnet.curvature`. By default it is ``"exact"`` for "block" and "full", and
+            otherwise ``"mc"``: one backward pass a step, however many outputs there are. With "kfac" that is
+            KFAC (Martens and Grosse 2015), and ``"exact"`` is KFLR; "kfra" has a recursion of its own.
         damping: τ and ζ at the start, as one number or a :class:`~linnet.optim.Damping`; by default the best
             of a grid at the first step. They move on from there; 0 stays 0.
         weight_decay: λ.
@@ -152,7 +150,7 @@ class GaussNewton(torch.optim.Optimizer):
         model: nn.Module,
         likelihood: Likelihood,
         structure: Structure = "kfac",
-        expectation: str = EXPECTATION,
+        expectation: str | None = None,
         damping: float | Damping | None = None,
         weight_decay: float = 0.0,
         **options: Unpack[GaussNewtonOptions],

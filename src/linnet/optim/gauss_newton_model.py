@@ -322,7 +322,7 @@ def _wide(f: Tensor) -> torch.dtype:
     return torch.promote_types(f.dtype, torch.float32)
 
 
-EXPECTATION = "mc"  # the optimizer's default: one backward pass a batch, however many outputs there are
+EXPECTATION = "mc"  # of the factored structures: one backward pass a batch, however many outputs there are
 Average = RunningCurvature | RunningRecursion
 
 
@@ -330,10 +330,12 @@ def average_of(
     function: Functional,
     likelihood: Likelihood,
     structure: Structure,
-    expectation: str,
+    expectation: str | None,
     settings: Settings,
 ) -> Average:
     """An empty average."""
+    if expectation is None:
+        expectation = "exact" if structure in ("block", "full") else EXPECTATION
     choice("expectation", expectation, EXPECTATIONS, 'pass "mc" if unsure')
     if structure == "kfra":
         resolve("kfra", expectation, default=EXPECTATION)
