@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,6 +137,31 @@ def test_sentences_say_what_the_page_of_papers_says(
     (row,) = (row for row in papers.rows()[paper] if row["what"] == what)
     said = [one.replace("−", "-") for one in re.findall(sentence, text)]
     assert said == [papers.averaged(row["numbers"][name])]
+
+
+FAST, BARE, FULL = "fast_adaptation", "TangentGP, without f₀", "Laplace, full"
+
+
+def uci(name: str, way: str = BARE, other: str = FULL) -> dict[str, Any]:
+    """By how much one way's density is above another's on a set."""
+    where = [{"set": name, "way": one} for one in (way, other)]
+    return {"file": f"{FAST}/uci.json", "by": ["split"], "of": "density", "digits": 2,
+            "cells": where[0], "less": where[1]}  # fmt: skip
+
+
+DIFFERENCES = [
+    (FAST, r"(\S+ ± \S+) above the process with f₀ on yacht", uci("yacht", other="TangentGP")),
+    (FAST, r"(\S+ ± \S+) and \S+ ± \S+ above full Laplace on energy", uci("energy")),
+    (FAST, r"(\S+ ± \S+) above full Laplace on energy", uci("wine")),
+    (FAST, r"on boston \(ahead by (\S+ ± \S+)\)", uci("boston")),
+    (FAST, r"is ahead of it by (\S+ ± \S+)\. Its error", uci("concrete", FULL, BARE)),
+]
+
+
+@pytest.mark.parametrize(("page", "sentence", "number"), DIFFERENCES)
+def test_sentences_say_what_pairs_of_cells_say(page: str, sentence: str, number: dict[str, Any]) -> None:
+    text = " ".join((pages.RESULTS / f"{page}.md").read_text(encoding="utf-8").split())
+    assert [one.replace("−", "-") for one in re.findall(sentence, text)] == [papers.averaged(number)]
 
 
 VERDICTS = r"(holds(?: from .+ on)?|does not hold here|undecided|not run|not obtainable)"
