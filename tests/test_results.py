@@ -127,6 +127,15 @@ PAIRED = [
     (PERIODS, r"ends at (\S+ ± \S+) points", ITERATIVE, "fig. 3", "thousand"),
     (PERIODS, r"\((\S+ ± \S+) for K = 100\)", ITERATIVE, "fig. 3", "hundred"),
 ]
+PAIRED += [
+    ("fast_adaptation.md", sentence, "fast adaptation", "Olivetti faces (app. E.2)", name)
+    for sentence, name in (
+        (r"(\S+ ± \S+) above the retrained last layer", "last"),
+        (r"(\S+ ± \S+) above the network with all", "all"),
+        (r"features it is by (\S+ ± \S+),", "ablr"),
+        (r"the process has (\S+ ± \S+) degrees more", "network error"),
+    )
+]
 
 
 @pytest.mark.parametrize(("page", "sentence", "paper", "what", "name"), PAIRED)
