@@ -115,6 +115,7 @@ def test_sentences_say_what_the_cells_say(page: str, sentence: str, names: list[
 
 
 PERIODS, ITERATIVE = "iterative_linearization.md", "iterative linearization"
+FACES, OWN = "Olivetti faces (app. E.2)", "sinusoids of the main text (app. E.2)"
 PAIRED = [
     ("lqf.md", r"mean diagonal is (\S+ ± \S+) points", "lqf", "fig. 8", "low"),
     ("optimizer.md", r"best long run is (\S+ ± \S+)\.", "curvature", "fig. 4.1, per update", "kfac faces"),
@@ -128,12 +129,16 @@ PAIRED = [
     (PERIODS, r"\((\S+ ± \S+) for K = 100\)", ITERATIVE, "fig. 3", "hundred"),
 ]
 PAIRED += [
-    ("fast_adaptation.md", sentence, "fast adaptation", "Olivetti faces (app. E.2)", name)
-    for sentence, name in (
-        (r"(\S+ ± \S+) above the retrained last layer", "last"),
-        (r"(\S+ ± \S+) above the network with all", "all"),
-        (r"features it is by (\S+ ± \S+),", "ablr"),
-        (r"the process has (\S+ ± \S+) degrees more", "network error"),
+    ("fast_adaptation.md", sentence, "fast adaptation", what, name)
+    for sentence, what, name in (
+        (r"(\S+ ± \S+) above the retrained last layer", FACES, "last"),
+        (r"(\S+ ± \S+) above the network with all", FACES, "all"),
+        (r"features it is by (\S+ ± \S+),", FACES, "ablr"),
+        (r"the process has (\S+ ± \S+) degrees more", FACES, "network error"),
+        (r"costs (\S+ ± \S+) \(10", OWN, "f 10"),
+        (r"and (\S+ ± \S+) \(100 points\) in RMSE", OWN, "f 100"),
+        (r"less tanh is (\S+ ± \S+) \(10", "fig. A.5", "tuned 10"),
+        (r"and (\S+ ± \S+) \(100 points\), and at", "fig. A.5", "tuned 100"),
     )
 ]
 
@@ -158,11 +163,21 @@ def uci(name: str, way: str = BARE, other: str = FULL) -> dict[str, Any]:
             "cells": where[0], "less": where[1]}  # fmt: skip
 
 
+def sinusoids(points: int) -> dict[str, Any]:
+    """By how much the error of the process differs from that of the last layer alone, behind tanh."""
+    where = {"activation": "tanh", "first": points}
+    return {"file": f"{FAST}/sinusoids.json", "by": ["seed"], "digits": 2, "cells": where, "less": where,
+            "of": "scores/Jacobian products, tuned, without f₀/error",
+            "less of": "scores/last layer (ABLR)/error"}  # fmt: skip
+
+
 DIFFERENCES = [
     (FAST, r"(\S+ ± \S+) above the process with f₀ on yacht", uci("yacht", other="TangentGP")),
     (FAST, r"(\S+ ± \S+) and \S+ ± \S+ above full Laplace on energy", uci("energy")),
     (FAST, r"(\S+ ± \S+) above full Laplace on energy", uci("wine")),
     (FAST, r"on boston \(ahead by (\S+ ± \S+)\)", uci("boston")),
+    (FAST, r"errors of the difference \((\S+ ± \S+) and", sinusoids(10)),
+    (FAST, r"and (\S+ ± \S+) behind tanh\)", sinusoids(100)),
     (FAST, r"is ahead of it by (\S+ ± \S+)\. Its error", uci("concrete", FULL, BARE)),
 ]
 
