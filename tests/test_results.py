@@ -139,6 +139,9 @@ PAIRED += [
         (r"and (\S+ ± \S+) \(100 points\) in RMSE", OWN, "f 100"),
         (r"less tanh is (\S+ ± \S+) \(10", "fig. A.5", "tuned 10"),
         (r"and (\S+ ± \S+) \(100 points\), and at", "fig. A.5", "tuned 100"),
+        (r"differs by (\S+ ± \S+), paired", "fig. A.2, halves of MNIST", "halves"),
+        (r"higher by (\S+ ± \S+) for MNIST1", "fig. A.2, Fashion MNIST", "first"),
+        (r"by (\S+ ± \S+) for MNIST2", "fig. A.2, Fashion MNIST", "second"),
     )
 ]
 
