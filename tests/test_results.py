@@ -122,6 +122,16 @@ PAIRED = [
     ("continual.md", r"less SI is (\S+ ± \S+) points", "curvature", "fig. 5.9, diagonal and SI", "less"),
     ("kernels.md", r"(\S+ ± \S+) in LeNet and", "kernels", "app. B, binarized eigenfunctions", "lenet"),
     ("kernels.md", r"LeNet and (\S+ ± \S+) in the", "kernels", "app. B, binarized eigenfunctions", "mlp"),
+    ("lqf.md", r"fifth costs (\S+ ± \S+) points more", "lqf", "fig. 6 right, a fifth dropped", "least"),
+    (
+        "lqf.md",
+        r"fifth, paired over draws, and (\S+ ± \S+)",
+        "lqf",
+        "fig. 6 right, a fifth dropped",
+        "random",
+    ),
+    ("lqf.md", r"difference is (\S+ ± \S+) points at a", "lqf", "fig. 6 right, a fifth dropped", "within"),
+    ("lqf.md", r"(\S+ ± \S+) at two fifths", "lqf", "fig. 6 right, most dropped", "b40"),
     (PERIODS, r"less that at K = 1 is (\S+ ± \S+) points", ITERATIVE, "fig. 2, mini-batches", "thousand"),
     (PERIODS, r"without an update it is (\S+ ± \S+) points", ITERATIVE, "fig. 2, mini-batches", "never"),
     (PERIODS, r"K = 100 less K = 1 is (\S+ ± \S+)", ITERATIVE, "fig. 2, mini-batches", "last hundred"),
@@ -156,6 +166,7 @@ def test_sentences_say_what_the_page_of_papers_says(
     assert said == [papers.averaged(row["numbers"][name])]
 
 
+RANKS = "rank correlation with leave-one-out residuals"
 FAST, BARE, FULL = "fast_adaptation", "TangentGP, without f₀", "Laplace, full"
 
 
@@ -174,7 +185,17 @@ def sinusoids(points: int) -> dict[str, Any]:
             "less of": "scores/last layer (ABLR)/error"}  # fmt: skip
 
 
+def informative(of: str, within: bool, times: int = 100, digits: int = 1) -> dict[str, Any]:
+    """A number of the study of informative samples on MNIST."""
+    where = {"pair": "resnet20 → mnist 32", "within class": within}
+    return {"file": "lqf/informative.json", "by": ["seed"], "of": of, "cells": where, "times": times,
+            "digits": digits}  # fmt: skip
+
+
 DIFFERENCES = [
+    ("lqf", r"samples is ahead by (\S+ ± \S+) points", informative("most/3 - least/3", False)),
+    ("lqf", r"and by (\S+ ± \S+) if every class", informative("most/3 - least/3", True)),
+    ("lqf", r"residuals correlate at (\S+ ± \S+)", informative(RANKS, False, 1, 3)),
     (FAST, r"(\S+ ± \S+) above the process with f₀ on yacht", uci("yacht", other="TangentGP")),
     (FAST, r"(\S+ ± \S+) and \S+ ± \S+ above full Laplace on energy", uci("energy")),
     (FAST, r"(\S+ ± \S+) above full Laplace on energy", uci("wine")),
