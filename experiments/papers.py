@@ -118,7 +118,7 @@ def shown(row: Row) -> Iterator[str]:
     """The cells of a row."""
     yield f"[{row['what']}]({row['section']})" if "section" in row else row["what"]
     yield from (row["claim"], row["theirs"], ours(row), row["size"], f"**{row['verdict']}**")
-    yield f"`{row['command']}`" if row["command"] != "–" else "–"
+    yield f"`{row['command']}`".replace("|", r"\|") if row["command"] != "–" else "–"
 
 
 def table(paper: str, _: Sequence[Mapping[str, Any]] = ()) -> str:

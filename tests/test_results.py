@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,12 +114,45 @@ def test_sentences_say_what_the_cells_say(page: str, sentence: str, names: list[
         assert ([one] if isinstance(one, str) else list(one)) == [claims()[name] for name in names]
 
 
+PERIODS, ITERATIVE = "iterative_linearization.md", "iterative linearization"
+FACES, OWN = "Olivetti faces (app. E.2)", "sinusoids of the main text (app. E.2)"
 PAIRED = [
     ("lqf.md", r"mean diagonal is (\S+ ± \S+) points", "lqf", "fig. 8", "low"),
     ("optimizer.md", r"best long run is (\S+ ± \S+)\.", "curvature", "fig. 4.1, per update", "kfac faces"),
     ("continual.md", r"less SI is (\S+ ± \S+) points", "curvature", "fig. 5.9, diagonal and SI", "less"),
     ("kernels.md", r"(\S+ ± \S+) in LeNet and", "kernels", "app. B, binarized eigenfunctions", "lenet"),
     ("kernels.md", r"LeNet and (\S+ ± \S+) in the", "kernels", "app. B, binarized eigenfunctions", "mlp"),
+    ("lqf.md", r"fifth costs (\S+ ± \S+) points more", "lqf", "fig. 6 right, a fifth dropped", "least"),
+    (
+        "lqf.md",
+        r"fifth, paired over draws, and (\S+ ± \S+)",
+        "lqf",
+        "fig. 6 right, a fifth dropped",
+        "random",
+    ),
+    ("lqf.md", r"difference is (\S+ ± \S+) points at a", "lqf", "fig. 6 right, a fifth dropped", "within"),
+    ("lqf.md", r"(\S+ ± \S+) at two fifths", "lqf", "fig. 6 right, most dropped", "b40"),
+    (PERIODS, r"less that at K = 1 is (\S+ ± \S+) points", ITERATIVE, "fig. 2, mini-batches", "thousand"),
+    (PERIODS, r"without an update it is (\S+ ± \S+) points", ITERATIVE, "fig. 2, mini-batches", "never"),
+    (PERIODS, r"K = 100 less K = 1 is (\S+ ± \S+)", ITERATIVE, "fig. 2, mini-batches", "last hundred"),
+    (PERIODS, r"ends at (\S+ ± \S+) points", ITERATIVE, "fig. 3", "thousand"),
+    (PERIODS, r"\((\S+ ± \S+) for K = 100\)", ITERATIVE, "fig. 3", "hundred"),
+]
+PAIRED += [
+    ("fast_adaptation.md", sentence, "fast adaptation", what, name)
+    for sentence, what, name in (
+        (r"(\S+ ± \S+) above the retrained last layer", FACES, "last"),
+        (r"(\S+ ± \S+) above the network with all", FACES, "all"),
+        (r"features it is by (\S+ ± \S+),", FACES, "ablr"),
+        (r"the process has (\S+ ± \S+) degrees more", FACES, "network error"),
+        (r"costs (\S+ ± \S+) \(10", OWN, "f 10"),
+        (r"and (\S+ ± \S+) \(100 points\) in RMSE", OWN, "f 100"),
+        (r"less tanh is (\S+ ± \S+) \(10", "fig. A.5", "tuned 10"),
+        (r"and (\S+ ± \S+) \(100 points\), and at", "fig. A.5", "tuned 100"),
+        (r"differs by (\S+ ± \S+), paired", "fig. A.2, halves of MNIST", "halves"),
+        (r"higher by (\S+ ± \S+) for MNIST1", "fig. A.2, Fashion MNIST", "first"),
+        (r"by (\S+ ± \S+) for MNIST2", "fig. A.2, Fashion MNIST", "second"),
+    )
 ]
 
 
@@ -130,6 +164,52 @@ def test_sentences_say_what_the_page_of_papers_says(
     (row,) = (row for row in papers.rows()[paper] if row["what"] == what)
     said = [one.replace("−", "-") for one in re.findall(sentence, text)]
     assert said == [papers.averaged(row["numbers"][name])]
+
+
+RANKS = "rank correlation with leave-one-out residuals"
+FAST, BARE, FULL = "fast_adaptation", "TangentGP, without f₀", "Laplace, full"
+
+
+def uci(name: str, way: str = BARE, other: str = FULL) -> dict[str, Any]:
+    """By how much one way's density is above another's on a set."""
+    where = [{"set": name, "way": one} for one in (way, other)]
+    return {"file": f"{FAST}/uci.json", "by": ["split"], "of": "density", "digits": 2,
+            "cells": where[0], "less": where[1]}  # fmt: skip
+
+
+def sinusoids(points: int) -> dict[str, Any]:
+    """By how much the error of the process differs from that of the last layer alone, behind tanh."""
+    where = {"activation": "tanh", "first": points}
+    return {"file": f"{FAST}/sinusoids.json", "by": ["seed"], "digits": 2, "cells": where, "less": where,
+            "of": "scores/Jacobian products, tuned, without f₀/error",
+            "less of": "scores/last layer (ABLR)/error"}  # fmt: skip
+
+
+def informative(of: str, within: bool, times: int = 100, digits: int = 1) -> dict[str, Any]:
+    """A number of the study of informative samples on MNIST."""
+    where = {"pair": "resnet20 → mnist 32", "within class": within}
+    return {"file": "lqf/informative.json", "by": ["seed"], "of": of, "cells": where, "times": times,
+            "digits": digits}  # fmt: skip
+
+
+DIFFERENCES = [
+    ("lqf", r"samples is ahead by (\S+ ± \S+) points", informative("most/3 - least/3", False)),
+    ("lqf", r"and by (\S+ ± \S+) if every class", informative("most/3 - least/3", True)),
+    ("lqf", r"residuals correlate at (\S+ ± \S+)", informative(RANKS, False, 1, 3)),
+    (FAST, r"(\S+ ± \S+) above the process with f₀ on yacht", uci("yacht", other="TangentGP")),
+    (FAST, r"(\S+ ± \S+) and \S+ ± \S+ above full Laplace on energy", uci("energy")),
+    (FAST, r"(\S+ ± \S+) above full Laplace on energy", uci("wine")),
+    (FAST, r"on boston \(ahead by (\S+ ± \S+)\)", uci("boston")),
+    (FAST, r"errors of the difference \((\S+ ± \S+) and", sinusoids(10)),
+    (FAST, r"and (\S+ ± \S+) behind tanh\)", sinusoids(100)),
+    (FAST, r"is ahead of it by (\S+ ± \S+)\. Its error", uci("concrete", FULL, BARE)),
+]
+
+
+@pytest.mark.parametrize(("page", "sentence", "number"), DIFFERENCES)
+def test_sentences_say_what_pairs_of_cells_say(page: str, sentence: str, number: dict[str, Any]) -> None:
+    text = " ".join((pages.RESULTS / f"{page}.md").read_text(encoding="utf-8").split())
+    assert [one.replace("−", "-") for one in re.findall(sentence, text)] == [papers.averaged(number)]
 
 
 VERDICTS = r"(holds(?: from .+ on)?|does not hold here|undecided|not run|not obtainable)"
@@ -167,7 +247,7 @@ def test_papers_have_the_verdicts_that_their_sentence_counts() -> None:
 
 
 def test_commands_of_papers_exist() -> None:
-    commands = {row[6].strip("`") for row in judged()} - {"–"}
+    commands = {row[6].strip("`").split()[0] for row in judged()} - {"–"}
     assert len(commands) > 20
     assert not [one for one in commands if not one.startswith("experiments.") or not find_spec(one)]
     assert all(row[6] != "–" for row in judged() if row[5].startswith(("**hold", "**undec", "**does")))

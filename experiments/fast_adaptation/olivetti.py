@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,8 @@ from experiments.baselines.last_layer import last_layer
 from experiments.fast_adaptation.networks import face_network
 from experiments.figures import COLORS, figure, save
 from experiments.locate import find_data_dir
-from experiments.study import Study, parser
-from experiments.tables import markdown, with_error
+from experiments.study import Cell, Study, parser
+from experiments.tables import chosen, markdown, with_error
 from linnet.likelihoods import HeteroscedasticGaussian
 
 UNIT = 45.0  # degrees in a unit of the target
@@ -175,16 +176,24 @@ def main(arguments: list[str] | None = None) -> None:
                         "held_out": given.held_out}  # fmt: skip
                 run = lambda w=way, d=data, t=test, n=network: adapted(w, n(), d, t, given.retrain)  # noqa: E731
                 cells.append(study.cell(what, run))
+    study.publish(table(cells), cells)
+    draw(study, cells, given.points)
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: errors and log densities of each way, a column for each number of faces."""
+    sizes = list(dict.fromkeys(cell["points"] for cell in cells))
     rows = []
     for way in WAYS:
-        own = [[c for c in cells if c["way"] == way and c["points"] == n] for n in given.points]
-        rows.append([way, *(with_error([c["rmse"] for c in part], 1) for part in own),
-                     *(with_error([c["density"] for c in part], 2) for part in own),
-                     with_error([c["took"] for c in own[-1]], 1)])  # fmt: skip
-    header = ["", *(f"RMSE, {n} faces" for n in given.points), *(f"log density, {n}" for n in given.points),
-              f"seconds, {given.points[-1]}"]  # fmt: skip
-    study.publish(markdown(header, rows), cells)
-    draw(study, cells, given.points)
+        errors, densities = (
+            [with_error(chosen(cells, key, way=way, points=n), digits) for n in sizes]
+            for key, digits in (("rmse", 1), ("density", 2))
+        )
+        rows.append(
+            [way, *errors, *densities, with_error(chosen(cells, "took", way=way, points=sizes[-1]), 1)]
+        )
+    header = ["", *(f"RMSE (degrees), {n} faces" for n in sizes), *(f"log density, {n}" for n in sizes)]
+    return markdown([*header, f"seconds, {sizes[-1]}"], rows)
 
 
 if __name__ == "__main__":

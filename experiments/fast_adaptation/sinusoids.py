@@ -12,6 +12,8 @@ the first task, as in the paper, unless hyper-parameters are tuned. The paper sh
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +23,8 @@ from torch.nn import functional as F
 import linnet
 from experiments.baselines.last_layer import last_layer
 from experiments.figures import COLORS, figure, save
-from experiments.study import Study, parser
-from experiments.tables import chosen, markdown, with_error
+from experiments.study import Cell, Study, parser
+from experiments.tables import markdown, with_error
 from linnet.likelihoods import Gaussian
 
 POINTS, BATCH = 10, 3
@@ -138,7 +140,7 @@ def adapted(model: nn.Module, noise: float, tasks: int, first: int) -> dict[str,
     return {"scores": means, "apart": apart, "curves": curves}
 
 
-def draw(study: Study, cells: list[dict[str, Any]], tasks: int) -> None:
+def draw(study: Study, cells: list[dict[str, Any]]) -> None:
     """Figures A.5 and A.6 on the first task of seed 0."""
     shown = ("Jacobian products", "Fisher differences", "Jacobian products, tuned", "last layer (ABLR)")
     drawn, axes = figure(columns=4, rows=2, width=2.7, height=2.3)
@@ -183,20 +185,27 @@ def main(arguments: list[str] | None = None) -> None:
                 what = {"activation": activation, "first": points, "seed": seed, "epochs": given.epochs,
                         "tasks": given.tasks}  # fmt: skip
                 cells.append(study.cell(what, run))
+    study.publish(table(cells), [{k: v for k, v in cell.items() if k != "curves"} for cell in cells])
+    draw(study, cells)
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: a row for each way behind each kind of network, means over networks."""
     rows = []
-    for points in given.first:
-        for activation in ("tanh", "relu"):
-            own = [c for c in cells if c["activation"] == activation and c["first"] == points]
-            for name in own[0]["scores"]:
-                values = [[c["scores"][name][k] for c in own] for k in ("error", "density", "covered")]
-                apart = f"{max(c['apart'][name] for c in own):.1e}" if name in WAYS else "–"
-                noise = with_error(chosen(own, "noise"), 4)
-                numbers = [with_error(v, *d) for v, d in zip(values, ((2,), (2,), (1, 100)), strict=True)]
-                rows.append([f"{activation}, {points} points: {name}", *numbers, apart, noise])
-    header = ["network and way", "RMSE / A", "log density (nats)", "in 95 % interval, %",
-              "apart from Jacobian products", "σ²"]  # fmt: skip
-    study.publish(markdown(header, rows), cells)
-    draw(study, cells, given.tasks)
+    for activation, points in dict.fromkeys((cell["activation"], cell["first"]) for cell in cells):
+        own = [cell for cell in cells if (cell["activation"], cell["first"]) == (activation, points)]
+        title = f"{activation.replace('relu', 'ReLU')}, {points}"
+        for name in own[0]["scores"]:
+            numbers = [
+                with_error((cell["scores"][name][key] for cell in own), digits, scale)
+                for key, digits, scale in (("error", 2, 1), ("density", 2, 1), ("covered", 1, 100))
+            ]
+            gaps = [cell["apart"][name] for cell in own] if name in WAYS else []
+            apart = f"{statistics.median(gaps):.1e}, {max(gaps):.1e}" if any(gaps) else "–"
+            rows.append([title, name, *numbers, apart])
+            title = ""
+    header = ["network, points of the first task", "way", "RMSE / A", "log density (nats)"]
+    return markdown([*header, "in 95 % interval, %", "apart: median, largest"], rows)
 
 
 if __name__ == "__main__":

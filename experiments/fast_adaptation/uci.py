@@ -10,6 +10,7 @@ precision were chosen by Bayesian optimization on a part of the training data.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from torch.nn import functional as F
 
 import linnet
 from experiments.locate import find_data_dir
-from experiments.study import Study, parser
-from experiments.tables import markdown, with_error
+from experiments.study import Cell, Study, parser
+from experiments.tables import chosen, markdown, with_error
 from linnet.likelihoods import Gaussian
 
 # name: (stored as, RMSE of MC dropout, its log density)
@@ -128,16 +129,19 @@ def main(arguments: list[str] | None = None) -> None:
             for way in WAYS:
                 what = {"set": name, "split": split, "way": way, "steps": given.steps, "decay": given.decay}
                 cells.append(study.cell(what, lambda way=way, run=numbers: run(way)))
+    study.publish(table(cells), cells, published={n: v[1:] for n, v in SETS.items()})
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: error and log density of each set, means over splits beside the published numbers."""
     rows = []
-    for name in given.sets:
-        for key, published, digits in (("rmse", SETS[name][1], 2), ("density", SETS[name][2], 2)):
-            own = [
-                with_error([c[key] for c in cells if c["set"] == name and c["way"] == way], digits)
-                for way in WAYS
-            ]
-            rows.append([f"{name}, {'RMSE' if key == 'rmse' else 'log density'}", *own, published])
-    header = ["", *WAYS, "MC dropout"]
-    study.publish(markdown(header, rows), cells, published={n: v[1:] for n, v in SETS.items()})
+    for name in dict.fromkeys(cell["set"] for cell in cells):
+        for key, title, published in zip(
+            ("rmse", "density"), ("RMSE", "log density"), SETS[name][1:], strict=True
+        ):
+            own = [with_error(chosen(cells, key, set=name, way=way), 2) for way in WAYS]
+            rows.append([f"{name}, {title}", *own, published])
+    return markdown(["", *WAYS, "MC dropout"], rows)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ features (K beyond the last step) are linearized training.
 What counts is the training time between updates, learning rate x K: large rates and small K do what small
 rates and large K do, in fewer steps. Default: 10 channels on 16 x 16 pixels, 300 images in full batches
 (300 steps) and 1,000 in mini-batches of 64 (700 steps), rate 0.02, 500 for testing; ``--modes augmented`` has
-flips and crops. ``--full``: the
-paper's network, rates and K on the 10,000 images.
+flips and crops. ``--full``: the paper's network, rates and K on the 10,000 images.
 
     python -m experiments.iterative_linearization.period
 """
@@ -18,13 +17,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments.figures import COLORS, figure, save
 from experiments.iterative_linearization.networks import lenet
 from experiments.iterative_linearization.training import Plan, Split, cifar, shown, train
-from experiments.study import Study, parser
-from experiments.tables import markdown, with_error
+from experiments.study import Cell, Study, parser
+from experiments.tables import chosen, markdown, mean_and_error, with_error
 
 # mode: (images, batch, rate, steps, periods, augmented); a period of None: never
 SMALL = {
@@ -58,7 +58,7 @@ def main(given: Sequence[str] | None = None) -> None:
     study = Study("iterative_linearization/period", args)
     channels, side = args.channels or (50 if args.full else 10), 32 if args.full else 16
     splits: dict[int, Split] = {}
-    rows, cells, drawn = [], [], {}
+    cells: list[Cell] = []
     for mode in args.modes:
         count, batch, rate, steps, periods, augment = (FULL if args.full else SMALL)[mode]
         count, steps, rate = args.images or count, args.steps or steps, args.rate or rate
@@ -81,34 +81,42 @@ def main(given: Sequence[str] | None = None) -> None:
                     splits[count] = cifar(count, test, side, args)
                 return train(lenet(channels, side, seed), splits[count], plan)
 
-            runs = [study.cell({**what, "seed": s}, lambda s=s: compute(s)) for s in study.seeds]  # type: ignore[misc]
-            cells += runs
-            drawn[mode, period] = runs[0]
-            rows.append(
-                [
-                    mode,
-                    "never" if period is None else f"{period:,}",
-                    f"{runs[0]['updates']:,}",
-                    *(with_error((c[key] for c in runs), 1, 100) for key in ("final", "best", "final train")),
-                    shown(runs),
-                ]
-            )
-    header = ["batches", "K", "feature updates", "test %", "best test %", "train %", "loss trained on"]
-    study.publish(markdown(header, rows), cells)
-    modes = list(dict.fromkeys(mode for mode, _ in drawn))
-    picture, axes = figure(len(modes), 1)
+            cells += [study.cell({**what, "seed": s}, lambda s=s: compute(s)) for s in study.seeds]  # type: ignore[misc]
+    study.publish(table(cells), cells)
+    draw(cells, study.out / "period.svg")
+
+
+def named(period: int | None) -> str:
+    """A period in tables and figures."""
+    return "never" if period is None else f"{period:,}"
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: a row for each kind of batches and period, means over seeds."""
+    rows = []
+    for mode, period in dict.fromkeys((cell["mode"], cell["period"]) for cell in cells):
+        runs = [cell for cell in cells if (cell["mode"], cell["period"]) == (mode, period)]
+        accuracies = [with_error(chosen(runs, key), 1, 100) for key in ("final", "best", "final train")]
+        size = [f"{runs[0]['images']:,}", runs[0]["rate"], len(runs)]
+        rows.append([mode, named(period), *size, f"{runs[0]['updates']:,}", *accuracies, shown(runs)])
+    header = ["batches", "K", "images", "rate", "seeds", "feature updates", "test %"]
+    return markdown([*header, "best test %", "train %", "loss trained on"], rows)
+
+
+def draw(cells: Sequence[Cell], file: Path) -> None:
+    """Test accuracy over the steps, a panel for each kind of batches, means over seeds."""
+    modes = list(dict.fromkeys(cell["mode"] for cell in cells))
+    picture, axes = figure(len(modes), 1, width=3.4)
     for axis, mode in zip([axes] if len(modes) == 1 else axes, modes, strict=True):
-        for color, ((_, period), cell) in zip(
-            COLORS, [item for item in drawn.items() if item[0][0] == mode], strict=False
-        ):
-            label = "never" if period is None else f"K = {period:,}"
-            axis.plot(cell["step"], [100 * v for v in cell["test"]], color=color, label=label)
-            if period != 1 and len(cell.get("updated at", [])) < 30:
-                for at in cell["updated at"]:
-                    axis.axvline(at, color=color, alpha=0.15, lw=0.8)
+        own = [cell for cell in cells if cell["mode"] == mode]
+        for color, period in zip(COLORS, dict.fromkeys(cell["period"] for cell in own), strict=False):
+            runs = [cell for cell in own if cell["period"] == period]
+            accuracies = zip(*chosen(runs, "test"), strict=False)  # a run that diverged is shorter
+            means = [100 * mean_and_error(values)[0] for values in accuracies]
+            axis.plot(runs[0]["step"][: len(means)], means, color=color, label=f"K: {named(period)}")
         axis.set(title=mode, xlabel="step", ylabel="test accuracy, %")
-    (axes if len(modes) == 1 else axes[0]).legend(fontsize=7)
-    save(picture, study.out / "period.svg")
+        axis.legend(fontsize=7)
+    save(picture, file)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,20 +105,42 @@ def part_of(lin: linnet.Linearized, params: str | None) -> linnet.Linearized:
     return lin if params is None else linnet.linearize(lin.model, params)
 
 
-def draw(study: Study, cells: Sequence[Cell]) -> None:
-    """The curves with their standard errors."""
-    drawn, axes = figure()
+def settings(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """The cells of each task and way of dropping, under its name."""
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        name = f"{cell['pair'].split(' → ')[1]}, {cell['shots']} a class"
+        name += ", the same share of each" if cell["within class"] else ""
+        found.setdefault(name, []).append(cell)
+    return found
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: test accuracies of each order of dropping, a column for each share dropped."""
+    rows = []
+    for name, own in settings(cells).items():
+        for order in ORDERS:
+            columns = [chosen(own, "whole"), *zip(*chosen(own, order), strict=True)]
+            rows.append([f"{name}: {order}", *(with_error(column, scale=100) for column in columns)])
+    return markdown(["dropped first", "0 %", *(f"{100 * share:.0f} %" for share in SHARES)], rows)
+
+
+def draw(cells: Sequence[Cell], file: Path) -> None:
+    """The curves with their standard errors, a panel for each task and way of dropping."""
+    panels = settings(cells)
+    drawn, axes = figure(len(panels), width=3.4)
     percent = [0.0, *(100 * s for s in SHARES)]
-    for color, name in zip(COLORS, ORDERS, strict=False):
-        columns = zip(*([cell["whole"], *cell[name]] for cell in cells), strict=True)
-        points = [mean_and_error(100 * value for value in column) for column in columns]
-        axes.errorbar(
-            percent, [m for m, _ in points], [e for _, e in points], color=color, label=name, capsize=2
-        )
-    axes.set_xlabel("training samples dropped, %")
-    axes.set_ylabel("test accuracy, %")
-    axes.legend(title="dropped first: informative")
-    save(drawn, study.out / "informative.svg")
+    for axis, (title, own) in zip([axes] if len(panels) == 1 else axes, panels.items(), strict=True):
+        for color, name in zip(COLORS, ORDERS, strict=False):
+            columns = zip(*([cell["whole"], *cell[name]] for cell in own), strict=True)
+            points = [mean_and_error(100 * value for value in column) for column in columns]
+            axis.errorbar(
+                percent, [m for m, _ in points], [e for _, e in points], color=color, label=name, capsize=2
+            )
+        axis.set_title(title, fontsize=8)
+        axis.set(xlabel="training samples dropped, %", ylabel="test accuracy, %")
+        axis.legend(title="dropped first: informative")
+    save(drawn, file)
 
 
 def main(argv: Sequence[str] | None = None, pair: Pair | None = None) -> None:
@@ -135,29 +158,24 @@ def main(argv: Sequence[str] | None = None, pair: Pair | None = None) -> None:
     pair = replace(pair, target=given.target or pair.target, shots=given.shots or pair.shots)
     on = {} if given.on == "training" else {"on": given.on}
     on |= {} if given.params is None else {"params": given.params}
-    on |= {"within class": True} if given.within_class else {}
     cells = [
         study.cell(
-            {"pair": pair.name, "shots": pair.shots, "seed": seed, "head": given.head, **on},
+            {
+                "pair": pair.name,
+                "shots": pair.shots,
+                "seed": seed,
+                "head": given.head,
+                "within class": given.within_class,
+                **on,
+            },
             lambda seed=seed: curves(
                 pair, seed, given.head, given.on, given.data_dir, given.params, given.within_class
             ),
         )
         for seed in study.seeds
     ]
-    rows = []
-    for name in ORDERS:
-        columns = zip(*chosen(cells, name), strict=True)
-        rows.append(
-            [
-                name,
-                with_error(chosen(cells, "whole"), scale=100),
-                *(with_error(c, scale=100) for c in columns),
-            ]
-        )
-    header = ["dropped first", "0 %", *(f"{100 * share:.0f} %" for share in SHARES)]
-    study.publish(markdown(header, rows), cells, network=pair.name, shots=pair.shots)
-    draw(study, cells)
+    study.publish(table(cells), cells)
+    draw(cells, study.out / "informative.svg")
 
 
 if __name__ == "__main__":

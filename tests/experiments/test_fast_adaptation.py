@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from experiments.fast_adaptation import (
+    bands,
     classification,
     deep_kernel,
     fisher_product,
@@ -39,6 +40,14 @@ def test_sinusoids_agree_in_every_space(tmp_path: Path) -> None:
     for cell in result(tmp_path):
         assert cell["apart"]["Fisher products"] < 1e-6  # type: ignore[index]
         assert cell["apart"]["Fisher differences"] < 1e-2  # type: ignore[index]
+
+
+def test_bands_are_narrow_at_the_points_alone(tmp_path: Path) -> None:
+    bands.main(["--seeds", "1", "--epochs", "5", "--out", str(tmp_path)])
+    for cell in result(tmp_path):
+        assert 20_000 < cell["parameters"] < 22_000  # type: ignore[operator]
+        there, *elsewhere = cell["scores"]["without f₀"].values()  # type: ignore[index]
+        assert all(place["deviation"] > there["deviation"] for place in elsewhere)
 
 
 def test_networks_have_the_sizes_of_the_paper() -> None:
