@@ -26,6 +26,11 @@ import torch
 def make():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+def other():
+    net = make()
+    with torch.no_grad():
+        net[0].bias[0] += 1e-3
+    return net
 def words():
     torch.manual_seed(0)
     layers = torch.nn.Embedding(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 5)
@@ -105,16 +110,15 @@ def test_trained_weights_are_said_to_remember(monkeypatch: pytest.MonkeyPatch) -
     assert "were trained on the forgotten" in forgetting_certificate(fit, [0]).warnings[0]
 
 
-def check(folder: Path, data: Any, *, make: str = "make", double: bool = True) -> tuple[int, dict[str, Any]]:
+def check(folder: Path, data: Any, make: str = "make") -> tuple[int, dict[str, Any]]:
     x, y = data
     np.savez(folder / "rest.npz", x=x.numpy(), y=y.numpy())
-    source = NETWORK + f"\ndef own():\n    return {make}(){'.double()' if double else ''}\n"
-    (folder / "net.py").write_text(source)
+    (folder / "net.py").write_text(NETWORK)
     script = folder / "verify_certificate.py"
     assert "import linnet" not in script.read_text()
     assert "from linnet" not in script.read_text()
     words = [sys.executable, str(script), str(folder / "certificate.json"), "--model"]
-    words += [f"{folder / 'net.py'}:own", "--data", str(folder / "rest.npz")]
+    words += [f"{folder / 'net.py'}:{make}", "--data", str(folder / "rest.npz")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -130,7 +134,7 @@ def test_others_can_check_it_without_linnet(kind: str, tmp_path: Path) -> None:
     fit, data = made(kind)
     found = forgetting_certificate(fit, GONE, tmp_path)
     make = "words" if kind == "positions" else "make"
-    code, said = check(tmp_path, without(data, GONE), make=make)
+    code, said = check(tmp_path, without(data, GONE), make)
     assert code == 0, said
     assert said["network"]
     assert said["displacement"]
@@ -146,7 +150,7 @@ def test_what_is_not_so_is_found(tmp_path: Path) -> None:
     assert code == 1
     assert not said["examples"]
     assert said["forgotten examples among the data"] == 1
-    code, said = check(tmp_path, without(data, GONE), double=False)  # another network, if by rounding alone
+    code, said = check(tmp_path, without(data, GONE), "other")
     assert code == 1
     assert not said["network"]
     # the displacement of the fit before, under a certificate that names it
@@ -160,6 +164,16 @@ def test_what_is_not_so_is_found(tmp_path: Path) -> None:
     assert code == 1
     assert said["displacement"]
     assert said["relative"] > 0.01
+    # of a ridge that makes every distance small
+    (tmp_path / "certificate.json").write_text(json.dumps(about | {"ridge": -1.0}))
+    with pytest.raises(AssertionError, match="ridge is -1"):
+        check(tmp_path, without(data, GONE))
+    nothing = {name: np.zeros_like(value) for name, value in weights.items()}
+    np.savez(tmp_path / "displacement.npz", **nothing)
+    (tmp_path / "certificate.json").write_text(json.dumps(about | {"displacement": fingerprint(nothing)}))
+    code, said = check(tmp_path, without(data, GONE))
+    assert code == 1
+    assert said["relative"] == float("inf")
 
 
 def test_files_are_for_weights_of_the_network_alone(tmp_path: Path) -> None:
@@ -167,3 +181,13 @@ def test_files_are_for_weights_of_the_network_alone(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="leave folder= out"):
         forgetting_certificate(linnet.adapt(net, data, ridge=0.1), [0], tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_types_of_numbers_are_no_other_network(tmp_path: Path) -> None:
+    x, y = values()
+    fit = linnet.fit(linnet.linearize(network("make").float()), (x.float(), y), ridge=1e-6)
+    forgetting_certificate(fit, GONE, tmp_path)  # made in float64, as the ridge asks for
+    code, said = check(tmp_path, without((x, y), GONE))
+    assert said["network"]
+    assert said["examples"]
+    assert code == 0

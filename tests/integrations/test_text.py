@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -182,3 +183,120 @@ def test_what_cannot_be_is_said(adapted: nn.Module) -> None:
     merged = adapted.merge_and_unload()
     with pytest.raises(InputError, match="merged"):
         linnet.linearize(merged, params="lora")
+
+
+class Plain:
+    """A tokenizer of words and marks without special tokens, whose prompts end in a space of their own."""
+
+    eos_token_id = None
+
+    def __init__(self, forgets: bool = False) -> None:
+        self.known: dict[str, int] = {}
+        self.forgets = forgets
+
+    def apply_chat_template(self, messages: list[Any], add_generation_prompt: bool = False) -> dict[str, Any]:
+        last = len(messages) - 1
+        text = ""
+        for i, one in enumerate(messages):
+            hidden = self.forgets and one["role"] == "assistant" and i < last
+            thought = "" if hidden or one["role"] == "user" or not self.forgets else "<thinks>"
+            text += f"\n{one['role']}: {thought}{one['content']}"
+        text += "\nassistant: " if add_generation_prompt else ""
+        # a space belongs to the word after it, as in most vocabularies
+        tokens = re.findall(r" ?[^\s<>]+|<[^<>]*>|\s", text)
+        return {"input_ids": [self.known.setdefault(token, len(self.known)) for token in tokens]}
+
+    def shown(self, row: Tensor) -> str:
+        names = list(self.known)
+        return "".join(names[i] for i in row[row != -100].tolist())
+
+
+TALK = [
+    {"role": "user", "content": "who"},
+    {"role": "assistant", "content": "me too"},
+    {"role": "user", "content": "so"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+def test_the_first_word_of_an_answer_is_learned_where_it_takes_the_space_before_it() -> None:
+    plain = Plain()
+    found = tokenized([TALK], plain)["labels"]
+    assert plain.shown(found[0]) == " me too no"
+
+
+def test_an_answer_to_a_conversation_is_learned_alone() -> None:
+    plain = Plain()
+    pair = {"prompt": TALK[:3], "completion": TALK[3:]}
+    assert plain.shown(tokenized([pair], plain)["labels"][0]) == " no"
+    assert plain.shown(tokenized([(TALK[:3], TALK[3:])], plain)["labels"][0]) == " no"
+
+
+def test_templates_that_change_what_was_said_are_refused() -> None:
+    with pytest.raises(DataError, match=r"message 1 of examples\[0\] otherwise"):
+        tokenized([TALK], Plain(forgets=True))
+    one = {"prompt": TALK[:3], "completion": TALK[3:]}
+    plain = Plain(forgets=True)
+    assert plain.shown(tokenized([one], plain)["labels"][0]) == "<thinks>no"
+
+
+def test_a_tokenizer_without_a_template_is_said() -> None:
+    with pytest.raises(InputError, match="chat template"):
+        tokenized([TALK], lambda text: {"input_ids": [1]})
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_texts_of_another_length_are_added(adapted: nn.Module, longer: bool) -> None:
+    lin, solver = linnet.linearize(adapted, params="lora"), CG(tolerance=1e-11)
+    more = [("where is fay exactly? ", "in lima")] if longer else [("fay? ", "lima")]
+    options: dict[str, Any] = {"axis": -1, "ridge": 0.5, "solver": solver}
+    fit = linnet.fit(lin, tokenized(FACTS, Letters()), "cross-entropy", **options)
+    whole = tokenized([*FACTS, *more], Letters())
+    once = linnet.fit(lin, whole, "cross-entropy", **options)
+    grown = fit.update(tokenized(more, Letters()))
+    assert torch.allclose(grown.losses(whole), once.losses(whole), atol=1e-7)
+    assert torch.allclose(grown.loo_losses(), once.loo_losses(), atol=1e-7)
+    assert torch.allclose(grown.forget([len(FACTS)]).losses(whole), fit.losses(whole), atol=1e-7)
+
+
+def test_labels_of_causal_networks_are_moved_whatever_they_are(adapted: nn.Module) -> None:
+    data = tokenized(FACTS, Letters())
+    lin, solver = linnet.linearize(adapted, params="lora"), CG(tolerance=1e-11)
+    options: dict[str, Any] = {"axis": -1, "ridge": 0.5, "solver": solver}
+    start = linnet.fit(lin, data, "cross-entropy", axis=-1, ridge=1e9)
+    other = {name: part.clone() for name, part in data.items()}
+    at = int((data["labels"][0] != -100).nonzero()[0])
+    other["labels"][0, at] = 9  # what is not in the text
+    own = [
+        float(adapted(**{key: part[i : i + 1] for key, part in other.items()}).loss.detach())
+        * int((other["labels"][i] != -100).sum())
+        for i in range(len(FACTS))
+    ]
+    assert torch.allclose(start.losses(other), torch.tensor(own).double(), atol=1e-4)
+    fit = linnet.fit(lin, data, "cross-entropy", **options)
+    changed = linnet.fit(lin, other, "cross-entropy", **options)
+    assert SHIFTED in changed.record.reasons["data"]
+    relabelled = fit.relabel([0], other["labels"][:1])
+    assert torch.allclose(relabelled.losses(other), changed.losses(other), atol=1e-7)
+    # moved before, with the last token known as well
+    ids = torch.randint(4, len(WORDS), (4, 7), generator=torch.Generator().manual_seed(0))
+    pairs = (ids[:, :-1], ids[:, 1:])
+    named = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    whole = {"input_ids": ids, "labels": ids}
+    assert torch.allclose(start.losses(pairs), start.losses(named))
+    assert torch.allclose(start.losses(named), start.losses(whole), atol=1e-4)
+    assert torch.allclose(start.losses((ids, ids)), start.losses(whole))
+
+
+def test_labels_of_masked_language_models_stay() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.BertConfig(vocab_size=len(WORDS), **sizes)
+    net = transformers.BertForMaskedLM(config).double().eval()
+    ids = torch.randint(4, len(WORDS), (5, 6), generator=torch.Generator().manual_seed(0))
+    data = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    lin = linnet.linearize(net, params="cls.predictions.transform.dense")
+    fit = linnet.fit(lin, data, "cross-entropy", axis=-1, ridge=1e9)
+    assert "data" not in fit.record.reasons or SHIFTED not in fit.record.reasons["data"]
+    wanted = float(net(**data).loss.detach()) * ids.numel()
+    assert float(fit.losses(data).sum()) == pytest.approx(wanted, rel=1e-5)

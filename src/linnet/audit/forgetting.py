@@ -252,13 +252,12 @@ def _write(
     own &= fit._targets.axis is None or isinstance(fit, PositionFit)
     if not own or fit.constraints is not None or not isinstance(output, str | None):
         raise InputError(
-            f"folder= with a fit whose solver is {fit.solver!r}",
+            f"folder= with a {type(fit).__name__} whose δ is no displacement of the network's weights alone",
             expected="a fit of linnet.fit in the weights of the network as it came, without equations",
             remedy="leave folder= out: the certificate itself holds for every fit",
         )
     kept, lost = (_data(fit, one) for one in rows)
     weights = {name: value.detach().cpu().numpy() for name, value in after.delta.items()}
-    network = {name: value.detach().cpu().numpy() for name, value in function.model.state_dict().items()}
     targets = fit._targets
     about = {
         "format": verifier.FORMAT,
@@ -268,7 +267,7 @@ def _write(
         "axis": targets.axis,
         "scale": targets.scale,
         "output": output,
-        "network": verifier.fingerprint(network),
+        "network": verifier.of_network(function.model),
         "displacement": verifier.fingerprint(weights),
         "retained": verifier.fingerprints(kept),
         "forgotten": verifier.fingerprints(lost),

@@ -3,7 +3,8 @@
     python verify_certificate.py certificate.json --model net.py:make --weights net.pt --data rest.npz
 
 ``rest.npz`` holds ``x`` (or one array for each named input of the network) and ``y``: the examples that the
-fit still has, in any order. The fingerprints of network and examples are computed here, and the gradient of
+fit still has, in any order, with labels as its ``targets`` has them (of texts those of the next token). The
+fingerprints of network and examples are computed here, and the gradient of
 
     F(δ) = Σᵢ ℓ(f₀(xᵢ) + Jᵢδ, yᵢ) + ½ ρ‖δ‖².
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import runpy
 import sys
 from collections.abc import Mapping
@@ -25,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.func import functional_call, grad, jvp, vjp
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 FORMAT = "forgetting certificate 1"
 BATCH = 32  # examples at a time
@@ -32,20 +35,26 @@ Tensors = dict[str, torch.Tensor]
 
 
 def fingerprint(arrays: Mapping[str, Any]) -> str:
-    """SHA-256 of named arrays: names, types, shapes and bytes in C order."""
+    """SHA-256 of named arrays, whatever types of floats and integers hold them."""
     digest = hashlib.sha256()
     for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        digest.update(f"{name}:{array.dtype.newbyteorder('=').name}:{array.shape}:".encode())
-        digest.update(array.tobytes())
+        array = np.asarray(arrays[name])
+        plain = np.ascontiguousarray(array, "<f4" if array.dtype.kind == "f" else "<i8")
+        digest.update(f"{name}:{plain.dtype.str}:{plain.shape}:".encode())
+        digest.update(plain.tobytes())
     return digest.hexdigest()
 
 
 def fingerprints(data: Mapping[str, Any]) -> list[str]:
-    """One of each example, whatever types of floats and integers hold it."""
-    plain = {name: np.asarray(part) for name, part in data.items()}
-    plain = {name: part.astype("f4" if part.dtype.kind == "f" else "i8") for name, part in plain.items()}
-    return [fingerprint({name: part[i] for name, part in plain.items()}) for i in range(len(plain["y"]))]
+    """One of each example."""
+    return [fingerprint({name: part[i] for name, part in data.items()}) for i in range(len(data["y"]))]
+
+
+def of_network(net: torch.nn.Module) -> str:
+    """The fingerprint of everything that a network holds."""
+    held = net.state_dict().items()
+    return fingerprint({name: t.detach().cpu().to(torch.float32 if t.is_floating_point() else t.dtype).numpy()
+                        for name, t in held})  # fmt: skip
 
 
 def loss(f: torch.Tensor, y: torch.Tensor, about: Mapping[str, Any]) -> torch.Tensor:
@@ -86,13 +95,19 @@ def verified(
     about: Mapping[str, Any], net: torch.nn.Module, weights: Any, data: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What is true of a certificate, its displacement of the weights, a network and data."""
-    network = fingerprint({name: value.numpy() for name, value in net.state_dict().items()})
-    own = fingerprints(data)
+    network, own, ridge = of_network(net), fingerprints(data), float(about["ridge"])
+    if not 0 < ridge < math.inf:
+        raise SystemExit(f"ridge is {ridge}, expected a positive number: the certificate is none")
+    kind = next((t.dtype for t in net.parameters() if t.is_floating_point()), torch.float64)
     net = net.double().eval()
     inputs = {name: torch.as_tensor(part) for name, part in data.items()}
-    inputs = {name: part.double() if part.is_floating_point() else part for name, part in inputs.items()}
+    # as the network takes them, in its own type
+    inputs = {
+        name: part.to(kind).double() if part.is_floating_point() else part for name, part in inputs.items()
+    }
     delta = {name: torch.as_tensor(weights[name]).double() for name in weights}
-    distance = float(gradient(net, delta, inputs, about).norm()) / about["ridge"]
+    with sdpa_kernel(SDPBackend.MATH):  # the one kernel of attention that has forward derivatives
+        distance = float(gradient(net, delta, inputs, about).norm()) / ridge
     size = float(torch.cat([part.flatten() for part in delta.values()]).norm())
     return {
         "network": network == about["network"],
@@ -100,7 +115,8 @@ def verified(
         "examples": sorted(own) == sorted(about["retained"]),
         "forgotten examples among the data": len(set(own) & set(about["forgotten"]) - set(about["retained"])),
         "distance to a fit that never saw them, at most": distance,
-        "relative": distance / size if size else 0.0,
+        "relative": distance / size if size else math.inf if distance else 0.0,
+        "of the objective with loss and ridge": [about["loss"], ridge],
     }
 
 

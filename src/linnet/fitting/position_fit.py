@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.distributed import all_rows
-from linnet.errors import LinnetError
+from linnet.errors import DataError, LinnetError
 from linnet.fitting.arguments import BATCH, Choices, count_in_words
 from linnet.fitting.last_layer import giving
 from linnet.fitting.remarks import held_remarks
@@ -38,7 +38,7 @@ from linnet.linear.saved import newton_state
 from linnet.linear.targets import Targets, position_labels
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
-from linnet.tangent.batch import IGNORED, Inputs, batch_size, own_parts, split, take
+from linnet.tangent.batch import IGNORED, Inputs, batch_size, own_parts, padded, split, take
 from linnet.tangent.cut import Cut, replaced
 from linnet.tangent.data import Data
 from linnet.tangent.functional import Findings, Functional
@@ -268,12 +268,20 @@ class PositionFit(SolvedFit):
 
     def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> PositionFit:
         """The fit with more examples: Newton's method from the present one."""
-        more = self._others(x, y)
-        new = replace(self._targets, values=more.y)
-        what = f"added {count_in_words(len(y))}"
-        made: PositionFit = self._changed(
-            joined_targets(self._targets, new), self.system.extended(more), what, start
-        )
+        (mine, theirs), (labels, new) = padded([self.x, x]), padded([self.x, x], [self.targets, y])
+        if labels.shape[1:] != new.shape[1:]:
+            raise DataError(
+                f"y of the new data has shape {tuple(y.shape)}, that of the fit {tuple(labels.shape)}",
+                expected="examples of one shape, or sequences with an attention_mask, which are filled up",
+                remedy="pass a mask with the data of the fit, or sequences of its length",
+            )
+        more = self._others(theirs, new)
+        if labels.shape == self.targets.shape:
+            system = self.system.extended(more)
+        else:  # the new ones are longer
+            system = self.system.on(self._others(mine, labels).joined(more))
+        targets = joined_targets(replace(self._targets, values=labels), replace(self._targets, values=more.y))
+        made: PositionFit = self._changed(targets, system, f"added {count_in_words(len(y))}", start)
         return made
 
     def _relabelled(self, index: Tensor, x: Inputs, y: Tensor) -> tuple[Targets, WeightNewton]:

@@ -28,7 +28,7 @@ def tokenized(examples: Iterable[Any], tokenizer: Any, length: int | None = None
         examples: N of them, each a text, all of whose tokens are learned; a pair of a question and its
             answer; a conversation, a list of messages with "role" and "content", of which what the
             "assistant" says is learned; or a record of these: with "text", with "prompt" and "completion",
-            or with "messages".
+            texts or messages, or with "messages".
         tokenizer: What turns a text into a mapping with ``input_ids``, such as ``AutoTokenizer`` makes; for
             conversations with ``apply_chat_template``.
         length: Most tokens of an example; what is longer is cut. By default none is.
@@ -98,17 +98,26 @@ def _row(example: Any, tokenizer: Any, place: int) -> tuple[list[int], list[int]
     if isinstance(example, str):
         ids = _ended(_ids(example, tokenizer), tokenizer)
         return ids, ids
-    if isinstance(example, tuple) and len(example) == 2 and all(isinstance(part, str) for part in example):
-        first, both = (_ids(text, tokenizer) for text in (example[0], "".join(example)))
+    parts = example if isinstance(example, tuple) and len(example) == 2 else ()
+    if parts and all(isinstance(part, str) for part in parts):
+        first, both = (_ids(text, tokenizer) for text in (parts[0], "".join(parts)))
         return _answered(first, both, tokenizer)
-    turns = isinstance(example, list) and example and all(isinstance(one, Mapping) for one in example)
-    if turns and all({"role", "content"} <= one.keys() for one in example):
-        return _spoken(example, tokenizer)
+    if parts and all(map(_is_talk, parts)):
+        return _spoken([*parts[0], *parts[1]], tokenizer, place, len(parts[0]))
+    if _is_talk(example):
+        return _spoken(example, tokenizer, place)
     raise InputError(
         f"examples[{place}] is {type(example).__name__}",
         expected=f"a text, a pair of a question and an answer, a list of messages, or {RECORDS}",
         remedy="name the entries so",
     )
+
+
+def _is_talk(example: Any) -> bool:
+    """Whether it is a list of messages."""
+    if not isinstance(example, list) or not example:
+        return False
+    return all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in example)
 
 
 def _ids(text: str, tokenizer: Any) -> list[int]:
@@ -126,26 +135,48 @@ def _answered(first: list[int], both: list[int], tokenizer: Any) -> tuple[list[i
     """Tokens of a question and its answer, labels from where they differ from those of the question alone."""
     end = getattr(tokenizer, "eos_token_id", None)
     first = first[:-1] if first[-1:] == [end] and end is not None else first
-    same = [a == b for a, b in zip(first, both, strict=False)]
-    known = same.index(False) if False in same else len(same)
+    known = _alike(first, both)
     both = _ended(both, tokenizer)
     return both, [IGNORED] * known + both[known:]
 
 
-def _spoken(messages: list[Any], tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Tokens of a conversation, labels on what the assistant says."""
-    ids: list[int] = []
-    labels: list[int] = []
-    for count, message in enumerate(messages, 1):
-        says = message["role"] == "assistant"
-        if says:  # its heading is no more learned than what was said before
-            begun = tokenizer.apply_chat_template(messages[: count - 1], add_generation_prompt=True)
-            labels += [IGNORED] * (len(_listed_ids(begun)) - len(ids))
-        ids = _listed_ids(tokenizer.apply_chat_template(messages[:count]))
-        labels += ids[len(labels) :] if says else [IGNORED] * (len(ids) - len(labels))
-    return ids, labels
+def _alike(one: list[int], other: list[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    return same.index(False) if False in same else len(same)
 
 
-def _listed_ids(found: Any) -> list[int]:
-    """Tokens of a template, which some versions give in a mapping."""
+def _spoken(messages: list[Any], tokenizer: Any, place: int, first: int = 0) -> tuple[list[int], list[int]]:
+    """Tokens of a conversation, labels on what the assistant says from some message on."""
+    whole = _written(messages, tokenizer, False)
+    labels = [IGNORED] * len(whole)
+    for count in range(first, len(messages)):
+        if messages[count]["role"] != "assistant":
+            continue
+        begun = _written(messages[:count], tokenizer, True) if count else []
+        done = _written(messages[: count + 1], tokenizer, False)
+        end = _alike(done, whole)
+        if end < len(done) - 1:  # the last one may have been joined to what follows
+            raise DataError(
+                f"the tokenizer writes message {count} of examples[{place}] otherwise once others follow it",
+                expected="a chat template that leaves what was said as it was",
+                remedy="pass an example for each answer, a record with the messages before it as its "
+                '"prompt" and the answer as its "completion"',
+            )
+        # tokens that cross from the heading into the answer are learned
+        known = _alike(begun, done)
+        labels[known:end] = whole[known:end]
+    return whole, labels
+
+
+def _written(messages: list[Any], tokenizer: Any, opened: bool) -> list[int]:
+    """Tokens of a conversation; with the heading of an answer that is to come where it is opened."""
+    try:
+        found = tokenizer.apply_chat_template(messages, add_generation_prompt=opened)
+    except (ValueError, AttributeError) as error:  # such as without a template
+        raise InputError(
+            f"tokenizer cannot write conversations: {error}",
+            expected="a tokenizer with a chat template",
+            remedy="set tokenizer.chat_template, or pass pairs of a question and an answer",
+        ) from error
     return list(found["input_ids"] if isinstance(found, Mapping) else found)

@@ -689,22 +689,22 @@ class WeightNewton(NewtonSystem):
 
     def given(self, constraints: Constraints) -> WeightNewton:
         """The solution in the weights that equations on outputs leave, from the present one."""
-        return self._changed(self.problem.given(constraints, False, self.memory))
+        return self.on(self.problem.given(constraints, False, self.memory))
 
     def removed(self, index: Tensor) -> WeightNewton:
         """The solution without some examples, from the present one."""
         # index (k,)
-        return self._changed(self.problem.without(index))
+        return self.on(self.problem.without(index))
 
     def extended(self, more: LabelProblem) -> WeightNewton:
         """The solution with more examples, from the present one."""
-        return self._changed(self.problem.joined(more))
+        return self.on(self.problem.joined(more))
 
     def relabelled(self, y: Tensor) -> WeightNewton:
         """The solution with other labels, from the present one."""
-        return self._changed(replace(self.problem, y=y))
+        return self.on(replace(self.problem, y=y))
 
-    def _changed(self, problem: LabelProblem) -> WeightNewton:
+    def on(self, problem: LabelProblem) -> WeightNewton:
         """The solution on other examples, from the present one."""
         given = self._given, self.limit, self.memory
         return WeightNewton(problem, self.ridge, self.settings, self._delta, *given)

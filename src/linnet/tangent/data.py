@@ -444,40 +444,55 @@ def _together(samples: Iterable[tuple[Inputs, Any]], size: int) -> Iterator[tupl
 # -- tokens --------------------------------------------------------------------------------------------
 
 SHIFTED = (
-    "labels were the tokens of their own positions, as the loss inside a causal network takes them: each was "
+    "labels were those of their own positions, as the loss inside a causal network takes them: each was "
     "moved to the position before"
 )
+CAUSAL = ("ForCausalLM", "LMHead")  # in the names of classes of Hugging Face whose loss moves labels
+TWICE = 8  # labels that must agree before they are said to have been shifted twice: fewer may by chance
 
 
 def next_tokens(network: Functional | nn.Module | None, x: Inputs, y: Tensor, said: DataNotes) -> Tensor:
     """Labels of the token after each position; those of the position itself are moved to the one before."""
     # y (N, T)
-    ids = x.get("input_ids") if isinstance(x, Mapping) else None
+    model = network.model if isinstance(network, Functional) else network
+    causal = _is_causal(model)
+    ids = x.get("input_ids") if isinstance(x, Mapping) else x if causal else None
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape != y.shape or y.is_floating_point():
         return y
-    model = network.model if isinstance(network, Functional) else network
-    if ids.is_floating_point() or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if causal is False or ids.is_floating_point():
         return y
     y_here, length = y.to(ids.device), y.shape[1]
     counted = y_here != IGNORED
 
     def are(later: int) -> bool:
-        """Whether all labels are the tokens that come so many positions later."""
+        """Whether all labels are the tokens that come so many positions later, as far as there are any."""
         inside = length - later
-        if not counted.any() or counted[:, inside:].any():
-            return False
-        return bool((y_here[:, :inside] == ids[:, later:])[counted[:, :inside]].all())
+        known = counted[:, :inside]
+        return bool(known.any()) and bool((y_here[:, :inside] == ids[:, later:])[known].all())
 
-    if are(1) or not (are(0) or are(2)):
-        return y
     if not are(0):
-        raise DataError(
-            "labels are the tokens two positions later: they were shifted twice",
-            expected="the next token at each position, or the token itself, which is moved here",
-            remedy="pass labels as they are before any shift",
-        )
+        twice = int(counted.sum()) >= TWICE and are(2)
+        if are(1) or not (causal or twice):
+            return y
+        if twice:
+            raise DataError(
+                "labels are the tokens two positions later: they were shifted twice",
+                expected="the next token at each position, or the token itself, which is moved here",
+                remedy="pass labels as they are before any shift",
+            )
     said.notes.append(SHIFTED)
     return torch.cat([y[:, 1:], torch.full_like(y[:, :1], IGNORED)], 1)
+
+
+def _is_causal(model: nn.Module | None) -> bool | None:
+    """Whether a network of Hugging Face moves labels in its loss; ``None`` of any other network."""
+    while callable(inner := getattr(model, "get_base_model", None)):  # with an adapter of peft
+        model = inner()
+    kinds = [kind.__name__ for kind in type(model).__mro__]
+    config = getattr(model, "config", None)
+    if "PreTrainedModel" in kinds:
+        return any(name in kinds[0] for name in CAUSAL)
+    return False if getattr(config, "is_encoder_decoder", False) else None
 
 
 # -- gathering -----------------------------------------------------------------------------------------
