@@ -25,7 +25,9 @@ NETWORK = """
 import torch
 def make():
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+    return torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).double()
+def single():
+    return make().float()
 def other():
     net = make()
     with torch.no_grad():
@@ -34,14 +36,14 @@ def other():
 def words():
     torch.manual_seed(0)
     layers = torch.nn.Embedding(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 5)
-    return torch.nn.Sequential(*layers)
+    return torch.nn.Sequential(*layers).double()
 """
 
 
 def network(name: str) -> Any:
     space: dict[str, Any] = {}
     exec(NETWORK, space)
-    return space[name]().double()
+    return space[name]()
 
 
 def values() -> tuple[Tensor, Tensor]:
@@ -185,7 +187,7 @@ def test_files_are_for_weights_of_the_network_alone(tmp_path: Path) -> None:
 
 def test_types_of_numbers_are_no_other_network(tmp_path: Path) -> None:
     x, y = values()
-    fit = linnet.fit(linnet.linearize(network("make").float()), (x.float(), y), ridge=1e-6)
+    fit = linnet.fit(linnet.linearize(network("single")), (x.float(), y), ridge=1e-6)
     forgetting_certificate(fit, GONE, tmp_path)  # made in float64, as the ridge asks for
     code, said = check(tmp_path, without((x, y), GONE))
     assert said["network"]
