@@ -138,9 +138,7 @@ def of_network(net: Decoder, data: Data, queries: Data) -> dict[str, tuple[Tenso
 
     def by_cg() -> Tensor:
         inverse = damped.inverse()
-        return (
-            -g @ linnet.solvers.cg(exact, q.T, preconditioner=inverse, tolerance=1e-2, max_steps=STEPS).value
-        )
+        return -g @ linnet.solvers.cg(exact, q.T, inverse, tolerance=1e-2, max_steps=STEPS).value
 
     found = {
         "dot product of gradients": timed(lambda: -g @ q.T),
@@ -148,9 +146,8 @@ def of_network(net: Decoder, data: Data, queries: Data) -> dict[str, tuple[Tenso
         "EKFAC": timed(lambda: -g @ damped.inverse().mm(q.T)),
         "EKFAC and conjugate gradients": timed(by_cg),
     }
-    found = {
-        name: (one, seconds + both + summed * ("EKFAC" in name)) for name, (one, seconds) in found.items()
-    }
+    for name, (one, seconds) in found.items():
+        found[name] = one, seconds + both + summed * ("EKFAC" in name)
     for dim in DIRECTIONS:
         with tempfile.TemporaryDirectory() as folder:
 
@@ -176,10 +173,11 @@ def network_cell(seed: int, data_dir: str | None) -> dict[str, Any]:
         with torch.no_grad():
             truth.append(torch.stack([losses(one, queries) for one in own]).mean(0))
     with torch.no_grad():
-        total = (float(losses(one, queries).sum() / (queries[1] != -100).sum()) for one in (start, net))
+        counts = (queries[1] != -100).sum()
+        first, last = (float(losses(one, queries).sum() / counts) for one in (start, net))
     found = of_network(net, data, queries)
     return {
-        "loss before": next(total), "loss after": next(total),
+        "loss before": first, "loss after": last,
         "methods": {
             name: {"scores": score(one, parts, torch.stack(truth)), "took": seconds}
             for name, (one, seconds) in found.items()
@@ -208,10 +206,9 @@ def linear_cell(seed: int, data_dir: str | None) -> dict[str, Any]:
     truth = torch.stack([fitted(part).losses(queries) for part in parts])
     counts = (queries[1] != -100).sum()
     begin_loss = float(losses(lin.model, queries).sum().detach() / counts)
-    return {
-        "loss before": begin_loss, "loss after": float(fit.losses(queries).sum() / counts),
-        "methods": {"linear model, its own": {"scores": score(influence, parts, truth), "took": seconds + solved}},
-    }  # fmt: skip
+    own = {"scores": score(influence, parts, truth), "took": seconds + solved}
+    after = float(fit.losses(queries).sum() / counts)
+    return {"loss before": begin_loss, "loss after": after, "methods": {"linear model's own": own}}
 
 
 # -- the study -------------------------------------------------------------------------------------
