@@ -189,7 +189,7 @@ def test_types_of_numbers_are_no_other_network(tmp_path: Path) -> None:
     x, y = values()
     fit = linnet.fit(linnet.linearize(network("single")), (x.float(), y), ridge=1e-6)
     forgetting_certificate(fit, GONE, tmp_path)  # made in float64, as the ridge asks for
-    code, said = check(tmp_path, without((x, y), GONE))
+    code, said = check(tmp_path, without((x, y), GONE), "single")
     assert said["network"]
     assert said["examples"]
     assert code == 0

@@ -300,3 +300,30 @@ def test_labels_of_masked_language_models_stay() -> None:
     assert "data" not in fit.record.reasons or SHIFTED not in fit.record.reasons["data"]
     wanted = float(net(**data).loss.detach()) * ids.numel()
     assert float(fit.losses(data).sum()) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_samples_come_as_tokenizers_return_them(adapted: nn.Module) -> None:
+    data, lin = tokenized(FACTS, Letters()), linnet.linearize(adapted, params="lora")
+    options: dict[str, Any] = {"axis": -1, "ridge": 0.5, "solver": CG(tolerance=1e-11)}
+    whole = linnet.fit(lin, data, "cross-entropy", **options).losses(data)
+    rows = [{name: part[i] for name, part in data.items()} for i in range(len(FACTS))]
+    lists = [{name: part.tolist() for name, part in row.items()} for row in rows]
+    ends = data["attention_mask"].sum(1).tolist()
+    short = [{k: v[:end] for k, v in row.items()} for row, end in zip(rows, ends, strict=True)]
+    for given in (rows, lists, short):
+        fit = linnet.fit(lin, given, "cross-entropy", **options)
+        assert torch.allclose(fit.losses(data), whole, atol=1e-7)
+        assert fit.update(given[:2]).n == len(FACTS) + 2
+
+
+def test_half_types_are_refused_in_words() -> None:
+    net = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"])).bfloat16().eval()
+    lin = linnet.linearize(net, params="lora")
+    with pytest.raises(InputError, match=r"take part are of type torch\.bfloat16"):
+        linnet.fit(lin, tokenized(FACTS, Letters()), "cross-entropy", axis=-1)
+
+
+def test_a_class_at_every_position_asks_for_its_axis(adapted: nn.Module) -> None:
+    lin = linnet.linearize(adapted, params="lora")
+    with pytest.raises(DataError, match="axis=-1"):
+        linnet.fit(lin, tokenized(FACTS, Letters()), "cross-entropy")

@@ -64,6 +64,8 @@ def test_names_of_new_classes_come_after_the_old(net: nn.Module, tmp_path: Path)
     assert grown.class_names == ("pear", "plum", "fig")
     assert grown.labels[-1] == 2
     assert fit.class_names == ("pear", "plum")
+    with pytest.raises(DataError, match="class 2, which has no name"):
+        fit.update((more, torch.full((len(more),), 2)))
     assert torch.equal(grown.forget(classes="pear").labels, grown.labels[grown.labels != 0])
     grown.save(tmp_path)
     kept = linnet.load(tmp_path, net)

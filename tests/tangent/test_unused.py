@@ -196,6 +196,22 @@ def test_ordinary_networks_are_let_through(between: tuple[nn.Module, ...]) -> No
     assert torch.equal(before, torch.get_rng_state())
 
 
+class Faint(nn.Module):
+    """Dropout without a module of what outputs hardly show, as in the attention of a small transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1e-13 * F.dropout(self.layer(x), 0.5, self.training)
+
+
+def test_dropout_that_outputs_hardly_show_is_no_other_mode() -> None:
+    net = network(lambda: nn.Linear(4, 6), Faint())
+    assert bool(linnet.linearize(net, params=r"1\.layer\..*").kernel(X).any())
+
+
 def test_random_numbers_and_unused_heads_stay_as_they_were() -> None:
     """A parameter without a use is looked at in training mode, where dropout must not draw."""
     net = network(lambda: nn.Linear(4, 6), nn.Dropout(0.5), LayerDrop())

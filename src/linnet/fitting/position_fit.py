@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.distributed import all_rows
-from linnet.errors import DataError, LinnetError
+from linnet.errors import DataError, InputError, LinnetError
 from linnet.fitting.arguments import BATCH, Choices, count_in_words
 from linnet.fitting.last_layer import giving
 from linnet.fitting.remarks import held_remarks
@@ -319,6 +319,12 @@ def fit_positions(
 ) -> PositionFit:
     """Solve for the optimum of the cross-entropy at every position."""
     begin, (x, y), function = time.perf_counter(), data.pair, lin.function
+    if function.dtype not in (torch.float32, torch.float64):
+        raise InputError(
+            f"the weights that take part are of type {function.dtype}",
+            expected="float32 or float64, in which Newton's method ends; the other weights may be coarser",
+            remedy="pass model.float(), or an adapter in float32, as peft makes it by default",
+        )
     function.check_runs(take(x, slice(0, 1)))
     y = position_labels(y, function.output_shape(x), axis, every=True)
     problem = position_problem(function, x, y, axis, memory)

@@ -204,8 +204,9 @@ def class_targets(y: Tensor, outputs: int, dtype: torch.dtype) -> Targets:
         first = int((y.flatten() < 0).nonzero()[0])
         raise DataError(
             f"y holds the negative label {int(y.flatten()[first])} at index {first}",
-            expected=f"classes 0 to {max(2, outputs) - 1}; ignore_index is not supported",
-            remedy="leave out the examples that should not count: x[y >= 0], y[y >= 0]",
+            expected=f"classes 0 to {max(2, outputs) - 1}, one for each example",
+            remedy="leave out the examples that should not count: x[y >= 0], y[y >= 0]; for a class at every "
+            "position, as in texts, pass axis=-1, where -100 does not count",
         )
     # for one output, labels 0 and 1
     made = make_targets(y, max(2, outputs), 1.0, varied=False, dtype=dtype)

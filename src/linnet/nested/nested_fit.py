@@ -215,6 +215,12 @@ class NestedFit(SquaredFit):
         values = torch.cat([self.targets, self.targets.new_zeros(self.n, len(found))], 1)
         targets = replace(self._targets, values=values, classes=before + len(found))
         named = data.classes if self.record.classes else ()
+        if named and len(named) < before + len(found):
+            raise DataError(
+                f"y holds the class {int(max(found))}, which has no name",
+                expected=f"a name, as the classes {', '.join(map(repr, named[:3]))} have",
+                remedy="pass y as text",
+            )
         made = self._made(self.system.widened(len(found)), targets, replace(self.record, classes=named))
         if self.held_out is not None:
             made.held_out = torch.cat([self.held_out, self.held_out.new_zeros(self.n, len(found))], 1)

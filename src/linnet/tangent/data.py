@@ -392,6 +392,8 @@ def read_batches(
 
 def pairs(data: Any, said: DataNotes, parting: Parting = as_pair) -> Iterator[tuple[Inputs, Any]]:
     """The batches of any kind of data, in the order of their data set; nothing is gathered."""
+    if isinstance(data, list) and data and all(map(_is_text_of_tokens, data)):
+        data = _Samples(data)
     if not in_pieces(data):
         x, y = parting(data.tensors if isinstance(data, TensorDataset) else data, "data")
         yield tensorize(in_columns(x, said)), None if y is None else answers(in_rows(x, y, said), said)
@@ -403,6 +405,29 @@ def pairs(data: Any, said: DataNotes, parting: Parting = as_pair) -> Iterator[tu
     found = order, changing(source.dataset if isinstance(data, DataLoader) else data)
     said.warnings += filter(None, found)
     yield from read_batches(items_of(source), is_data_set(data), said, parting)
+
+
+class _Samples(Dataset[Any]):
+    """Samples in a list."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        """A sample."""
+        return self.samples[index]
+
+
+def _is_text_of_tokens(one: Any) -> bool:
+    """Whether it is a single text as tokenizers return it, no batch of several."""
+    ids = one.get("input_ids") if isinstance(one, Mapping) else None
+    if isinstance(ids, list | tuple):
+        return all(isinstance(token, int) for token in ids)
+    return getattr(ids, "ndim", 0) == 1
 
 
 def require_targets(x: Inputs, y: Tensor, name: str) -> None:

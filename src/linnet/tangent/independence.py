@@ -315,7 +315,7 @@ def require_one_function(function: Functional, x: Inputs) -> None:
         return
     theirs, mine = (_sketches(*made, random_cotangent(own)[0]) for made in found)
     other = _unlike([mine], [theirs], function)
-    if other:
+    if other and not _is_random(function, one, theirs):
         first = [name for name in function.names if name in other]
         _refuse_mode(function, first, "has other gradients in {} in training mode, though the same outputs")
 
@@ -366,6 +366,14 @@ def unused_remark(function: Functional) -> str:
     told = "; adapters are merged into the weights (peft: model.unmerge_adapter())" if merged else ""
     first = f"the outputs do not depend on {len(unused)} selected parameter(s), first {unused[0]!r}"
     return f"{first}: their derivatives are zero{told}"
+
+
+def _is_random(function: Functional, x: Inputs, before: Params) -> bool:
+    """Whether training mode has other gradients at each pass, as with dropout that is no module."""
+    with _random_state_kept(function):
+        torch.manual_seed(1)
+        again = recorded(_training_twin(function, ()), x)
+    return bool(_unlike([before], [_sketches(*again, random_cotangent(again[0].detach())[0])], function))
 
 
 def _in_training(function: Functional, few: Inputs, names: tuple[str, ...]) -> list[str]:
