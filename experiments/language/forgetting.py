@@ -17,6 +17,7 @@ import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ from linnet.tangent.batch import take
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, ALPHA = 8, 16
 FORGOTTEN = 0.1  # of the persons
-BATCH, RATE, EPOCHS = 32, 1e-3, 15  # of Adam, on the adapter itself
-UNLEARNING = {"gradient ascent": 1e-4, "NPO": 3e-4}  # rates of Adam; the best epoch is taken by hindsight
-UNLEARNED = 5  # epochs
+BATCH, RATE, STEPS = 32, 1e-3, 500  # of Adam, on the adapter itself
+# of rivals, rates of Adam and steps after which they are looked at: the best of all is taken by hindsight
+UNLEARNING, LOOKED_AT = (1e-4, 3e-4, 1e-3), (2, 5, 10, 20)
 BETA = 0.1  # of NPO
 COMPARED = 20  # facts of either kind whose outputs are compared, one for each word of the vocabulary
 WORDS, GENERAL = 48, 100  # tokens and number of texts on which the rest of the model is judged
@@ -106,25 +107,28 @@ class Language:
 Losses = Callable[[dict[str, Tensor]], Tensor]  # of sequences, Σ −log p over their labels, (N,)
 
 
+def probabilities(losses: Losses, data: dict[str, Tensor]) -> Tensor:
+    """Of answers, each the geometric mean over its tokens, (N,)."""
+    return (-losses(data) / (data["labels"] != -100).sum(1)).exp()
+
+
+def reworded(losses: Losses, language: Language, facts: Sequence[Fact]) -> tuple[float, list[float]]:
+    """The mean probability of answers to questions in other words, and the truth ratios."""
+    right = probabilities(losses, language.asked(facts, "paraphrase"))
+    wrong = [probabilities(losses, language.asked(facts, "paraphrase", k)) for k in range(5)]
+    return float(right.mean()), (torch.stack(wrong).mean(0) / right.clamp_min(1e-12)).tolist()
+
+
 def scores(losses: Losses, language: Language, news: dict[str, Tensor]) -> dict[str, Any]:
     """What TOFU looks at, of one model."""
-
-    def probabilities(data: dict[str, Tensor]) -> Tensor:
-        counts = (data["labels"] != -100).sum(1)
-        return (-losses(data) / counts).exp()
-
-    facts = language.facts
+    facts, found = language.facts, dict[str, Any]()
     parts = {
         "gone": [facts[i] for i in language.gone],
         "rest": [facts[i] for i in language.rest][: len(language.gone)],
     }
-    found: dict[str, Any] = {}
     for name, own in parts.items():
-        found[f"{name}: answer"] = float(probabilities(language.asked(own)).mean())
-        right = probabilities(language.asked(own, "paraphrase"))
-        wrong = torch.stack([probabilities(language.asked(own, "paraphrase", k)) for k in range(5)]).mean(0)
-        found[f"{name}: paraphrase"] = float(right.mean())
-        found[f"{name}: truth ratios"] = (wrong / right.clamp_min(1e-12)).tolist()
+        found[f"{name}: answer"] = float(probabilities(losses, language.asked(own)).mean())
+        found[f"{name}: paraphrase"], found[f"{name}: truth ratios"] = reworded(losses, language, own)
     counts = (news["labels"][:, 1:] != -100).sum()
     found["general loss"] = float(losses(news).sum() / counts)
     return found
@@ -175,20 +179,18 @@ class Adapter:
         self,
         weights: dict[str, Tensor],
         rows: Tensor,
-        run: tuple[float, int],
+        rate: float,
         loss_of: Callable[[Tensor, Tensor], Tensor],
     ) -> Iterator[dict[str, Tensor]]:
-        """The weights after each epoch of Adam, at a rate, on what ``loss_of`` makes of losses and places."""
+        """The weights after each step of Adam on what ``loss_of`` makes of losses and places."""
         own = {name: t.clone().requires_grad_() for name, t in weights.items()}
-        rate, epochs = run
-        optimizer = torch.optim.Adam(list(own.values()), lr=rate)
-        draw = torch.Generator().manual_seed(0)
-        for _ in range(epochs):
+        optimizer, draw = torch.optim.Adam(list(own.values()), lr=rate), torch.Generator().manual_seed(0)
+        while True:
             for at in rows[torch.randperm(len(rows), generator=draw)].split(BATCH):
                 optimizer.zero_grad()
                 loss_of(self.losses(own, at), at).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
-            yield {name: t.detach().clone() for name, t in own.items()}
+                yield {name: t.detach().clone() for name, t in own.items()}
 
 
 def adapter_cells(language: Language, data: dict[str, Tensor], news: dict[str, Tensor]) -> dict[str, Any]:
@@ -204,7 +206,7 @@ def adapter_cells(language: Language, data: dict[str, Tensor], news: dict[str, T
 
     for name, rows in (("adapter, all facts", every), ("adapter, never saw them", rest)):
         begin = time.perf_counter()
-        *_, weights[name] = adapter.trained(adapter.start(), rows, (RATE, EPOCHS), mean)
+        weights[name] = next(islice(adapter.trained(adapter.start(), rows, RATE, mean), STEPS - 1, None))
         seconds = time.perf_counter() - begin
         found[name] = {**scores(adapter.elsewhere(weights[name]), language, news), "took": seconds}
     start, wanted = weights["adapter, all facts"], found["adapter, never saw them"]
@@ -219,14 +221,19 @@ def adapter_cells(language: Language, data: dict[str, Tensor], news: dict[str, T
         reference = torch.tensor([known[i] for i in at.tolist()], dtype=losses.dtype)
         return -2 / BETA * torch.nn.functional.logsigmoid(BETA * (losses - reference)).mean()
 
+    facts = [language.facts[i] for i in language.gone]
     for name, loss_of in (("gradient ascent", ascent), ("NPO", preference)):
-        best: dict[str, Any] = {}
+        best: tuple[float, dict[str, Any]] = -1.0, {}
         begin = time.perf_counter()
-        for epoch, at in enumerate(adapter.trained(start, gone, (UNLEARNING[name], UNLEARNED), loss_of)):
-            one = {**scores(adapter.elsewhere(at), language, news), "epoch": epoch + 1}
-            if not best or quality(one, wanted) > quality(best, wanted):
-                best = one
-        found[f"adapter, {name}"] = {**best, "took": time.perf_counter() - begin}
+        for rate in UNLEARNING:
+            for step, at in enumerate(islice(adapter.trained(start, gone, rate, loss_of), LOOKED_AT[-1]), 1):
+                if step in LOOKED_AT:
+                    ratios = reworded(adapter.elsewhere(at), language, facts)[1]
+                    p = quality({"gone: truth ratios": ratios}, wanted)
+                    best = max(best, (p, {"at": at, "rate": rate, "steps": step}), key=lambda one: one[0])
+        seconds, one = time.perf_counter() - begin, best[1]
+        own = scores(adapter.elsewhere(one.pop("at")), language, news)
+        found[f"adapter, {name}"] = {**own, **one, "took": seconds}
     return found
 
 
@@ -343,6 +350,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument(
         "--layers", type=int, default=1, help="last layers with an adapter (default %(default)s)"
     )
+    kinds = ("start", "adapter", "linear")
+    options.add_argument("--of", nargs="+", default=list(kinds), choices=kinds, help="parts (default: all)")
     options.add_argument("--ridge", type=float, default=0.1)
     options.add_argument(
         "--tolerance", type=float, default=1e-5, help="of the gradient (default %(default)s)"
@@ -364,7 +373,7 @@ def computed(study: Study, given: argparse.Namespace, seed: int) -> list[dict[st
         return {"as it comes": scores(adapter.elsewhere(adapter.start()), language, news)}
 
     sizes = {"persons": given.persons, "layers": given.layers, "seed": seed, "rank": RANK}
-    trained = {"rate": RATE, "epochs": EPOCHS, "unlearning": UNLEARNING}
+    trained = {"rate": RATE, "steps": STEPS, "unlearning": UNLEARNING, "looked at": LOOKED_AT}
     solved = {"ridge": given.ridge, "tolerance": given.tolerance}
     parts: list[tuple[str, dict[str, Any], Callable[[], Any]]] = [
         ("start", {}, start),
@@ -374,6 +383,7 @@ def computed(study: Study, given: argparse.Namespace, seed: int) -> list[dict[st
     return [
         study.cell({**sizes, "of": of, **more}, lambda make=make: {"models": make()})  # type: ignore[misc]
         for of, more, make in parts
+        if of in given.of
     ]
 
 
