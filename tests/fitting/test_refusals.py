@@ -295,7 +295,7 @@ SOFTMAX: list[Row] = [
     (InputError, "(9,)", lambda: of_labels(real(9))),
     (InputError, "sum to one", lambda: of_labels(torch.full((9, 3), 0.5))),
     (DataError, "NaN", lambda: of_labels(torch.full((9, 3), NAN))),
-    (DataError, "ignore_index", lambda: of_labels(torch.tensor([0, 1, -100] * 3))),
+    (DataError, "axis=-1", lambda: of_labels(torch.tensor([0, 1, -100] * 3))),
     (DataError, "3 outputs", lambda: of_labels(torch.tensor([0, 1, 3] * 3))),
     (InputError, "torch.bool", lambda: of_labels(torch.ones(9, 1, dtype=torch.bool))),
     (InputError, "(9, 3)", lambda: of_labels(torch.ones(9, 3, dtype=torch.long))),

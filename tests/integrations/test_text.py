@@ -38,7 +38,7 @@ class Letters:
         return {"input_ids": ids}
 
     def apply_chat_template(self, messages: list[Any], add_generation_prompt: bool = False) -> list[int]:
-        heads = {"user": "<user>", "assistant": "<bot>"}
+        heads = {"user": "<user>", "model": "<bot>"}
         ids = [
             token
             for one in messages
@@ -54,9 +54,9 @@ def letters(row: Tensor) -> str:
 def test_what_is_learned_of_each_kind_of_example() -> None:
     talk = [
         {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "yes?"},
+        {"role": "model", "content": "yes?"},
         {"role": "user", "content": "so"},
-        {"role": "assistant", "content": "no."},
+        {"role": "model", "content": "no."},
     ]
     examples = ["text", ("who? ", "me"), talk]
     records = [{"text": "text"}, {"prompt": "who? ", "completion": "me"}, {"messages": talk, "id": 7}]
@@ -198,10 +198,10 @@ class Plain:
         last = len(messages) - 1
         text = ""
         for i, one in enumerate(messages):
-            hidden = self.forgets and one["role"] == "assistant" and i < last
+            hidden = self.forgets and one["role"] == "model" and i < last
             thought = "" if hidden or one["role"] == "user" or not self.forgets else "<thinks>"
             text += f"\n{one['role']}: {thought}{one['content']}"
-        text += "\nassistant: " if add_generation_prompt else ""
+        text += "\nmodel: " if add_generation_prompt else ""
         # a space belongs to the word after it, as in most vocabularies
         tokens = re.findall(r" ?[^\s<>]+|<[^<>]*>|\s", text)
         return {"input_ids": [self.known.setdefault(token, len(self.known)) for token in tokens]}
@@ -213,9 +213,9 @@ class Plain:
 
 TALK = [
     {"role": "user", "content": "who"},
-    {"role": "assistant", "content": "me too"},
+    {"role": "model", "content": "me too"},
     {"role": "user", "content": "so"},
-    {"role": "assistant", "content": "no"},
+    {"role": "model", "content": "no"},
 ]
 
 

@@ -13,6 +13,7 @@ from linnet.params import integer
 from linnet.tangent.batch import IGNORED, MASK
 
 PARTS = ("prompt", "completion")  # as data sets for supervised fine-tuning call them
+OTHERS = ("system", "developer", "user", "tool", "function")  # roles in conversations but for the model's own
 RECORDS = 'records with "text", with "prompt" and "completion", or with "messages"'
 
 
@@ -26,9 +27,9 @@ def tokenized(examples: Iterable[Any], tokenizer: Any, length: int | None = None
 
     Args:
         examples: N of them, each a text, all of whose tokens are learned; a pair of a question and its
-            answer; a conversation, a list of messages with "role" and "content", of which what the
-            "assistant" says is learned; or a record of these: with "text", with "prompt" and "completion",
-            texts or messages, or with "messages".
+            answer; a conversation, a list of messages with "role" and "content", of which what the model says
+            is learned, which is all but the roles system, developer, user, tool and function; or a record of
+            these: with "text", with "prompt" and "completion", texts or messages, or with "messages".
         tokenizer: What turns a text into a mapping with ``input_ids``, such as ``AutoTokenizer`` makes; for
             conversations with ``apply_chat_template``.
         length: Most tokens of an example; what is longer is cut. By default none is.
@@ -147,11 +148,11 @@ def _alike(one: list[int], other: list[int]) -> int:
 
 
 def _spoken(messages: list[Any], tokenizer: Any, place: int, first: int = 0) -> tuple[list[int], list[int]]:
-    """Tokens of a conversation, labels on what the assistant says from some message on."""
+    """Tokens of a conversation, labels on what the model says from some message on."""
     whole = _written(messages, tokenizer, False)
     labels = [IGNORED] * len(whole)
     for count in range(first, len(messages)):
-        if messages[count]["role"] != "assistant":
+        if messages[count]["role"] in OTHERS:
             continue
         begun = _written(messages[:count], tokenizer, True) if count else []
         done = _written(messages[: count + 1], tokenizer, False)

@@ -116,8 +116,8 @@ class NewtonSystem(Solved):
                 f"Newton's method stopped after {self.described()} with a gradient of {reached:.1e} of the "
                 "one at the start",
                 expected=f"at most {enough:g}",
-                remedy=f"take a ridge (prior_precision=) above {self.ridge:g}, raise the tolerance of the "
-                "solver, or pass the network in float64: model.double()",
+                remedy=f"take a ridge (prior_precision=) above {self.ridge:g}, raise max_steps= or "
+                'tolerance= of the solver, take solver="dual" for one class each, or the network in float64',
             )
 
     def described(self) -> str:
