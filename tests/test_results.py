@@ -116,12 +116,33 @@ def test_sentences_say_what_the_cells_say(page: str, sentence: str, names: list[
 
 PERIODS, ITERATIVE = "iterative_linearization.md", "iterative linearization"
 FACES, OWN = "Olivetti faces (app. E.2)", "sinusoids of the main text (app. E.2)"
+RANDOM, OTHER = (f"fig. 3, from {start} weights" for start in ("random", "another task's"))
+STREAM = "sec. 5 (vi), continual learning"
 PAIRED = [
     ("lqf.md", r"mean diagonal is (\S+ ± \S+) points", "lqf", "fig. 8", "low"),
     ("optimizer.md", r"best long run is (\S+ ± \S+)\.", "curvature", "fig. 4.1, per update", "kfac faces"),
     ("continual.md", r"less SI is (\S+ ± \S+) points", "curvature", "fig. 5.9, diagonal and SI", "less"),
     ("kernels.md", r"(\S+ ± \S+) in LeNet and", "kernels", "app. B, binarized eigenfunctions", "lenet"),
     ("kernels.md", r"LeNet and (\S+ ± \S+) in the", "kernels", "app. B, binarized eigenfunctions", "mlp"),
+    ("lqf.md", r"after over before is (\S+ ± \S+);", "lqf", RANDOM, "ridge"),
+    ("lqf.md", r"it rises, by (\S+ ± \S+) with a ridge", "lqf", OTHER, "ridge"),
+    ("lqf.md", r"with a ridge and (\S+ ± \S+) without", "lqf", OTHER, "bare"),
+    ("continual.md", r"KF's mean accuracy is (\S+ ± \S+) points", "lqf", STREAM, "kronecker"),
+    ("continual.md", r"the diagonal's (\S+ ± \S+)\.", "lqf", STREAM, "diagonal"),
+    (
+        "fast_adaptation.md",
+        r"by (\S+ ± \S+) nats",
+        "fast adaptation",
+        "fig. A.7, deep kernel's bands",
+        "density",
+    ),
+    (
+        "fast_adaptation.md",
+        r"is (\S+ ± \S+) of the amplitude",
+        "fast adaptation",
+        "fig. A.7, deep kernel",
+        "error",
+    ),
     ("lqf.md", r"fifth costs (\S+ ± \S+) points more", "lqf", "fig. 6 right, a fifth dropped", "least"),
     (
         "lqf.md",
