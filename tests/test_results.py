@@ -171,8 +171,10 @@ PAIRED += [
         (r"less tanh is (\S+ ± \S+) \(10", "fig. A.5", "tuned 10"),
         (r"and (\S+ ± \S+) \(100 points\), and at", "fig. A.5", "tuned 100"),
         (r"differs by (\S+ ± \S+), paired", "fig. A.2, halves of MNIST", "halves"),
-        (r"higher by (\S+ ± \S+) for MNIST1", "fig. A.2, Fashion MNIST", "first"),
-        (r"by (\S+ ± \S+) for MNIST2", "fig. A.2, Fashion MNIST", "second"),
+        (r"is higher by (\S+ ± \S+) for MNIST1", "fig. A.2, Fashion MNIST", "first hundredth"),
+        (r"by (\S+ ± \S+) for MNIST2 than for", "fig. A.2, Fashion MNIST", "second hundredth"),
+        (r"the 300th by (\S+ ± \S+) for MNIST1", "fig. A.2, Fashion MNIST", "first"),
+        (r"by (\S+ ± \S+) for MNIST2\.", "fig. A.2, Fashion MNIST", "second"),
     )
 ]
 
