@@ -117,7 +117,7 @@ def test_sentences_say_what_the_cells_say(page: str, sentence: str, names: list[
 PERIODS, ITERATIVE = "iterative_linearization.md", "iterative linearization"
 FACES, OWN = "Olivetti faces (app. E.2)", "sinusoids of the main text (app. E.2)"
 RANDOM, OTHER = (f"fig. 3, from {start} weights" for start in ("random", "another task's"))
-STREAM = "sec. 5 (vi), continual learning"
+GOOD, STREAM = "fig. A.1, a good ε", "sec. 5 (vi), continual learning"
 PAIRED = [
     ("lqf.md", r"mean diagonal is (\S+ ± \S+) points", "lqf", "fig. 8", "low"),
     ("optimizer.md", r"best long run is (\S+ ± \S+)\.", "curvature", "fig. 4.1, per update", "kfac faces"),
@@ -171,6 +171,9 @@ PAIRED += [
         (r"less tanh is (\S+ ± \S+) \(10", "fig. A.5", "tuned 10"),
         (r"and (\S+ ± \S+) \(100 points\), and at", "fig. A.5", "tuned 100"),
         (r"differs by (\S+ ± \S+), paired", "fig. A.2, halves of MNIST", "halves"),
+        (r"are off by (\S+ ± \S+) % before", GOOD, "start"),
+        (r"before, (\S+ ± \S+) % after two epochs", GOOD, "second"),
+        (r"two epochs and (\S+ ± \S+) % after eight", GOOD, "eighth"),
         (r"is higher by (\S+ ± \S+) for MNIST1", "fig. A.2, Fashion MNIST", "first hundredth"),
         (r"by (\S+ ± \S+) for MNIST2 than for", "fig. A.2, Fashion MNIST", "second hundredth"),
         (r"the 300th by (\S+ ± \S+) for MNIST1", "fig. A.2, Fashion MNIST", "first"),
