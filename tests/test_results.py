@@ -160,6 +160,15 @@ PAIRED = [
     (PERIODS, r"\((\S+ ± \S+) for K = 100\)", ITERATIVE, "fig. 3", "hundred"),
 ]
 PAIRED += [
+    ("laplace.md", sentence, "curvature", what, name)
+    for sentence, what, name in (
+        (r"above that of MC dropout by (\S+ ± \S+) nats", "fig. 5.2", "dropout"),
+        (r"above the diagonal's by (\S+ ± \S+)\.", "fig. 5.2", "diagonal"),
+        (r"after (\S+ ± \S+) steps more", "fig. 5.4", "dropout"),
+        (r"with dropout, and (\S+ ± \S+) more than with the network", "fig. 5.4", "network"),
+    )
+]
+PAIRED += [
     ("fast_adaptation.md", sentence, "fast adaptation", what, name)
     for sentence, what, name in (
         (r"(\S+ ± \S+) above the retrained last layer", FACES, "last"),
@@ -218,7 +227,28 @@ def informative(of: str, within: bool, times: int = 100, digits: int = 1) -> dic
             "digits": digits}  # fmt: skip
 
 
+def attacked(of: str, method: str, times: int = 1, digits: int = 1) -> dict[str, Any]:
+    """By how much MC dropout is ahead of a method under the untargeted attack."""
+    where = [{"attack": "untargeted", "method": one} for one in ("MC dropout", method)]
+    return {"file": "laplace/adversarial.json", "by": ["seed"], "of": of, "times": times, "digits": digits,
+            "cells": where[0], "less": where[1]}  # fmt: skip
+
+
+def cost(method: str, network: str) -> dict[str, Any]:
+    """The accuracy on digits that a posterior costs."""
+    return {"file": "laplace/out_of_distribution_seeds.json", "by": ["seed"], "of": "accuracy", "times": 100,
+            "digits": 2, "cells": {"method": network}, "less": {"method": method}}  # fmt: skip
+
+
+KRONECKER, PLAIN = "Kronecker Laplace", "deterministic, no dropout in training"
 DIFFERENCES = [
+    ("laplace", r"factors cost (\S+ ± \S+) points", cost(KRONECKER, PLAIN)),
+    ("laplace", r"the diagonal costs (\S+ ± \S+) and", cost("diagonal Laplace", PLAIN)),
+    ("laplace", r"and dropout (\S+ ± \S+) of the one", cost("MC dropout", "deterministic")),
+    ("laplace", r"higher, by (\S+ ± \S+) nats at", attacked("entropy/2", KRONECKER, 1, 2)),
+    ("laplace", r"factors have (\S+ ± \S+) points less", attacked("accuracy/2", KRONECKER, 100)),
+    ("laplace", r"than dropout, the diagonal (\S+ ± \S+)\.", attacked("accuracy/2", "diagonal Laplace", 100)),
+    ("laplace", r"factors have (\S+ ± \S+) points more", attacked("accuracy/10", KRONECKER, -100)),
     ("lqf", r"samples is ahead by (\S+ ± \S+) points", informative("most/3 - least/3", False)),
     ("lqf", r"and by (\S+ ± \S+) if every class", informative("most/3 - least/3", True)),
     ("lqf", r"residuals correlate at (\S+ ± \S+)", informative(RANKS, False, 1, 3)),
