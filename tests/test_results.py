@@ -180,6 +180,7 @@ PAIRED += [
         (r"less tanh is (\S+ ± \S+) \(10", "fig. A.5", "tuned 10"),
         (r"and (\S+ ± \S+) \(100 points\), and at", "fig. A.5", "tuned 100"),
         (r"differs by (\S+ ± \S+), paired", "fig. A.2, halves of MNIST", "halves"),
+        (r"SVI is (\S+ ± \S+) points above the mode", "fig. A.3, methods", "svi"),
         (r"are off by (\S+ ± \S+) % before", GOOD, "start"),
         (r"before, (\S+ ± \S+) % after two epochs", GOOD, "second"),
         (r"two epochs and (\S+ ± \S+) % after eight", GOOD, "eighth"),
@@ -240,8 +241,12 @@ def cost(method: str, network: str) -> dict[str, Any]:
             "digits": 2, "cells": {"method": network}, "less": {"method": method}}  # fmt: skip
 
 
+LAPLACE = {"file": f"{FAST}/classification.json", "by": ["seed"], "of": "accuracy", "times": 100,
+           "cells": {"domain": "CIFAR-10", "method": "linearized NN, map"},
+           "less": {"domain": "CIFAR-10", "method": "linearized NN, laplace"}}  # fmt: skip
 KRONECKER, PLAIN = "Kronecker Laplace", "deterministic, no dropout in training"
 DIFFERENCES = [
+    (FAST, r"and Laplace (\S+ ± \S+) below it", LAPLACE),
     ("laplace", r"factors cost (\S+ ± \S+) points", cost(KRONECKER, PLAIN)),
     ("laplace", r"the diagonal costs (\S+ ± \S+) and", cost("diagonal Laplace", PLAIN)),
     ("laplace", r"and dropout (\S+ ± \S+) of the one", cost("MC dropout", "deterministic")),
