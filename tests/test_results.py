@@ -162,6 +162,15 @@ PAIRED = [
 PAIRED += [
     ("laplace.md", sentence, "curvature", what, name)
     for sentence, what, name in (
+        (r"above that of HMC by (\S+ ± \S+), the", "fig. 5.1", "full"),
+        (r"the diagonal's by (\S+ ± \S+) and that", "fig. 5.1", "diagonal"),
+        (r"and that of Kronecker factors by (\S+ ± \S+), paired", "fig. 5.1", "kronecker"),
+        (r"full matrix by (\S+ ± \S+) nats", "fig. 5.1, regularized", "full"),
+        (r"nats, the diagonal by (\S+ ± \S+) and", "fig. 5.1, regularized", "diagonal"),
+        (r"and Kronecker factors by (\S+ ± \S+); what", "fig. 5.1, regularized", "kronecker"),
+        (r"density less its is (\S+ ± \S+) by sampling", "fig. 5.1, order", "sampled"),
+        (r"sampling, and (\S+ ± \S+) linearized", "fig. 5.1, order", "linearized"),
+        (r"where they are (\S+ ± \S+) below HMC", "fig. 5.1, order", "below"),
         (r"above that of MC dropout by (\S+ ± \S+) nats", "fig. 5.2", "dropout"),
         (r"above the diagonal's by (\S+ ± \S+)\.", "fig. 5.2", "diagonal"),
         (r"after (\S+ ± \S+) steps more", "fig. 5.4", "dropout"),

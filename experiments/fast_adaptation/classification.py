@@ -161,8 +161,10 @@ def table(cells: Sequence[Cell]) -> str:
     for domain in DOMAINS:
         for name in dict.fromkeys(c["method"] for c in cells if c["domain"] == domain):
             own = [c for c in cells if c["domain"] == domain and c["method"] == name]
-            rows.append([f"{domain}: {name}", with_error([c["accuracy"] for c in own], 1, 100),
-                         with_error([c["nll"] for c in own], 3), with_error([c["ece"] for c in own], 3)])  # fmt: skip
+            rows.append([
+                f"{domain}: {name}", with_error([c["accuracy"] for c in own], 1, 100),
+                with_error([c["nll"] for c in own], 3), with_error([c["ece"] for c in own], 3),
+            ])  # fmt: skip
     return markdown(["", "accuracy %", "NLL", "ECE"], rows)
 
 
