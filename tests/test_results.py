@@ -116,12 +116,33 @@ def test_sentences_say_what_the_cells_say(page: str, sentence: str, names: list[
 
 PERIODS, ITERATIVE = "iterative_linearization.md", "iterative linearization"
 FACES, OWN = "Olivetti faces (app. E.2)", "sinusoids of the main text (app. E.2)"
+RANDOM, OTHER = (f"fig. 3, from {start} weights" for start in ("random", "another task's"))
+GOOD, STREAM = "fig. A.1, a good ε", "sec. 5 (vi), continual learning"
 PAIRED = [
     ("lqf.md", r"mean diagonal is (\S+ ± \S+) points", "lqf", "fig. 8", "low"),
     ("optimizer.md", r"best long run is (\S+ ± \S+)\.", "curvature", "fig. 4.1, per update", "kfac faces"),
     ("continual.md", r"less SI is (\S+ ± \S+) points", "curvature", "fig. 5.9, diagonal and SI", "less"),
     ("kernels.md", r"(\S+ ± \S+) in LeNet and", "kernels", "app. B, binarized eigenfunctions", "lenet"),
     ("kernels.md", r"LeNet and (\S+ ± \S+) in the", "kernels", "app. B, binarized eigenfunctions", "mlp"),
+    ("lqf.md", r"after over before is (\S+ ± \S+);", "lqf", RANDOM, "ridge"),
+    ("lqf.md", r"it rises, by (\S+ ± \S+) with a ridge", "lqf", OTHER, "ridge"),
+    ("lqf.md", r"with a ridge and (\S+ ± \S+) without", "lqf", OTHER, "bare"),
+    ("continual.md", r"KF's mean accuracy is (\S+ ± \S+) points", "lqf", STREAM, "kronecker"),
+    ("continual.md", r"the diagonal's (\S+ ± \S+)\.", "lqf", STREAM, "diagonal"),
+    (
+        "fast_adaptation.md",
+        r"by (\S+ ± \S+) nats",
+        "fast adaptation",
+        "fig. A.7, deep kernel's bands",
+        "density",
+    ),
+    (
+        "fast_adaptation.md",
+        r"is (\S+ ± \S+) of the amplitude",
+        "fast adaptation",
+        "fig. A.7, deep kernel",
+        "error",
+    ),
     ("lqf.md", r"fifth costs (\S+ ± \S+) points more", "lqf", "fig. 6 right, a fifth dropped", "least"),
     (
         "lqf.md",
@@ -139,6 +160,24 @@ PAIRED = [
     (PERIODS, r"\((\S+ ± \S+) for K = 100\)", ITERATIVE, "fig. 3", "hundred"),
 ]
 PAIRED += [
+    ("laplace.md", sentence, "curvature", what, name)
+    for sentence, what, name in (
+        (r"above that of HMC by (\S+ ± \S+), the", "fig. 5.1", "full"),
+        (r"the diagonal's by (\S+ ± \S+) and that", "fig. 5.1", "diagonal"),
+        (r"and that of Kronecker factors by (\S+ ± \S+), paired", "fig. 5.1", "kronecker"),
+        (r"full matrix by (\S+ ± \S+) nats", "fig. 5.1, regularized", "full"),
+        (r"nats, the diagonal by (\S+ ± \S+) and", "fig. 5.1, regularized", "diagonal"),
+        (r"and Kronecker factors by (\S+ ± \S+); what", "fig. 5.1, regularized", "kronecker"),
+        (r"density less its is (\S+ ± \S+) by sampling", "fig. 5.1, order", "sampled"),
+        (r"sampling, and (\S+ ± \S+) linearized", "fig. 5.1, order", "linearized"),
+        (r"where they are (\S+ ± \S+) below HMC", "fig. 5.1, order", "below"),
+        (r"above that of MC dropout by (\S+ ± \S+) nats", "fig. 5.2", "dropout"),
+        (r"above the diagonal's by (\S+ ± \S+)\.", "fig. 5.2", "diagonal"),
+        (r"after (\S+ ± \S+) steps more", "fig. 5.4", "dropout"),
+        (r"with dropout, and (\S+ ± \S+) more than with the network", "fig. 5.4", "network"),
+    )
+]
+PAIRED += [
     ("fast_adaptation.md", sentence, "fast adaptation", what, name)
     for sentence, what, name in (
         (r"(\S+ ± \S+) above the retrained last layer", FACES, "last"),
@@ -150,8 +189,14 @@ PAIRED += [
         (r"less tanh is (\S+ ± \S+) \(10", "fig. A.5", "tuned 10"),
         (r"and (\S+ ± \S+) \(100 points\), and at", "fig. A.5", "tuned 100"),
         (r"differs by (\S+ ± \S+), paired", "fig. A.2, halves of MNIST", "halves"),
-        (r"higher by (\S+ ± \S+) for MNIST1", "fig. A.2, Fashion MNIST", "first"),
-        (r"by (\S+ ± \S+) for MNIST2", "fig. A.2, Fashion MNIST", "second"),
+        (r"SVI is (\S+ ± \S+) points above the mode", "fig. A.3, methods", "svi"),
+        (r"are off by (\S+ ± \S+) % before", GOOD, "start"),
+        (r"before, (\S+ ± \S+) % after two epochs", GOOD, "second"),
+        (r"two epochs and (\S+ ± \S+) % after eight", GOOD, "eighth"),
+        (r"is higher by (\S+ ± \S+) for MNIST1", "fig. A.2, Fashion MNIST", "first hundredth"),
+        (r"by (\S+ ± \S+) for MNIST2 than for", "fig. A.2, Fashion MNIST", "second hundredth"),
+        (r"the 300th by (\S+ ± \S+) for MNIST1", "fig. A.2, Fashion MNIST", "first"),
+        (r"by (\S+ ± \S+) for MNIST2\.", "fig. A.2, Fashion MNIST", "second"),
     )
 ]
 
@@ -192,7 +237,32 @@ def informative(of: str, within: bool, times: int = 100, digits: int = 1) -> dic
             "digits": digits}  # fmt: skip
 
 
+def attacked(of: str, method: str, times: int = 1, digits: int = 1) -> dict[str, Any]:
+    """By how much MC dropout is ahead of a method under the untargeted attack."""
+    where = [{"attack": "untargeted", "method": one} for one in ("MC dropout", method)]
+    return {"file": "laplace/adversarial.json", "by": ["seed"], "of": of, "times": times, "digits": digits,
+            "cells": where[0], "less": where[1]}  # fmt: skip
+
+
+def cost(method: str, network: str) -> dict[str, Any]:
+    """The accuracy on digits that a posterior costs."""
+    return {"file": "laplace/out_of_distribution_seeds.json", "by": ["seed"], "of": "accuracy", "times": 100,
+            "digits": 2, "cells": {"method": network}, "less": {"method": method}}  # fmt: skip
+
+
+LAPLACE = {"file": f"{FAST}/classification.json", "by": ["seed"], "of": "accuracy", "times": 100,
+           "cells": {"domain": "CIFAR-10", "method": "linearized NN, map"},
+           "less": {"domain": "CIFAR-10", "method": "linearized NN, laplace"}}  # fmt: skip
+KRONECKER, PLAIN = "Kronecker Laplace", "deterministic, no dropout in training"
 DIFFERENCES = [
+    (FAST, r"and Laplace (\S+ ± \S+) below it", LAPLACE),
+    ("laplace", r"factors cost (\S+ ± \S+) points", cost(KRONECKER, PLAIN)),
+    ("laplace", r"the diagonal costs (\S+ ± \S+) and", cost("diagonal Laplace", PLAIN)),
+    ("laplace", r"and dropout (\S+ ± \S+) of the one", cost("MC dropout", "deterministic")),
+    ("laplace", r"higher, by (\S+ ± \S+) nats at", attacked("entropy/2", KRONECKER, 1, 2)),
+    ("laplace", r"factors have (\S+ ± \S+) points less", attacked("accuracy/2", KRONECKER, 100)),
+    ("laplace", r"than dropout, the diagonal (\S+ ± \S+)\.", attacked("accuracy/2", "diagonal Laplace", 100)),
+    ("laplace", r"factors have (\S+ ± \S+) points more", attacked("accuracy/10", KRONECKER, -100)),
     ("lqf", r"samples is ahead by (\S+ ± \S+) points", informative("most/3 - least/3", False)),
     ("lqf", r"and by (\S+ ± \S+) if every class", informative("most/3 - least/3", True)),
     ("lqf", r"residuals correlate at (\S+ ± \S+)", informative(RANKS, False, 1, 3)),

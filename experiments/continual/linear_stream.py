@@ -16,6 +16,7 @@ order of pixels on images that no task has, and then linearized. Targets are ±1
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from experiments import tables
 from experiments.continual.networks import multilayer
 from experiments.continual.streams import mnist
 from experiments.figures import figure, save
 from experiments.study import Cell, Study, parser
+from experiments.tables import chosen, markdown, with_error
 
 STRUCTURES = (("full", "svd"), ("kfac", "exact"), ("kfac", "svd"), ("kfac", "kl"), ("kfac", "count"),
               ("ekfac", "svd"), ("diagonal", "svd"))  # fmt: skip
@@ -199,13 +200,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     make.add_argument("--train", type=int, default=None, help="images a task (default 300; 2000 if full)")
     make.add_argument("--test", type=int, default=1000, help="test images")
     make.add_argument("--noise", type=float, default=0.25, help="variance of the targets in the model")
+    make.add_argument("--further", type=int, default=0, help="more seeds, with the first one's prior and λ")
     options = make.parse_args(arguments)
     options.side = options.side or (14 if options.full else 5)
     options.train = options.train or (2000 if options.full else 300)
     study = Study("continual/linear_stream", options)
     torch.set_default_dtype(torch.float32)
     cells: list[Cell] = []
-    for seed in study.seeds:
+    prior = 1.0
+    for seed in range(options.seeds + options.further):
         given = problem(
             options.data_dir,
             options.side,
@@ -224,57 +227,58 @@ def main(arguments: Sequence[str] | None = None) -> None:
             what = {"structure": structure, "merge": merge, "strength": strength, "prior": prior, **z}
             return study.cell(what, lambda: stream(g, structure, merge, strength, prior))
 
-        by_prior = [cell("full", "svd", 1.0, prior) for prior in PRIORS]
-        prior = max(by_prior, key=lambda c: c["evidence"])["prior"]
-        cells += [{**c, "role": "prior"} for c in by_prior]
+        if seed in study.seeds:
+            by_prior = [cell("full", "svd", 1.0, one) for one in PRIORS]
+            prior = max(by_prior, key=lambda c: c["evidence"])["prior"]
+            cells += [{**c, "role": "prior"} for c in by_prior]
+            cells += [
+                {**cell(structure, "svd", strength, prior), "role": f"strength {structure}"}
+                for structure in ("full", "kfac")
+                for strength in STRENGTHS
+            ]
         cells += [{**cell(s, m, 1.0, prior), "role": "structure"} for s, m in STRUCTURES]
-        cells += [
-            {**cell(structure, "svd", strength, prior), "role": f"strength {structure}"}
-            for structure in ("full", "kfac")
-            for strength in STRENGTHS
-        ]
         what = {"structure": "joint", "prior": prior, **sizes}
         cells.append({**study.cell(what, lambda g=given, p=prior: jointly(g, p)), "role": "joint"})  # type: ignore[misc]
-    study.publish(report(cells, study), cells)
+    study.publish(f"{table(cells)}\n\n{hyper_parameters(cells)}", cells)
+    draw(cells, study)
 
 
-def report(cells: Sequence[Cell], study: Study) -> str:
-    """The tables and the figure."""
-    lines = []
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: each structure beside joint training."""
+    rows = []
     for structure, merge in STRUCTURES:
-        mine = [
-            c
-            for c in cells
-            if c["role"] == "structure" and (c["structure"], c["merge"]) == (structure, merge)
-        ]
+        where = {"role": "structure", "structure": structure, "merge": merge}
         name = structure if structure in ("full", "diagonal") else f"{structure}, {merge}"
-        evidence = [c["evidence"] for c in mine if c["evidence"] is not None]
-        distance = ", ".join(f"{c['distance']:.1e}" for c in mine)
-        lines.append([name, distance, tables.with_error((c["average"] for c in mine), 1, 100),
-                      tables.with_error(evidence, 3)])  # fmt: skip
-    together = [c for c in cells if c["role"] == "joint"]
-    lines.append(["joint training", "0", tables.with_error((c["average"] for c in together), 1, 100), "–"])
-    first = tables.markdown(
-        ["curvature", "distance from joint training", "mean accuracy, %", "log evidence of an example"], lines
+        evidence = [one for one in chosen(cells, "evidence", **where) if one is not None]
+        rows.append([
+            name, f"{statistics.fmean(chosen(cells, 'distance', **where)):.1e}",
+            with_error(chosen(cells, "average", **where), 1, 100), with_error(evidence, 3),
+        ])  # fmt: skip
+    rows.append(["joint training", "0", with_error(chosen(cells, "average", role="joint"), 1, 100), "–"])
+    return markdown(
+        ["curvature", "distance from joint training", "mean accuracy, %", "log evidence of an example"], rows
     )
-    more = []
+
+
+def hyper_parameters(cells: Sequence[Cell]) -> str:
+    """Markdown: the stream with other prior precisions and strengths."""
+    rows = []
     for role, key, values, label in (
         ("prior", "prior", PRIORS, "full, prior precision"),
         ("strength full", "strength", STRENGTHS, "full, λ"),
         ("strength kfac", "strength", STRENGTHS, "kfac, svd, λ"),
     ):
         for value in values:
-            mine = [c for c in cells if c["role"] == role and c[key] == value]
-            evidence = tables.with_error((c["evidence"] for c in mine), 3)
-            distance = ", ".join(f"{c['distance']:.1e}" for c in mine)
-            average = tables.with_error((c["average"] for c in mine), 1, 100)
-            more.append([f"{label} {value:g}", evidence, distance, average])
-    second = tables.markdown(
+            where = {"role": role, key: value}
+            rows.append([
+                f"{label} {value:g}", with_error(chosen(cells, "evidence", **where), 3),
+                f"{statistics.fmean(chosen(cells, 'distance', **where)):.1e}",
+                with_error(chosen(cells, "average", **where), 1, 100),
+            ])  # fmt: skip
+    return markdown(
         ["hyper-parameter", "log evidence of an example", "distance from joint training", "mean accuracy, %"],
-        more,
+        rows,
     )
-    draw(cells, study)
-    return f"{first}\n\n{second}"
 
 
 def draw(cells: Sequence[Cell], study: Study) -> None:

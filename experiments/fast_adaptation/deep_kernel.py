@@ -10,6 +10,7 @@ script says so and ends.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import linnet
 from experiments.fast_adaptation.sinusoids import POINTS, Sinusoid, scores, trained
-from experiments.study import Study, parser
+from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
 from linnet.likelihoods import Gaussian
 
@@ -127,11 +128,16 @@ def main(arguments: list[str] | None = None) -> None:
         )
         for seed in study.seeds
     ]  # fmt: skip
+    study.publish(table(cells), cells)
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: the scores of each way."""
     rows = [
         [way, *(with_error([c[f"{way}, {k}"] for c in cells], 2) for k in ("error", "density", "covered"))]
         for way in WAYS
     ]
-    study.publish(markdown(["", "RMSE / A", "log density (nats)", "share in 95 % interval"], rows), cells)
+    return markdown(["", "RMSE / A", "log density (nats)", "share in 95 % interval"], rows)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ end. The library's own rule for ε is measured too, and one-sided differences, w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ import linnet
 from experiments.fast_adaptation.networks import PreResNet
 from experiments.figures import COLORS, figure, save
 from experiments.sources import CIFAR, images, pixels, pretrained
-from experiments.study import Study, parser
-from experiments.tables import markdown
+from experiments.study import Cell, Study, parser
+from experiments.tables import markdown, with_error
 from linnet.curvatures import MatrixFree
 from linnet.likelihoods import Categorical
 
@@ -99,18 +100,13 @@ def trained(
     return found
 
 
-def below(errors: list[float], steps: list[float]) -> str:
-    """The range of ε whose error is below 1 %."""
-    good = [step for step, error in zip(steps, errors, strict=True) if error < GOAL]
-    return f"{min(good):.0e} to {max(good):.0e} ({len(good)} of {len(steps)})" if good else "none"
-
-
 def draw(study: Study, cells: list[dict[str, Any]]) -> None:
     """Figures 3 and A.1: one-sided on the left, central on the right."""
     drawn, axes = figure(columns=2, width=3.6, height=3.0)
     for ax, kind in zip(axes, ("forward", "central"), strict=True):
-        for color, cell in zip(COLORS, cells, strict=False):
-            ax.loglog(cell["steps"], cell[kind], color=color, label=cell["network"])
+        for color, name in zip(COLORS, dict.fromkeys(cell["network"] for cell in cells), strict=False):
+            for k, cell in enumerate(cell for cell in cells if cell["network"] == name):
+                ax.loglog(cell["steps"], cell[kind], color=color, label=None if k else name)
         ax.axhline(GOAL, color="black", lw=0.8, ls="--")
         ax.set(xlabel="ε", ylabel="relative error", title=f"{kind} differences", ylim=(1e-5, 10))
     axes[0].legend(fontsize=7)
@@ -152,18 +148,26 @@ def main(arguments: list[str] | None = None) -> None:
         other = pixels(sets.test_x[: given.images], normalization)
         what = {"network": name.replace("resnet", "ResNet-") + ", trained", "seed": 0, "images": len(x)}
         cells.append(study.cell(what, lambda m=model, o=other: measured(m.requires_grad_(True), o, y)))
-    rows = [
-        [c["network"], f"{100 * c['accuracy']:.0f}", f"{min(c['forward']):.1e}",
-         below(c["forward"], c["steps"]), f"{min(c['central']):.1e}", below(c["central"], c["steps"]),
-         f"{c['library']:.1e}"]
-        for c in cells
-    ]  # fmt: skip
-    header = [
-        "network", "accuracy %", "best one-sided", "ε with error < 1 %", "best central", "ε with error < 1 %",
-        "linnet's own ε",
-    ]  # fmt: skip
-    study.publish(markdown(header, rows), cells, published="about 1e-3, below 1 % for most ε")
+    study.publish(table(cells), cells, published="about 1e-3, below 1 % for most ε")
     draw(study, cells)
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: smallest errors, where they are, and how many ε have less than 1 %, by network."""
+    rows = []
+    for name in dict.fromkeys(cell["network"] for cell in cells):
+        own = [cell for cell in cells if cell["network"] == name]
+        row = [name, with_error((c["accuracy"] for c in own), 0, 100)]
+        for kind in ("forward", "central"):
+            best = [min(zip(c[kind], c["steps"], strict=True)) for c in own]
+            row += [with_error((error for error, _ in best), 2, 100),
+                    with_error((math.log10(step) for _, step in best), 1),
+                    with_error((sum(error < GOAL for error in c[kind]) for c in own), 1)]  # fmt: skip
+        rows.append([*row, with_error((c["library"] for c in own), 2, 100)])
+    header = ["network", "accuracy %"]
+    for kind in ("one-sided", "central"):
+        header += [f"least error %, {kind}", "log₁₀ of its ε", f"ε below 1 %, of {len(STEPS)}"]
+    return markdown([*header, "with linnet's own ε, %"], rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ Laplace and after about 10 under the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,11 @@ from experiments.laplace.networks import (
     resized,
     sizes,
 )
-from experiments.study import Study, parser
+from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 
 STEPS = tuple(0.05 * k for k in range(11))  # η of the untargeted attack
+SHOWN = (STEPS[1], STEPS[2], STEPS[4], STEPS[10])
 SIZE, MOST, TARGET = 1e-2, 50, 0
 
 
@@ -132,28 +133,28 @@ def main(arguments: list[str] | None = None) -> None:
                 study.cell({"attack": "targeted", **what, "images": len(few[0]), "steps_": given.iterations},
                            lambda p=predict, d=few: targeted(p, d, span, given.iterations)),
             ]  # fmt: skip
-    report(study, cells)
+    study.publish(table(cells), cells)
+    draw(study, cells)
 
 
-def report(study: Study, cells: list[dict[str, Any]]) -> None:
-    """The table and the figures."""
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: a line for each method."""
     rows = []
-    for method in METHODS:
+    for method in dict.fromkeys(cell["method"] for cell in cells):
         near = [c for c in cells if c["method"] == method and c["attack"] == "untargeted"]
         aimed = [c for c in cells if c["method"] == method and c["attack"] == "targeted"]
-        at = [near[0]["steps"].index(s) for s in (STEPS[2], STEPS[4], STEPS[10])]
+        at = [near[0]["steps"].index(s) for s in SHOWN]
         rows.append([
             method, *(with_error([c["accuracy"][k] for c in near], 1, 100) for k in at),
             *(with_error([c["entropy"][k] for c in near], 2) for k in at),
-            with_error(chosen(aimed, "half"), 0), with_error([c["reached"][-1] for c in aimed], 1, 100),
+            with_error(chosen(aimed, "half"), 1), with_error([c["reached"][-1] for c in aimed], 1, 100),
             with_error([max(c["entropy"]) for c in aimed], 2),
         ])  # fmt: skip
     header = [
-        "method", "accuracy % at η = 0.1", "0.2", "0.5", "entropy at η = 0.1", "0.2", "0.5",
+        "method", *(f"accuracy %, η = {s:g}" for s in SHOWN), *(f"entropy, η = {s:g}" for s in SHOWN),
         "steps until half are 0", "predicted as 0 at the end, %", "highest entropy on the way",
     ]  # fmt: skip
-    study.publish(markdown(header, rows), cells)
-    draw(study, cells)
+    return markdown(header, rows)
 
 
 if __name__ == "__main__":

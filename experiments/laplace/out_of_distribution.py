@@ -11,6 +11,7 @@ is highest, then MC dropout and the diagonal, then the deterministic pass; FFG i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import linnet
 from experiments.figures import figure, save
 from experiments.laplace.networks import binarized, digits, options, predictors, resized, sizes
-from experiments.study import Study, parser
+from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 
 PUBLISHED = {
@@ -71,12 +72,18 @@ def main(arguments: list[str] | None = None) -> None:
                     "test": len(test[0]), "letters": len(letters)}  # fmt: skip
             hyper = facts.get(method, dict)
             cells.append(study.cell(what, lambda m=make, h=hyper: judged(m(), test, letters) | h()))
+    study.publish(table(cells), cells, published_accuracy=PUBLISHED)
+    draw(study, cells)
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: a line for each method."""
     rows = [
         [method, f"{PUBLISHED[method]:.2f}" if method in PUBLISHED else "–",
          with_error(chosen(cells, "accuracy", method=method), 2, 100),
          *(with_error(chosen(cells, name, method=method), 3)
            for name in ("nll", "entropy_test", "entropy", "certain", "auroc")),
-         ", ".join(f"{c['n']:.3g}, {c['prior']:.3g}" for c in cells if c["method"] == method and "n" in c)
+         "; ".join(f"{c['n']:.3g}, {c['prior']:.3g}" for c in cells if c["method"] == method and "n" in c)
          or "–"]
         for method in dict.fromkeys(cell["method"] for cell in cells)
     ]  # fmt: skip
@@ -84,8 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
         "method", "thesis: accuracy %", "accuracy %", "NLL", "entropy, digits", "entropy, letters",
         "letters with entropy < 0.1", "AUROC", "N, λ",
     ]  # fmt: skip
-    study.publish(markdown(header, rows), cells, published_accuracy=PUBLISHED)
-    draw(study, cells)
+    return markdown(header, rows)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from experiments.kernels import (
     concentration,
     directions,
+    directions_of_data,
     eigenfunctions,
     networks,
     spike,
@@ -96,6 +97,13 @@ def test_the_trained_eigenfunction_spikes(words: list[str], tmp_path: Path) -> N
     assert 1 <= rank <= 8
     # at initialization the alignment of an eigenfunction is its eigenvalue, and these decrease
     assert cell["before"] == sorted(cell["before"], reverse=True)
+
+
+def test_directions_over_images_overlap_with_those_at_the_origin(words: list[str], tmp_path: Path) -> None:
+    directions_of_data.main([*words, "--images", "2"])
+    (cell,) = result(tmp_path)["cells"]
+    assert 10 / 1024 < cell["overlap"] <= 1 + 1e-5
+    assert 0 <= cell["first"] <= 1 + 1e-5
 
 
 def test_directions_are_drawn_and_learned(words: list[str], tmp_path: Path) -> None:

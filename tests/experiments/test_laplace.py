@@ -78,7 +78,8 @@ def test_toy_regression(tmp_path: Path) -> None:
         "10",
     ]
     toy_regression.main(["--seeds", "1", *sizes, "--out", str(tmp_path)])
-    assert len(result(tmp_path)["kronecker_regularized_below_hmc"]) == 1  # type: ignore[arg-type]
+    assert len(result(tmp_path)["cells"]) == 14  # type: ignore[arg-type]
+    assert "below HMC" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "toy_regression.svg").exists()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from experiments.lqf import (
     ablation,
+    condition,
     few_shot,
     gap,
     informative,
@@ -160,11 +161,26 @@ def test_online_updates_are_the_fit_at_once(small: None, tmp_path: Path) -> None
 
 
 def test_weight_decay_has_an_error_for_every_ridge(small: None, tmp_path: Path) -> None:
-    weight_decay.main(arguments(tmp_path, 1), PAIR)
-    cell = published(tmp_path)["cells"][0]
-    assert len(cell["accuracy"]) == len(cell["loo"]) == len(weight_decay.DECADES)
-    assert cell["degrees"] == sorted(cell["degrees"], reverse=True)
-    assert cell["scale"] > 0
+    words = ["--head", "random", "--params", "conv2|fc"]
+    for folder, more in ((tmp_path / "probe", []), (tmp_path / "random", words)):
+        weight_decay.main([*arguments(folder, 1), *more], PAIR)
+        (cell,) = published(folder)["cells"]
+        assert len(cell["accuracy"]) == len(cell["loo"]) == len(weight_decay.DECADES)
+        assert cell["degrees"] == sorted(cell["degrees"], reverse=True)
+        assert cell["scale"] > 0
+        assert set(cell["chosen"]) == set(weight_decay.CHOICES)
+        assert all(0 <= one["told"] <= 1 for one in cell["chosen"].values())
+
+
+def test_the_kernel_is_conditioned_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = np.random.default_rng(0).integers(0, 255, (40, 28, 28), dtype=np.uint8)
+    labels = torch.arange(40) % 10
+    stored = Images(drawn, labels, drawn, labels, 10)
+    monkeypatch.setattr(condition, "images", lambda name, data_dir: stored)
+    condition.main([*arguments(tmp_path, 1), "--train", "40", "--images", "3", "--steps", "2"])
+    for cell in published(tmp_path)["cells"]:
+        assert 1 < cell["after"]["with ridge"] < cell["after"]["condition"]
+        assert abs(cell["growth"]["with ridge"]) < 2
 
 
 def test_learning_rates_are_compared(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
