@@ -251,3 +251,21 @@ def test_labels_that_cannot_be(data: tuple[Tensor, Tensor]) -> None:
         fit.update(data, ridge=2.0)
     with pytest.raises(DataError, match="out of range"):
         fit.losses((ids, y + 50))
+
+
+def test_one_position_an_example_is_a_fit_of_classes() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(8, 3, dtype=torch.float64), torch.arange(8) % 3
+    lin = linnet.linearize(net)
+    one = linnet.fit(lin, (x, y), "cross-entropy", axis=-1, ridge=0.3, solver=FINE)
+    other = linnet.fit(lin, (x, y), "cross-entropy", ridge=0.3)
+    assert torch.allclose(one.predict(x), other.predict(x), atol=1e-8)
+    assert torch.allclose(one.loo(), other.loo(), atol=1e-7)
+    assert one.forget([0]).record.warnings == one.record.warnings == ()
+
+
+def test_changes_say_nothing_of_classes_without_an_example(data: tuple[Tensor, Tensor]) -> None:
+    fit = linnet.fit(linnet.linearize(network(), params="blocks.1"), data, "cross-entropy", axis=-1)
+    assert fit.forget([0]).record.warnings == fit.record.warnings
+    assert fit.update(data).record.warnings == fit.record.warnings

@@ -90,7 +90,7 @@ def after_change(
     """The remarks of a fit whose examples or labels are no longer those that the remarks were made on."""
     crossed = any(CROSS in line for line in warnings)
     before = [line for line in warnings if HEAD in line] or ([SEEN] if crossed else [])
-    found = list(empty_remarks(targets) if likely else ())
+    found = list(empty_remarks(targets) if likely and targets.axis is None else ())
     if hasattr(model, RECORD):
         labels = targets.labels
         again = head_remarks(model, x, targets.values if labels is None else labels)

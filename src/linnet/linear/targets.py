@@ -276,7 +276,7 @@ def position_labels(
             expected="classes at some of the positions",
             remedy="check how the labels were made",
         )
-    empty = ~counted.flatten(1).any(1)
+    empty = ~counted.reshape(len(y), -1).any(1)
     if every and empty.any():
         raise DataError(
             f"y holds {IGNORED} alone for {int(empty.sum())} example(s), first {int(empty.nonzero()[0])}",
