@@ -21,20 +21,18 @@ from torch import Tensor
 from linnet.audit import verify_certificate as verifier
 from linnet.errors import InputError
 from linnet.files import as_path, write_text
+from linnet.fitting.arguments import BATCH
 from linnet.fitting.head import example_hashes
 from linnet.fitting.last_layer import RECORD
 from linnet.fitting.position_fit import PositionFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.fitting.solved_fit import SolvedFit
-from linnet.likelihoods.discrete import Categorical
 from linnet.params import instance
 from linnet.shown import Record
 from linnet.tangent.batch import take
 from linnet.tangent.coordinates import moved_network
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.modes import in_exact_mode
-
-PART = 256  # examples whose derivatives are taken at a time
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,7 +121,7 @@ def _in_weights(fit: SolvedFit, after: SolvedFit, kept: Tensor) -> tuple[float, 
     """‖∇F(δ)‖, ‖∇F(0)‖ and ‖δ‖ by derivatives of the network."""
     function, delta = fit._function, after.module.space.to_flat(after.delta)
     gradient, start = fit.ridge * delta, torch.zeros_like(delta)
-    for rows in kept.split(PART):
+    for rows in kept.split(BATCH):
         x = take(fit.x, rows)
         shape = function.output_shape(x)
         jacobian = JacobianOperator(function, x, shape.numel())
@@ -139,7 +137,7 @@ def _slope(fit: SolvedFit, f: Tensor, rows: Tensor) -> Tensor:
     """The gradient of the loss of some training examples in their outputs f (n, ...)."""
     t = fit.targets[rows]
     if isinstance(fit, PositionFit):
-        return Categorical(axis=fit._axis).gradient(f, t)
+        return fit._losses.of_outputs.gradient(f, t)
     if isinstance(fit, SoftmaxFit):
         found: Tensor = fit.system.problem.likelihood.gradient(f.flatten(1).double(), t.double())
         return found
@@ -256,7 +254,8 @@ def _write(
             expected="a fit of linnet.fit in the weights of the network as it came, without equations",
             remedy="leave folder= out: the certificate itself holds for every fit",
         )
-    kept, lost = (_data(fit, one) for one in rows)
+    names = verifier.fingerprints(_data(fit))
+    kept, lost = ([names[i] for i in part.tolist()] for part in rows)
     weights = {name: value.detach().cpu().numpy() for name, value in after.delta.items()}
     targets = fit._targets
     about = {
@@ -269,8 +268,8 @@ def _write(
         "output": output,
         "network": verifier.of_network(function.model),
         "displacement": verifier.fingerprint(weights),
-        "retained": verifier.fingerprints(kept),
-        "forgotten": verifier.fingerprints(lost),
+        "retained": kept,
+        "forgotten": lost,
         "gradient": found.gradient,
         "distance": found.distance,
         "relative distance": found.relative_distance,
@@ -282,11 +281,11 @@ def _write(
     write_text(folder / "certificate.json", json.dumps(about, indent=1))
 
 
-def _data(fit: SolvedFit, rows: Tensor) -> dict[str, Any]:
+def _data(fit: SolvedFit) -> dict[str, Any]:
     """Training examples as named arrays, with classes as integers."""
-    x, labels, y = take(fit.x, rows), getattr(fit, "labels", None), fit.targets
+    x, labels, y = fit.x, getattr(fit, "labels", None), fit.targets
     if labels is not None:
         hot = labels[:, None] if y.shape[1] == 1 else torch.nn.functional.one_hot(labels, y.shape[1])
         y = labels if torch.equal(hot * fit._targets.scale, y.to(hot * fit._targets.scale)) else y
     named = x if isinstance(x, Mapping) else {"x": x}
-    return {name: part.cpu().numpy() for name, part in {**named, "y": y[rows]}.items()}
+    return {name: part.cpu().numpy() for name, part in {**named, "y": y}.items()}
