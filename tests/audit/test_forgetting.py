@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import linnet
 from linnet.audit import forgetting_certificate
 from linnet.audit.verify_certificate import fingerprint
-from linnet.errors import InputError
+from linnet.errors import InputError, LinnetError
 from linnet.fitting import CG
 
 N, GONE = 14, [1, 5, 6]
@@ -193,3 +193,27 @@ def test_types_of_numbers_are_no_other_network(tmp_path: Path) -> None:
     assert said["network"]
     assert said["examples"]
     assert code == 0
+
+
+def test_places_and_inputs_that_cannot_be_are_refused_in_words(tmp_path: Path) -> None:
+    fit, _ = made("classes")
+    (tmp_path / "file").write_text("here")
+    with pytest.raises(LinnetError, match="file"):
+        forgetting_certificate(fit, GONE, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "here"
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = network("make")
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.inside(torch.cat([a, b], 1))
+
+    x, y = values()
+    pair = linnet.fit(linnet.linearize(Two()), ((x[:, :1], x[:, 1:]), y))
+    with pytest.raises(InputError, match="whose x is a tuple"):
+        forgetting_certificate(pair, GONE, tmp_path / "folder")
+    named = linnet.fit(linnet.linearize(Two()), ({"a": x[:, :1], "b": x[:, 1:]}, y))
+    forgetting_certificate(named, GONE, tmp_path / "folder")
+    assert len(list((tmp_path / "folder").iterdir())) == 3

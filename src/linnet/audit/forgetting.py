@@ -7,7 +7,6 @@ gradient over ρ: a bound that needs no retraining and no trust in how the fit w
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from linnet.audit import verify_certificate as verifier
 from linnet.errors import InputError
-from linnet.files import as_path, write_text
+from linnet.files import as_path, write_atomic, write_text
 from linnet.fitting.arguments import BATCH
 from linnet.fitting.head import example_hashes
 from linnet.fitting.last_layer import RECORD
@@ -275,9 +274,8 @@ def _write(
         "relative distance": found.relative_distance,
         "warnings": list(found.warnings),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    np.savez(folder / "displacement.npz", allow_pickle=False, **weights)
-    shutil.copyfile(verifier.__file__, folder / "verify_certificate.py")
+    write_atomic(folder / "displacement.npz", lambda path: np.savez(path, **weights))
+    write_text(folder / "verify_certificate.py", Path(verifier.__file__).read_text(encoding="utf-8"))
     write_text(folder / "certificate.json", json.dumps(about, indent=1))
 
 
@@ -288,4 +286,10 @@ def _data(fit: SolvedFit) -> dict[str, Any]:
         hot = labels[:, None] if y.shape[1] == 1 else torch.nn.functional.one_hot(labels, y.shape[1])
         y = labels if torch.equal(hot * fit._targets.scale, y.to(hot * fit._targets.scale)) else y
     named = x if isinstance(x, Mapping) else {"x": x}
+    if not all(isinstance(part, Tensor) for part in named.values()):
+        raise InputError(
+            f"folder= with a fit whose x is a {type(x).__name__}",
+            expected="a tensor, or a mapping of tensors by the names of the network's arguments",
+            remedy="fit with a mapping, or leave folder= out",
+        )
     return {name: part.cpu().numpy() for name, part in {**named, "y": y}.items()}
