@@ -255,7 +255,7 @@ def _write(
         )
     names = verifier.fingerprints(_data(fit))
     kept, lost = ([names[i] for i in part.tolist()] for part in rows)
-    weights = {name: value.detach().cpu().numpy() for name, value in after.delta.items()}
+    weights: dict[str, Any] = {name: t.detach().cpu().numpy() for name, t in after.delta.items()}
     targets = fit._targets
     about = {
         "format": verifier.FORMAT,
