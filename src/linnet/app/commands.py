@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet import __version__
-from linnet.app.options import AdaptOptions, NetworkOptions, RunOptions, TaskOptions
+from linnet.app.options import AdaptOptions, NetworkOptions, RunOptions, TaskOptions, listed
 from linnet.app.terminal import kept
 from linnet.errors import InputError
 
@@ -171,7 +171,13 @@ def forget_command(
 
 
 def update_command(
-    *, options: RunOptions, data: Path, out: Path, verify: bool = False, overwrite: bool = False
+    *,
+    options: RunOptions,
+    data: Path,
+    out: Path,
+    new_class: str | list[str] | None = None,
+    verify: bool = False,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Add training samples to a fit, exactly and without training.
 
@@ -179,13 +185,15 @@ def update_command(
         data: The samples with their answers: folders of images named for the classes, an ``.npz`` archive
             with x and y (or x_train and y_train), or a ``.csv`` table.
         out: The folder for the new run.
+        new_class: A class among them that the run has not seen, each name once; in alphabetical order such
+            classes get the next numbers.
         verify: Also fit from scratch on all samples, kernel included, and compare.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
     """
     from linnet.app.runs.changes import keep_change, update
     from linnet.app.runs.folder import opened
 
-    change = update(opened(options), data, verify)
+    change = update(opened(options), data, verify, listed(new_class))
     title = f"{options.run.name}, {len(change.added)} training samples added"
     return _told(*keep_change(change, "update", out, title, overwrite))
 

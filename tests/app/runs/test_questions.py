@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from linnet.app import cli
 from linnet.app.runs.folder import load_run, load_test
 from tests.app.runs.small_tasks import linnet, pictures, result, rows, write_folder, write_table
 
@@ -196,6 +197,46 @@ def test_update_undoes_forgetting(workshop: Path, tmp_path: Path) -> None:
     assert torch.allclose(again.fit.predict(first.fit.x), first.fit.predict(first.fit.x), atol=1e-3)
     assert again.samples.ids[-1] == "more.npz/x/1"
     assert result(tmp_path / "again")["train"] == 24
+
+
+def test_update_with_classes_that_are_new(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with np.load(workshop / "pictures.npz") as data:
+        two = data["y_train"] < 2
+        parts = {"x_train": data["x_train"][two], "y_train": data["y_train"][two]}
+        np.savez(tmp_path / "two.npz", **parts, x_test=data["x_test"], y_test=np.minimum(data["y_test"], 1))
+        np.savez(tmp_path / "third.npz", x=data["x_train"][~two], y=data["y_train"][~two])
+        x_test, y_test = data["x_test"], data["y_test"]
+    run, out = tmp_path / "run", tmp_path / "more"
+    linnet("adapt", "--data", tmp_path / "two.npz", "--model", f"{workshop / 'nets.py'}:conv", "--out", run)
+    words = ["update", "--run", run, "--data", tmp_path / "third.npz", "--out", out]
+    assert cli.main([str(word) for word in words]) == 2  # a label that the run does not know
+    capsys.readouterr()
+    linnet(*words, "--new-class", "slanted", "--verify")
+    found = load_run(out)
+    assert found.classes == ("0", "1", "slanted")
+    assert found.fit.classes == 3
+    assert (found.predict(x_test[..., None]).predicted == y_test).mean() > 0.8
+    linnet("predict", "--run", out, "--data", tmp_path / "third.npz", "--out", tmp_path / "p.csv")
+    assert "slanted" in (tmp_path / "p.csv").read_text()
+    # in alphabetical order: other is the class 2, of which there are samples
+    for names, said in ((["0"], "names other than 0, 1"), (["slanted", "other"], "new classes slanted")):
+        more, chosen = tmp_path / names[0], [word for name in names for word in ("--new-class", name)]
+        assert cli.main([str(word) for word in [*words[:-1], more, *chosen]]) == 2
+        assert said in capsys.readouterr().err
+        assert not more.exists()
+    new = [
+        "update",
+        "--run",
+        workshop / "prices",
+        "--data",
+        workshop / "prices.csv",
+        "--out",
+        tmp_path / "no",
+    ]
+    assert cli.main([str(word) for word in [*new, "--new-class", "cheap"]]) == 2
+    assert "a run of classes" in capsys.readouterr().err
 
 
 def test_update_a_regression(workshop: Path, tmp_path: Path) -> None:

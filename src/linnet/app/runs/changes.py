@@ -38,6 +38,7 @@ from linnet.report.records import (
     Samples,
     TrainingSet,
 )
+from linnet.shown import some
 from linnet.tangent.batch import hash_examples
 
 Array = np.ndarray[Any, Any]
@@ -81,13 +82,25 @@ def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
     return Change(run, after, seconds, *compared, tuple(removed), verify)
 
 
-def update(run: SavedRun, data: Path, verify: bool = False) -> Change:
-    """Take in new training samples."""
+def update(run: SavedRun, data: Path, verify: bool = False, new_classes: Sequence[str] = ()) -> Change:
+    """Take in new training samples, of new classes too where these are named."""
+    before, run = run, _with_classes(run, new_classes)
     new = read_new(data, run, prefer="train")
     answers = required_answers(new, data)
     new, answers, notes = _unknown(run, new, answers)
+    if missing := [
+        name for at, name in enumerate(sorted(new_classes), len(before.classes or ())) if at not in answers
+    ]:
+        raise DataError(
+            f"{data} has no sample of the new classes {some(missing)}",
+            expected="a sample of each class that new_class names",
+            remedy="leave these names out, or add samples of them",
+        )
     start = time.perf_counter()
-    fit = run.fit.update((run.inputs(new.x), run.answers(answers)))
+    y: Any = run.answers(answers)
+    if run.classes is not None and new_classes and run.fit.class_names:
+        y = [run.classes[label] for label in answers]
+    fit = run.fit.update((run.inputs(new.x), y))
     seconds = time.perf_counter() - start
     known, images = run.samples, run.samples.images
     assert known.labels is not None
@@ -97,7 +110,21 @@ def update(run: SavedRun, data: Path, verify: bool = False) -> Change:
     samples = Samples(images, np.concatenate([known.labels, answers]), every)
     after, overlap = _tested_elsewhere(replace(run, fit=fit, samples=samples), new)
     compared = _compare(fit, verify)
-    return Change(run, after, seconds, *compared, (), verify, (*new.findings, *notes, *overlap))
+    return Change(before, after, seconds, *compared, (), verify, (*new.findings, *notes, *overlap))
+
+
+def _with_classes(run: SavedRun, names: Sequence[str]) -> SavedRun:
+    """The run with more classes than its fit has seen."""
+    if not names:
+        return run
+    classes = run.classes or ()
+    if run.classes is None or len({*classes, *names}) < len(classes) + len(names):
+        raise InputError(
+            f"new_class={some(names)}",
+            expected=f"names other than {some(classes)}, each once" if classes else "a run of classes",
+            remedy="leave new_class out",
+        )
+    return replace(run, classes=(*classes, *sorted(names)))
 
 
 def _unused(taken: Sequence[str], name: str, ids: Sequence[str]) -> tuple[str, ...]:
