@@ -15,6 +15,7 @@ from linnet.errors import MemoryBudgetError, NumericalError
 from linnet.fitting import solver as plan_module
 from linnet.linear.label_problem import class_problem
 from linnet.linear.newton import KernelNewton
+from linnet.linear.targets import Targets
 from tests.fitting.problems import near, peak_bytes
 from tests.fitting.softmax_cases import case
 from tests.refusals import refused
@@ -99,7 +100,7 @@ def test_an_empty_class_gets_less_probable() -> None:
 def test_a_broken_kernel_is_named() -> None:
     kernel = torch.full((3, 3), math.nan, dtype=torch.float64)
     function = linnet.linearize(nn.Linear(2, 3)).function
-    problem = class_problem(function, torch.ones(1, 2), torch.zeros(1, 3), torch.eye(1, 3))
+    problem = class_problem(function, torch.ones(1, 2), torch.zeros(1, 3), Targets(torch.eye(1, 3), 3, 1.0))
     with pytest.raises(NumericalError, match="kernel"):
         KernelNewton(problem, kernel, 1.0)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linnet.audit.predictors import unweighed
 from linnet.errors import InputError
 from linnet.fitting.accuracy import Accuracy as Accuracy
 from linnet.fitting.accuracy import estimated, largest_base, measured_rounding, observed
@@ -141,6 +142,7 @@ def sketch_error(fit: LinearFit, x: Inputs | None = None) -> SketchError:
             expected="a fit of a sketch along the eigenvectors of a curvature",
             remedy='make one with linnet.fit(lin, data, solver="sketch")',
         )
+    unweighed(fit, "sketch_error")
     system, jacobian = fit.system, JacobianOperator(inner, fit.x, fit.system.c)
     back = jacobian.T
     outside = _outside(small, inner, back.mm(system.beta.reshape(-1, 1).to(inner.dtype)))

@@ -17,7 +17,7 @@ from linnet.fitting.arguments import positions
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import after_change
 from linnet.linear.constraints import group_numbers
-from linnet.linear.targets import Targets, make_targets
+from linnet.linear.targets import make_targets
 from linnet.params import integer, number
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, take
@@ -373,12 +373,7 @@ def counterfactual(fit: LinearFit, index: Any, target: Any, x: Inputs | None = N
             "index names no example", expected="one position or more", remedy="pass index=0 for the first"
         )
     new = _targets(target, fit, len(places)).to(fit.targets)
-    values = fit.targets.clone()
-    values[places] = new
-    residual = fit.system.problem.residual.clone()
-    residual[places] += (new - fit.targets[places]).to(residual)
-    system = fit.system.with_residual(residual)
-    targets = Targets(values, fit.classes, fit._targets.scale)
+    targets, system = fit._retargeted(places, new)
     module = Linearized(fit.module.function)
     warnings = after_change(fit.record.warnings, fit.module.model, fit.x, targets, likely=False)
     record = replace(fit.record, warnings=warnings)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from linnet.audit import verify_certificate as verifier
+from linnet.audit.predictors import unweighed
 from linnet.errors import InputError
 from linnet.files import as_path, write_atomic, write_text
 from linnet.fitting.arguments import BATCH
@@ -26,6 +27,8 @@ from linnet.fitting.last_layer import RECORD
 from linnet.fitting.position_fit import PositionFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.fitting.solved_fit import SolvedFit
+from linnet.likelihoods.discrete import Bernoulli, Categorical
+from linnet.linear.kernel_system import whitened_kernel
 from linnet.params import instance
 from linnet.shown import Record
 from linnet.tangent.batch import take
@@ -137,16 +140,18 @@ def _slope(fit: SolvedFit, f: Tensor, rows: Tensor) -> Tensor:
     t = fit.targets[rows]
     if isinstance(fit, PositionFit):
         return fit._losses.of_outputs.gradient(f, t)
+    slope: Tensor = f.flatten(1) - t.to(f)
     if isinstance(fit, SoftmaxFit):
-        found: Tensor = fit.system.problem.likelihood.gradient(f.flatten(1).double(), t.double())
-        return found
-    return f.flatten(1) - t.to(f)
+        likelihood = Bernoulli() if t.shape[1] == 1 else Categorical()
+        slope = likelihood.gradient(f.flatten(1).double(), t.double())
+    return slope if fit._targets.weights is None else slope * fit._targets.weights[rows, None].to(slope)
 
 
 def _in_samples(fit: Any, after: Any, kept: Tensor) -> tuple[float, float, float]:
     """The same for features that outputs share: of a gradient Φᵀe the norm is √(eᵀKe), of δ = Φᵀβ √(βᵀKβ)."""
     problem = fit.system.problem.taken(kept)
     kernel = problem.basis.kernel(problem.basis.examples(problem.x), fit.memory).double()
+    kernel = whitened_kernel(kernel, problem)
     # of its own examples in the order of the fit before, which `_retained` compared
     beta, r = after.system.beta.double(), problem.residual.double()
     found = [(one * (kernel @ one)).sum() for one in (kernel @ beta + fit.ridge * beta - r, r, beta)]
@@ -245,6 +250,7 @@ def _write(
 ) -> None:
     """The files that others need to check a certificate."""
     function = fit._function
+    unweighed(fit, "folder=")
     output, own = function.output, not fit.system.shared and moved_network(function) is None
     own &= fit._targets.axis is None or isinstance(fit, PositionFit)
     if not own or fit.constraints is not None or not isinstance(output, str | None):

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet.audit.predictors import check_fit, check_fitted
+from linnet.audit.predictors import check_fit, check_fitted, unweighed
 from linnet.errors import InputError
 from linnet.fitting.arguments import checked_inputs, positions
 from linnet.fitting.fitted import Fitted
@@ -156,7 +156,7 @@ def influence(
         (torch.Size([6, 3, 2]), torch.Size([6, 3]), 'exact')
     """
     fit = check_fitted(fit)
-    if not isinstance(fit, LinearFit) or fit.system.shared:
+    if not isinstance(fit, LinearFit) or fit.system.shared or fit._targets.weights is not None:
         return _of_other(fit, x, method, labels, directions)
     x = checked_inputs(fit.module, x)
     chosen = _method(fit, method, directions)
@@ -212,6 +212,7 @@ def weight_changes(fit: LinearFit, indices: Any = None, memory: str | int | None
     """
     fit = check_fit(fit)
     unconstrained(fit, "weight_changes")
+    unweighed(fit, "weight_changes")
     function = fit.module.function
     every = list(range(fit.n)) if indices is None else indices
     index = positions(every, fit.n, leave=0).to(function.device)
@@ -491,6 +492,7 @@ def loss_influence(
     """
     fit = check_fit(fit)
     unconstrained(fit, "loss_influence")
+    unweighed(fit, "loss_influence")
     x = checked_inputs(fit.module, x)
     function = fit.module.function
     gradients = _gradients(function, x, fit.predict(x) - label_targets(fit, x, labels))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.solved_fit import SolvedFit
 from linnet.tangent.batch import Inputs, batch_size, require_dense, split
 from linnet.tangent.inputs import known_answers
 from linnet.tree import hash_tensors, tensors_in
@@ -24,6 +25,13 @@ def check_fit(fit: Any, name: str = "fit") -> LinearFit:
         how = 'linnet.fit(lin, data), whose loss is "squared" and whose outputs share their weights'
         _refuse(fit, name, expected, f'{how}: any solver but "shared"')
     return fit
+
+
+def unweighed(fit: SolvedFit, what: str) -> None:
+    """Raise for a fit of which some examples count more than others."""
+    if fit._targets.weights is not None:
+        expected = "a fit without sample_weight="
+        raise InputError(f"{what} of a fit with sample_weight=", expected, "fit the examples alike")
 
 
 def check_fitted(fit: Any, name: str = "fit") -> Fitted:

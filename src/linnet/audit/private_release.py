@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.audit.predictors import check_fit
+from linnet.audit.predictors import check_fit, unweighed
 from linnet.errors import InputError, NumericalError
 from linnet.fitting.arguments import checked_inputs
 from linnet.fitting.last_layer import RECORD
@@ -362,6 +362,7 @@ def _limits(clip: Any) -> tuple[float, float]:
 def _releasable(fit: LinearFit, delta: float) -> DualSystem:
     """The equations of a fit that can be released, or an error that says why it cannot."""
     check_fit(fit)
+    unweighed(fit, "release")
     head = getattr(fit.module.model, RECORD, {})
     leaks = [
         (

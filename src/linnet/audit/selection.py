@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.audit.predictors import check_fit, input_hashes
+from linnet.audit.predictors import check_fit, input_hashes, unweighed
 from linnet.errors import InputError
 from linnet.fitting.arguments import checked_inputs
 from linnet.fitting.linear_fit import LinearFit
@@ -320,6 +320,7 @@ def summarize(
         False
     """
     fit = check_fit(fit)
+    unweighed(fit, "summarize")
     choice("method", method, METHODS)
     n = integer("n", n, 1, fit.n - 1, "pass fewer examples than there are")
     if method == "informative":

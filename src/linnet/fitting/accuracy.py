@@ -305,10 +305,10 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
         return shared_accuracy(system.dual, rounding, index)
     elif isinstance(system, NormalSystem):
         found = normal_accuracy(system, rounding, index)
-        outputs = fit.targets.to(system.beta) - system.ridge * system.beta
+        outputs = fit.targets.to(system.beta) - system.left_over
     elif isinstance(system, System):
         found = squared_accuracy(system, rounding, index)
-        outputs = fit.targets.to(system.beta) - system.ridge * system.beta
+        outputs = fit.targets.to(system.beta) - system.left_over
     else:
         return None
     # δ = Jᵀβ is rounded once more; a few examples show by how much the outputs move
@@ -528,6 +528,7 @@ def _factorized(system: Any) -> System | KernelNewton | None:
 def largest_base(fit: Any) -> float:
     """The largest output f₀ on the training examples, about where equations on outputs are held."""
     system = fit.system
-    squared = isinstance(system, System)
-    base = fit.targets.to(system.residual) - system.residual if squared else system.base
-    return float(base.abs().max())
+    if not isinstance(system, System):
+        return float(system.base.abs().max())
+    residual = system.problem.unscaled(system.residual)
+    return float((fit.targets.to(residual) - residual).abs().max())

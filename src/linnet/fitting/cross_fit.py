@@ -42,10 +42,15 @@ class CrossFit:
     folds: Folds  # its other heads
     x: Inputs  # N training examples
     fold: Tensor  # the fold of each, (N,)
-    targets: Tensor  # t, or label probabilities, (N, C)
+    goal: Targets  # t, or label probabilities
     memory: str | int | None = None  # budget of the kernels
     # V, (C, M), of the outputs whose kernel all share; `None` for that of each output
     combinations: Tensor | None = None
+
+    @property
+    def targets(self) -> Tensor:
+        """t, or label probabilities, (N, C)."""
+        return self.goal.values
 
     @property
     def said(self) -> str:
@@ -64,6 +69,10 @@ class CrossFit:
         for function, rest, held in self._each():
             kernel, cross, base = self._kernels(function, rest, held)
             residual = self.targets[rest].double() - base[rest]
+            if self.goal.weights is not None:
+                w = self.goal.weights[rest].sqrt()
+                residual, each = residual * w[:, None], w.repeat_interleave(len(kernel) // len(rest))
+                kernel, cross = kernel * each[:, None] * each, cross * each
             spectrum = Spectrum(kernel, residual)
             # β(ρ) = V (Λ + ρ)⁻¹ Vᵀ r
             turned, coordinates = cross @ spectrum.vectors, spectrum.coordinates.reshape(len(kernel), -1)
@@ -78,7 +87,7 @@ class CrossFit:
         found = self._empty(len(ridges)).fill_(torch.nan)
         for function, rest, held in self._each():
             kernel, cross, base = self._kernels(function, rest, held)
-            problem = class_problem(function, take(self.x, rest), base[rest], self.targets[rest])
+            problem = class_problem(function, take(self.x, rest), base[rest], self.goal.taken(rest))
             system = KernelNewton(problem, kernel, float(ridges[0]))
             for place, solved in enumerate(solutions(system, ridges)):
                 change = cross @ solved.beta.reshape(-1)
@@ -94,9 +103,10 @@ class CrossFit:
             system: Iterative | WeightNewton
             if squared:
                 residual = (targets - base[rest]).to(function.dtype)
-                system = Iterative(Problem(function, x, residual), ridge, replace(settings))
+                squares = Problem(function, x, residual).weighing(self.goal.taken(rest).weights)
+                system = Iterative(squares, ridge, replace(settings))
             else:
-                problem = class_problem(function, x, base[rest], targets)
+                problem = class_problem(function, x, base[rest], self.goal.taken(rest))
                 system = WeightNewton(problem, ridge, settings)
             change = JacobianOperator(function, take(self.x, held), found.shape[1]).mv(system.delta)
             found[held] = base[held] + change.double().view(len(held), -1)
@@ -130,10 +140,9 @@ class CrossFit:
 
 
 def find_cross_fit(
-    lin: Linearized, x: Inputs, y: Tensor, targets: Tensor, memory: str | int | None
+    lin: Linearized, x: Inputs, y: Tensor, targets: Targets, memory: str | int | None
 ) -> CrossFit | None:
     """The cross-fitted heads of a network, if it has any and still has the head that goes with them."""
-    # targets (N, C)
     folds = getattr(lin.model, RECORD, {}).get("folds")
     if folds is None or not folds.fits(lin.function):
         return None
@@ -167,7 +176,8 @@ def chosen_ridge(path: RidgePath, criterion: str, targets: Targets, folds: Cross
     held: Tensor | None
     if folds is not None and criterion == "loo":
         every = folds.squared(path.ridges)
-        at = int((targets.values.double() - every).square().sum(2).mean(1).argmin())
+        errors = (targets.values.double() - every).square().sum(2)
+        at = int((errors * targets.every_weight).mean(1).argmin())
         ridge, held = float(path.ridges[at]), every[at]
     else:
         ridge = path.best(criterion)

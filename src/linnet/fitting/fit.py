@@ -29,7 +29,7 @@ from linnet.linalg.factorize import decomposing
 from linnet.linear.dual import DualSystem
 from linnet.linear.features import Heads
 from linnet.linear.iterative import Iterative, Reused
-from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.kernel_system import KernelSystem, whitened_kernel
 from linnet.linear.label_problem import class_problem, class_targets
 from linnet.linear.newton import KernelNewton, WeightNewton
 from linnet.linear.normal_system import NormalSystem, summed
@@ -44,6 +44,7 @@ from linnet.linear.targets import (
     check_names,
     make_targets,
     position_targets,
+    weighed_targets,
 )
 from linnet.memory import require
 from linnet.params import choice, instance, no_targets, refuse, warn
@@ -67,6 +68,7 @@ class FitOptions(TypedDict, total=False):
     solver: Solver
     axis: int | None
     memory: str | int | None
+    sample_weight: Any
 
 
 @overload
@@ -97,8 +99,9 @@ def fit(
     solver: Solver = "auto",
     axis: int | None = None,
     memory: str | int | None = None,
+    sample_weight: Any = None,
 ) -> LinearFit | SoftmaxFit | PositionFit:
-    """Solve for the one optimum δ of Σᵢ ℓ(f₀(xᵢ) + Jᵢδ, yᵢ) + ½ ρ‖δ‖², with ℓ half the squared error to tᵢ.
+    """Solve for the one optimum δ of Σᵢ wᵢ ℓ(f₀(xᵢ) + Jᵢδ, yᵢ) + ½ρ‖δ‖², with ℓ half the squared error to tᵢ.
 
     Args:
         lin: A linearized network; it is left as it is, the fit has a module of its own.
@@ -128,6 +131,9 @@ def fit(
             zero in ``targets``. Under the cross-entropy an example is a sequence with all its positions, and
             the fit a ``PositionFit``: solved in the weights, at a ridge that is a number.
         memory: Budget such as ``"4GB"``; by default half of what is available.
+        sample_weight: w, what each example counts in the loss, (N,), positive; ``"balanced"`` for classes
+            that count as much as each other, N in all. 1 by default. A target of weight w has the noise
+            variance σ²/w, and leave-one-out as a criterion of the ridge counts it w times.
 
     Returns:
         The solved fit.
@@ -155,6 +161,8 @@ def fit(
     choice("loss", loss, LOSSES, 'pass loss="squared" or loss="cross-entropy"')
     check_ridge(ridge)
     _check_together(loss, targets, ridge, solving.name, axis)
+    if sample_weight is not None:
+        _check_weighing(solving.name, axis)
     scale = targets.scale if isinstance(targets, OneHot) else ALPHA
     given = None if isinstance(targets, OneHot) else targets
     given = given.detach().clone() if isinstance(given, Tensor) else given
@@ -180,6 +188,7 @@ def fit(
         f0 = base_outputs(Linearized(chosen.function), x)
         check_arrangement(y, chosen.function.output_shape(x))
         made = replace(_targets(y, given, f0, loss, scale), axis=axis)
+        made = weighed_targets(made, sample_weight)
         seconds = {"network": time.perf_counter() - start}
         asked = solving if chosen is lin else solving.finer()
         found = _fit(chosen, FitRequest(x, y, f0, made, loss, ridge, memory, asked), seconds)
@@ -227,6 +236,17 @@ def _check_together(loss: str, targets: Any, ridge: float | str, solver: str, ax
             raise InputError(f"{what} with loss={loss!r}", expected, remedy)
 
 
+def _check_weighing(solver: str, axis: int | None) -> None:
+    """Raise where examples cannot count more than others."""
+    table = (
+        (axis is not None, f"axis={axis}", "one target or class for each example"),
+        (solver == "sgd", 'solver="sgd"', "a solver that gives the optimum"),
+    )
+    for wrong, what, expected in table:
+        if wrong:
+            raise InputError(f"sample_weight= with {what}", expected, "leave sample_weight= out")
+
+
 @dataclass(frozen=True, eq=False)
 class FitRequest:
     """A fit to be made: its data, and the arguments of ``fit``."""
@@ -256,7 +276,7 @@ def _fit(lin: Linearized, task: FitRequest, seconds: dict[str, float]) -> Linear
     capture = types.capture if chosen == "dual" else exact.capture
     sums = types.sums if chosen == "primal" else exact.sums
     module = pinned(Linearized(lin.function), replace(types, capture=capture, sums=sums))
-    folds = find_cross_fit(lin, x, task.y, made.values, task.memory)
+    folds = find_cross_fit(lin, x, task.y, made, task.memory)
     of_head = (folds.said,) if folds is not None else head_remarks(lin.model, x, task.y)
     said = (*held_remarks(lin.function), *of_head, *single_remarks(made), *_of_scale(lin, task))
     said = said if squared else (*empty_remarks(made), *said)
@@ -340,14 +360,16 @@ def _factorized(
         combinations, features = _shared_features(module, task, record)
         folds = None if folds is None else replace(folds, combinations=combinations)
     start = time.perf_counter()
-    problem = Problem(module.function, task.x, residual, features=features)
+    problem = Problem(module.function, task.x, residual, features=features).weighing(task.targets.weights)
     system: System
     if chosen == "primal":
         size = problem.function.space.dim
         system = NormalSystem(problem, summed(problem, memory), rho, memory)
     else:
         kernel = _kernel(module, task) if features is None else features.kernel(problem.examples, memory)
-        size, system = len(kernel), KernelSystem(problem, DualSystem(kernel, residual, rho), memory)
+        if problem.weights is not None:  # the one in a file is kept
+            kernel = whitened_kernel(kernel.clone(), problem)
+        size, system = len(kernel), KernelSystem(problem, DualSystem(kernel, problem.residual, rho), memory)
     record.seconds["kernel"] = time.perf_counter() - start
     if not isinstance(ridge, str):
         return system, given_ridge(rho, folds)
@@ -382,6 +404,7 @@ def _iterated(
     """Solve by conjugate or stochastic gradients at the ridge that is given."""
     ridge, memory, asked = float(task.ridge), task.memory, task.solving
     problem = Problem(module.function, task.x, task.targets.values.to(task.f0) - task.f0)
+    problem = problem.weighing(task.targets.weights)
     settings = affordable(module.function, task.x, asked.settings, memory)
     shared = Reused(preconditioner=asked.operator)
     if asked.deflating is not None:
@@ -411,7 +434,7 @@ def _newton_in_weights(
     module: Linearized, task: FitRequest, chosen: str, record: Choices, folds: CrossFit | None
 ) -> tuple[WeightNewton, Chosen]:
     """The cross-entropy at the ridge that is given, by products with J."""
-    ridge, problem = float(task.ridge), class_problem(module.function, task.x, task.f0, task.targets.values)
+    ridge, problem = float(task.ridge), class_problem(module.function, task.x, task.f0, task.targets)
     settings = affordable(module.function, task.x, task.solving.settings, task.memory)
     system = WeightNewton(problem, ridge, settings, None, task.solving.operator, memory=task.memory)
     held = None if folds is None else folds.iterated(ridge, settings, squared=False)
@@ -423,7 +446,7 @@ def _newton_by_kernel(
 ) -> tuple[KernelNewton, Chosen]:
     """The cross-entropy on the kernel, at the ridge that is given or that a criterion prefers."""
     start, ridge = time.perf_counter(), task.ridge
-    problem = class_problem(module.function, task.x, task.f0, task.targets.values)
+    problem = class_problem(module.function, task.x, task.f0, task.targets)
     kernel, steps = _kernel(module, task), task.solving.settings.max_steps
     record.seconds["kernel"] = time.perf_counter() - start
     if not isinstance(ridge, str):

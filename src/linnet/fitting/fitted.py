@@ -114,6 +114,30 @@ class Fitted(SolvedFit, CoveringModel):
         """Leave-one-out outputs, (N, C), zero where an output does not count."""
         return self.loo()
 
+    @in_exact_mode
+    def loo_probs(self) -> Tensor:
+        """Probabilities of the classes for each training example by the fit without it.
+
+        The softmax of ``loo``, as it was calibrated by all of them; what tools that ask for held-out
+        probabilities take, such as ``pred_probs`` of cleanlab.
+
+        Returns:
+            (N, C), and (N, 2) for one output.
+
+        Raises:
+            InputError: If the fit is one of values.
+
+        Example:
+            >>> import linnet
+            >>> x = torch.randn(20, 2)
+            >>> fit = linnet.fit(linnet.linearize(torch.nn.Linear(2, 2)), (x, (x[:, 0] > 0).long()))
+            >>> fit.loo_probs().sum(1).allclose(torch.ones(20).double())
+            True
+        """
+        if self.labels is None:
+            raise InputError("loo_probs() of a fit of values", "a fit of classes", "take loo()")
+        return self._class_probs(self.loo().double())
+
     @abstractmethod
     def path(self, ridges: Tensor | list[float] | None = None) -> CriteriaByRidge:
         """Every criterion along a path of ridges."""
@@ -178,8 +202,7 @@ class Fitted(SolvedFit, CoveringModel):
 
     def _unseen(self) -> Unseen:
         """Outputs for each training example by what has not seen it, all of which count."""
-        of_positions = self._targets.axis is not None or observed(self.x)[1] is not None
-        if of_positions or getattr(self.system.problem, "weights", None) is not None:
+        if self._targets.axis is not None or observed(self.x)[1] is not None:
             raise InputError(
                 "intervals and sets of a fit of positions, or of which some outputs do not count",
                 expected="a class, or a target for each output, of each example",
@@ -243,8 +266,9 @@ class Fitted(SolvedFit, CoveringModel):
             Achille et al., CVPR 2021, eq. (9).
         """
         residuals = self.system.loo_residuals()
-        if x is None:
+        if x is None and self._targets.weights is None:
             return self.system.reach(residuals) / self.n
+        x = self.x if x is None else x
         x, total = self._examples(x), torch.zeros_like(residuals[:, 0])
         for part in self.system.effects(x, residuals):
             total += part.square().sum((1, 2)).to(total)

@@ -14,6 +14,7 @@ are those of a few combinations of the outputs (``combinations.py``): every outp
 from __future__ import annotations
 
 from abc import abstractmethod
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
@@ -34,14 +35,13 @@ from linnet.fitting.arguments import (
 from linnet.fitting.cross_fit import chosen_ridge
 from linnet.fitting.export import exported_directions
 from linnet.fitting.fitted import Fitted
-from linnet.fitting.solved_fit import joined_targets
 from linnet.linear.dual import RidgePath
 from linnet.linear.features import Heads, Weights
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.problem import Problem
 from linnet.linear.saved import system_state
 from linnet.linear.system import System
-from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets
+from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets, weighed_targets
 from linnet.params import number
 from linnet.predictive.noise import fit_moderation, fit_temperature
 from linnet.tangent.batch import Inputs, observe, observed, take
@@ -88,6 +88,7 @@ class SquaredFit(Fitted):
         labels = self.labels
         if labels is not None and self._moderation is None:
             variances = self.noise * self.system.loo_variances().diagonal(dim1=1, dim2=2)
+            variances = self.system.problem.unscaled(self.system.problem.unscaled(variances))
             outputs, labels, variances = self._of_possible(self.loo(), labels, variances.clamp_min(0))
             self._moderation = fit_moderation(outputs, labels, variances)
         return None if self._moderation is None else self._moderation[0]
@@ -164,7 +165,7 @@ class SquaredFit(Fitted):
         plan = problem.basis.plan(self.system.c, memory)
         if not problem.basis.finite or plan.peak > SHARE * plan.budget:
             return None
-        return problem.basis.weights(problem.examples, self.system.beta.double(), memory)
+        return problem.basis.weights(problem.examples, self.system.coefficients.double(), memory)
 
     @torch.no_grad()
     def along(self, x: Inputs, ridges: Tensor) -> Tensor:
@@ -228,6 +229,8 @@ class SquaredFit(Fitted):
         if self.held_out is not None:
             return self.held_out
         residuals = self.system.loo_residuals()
+        if self._targets.weights is not None:
+            residuals = self.system.problem.unscaled(residuals)
         return self.targets.to(residuals) - residuals
 
     def path(self, ridges: Tensor | list[float] | None = None) -> RidgePath:
@@ -257,11 +260,25 @@ class SquaredFit(Fitted):
         if ridge is not None:
             check_ridge(ridge)
 
-    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> Self:
+    def _weighing(self) -> Self:
+        """The same fit, of which every example has a weight."""
+        if self._targets.weights is not None:
+            return self
+        if self.trained or self._targets.axis is not None:
+            return super()._weighing()
+        targets = replace(self._targets, weights=self._targets.every_weight)
+        system = copy(self.system)
+        system.problem = system.problem.weighing(targets.weights)
+        made = self._made(system, targets, self.record)
+        made.held_out = self.held_out
+        return made
+
+    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float, sample_weight: Any) -> Self:
         """The fit with more examples, the ridge kept, given or chosen by a criterion."""
         x, new = self._like(x, y)
+        new = weighed_targets(new, sample_weight)
         system = self.system.extended(self._more(x, new))
-        targets = joined_targets(self._targets, new)
+        targets = self._targets.joined(new)
         what, factor = f"added {count_in_words(len(new.values))}", self.record.noise_factor
         if isinstance(ridge, str):
             taken = chosen_ridge(system.path(None, targets), ridge, targets)
@@ -283,18 +300,20 @@ class SquaredFit(Fitted):
                 expected="one class or target for each example",
                 remedy="forget the examples, and update the fit with them",
             )
-        values, new = self.targets.clone(), self._like(x, y, "the new labels")[1].values
-        problem = self.system.problem
-        residual = problem.residual.clone()
-        change = (new.to(values) - values[index]).to(residual)
-        residual[index] += change if problem.weights is None else change * problem.weights[index].to(change)
+        return self._retargeted(index, self._like(x, y, "the new labels")[1].values)
+
+    def _retargeted(self, index: Tensor, new: Tensor) -> tuple[Targets, System]:
+        """The same equations for other targets (k, C) of some examples."""
+        values, problem = self.targets.clone(), self.system.problem
         values[index] = new.to(values)
+        residual = problem.residual + problem.scaled(values - self.targets).to(problem.residual)
         return replace(self._targets, values=values), self.system.with_residual(residual)
 
     def _more(self, x: Inputs, new: Targets) -> Problem:
         """More data of the same model."""
         start = self._start(x)
-        return self.system.problem.of(x, new.values.to(start) - start)
+        more = self.system.problem.of(x, new.values.to(start) - start)
+        return more if self._targets.weights is None else more.weighing(new.every_weight)
 
     def _like(self, x: Inputs, y: Tensor, what: str = "the new data") -> tuple[Inputs, Targets]:
         """Inputs, and targets like those that the fit was made of."""
@@ -396,7 +415,7 @@ class LinearFit(SquaredFit):
         if variance:
             self._require_one_delta("export(variance=True)")
         problem, function = self.system.problem, self.module.function
-        beta, combinations = self.system.beta.double(), self.combinations
+        beta, combinations = self.system.coefficients.double(), self.combinations
         assert combinations is not None
         return exported_directions(
             function,

@@ -26,7 +26,7 @@ from linnet.fitting.arguments import BATCH, Choices, count_in_words
 from linnet.fitting.last_layer import giving
 from linnet.fitting.remarks import held_remarks
 from linnet.fitting.softmax_fit import require_kept
-from linnet.fitting.solved_fit import SolvedFit, joined_targets
+from linnet.fitting.solved_fit import SolvedFit
 from linnet.fitting.solver import Solving, affordable
 from linnet.likelihoods.discrete import Categorical
 from linnet.likelihoods.likelihood import Likelihood
@@ -266,7 +266,7 @@ class PositionFit(SolvedFit):
         """Raise unless it is kept."""
         require_kept(ridge)
 
-    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> PositionFit:
+    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float, sample_weight: Any) -> PositionFit:
         """The fit with more examples: Newton's method from the present one."""
         (mine, theirs), (labels, new) = padded([self.x, x]), padded([self.x, x], [self.targets, y])
         if labels.shape[1:] != new.shape[1:]:
@@ -280,7 +280,7 @@ class PositionFit(SolvedFit):
             system = self.system.extended(more)
         else:  # the new ones are longer
             system = self.system.on(self._others(mine, labels).joined(more))
-        targets = joined_targets(replace(self._targets, values=labels), replace(self._targets, values=more.y))
+        targets = replace(self._targets, values=labels).joined(replace(self._targets, values=more.y))
         made: PositionFit = self._changed(targets, system, f"added {count_in_words(len(y))}", start)
         return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,13 @@ def restored_fit(
     fitted: LinearFit | SoftmaxFit
     if moved["loss"] == "squared":
         residual, combinations = moved["residual"], moved["combinations"]
-        require_same_outputs(function.check_runs, x, targets.values.double() - residual.double(), path, OTHER)
         features = None if combinations is None else averaged(function, combinations)
-        system = restored_system(Problem(function, x, residual, features=features), solved)
+        squares = Problem(function, x, residual, features=features).weighing(targets.weights)
+        # what was saved is in units of the noise
+        squares = replace(squares, residual=residual)
+        base = targets.values.double() - squares.unscaled(residual.double())
+        require_same_outputs(function.check_runs, x, base, path, OTHER)
+        system = restored_system(squares, solved)
         fitted = LinearFit(Linearized(function), targets, system, record)
     elif targets.axis is not None:
         problem = position_problem(function, x, targets.values, targets.axis, None)
@@ -60,7 +65,7 @@ def restored_fit(
         return PositionFit(Linearized(function), targets, newton, record)
     else:
         require_same_outputs(function.check_runs, x, solved["base"].double(), path, OTHER)
-        problem = class_problem(function, x, solved["base"], targets.values)
+        problem = class_problem(function, x, solved["base"], targets)
         fitted = SoftmaxFit(Linearized(function), targets, restored_newton(problem, solved), record)
     if moved["held_out"] is not None:
         fitted.held_out = moved["held_out"]

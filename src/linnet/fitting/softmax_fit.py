@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,12 +29,11 @@ from linnet.fitting.arguments import (
     ridge_grid,
 )
 from linnet.fitting.fitted import Fitted
-from linnet.fitting.solved_fit import joined_targets
 from linnet.linear.dual import CriteriaByRidge
-from linnet.linear.label_problem import class_targets
+from linnet.linear.label_problem import WeighedLosses, class_targets, weighed_labels
 from linnet.linear.newton import KernelNewton, NewtonSystem
 from linnet.linear.saved import newton_state
-from linnet.linear.targets import Targets
+from linnet.linear.targets import Targets, weighed_targets
 from linnet.params import choice
 from linnet.progress import track
 from linnet.shown import Record
@@ -208,18 +208,32 @@ class SoftmaxFit(Fitted):
         """Raise unless it is kept."""
         require_kept(ridge)
 
-    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> SoftmaxFit:
+    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float, sample_weight: Any) -> SoftmaxFit:
         """The fit with more examples: Newton's method from the present one."""
-        new = class_targets(y, self.system.c, self.targets.dtype)
-        more = self.system.problem.of(x, self._start(x), new.values.double())
-        targets, what = joined_targets(self._targets, new), f"added {count_in_words(len(new.values))}"
+        new = weighed_targets(class_targets(y, self.system.c, self.targets.dtype), sample_weight)
+        if self._targets.weights is not None:
+            new = replace(new, weights=new.every_weight)
+        more = self.system.problem.of(x, self._start(x), weighed_labels(new))
+        targets, what = self._targets.joined(new), f"added {count_in_words(len(new.values))}"
         return sound_change(self._changed(targets, self.system.extended(more), what, start))
 
     def _relabelled(self, index: Tensor, x: Inputs, y: Tensor) -> tuple[Targets, NewtonSystem]:
         """Newton's method from the present optimum."""
         values = self.targets.clone()
         values[index] = class_targets(y, self.system.c, values.dtype).values.to(values)
-        return replace(self._targets, values=values), self.system.relabelled(values.double())
+        targets = replace(self._targets, values=values)
+        return targets, self.system.relabelled(weighed_labels(targets))
+
+    def _weighing(self) -> SoftmaxFit:
+        """The same fit, of which every example has a weight."""
+        if self._targets.weights is not None:
+            return self
+        targets, system = replace(self._targets, weights=self._targets.every_weight), copy(self.system)
+        likelihood: Any = WeighedLosses(system.problem.likelihood)
+        system.problem = replace(system.problem, likelihood=likelihood, y=weighed_labels(targets))
+        made = self._made(system, targets, self.record)
+        made.held_out = self.held_out
+        return made
 
     @property
     def _roots(self) -> Tensor:

@@ -173,7 +173,7 @@ class SolvedFit(Shown):
         return made
 
     @in_exact_mode
-    def update(self, data: Any, ridge: float | str | None = None) -> Self:
+    def update(self, data: Any, ridge: float | str | None = None, *, sample_weight: Any = None) -> Self:
         """The fit with more training examples, without refitting.
 
         Args:
@@ -181,6 +181,7 @@ class SolvedFit(Shown):
             ridge: Of the squared loss another ρ, or "loo", "gcv" or "evidence" to choose it again on all
                 examples; of ``linnet.adapt`` "loo" alone, which chooses the weight of the lower layers too.
                 Kept by default, and of the cross-entropy always.
+            sample_weight: What each new example counts in the loss, (M,); 1 by default.
 
         Returns:
             A new fit on all examples, old ones first, exact to ``summary()["certificate"]``.
@@ -192,7 +193,10 @@ class SolvedFit(Shown):
         start = time.perf_counter()
         self._check_new_ridge(ridge)
         found = self._gathered(data)
-        return self._grown(found)._updated(*found.pair, ridge, start)
+        grown = self._grown(found)
+        if sample_weight is not None:
+            grown = grown._weighing()
+        return grown._updated(*found.pair, ridge, start, sample_weight)
 
     @in_exact_mode
     def relabel(self, indices: Any, y: Any) -> Self:
@@ -256,8 +260,16 @@ class SolvedFit(Shown):
         """Raise unless an update may take this ridge."""
 
     @abstractmethod
-    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> Self:
+    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float, sample_weight: Any) -> Self:
         """The fit with more examples, which were checked to run."""
+
+    def _weighing(self) -> Self:
+        """The same fit, of which every example has a weight."""
+        raise InputError(
+            f"sample_weight= in update() of a {type(self).__name__}{' with trained layers' * self.trained}",
+            expected="a fit with one target or class for each example",
+            remedy="leave sample_weight= out",
+        )
 
     def _made(self, system: Any, targets: Targets, record: Choices) -> Self:
         """A fit by another system of the same model."""
@@ -361,8 +373,3 @@ class SolvedFit(Shown):
 
     def _shown(self) -> dict[str, Any]:
         return self.summary()
-
-
-def joined_targets(targets: Targets, more: Targets) -> Targets:
-    """Targets, and more after them."""
-    return replace(targets, values=torch.cat([targets.values, more.values.to(targets.values)]))

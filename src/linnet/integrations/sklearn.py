@@ -106,11 +106,24 @@ class _Estimator(ABC):
         """An array of its own for the network."""
         return torch.from_numpy(np.array(array)).to(device=self._device, dtype=self._dtype)
 
-    def _fit(self, X: Any, y: Tensor, outputs: int) -> None:
-        """Make ``fit_`` of C outputs."""
+    def _weights(self, X: Any, given: Any) -> Any:
+        """Weights of the examples, (N,), of which some may be zero; ``None`` for ones."""
+        from sklearn.utils.validation import _check_sample_weight
+
+        return (
+            None
+            if given is None
+            else _check_sample_weight(given, X, dtype=np.float64, ensure_non_negative=True)
+        )
+
+    def _fit(self, X: Any, y: Tensor, outputs: int, weights: Any = None) -> None:
+        """Make ``fit_`` of C outputs, of the examples whose weight is not zero."""
         from sklearn.utils import check_random_state
 
         self._check()
+        if weights is not None and not weights.all():
+            counted = weights > 0
+            X, y, weights = X[counted], y[torch.from_numpy(counted)], weights[counted]
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         network = self._made(X, outputs, seed)
         parameter = next((p for p in network.parameters() if p.is_floating_point()), torch.zeros(1))
@@ -119,14 +132,16 @@ class _Estimator(ABC):
         data = x, y.to(parameter) if y.is_floating_point() else y
         if self.method == "adapt":
             ridge = None if self.ridge == "loo" else self.ridge
+            options = {"ridge": ridge, "seed": seed, "tune": self.tune, "sample_weight": weights}
             with warnings.catch_warnings():  # whether y are classes is what the estimator says
                 warnings.filterwarnings("ignore", f"{CLASSES}|{VALUES}", UserWarning)
-                self.fit_ = adapt(network, data, ridge=ridge, seed=seed, tune=self.tune)
+                self.fit_ = adapt(network, data, **options)
             return
         if self.metric is not None:
             metric = curvature(network, data, self._likelihood, structure=self.metric)
             network = with_metric(network, metric)
-        self.fit_ = fit(linearize(network), data, loss=self.loss, ridge=self.ridge, solver=self.solver)
+        options = {"loss": self.loss, "ridge": self.ridge, "solver": self.solver, "sample_weight": weights}
+        self.fit_ = fit(linearize(network), data, **options)
         found = self.fit_.targets.shape[1]
         if found != outputs and not (found == 1 and outputs == 2):
             raise InputError(
@@ -216,12 +231,13 @@ class _Regressor(_Estimator):
         self.network, self.method, self.ridge, self.solver = network, method, ridge, solver
         self.metric, self.tune, self.random_state = metric, tune, random_state
 
-    def fit(self, X: Any, y: Any) -> Any:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Solve for the optimum.
 
         Args:
             X: (N, n_features), or (N, ...) as the network takes it.
             y: (N,) or (N, C).
+            sample_weight: What each example counts in the loss, (N,); 1 by default.
 
         Returns:
             The estimator.
@@ -231,7 +247,7 @@ class _Regressor(_Estimator):
         targets = np.array(y, dtype=np.float64)  # its own: those of a DataFrame cannot be written to
         self._single = targets.ndim == 1
         targets = targets.reshape(len(targets), -1)
-        self._fit(X, torch.from_numpy(targets), targets.shape[1])
+        self._fit(X, torch.from_numpy(targets), targets.shape[1], self._weights(X, sample_weight))
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
@@ -297,17 +313,21 @@ class _Classifier(_Estimator):
         solver: Any = "auto",
         metric: str | None = None,
         tune: bool = False,
+        class_weight: Any = None,
         random_state: Any = None,
     ) -> None:
         self.network, self.method, self.loss, self.ridge = network, method, loss, ridge
         self.solver, self.metric, self.tune, self.random_state = solver, metric, tune, random_state
+        self.class_weight = class_weight
 
-    def fit(self, X: Any, y: Any) -> Any:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Solve for the optimum.
 
         Args:
             X: (N, n_features), or (N, ...) as the network takes it.
             y: Labels (N,), of any type that can be sorted.
+            sample_weight: What each example counts in the loss, (N,), times that of its class; 1 by
+                default.
 
         Returns:
             The estimator.
@@ -315,10 +335,15 @@ class _Classifier(_Estimator):
         Raises:
             DataError: If there is one class only.
         """
+        from sklearn.utils.class_weight import compute_sample_weight
         from sklearn.utils.multiclass import check_classification_targets
 
         X, y = self._validated(X, y, dtype=FLOATS, allow_nd=True)
         check_classification_targets(y)
+        weights = self._weights(X, sample_weight)
+        if self.class_weight is not None:
+            own = compute_sample_weight(self.class_weight, y)
+            weights = own if weights is None else own * weights
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise DataError(
@@ -326,7 +351,7 @@ class _Classifier(_Estimator):
                 expected="examples of at least two classes",
                 remedy="add examples of another class",
             )
-        self._fit(X, torch.from_numpy(labels.reshape(-1)), len(self.classes_))
+        self._fit(X, torch.from_numpy(labels.reshape(-1)), len(self.classes_), weights)
         if self.fit_.targets.shape[1] == len(self.classes_) and isinstance(self.classes_[0], str):
             self.fit_.record = replace(self.fit_.record, classes=tuple(map(str, self.classes_)))
         return self

@@ -82,7 +82,7 @@ class KernelSystem(System):
             return cls(problem, dual, memory, {**work, "factorizations": int(factor is None)})
         if problem.basis.shared or problem.held is not None:
             square, work = problem.basis.kernel(problem.examples, memory), {"factorizations": 1}
-            square = square if problem.basis.shared else whitened_kernel(square, problem)
+            square = whitened_kernel(square, problem)
         else:
             kernel, work = _kernel(problem, known, memory)
             square = whitened_kernel(kernel, problem)
@@ -183,10 +183,11 @@ class KernelSystem(System):
         """From one eigendecomposition; penalties on outputs take one for each ridge."""
         classes, spectrum = targets.classes is not None, self.dual.spectrum
         grid = self.grid() if ridges is None else ridges.to(self.dual.kernel.device)
+        values = self.problem.scaled(targets.values)
         if (held := self.constraints) is None or not held.soft:
-            return spectrum.path(grid, classes, targets.values)
+            return spectrum.path(grid, classes, values)
         each = (self.at(float(ridge)).dual.spectrum for ridge in grid)
-        return joined([s.path(grid[i : i + 1], classes, targets.values) for i, s in enumerate(each)])
+        return joined([s.path(grid[i : i + 1], classes, values) for i, s in enumerate(each)])
 
     # -- other ridges and other data -------------------------------------------------------------
 
@@ -218,8 +219,9 @@ class KernelSystem(System):
         cross = torch.cat(list(self.kernel_to_train(more.x)))
         corner = self.problem.basis.kernel(more.examples, self.memory)
         if more.weights is not None:
-            w = more.weights[:, :, None, None]
-            cross, corner = cross.double() * w, corner.double() * w * more.weights
+            w = more.weights[:, 0] if self._apart else more.weights
+            cross, corner = (part.double() * w[(...,) + (None,) * w.ndim] for part in (cross, corner))
+            corner = corner * w
         cross = cross.T if self._apart else cross.permute(2, 3, 0, 1)
         dual = self.dual.extended(cross, corner, more.residual.to(self.dual.residual))
         work = {"examples differentiated": more.n + self.n, "factorizations": 1}
@@ -240,7 +242,8 @@ class KernelSystem(System):
         problem = self.problem
         residual = torch.cat([problem.residual, problem.residual.new_zeros(problem.n, count)], 1)
         dual = DualSystem(self.dual.kernel, residual, self.ridge, factor=self.dual.factor)
-        return KernelSystem(replace(problem, residual=residual), dual, self.memory)
+        weights = None if problem.weights is None else problem.weights[:, :1].expand(residual.shape)
+        return KernelSystem(replace(problem, residual=residual, weights=weights), dual, self.memory)
 
     # -- kernels of other inputs -----------------------------------------------------------------
 
@@ -270,8 +273,8 @@ class KernelSystem(System):
                 cross, alone = features.cross_and_own(part, train, self.memory)
             else:
                 cross = features.cross(part, train, self.memory)
-            if self.problem.weights is not None:
-                cross = cross.double() * self.problem.weights
+            if (w := self.problem.weights) is not None:
+                cross = cross.double() * (w[:, 0] if self._apart else w)
             if len(cross) == len(names):
                 self._known.keep(names, cross)
             yield cross, alone
@@ -382,7 +385,10 @@ def kernel_fits(function: Functional, size: int, memory: Memory) -> bool:
 
 def whitened_kernel(kernel: Tensor, problem: Problem) -> Tensor:
     """K̃ = diag(w) K diag(w) in float64."""
-    # kernel (N, C, N, C)
+    # kernel (N, C, N, C), or (N, N) where the outputs share it
+    if problem.basis.shared:
+        w = None if problem.weights is None else problem.weights[:, 0]
+        return kernel if w is None else kernel * w[:, None] * w
     size = problem.n * problem.c
     square = kernel.reshape(size, size).double()
     if problem.weights is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,11 +189,43 @@ def room_for_rows(function: Functional, memory: Memory = None) -> int:
     return min(MOST, int(SHARE * parse_bytes(memory, function.device)))
 
 
-def class_problem(function: Functional, x: Inputs, base: Tensor, probabilities: Tensor) -> LabelProblem:
+@dataclass(frozen=True)
+class WeighedLosses:
+    """The losses of a likelihood, each times the weight in the last column of y."""
+
+    # f (N, C), y (N, D + 1)
+
+    likelihood: Likelihood
+
+    def nll(self, f: Tensor, y: Tensor) -> Tensor:
+        """W ℓ, (N,)."""
+        return y[:, -1] * self.likelihood.nll(f, y[:, :-1])
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """W g, (N, C)."""
+        return y[:, -1:].to(f) * self.likelihood.gradient(f, y[:, :-1])
+
+    def product(self, f: Tensor, v: Tensor, y: Tensor) -> Tensor:
+        """W Λ v for v (K, N, C)."""
+        return y[:, -1:].to(f) * self.likelihood.product(f, v, y[:, :-1])
+
+    def position_root(self, f: Tensor, y: Tensor) -> Tensor:
+        """√w L, (N, 1, C, D)."""
+        return y[:, -1, None, None, None].to(f).sqrt() * self.likelihood.position_root(f, y[:, :-1])
+
+
+def class_problem(function: Functional, x: Inputs, base: Tensor, targets: Targets) -> LabelProblem:
     """The cross-entropy against label probabilities (N, C): of C classes, or of yes or no for one output."""
     # base (N, C)
-    likelihood = Bernoulli() if probabilities.shape[1] == 1 else Categorical()
-    return LabelProblem(function, x, base.double(), likelihood, probabilities.double())
+    likelihood: Any = Bernoulli() if targets.values.shape[1] == 1 else Categorical()
+    likelihood = likelihood if targets.weights is None else WeighedLosses(likelihood)
+    return LabelProblem(function, x, base.double(), likelihood, weighed_labels(targets))
+
+
+def weighed_labels(targets: Targets) -> Tensor:
+    """Label probabilities, and behind them the weights where there are any, (N, C) or (N, C + 1)."""
+    y = targets.values.double()
+    return y if targets.weights is None else torch.cat([y, targets.weights[:, None]], 1)
 
 
 def class_targets(y: Tensor, outputs: int, dtype: torch.dtype) -> Targets:

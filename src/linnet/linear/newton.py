@@ -39,7 +39,7 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linear.constraints import Constraints
 from linnet.linear.iterative import STAGNATED, CGSettings, accepted, solve_columns
 from linnet.linear.kernel_system import SHARE, kernel_fits
-from linnet.linear.label_problem import LabelProblem
+from linnet.linear.label_problem import LabelProblem, WeighedLosses
 from linnet.linear.positions import PositionLosses
 from linnet.linear.preconditioner import FEW, RANK, TRIAL, CurvatureInverse, curvature_of
 from linnet.linear.problem import Memory
@@ -614,6 +614,8 @@ class WeightNewton(NewtonSystem):
         if isinstance(losses, PositionLosses):  # with labels that are drawn: one backward pass a sequence
             function, expectation = losses.function, Expectation(losses.of_outputs, "mc")
         else:
+            if isinstance(losses, WeighedLosses):  # with weights of one
+                y, losses = y[:, :-1], losses.likelihood
             expectation = Expectation(losses)
         if y.shape == problem.base.shape:
             y = y.to(function.dtype).view(-1, *function.output_shape(problem.x))

@@ -276,10 +276,11 @@ class NormalSystem(System):
         solutions = (inverse * coordinates).T  # (P, R)
         one, two = torch.tril_indices(self.c, self.c, device=values.device)
         sums = {"error": error, "left": left, "right": right, "asked": asked}
-        given = {"ridges": grid, "labels": targets.values}
+        labels = self.problem.scaled(targets.values)
+        given = {"ridges": grid, "labels": labels}
         for place, rows in self.problem.summed_rows("path", sums, self.memory, **given):
             z = (rows @ vectors.to(rows)).view(-1, self.c, len(values))
-            r, t = self.residual[place].double(), targets.values[place].to(values)
+            r, t = self.residual[place].double(), labels[place].to(values)
             rest = r[:, :, None] - (z @ solutions.to(z)).double()  # (n, C, R)
             # every block of the hat matrix at every ridge in one product: (n · C(C+1)/2, P) times (P, R)
             size = max(1, PRODUCTS // (len(one) * len(values)))

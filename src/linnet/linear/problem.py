@@ -198,6 +198,22 @@ class Problem(LinearModel):
             return self.jacobian
         return JacobianOperator(whitened(self.function), whitened_inputs(self), self.c)
 
+    def weighing(self, weights: Tensor | None) -> Problem:
+        """The same examples, of which some count more than others in the loss."""
+        # weights (N,)
+        if weights is None:
+            return self
+        w = weights.double().sqrt()[:, None].expand(self.n, self.c)
+        return replace(self, weights=w, residual=self.residual * w.to(self.residual))
+
+    def scaled(self, values: Tensor) -> Tensor:
+        """Values of all examples in units of their noise, (N, C)."""
+        return values if self.weights is None else values * self.weights.to(values)
+
+    def unscaled(self, values: Tensor) -> Tensor:
+        """Values in units of their noise as they are, (N, C), where no target is missing."""
+        return values if self.weights is None else values / self.weights.to(values)
+
     def weighed(self, values: Tensor, start: int = 0) -> Tensor:
         """W ∘ v for columns v of outputs of consecutive examples, (n·C, K)."""
         # values (n·C, K)
@@ -298,8 +314,7 @@ class Problem(LinearModel):
 
     def _scaled_shift(self) -> Tensor:
         """What equations add to the mean, in units of the noise, (N, C)."""
-        shift = self.shift()
-        return shift if self.weights is None else shift * self.weights.to(shift)
+        return self.scaled(self.shift())
 
     def without(self, index: Tensor) -> Problem:
         """The problem without some of the examples."""

@@ -199,6 +199,17 @@ class System(Solved):
 
     # -- the solution ----------------------------------------------------------------------------
 
+    @property
+    def coefficients(self) -> Tensor:
+        """α with f(x) − m(x) = K(x, X) α, (N, C): β in the units of the targets."""
+        beta = self.beta
+        return self.problem.weighed(beta.reshape(-1, 1)).view_as(beta)
+
+    @property
+    def left_over(self) -> Tensor:
+        """t_i − f(x_i), (N, C)."""
+        return self.problem.unscaled(self.ridge * self.beta)
+
     @abstractmethod
     def at(self, ridge: float) -> System:
         """The same problem at another ρ, with all that does not depend on it."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import number, refuse
+from linnet.params import number, refuse, tensor
 from linnet.tangent.batch import IGNORED
 from linnet.tree import node
 
@@ -61,6 +62,7 @@ class Targets:
     scale: float  # α of one-hot targets
     # the axis of the outputs that is the classes, where every position has a class of its own
     axis: int | None = None
+    weights: Tensor | None = None  # of the examples in the loss, (N,), float64; ``None`` for ones
 
     @property
     def labels(self) -> Tensor | None:
@@ -73,7 +75,21 @@ class Targets:
 
     def taken(self, rows: Tensor) -> Targets:
         """Those of some of the examples."""
-        return replace(self, values=self.values[rows.to(self.values.device)])
+        rows = rows.to(self.values.device)
+        weights = None if self.weights is None else self.weights[rows]
+        return replace(self, values=self.values[rows], weights=weights)
+
+    def joined(self, more: Targets) -> Targets:
+        """These, and more after them."""
+        weights = None if self.weights is None else torch.cat([self.weights, more.every_weight])
+        return replace(self, values=torch.cat([self.values, more.values.to(self.values)]), weights=weights)
+
+    @property
+    def every_weight(self) -> Tensor:
+        """Weights of the examples in the loss, (N,)."""
+        return (
+            torch.ones_like(self.values[:, 0], dtype=torch.float64) if self.weights is None else self.weights
+        )
 
     @property
     def seen(self) -> Tensor | None:
@@ -145,6 +161,38 @@ def make_targets(
     _require_room(labels, outputs, dtype)
     one_hot = torch.nn.functional.one_hot(labels, outputs).to(dtype)
     return Targets(scale * one_hot, outputs, scale)
+
+
+def weighed_targets(targets: Targets, given: Any) -> Targets:
+    """Targets of which some count more than others: by a number each, or those of every class as much."""
+    # given (N,)
+    if given is None:
+        return targets
+    values, labels = targets.values, targets.labels
+    expected = f"{len(values)} positive numbers, one an example" + ', or "balanced"' * (labels is not None)
+    remedy = (
+        "leave out the examples that are not to count" if labels is None else 'pass "balanced", or numbers'
+    )
+    if isinstance(given, str):
+        if given != "balanced" or labels is None:
+            refuse("sample_weight", given, expected, "leave it out for examples that count alike")
+        counts = labels.bincount()
+        found = len(labels) / (len(labels.unique()) * counts[labels].double())
+        return replace(targets, weights=found)
+    found = tensor("sample_weight", given, expected, remedy).detach()
+    number_like = not (found.is_complex() or found.dtype == torch.bool)
+    if not number_like or found.shape != values[:, 0].shape:
+        raise InputError(
+            f"sample_weight has type {found.dtype} and shape {tuple(found.shape)}",
+            expected,
+            "pass (N,) numbers",
+        )
+    found = found.to(values.device, torch.float64)
+    wrong = ~((found > 0) & found.isfinite())
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise InputError(f"sample_weight holds {float(found[first]):g} at index {first}", expected, remedy)
+    return replace(targets, weights=found)
 
 
 def task_targets(y: Tensor, dtype: torch.dtype) -> Targets:

@@ -17,7 +17,7 @@ from linnet.errors import InputError
 from linnet.fitting.arguments import Choices
 from linnet.fitting.last_layer import Appended, ending_linear, last_linear, selected_inside
 from linnet.fitting.remarks import single_remarks
-from linnet.linear.targets import doubts, task_targets, understood
+from linnet.linear.targets import doubts, task_targets, understood, weighed_targets
 from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.search import LESS, Shares, counted, gained
@@ -47,6 +47,7 @@ def adapt(
     seed: int = 0,
     memory: str | int | None = None,
     tune: bool | Log = False,
+    sample_weight: Any = None,
 ) -> NestedFit:
     """Fit a trained network to a new task: a linear model of what all its layers compute, in one solve.
 
@@ -85,6 +86,8 @@ def adapt(
         tune: Whether to train the lower layers as well: five to eight runs of 20 steps or ten
             epochs, of 150 steps at least for values. Or a callback ``f(metrics, step)``, which also turns
             tuning on; it receives the training loss of each epoch and the held-out error of each run.
+        sample_weight: What each sample counts in the squared error, (N,), positive; ``"balanced"`` for
+            classes that count as much as each other. 1 by default.
 
     Returns:
         The fit.
@@ -122,12 +125,23 @@ def adapt(
     log = tune if callable(tune) else None
     tunes = log is not None or check.flag("tune", tune)
     given = requested(weight, earlier, ridge, tunes)
+    if tunes and sample_weight is not None:
+        raise InputError(
+            f"tune={tune!r} with sample_weight=",
+            "samples that count alike in training",
+            "leave one of them out",
+        )
     device = next((p.device for p in models[0].parameters()), torch.device("cpu"))
     with sharing("linnet.adapt", device):
         data = Data.of(data if y is None else (data, y), models[0], memory=memory, text=True)
-        arguments = {"model": models if several else models[0], "params": params, "given": [*given]}
-        require_same_arguments({**arguments, "seed": seed, "memory": memory, "tune": tunes})
-        fits = [_adapted((one, output), data, params, given, seed, memory) for one in models]
+        arguments: dict[str, Any] = {
+            "model": models if several else models[0],
+            "params": params,
+            "given": [*given],
+        }
+        arguments |= {"seed": seed, "memory": memory, "tune": tunes, "sample_weight": sample_weight}
+        require_same_arguments(arguments)
+        fits = [_adapted((one, output), data, params, given, (seed, sample_weight), memory) for one in models]
         fit = fits[0] if len(fits) == 1 else best_of(fits)
         if tunes and fit.prior.network.function.masks:
             raise InputError(
@@ -200,17 +214,17 @@ def _adapted(
     data: Data,
     params: Selector,
     given: Shares,
-    seed: int,
+    drawn: tuple[int, Any],
     memory: str | int | None,
 ) -> NestedFit:
-    """The fit of a network and its output."""
+    """The fit of a network and its output, by a seed and weights of the samples."""
     begin = time.perf_counter()
-    x, y = data.pair
+    (x, y), (seed, weights) = data.pair, drawn
     model = ending_linear(network[0], x, network[1])
     names = (selected if model is network[0] else selected_inside)(model, params)
     features = RandomHeads(model, HEADS, seed, names)
     require_chosen(features, params, given)
-    targets = task_targets(y, features.function.dtype)
+    targets = weighed_targets(task_targets(y, features.function.dtype), weights)
     headless = isinstance(model, Appended) and model.width is not None
     outputs = None if headless else last_linear(model)[1].out_features
     said = () if data.classes else doubts(y, targets, outputs)

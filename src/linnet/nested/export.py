@@ -141,7 +141,7 @@ def exported_nested(
         "fit with linnet.fit, which has one direction for all outputs",
     ]
     require(basis.plan(system.c, system.memory, ["the same in the module"]), remedies)
-    found = basis.weights(problem.examples, system.beta.double(), system.memory)
+    found = basis.weights(problem.examples, system.coefficients.double(), system.memory)
     exact = _exact(prior, system)
     weight, bias = (part.to(exact) for part in _layer(prior, found))
     network, names = _reading(prior, rows, exact)
@@ -168,7 +168,7 @@ def _exact(prior: Prior, system: KernelSystem) -> torch.dtype:
     """The type in which the kernel of earlier layers is summed: float64 where rounding would show."""
     # where it may add a tenth of the error at which a fit itself is made again in float64
     function, beta = prior.network.function, system.beta
-    outputs = system.residual - system.ridge * beta
+    outputs = system.problem.unscaled(system.residual) - system.left_over
     eps = function.precision.eps(function.dtype, function.device)
     error = eps * prior.share * beta.square().sum(0).sqrt().max()
     shows = bool(error > TOLERANCE / 10 * (outputs - outputs.mean(0)).square().mean().sqrt())
@@ -249,7 +249,7 @@ def network_of_probe(prior: Prior, system: KernelSystem) -> nn.Module:
         )
     examples, rows = system.problem.examples, system.problem.examples.rows[HEAD]
     assert rows is not None
-    weight, bias = _layer(prior, system.problem.basis.weights(examples, system.beta.double()))
+    weight, bias = _layer(prior, system.problem.basis.weights(examples, system.coefficients.double()))
     exact = _exact(prior, system)
     network = _reading(prior, rows, exact)[0]
     old = last_linear(prior.network.function.model)[1]

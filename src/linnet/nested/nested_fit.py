@@ -26,13 +26,12 @@ from linnet.fitting.last_layer import HIDDEN, Appended
 from linnet.fitting.linear_fit import SquaredFit
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.remarks import rounded, unused_remarks
-from linnet.fitting.solved_fit import joined_targets
 from linnet.linear.dual import DualSystem
 from linnet.linear.features import Examples
-from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.kernel_system import KernelSystem, whitened_kernel
 from linnet.linear.problem import Problem
 from linnet.linear.system import System
-from linnet.linear.targets import Targets, understood
+from linnet.linear.targets import Targets, understood, weighed_targets
 from linnet.nested.export import exported_nested, network_of_probe
 from linnet.nested.features import HEAD, Prior, RandomHeads, kernels_of
 from linnet.nested.search import BIAS, FREE, Kernels, Rung, Shares, choose, sampled
@@ -151,7 +150,10 @@ class NestedFit(SquaredFit):
         """Eigenvalues of H K H, the kernel without the intercept, which would hide all others; N − 1."""
         if self.constraints is not None:
             return super()._eigenvalues()
-        kernel = self.system.kernel - BIAS
+        kernel = self.system.kernel
+        if (w := self.system.problem.weights) is not None:
+            kernel = kernel / w[:, :1] / w[:, 0]
+        kernel = kernel - BIAS
         kernel = kernel - kernel.mean(0) - kernel.mean(1, keepdim=True) + kernel.mean()
         values: Tensor = torch.linalg.eigvalsh(kernel)
         return values[1:].clamp_min(0)
@@ -226,10 +228,11 @@ class NestedFit(SquaredFit):
             made.held_out = torch.cat([self.held_out, self.held_out.new_zeros(self.n, len(found))], 1)
         return made
 
-    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float) -> NestedFit:
+    def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float, sample_weight: Any) -> NestedFit:
         """The fit with more examples, with "loo" solved again on all of them."""
         x, new = self._like(x, y)
-        targets, what = joined_targets(self._targets, new), f"added {count_in_words(batch_size(x))}"
+        new = weighed_targets(new, sample_weight)
+        targets, what = self._targets.joined(new), f"added {count_in_words(batch_size(x))}"
         if ridge == "loo":
             joined = concatenate([self.x, x])
             given = Shares(0.0, None) if self.prior.network.bodiless else FREE
@@ -326,21 +329,23 @@ class NestedFit(SquaredFit):
         }
 
 
-def problem_of(prior: Prior, data: tuple[Inputs, Tensor], residual: Tensor) -> Problem:
-    """The problem of examples and their features, with the network that made them."""
+def problem_of(prior: Prior, data: tuple[Inputs, Tensor], targets: Targets) -> Problem:
+    """The problem of examples, their features and targets, with the network that made them."""
     x, found = data
     features = prior.features
     rows = tuple(found if place == HEAD else None for place in range(len(features.terms)))
-    return Problem(prior.network.function, x, residual, features=features, formed=Examples(x, rows))
+    function, values = prior.network.function, targets.values.double()
+    problem = Problem(function, x, values, features=features, formed=Examples(x, rows))
+    return problem.weighing(targets.weights)
 
 
-def rounding_remarks(prior: Prior, rows: Tensor, kernels: Kernels, system: DualSystem) -> tuple[str, ...]:
+def rounding_remarks(prior: Prior, rows: Tensor, kernels: Kernels, system: KernelSystem) -> tuple[str, ...]:
     """Whether the rounding of features and gradients leaves errors in predictions."""
     # rows (N, D) or (N, D + E)
     # An entry of the body's kernel is wrong by ε √(K_aa K_bb), and a feature by ε of its size, independently.
     # What all samples have in common takes part in no prediction, as the sum of β is zero; its rounding does.
     mixture, function = prior.mixture, prior.network.function
-    eps, beta = function.precision.eps(function.dtype, function.device), system.beta.square()
+    eps, beta = function.precision.eps(function.dtype, function.device), system.coefficients.square()
     head, early = rows.tensor_split([prior.network.width], 1)
     of_head = head.square() @ (head + prior.center * prior.scale).square().mean(0)
     if mixture.earlier:  # the slope of κ is at most 1
@@ -351,7 +356,7 @@ def rounding_remarks(prior: Prior, rows: Tensor, kernels: Kernels, system: DualS
         # 2: the kernel that β was solved with is wrong, and so are its rows for the sample that is predicted
         error = error + (mixture.weight / mixture.body) ** 2 * 2 * of_body.mean() * (of_body @ beta)
     largest = eps * float(error.max().sqrt())
-    outputs = system.residual - system.ridge * system.beta
+    outputs = system.problem.unscaled(system.residual) - system.left_over
     scale = float((outputs - outputs.mean(0)).square().mean().sqrt())
     if largest <= TOLERANCE * scale:
         return ()
@@ -387,10 +392,12 @@ def solved(
     start = time.perf_counter()
     choice = choose(kernels, targets, given)
     kernel, mixture = kernels.mixed(choice.taken.weight, choice.taken.earlier)
-    system = DualSystem(kernel, targets.values, choice.taken.ridge)
-    seconds["solve"] = time.perf_counter() - start
     prior = Prior(features, found[:, : features.width].mean(0), mixture)
     rows = prior.scaled(found)
+    problem = problem_of(prior, (x, rows), targets)
+    dual = DualSystem(whitened_kernel(kernel, problem), problem.residual, choice.taken.ridge)
+    system = KernelSystem(problem, dual, memory)
+    seconds["solve"] = time.perf_counter() - start
     averaged = {"features": AVERAGED} if getattr(features.model, "averaged", False) else {}
     told = rounding_remarks(prior, rows, kernels, system)
     told_of = {k: v.replace("lower layers", features.below) for k, v in choice.reasons().items()}
@@ -403,8 +410,7 @@ def solved(
         noise_factor=choice.taken.noise_factor,
     )
     features.function.known = KnownInputs.of(x, record.columns)
-    problem = problem_of(prior, (x, rows), system.residual)
-    return NestedFit(prior, targets, KernelSystem(problem, system, memory), record)
+    return NestedFit(prior, targets, system, record)
 
 
 def reads_earlier(given: Shares) -> bool:
@@ -466,7 +472,7 @@ def restored_nested(
     features.function.known = KnownInputs.of(x, record.columns)
     prior = Prior(features, moved["center"], saved["mixture"])
     require_same_outputs(prior.rows, x, rows, path, OTHER)
-    problem = problem_of(prior, (x, rows), targets.values)
+    problem = problem_of(prior, (x, rows), targets)
     if moved["constraints"] is not None:
         problem = problem.given(moved["constraints"], samples=True)
     dual = DualSystem(moved["kernel"], problem.residual, saved["ridge"], beta=moved["beta"])

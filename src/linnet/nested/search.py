@@ -329,7 +329,8 @@ def right_together(kernel: Tensor, targets: Targets, ridge: float) -> Tensor:
     """Whether the class of each sample is right when one sample of every class is left out together."""
     # kernel (N, N)
     labels, counting = targets.values.argmax(1), counted(targets)
-    system = DualSystem(kernel, targets.values, ridge)
+    kernel, values = _weighed(kernel, targets)
+    system = DualSystem(kernel, values, ridge)
     known = torch.nn.functional.one_hot(labels, targets.values.shape[1])
     turn = (known.cumsum(0) * known).sum(1)  # the how many-th of its class each sample is
     residuals = torch.zeros_like(system.beta)
@@ -337,7 +338,7 @@ def right_together(kernel: Tensor, targets: Targets, ridge: float) -> Tensor:
         out = ((turn == place) & counting).nonzero()[:, 0]
         # residuals of samples S without S: (M_SS)⁻¹ β_S
         residuals[out] = torch.linalg.solve(system.inverse[out][:, out], system.beta[out])
-    return ((targets.values.to(residuals) - residuals).argmax(1) == labels)[counting]
+    return ((values.to(residuals) - residuals).argmax(1) == labels)[counting]
 
 
 def scale_of(kernel: Tensor) -> float:
@@ -352,7 +353,8 @@ def best_ridge(
 ) -> Candidate:
     """The ridge of lowest leave-one-out error for one kernel."""
     # kernel (N, N)
-    spectrum, counting = Spectrum(kernel, targets.values.double()), counted(targets)
+    kernel, values = _weighed(kernel, targets)
+    spectrum, counting = Spectrum(kernel, values), counted(targets)
     smallest = MARGIN * spectrum.rounding
     if ridge is not None:
         if ridge < smallest:
@@ -389,8 +391,18 @@ def best_ridge(
     if targets.classes is not None:
         return found
     tried = 10 ** (torch.tensor(sorted(errors), dtype=torch.float64) / PER_DECADE)
-    path = spectrum.path(tried, False, targets.values)
+    path = spectrum.path(tried, False, values)
     return replace(found, noise_factor=path.noise_factor(found.ridge))
+
+
+def _weighed(kernel: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    """Kernel and targets in units of the noise, each example's own."""
+    # kernel (N, N)
+    values = targets.values.double()
+    if targets.weights is None:
+        return kernel, values
+    w = targets.weights.sqrt()[:, None]
+    return kernel * w * w.T, values * w
 
 
 def counted(targets: Targets) -> Tensor:
@@ -418,7 +430,7 @@ def _candidate(spectrum: Spectrum, targets: Targets, shares: tuple[float, float]
     residuals = spectrum.loo_residuals(ridge)[counting]
     labels, right = targets.labels, None
     if labels is not None:
-        left_out = targets.values[counting].to(residuals) - residuals
+        left_out = spectrum.residual[counting] - residuals  # in units of the noise, which order them alike
         right = left_out.argmax(1) == labels[counting]
     return Candidate(*shares, ridge, residuals.square().sum(1), right)
 

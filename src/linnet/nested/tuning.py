@@ -301,7 +301,7 @@ def _solved(fit: NestedFit, network: RandomHeads, whole: Kernels, chosen: Chosen
     found = network.staged(fit.x) if mixture.earlier else network.phi(fit.x)
     prior = Prior(network, found[:, : network.width].mean(0), mixture)
     dual = DualSystem(kernel, fit.targets, ridge)
-    problem = problem_of(prior, (fit.x, prior.scaled(found)), dual.residual)
+    problem = problem_of(prior, (fit.x, prior.scaled(found)), fit._targets)
     system = KernelSystem(problem, dual, fit.memory)
     return NestedFit(prior, fit._targets, system, fit.record)
 
