@@ -178,15 +178,19 @@ class Fitted(SolvedFit, CoveringModel):
 
     def _unseen(self) -> Unseen:
         """Outputs for each training example by what has not seen it, all of which count."""
+        self._require_one_target("intervals and sets")
+        factor = max(1.0, self.record.noise_factor) ** RAISED if self.held_out is None else 1.0
+        return Unseen(self.x, self.loo().double(), self.targets, self.labels, self._class_probs, factor)
+
+    def _require_one_target(self, what: str) -> None:
+        """Raise unless each example has one class, or targets of all outputs."""
         of_positions = self._targets.axis is not None or observed(self.x)[1] is not None
         if of_positions or getattr(self.system.problem, "weights", None) is not None:
             raise InputError(
-                "intervals and sets of a fit of positions, or of which some outputs do not count",
+                f"{what} of a fit of positions, or of which some outputs do not count",
                 expected="a class, or a target for each output, of each example",
                 remedy="fit examples that have one",
             )
-        factor = max(1.0, self.record.noise_factor) ** RAISED if self.held_out is None else 1.0
-        return Unseen(self.x, self.loo().double(), self.targets, self.labels, self._class_probs, factor)
 
     def _without_each(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
         """Outputs of some examples at a time, (t, C), and by each fit without one of its own, (N, t, C)."""
