@@ -4,12 +4,14 @@
     python -m experiments.monitor.shifts --sets reported
 
 What a network computes of a task's samples under each shift is kept (``--features``), so that every draw is
-rows of it, fitted by the function that ``linnet.adapt`` calls. All samples of a set are put together and drawn
-from at random, so that batches without a shift are like the training samples. Estimators of accuracy: the mean
-confidence with the variance of the outputs, which is the estimate of ``fit.monitor``, and without it; the
-leave-one-out accuracy plus the difference of mean confidences (Guillory et al. 2021), either way; the share of
-confidences above a threshold that as many leave-one-out confidences exceed as are right (Garg et al. 2022);
-and the first with the outputs shrunk by the excess of their variance.
+rows of it, fitted by the function that ``linnet.adapt`` calls. All samples of a set are put together and
+drawn from at random, so that batches without a shift are like the training samples. Estimators of accuracy:
+the mean confidence, with and without the variance of the outputs; the leave-one-out accuracy plus the
+difference of mean confidences (Guillory et al. 2021), likewise; the share of confidences above a threshold
+that as many leave-one-out confidences exceed as are right (Garg et al. 2022); the difference of confidences
+of outputs that are shrunk by the excess of their variance; and how often the likeliest class stays the same
+when outputs are drawn with their variance, on a line of normal quantiles through leave-one-out (as Baek et
+al. 2022 do with the agreement of two networks).
 """
 
 from __future__ import annotations
@@ -48,9 +50,10 @@ LEVEL = 0.05  # of alarms
 SHARES = {"mild": 0.4, "strong": 0.1}  # of the samples of every second class that stay
 METHODS = (
     "confidence with variance", "confidence", "difference of confidences",
-    "difference with variance", "threshold", "shrunk by variance", "agreement of halves", "agreement of draws",
+    "difference with variance", "threshold", "shrunk by variance", "agreement of draws",
 )  # fmt: skip
-SPLITS, DRAWN = 2, 50  # of the training samples in halves, and draws of the outputs
+DRAWN = 50  # of the outputs
+PERMUTATIONS = 199  # of each test
 
 
 # -- what a network computes -----------------------------------------------------------------------
@@ -109,31 +112,11 @@ def fitted(rows: Tensor, y: Tensor, width: int, classes: int) -> Fitted:
 # -- estimators of accuracy ------------------------------------------------------------------------
 
 
-class Halves:
-    """Fits of two halves of the training samples, several times, and how often they agree."""
-
-    def __init__(self, fit: Fitted) -> None:
-        assert fit.labels is not None
-        self.pairs, agreed = [], []
-        for seed in range(SPLITS):
-            order = torch.randperm(fit.n, generator=torch.Generator().manual_seed(seed))
-            order = order[fit.labels[order].argsort(stable=True)]  # of each class about as many
-            sides = order[0::2].sort().values, order[1::2].sort().values
-            first, second = (fit.forget(other) for other in sides[::-1])
-            self.pairs.append((first, second))
-            for own, other in ((first, second), (second, first)):
-                agreed.append(own.loo().argmax(1) == other.predict(own.x).argmax(1))
-        self.share = float(torch.cat(agreed).double().mean())
-
-    def agreed(self, x: Tensor) -> Tensor:
-        """The share of the pairs that agree on each example, (T,)."""
-        found = [a.predict(x).argmax(1) == b.predict(x).argmax(1) for a, b in self.pairs]
-        return torch.stack(found).double().mean(0)
-
-
 def kept_class(outputs: Tensor, variance: Tensor) -> Tensor:
     """How often outputs that are drawn have the largest where their mean has it, (T,)."""
-    draws = torch.randn(DRAWN, *outputs.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    draws = torch.randn(
+        DRAWN, *outputs.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     moved = outputs + variance.sqrt()[:, None] * draws
     return (moved.argmax(2) == outputs.argmax(1)).double().mean(0)
 
@@ -153,8 +136,6 @@ class Known:
     outputs: Tensor  # (T, C)
     variance: Tensor  # (T,)
     moderated: Tensor  # probabilities with the variance, (T, C)
-    halves: Halves
-    agreed: Tensor  # share of the pairs of halves that agree, (T,)
 
 
 def left_out(known: Known) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,7 +168,6 @@ def estimates(known: Known, at: Tensor) -> dict[str, float]:
         wide.mean(), own.mean(), accuracy + own.mean() - plain.mean(),
         accuracy + wide.mean() - moderated.mean(), (own > threshold).double().mean(),
         accuracy + shrunk.mean() - before.mean(),
-        on_the_line(float(accuracy), float(known.agreed[at].mean()), known.halves.share),
         on_the_line(float(accuracy), float(kept_class(outputs, variance).mean()),
                     float(kept_class(unseen.outputs, unseen.spread).mean())),
     )  # fmt: skip
@@ -210,18 +190,18 @@ def batches(shift: str, severity: str, y: Tensor, size: int, seed: int) -> list[
 
 
 def watched(kept: Any, shots: int, seed: int) -> dict[str, Any]:
-    """For the batches of each shift, severity and size: accuracy, alarms, and the errors of each estimator."""
+    """For the batches of each shift, severity and size: accuracy, alarms, errors of each estimator."""
     pool_y, width = kept["pool y"], int(kept["width"])
     at = of_each(pool_y, shots, torch.Generator().manual_seed(seed))
     fit = fitted(kept["pool"][at], pool_y[at], width, int(pool_y.max()) + 1)
-    reference, halves, found = Reference.of(fit), Halves(fit), []
+    reference, found = Reference.of(fit), []
     for name, rows in kept["shifted"].items():
         shift, severity = name.split(" / ")
         y = kept["other y"] if shift == OTHER else kept["test y"]
         prediction, unseen = fit.predictive(rows), of_batch(fit, reference, rows)
         known = Known(
             reference, fit, prediction.mean.double(), prediction.variance.double().mean(1),
-            prediction.probs.double(), halves, halves.agreed(rows),
+            prediction.probs.double(),
         )  # fmt: skip
         right = (prediction.mean.argmax(1) == y).double()
         of_these = [(shift, severity)]
@@ -232,10 +212,12 @@ def watched(kept: Any, shots: int, seed: int) -> dict[str, Any]:
                 if not places:
                     continue
                 truth = [100 * float(right[place].mean()) for place in places]
-                alarms = sum(compared(reference.unseen, unseen.taken(place)) <= LEVEL for place in places)
+                alarms = sum(
+                    compared(reference.unseen, unseen.taken(place), PERMUTATIONS) <= LEVEL for place in places
+                )
                 told = [estimates(known, place) for place in places]
                 errors = [[one[m] - t for one, t in zip(told, truth, strict=True)] for m in METHODS]
-                row = [fmean(truth), alarms, *(fmean(map(abs, each)) for each in errors), fmean(errors[0])]
+                row = [fmean(truth), alarms, *(fmean(map(abs, each)) for each in errors), *map(fmean, errors)]
                 found.append([own, severe, size, len(places), *(round(value, 2) for value in row)])
     accuracy = 100 * float(reference.right.mean())
     return {"n": len(at), "left out": accuracy, "tested": len(kept["test y"]), "batches": found}
@@ -309,13 +291,23 @@ def main() -> None:
             for shots, seed in itertools.product(SHOTS, study.seeds):
 
                 def compute(
-                    key: str = key, name: str = name, shots: int = shots, seed: int = seed, kept: list[Any] = kept
+                    key: str = key,
+                    name: str = name,
+                    shots: int = shots,
+                    seed: int = seed,
+                    kept: list[Any] = kept,
                 ) -> dict[str, Any]:
                     if not kept:
                         kept.append(features(key, name, (POOL, TESTED), given.features, given.data_dir))
                     return watched(kept[0], shots, seed)
 
-                what = {"set": part, "network": NETWORKS[key].name, "task": name, "shots": shots, "seed": seed}
+                what = {
+                    "set": part,
+                    "network": NETWORKS[key].name,
+                    "task": name,
+                    "shots": shots,
+                    "seed": seed,
+                }
                 cells.append(study.cell(what, compute))
     study.publish("\n\n".join(table(cells, part) for part in given.sets), cells)
 

@@ -30,7 +30,6 @@ SETS = {
         ("resnet20", "Kannada digits"),
         ("mobilenet", "aerial views"),
         ("mobilenet", "trash"),
-        ("lite", "food"),
         ("minilm", "product reviews"),
         ("minilm", "emotions"),
     ),
@@ -199,7 +198,9 @@ def drawn(key: str, name: str, pool: int, tested: int, data_dir: str | None) -> 
             more, other_y = binary(EVERY[OTHERS[name]], data_dir)
             at = of_each(other_y, tested // 2, draw)
             shifted[OTHER, "strong"], other_y = tokens(more[at.numpy()], prepared, network.side), other_y[at]
-        return model, Drawn(tokens(x[rest.numpy()], prepared, network.side), y[rest], shifted, y[test], other_y)
+        return model, Drawn(
+            tokens(x[rest.numpy()], prepared, network.side), y[rest], shifted, y[test], other_y
+        )
     images = pixels(x[test.numpy()], None, network.side, 3)
     shifted[NONE, ""] = normalized(images, prepared)
     for shift, alter in IMAGES.items():

@@ -1,5 +1,4 @@
-"""A fit that is watched in use: how often it is right on batches without labels, and whether a batch is like
-the training examples.
+"""A fit that is watched in use: how often it is right on new batches, and whether they have drifted.
 
 What a fit says of examples that it has not seen is known by leave-one-out. Each example of a batch is judged
 by the fit without one training example, another one for each, as each training example is judged by the fit
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset
 
 from linnet.audit.predictors import check_fitted
 from linnet.errors import InputError
@@ -25,11 +25,11 @@ from linnet.fitting.fitted import Fitted
 from linnet.linear.newton import NewtonSystem
 from linnet.params import integer, number, refuse
 from linnet.shown import Record
-from linnet.tangent.batch import Inputs, batch_size, is_data_set, yields
+from linnet.tangent.batch import Inputs, batch_size, yields
 from linnet.tangent.data import as_new_inputs, items_of
 from linnet.tangent.modes import in_exact_mode
 
-DRAWS = 999  # of the permutation test
+DRAWS = 499  # of the permutation test
 CHUNK = 1 << 21  # numbers of its permutations at a time
 REFERENCE = 2000  # training examples that a batch is compared with, at most
 
@@ -71,7 +71,7 @@ class Unseen:
         """What is compared: numbers (N,), of which the ranks count, or indicators of classes (N, K)."""
         known = [] if self.spread is None else [self.spread]
         if self.p is None:
-            return known + [*self.outputs.unbind(1)]
+            return [*known, *self.outputs.unbind(1)]
         likeliest = self.p.max(1)
         return [*known, likeliest.values, F.one_hot(likeliest.indices, self.p.shape[1]).double()]
 
@@ -203,14 +203,16 @@ def _expected(fit: Fitted, reference: Reference, x: Inputs) -> tuple[float, floa
     if unseen.p is not None:
         p = prediction.probs.double().amax(1)
         off = reference.right - unseen.p.amax(1)
-        return float(p.mean()), float(((p * (1 - p)).mean() / len(p) + off.var() / len(off)).sqrt())
+        return float(p.mean()), float(
+            ((p * (1 - p)).mean() / len(p) + off.var(correction=0) / len(off)).sqrt()
+        )
     squared = torch.ones_like(prediction.mean[:, 0], dtype=torch.float64)
     scale = reference.right.mean()
     if unseen.spread is not None:
         squared = prediction.variance.double().mean(1) + fit.noise
         scale = scale / (unseen.spread + fit.noise).mean()
     mean = scale * squared.mean()
-    relative = reference.right.var() / reference.right.mean().square()
+    relative = reference.right.var(correction=0) / reference.right.mean().square()
     error = mean * (relative * (1 / len(squared) + 1 / len(reference.right))).sqrt()
     return float(mean.sqrt()), float(error / (2 * mean.sqrt()))
 
@@ -222,8 +224,8 @@ def _record(fit: Fitted, reference: Reference, x: Inputs, place: int, level: flo
     value, error = _expected(fit, reference, x)
     p, classes = compared(reference.unseen, of_batch(fit, reference, x)), fit.labels is not None
     leans = fit.informativeness(x).topk(min(top, fit.n)).indices if p <= level else None
-    kinds = (value, None) if classes else (None, value)
-    return Watched(place, batch_size(x), *kinds, error, p, p <= level, leans)
+    accuracy, rms = (value, None) if classes else (None, value)
+    return Watched(place, batch_size(x), accuracy, rms, error, p, p <= level, leans)
 
 
 def monitor(fit: Fitted, batches: Any, *, level: float = 0.05, top: int = 10) -> Iterator[Watched]:
@@ -281,10 +283,10 @@ def monitor(fit: Fitted, batches: Any, *, level: float = 0.05, top: int = 10) ->
             expected="outputs by a procedure that has not seen the example",
             remedy="adapt again with tune=True, or with tune=False",
         )
+    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
+        refuse("batches", batches, "batches of examples", "pass a DataLoader of it, with batch_size=")
     if not isinstance(batches, list) and not yields(batches):
         batches = [batches]
-    elif is_data_set(batches):
-        refuse("batches", batches, "batches of examples", "pass a DataLoader of the data set, with batch_size=")
     reference = Reference.of(fit)
     return (
         _record(fit, reference, fit._examples(as_new_inputs(item)[0]), place, level, top)
