@@ -278,6 +278,24 @@ def sizes(cells: Sequence[Cell]) -> str:
     return markdown(header, made)
 
 
+def tasks(cells: Sequence[Cell]) -> str:
+    """Markdown: alarms and errors of the estimate by task."""
+    made = []
+    for part in SETS:
+        for network, task in dict.fromkeys((c["network"], c["task"]) for c in cells if c["set"] == part):
+            own = [cell for cell in cells if (cell["set"], cell["task"]) == (part, task)]
+            rows = rows_of(own, part)
+            none = [row for row in rows if row[0] == NONE]
+            parts = [none, *([row for row in rows if row[0] != NONE and row[1] == one] for one in SEVERITIES)]
+            before, after = fmean(cell["left out"] for cell in own), pooled(none, 4)
+            alarms = [100 * sum(r[5] for r in one) / sum(r[3] for r in one) for one in parts]
+            numbers = (before, after, *alarms, *(pooled(one, 6) for one in parts))
+            made.append([f"{task}, {network} ({part})", *(f"{number:.1f}" for number in numbers)])
+    header = ["task", "left out %", "no shift: accuracy %"]
+    header += [f"{what}, {one}" for what in ("alarms %", "error") for one in ("no shift", *SEVERITIES)]
+    return markdown(header, made)
+
+
 def main() -> None:
     """Run the study."""
     arguments = parser(__doc__ or "")

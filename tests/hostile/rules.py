@@ -140,7 +140,7 @@ _NAMES = {
     "function": "closure function log make make_schedule moments nll sample train",
     "function or none": "make_optimizer prepare",
     "adapter": "output",
-    "inputs": "example inside outside pool x x1 x2 z at",
+    "inputs": "batches example inside outside pool x x1 x2 z at",
     "targets": "after before groups old_outputs targets y labels",
     "pair": "data queries validation",
     "vector": "b flat rows u v vector covariance f g mean other",
