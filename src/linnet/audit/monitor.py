@@ -164,7 +164,10 @@ def compared(train: Unseen, batch: Unseen, draws: int = DRAWS) -> float:
     pairs = zip(train.taken(some.to(train.outputs.device)).groups, batch.groups, strict=True)
     groups = [_standard(torch.cat([a, b.to(a)]).cpu()) for a, b in pairs]
     size, n = len(groups[0]), len(batch.outputs)
-    rows = [torch.stack([group[-n:].mean(0).square().sum() for group in groups])[None]]
+    # Training examples are judged by each other: what a pair says of one it says of the other too, so that
+    # the variance of their mean is up to twice that of as many independent ones (Hoeffding 1948).
+    allowed = (2 / (size - n) + 1 / n) / (1 / (size - n) + 1 / n)
+    rows = [torch.stack([group[-n:].mean(0).square().sum() / allowed for group in groups])[None]]
     for begin in range(0, draws, step := max(1, CHUNK // size)):
         count = min(step, draws - begin)
         index = torch.rand(count, size, generator=generator).argsort(1)[:, :n]
@@ -237,11 +240,11 @@ def monitor(fit: Fitted, batches: Any, *, level: float = 0.05, top: int = 10) ->
     that of a batch that drifted it is an upper bound more than an estimate.
 
     ``drifted`` says that variances, confidences or predictions differ from those of leave-one-out by a
-    permutation test. Where the batch and the training examples are draws from one source, and the ridge and
-    the temperature are given, about ``level`` of the batches are alarms, however few the examples; that they
-    are chosen by the same examples has changed little where it was measured. A batch with other shares of
-    the classes has drifted. Of fits whose head was cross-fitted or whose lower layers were trained, held-out
-    folds take the place of leave-one-out, variances are not compared, and nothing is promised.
+    permutation test, which allows for training examples that are judged by each other. Where both are draws
+    from one source, at most about ``level`` of the batches are alarms, however few the examples; that ridge
+    and temperature are chosen by the same examples has changed little where it was measured. A batch with
+    other shares of the classes has drifted. Where the head was cross-fitted or the lower layers were trained,
+    held-out folds take the place of leave-one-out, variances are not compared, and nothing is promised.
 
     Args:
         fit: A fit of ``linnet.adapt`` or ``linnet.fit``, of either loss, with one class or target (C,) for
@@ -264,7 +267,8 @@ def monitor(fit: Fitted, batches: Any, *, level: float = 0.05, top: int = 10) ->
 
     Source:
         Barber et al., Annals of Statistics 49 (2021), for fits without one example; Westfall and Young (1993)
-        for several tests at once; Guo et al., ICML 2017, for the temperature.
+        for several tests at once; Hoeffding (1948) for means over pairs; Guo et al., ICML 2017, for the
+        temperature.
 
     Example:
         >>> import linnet
