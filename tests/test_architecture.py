@@ -71,6 +71,7 @@ MAY_EXTEND_CONCRETE: dict[str, str] = {
 MAY_BE_WIDE: dict[str, str] = {
     "linnet.audit.mislabel.LabelErrors": "the columns of a table, and the numbers under it",
     "linnet.finetuning.recipes.Recipe": "the parts of a method that are changed one by one",
+    "linnet.integrations.sklearn._Classifier": "the settings that searches of scikit-learn go through",
     "linnet.nested.search.Rung": "one column of a table each",
     "linnet.report.records.Comparison": "the columns of a table, and what they are of",
     "linnet.report.records.Content": "the parts of a page",
@@ -79,6 +80,7 @@ MAY_BE_WIDE: dict[str, str] = {
 
 # Dotted names of public functions with more parameters than the limit, each with its reason.
 MAY_TAKE_MORE: dict[str, str] = {
+    "linnet.fitting.fit.fit": "the data of a fit, their weights, and how it is solved",
     "linnet.nested.adapt.adapt": "the first call of most users: network, data, and what else all calls take",
 }
 

@@ -117,8 +117,9 @@ _NAMESPACES = (
 
 __all__ = ["__version__", *_HOME, *_NAMESPACES]
 
-# fit.report() is made by a layer above that of fits, which is imported when it is first called
+# fit.report() and fit.monitor() are made by layers above that of fits, imported when they are first called
 pages.of_fit = lambda *given, **options: import_module("linnet.report.of_fit").page(*given, **options)
+pages.of_batches = lambda *given, **options: import_module("linnet.audit").monitor(*given, **options)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,11 @@
 """Pages that are shown in a notebook or written to a file, and how that of a fit is made.
 
-The layer that makes pages is above that of fits; ``linnet/__init__.py`` says which it is.
+The layers that make pages and watch fits are above that of fits; ``linnet/__init__.py`` says which they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 _HEIGHT = 640  # pixels of the page inside a notebook
 of_fit: Callable[..., Page]  # from a fit, test samples, classes= and title=
+of_batches: Callable[..., Iterator[Any]]  # from a fit, batches, level= and top=: a record for each
 
 
 @dataclass(frozen=True, eq=False, repr=False)

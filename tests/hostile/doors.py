@@ -107,6 +107,7 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "audit.influence": dict,
     "audit.weight_changes": dict,
     "audit.mislabeled": lambda: {"fit": small.targets(), "labels": small.labels()},
+    "audit.monitor": lambda: {"batches": [small.x()]},
     "audit.accuracy": dict,
     "audit.summarize": dict,
     "audit.ridge_path": dict,
@@ -337,6 +338,7 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "PositionFit.relabel": lambda: {"indices": [0], "y": small.sequences()[1][:1]},
     "constrain": lambda: {"targets": small.targets()},
     "forget": lambda: {"indices": [0]},
+    "monitor": lambda: {"batches": [small.x()]},
     "relabel": lambda: {"indices": [0], "y": small.labels()[:1]},
     "sets": lambda: {"coverage": 0.7},  # five examples cannot tell what happens once in ten
     "sample": lambda: {"seed": 0},

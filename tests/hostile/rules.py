@@ -116,7 +116,7 @@ _NAMES = {
     "inverse_period "
     "iterations largest log_every members most n patience points rank rejections rounds samples "
     "save_every size "
-    "steps",
+    "steps top",
     "count or none": "k max_steps",
     "count from zero": "burn_in cross_fit target index step tau_period zeta_period",
     "integer": "axis ignore_index",
@@ -126,7 +126,7 @@ _NAMES = {
     "point_temperature temperature variance_scale "
     "variance ridge",
     "not negative": "sigma strength tau time weight_decay zeta prior_precision scale",
-    "share": "area coverage delta eps slope",
+    "share": "area coverage delta eps level slope",
     "real": "gradient scalar",
     "bound": "high low",
     "numbers": "accuracies accuracy baseline levels limits ridges support prior_mean",
@@ -140,7 +140,7 @@ _NAMES = {
     "function": "closure function log make make_schedule moments nll sample train",
     "function or none": "make_optimizer prepare",
     "adapter": "output",
-    "inputs": "example inside outside pool x x1 x2 z at",
+    "inputs": "batches example inside outside pool x x1 x2 z at",
     "targets": "after before groups old_outputs targets y labels",
     "pair": "data queries validation",
     "vector": "b flat rows u v vector covariance f g mean other",
@@ -230,7 +230,6 @@ OF_CALL: dict[str, str] = {
     "TangentGP (parameter).tune(prior)": "flag",
     "audit.group_means(fit)": "model",
     "FitPlots.influence(output)": "count from zero",
-    "FitPlots.influence(top)": "count",
     "ModelPlots.curve(output)": "count from zero",
     "ModelPlots.calibration(y)": "targets",
     "ModelPlots.predicted(y)": "targets",
@@ -275,6 +274,10 @@ DIFFERS: dict[str, str] = {
     "ParameterSpace.to_flat(vector)": "NaN in a vector stays where it is",
     "spectrum.condition_number(source)": "the kernel of another network may be singular: infinity is right",
     "spectrum.condition_number(x)": "likewise the kernel of an example that is given twice",
+    **{
+        f"{name}(batches)": "batches are looked at when their turn comes"
+        for name in ("audit.monitor", *(f"{fit}.monitor" for fit in FITS))
+    },
     "load_fit(output)": "an output= that fails raises its own error",
 }
 

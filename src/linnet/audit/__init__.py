@@ -1,4 +1,4 @@
-"""Audits of a fit, as ``linnet.audit``: influence, label errors, selection, compatibility, privacy.
+"""Audits of a fit, as ``linnet.audit``: influence, label errors, selection, compatibility, privacy, drift.
 
 Every answer is linear algebra on the solved fit; none of them trains anything.
 """
@@ -11,6 +11,7 @@ from linnet.audit.forgetting import forgetting_certificate
 from linnet.audit.gradient_store import GradientStore
 from linnet.audit.influence import influence, loss_influence, weight_changes
 from linnet.audit.mislabel import mislabeled
+from linnet.audit.monitor import monitor
 from linnet.audit.private_release import release
 from linnet.audit.selection import select, summarize
 from linnet.fitting.validation_ridge import ridge_gradient, ridge_path, tune_ridge
@@ -22,6 +23,7 @@ __all__ = [
     "weight_changes",
     "GradientStore",
     "mislabeled",
+    "monitor",
     "sketch_error",
     "summarize",
     "ridge_path",

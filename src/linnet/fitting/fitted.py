@@ -202,14 +202,18 @@ class Fitted(SolvedFit, CoveringModel):
 
     def _unseen(self) -> Unseen:
         """Outputs for each training example by what has not seen it, all of which count."""
+        self._require_one_target("intervals and sets")
+        factor = max(1.0, self.record.noise_factor) ** RAISED if self.held_out is None else 1.0
+        return Unseen(self.x, self.loo().double(), self.targets, self.labels, self._class_probs, factor)
+
+    def _require_one_target(self, what: str) -> None:
+        """Raise unless each example has one class, or targets of all outputs."""
         if self._targets.axis is not None or observed(self.x)[1] is not None:
             raise InputError(
-                "intervals and sets of a fit of positions, or of which some outputs do not count",
+                f"{what} of a fit of positions, or of which some outputs do not count",
                 expected="a class, or a target for each output, of each example",
                 remedy="fit examples that have one",
             )
-        factor = max(1.0, self.record.noise_factor) ** RAISED if self.held_out is None else 1.0
-        return Unseen(self.x, self.loo().double(), self.targets, self.labels, self._class_probs, factor)
 
     def _without_each(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
         """Outputs of some examples at a time, (t, C), and by each fit without one of its own, (N, t, C)."""
@@ -369,6 +373,32 @@ class Fitted(SolvedFit, CoveringModel):
         if file is not None:
             page.save(file)
         return page
+
+    def monitor(self, batches: Any, *, level: float = 0.05, top: int = 10) -> Iterator[Any]:
+        """Watch the fit in use: a record for each batch of new examples, without labels.
+
+        The same as ``linnet.audit.monitor(fit, batches)``, which says what a record promises.
+
+        Args:
+            batches: Batches of inputs: a ``DataLoader``, a list or another iterable; or one batch.
+            level: Share of batches without a shift that may be alarms.
+            top: Number of training examples that a drifted batch is traced to.
+
+        Returns:
+            An iterator over records: the expected ``accuracy`` or ``rms_error``, ``p_value``, ``drifted``,
+            ``leans``, and ``to_json()``.
+
+        Raises:
+            InputError: If the fit has no leave-one-out that is honest, or an argument is out of range.
+
+        Example:
+            >>> import linnet
+            >>> x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+            >>> fit = linnet.fit(linnet.linearize(torch.nn.Linear(2, 2)), (x, (x[:, 0] > 0).long()))
+            >>> [record.drifted for record in fit.monitor([x + 9])]
+            [True]
+        """
+        return pages.of_batches(self, batches, level=level, top=top)
 
     def to_frame(self) -> DataFrame:
         """A pandas table of the training examples and what the fit without each says of it.
