@@ -262,7 +262,8 @@ def monitor(fit: Fitted, batches: Any, *, level: float = 0.05, top: int = 10) ->
 
     Raises:
         InputError: If the fit has no leave-one-out that is honest: one of positions, or of trained layers
-            without held-out outputs; if examples have weights; if ``level`` is no share, or ``top`` no positive integer.
+            without held-out outputs; if training examples have weights; if ``level`` is no share, or ``top``
+            no positive integer.
         DataError: At a batch that is empty or not finite.
 
     Source:
