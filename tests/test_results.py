@@ -171,6 +171,11 @@ PAIRED = [
 PAIRED += [
     ("laplace.md", sentence, "curvature", what, name)
     for sentence, what, name in (
+        (r"itself is (\S+ ± \S+) points, where Botev", "table 5.2, without dropout", "kronecker"),
+        (r"closed form, has (\S+ ± \S+) points", "table 5.2, without dropout", "last"),
+        (r"where it is wrong, by (\S+ ± \S+) nats", "fig. 5.5", "wrong"),
+        (r"entropy of both, by (\S+ ± \S+) nats", "fig. 5.5", "right more"),
+        (r"is right and by (\S+ ± \S+) where", "fig. 5.5", "wrong more"),
         (r"above that of HMC by (\S+ ± \S+), the", "fig. 5.1", "full"),
         (r"the diagonal's by (\S+ ± \S+) and that", "fig. 5.1", "diagonal"),
         (r"and that of Kronecker factors by (\S+ ± \S+), paired", "fig. 5.1", "kronecker"),
@@ -269,12 +274,27 @@ def output(way: str) -> dict[str, Any]:
 LAPLACE = {"file": f"{FAST}/classification.json", "by": ["seed"], "of": "accuracy", "times": 100,
            "cells": {"domain": "CIFAR-10", "method": "linearized NN, map"},
            "less": {"domain": "CIFAR-10", "method": "linearized NN, laplace"}}  # fmt: skip
+
+
+def bettered(of: str, method: str, times: int = 1, digits: int = 3) -> dict[str, Any]:
+    """By how much a posterior lowers a score of the pretrained ResNet-20."""
+    where = [{"network": "resnet20", "method": one} for one in ("deterministic", method)]
+    return {"file": "laplace/pretrained.json", "by": ["seed"], "of": of, "times": times, "digits": digits,
+            "cells": where[0], "less": where[1]}  # fmt: skip
+
+
 KRONECKER, PLAIN = "Kronecker Laplace", "deterministic, no dropout in training"
 DIFFERENCES = [
     (FAST, r"and Laplace (\S+ ± \S+) below it", LAPLACE),
     (FAST, r"the mode has (\S+ ± \S+) points less", output("map")),
     (FAST, r"points less, SVI (\S+ ± \S+) and", output("svi")),
     (FAST, r"SVI \S+ ± \S+ and Laplace (\S+ ± \S+)\)", output("laplace")),
+    ("laplace", r"NLL falls, by (\S+ ± \S+) with all", bettered("nll", "Kronecker Laplace")),
+    ("laplace", r"layers and by (\S+ ± \S+) with the last one", bettered("nll", "last layer")),
+    ("laplace", r"calibration error by (\S+ ± \S+) and", bettered("ece", "Kronecker Laplace")),
+    ("laplace", r"by \S+ ± \S+ and (\S+ ± \S+)\. With DenseNet", bettered("ece", "last layer")),
+    ("laplace", r"error less by (\S+ ± \S+) points, five", bettered("ece", "Kronecker Laplace", 100, 1)),
+    ("laplace", r"not decided \((\S+ ± \S+) and", bettered("accuracy", "Kronecker Laplace", 100, 1)),
     ("laplace", r"factors cost (\S+ ± \S+) points", cost(KRONECKER, PLAIN)),
     ("laplace", r"the diagonal costs (\S+ ± \S+) and", cost("diagonal Laplace", PLAIN)),
     ("laplace", r"and dropout (\S+ ± \S+) of the one", cost("MC dropout", "deterministic")),
