@@ -169,6 +169,17 @@ PAIRED = [
     (PERIODS, r"\((\S+ ± \S+) for K = 100\)", ITERATIVE, "fig. 3", "hundred"),
 ]
 PAIRED += [
+    (PERIODS, sentence, ITERATIVE, what, name)
+    for sentence, what, name in (
+        (r"above that at 10 by (\S+ ± \S+), that at 0.1", "fig. 6, smoothness", "smoother"),
+        (r"that at 0\.1 by (\S+ ± \S+), paired", "fig. 6, smoothness", "smoother tenth"),
+        (r"above that at 100 by (\S+ ± \S+)\.", "fig. 6, smoothness", "smoother last"),
+        (r"below that at 0\.01 by (\S+ ± \S+), below", "fig. 6, error", "lower"),
+        (r"below that at 0\.1 by (\S+ ± \S+) and", "fig. 6, error", "lower tenth"),
+        (r"and below that at 1 by (\S+ ± \S+)\.", "fig. 6, error", "lower one"),
+    )
+]
+PAIRED += [
     ("laplace.md", sentence, "curvature", what, name)
     for sentence, what, name in (
         (r"itself is (\S+ ± \S+) points, where Botev", "table 5.2, without dropout", "kronecker"),

@@ -81,7 +81,7 @@ def main(given: Sequence[str] | None = None) -> None:
     study = Study("iterative_linearization/quintic", args)
     steps = args.steps or (1000 if args.full else 200)
     values = args.damping or (
-        [1e-3, 1e-2, 0.1, 0.3, 1, 3, 10, 30, 100] if args.full else [1e-2, 0.1, 1, 10, 100]
+        [1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0] if args.full else [1e-2, 0.1, 1.0, 10.0, 100.0]
     )
     cells = []
     for damping in values:
