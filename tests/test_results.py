@@ -143,6 +143,9 @@ PAIRED = [
         "fig. A.7, deep kernel",
         "error",
     ),
+    ("lqf.md", r"from scratch is (\S+ ± \S+) points after all", "lqf", "fig. 5", "four"),
+    ("lqf.md", r"after all batches and (\S+ ± \S+) after three", "lqf", "fig. 5", "three"),
+    ("lqf.md", r"it is at (\S+ ± \S+) points after all", "lqf", "fig. 5", "plain four"),
     ("lqf.md", r"fifth costs (\S+ ± \S+) points more", "lqf", "fig. 6 right, a fifth dropped", "least"),
     (
         "lqf.md",
@@ -294,7 +297,15 @@ def bettered(of: str, method: str, times: int = 1, digits: int = 3) -> dict[str,
             "cells": where[0], "less": where[1]}  # fmt: skip
 
 
+def stream(curve: str, other: str) -> dict[str, Any]:
+    """By how much one curve of on-line learning is above another after all batches."""
+    return {"file": "lqf/online.json", "by": ["seed"], "of": f"{curve}/3", "less of": f"{other}/3",
+            "times": 100, "cells": {"head": "random"}, "less": {"head": "random"}}  # fmt: skip
+
+
 KRONECKER, PLAIN = "Kronecker Laplace", "deterministic, no dropout in training"
+SAME, NEW = "linear, from scratch, same θ₀", "linear, from scratch, new head"
+ANEW = ", ridge chosen anew"
 DIFFERENCES = [
     (FAST, r"and Laplace (\S+ ± \S+) below it", LAPLACE),
     (FAST, r"the mode has (\S+ ± \S+) points less", output("map")),
@@ -313,6 +324,8 @@ DIFFERENCES = [
     ("laplace", r"factors have (\S+ ± \S+) points less", attacked("accuracy/2", KRONECKER, 100)),
     ("laplace", r"than dropout, the diagonal (\S+ ± \S+)\.", attacked("accuracy/2", "diagonal Laplace", 100)),
     ("laplace", r"factors have (\S+ ± \S+) points more", attacked("accuracy/10", KRONECKER, -100)),
+    ("lqf", r"costs (\S+ ± \S+) points after all batches", stream(SAME, "linear, updated")),
+    ("lqf", r"random head differs by (\S+ ± \S+) points", stream(f"linear, updated{ANEW}", NEW)),
     ("lqf", r"samples is ahead by (\S+ ± \S+) points", informative("most/3 - least/3", False)),
     ("lqf", r"and by (\S+ ± \S+) if every class", informative("most/3 - least/3", True)),
     ("lqf", r"residuals correlate at (\S+ ± \S+)", informative(RANKS, False, 1, 3)),

@@ -146,7 +146,8 @@ def table(cells: Sequence[Cell]) -> str:
         for name in curves:
             columns = zip(*(c[name] for c in own), strict=True)
             rows.append([head, name, *(with_error(column, scale=100) for column in columns)])
-        for a, b in ((CURVES[i], CURVES[j]) for i, j in COMPARED if CURVES[j] in curves):
+        compared = [(CURVES[i], CURVES[j]) for i, j in COMPARED]
+        for a, b in (names for names in compared if {*names} <= {*curves}):
             pairs = [[100 * (u - v) for u, v in zip(c[a], c[b], strict=True)] for c in own]
             columns = zip(*pairs, strict=True)
             rows.append([head, f"{a} − {b}, points", *(with_error(column) for column in columns)])
