@@ -122,6 +122,8 @@ PAIRED = [
     ("lqf.md", r"mean diagonal is (\S+ ± \S+) points", "lqf", "fig. 8", "low"),
     ("optimizer.md", r"best long run is (\S+ ± \S+)\.", "curvature", "fig. 4.1, per update", "kfac faces"),
     ("continual.md", r"less SI is (\S+ ± \S+) points", "curvature", "fig. 5.9, diagonal and SI", "less"),
+    ("kernels.md", r"in the ResNet by (\S+ ± \S+) cycles", "kernels", "fig. 1", "first"),
+    ("kernels.md", r"above that of u 256 by (\S+ ± \S+) points", "kernels", "fig. 1", "learned"),
     ("kernels.md", r"(\S+ ± \S+) in LeNet and", "kernels", "app. B, binarized eigenfunctions", "lenet"),
     ("kernels.md", r"LeNet and (\S+ ± \S+) in the", "kernels", "app. B, binarized eigenfunctions", "mlp"),
     ("lqf.md", r"after over before is (\S+ ± \S+);", "lqf", RANDOM, "ridge"),
