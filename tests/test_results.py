@@ -118,10 +118,19 @@ PERIODS, ITERATIVE = "iterative_linearization.md", "iterative linearization"
 FACES, OWN = "Olivetti faces (app. E.2)", "sinusoids of the main text (app. E.2)"
 RANDOM, OTHER = (f"fig. 3, from {start} weights" for start in ("random", "another task's"))
 GOOD, STREAM = "fig. A.1, a good ε", "sec. 5 (vi), continual learning"
+LEFT = "sec. 5 (iii), leave-one-out"
 PAIRED = [
-    ("lqf.md", r"mean diagonal is (\S+ ± \S+) points", "lqf", "fig. 8", "low"),
+    ("lqf.md", r"of the mean diagonal is (\S+ ± \S+) points", "lqf", "fig. 8", "low"),
+    ("lqf.md", r"less at a thousandth: (\S+ ± \S+) points", "lqf", "fig. 8", "flat"),
+    ("lqf.md", r"it is by (\S+ ± \S+) points at a tenth", "lqf", "fig. 8", "tenth"),
+    ("lqf.md", r"at a tenth and by (\S+ ± \S+) points at 1", "lqf", "fig. 8", "one"),
+    ("lqf.md", r"given back, is (\S+ ± \S+) points", "lqf", LEFT, "chosen"),
+    ("lqf.md", r"less that where evidence does (\S+ ± \S+)\.", "lqf", LEFT, "evidence"),
+    ("lqf.md", r"above the test error by (\S+ ± \S+) points", "lqf", LEFT, "told"),
     ("optimizer.md", r"best long run is (\S+ ± \S+)\.", "curvature", "fig. 4.1, per update", "kfac faces"),
     ("continual.md", r"less SI is (\S+ ± \S+) points", "curvature", "fig. 5.9, diagonal and SI", "less"),
+    ("kernels.md", r"in the ResNet by (\S+ ± \S+) cycles", "kernels", "fig. 1", "first"),
+    ("kernels.md", r"above that of u 256 by (\S+ ± \S+) points", "kernels", "fig. 1", "learned"),
     ("kernels.md", r"(\S+ ± \S+) in LeNet and", "kernels", "app. B, binarized eigenfunctions", "lenet"),
     ("kernels.md", r"LeNet and (\S+ ± \S+) in the", "kernels", "app. B, binarized eigenfunctions", "mlp"),
     ("lqf.md", r"after over before is (\S+ ± \S+);", "lqf", RANDOM, "ridge"),
@@ -143,6 +152,9 @@ PAIRED = [
         "fig. A.7, deep kernel",
         "error",
     ),
+    ("lqf.md", r"from scratch is (\S+ ± \S+) points after all", "lqf", "fig. 5", "four"),
+    ("lqf.md", r"after all batches and (\S+ ± \S+) after three", "lqf", "fig. 5", "three"),
+    ("lqf.md", r"it is at (\S+ ± \S+) points after all", "lqf", "fig. 5", "plain four"),
     ("lqf.md", r"fifth costs (\S+ ± \S+) points more", "lqf", "fig. 6 right, a fifth dropped", "least"),
     (
         "lqf.md",
@@ -153,6 +165,15 @@ PAIRED = [
     ),
     ("lqf.md", r"difference is (\S+ ± \S+) points at a", "lqf", "fig. 6 right, a fifth dropped", "within"),
     ("lqf.md", r"(\S+ ± \S+) at two fifths", "lqf", "fig. 6 right, most dropped", "b40"),
+    (PERIODS, r"less that at K = 1 is (\S+ ± \S+) and", ITERATIVE, "fig. 2, full batches", "ten"),
+    (
+        PERIODS,
+        r"and (\S+ ± \S+) points, but K = 100",
+        ITERATIVE,
+        "fig. 2, full batches",
+        "hundred",
+    ),
+    (PERIODS, r"it is at (\S+ ± \S+) points in the best", ITERATIVE, "fig. 2, full batches", "thousand"),
     (PERIODS, r"less that at K = 1 is (\S+ ± \S+) points", ITERATIVE, "fig. 2, mini-batches", "thousand"),
     (PERIODS, r"without an update it is (\S+ ± \S+) points", ITERATIVE, "fig. 2, mini-batches", "never"),
     (PERIODS, r"K = 100 less K = 1 is (\S+ ± \S+)", ITERATIVE, "fig. 2, mini-batches", "last hundred"),
@@ -160,8 +181,24 @@ PAIRED = [
     (PERIODS, r"\((\S+ ± \S+) for K = 100\)", ITERATIVE, "fig. 3", "hundred"),
 ]
 PAIRED += [
+    (PERIODS, sentence, ITERATIVE, what, name)
+    for sentence, what, name in (
+        (r"above that at 10 by (\S+ ± \S+), that at 0.1", "fig. 6, smoothness", "smoother"),
+        (r"that at 0\.1 by (\S+ ± \S+), paired", "fig. 6, smoothness", "smoother tenth"),
+        (r"above that at 100 by (\S+ ± \S+)\.", "fig. 6, smoothness", "smoother last"),
+        (r"below that at 0\.01 by (\S+ ± \S+), below", "fig. 6, error", "lower"),
+        (r"below that at 0\.1 by (\S+ ± \S+) and", "fig. 6, error", "lower tenth"),
+        (r"and below that at 1 by (\S+ ± \S+)\.", "fig. 6, error", "lower one"),
+    )
+]
+PAIRED += [
     ("laplace.md", sentence, "curvature", what, name)
     for sentence, what, name in (
+        (r"itself is (\S+ ± \S+) points, where Botev", "table 5.2, without dropout", "kronecker"),
+        (r"closed form, has (\S+ ± \S+) points", "table 5.2, without dropout", "last"),
+        (r"where it is wrong, by (\S+ ± \S+) nats", "fig. 5.5", "wrong"),
+        (r"entropy of both, by (\S+ ± \S+) nats", "fig. 5.5", "right more"),
+        (r"is right and by (\S+ ± \S+) where", "fig. 5.5", "wrong more"),
         (r"above that of HMC by (\S+ ± \S+), the", "fig. 5.1", "full"),
         (r"the diagonal's by (\S+ ± \S+) and that", "fig. 5.1", "diagonal"),
         (r"and that of Kronecker factors by (\S+ ± \S+), paired", "fig. 5.1", "kronecker"),
@@ -250,12 +287,45 @@ def cost(method: str, network: str) -> dict[str, Any]:
             "digits": 2, "cells": {"method": network}, "less": {"method": method}}  # fmt: skip
 
 
+def output(way: str) -> dict[str, Any]:
+    """By how much the accuracy of one way is higher with the network's output."""
+    where = [{"domain": "CIFAR-10", "method": f"{name}, {way}"} for name in ("linearized NN", "finite NTK")]
+    return {"file": f"{FAST}/classification.json", "by": ["seed"], "of": "accuracy", "times": 100,
+            "cells": where[0], "less": where[1]}  # fmt: skip
+
+
 LAPLACE = {"file": f"{FAST}/classification.json", "by": ["seed"], "of": "accuracy", "times": 100,
            "cells": {"domain": "CIFAR-10", "method": "linearized NN, map"},
            "less": {"domain": "CIFAR-10", "method": "linearized NN, laplace"}}  # fmt: skip
+
+
+def bettered(of: str, method: str, times: int = 1, digits: int = 3) -> dict[str, Any]:
+    """By how much a posterior lowers a score of the pretrained ResNet-20."""
+    where = [{"network": "resnet20", "method": one} for one in ("deterministic", method)]
+    return {"file": "laplace/pretrained.json", "by": ["seed"], "of": of, "times": times, "digits": digits,
+            "cells": where[0], "less": where[1]}  # fmt: skip
+
+
+def stream(curve: str, other: str) -> dict[str, Any]:
+    """By how much one curve of on-line learning is above another after all batches."""
+    return {"file": "lqf/online.json", "by": ["seed"], "of": f"{curve}/3", "less of": f"{other}/3",
+            "times": 100, "cells": {"head": "random"}, "less": {"head": "random"}}  # fmt: skip
+
+
 KRONECKER, PLAIN = "Kronecker Laplace", "deterministic, no dropout in training"
+SAME, NEW = "linear, from scratch, same θ₀", "linear, from scratch, new head"
+ANEW = ", ridge chosen anew"
 DIFFERENCES = [
     (FAST, r"and Laplace (\S+ ± \S+) below it", LAPLACE),
+    (FAST, r"the mode has (\S+ ± \S+) points less", output("map")),
+    (FAST, r"points less, SVI (\S+ ± \S+) and", output("svi")),
+    (FAST, r"SVI \S+ ± \S+ and Laplace (\S+ ± \S+)\)", output("laplace")),
+    ("laplace", r"NLL falls, by (\S+ ± \S+) with all", bettered("nll", "Kronecker Laplace")),
+    ("laplace", r"layers and by (\S+ ± \S+) with the last one", bettered("nll", "last layer")),
+    ("laplace", r"calibration error by (\S+ ± \S+) and", bettered("ece", "Kronecker Laplace")),
+    ("laplace", r"by \S+ ± \S+ and (\S+ ± \S+)\. With DenseNet", bettered("ece", "last layer")),
+    ("laplace", r"error less by (\S+ ± \S+) points, five", bettered("ece", "Kronecker Laplace", 100, 1)),
+    ("laplace", r"not decided \((\S+ ± \S+) and", bettered("accuracy", "Kronecker Laplace", 100, 1)),
     ("laplace", r"factors cost (\S+ ± \S+) points", cost(KRONECKER, PLAIN)),
     ("laplace", r"the diagonal costs (\S+ ± \S+) and", cost("diagonal Laplace", PLAIN)),
     ("laplace", r"and dropout (\S+ ± \S+) of the one", cost("MC dropout", "deterministic")),
@@ -263,6 +333,8 @@ DIFFERENCES = [
     ("laplace", r"factors have (\S+ ± \S+) points less", attacked("accuracy/2", KRONECKER, 100)),
     ("laplace", r"than dropout, the diagonal (\S+ ± \S+)\.", attacked("accuracy/2", "diagonal Laplace", 100)),
     ("laplace", r"factors have (\S+ ± \S+) points more", attacked("accuracy/10", KRONECKER, -100)),
+    ("lqf", r"costs (\S+ ± \S+) points after all batches", stream(SAME, "linear, updated")),
+    ("lqf", r"random head differs by (\S+ ± \S+) points", stream(f"linear, updated{ANEW}", NEW)),
     ("lqf", r"samples is ahead by (\S+ ± \S+) points", informative("most/3 - least/3", False)),
     ("lqf", r"and by (\S+ ± \S+) if every class", informative("most/3 - least/3", True)),
     ("lqf", r"residuals correlate at (\S+ ± \S+)", informative(RANKS, False, 1, 3)),

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from experiments.figures import COLORS, figure, save
 from experiments.iterative_linearization.networks import mlp
-from experiments.study import Study, parser
+from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
 from linnet import optim
 from linnet.errors import LinnetError
@@ -79,49 +81,59 @@ def main(given: Sequence[str] | None = None) -> None:
     study = Study("iterative_linearization/quintic", args)
     steps = args.steps or (1000 if args.full else 200)
     values = args.damping or (
-        [1e-3, 1e-2, 0.1, 0.3, 1, 3, 10, 30, 100] if args.full else [1e-2, 0.1, 1, 10, 100]
+        [1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0] if args.full else [1e-2, 0.1, 1.0, 10.0, 100.0]
     )
-    rows, cells = [], []
+    cells = []
     for damping in values:
         what = {"damping": damping, "steps": steps, "width": args.width}
-        runs = [
+        cells += [
             study.cell({**what, "seed": s}, lambda s=s, d=damping: measure(d, s, steps, args.width))  # type: ignore[misc]
             for s in study.seeds
         ]
-        cells += runs
-        good = [c for c in runs if c["train"] is not None and c["train"] <= OVER]
-        worst = f"{max(c['test'] for c in good):.2f}" if good else "–"
-        rows.append(
-            [
-                f"{damping:g}",
-                f"{len(runs) - len(good)} of {len(runs)}",
-                *(with_error((c[key] for c in good), 2) for key in ("train", "test")),
-                worst,
-                with_error((c["rough"] for c in good), 1),
-            ]
-        )
-    header = ["λ", "left out", "train RMSE", "test RMSE", "largest", "RMS second derivative"]
     grid = torch.linspace(-RANGE, RANGE, 1000, dtype=torch.float64)
     second = (quintic(grid[40:]) - 2 * quintic(grid[20:-20]) + quintic(grid[:-40])) / (40 * RANGE / 999) ** 2
-    study.publish(markdown(header, rows), cells, target=float(second.square().mean().sqrt()))
-    _draw(values, cells, study)
+    study.publish(table(cells), cells, target=float(second.square().mean().sqrt()))
+    draw(cells, study.out / "quintic.svg")
 
 
-def _draw(values: Sequence[float], cells: Sequence[dict[str, Any]], study: Study) -> None:
+def fitted(cell: Cell) -> bool:
+    """Whether the paper would keep a run."""
+    return cell["train"] is not None and cell["train"] <= OVER
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: errors and roughness of every damping."""
+    rows = []
+    for damping in sorted({cell["damping"] for cell in cells}):
+        runs = [cell for cell in cells if cell["damping"] == damping]
+        good = [cell for cell in runs if fitted(cell)]
+        rows.append([
+            f"{damping:g}",
+            f"{len(runs) - len(good)} of {len(runs)}",
+            *(with_error((c[key] for c in good), 2) for key in ("train", "test")),
+            f"{median(c['test'] for c in good):.2f}" if good else "–",
+            f"{max(c['test'] for c in good):.2f}" if good else "–",
+            with_error((c["rough"] for c in good), 1),
+        ])  # fmt: skip
+    header = ["λ", "left out", "train RMSE", "test RMSE", "median", "largest", "RMS second derivative"]
+    return markdown(header, rows)
+
+
+def draw(cells: Sequence[Cell], file: Path) -> None:
     """Test errors above, functions below."""
     picture, axes = figure(2, 1)
-    kept = [c for c in cells if c["train"] is not None and c["train"] <= OVER]
+    kept = [c for c in cells if fitted(c)]
     axes[0].plot([c["damping"] for c in kept], [c["test"] for c in kept], "o", ms=3, color=COLORS[0])
     axes[0].set(xscale="log", yscale="log", xlabel="damping λ", ylabel="test RMSE")
     grid = torch.linspace(-RANGE, RANGE, 1000)[::10]
     axes[1].plot(grid, quintic(grid), color="black", lw=2, label="quintic")
-    for color, damping in zip(COLORS, values, strict=False):
+    for color, damping in zip(COLORS, sorted({c["damping"] for c in cells}), strict=False):
         found = [c for c in kept if c["damping"] == damping][:1]
         for cell in found:
             axes[1].plot(grid, cell["curve"], color=color, lw=1, label=f"λ = {damping:g}")
     axes[1].set(ylim=(-8, 6), xlabel="x")
     axes[1].legend(fontsize=6)
-    save(picture, study.out / "quintic.svg")
+    save(picture, file)
 
 
 if __name__ == "__main__":

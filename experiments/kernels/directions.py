@@ -13,6 +13,7 @@ by means: at the origin all inputs of a maximum tie, and there is no derivative.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from experiments.figures import COLORS, figure, save
 from experiments.kernels.networks import accuracy, lenet, resnet18, train
-from experiments.study import Study, parser
+from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 from linnet import spectrum
 from linnet.linalg.random import normal, signs
@@ -95,7 +96,7 @@ def draw(pictures: dict[str, dict[str, Any]], cells: list[dict[str, Any]], study
     save(drawn, study.out / "directions.svg")
     drawn, axes = figure()
     for color, name in zip(COLORS, pictures, strict=False):
-        indices = sorted({c["index"] for c in cells if c["network"] == name})
+        indices = sorted({c["index"] for c in cells if c["network"] == name and "index" in c})
         values = [chosen(cells, "accuracy", network=name, index=j) for j in indices]
         means = [100 * sum(v) / len(v) for v in values]
         axes.plot([j + 1 for j in indices], means, "o-", color=color, ms=4, label=name)
@@ -121,15 +122,19 @@ def main(words: list[str] | None = None) -> None:
     options.add_argument("--networks", nargs="*", choices=NETWORKS, default=list(NETWORKS))
     arguments = options.parse_args(words)
     full, study, cells = arguments.full, Study("kernels/directions", arguments), []
-    width, pictures = (64 if full else 8), {}
+    width = 64 if full else 8
+    pictures: dict[str, dict[str, Any]] = {}
     for name in arguments.networks:
         small = name == "ResNet18" and not full
         samples = arguments.samples or (10000 if full else 1500 if small else 3000)
         epochs = arguments.epochs or (100 if full else 8 if small else 40)
         usual = [*(INDICES[::2] if small else INDICES), *((1000,) if full else ())]
         indices = usual if arguments.indices is None else arguments.indices
-        what = {"network": name, "seed": 0, "first": SHOWN, "width": width}
-        pictures[name] = study.cell(what, lambda n=name: first_ten(n, 0, width, arguments.device))
+        for seed in study.seeds:
+            what = {"network": name, "seed": seed, "first": SHOWN, "width": width}
+            found = study.cell(what, lambda n=name, s=seed: first_ten(n, s, width, arguments.device))  # type: ignore[misc]
+            pictures.setdefault(name, found)
+            cells.append({k: v for k, v in found.items() if k not in ("images", "fourier")})
         for seed in study.seeds:
             known: dict[int, spectrum.AnisotropyDirections] = {}
             for index in indices:
@@ -149,22 +154,46 @@ def main(words: list[str] | None = None) -> None:
                     }
 
                 cells.append(study.cell(what, compute))
+    study.publish(table(cells) + "\n\n" + frequencies(cells), cells)
+    draw(pictures, cells, study)
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: accuracies on D(u)."""
     rows = []
-    for name in arguments.networks:
-        for index in sorted({c["index"] for c in cells if c["network"] == name}):
+    learned = [cell for cell in cells if "index" in cell]
+    for name in dict.fromkeys(cell["network"] for cell in learned):
+        for index in sorted({cell["index"] for cell in learned if cell["network"] == name}):
             own = {"network": name, "index": index}
             rows.append([
-                name, f"u {index}", with_error(chosen(cells, "singular_value", **own), 4),
-                with_error(chosen(cells, "training accuracy", **own), scale=100),
-                with_error(chosen(cells, "accuracy", **own), scale=100),
+                name, f"u {index}", len(chosen(learned, "seed", **own)),
+                with_error(chosen(learned, "singular_value", **own), 4),
+                with_error(chosen(learned, "training accuracy", **own), scale=100),
+                with_error(chosen(learned, "accuracy", **own), scale=100),
             ])  # fmt: skip
-    table = markdown(
-        ["network", "direction", "singular value", "training accuracy %", "test accuracy %"], rows
+    return markdown(
+        ["network", "direction", "seeds", "singular value", "training accuracy %", "test accuracy %"], rows
     )
-    first = {name: {k: v for k, v in found.items() if k not in ("images", "fourier")}
-             for name, found in pictures.items()}  # fmt: skip
-    study.publish(table, cells, first_ten=first)
-    draw(pictures, cells, study)
+
+
+def frequencies(cells: Sequence[Cell]) -> str:
+    """Markdown: how fast the first ten directions are."""
+    rows = []
+    firsts = [cell for cell in cells if "frequency" in cell]
+    for name in dict.fromkeys(cell["network"] for cell in firsts):
+        values = chosen(firsts, "singular_values", network=name)
+        rates = chosen(firsts, "frequency", network=name)
+        rows.append([
+            name, len(rates), with_error((v[0] for v in values), 4), with_error((v[-1] for v in values), 4),
+            with_error((f[0] for f in rates), 2), with_error((sum(f) / len(f) for f in rates), 2),
+            with_error(map(min, rates), 2), with_error(map(max, rates), 2),
+            with_error((s[0] for s in chosen(firsts, "largest", network=name)), 2),
+        ])  # fmt: skip
+    header = [
+        "network", "seeds", "1st singular value", "10th", "radial frequency, 1st", "mean of ten",
+        "lowest of ten", "highest of ten", "share of the strongest pair of frequencies, 1st",
+    ]  # fmt: skip
+    return markdown(header, rows)
 
 
 if __name__ == "__main__":

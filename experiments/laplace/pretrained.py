@@ -7,11 +7,13 @@ have trained take their place: DenseNet-BC on CIFAR-100 and ResNet-20 on CIFAR-1
 have no dropout. BatchNorm keeps its running statistics and its scales and offsets get a diagonal block of
 their own, as in the thesis. N and λ are chosen on one part of the test images and judged on the other, as
 there. "last layer" is the same for the last layer alone, its predictions in closed form (linearized)
-instead of by sampled networks.
+instead of by sampled networks. A seed draws the images of all parts and the sampled networks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +23,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import linnet
 from experiments.figures import COLORS, figure, save
 from experiments.laplace.networks import Sampled
-from experiments.sources import images, pixels, pretrained
-from experiments.study import Study, parser
+from experiments.sources import Images, images, pixels, pretrained
+from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
 from linnet.curvatures import MonteCarlo
 from linnet.likelihoods import Categorical
 
 NETWORKS = {"resnet20": "cifar10_10k_5k", "densenet": "cifar100_5k_2k"}
+TITLES = {"resnet20": "ResNet-20", "densenet": "DenseNet-BC"}
 SCALES, PRIORS = (1.0, 10.0, 100.0, 1000.0), (1.0, 10.0, 100.0, 1000.0, 1e4)
 METHODS = ("deterministic", "Kronecker Laplace", "last layer")
 POINTS = 41
@@ -88,21 +91,20 @@ def run(
     return judged(drawn, parts["test"], given.batch) | facts
 
 
-def draw(study: Study, cells: list[dict[str, Any]], names: list[str]) -> None:
+def draw(cells: Sequence[Cell], file: Path) -> None:
     """Figure 5.5: solid where right, dashed where wrong."""
-    drawn, axes = figure(columns=2, width=3.6, height=3.0)
-    for ax, name in zip(axes, names, strict=False):
+    picture, axes = figure(columns=2, width=3.6, height=3.0)
+    for ax, name in zip(axes, dict.fromkeys(c["network"] for c in cells), strict=False):
         for color, method in zip(COLORS, METHODS, strict=False):
             own = [c for c in cells if c["network"] == name and c["method"] == method]
             for kind, style in (("correct", "-"), ("wrong", "--")):
                 curve = torch.tensor([c[kind] for c in own]).mean(0)
                 label = method if kind == "correct" else None
                 ax.plot(own[0]["threshold"], curve, style, color=color, label=label)
-        ax.set(
-            xlabel="entropy c (nats)", ylabel="share above c", title=f"{name} (right: solid, wrong: dashed)"
-        )
+        title = f"{TITLES[name]} (right: solid, wrong: dashed)"
+        ax.set(xlabel="entropy c (nats)", ylabel="share above c", title=title)
     axes[0].legend(fontsize=8)
-    save(drawn, study.out / "pretrained.svg")
+    save(picture, file)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -124,45 +126,51 @@ def main(arguments: list[str] | None = None) -> None:
         sets = images(NETWORKS[name], given.data_dir)
         model, normalization = pretrained(name, given.data_dir)
         model = model.to(given.device)
-        order = torch.randperm(len(sets.test_y), generator=torch.Generator().manual_seed(0))
-        cut = given.validation
-        places = {"validation": order[:cut], "test": order[cut : cut + given.test]}
-        parts = {
-            key: (
-                pixels(sets.test_x[at.numpy()], normalization).to(given.device),
-                sets.test_y[at].to(given.device),
-            )
-            for key, at in places.items()
-        }
-        first = torch.randperm(len(sets.train_y), generator=torch.Generator().manual_seed(1))[: given.train]
-        parts["train"] = (
-            pixels(sets.train_x[first.numpy()], normalization).to(given.device),
-            sets.train_y[first].to(given.device),
-        )  # fmt: skip
         for seed in study.seeds:
+            parts = drawn(sets, normalization, given, seed)
             for method in METHODS:
                 what = {"network": name, "method": method, "seed": seed, "train": given.train,
-                        "validation": cut, "tuning": given.tuning, "test": len(parts["test"][0]),
+                        "validation": given.validation, "tuning": given.tuning, "test": len(parts["test"][0]),
                         "samples": given.samples}  # fmt: skip
                 cells.append(
                     study.cell(what, lambda m=method, p=parts, n=model, s=seed: run(m, n, p, given, s))
                 )
-    report(study, cells, given.networks)
+    study.publish(table(cells), cells, published=PAPER)
+    draw(cells, study.out / "pretrained.svg")
 
 
-def report(study: Study, cells: list[dict[str, Any]], names: list[str]) -> None:
-    """The table and the figure."""
+def drawn(sets: Images, normalization: Any, given: Any, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """The images of a seed: of the curvature, of the choice of N and λ, and of the test."""
+
+    def order(labels: Tensor, of: int) -> Tensor:
+        return torch.randperm(len(labels), generator=torch.Generator().manual_seed(of))
+
+    def part(x: Any, y: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        return pixels(x[at.numpy()], normalization).to(given.device), y[at].to(given.device)
+
+    cut = given.validation
+    tests = order(sets.test_y, 2 * seed)
+    return {
+        "validation": part(sets.test_x, sets.test_y, tests[:cut]),
+        "test": part(sets.test_x, sets.test_y, tests[cut : cut + given.test]),
+        "train": part(sets.train_x, sets.train_y, order(sets.train_y, 2 * seed + 1)[: given.train]),
+    }
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: every method of every network."""
     rows = []
-    for name in names:
+    for name in dict.fromkeys(c["network"] for c in cells):
         for method in METHODS:
             own = [c for c in cells if c["network"] == name and c["method"] == method]
             keys = (("accuracy", 2, 100), ("nll", 3, 1), ("ece", 3, 1), ("entropy_correct", 3, 1),
                     ("entropy_wrong", 3, 1))  # fmt: skip
             values = [with_error([c[key] for c in own], digits, scale) for key, digits, scale in keys]
-            hyper = ", ".join(f"{c['scale']:g}, {c['prior']:g}" for c in own if "scale" in c) or "–"
-            rows.append([f"{name}: {method}", *values, hyper])
+            hyper = sorted({f"{c['scale']:g}, {c['prior']:g}" for c in own if "scale" in c})
+            rows.append([f"{TITLES[name]}: {method}", len(own), *values, " or ".join(hyper) or "–"])
     header = [
         "network and method",
+        "seeds",
         "accuracy %",
         "NLL",
         "ECE",
@@ -170,8 +178,7 @@ def report(study: Study, cells: list[dict[str, Any]], names: list[str]) -> None:
         "entropy, wrong",
         "N / images, λ",
     ]
-    study.publish(markdown(header, rows), cells, published=PAPER)
-    draw(study, cells, names)
+    return markdown(header, rows)
 
 
 if __name__ == "__main__":

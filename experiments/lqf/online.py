@@ -13,6 +13,7 @@ ridge. ``--linear`` leaves plain fine-tuning out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,13 +98,14 @@ def stream(
             "ridges": ridges}  # fmt: skip
 
 
-def draw(study: Study, cells: Sequence[Cell]) -> None:
-    """The curves with their standard errors."""
+def draw(cells: Sequence[Cell], file: Path) -> None:
+    """The curves of the first kind of head with their standard errors."""
     drawn, axes = figure()
     sizes = torch.tensor(cells[0]["sizes"]).cumsum(0).tolist()
-    for color, name in zip(COLORS, (name for name in CURVES if name in cells[0]), strict=False):
+    own = [cell for cell in cells if cell.get("head", "probe") == cells[0].get("head", "probe")]
+    for color, name in zip(COLORS, (name for name in CURVES if name in own[0]), strict=False):
         points = [
-            mean_and_error(100 * v for v in column) for column in zip(*(c[name] for c in cells), strict=True)
+            mean_and_error(100 * v for v in column) for column in zip(*(c[name] for c in own), strict=True)
         ]
         style = "-" if "scratch" in name else "--"
         axes.errorbar(sizes, [m for m, _ in points], [e for _, e in points], color=color, linestyle=style,
@@ -111,7 +113,7 @@ def draw(study: Study, cells: Sequence[Cell]) -> None:
     axes.set_xlabel("training samples seen")
     axes.set_ylabel("test accuracy, %")
     axes.legend()
-    save(drawn, study.out / "online.svg")
+    save(drawn, file)
 
 
 def main(argv: Sequence[str] | None = None, pair: Pair | None = None, steps: int = STEPS) -> None:
@@ -131,17 +133,26 @@ def main(argv: Sequence[str] | None = None, pair: Pair | None = None, steps: int
         )
         for seed in study.seeds
     ]
-    curves = [name for name in CURVES if name in cells[0]]
-    rows = [
-        [name, *(with_error(column, scale=100) for column in zip(*(c[name] for c in cells), strict=True))]
-        for name in curves
-    ]
-    for a, b in ((CURVES[i], CURVES[j]) for i, j in COMPARED if CURVES[j] in curves):
-        pairs = [[100 * (u - v) for u, v in zip(c[a], c[b], strict=True)] for c in cells]
-        rows.append([f"{a} − {b}, points", *(with_error(d) for d in zip(*pairs, strict=True))])
+    study.publish(table(cells), cells)
+    draw(cells, study.out / "online.svg")
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: accuracies and paired differences after each batch, for each kind of head."""
+    rows = []
+    for head in dict.fromkeys(cell.get("head", "probe") for cell in cells):
+        own = [cell for cell in cells if cell.get("head", "probe") == head]
+        curves = [name for name in CURVES if name in own[0]]
+        for name in curves:
+            columns = zip(*(c[name] for c in own), strict=True)
+            rows.append([head, name, *(with_error(column, scale=100) for column in columns)])
+        compared = [(CURVES[i], CURVES[j]) for i, j in COMPARED]
+        for a, b in (names for names in compared if {*names} <= {*curves}):
+            pairs = [[100 * (u - v) for u, v in zip(c[a], c[b], strict=True)] for c in own]
+            columns = zip(*pairs, strict=True)
+            rows.append([head, f"{a} − {b}, points", *(with_error(column) for column in columns)])
     sizes = torch.tensor(cells[0]["sizes"]).cumsum(0).tolist()
-    study.publish(markdown(["test accuracy, %", *(f"{n} seen" for n in sizes)], rows), cells)
-    draw(study, cells)
+    return markdown(["head", "test accuracy, %", *(f"{n} seen" for n in sizes)], rows)
 
 
 if __name__ == "__main__":

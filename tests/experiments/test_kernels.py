@@ -110,10 +110,10 @@ def test_directions_are_drawn_and_learned(words: list[str], tmp_path: Path) -> N
     sizes = ["--samples", "40", "--epochs", "1", "--indices", "0", "11", "--networks", "LeNet"]
     directions.main([*words, *sizes])
     found = result(tmp_path, "directions", "directions_accuracy")
-    first = found["first_ten"]["LeNet"]
+    first, *learned = found["cells"]
     assert first["singular_values"] == sorted(first["singular_values"], reverse=True)
     assert first["mismatch"] < 1e-3  # a smooth network: the derivative exists at the origin
-    assert [cell["index"] for cell in found["cells"]] == [0, 11]
+    assert [cell["index"] for cell in learned] == [0, 11]
 
 
 def test_the_verdict_is_judged(words: list[str], tmp_path: Path) -> None:

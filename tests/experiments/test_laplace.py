@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from experiments.laplace import (
     tradeoff,
 )
 from experiments.laplace.hmc import network_posterior
+from experiments.sources import Images
 
 pytestmark = pytest.mark.long
 
@@ -131,6 +134,16 @@ def test_sampled_networks_at_the_weights_are_the_network() -> None:
     x = torch.randn(6, 4)
     sampled = networks.Sampled(model, theta.expand(2, -1))
     torch.testing.assert_close(sampled(x), model(x).softmax(1).expand(2, -1, -1))
+
+
+def test_seeds_draw_other_images() -> None:
+    sets = Images(np.arange(60, dtype=np.uint8).reshape(60, 1, 1), torch.arange(60),
+                  np.arange(30, dtype=np.uint8).reshape(30, 1, 1), torch.arange(30), 60)  # fmt: skip
+    given = SimpleNamespace(train=20, validation=10, test=15, device="cpu")
+    first, second = (pretrained.drawn(sets, None, given, seed) for seed in (0, 1))
+    assert [len(first[part][1]) for part in ("train", "validation", "test")] == [20, 10, 15]
+    assert not {*first["validation"][1].tolist()} & {*first["test"][1].tolist()}
+    assert not any(torch.equal(first[part][1], second[part][1]) for part in first)
 
 
 def test_pretrained(tmp_path: Path, data_directory: Path) -> None:
