@@ -36,7 +36,7 @@ from linnet.nested.features import RandomHeads, kernels_of
 from linnet.nested.search import choose
 
 KINDS = {
-    "images": ("lite0", "mobilenet", "vit", "resnet20"),
+    "images": ("lite0", "mobilenet", "resnet20"),
     "texts": ("minilm6", "minilm"),
 }
 Kept = tuple[Tensor, Tensor, int]  # rows of features (N, D), zero where they were not needed, labels, width
@@ -76,13 +76,15 @@ def left_out(kept: Kept, shots: int, seeds: Sequence[int], told: Mapping[str, An
 
 
 def choices(cells: Sequence[Cell], kind: str, shots: int) -> list[dict[str, Any]]:
-    """What is lost on each task, in points, means over draws."""
+    """Accuracies of each choice on every task that all networks have, means over draws."""
     own = [cell for cell in cells if (cell["kind"], cell["shots"]) == (kind, shots)]
     networks = [*dict.fromkeys(cell["network"] for cell in own)]
     grid: dict[str, np.ndarray] = {}
     judged: dict[str, np.ndarray] = {}
     for task in dict.fromkeys(cell["task"] for cell in own):
         of = {cell["network"]: cell for cell in own if cell["task"] == task}
+        if len(of) < len(networks):  # tasks that all networks have
+            continue
         grid[task] = 100 * np.array([of[name]["accuracy"] for name in networks])
         judged[task] = np.array([of[name]["left out"] for name in networks])
     found = []

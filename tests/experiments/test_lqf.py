@@ -214,6 +214,22 @@ def test_the_last_layer_is_compared_with_its_optimum(
         best,
     )
     assert float(slope.abs().max()) < 1e-8
+    for method, changes in (
+        ("K-FAC", {}),
+        ("Adam", {"optimizer": "adam"}),
+        ("SGD", {"preconditioner": "none"}),
+    ):
+        head = nn.Linear(data[0].shape[1], 3)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        tuned = tasks.finetune(
+            nn.Sequential(head), data, "lqf-fc", activation="relu", head="keep", learning_rate=0.01,
+            weight_decay=adam.DECAY, steps=60, batch_size=16, schedule="cosine", **changes,
+        )  # fmt: skip
+        zero = tuned.predict(torch.zeros(1, data[0].shape[1]))
+        weights = torch.cat([tuned.predict(torch.eye(data[0].shape[1])) - zero, zero]).double()
+        found = adam.objective(adam.run(data, 3, method, 0.01, 60, 0), data)
+        assert found == pytest.approx(adam.objective(weights, data), rel=0.02)  # another order of the images
     adam.main([*arguments(tmp_path), "--steps", "20"], [PAIR])
     found = [cell for cell in published(tmp_path)["cells"] if "missing" in cell]
     assert len(found) == 3 * 2 * 2
