@@ -75,6 +75,13 @@ def left_out(kept: Kept, shots: int, seeds: Sequence[int], told: Mapping[str, An
     return {"left out": errors, "accuracy": told["accuracy"]["adapt"][: len(seeds)], "earlier": shares}
 
 
+def _left_out(
+    read: Callable[[], Kept], shots: int, seeds: Sequence[int], told: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One cell."""
+    return left_out(read(), shots, seeds, told)
+
+
 def choices(cells: Sequence[Cell], kind: str, shots: int) -> list[dict[str, Any]]:
     """Accuracies of each choice on every task that all networks have, means over draws."""
     own = [cell for cell in cells if (cell["kind"], cell["shots"]) == (kind, shots)]
@@ -157,12 +164,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for shots in given.shots:
                     where = {"network": network.name, "task": task.name, "shots": shots}
                     (told,) = (cell for cell in known if where.items() <= cell.items())
-                    cells.append(
-                        study.cell(
-                            {"kind": kind, **where, "seeds": given.seeds},
-                            lambda r=read, s=shots, t=told: left_out(r(), s, study.seeds, t),
-                        )
-                    )
+                    run_of = partial(_left_out, read, shots, study.seeds, told)
+                    cells.append(study.cell({"kind": kind, **where, "seeds": given.seeds}, run_of))
     study.publish(f"{table(cells)}\n\n{by_task(cells, given.shots[-1])}", cells)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,10 +28,9 @@ import linnet
 from experiments.lqf.tasks import Data, Pair, accuracy, load
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
-from linnet.finetuning.recipes import ALPHA
 from linnet.fitting.descent import held_out_splits
 from linnet.fitting.last_layer import features
-from linnet.linear.targets import make_targets
+from linnet.linear.targets import ALPHA, make_targets
 from linnet.training import cosine, stream
 
 PAIRS = tuple(
@@ -60,19 +59,22 @@ def drawn(pair: Pair, seed: int, data_dir: str | None) -> tuple[Data, Data]:
 
 def design(phi: Tensor) -> Tensor:
     """Features with a column for the intercept, in double precision."""
-    return F.pad(phi.double(), (0, 1), value=1.0)
+    padded: Tensor = F.pad(phi.double(), (0, 1), value=1.0)
+    return padded
 
 
 def goals(y: Tensor, classes: int) -> Tensor:
     """α-scaled targets, as linnet makes them."""
-    return make_targets(y, classes, ALPHA, varied=False, dtype=torch.float64).values
+    found: Tensor = make_targets(y, classes, ALPHA, varied=False, dtype=torch.float64).values
+    return found
 
 
 def optimum(data: Data, classes: int) -> Tensor:
     """Weights (D + 1, C) of least objective."""
     a, t = design(data[0]), goals(data[1], classes)
     gram = a.T @ a / len(a) + DECAY * torch.eye(a.shape[1], dtype=a.dtype)
-    return torch.linalg.solve(gram, a.T @ t / len(a))
+    found: Tensor = torch.linalg.solve(gram, a.T @ t / len(a))
+    return found
 
 
 def objective(weights: Tensor, data: Data) -> float:
@@ -189,6 +191,11 @@ def _less(cells: Sequence[Mapping[str, Any]]) -> str:
     return with_error((c["accuracy"] - c["accuracy of the optimum"] for c in cells), 1, 100)
 
 
+def _drawn_and_compared(pair: Pair, method: str, rate: float, given: Any, seed: int) -> dict[str, Any]:
+    """One cell."""
+    return compared(drawn(pair, seed, given.data_dir), method, rate, given.steps, seed)
+
+
 def main(argv: Sequence[str] | None = None, pairs: Sequence[Pair] = PAIRS) -> None:
     """Run the study."""
     arguments = parser(__doc__ or "")
@@ -207,16 +214,10 @@ def main(argv: Sequence[str] | None = None, pairs: Sequence[Pair] = PAIRS) -> No
             choice = study.cell({**what, "grid": [*METHODS[method]], "folds": FOLDS}, choose)
             cells.append(choice)
             for by in CHOICES:
-                rate = choice["rates"][by]
                 for seed in study.seeds:
-                    cells.append(
-                        study.cell(
-                            {**what, "by": by, "seed": seed, "rate given": rate},
-                            lambda p=pair, m=method, r=rate, s=seed: compared(
-                                drawn(p, s, directory), m, r, given.steps, s
-                            ),
-                        )
-                    )
+                    rate = choice["rates"][by]
+                    run_of = partial(_drawn_and_compared, pair, method, rate, given, seed)
+                    cells.append(study.cell({**what, "by": by, "seed": seed, "rate given": rate}, run_of))
     study.publish(table(cells), cells)
 
 

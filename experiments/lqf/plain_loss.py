@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,23 +100,13 @@ def main(argv: Sequence[str] | None = None, pairs: Sequence[Pair] | None = None)
         for shots in given.shots:
             for loss in LOSSES:
                 where = {"pair": pair.name, "shots": shots, "loss": loss, "steps": given.steps}
-                tuned = study.cell(
-                    {**where, "rates": [*RATES], "draws": [*TUNING], "held": HELD},
-                    lambda p=pair, k=shots, o=loss: scored(p, k, o, given.steps, directory),
-                )
-                rate = tuned["rate"]
-                cells += [
-                    tuned,
-                    *(
-                        study.cell(
-                            {**where, "seed": seed, "rate given": rate},
-                            lambda p=pair, k=shots, o=loss, s=seed, r=rate: tested(
-                                p, k, o, s, r, given.steps, directory
-                            ),
-                        )
-                        for seed in study.seeds
-                    ),
-                ]
+                known = (pair, shots, loss)
+                grid = {"rates": [*RATES], "draws": [*TUNING], "held": HELD}
+                tuned = study.cell({**where, **grid}, partial(scored, *known, given.steps, directory))
+                cells.append(tuned)
+                for seed in study.seeds:
+                    run_of = partial(tested, *known, seed, tuned["rate"], given.steps, directory)
+                    cells.append(study.cell({**where, "seed": seed, "rate given": tuned["rate"]}, run_of))
     study.publish(table(cells), cells)
 
 
