@@ -10,6 +10,8 @@ from torch import nn
 import linnet
 from experiments.adapt.depth import PENALTIES, _outputs, _path, fitted, resampled
 from experiments.adapt.names import compared
+from experiments.adapt.nested import drawn
+from experiments.adapt.zoo import choices, left_out, table
 from linnet.nested.search import Shares
 
 
@@ -67,3 +69,30 @@ def test_names_that_lie_at_the_middle_of_their_class_help() -> None:
     misled = compared(kept, names.double().roll(1, 0).repeat(1, 2), 2, range(4))
     assert helped["accuracy"]["without"] == misled["accuracy"]["without"]
     assert misled["gain"][0] < -3 < 3 < helped["gain"][0]
+
+
+def test_the_network_of_least_left_out_error_is_taken() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 9), nn.Tanh(), nn.Linear(9, 2)).double()
+    x, y = torch.randn(40, 6, dtype=torch.float64), torch.arange(40) % 2
+    fit = linnet.adapt(net, (x, y))
+    told = {"accuracy": {"adapt": [0.5]}}
+    found = left_out((fit.module.staged(x), y, fit.module.width), 20, [0], told)
+    at = drawn(y, 20, 0)
+    again = linnet.adapt(net, (x[at], y[at]))
+    error = (again.loo() - again.targets).square().sum(1).mean()
+    assert np.isclose(found["left out"][0], float(error), rtol=1e-6)
+    cells = [
+        {"kind": "images", "network": network, "task": task, "shots": 5, "left out": out, "accuracy": right}
+        for network, task, out, right in (
+            ("a", "x", [0.2, 0.4], [0.8, 0.6]), ("b", "x", [0.3, 0.3], [0.7, 0.5]),
+            ("a", "y", [0.2, 0.2], [0.5, 0.5]), ("b", "y", [0.3, 0.1], [0.4, 0.9]),
+        )
+    ]  # fmt: skip
+    one, other = choices(cells, "images", 5)
+    assert one["networks"] == other["networks"] == ["a", "b"]
+    assert np.isclose(one["taken"], 65)  # 0.8 and 0.5
+    assert np.isclose(one["best"], 70)
+    assert np.isclose(one["fixed"], 60)  # b, the best on the other task
+    assert np.isclose(other["fixed"], 50)
+    assert table(cells).count("\n") == 2

@@ -17,6 +17,7 @@ from experiments.iterative_linearization import (
     period,
     quintic,
     resnet,
+    solutions,
     stability,
     training,
 )
@@ -92,6 +93,24 @@ def test_period(tmp_path: Path) -> None:
         ]
     )
     assert [cell["updates"] for cell in result(tmp_path, "period.svg")] == [4, 2, 0] * 2
+
+
+def test_solutions_are_compared_in_pairs(tmp_path: Path) -> None:
+    sizes = {"channels": 3, "images": 30, "test": 20, "kernel": 6, "batch": 10, "steps": 4, "rate": 0.01}
+    given = [f"--{name}={value}" for name, value in sizes.items()]
+    for _ in range(2):  # the second time from the stored cells
+        solutions.main([*given, "--periods", "1", "2", "0", "--seeds", "2", "--out", str(tmp_path)])
+    cells = json.loads((tmp_path / "result.json").read_text())["cells"]
+    assert [c["updates"] for c in cells if c.get("seed") == 0 and "updates" in c] == [4, 2, 0, 4]
+    found = {(c["differ in"], c["one"], c["other"]): c for c in cells if c.get("differ in")}
+    assert len(found) == 3 + 1 + 3
+    assert found["K", "1", "2"]["alignment"] > found["weights", "1", "1"]["alignment"]
+    x, y = torch.randn(30, 3, 16, 16), torch.arange(30) % 10
+    given = solutions.arguments().parse_args([*given, "--batch", "30"])
+    told, linear = solutions.trained((None, 0, 0), Split(x, y, x, y), given)
+    _, one = solutions.trained((100, 0, 0), Split(x, y, x, y), given)
+    assert told["accuracy"] == float((linear.classes == y).double().mean())
+    assert not torch.equal(linear.kernel, one.kernel)  # of the first weights, and of the last
 
 
 def test_data_scaling(tmp_path: Path) -> None:

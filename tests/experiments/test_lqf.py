@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from experiments.lqf import (
     ablation,
+    adam,
     condition,
     few_shot,
     gap,
@@ -21,6 +22,7 @@ from experiments.lqf import (
     loss,
     online,
     pairs,
+    plain_loss,
     tasks,
     weight_decay,
 )
@@ -181,6 +183,58 @@ def test_the_kernel_is_conditioned_before_and_after(tmp_path: Path, monkeypatch:
     for cell in published(tmp_path)["cells"]:
         assert 1 < cell["after"]["with ridge"] < cell["after"]["condition"]
         assert abs(cell["growth"]["with ridge"]) < 2
+
+
+def test_losses_of_plain_fine_tuning_have_the_same_rates_to_choose_from(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_loss, "RATES", (0.01, 0.1))
+    monkeypatch.setattr(plain_loss, "TESTED", 30)
+    plain_loss.main([*arguments(tmp_path), "--shots", "2", "--steps", "3"], [PAIR])
+    cells = published(tmp_path)["cells"]
+    tuned = [cell for cell in cells if "held out" in cell]
+    assert [cell["loss"] for cell in tuned] == [*plain_loss.LOSSES]
+    assert all(cell["held out"][f"{cell['rate']:g}"] == max(cell["held out"].values()) for cell in tuned)
+    assert len(cells) == 2 * (1 + 2)
+    assert "mean, 2 shots" in (tmp_path / "table.md").read_text()
+
+
+def test_the_last_layer_is_compared_with_its_optimum(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adam, "TESTED", 30)
+    adam.drawn.cache_clear()
+    data, _ = adam.drawn(PAIR, 0, None)
+    best = adam.optimum(data, 3)
+    slope = torch.autograd.functional.jacobian(
+        lambda w: (
+            0.5 * (adam.goals(data[1], 3) - adam.design(data[0]) @ w).square().sum() / len(data[1])
+            + 0.5 * adam.DECAY * w.square().sum()
+        ),
+        best,
+    )
+    assert float(slope.abs().max()) < 1e-8
+    for method, changes in (
+        ("K-FAC", {}),
+        ("Adam", {"optimizer": "adam"}),
+        ("SGD", {"preconditioner": "none"}),
+    ):
+        head = nn.Linear(data[0].shape[1], 3)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        tuned = tasks.finetune(
+            nn.Sequential(head), data, "lqf-fc", activation="relu", head="keep", learning_rate=0.01,
+            weight_decay=adam.DECAY, steps=60, batch_size=16, schedule="cosine", **changes,
+        )  # fmt: skip
+        zero = tuned.predict(torch.zeros(1, data[0].shape[1]))
+        weights = torch.cat([tuned.predict(torch.eye(data[0].shape[1])) - zero, zero]).double()
+        found = adam.objective(adam.run(data, 3, method, 0.01, 60, 0), data)
+        assert found == pytest.approx(adam.objective(weights, data), rel=0.02)  # another order of the images
+    adam.main([*arguments(tmp_path), "--steps", "20"], [PAIR])
+    found = [cell for cell in published(tmp_path)["cells"] if "missing" in cell]
+    assert len(found) == 3 * 2 * 2
+    assert all(cell["missing"] > 0 for cell in found)  # below the optimum there is nothing
+    assert min(cell["missing"] for cell in found) < 0.9
 
 
 def test_learning_rates_are_compared(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
