@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
-from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.linear_fit import LinearFit, SquaredFit
 from linnet.tangent.batch import Inputs, batch_size, require_dense, split
 from linnet.tangent.inputs import known_answers
 from linnet.tree import hash_tensors, tensors_in
@@ -23,6 +23,14 @@ def check_fit(fit: Any, name: str = "fit") -> LinearFit:
         expected = "a LinearFit: this is about weights δ that solve one system of equations"
         how = 'linnet.fit(lin, data), whose loss is "squared" and whose outputs share their weights'
         _refuse(fit, name, expected, f'{how}: any solver but "shared"')
+    return fit
+
+
+def check_squared(fit: Any, name: str = "fit") -> SquaredFit:
+    """Raise unless an argument is a fit of the squared loss."""
+    if not isinstance(fit, SquaredFit):
+        maker = "linnet.adapt(model, data) or linnet.fit(lin, data), whose loss is \"squared\""
+        _refuse(fit, name, "a fit of the squared loss, whose covariances do not depend on labels", maker)
     return fit
 
 
