@@ -4,8 +4,9 @@ Features of a pretrained encoder are classified by ``linnet.adapt``, fitted agai
 criteria of ``select`` are read off its posterior and see no label; "entropy" and "margin" are of its
 probabilities; "BADGE" (Ash et al., ICLR 2020) is k-means++ on the gradients of the last layer for the class
 predicted, (p - y) φᵀ; "coreset" (Sener and Savarese, ICLR 2018) takes the example whose features are farthest
-from all labeled ones. The criteria are compared on development tasks (``--tasks development``), and what is
-found there is checked on others (``--tasks reported``).
+from all labeled ones; both also with features of length one. The default of ``select`` is chosen on
+development tasks (``--tasks development``), and what was found there is checked on others (``--tasks
+reported``).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TASKS = {
 COMPUTED, POOL, TESTED = 1000, 500, 1000  # samples to draw a pool from, in a pool, tested
 FIRST, BATCH, MOST = 20, 10, 100  # labels at the start, of a batch, at the end
 SHOWN = (50, 100)
-RIVALS = ("entropy", "margin", "BADGE", "coreset")
+RIVALS = ("entropy", "margin", "BADGE", "BADGE, unit length", "coreset", "coreset, unit length")
 METHODS = ("random", *CRITERIA, *RIVALS)
 
 
@@ -66,7 +67,9 @@ def badge(p: Tensor, phi: Tensor, n: int, generator: torch.Generator) -> Tensor:
         nearest[chosen] = 0
         if len(chosen) == n:
             return torch.tensor(chosen)
-        weights = nearest if nearest.sum() > 0 else torch.ones_like(own).index_fill(0, torch.tensor(chosen), 0)
+        weights = (
+            nearest if nearest.sum() > 0 else torch.ones_like(own).index_fill(0, torch.tensor(chosen), 0)
+        )
         chosen.append(int(torch.multinomial(weights, 1, generator=generator)))
 
 
@@ -88,10 +91,12 @@ def selected(
         return torch.randperm(len(pool), generator=generator)[:n]
     if method in CRITERIA:
         return linnet.audit.select(fit, pool, n, method).indices
-    if method == "coreset":
-        return coreset(pool, labeled, n)
+    name, _, unit = method.partition(", ")
+    rows, others = (F.normalize(part) if unit else part for part in (pool, labeled))
+    if name == "coreset":
+        return coreset(rows, others, n)
     p = fit.predictive(pool).probs
-    return badge(p, pool, n, generator) if method == "BADGE" else least_certain(p, method, n)
+    return badge(p, rows, n, generator) if name == "BADGE" else least_certain(p, name, n)
 
 
 # -- a run -----------------------------------------------------------------------------------------
@@ -103,7 +108,8 @@ def curve(kept: dict[str, Tensor], method: str, seed: int) -> dict[str, Any]:
     phi, y = kept["pool"], kept["pool labels"]
     order = torch.randperm(len(y), generator=generator)[:POOL]
     phi, y = phi[order], y[order]
-    labeled, head = list(range(FIRST)), nn.Linear(phi.shape[1], 2).double()  # its weights do not count
+    labeled = list(range(FIRST))
+    head = nn.Sequential(nn.Identity(), nn.Linear(phi.shape[1], 2)).double()  # a linear layer to replace
     accuracy, seconds = [], 0.0
     while True:
         fit = linnet.adapt(head, (phi[labeled], y[labeled]))
@@ -162,7 +168,10 @@ def summary(cells: list[Cell]) -> str:
     """Markdown: a row a method, its figures and what it is ahead of random choices, over tasks."""
     rows = []
     for method in METHODS:
-        own = [[sum(one) / len(draws) for one in zip(*draws, strict=True)] for draws in by_task(cells, method).values()]
+        own = [
+            [sum(one) / len(draws) for one in zip(*draws, strict=True)]
+            for draws in by_task(cells, method).values()
+        ]
         means = [f"{sum(column) / len(own):.1f}" for column in zip(*own, strict=True)]
         gains = ["–"] * 3
         if method != "random":

@@ -29,7 +29,7 @@ def check_fit(fit: Any, name: str = "fit") -> LinearFit:
 def check_squared(fit: Any, name: str = "fit") -> SquaredFit:
     """Raise unless an argument is a fit of the squared loss."""
     if not isinstance(fit, SquaredFit):
-        maker = "linnet.adapt(model, data) or linnet.fit(lin, data), whose loss is \"squared\""
+        maker = 'linnet.adapt(model, data) or linnet.fit(lin, data), whose loss is "squared"'
         _refuse(fit, name, "a fit of the squared loss, whose covariances do not depend on labels", maker)
     return fit
 
