@@ -34,6 +34,7 @@ STEPS, SHOTS = 10, 20  # steps, samples of a class
 COMPUTED, TESTED = 5000, 2000
 WIDTH = 2000  # random ReLU features
 RIDGES = tuple(10.0**power for power in range(-8, 9))  # as RanPAC has them
+AGAIN = (2, 5, 10)  # steps after which a ridge is chosen again, a factorization of all samples each time
 HELD = 5  # one sample in so many is held out
 GONE = 2  # the step that is forgotten, the third
 
@@ -80,19 +81,21 @@ class Adapted:
     Args:
         encoder: What the features go through.
         width: Features behind it.
-        again: Whether the ridge is chosen again at every step.
+        again: Whether the ridge is chosen again after some steps.
     """
 
     def __init__(self, encoder: nn.Module, width: int, again: bool) -> None:
         self.encoder, self.again = nn.Sequential(encoder, nn.Linear(width, 2)).double(), again
         self.fit: NestedFit | None = None
+        self.step = 0
 
     def learn(self, phi: Tensor, y: Tensor) -> None:
         """Fit the first step, update with the others."""
+        self.step += 1
         if self.fit is None:
             self.fit = linnet.adapt(self.encoder, (phi, y))
         else:
-            self.fit = self.fit.update((phi, y), ridge="loo" if self.again else None)
+            self.fit = self.fit.update((phi, y), ridge="loo" if self.again and self.step in AGAIN else None)
 
     def outputs(self, phi: Tensor) -> Tensor:
         """Of the fit."""
@@ -236,7 +239,9 @@ def solved(square: Tensor, product: Tensor, ridge: float) -> Tensor:
 
 LEARNERS = {
     "linnet, ridge of the first step": lambda width, seed: Adapted(nn.Identity(), width, False),
-    "linnet, ridge chosen again": lambda width, seed: Adapted(nn.Identity(), width, True),
+    f"linnet, ridge chosen again after {AGAIN[0]}, {AGAIN[1]} and {AGAIN[2]} steps": lambda width, seed: (
+        Adapted(nn.Identity(), width, True)
+    ),
     "linnet, random ReLU features, ridge of the first step": lambda width, seed: Adapted(
         Expansion(width, seed), WIDTH, False
     ),
@@ -379,9 +384,10 @@ def main() -> None:
     """Run the study."""
     make = parser(__doc__ or "")
     make.add_argument("--features", type=Path, default=Path("runs/features"), help="where features are kept")
+    make.add_argument("--only", nargs="*", default=[*SETS], help="some of the sets")
     arguments = make.parse_args()
     study, cells = Study("continual/class_stream", arguments), []
-    for name in SETS:
+    for name in arguments.only:
         for seed in study.seeds:
 
             def compute(method: str, name: str = name, seed: int = seed) -> dict[str, Any]:
