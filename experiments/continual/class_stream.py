@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +34,6 @@ STEPS, SHOTS = 10, 20  # steps, samples of a class
 COMPUTED, TESTED = 5000, 2000
 WIDTH = 2000  # random ReLU features
 RIDGES = tuple(10.0**power for power in range(-8, 9))  # as RanPAC has them
-AGAIN = (2, 5, 10)  # steps after which a ridge is chosen again, a factorization of all samples each time
 HELD = 5  # one sample in so many is held out
 GONE = 2  # the step that is forgotten, the third
 
@@ -81,21 +80,18 @@ class Adapted:
     Args:
         encoder: What the features go through.
         width: Features behind it.
-        again: Whether the ridge is chosen again after some steps.
     """
 
-    def __init__(self, encoder: nn.Module, width: int, again: bool) -> None:
-        self.encoder, self.again = nn.Sequential(encoder, nn.Linear(width, 2)).double(), again
+    def __init__(self, encoder: nn.Module, width: int) -> None:
+        self.encoder = nn.Sequential(encoder, nn.Linear(width, 2)).double()
         self.fit: NestedFit | None = None
-        self.step = 0
 
     def learn(self, phi: Tensor, y: Tensor) -> None:
         """Fit the first step, update with the others."""
-        self.step += 1
         if self.fit is None:
             self.fit = linnet.adapt(self.encoder, (phi, y))
         else:
-            self.fit = self.fit.update((phi, y), ridge="loo" if self.again and self.step in AGAIN else None)
+            self.fit = self.fit.update((phi, y))
 
     def outputs(self, phi: Tensor) -> Tensor:
         """Of the fit."""
@@ -238,27 +234,15 @@ def solved(square: Tensor, product: Tensor, ridge: float) -> Tensor:
 
 
 LEARNERS = {
-    "linnet, ridge of the first step": lambda width, seed: Adapted(nn.Identity(), width, False),
-    f"linnet, ridge chosen again after {AGAIN[0]}, {AGAIN[1]} and {AGAIN[2]} steps": lambda width, seed: (
-        Adapted(nn.Identity(), width, True)
-    ),
-    "linnet, random ReLU features, ridge of the first step": lambda width, seed: Adapted(
-        Expansion(width, seed), WIDTH, False
-    ),
+    "linnet": lambda width, seed: Adapted(nn.Identity(), width),
+    "linnet, random ReLU features": lambda width, seed: Adapted(Expansion(width, seed), WIDTH),
     "Gram matrix, random ReLU features (RanPAC)": lambda width, seed: Gram(Expansion(width, seed)),
     "recursive least squares, random ReLU features (ACIL)": lambda width, seed: Recursive(
         Expansion(width, seed)
     ),
     "nearest class mean": lambda width, seed: Means(),
 }
-JOINT = {
-    "joint, linnet": lambda width, seed: Adapted(nn.Identity(), width, True),
-    "joint, linnet, random ReLU features": lambda width, seed: Adapted(Expansion(width, seed), WIDTH, True),
-}
-ORDERS = {
-    "linnet": lambda width, seed: Adapted(nn.Identity(), width, False),
-    "linnet, random ReLU features": lambda width, seed: Adapted(Expansion(width, seed), WIDTH, False),
-}
+ORDERS = {name: make for name, make in LEARNERS.items() if name.startswith("linnet")}
 
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -343,18 +327,19 @@ def table(cells: list[Cell]) -> str:
     """Markdown: a row a set and method."""
     rows = []
     for name in SETS:
-        for method in (*LEARNERS, *JOINT):
-            where = {"set": name, "method": method}
-            curves = chosen(cells, "accuracy", **where)
-            if not curves:
-                continue
-            seconds = [sum(one) / len(one) for one in chosen(cells, "seconds of a step", **where)]
-            size = max(chosen(cells, "bytes", **where)) / 1e6
-            average = "–" if method in JOINT else with_error(sum(one) / len(one) for one in curves)
-            rows.append([
-                f"{name}, {method}", average, with_error(one[-1] for one in curves),
-                f"{size:.1f}", f"{sum(seconds) / len(seconds):.2f}",
-            ])  # fmt: skip
+        for role, methods in (("stream", LEARNERS), ("joint", ORDERS)):
+            for method in methods:
+                where = {"set": name, "method": method, "role": role}
+                curves = chosen(cells, "accuracy", **where)
+                seconds = [sum(one) / len(one) for one in chosen(cells, "seconds of a step", **where)]
+                size = max(chosen(cells, "bytes", **where)) / 1e6
+                whole = role == "joint"
+                average = "–" if whole else with_error(sum(one) / len(one) for one in curves)
+                rows.append([
+                    f"{name}, {method}{', all at once' if whole else ''}", average,
+                    with_error(one[-1] for one in curves), f"{size:.1f}",
+                    f"{sum(seconds) / len(seconds):.2f}",
+                ])  # fmt: skip
     header = ["classes and method", "average incremental accuracy, %", "final accuracy, %", "MB kept"]
     return markdown([*header, "seconds of a step"], rows)
 
@@ -387,23 +372,24 @@ def main() -> None:
     make.add_argument("--only", nargs="*", default=[*SETS], help="some of the sets")
     arguments = make.parse_args()
     study, cells = Study("continual/class_stream", arguments), []
-    for name in arguments.only:
-        for seed in study.seeds:
+    for seed in study.seeds:
+        for name in arguments.only:
 
-            def compute(method: str, name: str = name, seed: int = seed) -> dict[str, Any]:
+            def compute(role: str, method: str, name: str = name, seed: int = seed) -> dict[str, Any]:
                 data = kept(name, arguments.features, arguments.data_dir)
                 steps, test = streamed(data, seed)
                 width = data["pool"].shape[1]
-                if method in ORDERS:
+                if role == "exactness":
                     return differences(ORDERS[method], width, steps, test[0], seed)
-                if method in JOINT:
+                if role == "joint":
                     steps = [(torch.cat([x for x, _ in steps]), torch.cat([y for _, y in steps]))]
-                return learned((LEARNERS | JOINT)[method](width, seed), steps, test)
+                return learned(LEARNERS[method](width, seed), steps, test)
 
-            for method in (*LEARNERS, *JOINT, *ORDERS):
-                role = "exactness" if method in ORDERS else "accuracy"
-                what = {"set": name, "method": method, "role": role, "seed": seed, "shots": SHOTS}
-                cells.append(study.cell(what, lambda method=method, compute=compute: compute(method)))  # type: ignore[misc]
+            for role, methods in (("stream", LEARNERS), ("joint", ORDERS), ("exactness", ORDERS)):
+                for method in methods:
+                    what = {"set": name, "method": method, "role": role, "seed": seed, "shots": SHOTS}
+                    run = partial(compute, role, method)
+                    cells.append(study.cell(what, run))
     study.publish(f"{table(cells)}\n\n{exactness(cells)}", cells)
 
 

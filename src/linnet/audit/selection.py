@@ -1,6 +1,6 @@
 """Which examples to label next, and which of the labeled ones say what all say.
 
-Active learning takes, one after the other, the examples that reduce the predictive variance most.
+Active learning takes, one after the other, the examples whose labels say most about those of all others.
 
 In units where a new label has noise ρ (that is, covariances times ρ/σ²), with V the posterior covariance
 and S_j = V_jj + ρI, a label of example j takes V_aj S_j⁻¹ V_ja off the covariance of every a, whatever the
@@ -39,7 +39,7 @@ from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.modes import in_exact_mode
 
-CRITERIA = ("variance", "information", "predictive-information", "uncertainty")
+CRITERIA = ("predictive-information", "variance", "information", "uncertainty")
 OF_TARGETS = ("variance", "predictive-information")  # criteria that depend on other examples
 WHOLE = 0.1  # share of the memory budget up to which the covariance of a pool is formed at once
 CHUNK = 1 << 22  # numbers formed at once by a score
@@ -68,20 +68,21 @@ def select(
     fit: SquaredFit,
     pool: Inputs,
     n: int,
-    criterion: str = "variance",
+    criterion: str = "predictive-information",
     *,
     at: Inputs | None = None,
 ) -> Selection:
     """Choose the n examples of a pool whose labels would be most informative; their labels are not needed.
 
     Args:
-        fit: The fit so far.
+        fit: The fit so far, of ``linnet.adapt`` or of ``linnet.fit`` with squared loss.
         pool: T unlabeled examples.
         n: How many to choose.
-        criterion: ``"variance"``: largest fall of the mean total variance over ``at`` (Cohn et al. 1996);
-            ``"predictive-information"``: most information, in nats, about the label of an example of ``at``
-            (Bickford Smith et al. 2023); ``"information"``: most information about the weights
-            (MacKay 1992; Houlsby et al. 2011); ``"uncertainty"``: largest variance of its own.
+        criterion: ``"predictive-information"``: most information, in nats, about the label of an example of
+            ``at`` (Bickford Smith et al. 2023); ``"variance"``: largest fall of the mean total variance over
+            ``at`` (Cohn et al. 1996), which is faster where outputs share their weights;
+            ``"information"``: most information about the weights (MacKay 1992; Houlsby et al. 2011);
+            ``"uncertainty"``: largest variance of its own, which is the same choice for ``linnet.adapt``.
         at: Examples whose predictions count; by default those of the pool.
 
     Returns:
@@ -94,7 +95,8 @@ def select(
 
     Source:
         MacKay, "Information-based objective functions for active data selection", 1992; Cohn, Ghahramani,
-        Jordan, "Active learning with statistical models", 1996.
+        Jordan, "Active learning with statistical models", 1996; Bickford Smith et al., "Prediction-oriented
+        Bayesian active learning", AISTATS 2023.
 
     Example:
         >>> import linnet
@@ -105,7 +107,7 @@ def select(
         torch.Size([3])
     """
     fit = check_squared(fit)
-    choice("criterion", criterion, CRITERIA, 'leave criterion= out for "variance"')
+    choice("criterion", criterion, CRITERIA, 'leave criterion= out for "predictive-information"')
     pool = checked_inputs(fit.module, pool, "pool")
     size = batch_size(pool)
     n = integer("n", n, 1, size, f"pass at most {size}, the size of the pool")
