@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import linnet
+from experiments import pages
 from experiments.adapt import encoded as encoding
 from experiments.adapt.tasks import Network, Task
 from experiments.selection import criteria
 from experiments.sources import Images
+from experiments.tables import mean_and_error
 
 
 def drawn(seed: int = 0) -> dict[str, Tensor]:
@@ -99,3 +104,28 @@ def test_features_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     known = net[:3](scaled(images[:8], None, None)).double()
     rows = torch.cdist(known, one["test"]).min(1)
     assert float(rows.values.detach().max()) < 1e-6
+
+
+def test_the_page_says_what_its_tables_say() -> None:
+    """Every figure with an error in its text is of a table, or the difference of the two best criteria."""
+    page = pages.RESULTS / "selection.md"
+    lines = page.read_text(encoding="utf-8").splitlines()
+    numbers = re.compile(r"\d+\.\d ± \d+\.\d")
+    known = {one for line in lines if line.startswith("|") for one in numbers.findall(line)}
+    for part in ("development", "reported"):
+        cells = pages.stored(f"selection/criteria-{part}.json")["cells"]
+        one, other = (criteria.ahead(cells, name) for name in ("predictive-information", "variance"))
+        mean, error = mean_and_error([a[2] - b[2] for a, b in zip(one, other, strict=True)])
+        known.add(f"{abs(mean):.1f} ± {error:.1f}")
+    said = {one for line in lines if not line.startswith("|") for one in numbers.findall(line)}
+    assert len(said) > 5
+    assert said <= known
+
+
+def test_the_default_is_the_best_on_development_tasks() -> None:
+    cells = pages.stored("selection/criteria-development.json")["cells"]
+    area = {
+        name: mean_and_error([one[2] for one in criteria.ahead(cells, name)])[0] for name in criteria.CRITERIA
+    }
+    default = inspect.signature(linnet.audit.select).parameters["criterion"].default
+    assert default == max(area, key=area.__getitem__)
