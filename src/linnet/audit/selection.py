@@ -83,6 +83,7 @@ def select(
             ``at`` (Cohn et al. 1996), which is faster where outputs share their weights;
             ``"information"``: most information about the weights (MacKay 1992; Houlsby et al. 2011);
             ``"uncertainty"``: largest variance of its own, which is the same choice for ``linnet.adapt``.
+            The first two were ahead of random choices, the others not (docs/results/selection.md).
         at: Examples whose predictions count; by default those of the pool.
 
     Returns:
