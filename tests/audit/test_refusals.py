@@ -17,6 +17,7 @@ P, ONE = problem(n=8, tests=5), problem(n=9, outputs=1, classes=False)
 FIT, BY_CG, OF_VALUES = P.fit(ridge=1.0), P.fit(ridge=1.0, solver="cg"), ONE.fit(ridge=0.5)
 HELD = FIT.constrain(P.x_test[:1], P.f0_test[:1])
 ADAPTED = linnet.adapt(P.model, (P.x, P.y), ridge=0.3)
+SOFTMAX = linnet.fit(P.lin, (P.x, P.y), "cross-entropy")
 X, NEW, LABELS, NAN = P.x, P.x_test, P.y[:5], float("nan")
 NOISY = nn.Sequential(nn.Dropout(), nn.Linear(3, 3)).double().train()
 
@@ -111,6 +112,7 @@ ROWS: list[Row] = [
     (InputError, "NestedFit", lambda: influence("cg", fit=ADAPTED)),
     (InputError, "NestedFit", lambda: influence("ekfac", fit=ADAPTED)),
     (InputError, "one label", lambda: influence(fit=ADAPTED, labels=LABELS[:2])),
+    (InputError, "SoftmaxFit", lambda: audit.select(SOFTMAX, NEW, 2)),
     (InputError, "n=0", lambda: chosen(0)),
     (InputError, "n=True", lambda: chosen(True)),
     (InputError, "n=2.0", lambda: chosen(2.0)),

@@ -91,6 +91,60 @@ def test_the_predicted_variance_is_that_of_an_update_with_any_label() -> None:
         assert float(found.variance[-1]) / fit.noise == pytest.approx(mean, rel=1e-9)
 
 
+def of_one_kernel(kind: str) -> Any:
+    """A fit whose outputs have one kernel, and weights of their own."""
+    if kind == "shared":
+        return P.fit(ridge=RHO, solver="shared")
+    if kind == "earlier":
+        net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), network(8, 6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        return linnet.adapt(net, (P.x, P.y), ridge=RHO, earlier=0.3)
+    fit = linnet.adapt(P.model, (P.x, P.y), ridge=RHO, weight=0.4)
+    return fit.constrain(POOL[:1], fit_targets()[:1]) if kind == "constrained" else fit
+
+
+@pytest.mark.parametrize("at", [None, AT])
+@pytest.mark.parametrize("criterion", ["variance", "information", "predictive-information", "uncertainty"])
+@pytest.mark.parametrize("kind", ["shared", "weight", "earlier", "constrained"])
+def test_fits_of_one_kernel_choose_as_their_updates_say(kind: str, criterion: str, at: Tensor | None) -> None:
+    fit, x = of_one_kernel(kind), POOL if at is None else at
+    found = audit.select(fit, POOL, 3, criterion, at=at)
+    eye = torch.eye(fit.system.c, dtype=torch.float64)
+
+    def spread(extra: list[int], x: Tensor) -> Tensor:
+        labels = torch.zeros(len(extra), dtype=torch.long)
+        after = fit.update((POOL[extra], labels)) if extra else fit
+        return after.system.covariance(x).double()
+
+    def worth(i: int) -> float:
+        if criterion in ("information", "uncertainty"):
+            (own,) = spread(chosen, POOL[[i]])
+            return float(own.trace() if criterion == "uncertainty" else 0.5 * (own / RHO + eye).logdet())
+        before, after = spread(chosen, x), spread([*chosen, i], x)
+        if criterion == "variance":
+            return float((before - after).diagonal(dim1=1, dim2=2).sum(1).mean())
+        return 0.5 * float(((before + RHO * eye).logdet() - (after + RHO * eye).logdet()).mean())
+
+    chosen: list[int] = []
+    unit = fit.noise / RHO if criterion in ("variance", "uncertainty") else 1.0
+    for k in range(3):
+        values = {i: worth(i) for i in range(6) if i not in chosen}
+        best = max(values, key=lambda i: values[i])
+        assert int(found.indices[k]) == best
+        assert float(found.scores[k]) == pytest.approx(unit * values[best], rel=1e-4)
+        chosen.append(best)
+    last = float(spread(chosen, x).diagonal(dim1=1, dim2=2).sum(1).mean())
+    assert float(found.variance[-1]) == pytest.approx(fit.noise / RHO * last, rel=1e-4)
+
+
+def test_columns_of_one_kernel_formed_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = of_one_kernel("weight")
+    whole = audit.select(fit, POOL, 4, at=AT)
+    monkeypatch.setattr("linnet.audit.selection.WHOLE", 0.0)
+    lean = audit.select(fit, POOL, 4, at=AT)
+    assert torch.equal(whole.indices, lean.indices)
+    near(lean.scores, whole.scores, 1e-6)
+
+
 def test_a_fit_by_conjugate_gradients_chooses_alike() -> None:
     dual, primal = P.fit(ridge=RHO), P.fit(ridge=RHO, solver="cg")
     one, other = audit.select(dual, POOL, 2, at=AT), audit.select(primal, POOL, 2, at=AT)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
-from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.linear_fit import LinearFit, SquaredFit
 from linnet.fitting.solved_fit import SolvedFit
 from linnet.tangent.batch import Inputs, batch_size, require_dense, split
 from linnet.tangent.inputs import known_answers
@@ -32,6 +32,14 @@ def unweighed(fit: SolvedFit, what: str) -> None:
     if fit._targets.weights is not None:
         expected = "a fit without sample_weight="
         raise InputError(f"{what} of a fit with sample_weight=", expected, "fit the examples alike")
+
+
+def check_squared(fit: Any, name: str = "fit") -> SquaredFit:
+    """Raise unless an argument is a fit of the squared loss."""
+    if not isinstance(fit, SquaredFit):
+        maker = 'linnet.adapt(model, data) or linnet.fit(lin, data), whose loss is "squared"'
+        _refuse(fit, name, "a fit of the squared loss, whose covariances do not depend on labels", maker)
+    return fit
 
 
 def check_fitted(fit: Any, name: str = "fit") -> Fitted:

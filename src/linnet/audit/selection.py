@@ -1,6 +1,6 @@
 """Which examples to label next, and which of the labeled ones say what all say.
 
-Active learning takes, one after the other, the examples that reduce the predictive variance most.
+Active learning takes, one after the other, the examples whose labels say most about those of all others.
 
 In units where a new label has noise ρ (that is, covariances times ρ/σ²), with V the posterior covariance
 and S_j = V_jj + ρI, a label of example j takes V_aj S_j⁻¹ V_ja off the covariance of every a, whatever the
@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.audit.predictors import check_fit, input_hashes, unweighed
+from linnet.audit.predictors import check_fit, check_squared, input_hashes, unweighed
 from linnet.errors import InputError
 from linnet.fitting.arguments import checked_inputs
-from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.linear_fit import LinearFit, SquaredFit
 from linnet.linalg.factorize import cholesky
 from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem
@@ -39,7 +39,7 @@ from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.modes import in_exact_mode
 
-CRITERIA = ("variance", "information", "predictive-information", "uncertainty")
+CRITERIA = ("predictive-information", "variance", "information", "uncertainty")
 OF_TARGETS = ("variance", "predictive-information")  # criteria that depend on other examples
 WHOLE = 0.1  # share of the memory budget up to which the covariance of a pool is formed at once
 CHUNK = 1 << 22  # numbers formed at once by a score
@@ -65,23 +65,25 @@ class Selection(Record):
 
 @in_exact_mode
 def select(
-    fit: LinearFit,
+    fit: SquaredFit,
     pool: Inputs,
     n: int,
-    criterion: str = "variance",
+    criterion: str = "predictive-information",
     *,
     at: Inputs | None = None,
 ) -> Selection:
     """Choose the n examples of a pool whose labels would be most informative; their labels are not needed.
 
     Args:
-        fit: The fit so far.
+        fit: The fit so far, of ``linnet.adapt`` or of ``linnet.fit`` with squared loss.
         pool: T unlabeled examples.
         n: How many to choose.
-        criterion: ``"variance"``: largest fall of the mean total variance over ``at`` (Cohn et al. 1996);
-            ``"predictive-information"``: most information, in nats, about the label of an example of ``at``
-            (Bickford Smith et al. 2023); ``"information"``: most information about the weights
-            (MacKay 1992; Houlsby et al. 2011); ``"uncertainty"``: largest variance of its own.
+        criterion: ``"predictive-information"``: most information, in nats, about the label of an example of
+            ``at`` (Bickford Smith et al. 2023); ``"variance"``: largest fall of the mean total variance over
+            ``at`` (Cohn et al. 1996), which is faster where outputs share their weights;
+            ``"information"``: most information about the weights (MacKay 1992; Houlsby et al. 2011);
+            ``"uncertainty"``: largest variance of its own, which is the same choice for ``linnet.adapt``.
+            The first two were ahead of random choices, the others not (docs/results/selection.md).
         at: Examples whose predictions count; by default those of the pool.
 
     Returns:
@@ -94,7 +96,8 @@ def select(
 
     Source:
         MacKay, "Information-based objective functions for active data selection", 1992; Cohn, Ghahramani,
-        Jordan, "Active learning with statistical models", 1996.
+        Jordan, "Active learning with statistical models", 1996; Bickford Smith et al., "Prediction-oriented
+        Bayesian active learning", AISTATS 2023.
 
     Example:
         >>> import linnet
@@ -104,8 +107,8 @@ def select(
         >>> select(fit, x[5:], 3).indices.shape
         torch.Size([3])
     """
-    check_fit(fit)
-    choice("criterion", criterion, CRITERIA, 'leave criterion= out for "variance"')
+    fit = check_squared(fit)
+    choice("criterion", criterion, CRITERIA, 'leave criterion= out for "predictive-information"')
     pool = checked_inputs(fit.module, pool, "pool")
     size = batch_size(pool)
     n = integer("n", n, 1, size, f"pass at most {size}, the size of the pool")
@@ -133,11 +136,15 @@ def select(
 
 
 class _Covariances:
-    """Covariances of a pool, of the examples that count, and between them, given the choices so far."""
+    """Covariances of a pool, of the examples that count, and between them, given the choices so far.
 
-    def __init__(self, fit: LinearFit, pool: Inputs, at: Inputs | None, criterion: str) -> None:
+    Where one kernel serves all outputs they are those of one output, which every output has.
+    """
+
+    def __init__(self, fit: SquaredFit, pool: Inputs, at: Inputs | None, criterion: str) -> None:
         self.fit, self.pool, self.criterion = fit, pool, criterion
-        self.n, self.c, self.ridge = batch_size(pool), fit.system.c, fit.ridge
+        self.n, self.c, self.ridge = batch_size(pool), outputs_apart(fit), fit.ridge
+        self.copies = fit.system.c // self.c
         wide = self.n * self.c
         budget = parse_bytes(fit.memory, fit.module.function.device)
         needed = criterion in OF_TARGETS and at is None
@@ -193,7 +200,7 @@ class _Covariances:
     def variance(self) -> float:
         """Mean trace of the covariances that count."""
         blocks = self.own if self.targets is None else self.targets
-        return float(blocks.diagonal(dim1=1, dim2=2).sum(1).mean())
+        return self.copies * float(blocks.diagonal(dim1=1, dim2=2).sum(1).mean())
 
     def scores(self) -> Tensor:
         """Expected value of labeling each example, (T,)."""
@@ -204,7 +211,7 @@ class _Covariances:
             "variance": self._fall,
             "predictive-information": self._predictive_information,
         }
-        return score[self.criterion]()
+        return self.copies * score[self.criterion]()
 
     def _across(self) -> tuple[Tensor, Tensor]:
         """V between the examples that count and the pool, (A·C, T·C), and of the former, (A, C, C)."""
@@ -216,6 +223,8 @@ class _Covariances:
     def _fall(self) -> Tensor:
         """Mean over a of tr V_aj S_j⁻¹ V_ja."""
         across, targets = self._across()
+        if self.c == 1:
+            return across.square().sum(0) / self._noisy(self.own)[:, 0, 0] / len(targets)
         columns = across.view(-1, self.n, self.c)
         inner = torch.einsum("kjc,kjd->jcd", columns, columns)
         halves = torch.linalg.solve(self._noisy(self.own), inner)
@@ -227,6 +236,9 @@ class _Covariances:
         across, targets = self._across()
         noisy = self._noisy(targets)
         count = len(targets)
+        if self.c == 1:  # ½ log (1 − V_aj² / S_a S_j)
+            share = across.square() / noisy[:, 0] / self._noisy(self.own)[:, 0, 0]
+            return -0.5 * torch.log1p(-share).mean(0)
         before = torch.logdet(noisy)
         size = max(1, CHUNK // (count * self.c * self.c))
         found = []
@@ -240,7 +252,7 @@ class _Covariances:
         return torch.cat(found)
 
 
-def _check_pool(fit: LinearFit, pool: Inputs) -> None:
+def _check_pool(fit: SquaredFit, pool: Inputs) -> None:
     """Raise if a pool holds what is labeled already."""
     known = set(input_hashes(fit.x))
     again = [i for i, name in enumerate(input_hashes(pool)) if name in known]
@@ -373,9 +385,14 @@ def _greedy(dual: DualSystem, n: int, memory: str | int | None) -> tuple[Tensor,
     return torch.tensor(chosen, device=covariance.device), torch.tensor(distances, dtype=torch.float64)
 
 
-def joint_covariance(fit: LinearFit, x1: Inputs, x2: Inputs | None = None) -> Tensor:
+def outputs_apart(fit: SquaredFit) -> int:
+    """The outputs whose covariances differ: one where all have the same kernel and weights of their own."""
+    return 1 if fit.system.problem.basis.shared else fit.system.c
+
+
+def joint_covariance(fit: SquaredFit, x1: Inputs, x2: Inputs | None = None) -> Tensor:
     """Cov[f(x1), f(x2)] · ρ/σ²: with noise ρ on a new target, everything else is scale-free, (N·C, M·C)."""
-    n, m, c = batch_size(x1), batch_size(x1 if x2 is None else x2), fit.system.c
+    n, m, c = batch_size(x1), batch_size(x1 if x2 is None else x2), outputs_apart(fit)
     size = 8 * n * m * c * c
     items = [("covariance", size), ("kernel", size)]
     if isinstance(fit.system, KernelSystem):
@@ -383,13 +400,18 @@ def joint_covariance(fit: LinearFit, x1: Inputs, x2: Inputs | None = None) -> Te
     budget = parse_bytes(fit.memory, fit.module.function.device)
     plan = Plan(f"joint covariance of {n} and {m} examples", budget, tuple(items))
     require(plan, ["use fewer examples in the pool", "name the examples that count with at="])
-    if x2 is not None:
-        return fit.system.between(x1, x2).reshape(n * c, m * c)
-    found = fit.system.covariance(x1, joint=True).double().reshape(n * c, n * c)
-    return (found + found.T) / 2
+    if isinstance(fit.system, KernelSystem):
+        found = fit.system.covariances(x1, x1 if x2 is None else x2).double()
+    elif x2 is None:
+        found = fit.system.covariance(x1, joint=True).double()
+    else:
+        found = fit.system.between(x1, x2)
+    found = found.reshape(n * c, m * c)
+    return (found + found.T) / 2 if x2 is None else found
 
 
-def own_covariances(fit: LinearFit, x: Inputs) -> Tensor:
+def own_covariances(fit: SquaredFit, x: Inputs) -> Tensor:
     """Cov[f(x_i)] · ρ/σ², (T, C, C), float64."""
-    found = fit.system.covariance(x).double()
+    c = outputs_apart(fit)
+    found = fit.system.covariance(x).double()[:, :c, :c]
     return (found + found.mT) / 2

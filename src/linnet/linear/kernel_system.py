@@ -312,6 +312,14 @@ class KernelSystem(System):
 
     def between(self, x1: Inputs, x2: Inputs) -> Tensor:
         """K(x1,x2) − K̃(x1,X) M K̃(X,x2)."""
+        found = self.covariances(x1, x2)
+        if not self._apart:
+            return found
+        eye = torch.eye(self.c, dtype=found.dtype, device=found.device)
+        return torch.einsum("ts,cd->tcsd", found, eye)
+
+    def covariances(self, x1: Inputs, x2: Inputs) -> Tensor:
+        """As ``between``, and of a kernel that all outputs share without them, (T, S)."""
         second = torch.cat([self._flat(cross) for cross in self.kernel_to_train(x2)]).to(self.kernel)
         solved, same = self.dual.solve(second.T), x1 is x2
         each = [second] if same else [self._flat(cross).to(solved) for cross in self.kernel_to_train(x1)]
@@ -321,11 +329,7 @@ class KernelSystem(System):
             kernel = features.kernel(examples(x1), self.memory).double()
         else:
             kernel = features.cross(x1, examples(x2), self.memory).double()
-        found = kernel - first.view(kernel.shape)
-        if not self._apart:
-            return found
-        eye = torch.eye(self.c, dtype=found.dtype, device=found.device)
-        return torch.einsum("ts,cd->tcsd", found, eye)
+        return kernel - first.view(kernel.shape)
 
     def cross(self, x: Inputs) -> Iterator[Tensor]:
         """K̃(x,X) M of as many examples at a time as the memory budget allows, (t, C, N, C) or (t, N)."""

@@ -1,0 +1,1 @@
+"""Active learning: which criterion chooses labels that help."""
