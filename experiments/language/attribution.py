@@ -229,14 +229,16 @@ def table(cells: Sequence[Cell]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the study."""
-    given = parser(__doc__ or "").parse_args(arguments)
+    kinds = {"linear model": linear_cell, "network": network_cell}
+    options = parser(__doc__ or "")
+    options.add_argument("--of", nargs="+", choices=kinds, default=[*kinds], help="parts (default: both)")
+    given = options.parse_args(arguments)
     study = Study("language/attribution", given)
     sizes = {"texts": TEXTS, "queries": QUERIES, "halves": HALVES}
-    kinds = {"linear model": linear_cell, "network": network_cell}
     cells = [
-        study.cell({"of": of, "seed": seed, **sizes}, partial(make, seed, given.data_dir))
+        study.cell({"of": of, "seed": seed, **sizes}, partial(kinds[of], seed, given.data_dir))
         for seed in study.seeds
-        for of, make in kinds.items()
+        for of in given.of
     ]
     study.publish(table(cells), cells)
 
