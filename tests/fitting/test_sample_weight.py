@@ -71,6 +71,7 @@ def test_the_optimum_is_that_of_dense_algebra(solver: str) -> None:
     assert fit.noise == pytest.approx(float(RIDGE * r @ torch.linalg.solve(k, r) / len(r)), rel=1e-6)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("classes", [True, False])
 def test_leaving_out_forgetting_and_adding_are_refits(solver: str, classes: bool) -> None:
@@ -113,6 +114,7 @@ def test_leaving_out_forgetting_and_adding_are_refits(solver: str, classes: bool
     torch.testing.assert_close(again.predict(query), fit.predict(query), **near)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_weights_of_one_change_nothing_and_copies_count_as_weights(solver: str) -> None:
     net, x, y, _ = data(classes=True)
@@ -152,6 +154,7 @@ def test_the_ridge_is_chosen_by_weighted_errors_left_out(solver: str) -> None:
     del w
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_saved_exported_and_merged(solver: str, tmp_path: Any) -> None:
     net, x, y, w = data(classes=True)
