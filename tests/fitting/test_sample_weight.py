@@ -167,6 +167,13 @@ def test_saved_exported_and_merged(solver: str, tmp_path: Any) -> None:
     ):
         torch.testing.assert_close(of(again), of(fit), rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(fit.export(query)(query), fit.predict(query), rtol=1e-5, atol=1e-6)
+    if solver in ("shared", "adapt"):
+        with pytest.raises(InputError):
+            fit.export(query, variance=True)
+    else:
+        variance = fit.export(query, variance=True)(query)[1]
+        near = {"rtol": 1e-4, "atol": 1e-8}
+        torch.testing.assert_close(variance, fit.predictive(query).variance.to(variance), **near)
     assert fit.sets(query, coverage=0.9).shape == (4, 3)
     assert linnet.audit.mislabeled(fit).scores.isfinite().all()
     assert linnet.audit.forgetting_certificate(fit, fit.forget([0, 3])).relative < 1e-7
@@ -222,6 +229,8 @@ def test_wrong_weights_are_refused_in_words() -> None:
     ):
         with pytest.raises(InputError, match="sample_weight"):
             ask()
+    with pytest.raises(InputError, match="balanced"):
+        fit.update((x[:2], y[:2]), sample_weight="balanced")
     of_positions = linnet.fit(lin, (x, y[:, None].float()), targets=torch.randn(14, 3).double())
     assert of_positions.update((x[:2], torch.randn(2, 3).double()), sample_weight=[1.0, 2.0]).n == 16
 

@@ -328,6 +328,10 @@ def test_examples_and_classes_that_count_more() -> None:
     same = LinnetClassifier(random_state=0).fit(X, y, sample_weight=by_hand)
     np.testing.assert_allclose(balanced.decision_function(X), same.decision_function(X), rtol=1e-6)
     assert (balanced.predict(X) == "rare").sum() > (plain.predict(X) == "rare").sum()
+    three = np.where(np.arange(60) < 20, "third", y)
+    for last in ("usual", "third"):  # of outputs that nothing speaks of
+        with pytest.raises(DataError, match="a class has no example"):
+            LinnetClassifier(random_state=0).fit(X, three, sample_weight=(three != last).astype(float))
     # no weight: as if it were not there; the random network is made of all samples
     kept, options = np.arange(60) >= 10, {"method": "fit", "ridge": 0.1, "random_state": 0}
     for made, answers in ((LinnetClassifier, y), (LinnetRegressor, values(X))):

@@ -185,8 +185,8 @@ def update_command(
         data: The samples with their answers: folders of images named for the classes, an ``.npz`` archive
             with x and y (or x_train and y_train), or a ``.csv`` table.
         out: The folder for the new run.
-        new_class: A class among them that the run has not seen, each name once; in alphabetical order such
-            classes get the next numbers.
+        new_class: A class among them that the run has not seen, each name once; such classes get the next
+            numbers in the order in which they are named.
         verify: Also fit from scratch on all samples, kernel included, and compare.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
     """

@@ -404,6 +404,16 @@ class LinearFit(SquaredFit):
     def _grid(self) -> None:
         """Those of the equations."""
 
+    @property
+    def _roots(self) -> Tensor | None:
+        """√w I of examples that count more than others, (N, C, C)."""
+        w = self._targets.weights
+        if w is None:
+            return None
+        eye = torch.eye(self.system.c, dtype=w.dtype, device=w.device)
+        found: Tensor = w.sqrt()[:, None, None] * eye
+        return found
+
     def _outputs(self, x: Inputs) -> Tensor:
         """f₀(x) + J(x)δ."""
         return super()._outputs(x) if self.system.shared else linear_outputs(self.module, x)

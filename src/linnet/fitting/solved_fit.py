@@ -181,7 +181,7 @@ class SolvedFit(Shown):
             ridge: Of the squared loss another ρ, or "loo", "gcv" or "evidence" to choose it again on all
                 examples; of ``linnet.adapt`` "loo" alone, which chooses the weight of the lower layers too.
                 Kept by default, and of the cross-entropy always.
-            sample_weight: What each new example counts in the loss, (M,); 1 by default.
+            sample_weight: What each new example counts in the loss, (M,); 1 by default. Others keep theirs.
 
         Returns:
             A new fit on all examples, old ones first, exact to ``summary()["certificate"]``.
@@ -194,6 +194,12 @@ class SolvedFit(Shown):
         self._check_new_ridge(ridge)
         found = self._gathered(data)
         grown = self._grown(found)
+        if isinstance(sample_weight, str):
+            raise InputError(
+                f"sample_weight={sample_weight!r} in update()",
+                expected="a number for each new example: the others keep theirs",
+                remedy="pass numbers, or fit all examples again",
+            )
         if sample_weight is not None:
             grown = grown._weighing()
         return grown._updated(*found.pair, ridge, start, sample_weight)

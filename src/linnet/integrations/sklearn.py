@@ -124,6 +124,12 @@ class _Estimator(ABC):
         if weights is not None and not weights.all():
             counted = weights > 0
             X, y, weights = X[counted], y[torch.from_numpy(counted)], weights[counted]
+            if not y.is_floating_point() and len(y.unique()) < outputs:
+                raise DataError(
+                    "a class has no example whose weight is positive",
+                    expected="an example that counts of every class in y",
+                    remedy="leave the examples of such classes out of X and y",
+                )
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         network = self._made(X, outputs, seed)
         parameter = next((p for p in network.parameters() if p.is_floating_point()), torch.zeros(1))

@@ -86,8 +86,8 @@ def adapt(
         tune: Whether to train the lower layers as well: five to eight runs of 20 steps or ten
             epochs, of 150 steps at least for values. Or a callback ``f(metrics, step)``, which also turns
             tuning on; it receives the training loss of each epoch and the held-out error of each run.
-        sample_weight: What each sample counts in the squared error, (N,), positive; ``"balanced"`` for
-            classes that count as much as each other. 1 by default.
+        sample_weight: What each sample counts in the squared error, (N,), positive numbers of about 1;
+            ``"balanced"`` for classes that count as much as each other. 1 by default.
 
     Returns:
         The fit.

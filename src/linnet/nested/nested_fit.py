@@ -255,6 +255,12 @@ class NestedFit(SquaredFit):
                 expected="its mean, which the exported module has",
                 remedy="leave variance= out, or take predictive()",
             )
+        if variance and self._targets.weights is not None:
+            raise InputError(
+                "export(variance=True) of an adapted network with sample_weight=",
+                expected="samples that count alike, or the mean, which the exported module has",
+                remedy="leave variance= out, or take predictive()",
+            )
         noise = self.noise if variance else None
         return exported_nested(self.prior, self.system, like, noise, kind)
 

@@ -220,9 +220,12 @@ def test_update_with_classes_that_are_new(
     assert (found.predict(x_test[..., None]).predicted == y_test).mean() > 0.8
     linnet("predict", "--run", out, "--data", tmp_path / "third.npz", "--out", tmp_path / "p.csv")
     assert "slanted" in (tmp_path / "p.csv").read_text()
-    # in alphabetical order: other is the class 2, of which there are samples
-    for names, said in ((["0"], "names other than 0, 1"), (["slanted", "other"], "new classes slanted")):
-        more, chosen = tmp_path / names[0], [word for name in names for word in ("--new-class", name)]
+    for names, said in (
+        (["0"], "names other than 0, 1"),
+        (["slanted", "other"], "new classes other"),
+        ([""], "each once"),
+    ):
+        more, chosen = tmp_path / f"no {names[0]}", [word for name in names for word in ("--new-class", name)]
         assert cli.main([str(word) for word in [*words[:-1], more, *chosen]]) == 2
         assert said in capsys.readouterr().err
         assert not more.exists()
@@ -237,6 +240,35 @@ def test_update_with_classes_that_are_new(
     ]
     assert cli.main([str(word) for word in [*new, "--new-class", "cheap"]]) == 2
     assert "a run of classes" in capsys.readouterr().err
+
+
+def test_new_classes_get_the_numbers_of_their_names(workshop: Path, tmp_path: Path) -> None:
+    rng, labels = np.random.default_rng(0), np.arange(36) % 9
+    x = rng.normal(size=(48, 3)) + np.r_[labels, np.full(6, 9), np.full(6, 10)][:, None]
+    np.savez(tmp_path / "nine.npz", x_train=x[:36], y_train=labels, x_test=x[:36], y_test=labels)
+    np.savez(tmp_path / "more.npz", x=x[36:], y=np.repeat([9, 10], 6))
+    model = ["--model", f"{workshop / 'nets.py'}:mlp"]
+    linnet("adapt", "--data", tmp_path / "nine.npz", *model, "--out", tmp_path / "run")
+    words = ["update", "--run", tmp_path / "run", "--data", tmp_path / "more.npz", "--out", tmp_path / "all"]
+    linnet(*words, "--new-class", "9", "--new-class", "10")
+    found = load_run(tmp_path / "all")
+    assert found.classes == tuple(map(str, range(11)))
+    assert found.fit.labels is not None
+    assert found.fit.labels[36:].tolist() == [9] * 6 + [10] * 6
+    assert [one["label"] for one in result(tmp_path / "all")["added"]] == ["9"] * 6 + ["10"] * 6
+
+
+def test_folders_that_are_no_classes_are_named(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = write_folder(tmp_path / "new", [0, 1], ["across", "curly"])
+    words = ["update", "--run", workshop / "pictures", "--data", new, "--out", tmp_path / "out"]
+    assert cli.main([str(word) for word in words]) == 2
+    told = capsys.readouterr().err
+    assert "no classes of the run: curly" in told
+    assert "--new-class curly" in told
+    linnet(*words, "--new-class", "curly")
+    assert load_run(tmp_path / "out").classes == ("across", "along", "slanted", "curly")
 
 
 def test_update_a_regression(workshop: Path, tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def _labels(path: Path, answer: str, cells: Cells, classes: Sequence[str]) -> Ar
         raise DataError(
             f"{answer} of {path} names classes that the run has not: {some(unknown)}",
             expected=f"one of {some(list(classes))}",
-            remedy="correct these lines, or run adapt again with the new classes",
+            remedy="correct these lines; linnet update takes new classes that --new-class names",
         )
     return np.array([place[name] for name in names], dtype=np.int64)
 

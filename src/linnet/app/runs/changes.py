@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,18 +90,20 @@ def update(run: SavedRun, data: Path, verify: bool = False, new_classes: Sequenc
     answers = required_answers(new, data)
     new, answers, notes = _unknown(run, new, answers)
     if missing := [
-        name for at, name in enumerate(sorted(new_classes), len(before.classes or ())) if at not in answers
+        name for at, name in enumerate(new_classes, len(before.classes or ())) if at not in answers
     ]:
         raise DataError(
             f"{data} has no sample of the new classes {some(missing)}",
-            expected="a sample of each class that new_class names",
+            expected="a sample of each class that --new-class names",
             remedy="leave these names out, or add samples of them",
         )
     start = time.perf_counter()
-    y: Any = run.answers(answers)
-    if run.classes is not None and new_classes and run.fit.class_names:
-        y = [run.classes[label] for label in answers]
-    fit = run.fit.update((run.inputs(new.x), y))
+    old = run.fit if not new_classes else copy(run.fit)
+    if new_classes:  # which get their numbers in the order in which they are named
+        old.record = replace(old.record, classes=())
+    fit = old.update((run.inputs(new.x), run.answers(answers)))
+    if run.classes is not None and run.fit.class_names:
+        fit.record = replace(fit.record, classes=run.classes)
     seconds = time.perf_counter() - start
     known, images = run.samples, run.samples.images
     assert known.labels is not None
@@ -118,13 +121,13 @@ def _with_classes(run: SavedRun, names: Sequence[str]) -> SavedRun:
     if not names:
         return run
     classes = run.classes or ()
-    if run.classes is None or len({*classes, *names}) < len(classes) + len(names):
+    if run.classes is None or len({*classes, *names}) < len(classes) + len(names) or "" in names:
         raise InputError(
-            f"new_class={some(names)}",
+            f"--new-class {some(names)}",
             expected=f"names other than {some(classes)}, each once" if classes else "a run of classes",
-            remedy="leave new_class out",
+            remedy="leave --new-class out",
         )
-    return replace(run, classes=(*classes, *sorted(names)))
+    return replace(run, classes=(*classes, *names))
 
 
 def _unused(taken: Sequence[str], name: str, ids: Sequence[str]) -> tuple[str, ...]:

@@ -121,6 +121,7 @@ class NewSamples:
     y: Array | None  # labels (N,) or targets (N, T) in their own units; None when there are none
     ids: tuple[str, ...]  # A stable name for each sample
     findings: tuple[str, ...] = ()  # what a reader must know of them
+    unknown: tuple[str, ...] = ()  # folders of theirs that are no classes of the run
 
 
 def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
@@ -159,7 +160,9 @@ def _from_folder(path: Path, run: SavedRun, transform: ImageTransform) -> NewSam
     x = ImageFiles(path, ids, transform).read(np.arange(len(ids)))
     number = {name: label for label, name in enumerate(run.classes or ())}
     labels = [number.get(file.parent.name, -1) for file in found]
-    return NewSamples(x, None if -1 in labels else np.array(labels, dtype=np.int64), ids)
+    unknown = sorted({file.parent.name for file in found} - {"", *number})
+    y = None if -1 in labels else np.array(labels, dtype=np.int64)
+    return NewSamples(x, y, ids, unknown=tuple(unknown))
 
 
 def _from_archive(path: Path, run: SavedRun, prefer: str) -> NewSamples:
@@ -211,6 +214,12 @@ def _checked(new: NewSamples, run: SavedRun) -> NewSamples:
 
 def required_answers(new: NewSamples, path: Path) -> Array:
     """The answers, which must be there, (N,)."""
+    if new.y is None and new.unknown:
+        raise DataError(
+            f"{path} has folders that are no classes of the run: {some(new.unknown)}",
+            expected="one folder for each class of the run",
+            remedy=f"rename them, or name new classes: --new-class {new.unknown[0]}",
+        )
     if new.y is None:
         raise DataError(
             f"{path} has no answers for its samples",
