@@ -104,6 +104,12 @@ def test_derivatives_stand_beside_earlier_layers() -> None:
     square = kernel[:N] + RIDGE * torch.eye(N, dtype=torch.float64)
     expected = kernel @ torch.linalg.solve(square, GOAL[:N])
     assert torch.allclose(both.predict(X), expected, atol=1e-6)
+
+
+@pytest.mark.long
+def test_derivatives_beside_earlier_layers_are_exported() -> None:
+    both = linnet.adapt(NET, (X[:N], Y[:N]), earlier=0.5, weight=0.5, ridge=RIDGE)
+    expected = both.predict(X)
     assert torch.allclose(both.export(X[:2])(X), expected, atol=1e-6)
     mean, variance = both.export(X[:2], variance=True)(X[N:])
     assert torch.allclose(mean, expected[N:], atol=1e-6)
