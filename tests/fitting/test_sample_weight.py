@@ -96,6 +96,7 @@ def test_leaving_out_forgetting_and_adding_are_refits(solver: str, classes: bool
         torch.testing.assert_close(influence[i], change.to(influence), **near)
         assert float(told[i]) == pytest.approx(float(change.square().sum(1).mean()), rel=1e-4)
         change = fit.predict(x) - other.predict(x)
+        torch.testing.assert_close(fit.system.own_changes()[i], change[i].to(loo), **near)
         assert float(own[i]) == pytest.approx(float(change.square().sum(1).mean()), rel=1e-4)
     grown = fit.forget([4, 9]).update((x[[4, 9]], y[[4, 9]]), sample_weight=w[[4, 9]])
     torch.testing.assert_close(grown.predict(query), fit.predict(query), **near)

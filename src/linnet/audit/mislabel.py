@@ -232,8 +232,6 @@ def mislabeled(fit: Fitted | Tensor, labels: Tensor | None = None, *, score: str
         residual = _both(targets, 1 - targets).to(loo) - loo.softmax(1)
     # from the fit's own leave-one-out; that of cross-fitted heads has no fit with the example in it
     own = fit.system.own_changes().double()
-    if fit.loss == "squared" and fit._targets.weights is not None:  # in units of the noise
-        own = own / fit._targets.weights.sqrt()[:, None]
     return _judged(loo, loo, fit.labels, residual.norm(dim=1), own.norm(dim=1), score)
 
 

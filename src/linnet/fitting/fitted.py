@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +23,7 @@ from linnet.fitting.solved_fit import SolvedFit
 from linnet.linear.constraints import wanted
 from linnet.linear.dual import CriteriaByRidge
 from linnet.linear.kernel_system import SHARE
+from linnet.linear.targets import Targets
 from linnet.memory import parse_bytes
 from linnet.params import flag, number
 from linnet.predictive.conformal import CoveringModel, Unseen
@@ -226,6 +229,24 @@ class Fitted(SolvedFit, CoveringModel):
             effects = None if residuals is None else torch.cat([*self.system.effects(part, residuals)], 1)
             outputs = self._outputs(part).double()
             yield outputs, outputs[None] if effects is None else outputs - effects.double()
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _weighed_problem(self, targets: Targets) -> Any:
+        """The data of the fit with the weights of targets."""
+
+    def _weighing(self) -> Self:
+        """The same fit, of which every example has a weight."""
+        if self._targets.weights is not None:
+            return self
+        if self.trained or self._targets.axis is not None:
+            return super()._weighing()
+        targets, system = replace(self._targets, weights=self._targets.every_weight), copy(self.system)
+        system.problem = self._weighed_problem(targets)
+        made = self._made(system, targets, self.record)
+        made.held_out = self.held_out
+        return made
 
     # -- audits ----------------------------------------------------------------------------------
 

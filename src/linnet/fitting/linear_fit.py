@@ -14,7 +14,6 @@ are those of a few combinations of the outputs (``combinations.py``): every outp
 from __future__ import annotations
 
 from abc import abstractmethod
-from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
@@ -88,7 +87,6 @@ class SquaredFit(Fitted):
         labels = self.labels
         if labels is not None and self._moderation is None:
             variances = self.noise * self.system.loo_variances().diagonal(dim1=1, dim2=2)
-            variances = self.system.problem.unscaled(self.system.problem.unscaled(variances))
             outputs, labels, variances = self._of_possible(self.loo(), labels, variances.clamp_min(0))
             self._moderation = fit_moderation(outputs, labels, variances)
         return None if self._moderation is None else self._moderation[0]
@@ -228,9 +226,7 @@ class SquaredFit(Fitted):
         """As ``loo``, and zero at positions that do not count, like the targets there."""
         if self.held_out is not None:
             return self.held_out
-        residuals = self.system.loo_residuals()
-        if self._targets.weights is not None:
-            residuals = self.system.problem.unscaled(residuals)
+        residuals = self.system.problem.unscaled(self.system.loo_residuals())
         return self.targets.to(residuals) - residuals
 
     def path(self, ridges: Tensor | list[float] | None = None) -> RidgePath:
@@ -260,18 +256,9 @@ class SquaredFit(Fitted):
         if ridge is not None:
             check_ridge(ridge)
 
-    def _weighing(self) -> Self:
-        """The same fit, of which every example has a weight."""
-        if self._targets.weights is not None:
-            return self
-        if self.trained or self._targets.axis is not None:
-            return super()._weighing()
-        targets = replace(self._targets, weights=self._targets.every_weight)
-        system = copy(self.system)
-        system.problem = system.problem.weighing(targets.weights)
-        made = self._made(system, targets, self.record)
-        made.held_out = self.held_out
-        return made
+    def _weighed_problem(self, targets: Targets) -> Problem:
+        """By the noise of each example."""
+        return self.system.problem.weighing(targets.weights)
 
     def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float, sample_weight: Any) -> Self:
         """The fit with more examples, the ridge kept, given or chosen by a criterion."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +29,7 @@ from linnet.fitting.arguments import (
 )
 from linnet.fitting.fitted import Fitted
 from linnet.linear.dual import CriteriaByRidge
-from linnet.linear.label_problem import WeighedLosses, class_targets, weighed_labels
+from linnet.linear.label_problem import LabelProblem, WeighedLosses, class_targets, weighed_labels
 from linnet.linear.newton import KernelNewton, NewtonSystem
 from linnet.linear.saved import newton_state
 from linnet.linear.targets import Targets, weighed_targets
@@ -224,16 +223,11 @@ class SoftmaxFit(Fitted):
         targets = replace(self._targets, values=values)
         return targets, self.system.relabelled(weighed_labels(targets))
 
-    def _weighing(self) -> SoftmaxFit:
-        """The same fit, of which every example has a weight."""
-        if self._targets.weights is not None:
-            return self
-        targets, system = replace(self._targets, weights=self._targets.every_weight), copy(self.system)
-        likelihood: Any = WeighedLosses(system.problem.likelihood)
-        system.problem = replace(system.problem, likelihood=likelihood, y=weighed_labels(targets))
-        made = self._made(system, targets, self.record)
-        made.held_out = self.held_out
-        return made
+    def _weighed_problem(self, targets: Targets) -> LabelProblem:
+        """By a column behind the labels."""
+        problem = self.system.problem
+        likelihood: Any = WeighedLosses(problem.likelihood)
+        return replace(problem, likelihood=likelihood, y=weighed_labels(targets))
 
     @property
     def _roots(self) -> Tensor:

@@ -192,14 +192,14 @@ class SolvedFit(Shown):
         """
         start = time.perf_counter()
         self._check_new_ridge(ridge)
-        found = self._gathered(data)
-        grown = self._grown(found)
         if isinstance(sample_weight, str):
             raise InputError(
                 f"sample_weight={sample_weight!r} in update()",
                 expected="a number for each new example: the others keep theirs",
                 remedy="pass numbers, or fit all examples again",
             )
+        found = self._gathered(data)
+        grown = self._grown(found)
         if sample_weight is not None:
             grown = grown._weighing()
         return grown._updated(*found.pair, ridge, start, sample_weight)

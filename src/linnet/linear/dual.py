@@ -393,12 +393,6 @@ class DualSystem:
         residuals: Tensor = torch.linalg.solve(self.inverse_blocks(), self.beta)
         return residuals
 
-    def loo_variances(self) -> Tensor:
-        """Cov[f(x_i)] / σ² without example i: ((M_ii)⁻¹ − ρI) / ρ, (N, C, C)."""
-        eye = torch.eye(self.c, dtype=self.kernel.dtype, device=self.kernel.device)
-        blocks: Tensor = torch.linalg.inv(self.inverse_blocks()) / self.ridge - eye
-        return blocks
-
     def cross(self, kernel: Tensor) -> Tensor:
         """K(x,X) M for a kernel (T, C, N, C), or (T, N) where the outputs share it, in the same shape."""
         rows = kernel.reshape(-1, self.kernel.shape[0]).to(self.kernel.dtype)

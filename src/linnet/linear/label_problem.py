@@ -198,15 +198,15 @@ class WeighedLosses:
     likelihood: Likelihood
 
     def nll(self, f: Tensor, y: Tensor) -> Tensor:
-        """W ℓ, (N,)."""
+        """The loss times its weight, (N,)."""
         return y[:, -1] * self.likelihood.nll(f, y[:, :-1])
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        """W g, (N, C)."""
+        """The gradient times its weight, (N, C)."""
         return y[:, -1:].to(f) * self.likelihood.gradient(f, y[:, :-1])
 
     def product(self, f: Tensor, v: Tensor, y: Tensor) -> Tensor:
-        """W Λ v for v (K, N, C)."""
+        """The product Λ v times the weight, for v (K, N, C)."""
         return y[:, -1:].to(f) * self.likelihood.product(f, v, y[:, :-1])
 
     def position_root(self, f: Tensor, y: Tensor) -> Tensor:

@@ -369,14 +369,15 @@ class System(Solved):
 
     def own_changes(self) -> Tensor:
         """f(x_i) − f₋ᵢ(x_i), (N, C)."""
-        return self.loo_residuals() - self.ridge * self.beta
+        return self.problem.unscaled(self.loo_residuals()) - self.left_over
 
     def loo_variances(self) -> Tensor:
         """Cov[f(x_i)] in units of the noise without example i: ((M_ii)⁻¹ − ρI)/ρ, (N, C, C)."""
         blocks = self.inverse_blocks()
         eye = torch.eye(self.c, dtype=blocks.dtype, device=blocks.device)
         found: Tensor = torch.linalg.inv(blocks) / self.ridge - eye
-        return found
+        w = self.problem.weights
+        return found if w is None else found / w[:, :, None] / w[:, None]
 
     def noise(self) -> float:
         """The noise s of highest evidence at this ridge: ρ r̃ᵀβ / n."""

@@ -185,7 +185,7 @@ def weighed_targets(targets: Targets, given: Any) -> Targets:
         raise InputError(
             f"sample_weight has type {found.dtype} and shape {tuple(found.shape)}",
             expected,
-            "pass (N,) numbers",
+            "pass one number an example",
         )
     found = found.to(values.device, torch.float64)
     wrong = ~((found > 0) & found.isfinite())
