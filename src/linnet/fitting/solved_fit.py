@@ -15,6 +15,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.files import save
 from linnet.fitting.arguments import Choices, checked_inputs, count_in_words, positions
+from linnet.fitting.composed import Part, Summable
 from linnet.fitting.merged import Merged, merged_network
 from linnet.fitting.remarks import after_change
 from linnet.fitting.sketch import SketchedNetwork, sketch_state
@@ -32,7 +33,7 @@ from linnet.tangent.matching import identity
 from linnet.tangent.modes import in_exact_mode
 
 
-class SolvedFit(Shown):
+class SolvedFit(Summable, Shown):
     """Base class of all fits of data: the solved equations, and the same of other data.
 
     Args:
@@ -135,6 +136,9 @@ class SolvedFit(Shown):
                 remedy='pass linnet.fit another solver than "shared"; predictive(), and export() without '
                 "variance=, work",
             )
+
+    def _summands(self) -> tuple[Part, ...]:
+        return ((self, 1.0),)
 
     def _examples(self, x: Inputs) -> Inputs:
         """Examples on the network's device, or an error."""
