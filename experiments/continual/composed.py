@@ -1,10 +1,10 @@
 """Eight tasks in one network by adding what each moved the weights by.
 
 Each task has a head of its own, the linear probe of its samples, and moves the weights below it: by the fit
-of the linearized network; by the same with the curvature of the other tasks as its metric, so that it leaves
-their outputs alone; or by fine-tuning (task arithmetic: Ilharco et al., ICLR 2023; on linearized networks:
-Ortiz-Jiménez et al., NeurIPS 2023). The displacements of all are added, times a factor for all that
-validation samples choose, and every task is tested with its head on the one network.
+of the linearized network; by the same with a curvature as its metric, its own or that of the other tasks,
+whose outputs it then leaves alone; or by fine-tuning (task arithmetic: Ilharco et al., ICLR 2023; on
+linearized networks: Ortiz-Jiménez et al., NeurIPS 2023). The displacements of all are added, times a factor
+for all that validation samples choose, and every task is tested with its head on the one network.
 """
 
 from __future__ import annotations
@@ -31,11 +31,16 @@ from linnet.linear.targets import ALPHA
 from linnet.tangent.batch import Inputs, split
 
 TASKS = tuple(task for task in REPORTED if not task.text)
-POOL, TESTED = 3000, 1000
+POOL, TESTED = 3000, 500
 FACTORS = tuple(round(0.1 * k, 1) for k in range(11))
-DAMPINGS = (1e-1, 1e-2, 1e-3)  # of the metric, times the mean eigenvalue of the other tasks' curvature
+# Metrics: whether the curvature is that of the other tasks, and its damping by its mean eigenvalue.
+METRICS = {
+    "linear, own metric": (False, 0.1),
+    "linear, metric of the others": (True, 0.1),
+    "linear, metric of the others, less damping": (True, 0.01),
+}
 STEPS = 150
-METHODS = ("linear", *(f"linear, metric {tau:g}" for tau in DAMPINGS), "fine-tuned")
+METHODS = ("linear", *METRICS, "fine-tuned")
 ROLES = ("own", "sum", "sum times the factor")
 Displacement = dict[str, Tensor]
 Part = tuple[Inputs, Tensor]
@@ -48,7 +53,7 @@ class Given:
     Args:
         net: The network with the task's head.
         train: Samples of the fit.
-        validation: As many others, which choose learning rates and the factor.
+        validation: As many others, which choose ridges, learning rates and the factor.
         test: Samples that are tested.
     """
 
@@ -84,15 +89,17 @@ def given(task: Task, network: str, shots: int, seed: int, data_dir: str | None)
 
 def curvature(one: Given) -> Any:
     """K-FAC of a task's squared loss below its head, the mean over its samples."""
-    made = linnet.curvature(one.net, one.train, Gaussian(), structure="kfac", params=one.body)
+    made = linnet.curvature(one.net, one.train[0], Gaussian(), structure="kfac", params=one.body)
     return made.scaled(1 / made.made.examples)
 
 
 def linear(one: Given, metric: Any = None, tau: float = 0.0) -> Any:
-    """The fit of the linearized weights below the head."""
+    """The fit of the linearized weights below the head, its ridge chosen by validation samples."""
     if metric is None:
-        return linnet.fit(linnet.linearize(one.net, params=one.body), one.train, ridge="loo")
-    return linnet.fit(linnet.linearize(linnet.with_metric(one.net, metric, tau)), one.train, ridge="loo")
+        lin = linnet.linearize(one.net, params=one.body)
+    else:
+        lin = linnet.linearize(linnet.with_metric(one.net, metric, tau))
+    return linnet.audit.tune_ridge(linnet.fit(lin, one.train), one.validation)
 
 
 def fine_tuned(one: Given, seed: int) -> Displacement:
@@ -142,12 +149,12 @@ def displacements(tasks: dict[str, Given], method: str, seed: int) -> dict[str, 
     if method == "linear":
         return {name: linear(one) for name, one in tasks.items()}
     curvatures = {name: curvature(one) for name, one in tasks.items()}
-    relative = float(method.rpartition(" ")[2])
+    others, relative = METRICS[method]
     found = {}
     for name, one in tasks.items():
-        others = [G for other, G in curvatures.items() if other != name]
-        total = others[0]
-        for more in others[1:]:
+        taken = [G for other, G in curvatures.items() if (other != name) == others]
+        total = taken[0]
+        for more in taken[1:]:
             total = total + more
         mean = float(total.trace()) / total.shape[0] / total.made.examples
         found[name] = linear(one, total, relative * mean)
