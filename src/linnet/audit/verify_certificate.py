@@ -107,7 +107,7 @@ def verified(
     }
     delta = {name: torch.as_tensor(weights[name]).double() for name in weights}
     with sdpa_kernel(SDPBackend.MATH):  # the one kernel of attention that has forward derivatives
-        distance = float(gradient(net, delta, inputs, about).norm()) / ridge
+        distance = float(gradient(net, delta, inputs, about).detach().norm()) / ridge
     size = float(torch.cat([part.flatten() for part in delta.values()]).norm())
     return {
         "network": network == about["network"],
