@@ -43,6 +43,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any]:
     return attribution.trained(attribution.Decoder(), data, 2, 0), data, (ids[10:, :-1], ids[10:, 1:])
 
 
+@pytest.mark.long
 def test_every_method_ascribes_an_influence_to_every_text(small: tuple[Any, Any, Any]) -> None:
     net, data, queries = small
     found = {name: one for name, (one, _) in attribution.of_network(net, data, queries).items()}

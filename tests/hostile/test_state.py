@@ -168,8 +168,8 @@ def check_growth(name: str, calls: int) -> None:
         assert found[what] <= once + each * calls, (name, found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["curvature"])
-@pytest.mark.thinned(2)
 def test_memory_does_not_grow(name: str) -> None:
     check_growth(name, 30)
 

@@ -269,11 +269,12 @@ def test_pickled_estimators_answer_as_before(method: str) -> None:
     assert again.fit_.forget([0]).n == 39
 
 
-def test_nothing_given_is_changed() -> None:
+@pytest.mark.parametrize("tune", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_nothing_given_is_changed(tune: bool) -> None:
     X, net = numbers(), network()
     before = [p.clone() for p in net.parameters()]
     y, state = values(X), torch.random.get_rng_state()
-    model = LinnetRegressor(net, tune=True).fit(X, y)
+    model = LinnetRegressor(net, tune=tune).fit(X, y)
     LinnetRegressor(make_network).fit(X, y)
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))

@@ -34,7 +34,7 @@ def test_a_probe_has_its_exact_variance() -> None:
 @pytest.mark.parametrize(
     ("n", "weight"),
     [
-        (12, 0.4),  # fewer training examples than features
+        pytest.param(12, 0.4, marks=pytest.mark.long),  # fewer training examples than features
         pytest.param(12, 1.0, marks=pytest.mark.long),
         pytest.param(500, 0.4, marks=pytest.mark.long),  # more
     ],
