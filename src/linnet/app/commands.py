@@ -100,6 +100,10 @@ def adapt_command(
     from linnet.app.runs.folder import keep_fit
     from linnet.app.runs.results import keep_adaptation, print_adaptation
 
+    if options.data.suffix == ".jsonl":
+        from linnet.app.runs import adapter
+
+        return _told(*adapter.adapt(options, out, quick, overwrite))
     name = options.data.stem
     run = first_answer if quick else run_adaptation
     found = run(options, out, partial(keep_fit, out, overwrite=overwrite))
@@ -128,25 +132,40 @@ def predict_command(
             answer so often, such as 0.9: by the fits without each training sample.
         overwrite: Whether to replace a file that exists, where one is named by out.
     """
+    from linnet.app.runs import adapter
     from linnet.app.runs.queries import predict
 
+    if adapter.is_adapter(options.run):
+        return _told(*adapter.predict(options, data, out, std, coverage, overwrite))
     return _told(*predict(options, data, out, std, coverage, overwrite))
 
 
 def explain_command(
-    *, options: RunOptions, ids: list[str], data: Path | None = None, top: int = 5, out: Path | None = None
+    *,
+    options: RunOptions,
+    ids: list[str] | None = None,
+    data: Path | None = None,
+    top: int = 5,
+    out: Path | None = None,
 ) -> dict[str, Any]:
     """Show the training samples that pushed a prediction up and down.
 
     Args:
-        ids: Ids of the samples to explain, such as test/3,test/17, or names of image files. Names that hold
-            a comma are given as a JSON list.
-        data: Where these samples are; the run's own test samples by default.
+        ids: Ids of the samples to explain, such as test/3,test/17, or names of image files; must be given
+            but for texts of data, all of which are meant then. Names that hold a comma are given as a JSON
+            list.
+        data: Where these samples are; the run's own test samples by default, of a run on texts its training
+            texts.
         top: Training samples to name on each side.
         out: The folder for the report; explain in the run's folder by default.
     """
+    from linnet.app.runs import adapter
     from linnet.app.runs.queries import explain
 
+    if adapter.is_adapter(options.run):
+        return _told(*adapter.explain(options, data, ids, top, out))
+    if ids is None:
+        raise InputError("--ids must be given", "ids of samples", "name some, such as --ids test/3")
     return _told(*explain(options, data, ids, top, out))
 
 
@@ -162,9 +181,12 @@ def forget_command(
         verify: Also fit from scratch without the samples, kernel included, and compare.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
     """
+    from linnet.app.runs import adapter
     from linnet.app.runs.changes import forget, keep_change
     from linnet.app.runs.folder import opened
 
+    if adapter.is_adapter(options.run):
+        return _told(*adapter.forget(options, ids, out, verify, overwrite))
     change = forget(opened(options), ids, verify)
     title = f"{options.run.name} without {len(ids)} training sample{'s' * (len(ids) != 1)}"
     return _told(*keep_change(change, "forget", out, title, overwrite))
@@ -190,9 +212,12 @@ def update_command(
         verify: Also fit from scratch on all samples, kernel included, and compare.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
     """
+    from linnet.app.runs import adapter
     from linnet.app.runs.changes import keep_change, update
     from linnet.app.runs.folder import opened
 
+    if adapter.is_adapter(options.run):
+        return _told(*adapter.update(options, data, out, verify, overwrite, new_class))
     change = update(opened(options), data, verify, listed(new_class))
     title = f"{options.run.name}, {len(change.added)} training samples added"
     return _told(*keep_change(change, "update", out, title, overwrite))
