@@ -19,10 +19,9 @@ from linnet.distribution import importing, install_command
 from linnet.errors import InputError, LinnetError, ModelError
 from linnet.files import read_json
 from linnet.integrations.pretrained import require_module
-from linnet.params import integer
 
 SETTINGS: dict[str, Any] = {"r": 8, "lora_alpha": 16, "layers": 1, "target_modules": None}
-"""Of a fresh adapter: rank, scale, number of last blocks, and names of linear layers in them, all by default."""
+"""Of a fresh adapter: rank, scale, number of last blocks, names of linear layers in them (``None``: all)."""
 _CONFIG = "adapter_config.json"
 _OWN = {"trust_remote_code": False}  # said outright: transformers asks at the terminal otherwise
 
@@ -97,19 +96,20 @@ def _base(path: str) -> str:
 
 def _settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a fresh adapter."""
-    made = {**SETTINGS, **arguments}
-    names = made["target_modules"]
-    listed = isinstance(names, list) and names and all(isinstance(one, str) for one in names)
-    if set(made) > set(SETTINGS) or (names is not None and not listed):
-        wrong = next((one for one in arguments if one not in SETTINGS), "target_modules")
-        raise InputError(
-            f"model_args holds {wrong}: {made[wrong]!r}",
-            expected=f"of an adapter {', '.join(SETTINGS)}, the last a list of names",
-            remedy='such as {"r": 16, "layers": 4}',
-        )
-    for name in ("r", "lora_alpha", "layers"):
-        integer(name, made[name])
-    return made
+    for name, value in arguments.items():
+        if name not in SETTINGS:
+            raise _refused(name, value, f"settings of an adapter: {', '.join(SETTINGS)}")
+        if name == "target_modules":
+            if value is not None and not (value and isinstance(value, list)):
+                raise _refused(name, value, "a list of names of linear layers")
+        elif type(value) is not int or value < 1:
+            raise _refused(name, value, "a positive integer")
+    return {**SETTINGS, **arguments}
+
+
+def _refused(name: str, value: Any, expected: str) -> InputError:
+    """The error of a setting."""
+    return InputError(f"model_args= holds {name}: {value!r}", expected, 'such as {"r": 16, "layers": 4}')
 
 
 def _fresh(peft: Any, network: nn.Module, settings: dict[str, Any], seed: int) -> tuple[nn.Module, str]:
@@ -118,7 +118,7 @@ def _fresh(peft: Any, network: nn.Module, settings: dict[str, Any], seed: int) -
     place, blocks = max(lists, key=lambda one: sum(p.numel() for p in one[1].parameters()), default=("", ()))
     count, names = settings["layers"], settings["target_modules"]
     if count > len(blocks):
-        raise InputError(f"layers is {count}", f"at most the {len(blocks)} blocks of the network", "take fewer")
+        raise _refused("layers", count, f"at most the {len(blocks)} blocks of the network")
     linear = [
         f"{place}.{at}.{inside}"
         for at in range(len(blocks) - count, len(blocks))
@@ -126,8 +126,8 @@ def _fresh(peft: Any, network: nn.Module, settings: dict[str, Any], seed: int) -
         if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
     ]
     ends = sorted({name.rpartition(".")[2] for name in linear})
-    if strange := [one for one in names or () if one not in ends]:
-        raise InputError(f"target_modules holds {strange[0]}", f"of {', '.join(ends)}", "leave it out for all")
+    if any(one not in ends for one in names or ()):
+        raise _refused("target_modules", names, f"some of {', '.join(ends)}")
     chosen = [name for name in linear if names is None or name.rpartition(".")[2] in names]
     torch.manual_seed(seed)
     rank, alpha = settings["r"], settings["lora_alpha"]

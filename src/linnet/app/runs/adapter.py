@@ -1,7 +1,7 @@
 """Runs on texts: the adapter of a language model, fitted to JSON lines, asked, and changed.
 
-A folder holds ``linear-fit.safetensors``, the solved fit; ``samples.safetensors``, the texts; and ``run.json``,
-which says what the network is. Its own weights stay where they are, and the fit knows them by their hash.
+A folder holds ``linear-fit.safetensors``, the solved fit; ``samples.safetensors``, the texts; and
+``run.json``, which names the network. Its weights stay where they are; the fit knows them by their hash.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from linnet.app.runs.changes import unused
 from linnet.app.runs.folder import ADAPTER, Origin, check_files, read_record, understood, write_run
 from linnet.app.runs.place import RECORD, REPLAY, check_file, check_free, check_out, clear_run, leave, writing
 from linnet.app.runs.queries import TABLES, write_rows
-from linnet.app.runs.samples import find_samples
+from linnet.app.runs.samples import LISTED, find_samples
 from linnet.app.runs.trust import check_run, remember_run
 from linnet.app.terminal import kept
 from linnet.errors import DataError, FileFormatError, InputError, LinnetError, ModelError
@@ -48,7 +48,7 @@ AFFORDABLE = 500  # texts on which the ridge is chosen: each costs a solve for e
 _TAKEN = ("model", "model_args", "data", "params", "ridge", "memory", "device", "seed")
 _FILES = ("linear-fit", "samples")
 _WIDE = 72  # characters of a text in a line
-_FORM = f'a text, a list of a question and its answer, or {RECORDS.replace("records", "a record")}'
+_FORM = f"a text, a list of a question and its answer, or {RECORDS.replace('records', 'a record')}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,9 +179,7 @@ def _shown(text: str) -> str:
 # Fits
 
 
-def adapt(
-    options: AdaptOptions, out: Path, quick: bool, overwrite: bool
-) -> tuple[dict[str, Any], list[str]]:
+def adapt(options: AdaptOptions, out: Path, quick: bool, overwrite: bool) -> tuple[dict[str, Any], list[str]]:
     """Fit an adapter to texts: the result, and lines for people."""
     leave()
     spec, arguments = _checked(options, quick), dict(options.model_args or {})
@@ -201,10 +199,10 @@ def adapt(
         _save(out, run)
     with stages.measure("leave-one-out"):
         held = run.fit.loo_losses()
-    before, after, counts = *_training(run.fit), _tokens(run.batch(texts)["labels"])
-    rows = _rows(texts, counts, before=before, after=after, leave_one_out=held)
-    mean = {name: float(value.sum() / counts.sum()) for name, value in
-            (("before", before), ("after", after), ("leave_one_out", held))}  # fmt: skip
+    (before, after), counts = _training(run.fit), _tokens(run.batch(texts)["labels"])
+    losses = {"before": before, "after": after, "leave_one_out": held}
+    rows = _rows(texts, counts, **losses)
+    mean = {name: float(value.sum() / counts.sum()) for name, value in losses.items()}
     result = {
         "command": "adapt", "train": len(texts.ids), "tokens": int(counts.sum()), "network": told,
         "loss_per_token": mean, "ridge": run.fit.ridge, "ridge_reason": run.chosen, "texts": rows,
@@ -286,10 +284,12 @@ def _fitted(network: nn.Module, batch: dict[str, Tensor], options: AdaptOptions)
     return tried[best][1] if not whose else _solved(network, batch, best, options.memory), why
 
 
-def _solved(network: nn.Module, batch: dict[str, Tensor], ridge: float, memory: str | None) -> PositionFit:
+def _solved(
+    network: nn.Module, batch: dict[str, Tensor], ridge: float, memory: str | int | None
+) -> PositionFit:
     """The optimum."""
     lin = linearize(network, params="lora")
-    found = fit_linear(lin, batch, "cross-entropy", axis=-1, ridge=ridge, memory=memory)
+    found: Any = fit_linear(lin, batch, "cross-entropy", axis=-1, ridge=ridge, memory=memory)
     assert isinstance(found, PositionFit)
     return found
 
@@ -400,9 +400,11 @@ def predict(
     }  # fmt: skip
     _write(folder, result)
     lines = [f"{len(rows)} texts: {kept(table)}; {result['loss_per_token']:.3f} nats per token"]
-    for row in rows[:20]:
+    for row in rows[:LISTED]:
         error = f" +- {row['std']:.3f}" if std else ""
-        lines.append(_line(row["id"], f"{row['loss']:.3f}{error} nats, {row['probability']:.1%}", row["text"]))
+        lines.append(
+            _line(row["id"], f"{row['loss']:.3f}{error} nats, {row['probability']:.1%}", row["text"])
+        )
     return result, [*lines, *_ending(folder, result)]
 
 
@@ -441,7 +443,7 @@ def explain(
 
 def _line(name: str, said: str, text: str) -> str:
     """A text with what is said of it, for the terminal."""
-    return f"{_shown(name) if name == name.strip() else name}  {said}  {_shown(text)}"
+    return f"{name[: -len(name.lstrip())]}{_shown(name)}  {said}  {_shown(text)}"
 
 
 # Changes
@@ -484,36 +486,37 @@ def _changed(
     overwrite: bool,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """Write a run after a change, and what became of the texts that were taken out or in."""
-    batch, start, difference = run.batch(texts), time.perf_counter(), None
-    counts = _tokens(batch["labels"])
-    every = _training(after.fit)[1]
+    batch, every, refit = run.batch(texts), _training(after.fit)[1], {}
     if verify:
+        start = time.perf_counter()
         anew = _solved(run.network, run.batch(after.texts), after.fit.ridge, run.fit.memory)
-        difference = float((_training(anew)[1] - every).abs().max())
-    again = time.perf_counter() - start if verify else None
-    was, now = run.fit.losses(batch), after.fit.losses(batch)
-    rows, mean = _rows(texts, counts, before=was, after=now), every.sum() / (after.fit.targets != IGNORED).sum()
-    key, summary = ("removed" if command == "forget" else "added"), after.fit.summary()
+        refit = {"difference": float((_training(anew)[1] - every).abs().max())}
+        refit["refit_seconds"] = time.perf_counter() - start
+    counts, was, now = _tokens(batch["labels"]), run.fit.losses(batch), after.fit.losses(batch)
+    mean = {name: float(loss.sum() / counts.sum()) for name, loss in (("before", was), ("after", now))}
+    rows, summary = _rows(texts, counts, before=was, after=now), after.fit.summary()
     result = {
         "command": command, "train_before": run.fit.n, "train": after.fit.n, "network": run.told,
-        "loss_per_token": {"before": float(was.sum() / counts.sum()), "after": float(now.sum() / counts.sum())},
-        "loss_per_training_token": float(mean), "certificate": summary["certificate"], "verified": verify,
-        "difference": difference, "removed": [], "added": [], key: rows, "seconds": seconds,
-        "refit_seconds": again, "fit": summary, "out": str(out),
+        "loss_per_token": mean, "loss_per_training_token": float(every.sum()) / summary["positions"],
+        "certificate": summary["certificate"], "verified": verify, **refit,
+        "removed" if command == "forget" else "added": rows, "seconds": seconds, "fit": summary,
+        "out": str(out),
     }  # fmt: skip
     if overwrite:
         clear_run(out)
     _save(out, after)
     _write(out, result)
     what, many = ("forgotten" if command == "forget" else "added"), "s" * (len(rows) != 1)
-    told = result["loss_per_token"]
     lines = [
         f"{len(rows)} text{many} {what} in {duration(seconds)}; {after.fit.n} now",
-        *(_line(f"  {r['id']}", f"{r['before']:.3f} -> {r['after']:.3f} nats", r["text"]) for r in rows[:20]),
-        f"loss per token of what was {what}: {told['before']:.3f} nats before, {told['after']:.3f} after; "
-        f"of all training texts now: {float(mean):.3f}",
+        *(
+            _line(f"  {r['id']}", f"{r['before']:.3f} -> {r['after']:.3f} nats", r["text"])
+            for r in rows[:LISTED]
+        ),
+        f"loss per token of what was {what}: {mean['before']:.3f} nats before, {mean['after']:.3f} after; "
+        f"of all training texts now: {result['loss_per_training_token']:.3f}",
         f"gradient relative to that at the start: {summary['certificate']:.1e}",
     ]
-    if verify and again is not None:
-        lines.append(f"largest difference from a fit from scratch: {difference:.1e} nats ({duration(again)})")
+    if verify:
+        lines.append(f"largest difference from a fit from scratch: {refit['difference']:.1e} nats")
     return result, [*lines, *_ending(out, result)]
