@@ -124,8 +124,8 @@ def predict_command(
     """Predict new samples with an adapted network, with probabilities and standard deviations.
 
     Args:
-        data: The samples: a folder of images, an ``.npz`` archive with x or x_test, or a ``.csv`` table with
-            the run's columns. Answers are used to score the predictions where there are any.
+        data: The samples: a folder of images, an ``.npz`` archive with x or x_test, a ``.csv`` table with
+            the run's columns, or a ``.jsonl`` file of texts. Answers are used to score the predictions where there are any.
         out: The file to write, ``.csv`` or ``.json``; predictions.csv in the run's folder by default.
         std: Whether to compute standard deviations, which takes longer than the predictions themselves.
         coverage: Write beside each prediction a set of classes, or the ends of an interval, that holds the
@@ -205,7 +205,7 @@ def update_command(
 
     Args:
         data: The samples with their answers: folders of images named for the classes, an ``.npz`` archive
-            with x and y (or x_train and y_train), or a ``.csv`` table.
+            with x and y (or x_train and y_train), a ``.csv`` table, or a ``.jsonl`` file of texts.
         out: The folder for the new run.
         new_class: A class among them that the run has not seen, each name once; such classes get the next
             numbers in the order in which they are named.

@@ -33,7 +33,7 @@ from linnet.files import read_json, require_file, save, write_json
 from linnet.fitting.fit import fit as fit_linear
 from linnet.fitting.position_fit import PositionFit
 from linnet.integrations.language import language_model
-from linnet.integrations.text import RECORDS, tokenized
+from linnet.integrations.text import PARTS, RECORDS, tokenized
 from linnet.machine import find_device
 from linnet.params import integer, number
 from linnet.progress import waiting
@@ -42,6 +42,7 @@ from linnet.saved import load
 from linnet.tangent.batch import IGNORED
 from linnet.tangent.linearized import linearize
 
+Told = tuple[dict[str, Any], list[str]]  # a result, and lines for people
 ENDING = ".jsonl"
 RIDGES = (10.0, 1.0, 0.1, 0.01, 0.001)  # tried from the largest on, as long as the next one is better
 AFFORDABLE = 500  # texts on which the ridge is chosen: each costs a solve for each ridge
@@ -134,15 +135,18 @@ def _on_line(path: Path, number: int, line: bytes) -> Iterator[None]:
 
 
 def _as_example(record: Any) -> Any:
-    """A line as `tokenized` takes it: a list of two texts is a pair."""
-    is_pair = isinstance(record, list) and len(record) == 2 and all(isinstance(one, str) for one in record)
-    if is_pair:
+    """A line as `tokenized` takes it, entries of a record without their names."""
+    if isinstance(record, list) and len(record) == 2 and all(isinstance(one, str) for one in record):
         return tuple(record)
-    if isinstance(record, dict) and not {"text", "messages"} & set(record):
-        for name in ("prompt", "completion"):
-            if name not in record:
-                raise DataError(f"it has no {name!r}", _FORM, f'add "{name}", or name the entries so')
-    return record
+    if not isinstance(record, dict):
+        return record
+    for name in ("messages", "text"):
+        if name in record:
+            return record[name]
+    for name in PARTS:
+        if name not in record:
+            raise DataError(f"it has no {name!r}", _FORM, f'add "{name}", or name the entries so')
+    return tuple(record[name] for name in PARTS)
 
 
 def _batch(texts: Texts, tokenizer: Any) -> dict[str, Tensor]:
@@ -158,16 +162,12 @@ def _tokens(labels: Tensor) -> Tensor:
     return (labels[:, 1:] != IGNORED).sum(1)
 
 
-def _said(record: Any) -> str:
+def _said(example: Any) -> str:
     """A text as people read it."""
-    if isinstance(record, dict):
-        record = record.get("messages") or record.get("text") or (record["prompt"], record["completion"])
-    if isinstance(record, str):
-        return record
-    if isinstance(record, tuple) and all(isinstance(one, str) for one in record):
-        return "".join(record)
-    spoken = [one for part in record for one in (part if isinstance(part, list) else [part])]
-    return " / ".join(f"{one['role']}: {one['content']}" for one in spoken)
+    parts = example if isinstance(example, tuple) else (example,)
+    if all(isinstance(part, str) for part in parts):
+        return "".join(parts)
+    return " / ".join(f"{one['role']}: {one['content']}" for part in parts for one in part)
 
 
 def _shown(text: str) -> str:
@@ -179,7 +179,7 @@ def _shown(text: str) -> str:
 # Fits
 
 
-def adapt(options: AdaptOptions, out: Path, quick: bool, overwrite: bool) -> tuple[dict[str, Any], list[str]]:
+def adapt(options: AdaptOptions, out: Path, quick: bool, overwrite: bool) -> Told:
     """Fit an adapter to texts: the result, and lines for people."""
     leave()
     spec, arguments = _checked(options, quick), dict(options.model_args or {})
@@ -199,11 +199,12 @@ def adapt(options: AdaptOptions, out: Path, quick: bool, overwrite: bool) -> tup
         _save(out, run)
     with stages.measure("leave-one-out"):
         held = run.fit.loo_losses()
-    (before, after), counts = _training(run.fit), _tokens(run.batch(texts)["labels"])
+    (before, after), batch = _training(run.fit), run.batch(texts)
+    counts = _tokens(batch["labels"])
     losses = {"before": before, "after": after, "leave_one_out": held}
-    rows = _rows(texts, counts, **losses)
+    rows = _rows(texts, batch, **losses)
     mean = {name: float(value.sum() / counts.sum()) for name, value in losses.items()}
-    result = {
+    result: dict[str, Any] = {
         "command": "adapt", "train": len(texts.ids), "tokens": int(counts.sum()), "network": told,
         "loss_per_token": mean, "ridge": run.fit.ridge, "ridge_reason": run.chosen, "texts": rows,
         "seconds": stages.seconds, "fit": run.fit.summary(), "out": str(out),
@@ -300,14 +301,12 @@ def _training(fit: PositionFit) -> tuple[Tensor, Tensor]:
     return problem.losses(problem.base), problem.losses(problem.base + problem.push(fit.system.eta))
 
 
-def _rows(texts: Texts, counts: Tensor, **losses: Tensor) -> list[dict[str, Any]]:
+def _rows(texts: Texts, batch: dict[str, Tensor], **losses: Tensor) -> list[dict[str, Any]]:
     """Texts as plain values, with their losses in nats."""
-    columns = {name: value.tolist() for name, value in losses.items()}
-    return [
-        {"id": texts.ids[i], "text": _said(texts.records[i]), "tokens": int(counts[i])}
-        | {name: value[i] for name, value in columns.items()}
-        for i in range(len(texts.ids))
-    ]
+    columns = {"tokens": _tokens(batch["labels"]), **losses}
+    values = zip(*(column.tolist() for column in columns.values()), strict=True)
+    named = zip(texts.ids, map(_said, texts.records), values, strict=True)
+    return [{"id": name, "text": text, **dict(zip(columns, row, strict=True))} for name, text, row in named]
 
 
 # Folders
@@ -358,7 +357,10 @@ def opened(options: RunOptions) -> AdapterRun:
     samples = load_tree(folder / "samples.safetensors", "samples")
     network, tokenizer, told = _built(origin.spec, origin.arguments, seed)
     fit = load(folder / "linear-fit.safetensors", network.to(device))
-    texts = Texts(samples["ids"], samples["records"])
+    with understood(folder):
+        texts = Texts(samples["ids"], samples["records"])
+        for record in texts.records:
+            _said(record)
     if not isinstance(fit, PositionFit) or not fit.n == len(texts.ids) == len(texts.records):
         raise FileFormatError(f"{folder} has a fit of other texts", "its own files", "restore it from a copy")
     fit.memory = options.memory
@@ -378,7 +380,7 @@ def _ending(out: Path, result: dict[str, Any]) -> list[str]:
 
 def predict(
     options: RunOptions, data: Path, out: Path | None, std: bool, coverage: float | None, overwrite: bool
-) -> tuple[dict[str, Any], list[str]]:
+) -> Told:
     """How probable answers are, as a table: the result, and lines for people."""
     table, folder = out or options.run / "predictions.csv", options.run / "predict"
     if coverage is not None:
@@ -391,7 +393,7 @@ def predict(
     losses, counts = run.fit.losses(batch), _tokens(batch["labels"])
     spread = {"std": run.fit.loss_variance(batch).sqrt()} if std else {}
     each = {"probability": (-losses).exp(), "token_probability": (-losses / counts.to(losses)).exp()}
-    rows = _rows(texts, counts, loss=losses, **each, **spread)
+    rows = _rows(texts, batch, loss=losses, **each, **spread)
     write_rows(table, rows)
     result = {
         "command": "predict", "samples": len(rows), "tokens": int(counts.sum()),
@@ -402,15 +404,14 @@ def predict(
     lines = [f"{len(rows)} texts: {kept(table)}; {result['loss_per_token']:.3f} nats per token"]
     for row in rows[:LISTED]:
         error = f" +- {row['std']:.3f}" if std else ""
-        lines.append(
-            _line(row["id"], f"{row['loss']:.3f}{error} nats, {row['probability']:.1%}", row["text"])
-        )
+        said = f"{row['loss']:.3f}{error} nats, {row['probability']:.1%}"
+        lines.append(_line(said, row["id"], row["text"]))
     return result, [*lines, *_ending(folder, result)]
 
 
 def explain(
     options: RunOptions, data: Path | None, ids: list[str] | None, top: int, out: Path | None
-) -> tuple[dict[str, Any], list[str]]:
+) -> Told:
     """The training texts that make answers likelier and less likely: the result, and lines for people."""
     folder = out or options.run / "explain"
     check_out(folder, options.run)
@@ -424,34 +425,30 @@ def explain(
     asked = every if ids is None else every.take(find_samples(ids, every.ids, kind, known))
     batch = run.batch(asked)
     influence = run.fit.influence(batch).T.tolist()
-    told, lines = _rows(asked, _tokens(batch["labels"]), loss=run.fit.losses(batch)), []
+    told, lines = _rows(asked, batch, loss=run.fit.losses(batch)), []
+    trained = _rows(run.texts, run.batch(run.texts))
     for row, change in zip(told, influence, strict=True):
         order = sorted(range(len(change)), key=change.__getitem__)
         sides = {"helpful": [i for i in order[:top] if change[i] < 0],
                  "harmful": [i for i in order[::-1][:top] if change[i] > 0]}  # fmt: skip
-        lines.append(_line(row["id"], f"{row['loss']:.3f} nats", row["text"]))
+        lines.append(_line(f"{row['loss']:.3f} nats", row["id"], row["text"]))
         for side, places in sides.items():
-            row[side] = [
-                {"id": run.texts.ids[i], "text": _said(run.texts.records[i]), "influence": change[i]}
-                for i in places
-            ]
-            lines += [_line(f"  {side}", f"{n['influence']:+.3f}  {n['id']}", n["text"]) for n in row[side]]
+            row[side] = [{**trained[i], "influence": change[i]} for i in places]
+            lines += [_line(f"  {side}  {n['influence']:+.3f}", n["id"], n["text"]) for n in row[side]]
     result = {"command": "explain", "ids": list(asked.ids), "explanations": told, "out": str(folder)}
     _write(folder, result)
     return result, [*lines, "influence: nats by which a text changes the loss", *_ending(folder, result)]
 
 
-def _line(name: str, said: str, text: str) -> str:
-    """A text with what is said of it, for the terminal."""
-    return f"{name[: -len(name.lstrip())]}{_shown(name)}  {said}  {_shown(text)}"
+def _line(said: str, name: str, text: str) -> str:
+    """What is said of a text, its id and the text, for the terminal."""
+    return f"{said}  {_shown(name)}  {_shown(text)}"
 
 
 # Changes
 
 
-def forget(
-    options: RunOptions, ids: Sequence[str], out: Path, verify: bool, overwrite: bool
-) -> tuple[dict[str, Any], list[str]]:
+def forget(options: RunOptions, ids: Sequence[str], out: Path, verify: bool, overwrite: bool) -> Told:
     """Forget training texts: the result, and lines for people."""
     run = opened(options)
     places = find_samples(ids, run.texts.ids, "training texts")
@@ -465,9 +462,7 @@ def forget(
     return _changed("forget", run, after, run.texts.take(places), seconds, out, verify, overwrite)
 
 
-def update(
-    options: RunOptions, data: Path, out: Path, verify: bool, overwrite: bool, new_class: Any
-) -> tuple[dict[str, Any], list[str]]:
+def update(options: RunOptions, data: Path, out: Path, verify: bool, overwrite: bool, new_class: Any) -> Told:
     """Add training texts: the result, and lines for people."""
     if new_class:
         raise _no_use("new_class", new_class)
@@ -484,7 +479,7 @@ def update(
 def _changed(
     command: str, run: AdapterRun, after: AdapterRun, texts: Texts, seconds: float, out: Path, verify: bool,
     overwrite: bool,
-) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+) -> Told:  # fmt: skip
     """Write a run after a change, and what became of the texts that were taken out or in."""
     batch, every, refit = run.batch(texts), _training(after.fit)[1], {}
     if verify:
@@ -494,7 +489,7 @@ def _changed(
         refit["refit_seconds"] = time.perf_counter() - start
     counts, was, now = _tokens(batch["labels"]), run.fit.losses(batch), after.fit.losses(batch)
     mean = {name: float(loss.sum() / counts.sum()) for name, loss in (("before", was), ("after", now))}
-    rows, summary = _rows(texts, counts, before=was, after=now), after.fit.summary()
+    rows, summary = _rows(texts, batch, before=was, after=now), after.fit.summary()
     result = {
         "command": command, "train_before": run.fit.n, "train": after.fit.n, "network": run.told,
         "loss_per_token": mean, "loss_per_training_token": float(every.sum()) / summary["positions"],
@@ -506,13 +501,14 @@ def _changed(
         clear_run(out)
     _save(out, after)
     _write(out, result)
-    what, many = ("forgotten" if command == "forget" else "added"), "s" * (len(rows) != 1)
+    shown, what, many = (
+        rows[:LISTED],
+        ("forgotten" if command == "forget" else "added"),
+        "s" * (len(rows) != 1),
+    )
     lines = [
         f"{len(rows)} text{many} {what} in {duration(seconds)}; {after.fit.n} now",
-        *(
-            _line(f"  {r['id']}", f"{r['before']:.3f} -> {r['after']:.3f} nats", r["text"])
-            for r in rows[:LISTED]
-        ),
+        *(_line(f"  {r['before']:.3f} -> {r['after']:.3f} nats", r["id"], r["text"]) for r in shown),
         f"loss per token of what was {what}: {mean['before']:.3f} nats before, {mean['after']:.3f} after; "
         f"of all training texts now: {result['loss_per_training_token']:.3f}",
         f"gradient relative to that at the start: {summary['certificate']:.1e}",
