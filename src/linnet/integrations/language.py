@@ -39,7 +39,11 @@ def language_model(name: str, arguments: Mapping[str, Any], seed: int) -> tuple[
         base = name if saved is None else _base(saved)
         config = transformers.AutoConfig.from_pretrained(base, **_OWN)
         if base != name and _adapter_file(transformers, base) is not None:
-            raise ModelError(f"{base}, the network of the adapter {name}, is an adapter itself", "a network")
+            raise ModelError(
+                f"{base}, the network of the adapter {name}, is an adapter itself",
+                expected="the network that it was trained on",
+                remedy="merge that adapter first",
+            )
     known, kinds = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, config.architectures or ()
     if type(config) not in known or config.is_encoder_decoder or any("ForMasked" in one for one in kinds):
         raise ModelError(
