@@ -125,7 +125,8 @@ def predict_command(
 
     Args:
         data: The samples: a folder of images, an ``.npz`` archive with x or x_test, a ``.csv`` table with
-            the run's columns, or a ``.jsonl`` file of texts. Answers are used to score the predictions where there are any.
+            the run's columns, or a ``.jsonl`` file of texts. Answers are used to score the predictions where
+            there are any.
         out: The file to write, ``.csv`` or ``.json``; predictions.csv in the run's folder by default.
         std: Whether to compute standard deviations, which takes longer than the predictions themselves.
         coverage: Write beside each prediction a set of classes, or the ends of an interval, that holds the
@@ -264,12 +265,19 @@ def serve_command(*, options: RunOptions, port: int = 0, browser: bool = False) 
     import sys
     import webbrowser
 
+    from linnet.app.runs import adapter
     from linnet.app.runs.folder import opened
-    from linnet.app.serve.server import Server, Session
+    from linnet.app.serve.server import Asked, Server, Session
+    from linnet.app.serve.texts import TextSession
     from linnet.params import integer
 
     integer("port", port, least=0, most=65535)
-    session = Session(opened(options), options.run.resolve().name)
+    name = options.run.resolve().name
+    session: Asked[Any, Any]
+    if adapter.is_adapter(options.run):
+        session = TextSession(adapter.opened(options), name)
+    else:
+        session = Session(opened(options), name)
     with Server(session, port) as server:
         # on standard error, so that it is seen with --json and --quiet too
         print(f"{server.address}\nPress Ctrl-C to stop.", file=sys.stderr, flush=True)

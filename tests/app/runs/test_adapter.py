@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,13 @@ import torch
 
 from linnet.app.options import RunOptions
 from linnet.app.runs import adapter
+from linnet.app.serve.server import Server
+from linnet.app.serve.texts import TextSession
 from linnet.errors import DataError
 from linnet.files import read_json, write_json
 from linnet.integrations.text import tokenized
 from tests.app.runs.small_tasks import linnet, result, rows
+from tests.app.runs.test_serve import Browser
 from tests.hangs import HANGS
 
 transformers = pytest.importorskip("transformers")
@@ -421,3 +426,48 @@ def test_a_stopped_run_goes_on(shop: Path, how: str, monkeypatch: pytest.MonkeyP
     linnet("adapt", *words)
     assert len(solved) == (0 if how == "SIGINT" else 1)  # a killed one could not say what it was
     assert "leave_one_out" in result(shop / how)["loss_per_token"]
+
+
+def test_a_question_is_answered_on_the_page(shop: Path) -> None:
+    session = TextSession(adapter.opened(RunOptions(run=shop / "run")), "run")
+    with Server(session) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        browser = Browser(server)
+        try:
+            look_at_answers(browser, shop)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def look_at_answers(browser: Browser, shop: Path) -> None:
+    """Ask for an answer, ask about another, forget what is behind it, and take that back."""
+    about = browser.json("/about")
+    assert (about["kind"], about["train"], about["forgotten"]) == ("text", 7, [])
+
+    def sent(question: str, answer: str = "") -> bytes:
+        return json.dumps({"question": question, "answer": answer}).encode()
+
+    own = browser.json("/predict", sent("where does Ann live ?"))["sample"]
+    assert own["answer"] == "Oslo"
+    assert [token["text"] for token in own["tokens"]] == ["Oslo", "<end>"]
+    chance = math.prod(token["probability"] for token in own["tokens"])
+    assert own["loss"] == pytest.approx(-math.log(chance), rel=1e-4)
+    assert own["std"] > 0
+    write_lines(shop / "ann.jsonl", [fact("Ann", "Oslo"), fact("Ann", "Lima")])
+    known = losses(shop / "run", shop / "ann.jsonl")
+    assert own["loss"] == pytest.approx(float(known[0]), rel=1e-4)
+    found = browser.json("/predict", sent("where does Ann live ?", "Lima"))["sample"]
+    assert found["given"]
+    assert found["loss"] == pytest.approx(float(known[1]), rel=1e-4)
+    assert "Ann" in found["down"][0]["text"]
+    assert found["up"][0]["influence"] > 0 > found["down"][0]["influence"]
+    gone = [one["id"] for one in found["down"] if "Ann" in one["text"]]
+    after = browser.json("/forget", json.dumps(gone).encode())
+    assert (after["forgotten"], after["train"]) == (sorted(gone), 7 - len(gone))
+    assert after["sample"]["loss"] < found["loss"] == after["before"]["loss"]
+    assert browser.json("/restore")["sample"]["loss"] == found["loss"]
+    for body in (b"", b"[]", b'{"question": 1, "answer": ""}', sent(" "), sent("where is Atlantis ?")):
+        assert browser.json("/predict", body, status=400)["error"]
+    assert browser.json("/forget", b'["train/70"]', status=400)["error"]

@@ -202,7 +202,7 @@ def adapt(options: AdaptOptions, out: Path, quick: bool, overwrite: bool) -> Tol
     (before, after), batch = _training(run.fit), run.batch(texts)
     counts = _tokens(batch["labels"])
     losses = {"before": before, "after": after, "leave_one_out": held}
-    rows = _rows(texts, batch, **losses)
+    rows = rows_of(texts, batch, **losses)
     mean = {name: float(value.sum() / counts.sum()) for name, value in losses.items()}
     result: dict[str, Any] = {
         "command": "adapt", "train": len(texts.ids), "tokens": int(counts.sum()), "network": told,
@@ -301,7 +301,7 @@ def _training(fit: PositionFit) -> tuple[Tensor, Tensor]:
     return problem.losses(problem.base), problem.losses(problem.base + problem.push(fit.system.eta))
 
 
-def _rows(texts: Texts, batch: dict[str, Tensor], **losses: Tensor) -> list[dict[str, Any]]:
+def rows_of(texts: Texts, batch: dict[str, Tensor], **losses: Tensor) -> list[dict[str, Any]]:
     """Texts as plain values, with their losses in nats."""
     columns = {"tokens": _tokens(batch["labels"]), **losses}
     values = zip(*(column.tolist() for column in columns.values()), strict=True)
@@ -393,7 +393,7 @@ def predict(
     losses, counts = run.fit.losses(batch), _tokens(batch["labels"])
     spread = {"std": run.fit.loss_variance(batch).sqrt()} if std else {}
     each = {"probability": (-losses).exp(), "token_probability": (-losses / counts.to(losses)).exp()}
-    rows = _rows(texts, batch, loss=losses, **each, **spread)
+    rows = rows_of(texts, batch, loss=losses, **each, **spread)
     write_rows(table, rows)
     result = {
         "command": "predict", "samples": len(rows), "tokens": int(counts.sum()),
@@ -425,8 +425,8 @@ def explain(
     asked = every if ids is None else every.take(find_samples(ids, every.ids, kind, known))
     batch = run.batch(asked)
     influence = run.fit.influence(batch).T.tolist()
-    told, lines = _rows(asked, batch, loss=run.fit.losses(batch)), []
-    trained = _rows(run.texts, run.batch(run.texts))
+    told, lines = rows_of(asked, batch, loss=run.fit.losses(batch)), []
+    trained = rows_of(run.texts, run.batch(run.texts))
     for row, change in zip(told, influence, strict=True):
         order = sorted(range(len(change)), key=change.__getitem__)
         sides = {"helpful": [i for i in order[:top] if change[i] < 0],
@@ -450,16 +450,18 @@ def _line(said: str, name: str, text: str) -> str:
 
 def forget(options: RunOptions, ids: Sequence[str], out: Path, verify: bool, overwrite: bool) -> Told:
     """Forget training texts: the result, and lines for people."""
-    run = opened(options)
+    run, start = opened(options), time.perf_counter()
+    after, gone = without(run, ids)
+    return _changed("forget", run, after, gone, time.perf_counter() - start, out, verify, overwrite)
+
+
+def without(run: AdapterRun, ids: Sequence[str]) -> tuple[AdapterRun, Texts]:
+    """The run without some texts, and these."""
     places = find_samples(ids, run.texts.ids, "training texts")
     if len(places) == run.fit.n:
         raise InputError(f"ids names all {run.fit.n} texts", "at least one that stays", "leave some out")
-    start = time.perf_counter()
-    fit = run.fit.forget(places)
-    seconds = time.perf_counter() - start
     stay = [at for at in range(run.fit.n) if at not in set(places)]
-    after = replace(run, fit=fit, texts=run.texts.take(stay))
-    return _changed("forget", run, after, run.texts.take(places), seconds, out, verify, overwrite)
+    return replace(run, fit=run.fit.forget(places), texts=run.texts.take(stay)), run.texts.take(places)
 
 
 def update(options: RunOptions, data: Path, out: Path, verify: bool, overwrite: bool, new_class: Any) -> Told:
@@ -489,7 +491,7 @@ def _changed(
         refit["refit_seconds"] = time.perf_counter() - start
     counts, was, now = _tokens(batch["labels"]), run.fit.losses(batch), after.fit.losses(batch)
     mean = {name: float(loss.sum() / counts.sum()) for name, loss in (("before", was), ("after", now))}
-    rows, summary = _rows(texts, batch, before=was, after=now), after.fit.summary()
+    rows, summary = rows_of(texts, batch, before=was, after=now), after.fit.summary()
     result = {
         "command": command, "train_before": run.fit.n, "train": after.fit.n, "network": run.told,
         "loss_per_token": mean, "loss_per_training_token": float(every.sum()) / summary["positions"],
