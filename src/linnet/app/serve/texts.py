@@ -86,8 +86,9 @@ class TextSession(Asked[AdapterRun, Question]):
         at = learned.nonzero()[:, 0]
         log = _outputs(run, ids[None]).log_softmax(-1)[at - 1, ids[at]]
         words = [run.tokenizer.decode([token]) for token in ids[at].tolist()]
+        answer = run.tokenizer.decode(ids[at], skip_special_tokens=True)
         result = {
-            "findings": [], "given": new.answer is not None, "answer": run.tokenizer.decode(ids[at], skip_special_tokens=True),
+            "findings": [], "given": new.answer is not None, "answer": answer,
             "tokens": [{"text": w, "probability": float(p)} for w, p in zip(words, log.exp(), strict=True)],
             "loss": float(-log.sum()), "std": float(run.fit.loss_variance(batch).sqrt()),
         }  # fmt: skip
