@@ -60,6 +60,8 @@ def language_model(name: str, arguments: Mapping[str, Any], seed: int) -> tuple[
     with _loading(f"the tokenizer of {spec}", "the tokenizer in the folder of the network or adapter"):
         has_own = transformers.utils.cached_file(name, "tokenizer_config.json", **_MAYBE)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name if has_own else base, **_OWN)
+    if most := getattr(config, "max_position_embeddings", None):
+        tokenizer.model_max_length = min(tokenizer.model_max_length, most)
     kind = type(network).__name__
     if saved is not None and arguments:
         raise InputError(
@@ -119,10 +121,15 @@ def _refused(name: str, value: Any, expected: str) -> InputError:
 def _fresh(peft: Any, network: nn.Module, settings: dict[str, Any], seed: int) -> tuple[nn.Module, str]:
     """The network with a new adapter on the linear layers of its last blocks, and that in words."""
     lists = [(name, part) for name, part in network.named_modules() if isinstance(part, nn.ModuleList)]
-    place, blocks = max(lists, key=lambda one: sum(p.numel() for p in one[1].parameters()), default=("", ()))
+    place, blocks = max(
+        lists, key=lambda one: sum(p.numel() for p in one[1].parameters()), default=("", nn.ModuleList())
+    )
     count, names = settings["layers"], settings["target_modules"]
     if count > len(blocks):
         raise _refused("layers", count, f"at most the {len(blocks)} blocks of the network")
+    widest = max((size for p in blocks.parameters() for size in p.shape), default=0)
+    if settings["r"] > widest:
+        raise _refused("r", settings["r"], f"a rank of at most {widest}, that of the largest layer")
     linear = [
         f"{place}.{at}.{inside}"
         for at in range(len(blocks) - count, len(blocks))
@@ -135,7 +142,8 @@ def _fresh(peft: Any, network: nn.Module, settings: dict[str, Any], seed: int) -
     chosen = [name for name in linear if names is None or name.rpartition(".")[2] in names]
     torch.manual_seed(seed)
     rank, alpha = settings["r"], settings["lora_alpha"]
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen)
+    turned = any(type(part).__name__ == "Conv1D" for part in blocks.modules())  # GPT-2's, with W transposed
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen, fan_in_fan_out=turned)
     where = "the last block" if count == 1 else f"the last {count} blocks"
     told = f"a fresh one of rank {rank} and scale {alpha} on {len(chosen)} linear layers of {where}"
     return peft.get_peft_model(network, config), told

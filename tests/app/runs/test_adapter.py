@@ -22,6 +22,7 @@ from linnet.app.serve.server import Server
 from linnet.app.serve.texts import TextSession
 from linnet.errors import DataError
 from linnet.files import read_json, write_json
+from linnet.integrations.language import language_model
 from linnet.integrations.text import tokenized
 from tests.app.runs.small_tasks import linnet, result, rows
 from tests.app.runs.test_serve import Browser
@@ -149,6 +150,7 @@ def test_answers_are_told_with_their_probability(shop: Path, tmp_path: Path) -> 
     assert float(first["token_probability"]) == pytest.approx(float((-loss[0] / 2).exp()))
     assert float(first["std"]) > 0
     linnet("predict", "--run", shop / "run", "--data", shop / "questions.jsonl", "--std", "false")
+    linnet("predict", "--run", shop / "run", "--data", shop / "questions.jsonl", "--coverage", 0.9, code=2)
     assert "std" not in rows(shop / "run" / "predictions.csv")[0]
     linnet("predict", "--run", shop / "run", "--data", shop / "questions.jsonl", "--out", table, code=2)
 
@@ -284,6 +286,51 @@ def test_wrong_lines_are_named(shop: Path, line: str, tmp_path: Path) -> None:
     assert caught.value.remedy
 
 
+def test_every_kind_of_record_is_read(shop: Path, tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(shop / "net")
+    tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }} {% endfor %}"
+    asked, said = {"role": "user", "content": "where is Ann"}, {"role": "assistant", "content": "Oslo"}
+    told = {
+        "where is Ann ? Oslo": "where is Ann ? Oslo",
+        "0": {"text": "where is Ann"},
+        "1": ["where is Ann", " Oslo"],
+        "2": {"prompt": "where is Ann", "completion": " Oslo", "id": 7},
+        "3": {"messages": [asked, said]},
+        "4": {"prompt": [asked], "completion": [said]},
+    }
+    found = adapter.read_texts(write_lines(tmp_path / "all.jsonl", [*told.values()]), tokenizer, "test")
+    assert found.ids == ("test/0", "test/1", "test/2", "7", "test/4", "test/5")
+    rows = adapter.rows_of(found, adapter._batch(found, tokenizer))
+    assert [row["tokens"] for row in rows] == [5, 3, 2, 2, 1, 1]
+    assert [row["text"] for row in rows[2:5]] == ["where is Ann Oslo"] * 2 + [
+        "user: where is Ann / assistant: Oslo"
+    ]
+    tokenizer.model_max_length = 3
+    with pytest.raises(DataError, match=r"line 1, .*: it has 6 tokens"):
+        adapter.read_texts(tmp_path / "all.jsonl", tokenizer, "test")
+
+
+def test_without_peft_it_is_said_how_to_install_it(
+    shop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    adapt(shop, "none", code=2)
+    what, _, remedy = capsys.readouterr().err.splitlines()
+    assert "peft, which an adapter on hf:" in what
+    assert remedy == "to fix it: pip install peft"
+
+
+def test_an_adapter_of_gpt2(shop: Path) -> None:
+    sizes = dict(n_embd=8, n_layer=2, n_head=2, n_positions=9, bos_token_id=1, eos_token_id=1)
+    net = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=len(WORDS), **sizes))
+    net.save_pretrained(shop / "gpt2")
+    transformers.AutoTokenizer.from_pretrained(shop / "net").save_pretrained(shop / "gpt2")
+    lora, tokenizer, told = language_model(str(shop / "gpt2"), {"r": 2}, 0)
+    assert told.endswith("rank 2 and scale 16 on 4 linear layers of the last block")
+    assert {name.split(".")[4] for name, _ in lora.named_parameters() if "lora" in name} == {"1"}
+    assert tokenizer.model_max_length == 9
+
+
 def test_a_wrong_line_leaves_nothing(shop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(shop / "bad.jsonl", [["where is", " Ann"], {"prompt": "where"}])
     adapt(shop, "bad", data="bad.jsonl", code=2)
@@ -306,6 +353,7 @@ def test_a_wrong_line_leaves_nothing(shop: Path, capsys: pytest.CaptureFixture[s
         (["--ridge", "0"], "--ridge 0"),
         (["--model-args.rank", "4"], "--model-args holds rank: 4"),
         (["--model-args.layers", "3"], "--model-args holds layers: 3"),
+        (["--model-args.r", "64"], "--model-args holds r: 64"),
         (["--model-args.r", "0"], "--model-args holds r: 0"),
         (["--model-args", '{"target_modules": ["x"]}'], "--model-args holds target_modules: ['x']"),
         (["--model", "hf:{shop}/untold"], "the tokenizer of hf:{shop}/untold cannot be loaded"),

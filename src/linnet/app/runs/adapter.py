@@ -154,6 +154,9 @@ def _batch(texts: Texts, tokenizer: Any) -> dict[str, Tensor]:
     batch = tokenized(texts.records, tokenizer)
     if not bool((_tokens(batch["labels"]) > 0).all()):
         raise DataError("it has no token behind another", "two tokens at least", "write a longer text")
+    width, most = batch["labels"].shape[1], getattr(tokenizer, "model_max_length", None)
+    if most is not None and width > most:
+        raise DataError(f"it has {width} tokens", f"at most the network's {most}", "cut it into parts")
     return batch
 
 
