@@ -116,7 +116,7 @@ def test_what_a_run_says_of_itself(shop: Path, capsys: pytest.CaptureFixture[str
     mean = found["loss_per_token"]
     assert mean["before"] > mean["leave_one_out"] > mean["after"]
     assert f"{mean['before']:.3f} nats before, {mean['after']:.3f} after, {mean['leave_one_out']:.3f}" in told
-    assert "7 texts with 14 tokens to learn" in told
+    assert "texts: 7, with 14 tokens to learn" in told
     assert (
         "LlamaForCausalLM with a LoRA adapter, a fresh one of rank 8 and scale 16 on 2 linear layers" in told
     )
@@ -289,7 +289,7 @@ def test_wrong_lines_are_named(shop: Path, line: str, tmp_path: Path) -> None:
 def test_every_kind_of_record_is_read(shop: Path, tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(shop / "net")
     tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }} {% endfor %}"
-    asked, said = {"role": "user", "content": "where is Ann"}, {"role": "assistant", "content": "Oslo"}
+    asked, said = {"role": "user", "content": "where is Ann"}, {"role": "model", "content": "Oslo"}
     told = {
         "where is Ann ? Oslo": "where is Ann ? Oslo",
         "0": {"text": "where is Ann"},
@@ -303,7 +303,7 @@ def test_every_kind_of_record_is_read(shop: Path, tmp_path: Path) -> None:
     rows = adapter.rows_of(found, adapter._batch(found, tokenizer))
     assert [row["tokens"] for row in rows] == [5, 3, 2, 2, 1, 1]
     assert [row["text"] for row in rows[2:5]] == ["where is Ann Oslo"] * 2 + [
-        "user: where is Ann / assistant: Oslo"
+        "user: where is Ann / model: Oslo"
     ]
     tokenizer.model_max_length = 3
     with pytest.raises(DataError, match=r"line 1, .*: it has 6 tokens"):
@@ -424,6 +424,7 @@ def test_an_edited_run_is_refused(shop: Path, tmp_path: Path, capsys: pytest.Cap
     assert "is missing" in edited(lambda run: (run / "linear-fit.safetensors").unlink())
     assert "is missing" in edited(lambda run: (run / "run.json").unlink())
     assert "does not describe a run" in edited(lambda run: record(run, "adapter", value=None))
+    assert "does not describe a run" in edited(lambda run: record(run, "origin", "spec", value=3))
     assert "does not describe a run" in edited(lambda run: record(run, "files", value={"../x": "0"}))
     assert "weights differ" in edited(lambda run: record(run, "adapter", "seed", value=1))
     code = {"trust_remote_code": True}
@@ -458,6 +459,7 @@ sys.exit(cli.main(["adapt", *sys.argv[2:]]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="stops processes by signals")
 @pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
 def test_a_stopped_run_goes_on(shop: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:

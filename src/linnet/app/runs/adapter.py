@@ -35,7 +35,7 @@ from linnet.fitting.position_fit import PositionFit
 from linnet.integrations.language import language_model
 from linnet.integrations.text import PARTS, RECORDS, tokenized
 from linnet.machine import find_device
-from linnet.params import integer, number
+from linnet.params import instance, integer, number
 from linnet.progress import waiting
 from linnet.report.numbers import duration
 from linnet.saved import load
@@ -214,7 +214,7 @@ def adapt(options: AdaptOptions, out: Path, quick: bool, overwrite: bool) -> Tol
     }  # fmt: skip
     _write(out, result)
     lines = [
-        f"{len(texts.ids)} texts with {int(counts.sum())} tokens to learn",
+        f"texts: {len(texts.ids)}, with {int(counts.sum())} tokens to learn",
         f"network: {told}; {result['fit']['parameters']:,} weights take part",
         f"loss per token: {mean['before']:.3f} nats before, {mean['after']:.3f} after, "
         f"{mean['leave_one_out']:.3f} by the fits without each text",
@@ -252,7 +252,7 @@ def _no_use(name: str, value: Any) -> InputError:
     """The error of an option that has no meaning for texts."""
     return InputError(
         f"{name} is {value!r}, which has no meaning for texts",
-        expected=f"of what shapes the fit, {', '.join(one for one in _TAKEN if one != 'data')}",
+        expected="images or rows with it",
         remedy=f"leave {name}= out",
     )
 
@@ -265,7 +265,8 @@ def _interrupted(out: Path, options: AdaptOptions, origin: Origin, texts: Texts)
         run = opened(RunOptions(run=out, device=options.device, memory=options.memory))
     except LinnetError:
         return None
-    return run if run.origin == origin and run.texts.records == texts.records else None
+    same = run.origin == origin and vars(run.texts) == vars(texts)
+    return run if same else None
 
 
 def _fitted(network: nn.Module, batch: dict[str, Tensor], options: AdaptOptions) -> tuple[PositionFit, str]:
@@ -275,17 +276,18 @@ def _fitted(network: nn.Module, batch: dict[str, Tensor], options: AdaptOptions)
     count = len(batch["labels"])
     order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed))
     some = {name: part[order[:AFFORDABLE].sort().values] for name, part in batch.items()}
-    tokens, tried = int(_tokens(some["labels"]).sum()), dict[float, tuple[float, PositionFit]]()
+    tokens, tried, best = int(_tokens(some["labels"]).sum()), dict[float, float](), None
     for ridge in RIDGES:
         fit = _solved(network, some, ridge, options.memory)
-        tried[ridge] = float(fit.loo_losses().sum()) / tokens, fit
-        if tried[ridge][0] > min(loss for loss, _ in tried.values()):
+        tried[ridge] = float(fit.loo_losses().sum()) / tokens
+        if tried[ridge] > min(tried.values()):
             break
-    best = min(tried, key=lambda ridge: tried[ridge][0])
-    told = ", ".join(f"{ridge:g} ({loss:.3f})" for ridge, (loss, _) in tried.items())
+        best = fit
+    told = ", ".join(f"{ridge:g} ({loss:.3f})" for ridge, loss in tried.items())
     whose = "" if count <= AFFORDABLE else f" of {AFFORDABLE} texts"
     why = f"the least loss per token{whose} by the fits without each text, of {told}"
-    return tried[best][1] if not whose else _solved(network, batch, best, options.memory), why
+    assert best is not None
+    return _solved(network, batch, best.ridge, options.memory) if whose else best, why
 
 
 def _solved(
@@ -350,8 +352,10 @@ def opened(options: RunOptions) -> AdapterRun:
     with understood(folder):
         origin, own = Origin(**record["origin"]), record[ADAPTER]
         seed, chosen = integer("seed", own["seed"], least=0), str(own["chosen"])
-        if set(record["files"]) != set(_FILES) or not isinstance(origin.arguments, dict):
-            raise ValueError("its files or arguments are others")
+        instance("spec", origin.spec, str, "a string")
+        instance("arguments", origin.arguments, dict, "a dictionary")
+        if set(record["files"]) != set(_FILES):
+            raise ValueError("its files are others")
     check_files(folder, record)
     if not options.trust:
         check_run(folder, record, origin.spec, origin.arguments, named=options.model is not None)
@@ -404,7 +408,7 @@ def predict(
         "predictions": str(table), "out": str(folder),
     }  # fmt: skip
     _write(folder, result)
-    lines = [f"{len(rows)} texts: {kept(table)}; {result['loss_per_token']:.3f} nats per token"]
+    lines = [f"texts: {len(rows)}, {kept(table)}; {result['loss_per_token']:.3f} nats per token"]
     for row in rows[:LISTED]:
         error = f" +- {row['std']:.3f}" if std else ""
         said = f"{row['loss']:.3f}{error} nats, {row['probability']:.1%}"
