@@ -90,6 +90,7 @@ def test_pages_run(page: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=lambda page: page.stem)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # of peft
 def test_commands_of_guides_run(page: Path) -> None:
     mktestdocs.check_md_file(page, memory=True)
     for line in command_blocks(page):

@@ -100,6 +100,10 @@ def adapt_command(
     from linnet.app.runs.folder import keep_fit
     from linnet.app.runs.results import keep_adaptation, print_adaptation
 
+    if options.data.suffix == ".jsonl":
+        from linnet.app.runs import adapter
+
+        return _told(*adapter.adapt(options, out, quick, overwrite))
     name = options.data.stem
     run = first_answer if quick else run_adaptation
     found = run(options, out, partial(keep_fit, out, overwrite=overwrite))
@@ -120,33 +124,49 @@ def predict_command(
     """Predict new samples with an adapted network, with probabilities and standard deviations.
 
     Args:
-        data: The samples: a folder of images, an ``.npz`` archive with x or x_test, or a ``.csv`` table with
-            the run's columns. Answers are used to score the predictions where there are any.
+        data: The samples: a folder of images, an ``.npz`` archive with x or x_test, a ``.csv`` table with
+            the run's columns, or a ``.jsonl`` file of texts. Answers are used to score the predictions where
+            there are any.
         out: The file to write, ``.csv`` or ``.json``; predictions.csv in the run's folder by default.
         std: Whether to compute standard deviations, which takes longer than the predictions themselves.
         coverage: Write beside each prediction a set of classes, or the ends of an interval, that holds the
             answer so often, such as 0.9: by the fits without each training sample.
         overwrite: Whether to replace a file that exists, where one is named by out.
     """
+    from linnet.app.runs import adapter
     from linnet.app.runs.queries import predict
 
+    if adapter.is_adapter(options.run):
+        return _told(*adapter.predict(options, data, out, std, coverage, overwrite))
     return _told(*predict(options, data, out, std, coverage, overwrite))
 
 
 def explain_command(
-    *, options: RunOptions, ids: list[str], data: Path | None = None, top: int = 5, out: Path | None = None
+    *,
+    options: RunOptions,
+    ids: list[str] | None = None,
+    data: Path | None = None,
+    top: int = 5,
+    out: Path | None = None,
 ) -> dict[str, Any]:
     """Show the training samples that pushed a prediction up and down.
 
     Args:
-        ids: Ids of the samples to explain, such as test/3,test/17, or names of image files. Names that hold
-            a comma are given as a JSON list.
-        data: Where these samples are; the run's own test samples by default.
+        ids: Ids of the samples to explain, such as test/3,test/17, or names of image files; must be given
+            but for texts of data, all of which are meant then. Names that hold a comma are given as a JSON
+            list.
+        data: Where these samples are; the run's own test samples by default, of a run on texts its training
+            texts.
         top: Training samples to name on each side.
         out: The folder for the report; explain in the run's folder by default.
     """
+    from linnet.app.runs import adapter
     from linnet.app.runs.queries import explain
 
+    if adapter.is_adapter(options.run):
+        return _told(*adapter.explain(options, data, ids, top, out))
+    if ids is None:
+        raise InputError("--ids must be given", "ids of samples", "name some, such as --ids test/3")
     return _told(*explain(options, data, ids, top, out))
 
 
@@ -162,9 +182,12 @@ def forget_command(
         verify: Also fit from scratch without the samples, kernel included, and compare.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
     """
+    from linnet.app.runs import adapter
     from linnet.app.runs.changes import forget, keep_change
     from linnet.app.runs.folder import opened
 
+    if adapter.is_adapter(options.run):
+        return _told(*adapter.forget(options, ids, out, verify, overwrite))
     change = forget(opened(options), ids, verify)
     title = f"{options.run.name} without {len(ids)} training sample{'s' * (len(ids) != 1)}"
     return _told(*keep_change(change, "forget", out, title, overwrite))
@@ -183,16 +206,19 @@ def update_command(
 
     Args:
         data: The samples with their answers: folders of images named for the classes, an ``.npz`` archive
-            with x and y (or x_train and y_train), or a ``.csv`` table.
+            with x and y (or x_train and y_train), a ``.csv`` table, or a ``.jsonl`` file of texts.
         out: The folder for the new run.
         new_class: A class among them that the run has not seen, each name once; such classes get the next
             numbers in the order in which they are named.
         verify: Also fit from scratch on all samples, kernel included, and compare.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
     """
+    from linnet.app.runs import adapter
     from linnet.app.runs.changes import keep_change, update
     from linnet.app.runs.folder import opened
 
+    if adapter.is_adapter(options.run):
+        return _told(*adapter.update(options, data, out, verify, overwrite, new_class))
     change = update(opened(options), data, verify, listed(new_class))
     title = f"{options.run.name}, {len(change.added)} training samples added"
     return _told(*keep_change(change, "update", out, title, overwrite))
@@ -239,12 +265,19 @@ def serve_command(*, options: RunOptions, port: int = 0, browser: bool = False) 
     import sys
     import webbrowser
 
+    from linnet.app.runs import adapter
     from linnet.app.runs.folder import opened
-    from linnet.app.serve.server import Server, Session
+    from linnet.app.serve.server import Asked, Server, Session
+    from linnet.app.serve.texts import TextSession
     from linnet.params import integer
 
     integer("port", port, least=0, most=65535)
-    session = Session(opened(options), options.run.resolve().name)
+    name = options.run.resolve().name
+    session: Asked[Any, Any]
+    if adapter.is_adapter(options.run):
+        session = TextSession(adapter.opened(options), name)
+    else:
+        session = Session(opened(options), name)
     with Server(session, port) as server:
         # on standard error, so that it is seen with --json and --quiet too
         print(f"{server.address}\nPress Ctrl-C to stop.", file=sys.stderr, flush=True)

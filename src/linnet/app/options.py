@@ -75,8 +75,12 @@ class AdaptOptions(TaskOptions):
     """What ``linnet.adapt`` takes, and what the fit is compared with.
 
     Args:
-        ridge: The ridge relative to the mean of the kernel's diagonal, a positive number, or loo, which
-            chooses it by leave-one-out, as by default.
+        data: The data: an image folder with one folder per class, an ``.npz`` archive, a ``.csv`` table, or a
+            ``.jsonl`` file of texts for a language model, ``hf:FOLDER``.
+        model_args: Keyword arguments of the factory, as a JSON object; for texts the settings of a fresh
+            LoRA adapter (default: {"r": 8, "lora_alpha": 16, "layers": 1}, of the last blocks).
+        ridge: The ridge relative to the mean of the kernel's diagonal, of texts as it stands in the
+            objective; a positive number, or loo, which chooses it by leave-one-out, as by default.
         weight: Share of the lower layers' derivatives in the kernel, from 0 (the linear probe) to 1 (default:
             chosen for values and where there is no earlier layer, in networks of up to a million weights).
         earlier: Share of earlier layers in the features, from 0 to 1 (default: chosen, and 0 where weight is

@@ -59,6 +59,12 @@ def kind_of(path: Path) -> str:
         require_file(path, "data")
         return path.suffix.lower()
     is_there = os.path.exists(path)
+    if is_there and path.suffix == ".jsonl":
+        raise InputError(
+            f"data {path} has texts",
+            expected="a folder of images, an .npz archive or a .csv table",
+            remedy="texts are taken by linnet adapt with a language model, and by the runs that it makes",
+        )
     raise InputError(
         f"data {path} {'has an unknown kind' if is_there else 'does not exist'}",
         expected="a folder of images, an .npz archive or a .csv table",

@@ -109,7 +109,7 @@ def update(run: SavedRun, data: Path, verify: bool = False, new_classes: Sequenc
     assert known.labels is not None
     if images is not None:
         images = np.concatenate([images, new.x]) if images.shape[1:] == new.x.shape[1:] else None
-    every = known.ids + _unused(known.ids, data.name, new.ids)
+    every = known.ids + unused(known.ids, data.name, new.ids)
     samples = Samples(images, np.concatenate([known.labels, answers]), every)
     after, overlap = _tested_elsewhere(replace(run, fit=fit, samples=samples), new)
     compared = _compare(fit, verify)
@@ -130,7 +130,7 @@ def _with_classes(run: SavedRun, names: Sequence[str]) -> SavedRun:
     return replace(run, classes=(*classes, *names))
 
 
-def _unused(taken: Sequence[str], name: str, ids: Sequence[str]) -> tuple[str, ...]:
+def unused(taken: Sequence[str], name: str, ids: Sequence[str]) -> tuple[str, ...]:
     """Ids with the name of their source before them, which gets a number where the run has such ids."""
     known, source, count = set(taken), name, 1
     while any(f"{source}/{sample}" in known for sample in ids):

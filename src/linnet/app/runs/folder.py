@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ from linnet.tangent.functional import check_output
 
 Array = np.ndarray[Any, Any]
 _KIND = "run"
+ADAPTER = "adapter"  # what the record of a run on texts says beside the rest
 _MOST = 2**31  # outputs and positions: beyond what a run in memory can have
 _TENSORS = ("model", NestedFit.kind, "samples")
 
@@ -128,11 +131,19 @@ class SavedRun:
 
 def save_run(folder: Path, run: SavedRun) -> None:
     """Write a run; the record last, so that an interruption leaves no run that looks finished."""
+    write_run(folder, lambda: _write_tensors(folder, run), _TENSORS)
+
+
+def write_run(folder: Path, write: Callable[[], dict[str, Any]], names: Sequence[str]) -> None:
+    """Write the files of a run of these names, then the record that is made of them, or nothing."""
     with writing(folder):
         try:
-            _write_run(folder, run)
+            (folder / RECORD).unlink(missing_ok=True)
+            record = write()
+            digests = {name: checksum(folder / f"{name}.safetensors") for name in names}
+            write_json(folder / RECORD, {**record, "files": digests}, kind=_KIND)
         except BaseException:
-            for name in _TENSORS:
+            for name in names:
                 (folder / f"{name}.safetensors").unlink(missing_ok=True)
             raise
         remember_run(folder)
@@ -157,9 +168,8 @@ def interrupted_run(folder: Path, device: str, memory: str | None) -> SavedRun |
         return None
 
 
-def _write_run(folder: Path, run: SavedRun) -> None:
-    """The files of a run, in the order that matters."""
-    (folder / RECORD).unlink(missing_ok=True)
+def _write_tensors(folder: Path, run: SavedRun) -> dict[str, Any]:
+    """Write the files of a run: what its record says of the rest."""
     function, samples = run.fit.module.function, run.samples
     network = (function.source or function).model  # in the type that it came in
     save(folder, "model", network.state_dict())
@@ -168,16 +178,14 @@ def _write_run(folder: Path, run: SavedRun) -> None:
     tensors = {name: torch.from_numpy(found) for name, found in arrays.items() if found is not None}
     save(folder, "samples", {**tensors, "ids": samples.ids})
     transform, scale = run.transforms
-    record = {
+    return {
         "origin": asdict(run.origin),
         "classes": run.classes,
         "transform": None if transform is None else {"kind": type(transform).__name__, **asdict(transform)},
         "scale": None if scale is None else asdict(scale),
         "test": None if run.test is None else asdict(run.test),
         "temperatures": run.temperatures,
-        "files": {name: _checksum(folder / f"{name}.safetensors") for name in _TENSORS},
     }
-    write_json(folder / RECORD, record, kind=_KIND)
 
 
 def load_run(
@@ -307,6 +315,21 @@ def _scale(record: dict[str, Any] | None) -> Standardize | None:
 
 def _read_record(folder: Path) -> tuple[dict[str, Any], _Known]:
     """The record of a finished run whose files are its own, as it stands and as it is understood."""
+    record = read_record(folder)
+    if ADAPTER in record:
+        raise InputError(
+            f"run is {folder}, of a language model's adapter",
+            expected="a run of images or rows",
+            remedy="linnet predict, explain, forget, update and serve take runs on texts",
+        )
+    with understood(folder):
+        known = _Known.of(record)
+    check_files(folder, record)
+    return record, known
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record of a finished run of either kind."""
     if not folder.is_dir():
         raise InputError(
             f"there is no run folder {folder}",
@@ -319,25 +342,34 @@ def _read_record(folder: Path) -> tuple[dict[str, Any], _Known]:
             expected="a folder written by linnet adapt, forget or update",
             remedy="run linnet adapt again with the same --out; an interrupted run continues there",
         )
-    record: dict[str, Any] = read_json(folder / RECORD, _KIND)
+    record = read_json(folder / RECORD, _KIND)
+    return record if isinstance(record, dict) else {}
+
+
+@contextmanager
+def understood(folder: Path) -> Iterator[None]:
+    """Read a record, or say that it is no record of a run."""
     try:
-        known = _Known.of(record)
+        yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         cause = f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
         raise _altered(folder, f"does not describe a run ({cause})") from error
-    for name, checksum in record["files"].items():
+
+
+def check_files(folder: Path, record: dict[str, Any]) -> None:
+    """Require that the files of a run are those that its record was written for."""
+    for name, digest in record["files"].items():
         path = folder / f"{name}.safetensors"
         if not path.is_file():
             raise FileFormatError(
                 f"{path} is missing", expected="all files of the run", remedy="copy the whole folder"
             )
-        if _checksum(path) != checksum:
+        if checksum(path) != digest:
             raise FileFormatError(
                 f"{path} is truncated, altered or of another run: its content does not match {RECORD}",
                 expected="the file exactly as linnet wrote it",
                 remedy="restore it from a copy, or run linnet adapt again",
             )
-    return record, known
 
 
 def _build(folder: Path, origin: Origin) -> nn.Module:
@@ -375,7 +407,7 @@ def _altered(folder: Path, what: str) -> FileFormatError:
     )
 
 
-def _checksum(path: Path) -> str:
+def checksum(path: Path) -> str:
     """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

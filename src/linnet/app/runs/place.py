@@ -28,7 +28,7 @@ RECORD = "run.json"
 KERNEL_FILE = "kernel.npy"
 REPLAY = "run.yaml"
 _FILES = (
-    RECORD, "model.safetensors", "nested-fit.safetensors",
+    RECORD, "model.safetensors", "nested-fit.safetensors", "linear-fit.safetensors",
     "samples.safetensors", "result.json", "report.html", "predictions.csv", "predictions.json", REPLAY,
 )  # fmt: skip
 _FOLDERS = ("predict", "explain", "spectrum")
@@ -129,7 +129,7 @@ def clear_run(out: Path) -> None:
     for path in out.glob("run-*.yaml"):
         path.unlink()
     for name in _FOLDERS:
-        if (out / name / "report.html").exists():
+        if any((out / name / file).exists() for file in ("report.html", "result.json")):
             shutil.rmtree(out / name)
 
 

@@ -15,12 +15,13 @@ import os
 import secrets
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
@@ -44,6 +45,8 @@ _BEHIND = 8  # training samples shown on each side of a prediction
 _PIXELS = 96
 _LISTED = 10  # classes whose probabilities are shown
 Array = np.ndarray[Any, Any]
+Run = TypeVar("Run")
+Sample = TypeVar("Sample")
 
 
 class Server(ThreadingHTTPServer):
@@ -51,7 +54,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, session: Session, port: int = 0) -> None:
+    def __init__(self, session: Asked[Any, Any], port: int = 0) -> None:
         self.session, self.key = session, secrets.token_hex(16)
         try:
             super().__init__((HOST, port), Handler)
@@ -191,16 +194,74 @@ class Handler(BaseHTTPRequestHandler):
 # What the page asks of a run
 
 
-class Session:
+class Asked(ABC, Generic[Run, Sample]):
     """One run, the sample at hand, and the training samples that were forgotten since it was opened."""
 
     # Requests come from several threads; one is answered at a time.
 
-    def __init__(self, run: SavedRun, name: str = "") -> None:
+    def __init__(self, run: Run, name: str = "") -> None:
         self.name = name
         self._original = self._run = run
-        self._sample: NewSamples | None = None
+        self._sample: Sample | None = None
         self._lock = threading.Lock()
+
+    @abstractmethod
+    def about(self) -> dict[str, Any]:
+        """What the page shows before anything is asked."""
+
+    @abstractmethod
+    def _ids(self, run: Run) -> tuple[str, ...]:
+        """The names of a run's training samples."""
+
+    @abstractmethod
+    def _without(self, run: Run, ids: Sequence[str]) -> Run:
+        """A run without some of them."""
+
+    @abstractmethod
+    def _read(self, name: str, content: bytes) -> Sample:
+        """The first sample of what was sent."""
+
+    @abstractmethod
+    def _predicted(self, run: Run, new: Sample, behind: bool = True) -> dict[str, Any]:
+        """The prediction of the sample at hand by a run."""
+
+    def predict(self, name: str, content: bytes) -> dict[str, Any]:
+        """Predict one sample."""
+        with self._lock:
+            self._sample = self._read(name, content)
+            return self._answer()
+
+    def forget(self, ids: Sequence[str]) -> dict[str, Any]:
+        """Forget training samples, in this session alone."""
+        with self._lock:
+            before = self._run
+            self._run = self._without(before, list(ids))
+            return self._answer(before)
+
+    def restore(self) -> dict[str, Any]:
+        """Take all forgotten samples back."""
+        with self._lock:
+            before, self._run = self._run, self._original
+            return self._answer(before)
+
+    def _counts(self) -> dict[str, Any]:
+        """Training samples now, and those that were forgotten."""
+        left = self._ids(self._run)
+        forgotten = [name for name in self._ids(self._original) if name not in set(left)]
+        return {"train": len(left), "forgotten": forgotten}
+
+    def _answer(self, before: Run | None = None) -> dict[str, Any]:
+        """The state of the session."""
+        found: dict[str, Any] = self._counts()
+        if self._sample is not None:
+            found["sample"] = self._predicted(self._run, self._sample)
+            if before is not None:
+                found["before"] = self._predicted(before, self._sample, behind=False)
+        return found
+
+
+class Session(Asked[SavedRun, NewSamples]):
+    """A run on images or rows."""
 
     def about(self) -> dict[str, Any]:
         """What the page shows before anything is asked."""
@@ -216,41 +277,11 @@ class Session:
             **self._counts(),
         }
 
-    def predict(self, name: str, content: bytes) -> dict[str, Any]:
-        """Predict one sample."""
-        with self._lock:
-            self._sample = self._read(name, content)
-            return self._answer()
+    def _ids(self, run: SavedRun) -> tuple[str, ...]:
+        return run.samples.ids
 
-    def forget(self, ids: Sequence[str]) -> dict[str, Any]:
-        """Forget training samples, in this session alone."""
-        with self._lock:
-            before = self._run
-            self._run = forget(before, list(ids)).after
-            return self._answer(before)
-
-    def restore(self) -> dict[str, Any]:
-        """Take all forgotten samples back."""
-        with self._lock:
-            before, self._run = self._run, self._original
-            return self._answer(before)
-
-    def _counts(self) -> dict[str, Any]:
-        """Training samples now, and those that were forgotten."""
-        left = set(self._run.samples.ids)
-        return {
-            "train": self._run.fit.n,
-            "forgotten": [name for name in self._original.samples.ids if name not in left],
-        }
-
-    def _answer(self, before: SavedRun | None = None) -> dict[str, Any]:
-        """The state of the session."""
-        found: dict[str, Any] = self._counts()
-        if self._sample is not None:
-            found["sample"] = self._predicted(self._run, self._sample)
-            if before is not None:
-                found["before"] = self._predicted(before, self._sample, behind=False)
-        return found
+    def _without(self, run: SavedRun, ids: Sequence[str]) -> SavedRun:
+        return forget(run, ids).after
 
     def _read(self, name: str, content: bytes) -> NewSamples:
         """The first sample of what was sent."""
@@ -260,7 +291,7 @@ class Session:
             about = self.about()
             if about["kind"] == "image":
                 return self._image(Path(folder), PurePosixPath(name.replace("\\", "/")), content)
-            text = _text(content)
+            text = text_of(content)
             if about["kind"] == "row":
                 path = Path(folder) / "row.csv"
                 path.write_text(_with_columns(text, about["columns"]), encoding="utf-8")
@@ -330,7 +361,7 @@ class Session:
         }
 
 
-def _text(content: bytes) -> str:
+def text_of(content: bytes) -> str:
     """What was pasted."""
     try:
         return content.decode("utf-8-sig").strip()

@@ -1,0 +1,527 @@
+"""Runs on texts: the adapter of a language model, fitted to JSON lines, asked, and changed.
+
+A folder holds ``linear-fit.safetensors``, the solved fit; ``samples.safetensors``, the texts; and
+``run.json``, which names the network. Its weights stay where they are; the fit knows them by their hash.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.app.options import AdaptOptions, RunOptions, listed
+from linnet.app.runs.adaptation import Stages
+from linnet.app.runs.changes import unused
+from linnet.app.runs.folder import ADAPTER, Origin, check_files, read_record, understood, write_run
+from linnet.app.runs.place import RECORD, REPLAY, check_file, check_free, check_out, clear_run, leave, writing
+from linnet.app.runs.queries import TABLES, write_rows
+from linnet.app.runs.samples import LISTED, find_samples
+from linnet.app.runs.trust import check_run, remember_run
+from linnet.app.terminal import kept
+from linnet.errors import DataError, FileFormatError, InputError, LinnetError, ModelError
+from linnet.files import load as load_tree
+from linnet.files import read_json, require_file, save, write_json
+from linnet.fitting.fit import fit as fit_linear
+from linnet.fitting.position_fit import PositionFit
+from linnet.integrations.language import language_model
+from linnet.integrations.text import PARTS, RECORDS, tokenized
+from linnet.machine import find_device
+from linnet.params import instance, integer, number
+from linnet.progress import waiting
+from linnet.report.numbers import duration
+from linnet.saved import load
+from linnet.tangent.batch import IGNORED
+from linnet.tangent.linearized import linearize
+
+Told = tuple[dict[str, Any], list[str]]  # a result, and lines for people
+ENDING = ".jsonl"
+RIDGES = (10.0, 1.0, 0.1, 0.01, 0.001)  # tried from the largest on, as long as the next one is better
+AFFORDABLE = 500  # texts on which the ridge is chosen: each costs a solve for each ridge
+_TAKEN = ("model", "model_args", "data", "params", "ridge", "memory", "device", "seed")
+_FILES = ("linear-fit", "samples")
+_WIDE = 72  # characters of a text in a line
+_FORM = f"a text, a list of a question and its answer, or {RECORDS.replace('records', 'a record')}"
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Texts with their names."""
+
+    ids: tuple[str, ...]
+    records: tuple[Any, ...]  # as `tokenized` takes them
+
+    def take(self, places: Sequence[int]) -> Texts:
+        """Some of them."""
+        return Texts(tuple(self.ids[i] for i in places), tuple(self.records[i] for i in places))
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterRun:
+    """A fitted adapter with what it was made of."""
+
+    origin: Origin  # the network by name, and the settings of a fresh adapter
+    seed: int  # of the fresh adapter
+    network: nn.Module  # with the adapter
+    told: str  # both in words
+    tokenizer: Any
+    fit: PositionFit
+    texts: Texts
+    chosen: str  # why this ridge
+
+    def batch(self, texts: Texts) -> dict[str, Tensor]:
+        """Texts as the network takes them."""
+        return _batch(texts, self.tokenizer)
+
+
+# Networks and texts
+
+
+def _built(spec: str, arguments: dict[str, Any], seed: int) -> tuple[nn.Module, Any, str]:
+    """The network with its adapter, the tokenizer, and both in words."""
+    source, _, name = spec.partition(":")
+    if source != "hf" or not name:
+        raise ModelError(
+            f"model is {spec!r}, and the data are texts",
+            expected="hf:FOLDER with a causal language model and its tokenizer, or with an adapter of peft",
+            remedy="write both there with save_pretrained(FOLDER)",
+        )
+    with waiting("loading the network"):
+        return language_model(name, arguments, seed)
+
+
+def read_texts(path: Path, tokenizer: Any, part: str) -> Texts:
+    """The texts of a file of JSON lines, each of which the tokenizer can read."""
+    require_file(path, "data")
+    if path.suffix != ENDING:
+        raise InputError(f"data is {path}", f"texts, a file that ends in {ENDING}", "write a record a line")
+    found: dict[str, Any] = {}
+    for row, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        with _on_line(path, row, line):
+            record = json.loads(line.decode("utf-8-sig"))
+            name = record.get("id") if isinstance(record, dict) else None
+            name = f"{part}/{len(found)}" if name is None else str(name)
+            if name in found:
+                raise DataError(f"its id {name!r} is that of an earlier line", "an id for each", "change one")
+            found[name] = _as_example(record)
+            _batch(Texts((name,), (found[name],)), tokenizer)
+    if not found:
+        raise DataError(f"{path} has no texts", f"a line for each: {_FORM}", "check how it was written")
+    return Texts(tuple(found), tuple(found.values()))
+
+
+@contextmanager
+def _on_line(path: Path, number: int, line: bytes) -> Iterator[None]:
+    """Say which line of a file is wrong, and what stands there."""
+    try:
+        yield
+    except Exception as error:  # a tokenizer's own have no common type
+        said = error.what if isinstance(error, LinnetError) else f"{type(error).__name__}: {error}"
+        expected = error.expected if isinstance(error, LinnetError) else _FORM
+        remedy = (error.remedy if isinstance(error, LinnetError) else None) or "correct the line"
+        shown = _shown(line.decode("utf-8", "replace"))
+        what = f"{path}, line {number}, {shown}: {said.replace('examples[0]', 'it')}"
+        raise DataError(what, expected, remedy) from error
+
+
+def _as_example(record: Any) -> Any:
+    """A line as `tokenized` takes it, entries of a record without their names."""
+    if isinstance(record, list) and len(record) == 2 and all(isinstance(one, str) for one in record):
+        return tuple(record)
+    if not isinstance(record, dict):
+        return record
+    for name in ("messages", "text"):
+        if name in record:
+            return record[name]
+    for name in PARTS:
+        if name not in record:
+            raise DataError(f"it has no {name!r}", _FORM, f'add "{name}", or name the entries so')
+    return tuple(record[name] for name in PARTS)
+
+
+def _batch(texts: Texts, tokenizer: Any) -> dict[str, Tensor]:
+    """Texts as a batch in which each has a token to learn."""
+    batch = tokenized(texts.records, tokenizer)
+    if not bool((_tokens(batch["labels"]) > 0).all()):
+        raise DataError("it has no token behind another", "two tokens at least", "write a longer text")
+    width, most = batch["labels"].shape[1], getattr(tokenizer, "model_max_length", None)
+    if most is not None and width > most:
+        raise DataError(f"it has {width} tokens", f"at most the network's {most}", "cut it into parts")
+    return batch
+
+
+def _tokens(labels: Tensor) -> Tensor:
+    """How many tokens are learned of each text: the first has nothing before it."""
+    return (labels[:, 1:] != IGNORED).sum(1)
+
+
+def _said(example: Any) -> str:
+    """A text as people read it."""
+    parts = example if isinstance(example, tuple) else (example,)
+    if all(isinstance(part, str) for part in parts):
+        return "".join(parts)
+    return " / ".join(f"{one['role']}: {one['content']}" for part in parts for one in part)
+
+
+def _shown(text: str) -> str:
+    """The beginning of a text, in one line that no terminal takes for a command."""
+    plain = "".join(c if c.isprintable() else " " for c in text)
+    return textwrap.shorten(plain, _WIDE, placeholder=" ...")
+
+
+# Fits
+
+
+def adapt(options: AdaptOptions, out: Path, quick: bool, overwrite: bool) -> Told:
+    """Fit an adapter to texts: the result, and lines for people."""
+    leave()
+    spec, arguments = _checked(options, quick), dict(options.model_args or {})
+    stages, device = Stages(), find_device(options.device)
+    with stages.measure("loading"):
+        network, tokenizer, told = _built(spec, arguments, options.seed)
+        texts = read_texts(options.data, tokenizer, "train")
+        network = network.to(device)
+    origin = Origin(spec, arguments)
+    run = _interrupted(out, options, origin, texts)
+    if run is None:
+        with stages.measure("fit"):
+            fit, chosen = _fitted(network, _batch(texts, tokenizer), options)
+        run = AdapterRun(origin, options.seed, network, told, tokenizer, fit, texts, chosen)
+        if overwrite:
+            clear_run(out)
+        _save(out, run)
+    with stages.measure("leave-one-out"):
+        held = run.fit.loo_losses()
+    (before, after), batch = _training(run.fit), run.batch(texts)
+    counts = _tokens(batch["labels"])
+    losses = {"before": before, "after": after, "leave_one_out": held}
+    rows = rows_of(texts, batch, **losses)
+    mean = {name: float(value.sum() / counts.sum()) for name, value in losses.items()}
+    result: dict[str, Any] = {
+        "command": "adapt", "train": len(texts.ids), "tokens": int(counts.sum()), "network": told,
+        "loss_per_token": mean, "ridge": run.fit.ridge, "ridge_reason": run.chosen, "texts": rows,
+        "seconds": stages.seconds, "fit": run.fit.summary(), "out": str(out),
+    }  # fmt: skip
+    _write(out, result)
+    lines = [
+        f"texts: {len(texts.ids)}, with {int(counts.sum())} tokens to learn",
+        f"network: {told}; {result['fit']['parameters']:,} weights take part",
+        f"loss per token: {mean['before']:.3f} nats before, {mean['after']:.3f} after, "
+        f"{mean['leave_one_out']:.3f} by the fits without each text",
+        f"ridge: {run.fit.ridge:g}, {run.chosen}",
+        "time: " + ", ".join(f"{what} {duration(taken)}" for what, taken in stages.seconds.items()),
+    ]
+    return result, [*lines, *_ending(out, result)]
+
+
+def _checked(options: AdaptOptions, quick: bool) -> str:
+    """The network by a name that means the same in every folder; what has no meaning here is refused."""
+    given = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in _TAKEN}
+    plain = {one.name: one.default for one in fields(options)}
+    for name, value in {**given, "quick": quick}.items():
+        if value != plain.get(name, False):
+            raise _no_use(name, value)
+    if options.params not in (None, "lora"):
+        raise InputError(f"params is {options.params!r}", "lora, where the data are texts", "leave it out")
+    models = listed(options.model)
+    if len(models) != 1:
+        raise InputError("--model must be given once", "hf:FOLDER with a language model", "name one network")
+    if options.ridge not in ("auto", "loo"):
+        number("ridge", options.ridge, above=0)
+    integer("seed", options.seed, least=0)
+    return _absolute(models[0])
+
+
+def _absolute(spec: str) -> str:
+    """The name of a folder in full."""
+    source, _, name = spec.partition(":")
+    return f"{source}:{Path(name).resolve()}" if source == "hf" and name and Path(name).is_dir() else spec
+
+
+def _no_use(name: str, value: Any) -> InputError:
+    """The error of an option that has no meaning for texts."""
+    return InputError(
+        f"{name} is {value!r}, which has no meaning for texts",
+        expected="images or rows with it",
+        remedy=f"leave {name}= out",
+    )
+
+
+def _interrupted(out: Path, options: AdaptOptions, origin: Origin, texts: Texts) -> AdapterRun | None:
+    """The fit of a run that was interrupted after it was solved."""
+    if not (out / REPLAY).is_file() or not is_adapter(out) or (out / "result.json").exists():
+        return None
+    try:
+        run = opened(RunOptions(run=out, device=options.device, memory=options.memory))
+    except LinnetError:
+        return None
+    same = run.origin == origin and vars(run.texts) == vars(texts)
+    return run if same else None
+
+
+def _fitted(network: nn.Module, batch: dict[str, Tensor], options: AdaptOptions) -> tuple[PositionFit, str]:
+    """The fit, and why it has this ridge."""
+    if options.ridge not in ("auto", "loo"):
+        return _solved(network, batch, float(options.ridge), options.memory), "as given"
+    count = len(batch["labels"])
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed))
+    some = {name: part[order[:AFFORDABLE].sort().values] for name, part in batch.items()}
+    tokens, tried, best = int(_tokens(some["labels"]).sum()), dict[float, float](), None
+    for ridge in RIDGES:
+        fit = _solved(network, some, ridge, options.memory)
+        tried[ridge] = float(fit.loo_losses().sum()) / tokens
+        if tried[ridge] > min(tried.values()):
+            break
+        best = fit
+    told = ", ".join(f"{ridge:g} ({loss:.3f})" for ridge, loss in tried.items())
+    whose = "" if count <= AFFORDABLE else f" of {AFFORDABLE} texts"
+    why = f"the least loss per token{whose} by the fits without each text, of {told}"
+    assert best is not None
+    return _solved(network, batch, best.ridge, options.memory) if whose else best, why
+
+
+def _solved(
+    network: nn.Module, batch: dict[str, Tensor], ridge: float, memory: str | int | None
+) -> PositionFit:
+    """The optimum."""
+    lin = linearize(network, params="lora")
+    found: Any = fit_linear(lin, batch, "cross-entropy", axis=-1, ridge=ridge, memory=memory)
+    assert isinstance(found, PositionFit)
+    return found
+
+
+def _training(fit: PositionFit) -> tuple[Tensor, Tensor]:
+    """Losses of the training texts, by the network as it was and by the fit."""
+    problem = fit.system.problem
+    return problem.losses(problem.base), problem.losses(problem.base + problem.push(fit.system.eta))
+
+
+def rows_of(texts: Texts, batch: dict[str, Tensor], **losses: Tensor) -> list[dict[str, Any]]:
+    """Texts as plain values, with their losses in nats."""
+    columns = {"tokens": _tokens(batch["labels"]), **losses}
+    values = zip(*(column.tolist() for column in columns.values()), strict=True)
+    named = zip(texts.ids, map(_said, texts.records), values, strict=True)
+    return [{"id": name, "text": text, **dict(zip(columns, row, strict=True))} for name, text, row in named]
+
+
+# Folders
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds a run on texts; whatever else is wrong with it is said when it is opened."""
+    try:
+        return ADAPTER in read_json(folder / RECORD, "run")
+    except (LinnetError, TypeError):
+        return False
+
+
+def _save(out: Path, run: AdapterRun) -> None:
+    """Write a run that is not evaluated yet."""
+    (out / "result.json").unlink(missing_ok=True)
+
+    def write() -> dict[str, Any]:
+        run.fit.save(out)
+        save(out, "samples", {"ids": run.texts.ids, "records": run.texts.records})
+        own = {"seed": run.seed, "chosen": run.chosen}
+        return {"origin": asdict(run.origin), ADAPTER: own}
+
+    write_run(out, write, _FILES)
+
+
+def _write(folder: Path, result: dict[str, Any]) -> None:
+    """Write a result."""
+    with writing(folder, wait=True):
+        write_json(folder / "result.json", result)
+
+
+def opened(options: RunOptions) -> AdapterRun:
+    """Read the run that a command names."""
+    device, folder = find_device(options.device), options.run
+    check_free(folder)
+    record = read_record(folder)
+    with understood(folder):
+        origin, own = Origin(**record["origin"]), record[ADAPTER]
+        seed, chosen = integer("seed", own["seed"], least=0), str(own["chosen"])
+        instance("spec", origin.spec, str, "a string")
+        instance("arguments", origin.arguments, dict, "a dictionary")
+        if set(record["files"]) != set(_FILES):
+            raise ValueError("its files are others")
+    check_files(folder, record)
+    if not options.trust:
+        check_run(folder, record, origin.spec, origin.arguments, named=options.model is not None)
+    if options.model is not None:
+        origin = replace(origin, spec=_absolute(options.model))
+    samples = load_tree(folder / "samples.safetensors", "samples")
+    network, tokenizer, told = _built(origin.spec, origin.arguments, seed)
+    fit = load(folder / "linear-fit.safetensors", network.to(device))
+    with understood(folder):
+        texts = Texts(samples["ids"], samples["records"])
+        for record in texts.records:
+            _said(record)
+    if not isinstance(fit, PositionFit) or not fit.n == len(texts.ids) == len(texts.records):
+        raise FileFormatError(f"{folder} has a fit of other texts", "its own files", "restore it from a copy")
+    fit.memory = options.memory
+    if options.trust:
+        remember_run(folder)
+    return AdapterRun(origin, seed, network, told, tokenizer, fit, texts, chosen)
+
+
+def _ending(out: Path, result: dict[str, Any]) -> list[str]:
+    """Remarks, and where the numbers are."""
+    notes = result.get("fit", {}).get("warnings", ())
+    return [*(f"note: {text}" for text in notes), f"numbers: {kept(out / 'result.json')}"]
+
+
+# Questions
+
+
+def predict(
+    options: RunOptions, data: Path, out: Path | None, std: bool, coverage: float | None, overwrite: bool
+) -> Told:
+    """How probable answers are, as a table: the result, and lines for people."""
+    table, folder = out or options.run / "predictions.csv", options.run / "predict"
+    if coverage is not None:
+        raise _no_use("coverage", coverage)
+    if out is not None:
+        check_file(out, TABLES, overwrite)
+    run = opened(options)
+    texts = read_texts(data, run.tokenizer, "test")
+    batch = run.batch(texts)
+    losses, counts = run.fit.losses(batch), _tokens(batch["labels"])
+    spread = {"std": run.fit.loss_variance(batch).sqrt()} if std else {}
+    each = {"probability": (-losses).exp(), "token_probability": (-losses / counts.to(losses)).exp()}
+    rows = rows_of(texts, batch, loss=losses, **each, **spread)
+    write_rows(table, rows)
+    result = {
+        "command": "predict", "samples": len(rows), "tokens": int(counts.sum()),
+        "loss_per_token": float(losses.sum() / counts.sum()), "texts": rows,
+        "predictions": str(table), "out": str(folder),
+    }  # fmt: skip
+    _write(folder, result)
+    lines = [f"texts: {len(rows)}, {kept(table)}; {result['loss_per_token']:.3f} nats per token"]
+    for row in rows[:LISTED]:
+        error = f" +- {row['std']:.3f}" if std else ""
+        said = f"{row['loss']:.3f}{error} nats, {row['probability']:.1%}"
+        lines.append(_line(said, row["id"], row["text"]))
+    return result, [*lines, *_ending(folder, result)]
+
+
+def explain(
+    options: RunOptions, data: Path | None, ids: list[str] | None, top: int, out: Path | None
+) -> Told:
+    """The training texts that make answers likelier and less likely: the result, and lines for people."""
+    folder = out or options.run / "explain"
+    check_out(folder, options.run)
+    integer("top", top)
+    if data is None and ids is None:
+        raise InputError("neither --data nor --ids is given", "one of them", "name texts, as --ids train/3")
+    run = opened(options)
+    every = run.texts if data is None else read_texts(data, run.tokenizer, "test")
+    kind = "training texts of the run" if data is None else f"texts in {data}"
+    known = {} if data is None else {"training texts of the run": run.texts.ids}
+    asked = every if ids is None else every.take(find_samples(ids, every.ids, kind, known))
+    batch = run.batch(asked)
+    influence = run.fit.influence(batch).T.tolist()
+    told, lines = rows_of(asked, batch, loss=run.fit.losses(batch)), []
+    trained = rows_of(run.texts, run.batch(run.texts))
+    for row, change in zip(told, influence, strict=True):
+        order = sorted(range(len(change)), key=change.__getitem__)
+        sides = {"helpful": [i for i in order[:top] if change[i] < 0],
+                 "harmful": [i for i in order[::-1][:top] if change[i] > 0]}  # fmt: skip
+        lines.append(_line(f"{row['loss']:.3f} nats", row["id"], row["text"]))
+        for side, places in sides.items():
+            row[side] = [{**trained[i], "influence": change[i]} for i in places]
+            lines += [_line(f"  {side}  {n['influence']:+.3f}", n["id"], n["text"]) for n in row[side]]
+    result = {"command": "explain", "ids": list(asked.ids), "explanations": told, "out": str(folder)}
+    _write(folder, result)
+    return result, [*lines, "influence: nats by which a text changes the loss", *_ending(folder, result)]
+
+
+def _line(said: str, name: str, text: str) -> str:
+    """What is said of a text, its id and the text, for the terminal."""
+    return f"{said}  {_shown(name)}  {_shown(text)}"
+
+
+# Changes
+
+
+def forget(options: RunOptions, ids: Sequence[str], out: Path, verify: bool, overwrite: bool) -> Told:
+    """Forget training texts: the result, and lines for people."""
+    run, start = opened(options), time.perf_counter()
+    after, gone = without(run, ids)
+    return _changed("forget", run, after, gone, time.perf_counter() - start, out, verify, overwrite)
+
+
+def without(run: AdapterRun, ids: Sequence[str]) -> tuple[AdapterRun, Texts]:
+    """The run without some texts, and these."""
+    places = find_samples(ids, run.texts.ids, "training texts")
+    if len(places) == run.fit.n:
+        raise InputError(f"ids names all {run.fit.n} texts", "at least one that stays", "leave some out")
+    stay = [at for at in range(run.fit.n) if at not in set(places)]
+    return replace(run, fit=run.fit.forget(places), texts=run.texts.take(stay)), run.texts.take(places)
+
+
+def update(options: RunOptions, data: Path, out: Path, verify: bool, overwrite: bool, new_class: Any) -> Told:
+    """Add training texts: the result, and lines for people."""
+    if new_class:
+        raise _no_use("new_class", new_class)
+    run = opened(options)
+    new = read_texts(data, run.tokenizer, "train")
+    start = time.perf_counter()
+    fit = run.fit.update(run.batch(new))
+    seconds = time.perf_counter() - start
+    new = replace(new, ids=unused(run.texts.ids, data.name, new.ids))
+    both = Texts(run.texts.ids + new.ids, run.texts.records + new.records)
+    return _changed("update", run, replace(run, fit=fit, texts=both), new, seconds, out, verify, overwrite)
+
+
+def _changed(
+    command: str, run: AdapterRun, after: AdapterRun, texts: Texts, seconds: float, out: Path, verify: bool,
+    overwrite: bool,
+) -> Told:  # fmt: skip
+    """Write a run after a change, and what became of the texts that were taken out or in."""
+    batch, every, refit = run.batch(texts), _training(after.fit)[1], {}
+    if verify:
+        start = time.perf_counter()
+        anew = _solved(run.network, run.batch(after.texts), after.fit.ridge, run.fit.memory)
+        refit = {"difference": float((_training(anew)[1] - every).abs().max())}
+        refit["refit_seconds"] = time.perf_counter() - start
+    counts, was, now = _tokens(batch["labels"]), run.fit.losses(batch), after.fit.losses(batch)
+    mean = {name: float(loss.sum() / counts.sum()) for name, loss in (("before", was), ("after", now))}
+    rows, summary = rows_of(texts, batch, before=was, after=now), after.fit.summary()
+    result = {
+        "command": command, "train_before": run.fit.n, "train": after.fit.n, "network": run.told,
+        "loss_per_token": mean, "loss_per_training_token": float(every.sum()) / summary["positions"],
+        "certificate": summary["certificate"], "verified": verify, **refit,
+        "removed" if command == "forget" else "added": rows, "seconds": seconds, "fit": summary,
+        "out": str(out),
+    }  # fmt: skip
+    if overwrite:
+        clear_run(out)
+    _save(out, after)
+    _write(out, result)
+    shown, what, many = (
+        rows[:LISTED],
+        ("forgotten" if command == "forget" else "added"),
+        "s" * (len(rows) != 1),
+    )
+    lines = [
+        f"{len(rows)} text{many} {what} in {duration(seconds)}; {after.fit.n} now",
+        *(_line(f"  {r['before']:.3f} -> {r['after']:.3f} nats", r["id"], r["text"]) for r in shown),
+        f"loss per token of what was {what}: {mean['before']:.3f} nats before, {mean['after']:.3f} after; "
+        f"of all training texts now: {result['loss_per_training_token']:.3f}",
+        f"gradient relative to that at the start: {summary['certificate']:.1e}",
+    ]
+    if verify:
+        lines.append(f"largest difference from a fit from scratch: {refit['difference']:.1e} nats")
+    return result, [*lines, *_ending(out, result)]

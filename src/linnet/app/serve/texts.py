@@ -1,0 +1,107 @@
+"""What the page asks of a run on texts: an answer, its tokens, and the training texts behind them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.app.runs.adapter import AdapterRun, Texts, rows_of, without
+from linnet.app.serve.server import Asked
+from linnet.errors import DataError, InputError, LinnetError
+from linnet.tangent.batch import IGNORED, MASK
+
+_MOST = 24  # tokens of an answer of the network's own
+_BEHIND = 8  # training texts shown on each side of an answer
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, and the answer that is asked about; None for the network's own."""
+
+    text: str
+    answer: str | None
+
+
+class TextSession(Asked[AdapterRun, Question]):
+    """A run on texts."""
+
+    def about(self) -> dict[str, Any]:
+        """What the page shows before anything is asked."""
+        return {"name": self.name, "kind": "text", "classes": None, **self._counts()}
+
+    def _ids(self, run: AdapterRun) -> tuple[str, ...]:
+        return run.texts.ids
+
+    def _without(self, run: AdapterRun, ids: Sequence[str]) -> AdapterRun:
+        return without(run, ids)[0]
+
+    def _read(self, name: str, content: bytes) -> Question:
+        try:
+            sent = json.loads(content)
+            question, answer = sent["question"], sent["answer"]
+        except (ValueError, RecursionError, LookupError, TypeError):
+            question = answer = None
+        if not isinstance(question, str) or not isinstance(answer, str) or not question.strip():
+            raise InputError("no question was sent", "a text, and an answer, which may be empty", "write one")
+        if not answer.strip():
+            answer = None
+        elif not question[-1].isspace() and not answer[0].isspace():
+            answer = f" {answer}"
+        made = Question(question, answer)
+        try:
+            self._batch(self._run, made)
+        except LinnetError:
+            raise
+        except Exception as error:  # a tokenizer's own have no common type
+            raise DataError(
+                f"the tokenizer cannot read it: {error}", "words that it knows", "write others"
+            ) from error
+        return made
+
+    @staticmethod
+    def _batch(run: AdapterRun, asked: Question) -> dict[str, Tensor]:
+        """The question with its answer; the likeliest tokens one by one where none is given."""
+        if asked.answer is not None:
+            return run.batch(Texts(("",), ((asked.text, asked.answer),)))
+        end = getattr(run.tokenizer, "eos_token_id", None)
+        ids = list(run.tokenizer(asked.text)["input_ids"])
+        ids = ids[:-1] if end is not None and ids[-1:] == [end] else ids
+        if not ids:
+            raise DataError("the question has no token", "a text of one token at least", "write a longer one")
+        start = len(ids)
+        while len(ids) < start + _MOST and ids[start:][-1:] != [end]:
+            ids.append(int(_outputs(run, torch.tensor([ids]))[-1].argmax()))
+        labels = [IGNORED] * start + ids[start:]
+        row = torch.tensor([ids])
+        return {"input_ids": row, MASK: torch.ones_like(row), "labels": torch.tensor([labels])}
+
+    def _predicted(self, run: AdapterRun, new: Question, behind: bool = True) -> dict[str, Any]:
+        batch = self._batch(run, new)
+        ids, learned = batch["input_ids"][0], batch["labels"][0] != IGNORED
+        at = learned.nonzero()[:, 0]
+        log = _outputs(run, ids[None]).log_softmax(-1)[at - 1, ids[at]]
+        words = [run.tokenizer.decode([token]) for token in ids[at].tolist()]
+        answer = run.tokenizer.decode(ids[at], skip_special_tokens=True)
+        result = {
+            "findings": [], "given": new.answer is not None, "answer": answer,
+            "tokens": [{"text": w, "probability": float(p)} for w, p in zip(words, log.exp(), strict=True)],
+            "loss": float(-log.sum()), "std": float(run.fit.loss_variance(batch).sqrt()),
+        }  # fmt: skip
+        if behind:
+            raised = -run.fit.influence(batch)[:, 0]
+            trained = rows_of(run.texts, run.batch(run.texts), influence=raised)
+            order = sorted(trained, key=lambda row: -float(row["influence"]))
+            told = [{**row, "label": row["text"], "picture": None} for row in order]
+            result["up"] = [row for row in told[:_BEHIND] if row["influence"] > 0]
+            result["down"] = [row for row in told[::-1][:_BEHIND] if row["influence"] < 0]
+        return result
+
+
+def _outputs(run: AdapterRun, ids: Tensor) -> Tensor:
+    """The outputs at every position of one text, (T, C)."""
+    return run.fit.predict({"input_ids": ids, MASK: torch.ones_like(ids)})[0].double().cpu()
