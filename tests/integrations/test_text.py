@@ -71,6 +71,18 @@ def test_what_is_learned_of_each_kind_of_example() -> None:
         assert torch.equal(found["labels"][kept], found["input_ids"][kept])
 
 
+def test_a_question_and_its_answer_are_joined_by_a_space() -> None:
+    for question, answer, joined in (("who?", "me", " me"), ("who? ", "me", "me"), ("who?", " me", " me")):
+        found = tokenized([{"question": question, "answer": answer, "person": 3}], Letters())
+        expected = tokenized([(question, joined)], Letters())
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    talk = [{"role": "user", "content": "hi"}], [{"role": "model", "content": "yes?"}]
+    assert torch.equal(
+        tokenized([dict(zip(("question", "answer"), talk, strict=True))], Letters())["labels"],
+        tokenized([talk], Letters())["labels"],
+    )
+
+
 def test_tokens_that_cross_into_the_answer_are_learned() -> None:
     found = tokenized([("t", "he")], Letters(pair=True))
     assert found["input_ids"].tolist() == [[99, 8, 1]]

@@ -12,9 +12,10 @@ from linnet.errors import DataError, InputError
 from linnet.params import integer
 from linnet.tangent.batch import IGNORED, MASK
 
-PARTS = ("prompt", "completion")  # as data sets for supervised fine-tuning call them
+# What data sets call a question and its answer; those of the second kind are joined by a space.
+PAIRS = (("prompt", "completion"), ("question", "answer"))
 OTHERS = ("system", "developer", "user", "tool", "function")  # roles in conversations but for the model's own
-RECORDS = 'records with "text", with "prompt" and "completion", or with "messages"'
+RECORDS = 'records with "text", with "prompt" and "completion" or "question" and "answer", or with "messages"'
 
 
 def tokenized(examples: Iterable[Any], tokenizer: Any, length: int | None = None) -> dict[str, Tensor]:
@@ -29,7 +30,9 @@ def tokenized(examples: Iterable[Any], tokenizer: Any, length: int | None = None
         examples: N of them, each a text, all of whose tokens are learned; a pair of a question and its
             answer; a conversation, a list of messages with "role" and "content", of which what the model says
             is learned, which is all but the roles system, developer, user, tool and function; or a record of
-            these: with "text", with "prompt" and "completion", texts or messages, or with "messages".
+            these: with "text", with "prompt" and "completion" or "question" and "answer", texts or messages,
+            or with "messages". Answers stand right behind their questions, but a space behind those of
+            "question" and "answer".
         tokenizer: What turns a text into a mapping with ``input_ids``, such as ``AutoTokenizer`` makes; for
             conversations with ``apply_chat_template``.
         length: Most tokens of an example; what is longer is cut. By default none is.
@@ -90,12 +93,7 @@ def _listed(examples: Any) -> Iterable[Any]:
 def _row(example: Any, tokenizer: Any, place: int) -> tuple[list[int], list[int]]:
     """Tokens of an example and their labels."""
     if isinstance(example, Mapping):
-        if "messages" in example:
-            example = example["messages"]
-        elif all(part in example for part in PARTS):
-            example = tuple(example[part] for part in PARTS)
-        else:
-            example = example.get("text")
+        example = unnamed(example)
     if isinstance(example, str):
         ids = _ended(_ids(example, tokenizer), tokenizer)
         return ids, ids
@@ -112,6 +110,19 @@ def _row(example: Any, tokenizer: Any, place: int) -> tuple[list[int], list[int]
         expected=f"a text, a pair of a question and an answer, a list of messages, or {RECORDS}",
         remedy="name the entries so",
     )
+
+
+def unnamed(record: Mapping[str, Any]) -> Any:
+    """What stands in a record: messages, a question with its answer, or a text; None if there is none."""
+    if "messages" in record:
+        return record["messages"]
+    for names in PAIRS:
+        if all(name in record for name in names):
+            first, second = (record[name] for name in names)
+            spaced = names == PAIRS[0] or not (isinstance(first, str) and isinstance(second, str))
+            between = "" if spaced or first[-1:].isspace() or second[:1].isspace() else " "
+            return first, f"{between}{second}" if between else second
+    return record.get("text")
 
 
 def _is_talk(example: Any) -> bool:

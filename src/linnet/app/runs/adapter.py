@@ -33,7 +33,7 @@ from linnet.files import read_json, require_file, save, write_json
 from linnet.fitting.fit import fit as fit_linear
 from linnet.fitting.position_fit import PositionFit
 from linnet.integrations.language import language_model
-from linnet.integrations.text import PARTS, RECORDS, tokenized
+from linnet.integrations.text import PAIRS, RECORDS, tokenized, unnamed
 from linnet.machine import find_device
 from linnet.params import instance, integer, number
 from linnet.progress import waiting
@@ -140,13 +140,12 @@ def _as_example(record: Any) -> Any:
         return tuple(record)
     if not isinstance(record, dict):
         return record
-    for name in ("messages", "text"):
-        if name in record:
-            return record[name]
-    for name in PARTS:
-        if name not in record:
-            raise DataError(f"it has no {name!r}", _FORM, f'add "{name}", or name the entries so')
-    return tuple(record[name] for name in PARTS)
+    found = unnamed(record)
+    if found is None:
+        names = next((pair for pair in PAIRS if any(name in record for name in pair)), PAIRS[0])
+        missing = next(name for name in names if name not in record)
+        raise DataError(f"it has no {missing!r}", _FORM, f'add "{missing}", or name the entries so')
+    return found
 
 
 def _batch(texts: Texts, tokenizer: Any) -> dict[str, Tensor]:
