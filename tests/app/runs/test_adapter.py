@@ -454,6 +454,7 @@ import os, signal, sys
 from linnet.app import cli
 from linnet.fitting.position_fit import PositionFit
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what runs in its background ignore it
 PositionFit.loo_losses = lambda fit: os.kill(os.getpid(), getattr(signal, sys.argv[1])) or 1 / 0
 sys.exit(cli.main(["adapt", *sys.argv[2:]]))
 """
