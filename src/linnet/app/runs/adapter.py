@@ -193,13 +193,13 @@ def adapt(options: AdaptOptions, out: Path, quick: bool, overwrite: bool) -> Tol
     origin = Origin(spec, arguments)
     run = _interrupted(out, options, origin, texts)
     if run is None:
-        with stages.measure("fit"):
+        with stages.measure("fit"), waiting("the fit"):
             fit, chosen = _fitted(network, _batch(texts, tokenizer), options)
         run = AdapterRun(origin, options.seed, network, told, tokenizer, fit, texts, chosen)
         if overwrite:
             clear_run(out)
         _save(out, run)
-    with stages.measure("leave-one-out"):
+    with stages.measure("leave-one-out"), waiting("leave-one-out"):
         held = run.fit.loo_losses()
     (before, after), batch = _training(run.fit), run.batch(texts)
     counts = _tokens(batch["labels"])
@@ -396,8 +396,10 @@ def predict(
     run = opened(options)
     texts = read_texts(data, run.tokenizer, "test")
     batch = run.batch(texts)
-    losses, counts = run.fit.losses(batch), _tokens(batch["labels"])
-    spread = {"std": run.fit.loss_variance(batch).sqrt()} if std else {}
+    counts = _tokens(batch["labels"])
+    with waiting("the predictions"):
+        losses = run.fit.losses(batch)
+        spread = {"std": run.fit.loss_variance(batch).sqrt()} if std else {}
     each = {"probability": (-losses).exp(), "token_probability": (-losses / counts.to(losses)).exp()}
     rows = rows_of(texts, batch, loss=losses, **each, **spread)
     write_rows(table, rows)
@@ -430,7 +432,8 @@ def explain(
     known = {} if data is None else {"training texts of the run": run.texts.ids}
     asked = every if ids is None else every.take(find_samples(ids, every.ids, kind, known))
     batch = run.batch(asked)
-    influence = run.fit.influence(batch).T.tolist()
+    with waiting("influence"):
+        influence = run.fit.influence(batch).T.tolist()
     told, lines = rows_of(asked, batch, loss=run.fit.losses(batch)), []
     trained = rows_of(run.texts, run.batch(run.texts))
     for row, change in zip(told, influence, strict=True):
@@ -457,7 +460,8 @@ def _line(said: str, name: str, text: str) -> str:
 def forget(options: RunOptions, ids: Sequence[str], out: Path, verify: bool, overwrite: bool) -> Told:
     """Forget training texts: the result, and lines for people."""
     run, start = opened(options), time.perf_counter()
-    after, gone = without(run, ids)
+    with waiting("forgetting"):
+        after, gone = without(run, ids)
     return _changed("forget", run, after, gone, time.perf_counter() - start, out, verify, overwrite)
 
 
@@ -477,7 +481,8 @@ def update(options: RunOptions, data: Path, out: Path, verify: bool, overwrite: 
     run = opened(options)
     new = read_texts(data, run.tokenizer, "train")
     start = time.perf_counter()
-    fit = run.fit.update(run.batch(new))
+    with waiting("the update"):
+        fit = run.fit.update(run.batch(new))
     seconds = time.perf_counter() - start
     new = replace(new, ids=unused(run.texts.ids, data.name, new.ids))
     both = Texts(run.texts.ids + new.ids, run.texts.records + new.records)
@@ -492,7 +497,8 @@ def _changed(
     batch, every, refit = run.batch(texts), _training(after.fit)[1], {}
     if verify:
         start = time.perf_counter()
-        anew = _solved(run.network, run.batch(after.texts), after.fit.ridge, run.fit.memory)
+        with waiting("a fit from scratch"):
+            anew = _solved(run.network, run.batch(after.texts), after.fit.ridge, run.fit.memory)
         refit = {"difference": float((_training(anew)[1] - every).abs().max())}
         refit["refit_seconds"] = time.perf_counter() - start
     counts, was, now = _tokens(batch["labels"]), run.fit.losses(batch), after.fit.losses(batch)
