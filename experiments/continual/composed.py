@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,8 @@ from experiments.adapt.nested import drawn
 from experiments.adapt.tasks import DEVELOPMENT, NETWORKS, REPORTED, Task, pools, samples, stored
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
+from linnet.continual.quadratic import summed as summed_blocks
+from linnet.curvatures.curvature import Curvature
 from linnet.fitting.composed import Composed
 from linnet.fitting.descent import HEAD_SCALE, RATES, Descent, outputs_of, score_of
 from linnet.fitting.last_layer import last_linear
@@ -96,6 +98,17 @@ def curvature(one: Given) -> Any:
     return made.scaled(1 / made.made.examples)
 
 
+def together(every: list[Curvature]) -> Curvature:
+    """The Kronecker factors nearest to the sum of several tasks' curvatures."""
+    first, parts = every[0], []
+    for own in zip(*(G.parts for G in every), strict=True):
+        operator: Any = own[0].operator
+        for part in own[1:]:
+            operator = summed_blocks(operator, part.operator, "svd", (1.0, 1.0))
+        parts.append(replace(own[0], operator=operator))
+    return Curvature(tuple(parts), first.function, first.made)
+
+
 def linear(one: Given, metric: Any = None, tau: float = 0.0) -> Any:
     """The fit of the linearized weights below the head, its ridge chosen by validation samples."""
     if metric is None:
@@ -156,9 +169,7 @@ def displacements(tasks: dict[str, Given], method: str, seed: int) -> dict[str, 
     found = {}
     for name, one in tasks.items():
         taken = [G for other, G in curvatures.items() if (other != name) == others]
-        total = taken[0]
-        for more in taken[1:]:
-            total = total + more
+        total = together(taken)
         mean = float(total.trace()) / total.shape[0] / total.made.examples
         found[name] = linear(one, total, relative * mean)
     return found

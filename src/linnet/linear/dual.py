@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -390,8 +390,8 @@ class DualSystem:
 
     def loo_residuals(self) -> Tensor:
         """e_i = (M_ii)⁻¹ β_i, (N, C)."""
-        residuals: Tensor = torch.linalg.solve(self.inverse_blocks(), self.beta)
-        return residuals
+        blocks = self.inverse.diagonal()[:, None] if self.shared else self.inverse_blocks()
+        return _divided(blocks, self.beta)
 
     def cross(self, kernel: Tensor) -> Tensor:
         """K(x,X) M for a kernel (T, C, N, C), or (T, N) where the outputs share it, in the same shape."""
@@ -474,6 +474,9 @@ def _columns(values: Tensor, kernel: Tensor) -> Tensor:
     return values.reshape(kernel.shape[0], -1)
 
 
+ROWS = 512  # rows of eigenvectors that are squared at once
+
+
 class Spectrum:
     """One eigendecomposition of K, from which every ridge is free."""
 
@@ -531,16 +534,23 @@ class Spectrum:
         columns = torch.stack([(loo**2).sum(1).mean(), gcv, evidence, degrees, noise, right])
         return (columns,) if classes else (columns, loo, _mean_inverse(blocks) / ridge)
 
-    def loo_residuals(self, ridge: float) -> Tensor:
-        """Leave-one-out residuals at a ridge, (N, C)."""
-        weights = 1 / (self.values + ridge)
-        turned = weights[:, None] * self.coordinates.reshape(len(weights), -1)
-        return _divided(self._blocks(weights), (self.vectors @ turned).view(self.n, self.c))
+    def loo_residuals(self, ridges: Sequence[float]) -> Iterator[Tensor]:
+        """Leave-one-out residuals at each ridge, (N, C)."""
+        weights = 1 / (self.values + self.values.new_tensor(ridges)[:, None])
+        diagonals = self._diagonals(weights) if len(self.values) == self.n else None
+        for place, own in enumerate(weights):
+            turned = own[:, None] * self.coordinates.reshape(len(own), -1)
+            blocks = self._blocks(own) if diagonals is None else diagonals[place, :, None]
+            yield _divided(blocks, (self.vectors @ turned).view(self.n, self.c))
+
+    def _diagonals(self, weights: Tensor) -> Tensor:
+        """The diagonals of M, (R, N), from its eigenvalues at some ridges, (R, N)."""
+        return torch.cat([rows**2 @ weights.T for rows in self.vectors.split(ROWS)]).T
 
     def _blocks(self, weights: Tensor) -> Tensor:
         """M_ii, (N, C, C), or (N, 1) where the outputs share the kernel, from the eigenvalues of M."""
         if len(weights) == self.n:
-            return (self.vectors**2 @ weights)[:, None]
+            return self._diagonals(weights[None])[0, :, None]
         v = self.vectors.view(self.n, self.c, -1)
         return torch.einsum("nik,nk,njk->nij", v, weights.expand(self.n, -1), v)
 

@@ -357,6 +357,10 @@ class KernelSystem(System):
         """M_ii, (N, C, C)."""
         return self.dual.inverse_blocks()
 
+    def loo_residuals(self) -> Tensor:
+        """e_i = (M_ii)⁻¹ β_i, (N, C)."""
+        return self.dual.loo_residuals()
+
     def columns(self, index: Tensor) -> Tensor:
         """M_i· of some examples, (k, C, N·C)."""
         kernel, c = self.dual.kernel, self.c

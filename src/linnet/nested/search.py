@@ -377,7 +377,7 @@ def best_ridge(
     judged = counting.nonzero()[:, 0]
     while True:
         fresh = [step for step in range(low, high + 1) if step not in errors]
-        scores = read([_score(spectrum, 10 ** (step / PER_DECADE), judged) for step in fresh])
+        scores = read(_scores(spectrum, [10 ** (step / PER_DECADE) for step in fresh], judged))
         errors.update(zip(fresh, scores, strict=True))
         best = min(errors, key=errors.__getitem__)
         if best == low and low > lowest:
@@ -413,21 +413,25 @@ def counted(targets: Targets) -> Tensor:
     return labels.bincount()[labels] > 1
 
 
-def _score(spectrum: Spectrum, ridge: float, judged: Tensor) -> Tensor:
-    """Mean leave-one-out error at a ridge, or the evidence with its sign turned where no sample counts."""
+def _scores(spectrum: Spectrum, ridges: list[float], judged: Tensor) -> list[Tensor]:
+    """Mean leave-one-out errors at some ridges, or evidences, signs turned, where no sample counts."""
     if len(judged):
-        return spectrum.loo_residuals(ridge)[judged].square().sum(1).mean()
+        return [one[judged].square().sum(1).mean() for one in spectrum.loo_residuals(ridges)]
+    return [_lacking(spectrum, ridge) for ridge in ridges]
+
+
+def _lacking(spectrum: Spectrum, ridge: float) -> Tensor:
+    """The evidence of an example with its sign turned, −2/n log N(t; 0, σ²/ρ (K + ρI)), less constants."""
     n = spectrum.residual.numel()
     weights = 1 / (spectrum.values + ridge)
     quadratic = (weights[:, None] * spectrum.coordinates.reshape(len(weights), -1).square()).sum()
-    # −2/n log N(t; 0, σ²/ρ (K + ρI)) at the best σ², less constants
-    return (quadratic / n).clamp_min(1e-300).log() - weights.log().mean()
+    return (quadratic / n).clamp_min(1e-300).log() - weights.log().mean()  # at the best σ²
 
 
 def _candidate(spectrum: Spectrum, targets: Targets, shares: tuple[float, float], ridge: float) -> Candidate:
     """The scores at one ridge."""
     counting = counted(targets)
-    residuals = spectrum.loo_residuals(ridge)[counting]
+    residuals = next(spectrum.loo_residuals([ridge]))[counting]
     labels, right = targets.labels, None
     if labels is not None:
         left_out = spectrum.residual[counting] - residuals  # in units of the noise, which order them alike
