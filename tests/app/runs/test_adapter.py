@@ -461,7 +461,7 @@ sys.exit(cli.main(["adapt", *sys.argv[2:]]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="stops processes by signals")
 @pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
 def test_a_stopped_run_goes_on(shop: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
