@@ -140,13 +140,22 @@ def changed(net: nn.Module, *names: str) -> nn.Module:
 def test_what_does_not_go_together_is_refused() -> None:
     net, data = network(), values(8, 1)
     fit = linnet.fit(linnet.linearize(net), data, ridge=RIDGE)
-    with pytest.raises(InputError, match=r"differ in 0, 2"):
-        fit + linnet.fit(linnet.linearize(changed(net, "0.weight", "2.bias")), data, ridge=RIDGE)
-    with pytest.raises(InputError, match=r"fits of 0.weight, 0.bias and of 4.weight, 4.bias"):
-        linnet.fit(linnet.linearize(net, params="0"), data, ridge=RIDGE) - linnet.fit(
-            linnet.linearize(net, params="last-layer"), data, ridge=RIDGE
-        )
-    with pytest.raises(InputError, match="sum with"):
+    for name in ("0.weight", "2.bias"):  # a single layer, but no head
+        with pytest.raises(InputError, match=f"differ in {name[0]}"):
+            fit + linnet.fit(linnet.linearize(changed(net, name)), data, ridge=RIDGE)
+    head = linnet.fit(linnet.linearize(changed(net, "4.weight")), data, ridge=RIDGE)
+    assert (fit + head).displacement().keys() == fit.delta.keys()
+    part = torch.zeros(8, 4, dtype=torch.bool)
+    part[:3] = True
+    for one, other in (("0", "last-layer"), ("0", None), (None, "0"), ({"0.weight": part}, ["0.weight"])):
+        fits = [linnet.fit(linnet.linearize(net, params=names), data, ridge=RIDGE) for names in (one, other)]
+        with pytest.raises(InputError, match="move other weights"):
+            fits[0] - fits[1]
+    lins = (linnet.linearize(one, params="last-layer") for one in (net, changed(net, "4.weight")))
+    fits = [linnet.fit(lin, data, ridge=RIDGE) for lin in lins]
+    with pytest.raises(InputError, match="heads alone"):
+        fits[0] + fits[1]
+    with pytest.raises(InputError, match=r"fits of linnet\.adapt cannot be added"):
         fit + linnet.adapt(net, (data[0], torch.arange(8) % 2))
     with pytest.raises(InputError, match="factor"):
         fit * "twice"  # type: ignore[operator]
@@ -156,4 +165,18 @@ def test_what_does_not_go_together_is_refused() -> None:
         with pytest.raises(TypeError):
             fit + wrong  # type: ignore[operator]
         with pytest.raises(TypeError):
+            wrong + fit  # type: ignore[operator]
+        with pytest.raises(TypeError):
             fit - wrong  # type: ignore[operator]
+
+
+def test_a_list_of_fits_and_outputs_of_every_position() -> None:
+    net, data = network(), values(8, 1)
+    fits = [linnet.fit(linnet.linearize(net), values(8, seed), ridge=RIDGE) for seed in (1, 2)]
+    both = sum(fits)
+    torch.testing.assert_close(both.predict(data[0]), (fits[0] + fits[1]).predict(data[0]))
+    words = torch.nn.Sequential(torch.nn.Embedding(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 5)).double()
+    ids = torch.arange(24).view(4, 6) % 5
+    fit = linnet.fit(linnet.linearize(words), (ids, ids), "cross-entropy", axis=-1, ridge=RIDGE)
+    assert (fit + fit).predict(ids).shape == fit.predict(ids).shape == (4, 6, 5)
+    torch.testing.assert_close((1 * fit).predict(ids), fit.predict(ids))

@@ -9,14 +9,15 @@ a displacement is dear where it would move their outputs.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
+from linnet.errors import InputError, ModelError
 from linnet.fitting.arguments import BATCH, checked_inputs
 from linnet.fitting.export import own_network
+from linnet.fitting.last_layer import last_linear
 from linnet.fitting.merged import Merged, merged_network
 from linnet.params import number
 from linnet.shown import Shown, some
@@ -42,6 +43,9 @@ class Summable:
             return NotImplemented
         return Composed((*self._summands(), *other._summands()))
 
+    def __radd__(self, other: object) -> Composed:
+        return 1.0 * self if other == 0 else NotImplemented  # sum([fit_a, fit_b]) begins with 0
+
     def __sub__(self, other: Summable) -> Composed:
         return self + -other if isinstance(other, Summable) else NotImplemented
 
@@ -59,8 +63,8 @@ class Composed(Summable, Shown):
     """Displacements of several fits of one network, each times a factor: ``fit_a + 0.5 * fit_b - fit_c``.
 
     The fit that stands first is the one that answers: its network and its last layer, displaced by its own δ
-    and by those of the others in all weights that they share. Layers behind which the networks differ, such
-    as heads of other tasks, keep what they are.
+    and by those of the others in all weights below it. Fits are added that move the same weights from the
+    same start; their networks may differ in the last linear layer, the heads of the tasks, alone.
 
     Args:
         parts: Fits and their factors.
@@ -103,10 +107,11 @@ class Composed(Summable, Shown):
             x: Inputs, T examples.
 
         Returns:
-            Outputs, (T, C), of the first fit's network.
+            Outputs of the first fit's network, (T, C), or in its own shape as those of a ``PositionFit`` are.
         """
         x = checked_inputs(self.module, x)
-        return torch.cat([self.module(part).flatten(1) for part in split(x, BATCH)])
+        found = torch.cat([self.module(part) for part in split(x, BATCH)])
+        return found if self.parts[0][0]._targets.axis is not None else found.flatten(1)
 
     def displacement(self) -> Params:
         """The sum of displacements, by parameter name; copies."""
@@ -135,29 +140,51 @@ class Composed(Summable, Shown):
 
 def _displaced(fit: Any, factor: float) -> tuple[Functional, Params]:
     """The network of a fit in its own weights, and its displacement times a factor."""
-    fit._require_one_delta("a sum with")
+    if fit.system.shared:
+        raise InputError(
+            "a sum with a fit whose outputs have weights of their own",
+            expected='fits of linnet.fit, by another solver than "shared"',
+            remedy="linearize one network and fit it to each task; fits of linnet.adapt cannot be added",
+        )
     function, delta = own_network(fit.module)
     return function, {name: factor * value for name, value in delta.items()}
 
 
 def _shared(first: Functional, other: Functional) -> list[str]:
-    """The tracked parameters that two networks have alike, where no more than one layer tells them apart."""
+    """The tracked parameters that two networks move alike, all but those of heads that differ."""
     own, others = first.model.state_dict(), other.model.state_dict()
     apart = {
         owner(name)
         for name in own.keys() | others.keys()
         if name not in own or name not in others or not _alike(own[name], others[name])
     }
-    shared = [name for name in first.names if name in other.names and owner(name) not in apart]
-    if len(apart) > 1 or not shared:
-        raise InputError(
-            f"networks of two fits that differ in {some(sorted(apart), 4)}"
-            if apart
-            else f"fits of {some(first.names, 2)} and of {some(other.names, 2)}",
-            expected="displacements of the same weights from the same start, and other heads at most",
-            remedy="linearize one network for all tasks, each with its linnet.with_head",
-        )
-    return shared
+    if not apart <= {_head(first), _head(other)}:
+        _refuse(f"networks of two fits that differ in {some(sorted(apart), 4)}")
+    moved = [{name for name in one.names if owner(name) not in apart} for one in (first, other)]
+    masks = [{name: mask for name, mask in one.masks.items() if name in moved[0]} for one in (first, other)]
+    same = masks[0].keys() == masks[1].keys() and all(_alike(m, masks[1][n]) for n, m in masks[0].items())
+    if moved[0] != moved[1] or not same:
+        _refuse(f"fits that move other weights, {some(first.names, 3)} and {some(other.names, 3)}")
+    if not moved[0]:
+        _refuse("fits that move their heads alone")
+    return [name for name in first.names if name in moved[0]]
+
+
+def _head(function: Functional) -> str:
+    """The name of the last linear layer, "" where there is none."""
+    try:
+        return last_linear(function.model)[0]
+    except ModelError:
+        return ""
+
+
+def _refuse(what: str) -> NoReturn:
+    """Raise on fits that cannot be added."""
+    raise InputError(
+        what,
+        expected="displacements of the same weights from the same start, behind which heads alone may differ",
+        remedy="linearize one network for all tasks, with the same params= and for each its linnet.with_head",
+    )
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -239,7 +239,8 @@ class PositionFit(SolvedFit):
         """The same model on other data, at f₀."""
         labels = position_labels(y, self._function.output_shape(x), self._axis, every=True)
         problem, inputs = self.system.problem, self._losses.inputs(x)
-        return problem.of(inputs, _outputs(problem.function, inputs), labels)
+        made = problem.of(inputs, _outputs(problem.function, inputs), labels)
+        return replace(made, room=0)  # asked once, where a product takes less than the rows of J
 
     def _solved(self, other: LabelProblem, what: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Gradients of the losses of examples in δ and H⁻¹ times these, (P, k), some at a time."""

@@ -60,6 +60,13 @@ def language_model(name: str, arguments: Mapping[str, Any], seed: int) -> tuple[
     with _loading(f"the tokenizer of {spec}", "the tokenizer in the folder of the network or adapter"):
         has_own = transformers.utils.cached_file(name, "tokenizer_config.json", **_MAYBE)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name if has_own else base, **_OWN)
+    rows = network.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise ModelError(
+            f"the tokenizer of {spec} has {len(tokenizer)} tokens and the network {rows}",
+            expected="a token of the network for each of the tokenizer",
+            remedy="save the network with its own tokenizer, or after resize_token_embeddings",
+        )
     if most := getattr(config, "max_position_embeddings", None):
         tokenizer.model_max_length = min(tokenizer.model_max_length, most)
     kind = type(network).__name__

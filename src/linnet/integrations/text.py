@@ -160,13 +160,13 @@ def _alike(one: list[int], other: list[int]) -> int:
 
 def _spoken(messages: list[Any], tokenizer: Any, place: int, first: int = 0) -> tuple[list[int], list[int]]:
     """Tokens of a conversation, labels on what the model says from some message on."""
-    whole = _written(messages, tokenizer, False)
+    whole = written(messages, tokenizer, False)
     labels = [IGNORED] * len(whole)
     for count in range(first, len(messages)):
         if messages[count]["role"] in OTHERS:
             continue
-        begun = _written(messages[:count], tokenizer, True) if count else []
-        done = _written(messages[: count + 1], tokenizer, False)
+        begun = written(messages[:count], tokenizer, True) if count else []
+        done = written(messages[: count + 1], tokenizer, False)
         end = _alike(done, whole)
         if end < len(done) - 1:  # the last one may have been joined to what follows
             raise DataError(
@@ -181,7 +181,7 @@ def _spoken(messages: list[Any], tokenizer: Any, place: int, first: int = 0) -> 
     return whole, labels
 
 
-def _written(messages: list[Any], tokenizer: Any, opened: bool) -> list[int]:
+def written(messages: list[Any], tokenizer: Any, opened: bool) -> list[int]:
     """Tokens of a conversation; with the heading of an answer that is to come where it is opened."""
     try:
         found = tokenizer.apply_chat_template(messages, add_generation_prompt=opened)

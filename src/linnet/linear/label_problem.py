@@ -35,6 +35,7 @@ from linnet.tangent.jacobian import jacobian
 
 SHARE = 0.25  # of the memory budget that J may take: kept, a product costs what it takes to read it
 MOST = 4 << 30  # bytes that it may take
+EACH = 2048  # outputs of an example above which J is not formed: a solve takes some hundred products with it
 SUMS = 1e-4  # by how much the probabilities of an example may miss the sum of one
 
 
@@ -66,7 +67,7 @@ class LabelProblem(LinearModel):
         """J, (N, C, P), where there is space for it; ``None`` elsewhere."""
         function = self.function
         size = self.base.numel() * function.space.dim * function.dtype.itemsize
-        fits = self.held is None and size <= self.room
+        fits = self.held is None and self.c <= EACH and size <= self.room
         return jacobian(function, self.x) if fits else None
 
     def push(self, delta: Tensor) -> Tensor:

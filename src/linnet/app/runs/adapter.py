@@ -22,7 +22,7 @@ from linnet.app.options import AdaptOptions, RunOptions, listed
 from linnet.app.runs.adaptation import Stages
 from linnet.app.runs.changes import unused
 from linnet.app.runs.folder import ADAPTER, Origin, check_files, read_record, understood, write_run
-from linnet.app.runs.place import RECORD, REPLAY, check_file, check_free, check_out, clear_run, leave, writing
+from linnet.app.runs.place import RECORD, check_file, check_free, check_out, clear_run, leave, writing
 from linnet.app.runs.queries import TABLES, write_rows
 from linnet.app.runs.samples import LISTED, find_samples
 from linnet.app.runs.trust import check_run, remember_run
@@ -39,8 +39,9 @@ from linnet.params import instance, integer, number
 from linnet.progress import waiting
 from linnet.report.numbers import duration
 from linnet.saved import load
-from linnet.tangent.batch import IGNORED
+from linnet.tangent.batch import IGNORED, MASK
 from linnet.tangent.linearized import linearize
+from linnet.tree import hash_tensors
 
 Told = tuple[dict[str, Any], list[str]]  # a result, and lines for people
 ENDING = ".jsonl"
@@ -48,6 +49,7 @@ RIDGES = (10.0, 1.0, 0.1, 0.01, 0.001)  # tried from the largest on, as long as 
 # Texts of which leave-one-out is taken: each costs a solve over all of them, which for a hundred of a network
 # of 135 million weights takes as long as the fit. The ridge is chosen on as many.
 AFFORDABLE = 100
+GIVEN = "as given"  # why the ridge is what it is
 _TAKEN = ("model", "model_args", "data", "params", "ridge", "memory", "device", "seed")
 _FILES = ("linear-fit", "samples")
 _WIDE = 72  # characters of a text in a line
@@ -262,20 +264,22 @@ def _no_use(name: str, value: Any) -> InputError:
 
 def _interrupted(out: Path, options: AdaptOptions, origin: Origin, texts: Texts) -> AdapterRun | None:
     """The fit of a run that was interrupted after it was solved."""
-    if not (out / REPLAY).is_file() or not is_adapter(out) or (out / "result.json").exists():
+    if not is_adapter(out) or (out / "result.json").exists():
         return None
     try:
         run = opened(RunOptions(run=out, device=options.device, memory=options.memory))
     except LinnetError:
         return None
-    same = run.origin == origin and vars(run.texts) == vars(texts)
-    return run if same else None
+    given = options.ridge not in ("auto", "loo")
+    ridge = run.fit.ridge == options.ridge if given else run.chosen != GIVEN
+    same = run.origin == origin and run.seed == options.seed and vars(run.texts) == vars(texts)
+    return run if same and ridge else None
 
 
 def _fitted(network: nn.Module, batch: dict[str, Tensor], options: AdaptOptions) -> tuple[PositionFit, str]:
     """The fit, and why it has this ridge."""
     if options.ridge not in ("auto", "loo"):
-        return _solved(network, batch, float(options.ridge), options.memory), "as given"
+        return _solved(network, batch, float(options.ridge), options.memory), GIVEN
     count = len(batch["labels"])
     order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed))
     some = {name: part[order[:AFFORDABLE].sort().values] for name, part in batch.items()}
@@ -335,10 +339,15 @@ def _save(out: Path, run: AdapterRun) -> None:
     def write() -> dict[str, Any]:
         run.fit.save(out)
         save(out, "samples", {"ids": run.texts.ids, "records": run.texts.records})
-        own = {"seed": run.seed, "chosen": run.chosen}
+        own = {"seed": run.seed, "chosen": run.chosen, "tokens": _digest(run.batch(run.texts))}
         return {"origin": asdict(run.origin), ADAPTER: own}
 
     write_run(out, write, _FILES)
+
+
+def _digest(batch: dict[str, Tensor]) -> str:
+    """A hash of texts as tokens, by which another tokenizer is noticed."""
+    return hash_tensors([ids[kept.bool()] for ids, kept in zip(batch["input_ids"], batch[MASK], strict=True)])
 
 
 def _write(folder: Path, result: dict[str, Any]) -> None:
@@ -354,7 +363,7 @@ def opened(options: RunOptions) -> AdapterRun:
     record = read_record(folder)
     with understood(folder):
         origin, own = Origin(**record["origin"]), record[ADAPTER]
-        seed, chosen = integer("seed", own["seed"], least=0), str(own["chosen"])
+        seed, chosen, tokens = integer("seed", own["seed"], least=0), str(own["chosen"]), str(own["tokens"])
         instance("spec", origin.spec, str, "a string")
         instance("arguments", origin.arguments, dict, "a dictionary")
         if set(record["files"]) != set(_FILES):
@@ -373,6 +382,12 @@ def opened(options: RunOptions) -> AdapterRun:
             _said(record)
     if not isinstance(fit, PositionFit) or not fit.n == len(texts.ids) == len(texts.records):
         raise FileFormatError(f"{folder} has a fit of other texts", "its own files", "restore it from a copy")
+    if _digest(_batch(texts, tokenizer)) != tokens:
+        raise FileFormatError(
+            f"the tokenizer of {origin.spec} makes other tokens of the texts than when {folder} was fitted",
+            expected="the tokenizer that was there",
+            remedy="restore it, or fit again",
+        )
     fit.memory = options.memory
     if options.trust:
         remember_run(folder)
@@ -488,9 +503,13 @@ def update(options: RunOptions, data: Path, out: Path, verify: bool, overwrite: 
     with waiting("the update"):
         fit = run.fit.update(run.batch(new))
     seconds = time.perf_counter() - start
+    known = sum(record in run.texts.records for record in new.records)
     new = replace(new, ids=unused(run.texts.ids, data.name, new.ids))
     both = Texts(run.texts.ids + new.ids, run.texts.records + new.records)
-    return _changed("update", run, replace(run, fit=fit, texts=both), new, seconds, out, verify, overwrite)
+    told = _changed("update", run, replace(run, fit=fit, texts=both), new, seconds, out, verify, overwrite)
+    if known:
+        told[1].append(f"note: {known} of them were there already, and count twice now")
+    return told
 
 
 def _changed(

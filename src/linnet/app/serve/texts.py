@@ -13,6 +13,7 @@ from torch import Tensor
 from linnet.app.runs.adapter import AdapterRun, Texts, rows_of, without
 from linnet.app.serve.server import Asked
 from linnet.errors import DataError, InputError, LinnetError
+from linnet.integrations.text import written
 from linnet.tangent.batch import IGNORED, MASK
 
 _MOST = 24  # tokens of an answer of the network's own
@@ -50,7 +51,7 @@ class TextSession(Asked[AdapterRun, Question]):
             raise InputError("no question was sent", "a text, and an answer, which may be empty", "write one")
         if not answer.strip():
             answer = None
-        elif not question[-1].isspace() and not answer[0].isspace():
+        elif not _roles(self._run) and not question[-1].isspace() and not answer[0].isspace():
             answer = f" {answer}"
         made = Question(question, answer)
         try:
@@ -66,15 +67,23 @@ class TextSession(Asked[AdapterRun, Question]):
     @staticmethod
     def _batch(run: AdapterRun, asked: Question) -> dict[str, Tensor]:
         """The question with its answer; the likeliest tokens one by one where none is given."""
+        roles = _roles(run)
+        question = [{"role": role, "content": asked.text} for role in roles[:1]]
         if asked.answer is not None:
-            return run.batch(Texts(("",), ((asked.text, asked.answer),)))
+            answer = [{"role": role, "content": asked.answer} for role in roles[1:]]
+            return run.batch(Texts(("",), ((question, answer) if roles else (asked.text, asked.answer),)))
         end = getattr(run.tokenizer, "eos_token_id", None)
-        ids = list(run.tokenizer(asked.text)["input_ids"])
-        ids = ids[:-1] if end is not None and ids[-1:] == [end] else ids
+        if roles:
+            ids = written(question, run.tokenizer, True)
+        else:
+            ids = list(run.tokenizer(asked.text)["input_ids"])
+            ids = ids[:-1] if end is not None and ids[-1:] == [end] else ids
         if not ids:
             raise DataError("the question has no token", "a text of one token at least", "write a longer one")
-        start = len(ids)
-        while len(ids) < start + _MOST and ids[start:][-1:] != [end]:
+        start, most = len(ids), run.tokenizer.model_max_length
+        if start >= most:
+            raise DataError(f"it has {start} tokens", f"fewer than the network's {most}", "shorten it")
+        while len(ids) < min(start + _MOST, most) and ids[start:][-1:] != [end]:
             ids.append(int(_outputs(run, torch.tensor([ids]))[-1].argmax()))
         labels = [IGNORED] * start + ids[start:]
         row = torch.tensor([ids])
@@ -100,6 +109,15 @@ class TextSession(Asked[AdapterRun, Question]):
             result["up"] = [row for row in told[:_BEHIND] if row["influence"] > 0]
             result["down"] = [row for row in told[::-1][:_BEHIND] if row["influence"] < 0]
         return result
+
+
+def _roles(run: AdapterRun) -> tuple[str, ...]:
+    """Who asks and who answers, where the run's texts are conversations."""
+    first = run.texts.records[0]
+    talk = [*first[0], *first[1]] if isinstance(first, tuple) else first
+    if not isinstance(talk, list) or not isinstance(talk[-1], dict):
+        return ()
+    return (talk[-2]["role"] if len(talk) > 1 else "user"), talk[-1]["role"]
 
 
 def _outputs(run: AdapterRun, ids: Tensor) -> Tensor:
