@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -523,3 +524,45 @@ def look_at_answers(browser: Browser, shop: Path) -> None:
     for body in (b"", b"[]", b'{"question": 1, "answer": ""}', sent(" "), sent("where is Atlantis ?")):
         assert browser.json("/predict", body, status=400)["error"]
     assert browser.json("/forget", b'["train/70"]', status=400)["error"]
+
+
+def test_another_tokenizer_is_noticed(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "net"
+    shutil.copytree(shop / "net", folder)
+    words = folder / "tokenizer.json"
+    about = json.loads(words.read_text())
+    known = about["model"]["vocab"]
+    known[CITIES[0]], known[CITIES[1]] = known[CITIES[1]], known[CITIES[0]]
+    words.write_text(json.dumps(about))
+    asked = ["--run", shop / "run", "--data", shop / "questions.jsonl", "--model", f"hf:{folder}"]
+    linnet("predict", *asked, "--out", tmp_path / "p.csv", code=2)
+    assert "makes other tokens of the texts than when" in capsys.readouterr().err
+    known["more"] = len(known)
+    words.write_text(json.dumps(about))
+    linnet("predict", *asked, "--out", tmp_path / "p.csv", code=2)
+    assert f"has {len(WORDS) + 1} tokens and the network {len(WORDS)}" in capsys.readouterr().err
+
+
+def test_conversations_are_asked_as_conversations(shop: Path, tmp_path: Path) -> None:
+    run = adapter.opened(RunOptions(run=shop / "run"))
+    run.tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }} ? {% endfor %}{% if add_generation_prompt %}is {% endif %}"
+    talk = [{"role": "user", "content": "where"}, {"role": "model", "content": "Oslo"}]
+    run = replace(run, texts=adapter.Texts(run.texts.ids, (talk, *run.texts.records[1:])))
+    session = TextSession(run, "run")
+
+    def asked(answer: str) -> dict[str, torch.Tensor]:
+        sent = json.dumps({"question": "where", "answer": answer}).encode()
+        return session._batch(run, session._read("", sent))
+
+    known = run.batch(adapter.Texts(("",), (talk,)))
+    assert all(torch.equal(asked("Oslo")[name], known[name]) for name in known)
+    assert run.tokenizer.decode(asked("")["input_ids"][0]).startswith("where ? is")
+    run.tokenizer.model_max_length = 3
+    with pytest.raises(DataError, match=r"it has 3 tokens. .* the network's 3"):
+        asked("")
+
+
+def test_texts_that_are_there_already_are_told(shop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = ["--run", shop / "run", "--data", shop / "facts.jsonl"]
+    linnet("update", *new, "--out", shop / "twice")
+    assert "7 of them were there already, and count twice now" in capsys.readouterr().out
