@@ -545,7 +545,8 @@ def test_another_tokenizer_is_noticed(shop: Path, tmp_path: Path, capsys: pytest
 
 def test_conversations_are_asked_as_conversations(shop: Path, tmp_path: Path) -> None:
     run = adapter.opened(RunOptions(run=shop / "run"))
-    run.tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }} ? {% endfor %}{% if add_generation_prompt %}is {% endif %}"
+    told = "{% for one in messages %}{{ one['content'] }} ? {% endfor %}"
+    run.tokenizer.chat_template = told + "{% if add_generation_prompt %}is {% endif %}"
     talk = [{"role": "user", "content": "where"}, {"role": "model", "content": "Oslo"}]
     run = replace(run, texts=adapter.Texts(run.texts.ids, (talk, *run.texts.records[1:])))
     session = TextSession(run, "run")
