@@ -151,8 +151,8 @@ def test_what_does_not_go_together_is_refused() -> None:
         fits = [linnet.fit(linnet.linearize(net, params=names), data, ridge=RIDGE) for names in (one, other)]
         with pytest.raises(InputError, match="move other weights"):
             fits[0] - fits[1]
-    lins = (linnet.linearize(one, params="last-layer") for one in (net, changed(net, "4.weight")))
-    fits = [linnet.fit(lin, data, ridge=RIDGE) for lin in lins]
+    bent = (linnet.linearize(one, params="last-layer") for one in (net, changed(net, "4.weight")))
+    fits = [linnet.fit(lin, data, ridge=RIDGE) for lin in bent]
     with pytest.raises(InputError, match="heads alone"):
         fits[0] + fits[1]
     with pytest.raises(InputError, match=r"fits of linnet\.adapt cannot be added"):
