@@ -155,19 +155,24 @@ def test_what_does_not_go_together_is_refused() -> None:
     fits = [linnet.fit(lin, data, ridge=RIDGE) for lin in bent]
     with pytest.raises(InputError, match="heads alone"):
         fits[0] + fits[1]
-    with pytest.raises(InputError, match=r"fits of linnet\.adapt cannot be added"):
-        fit + linnet.adapt(net, (data[0], torch.arange(8) % 2))
-    with pytest.raises(InputError, match="factor"):
+    adapted = linnet.adapt(net, (data[0], torch.arange(8) % 2))
+    for make in (lambda: fit + adapted, lambda: fit - adapted, lambda: adapted + fit):
+        with pytest.raises(InputError, match=r"fits of linnet\.adapt cannot be added"):
+            make()
+    shared = linnet.fit(linnet.linearize(net), data, ridge=RIDGE, solver="shared")
+    with pytest.raises(InputError, match="weights of their own"):
+        fit + shared
+    with pytest.raises(InputError, match="scalar"):
         fit * "twice"  # type: ignore[operator]
-    with pytest.raises(InputError, match="factor"):
+    with pytest.raises(InputError, match="scalar"):
         float("nan") * fit
     for wrong in (2, None, "fit"):
-        with pytest.raises(TypeError):
-            fit + wrong  # type: ignore[operator]
-        with pytest.raises(TypeError):
-            wrong + fit  # type: ignore[operator]
-        with pytest.raises(TypeError):
-            fit - wrong  # type: ignore[operator]
+        with pytest.raises(InputError, match="other"):
+            fit + wrong
+        with pytest.raises(InputError, match="other"):
+            wrong + fit
+        with pytest.raises(InputError, match="other"):
+            fit - wrong
 
 
 def test_a_list_of_fits_and_outputs_of_every_position() -> None:

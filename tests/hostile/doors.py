@@ -334,6 +334,13 @@ METHODS: dict[str, Callable[[], Arguments]] = {
         f"PositionFit.{name}": lambda: {"data": small.sequences()}
         for name in ("losses", "loss_variance", "influence", "update")
     },
+    **{
+        f"{name}.{operation}": lambda make=make: {"other": make()}
+        for name, make in zip(
+            ("LinearFit", "SoftmaxFit", "PositionFit"), (small.fit, small.softmax, small.words), strict=True
+        )
+        for operation in ("__add__", "__sub__")
+    },
     "PositionFit.predict": lambda: {"x": small.sequences()[0]},
     "PositionFit.relabel": lambda: {"indices": [0], "y": small.sequences()[1][:1]},
     "constrain": lambda: {"targets": small.targets()},

@@ -8,7 +8,7 @@ a displacement is dear where it would move their outputs.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +19,7 @@ from linnet.fitting.arguments import BATCH, checked_inputs
 from linnet.fitting.export import own_network
 from linnet.fitting.last_layer import last_linear
 from linnet.fitting.merged import Merged, merged_network
-from linnet.params import number
+from linnet.params import number, refuse
 from linnet.shown import Shown, some
 from linnet.tangent.batch import Inputs, split
 from linnet.tangent.forward_mode import Params
@@ -31,32 +31,40 @@ from linnet.tangent.selection import owner
 Part = tuple[Any, float]  # a fit and its factor
 
 
-class Summable:
+class Summable(ABC):
     """What can be added, subtracted and multiplied: fits, and what they were added up to."""
 
     @abstractmethod
     def _summands(self) -> tuple[Part, ...]:
         """Fits and their factors."""
 
-    def __add__(self, other: Summable) -> Composed:
-        if not isinstance(other, Summable):
-            return NotImplemented
-        return Composed((*self._summands(), *other._summands()))
+    def __add__(self, other: Any) -> Composed:
+        return Composed((*self._summands(), *_checked(other)._summands()))
 
-    def __radd__(self, other: object) -> Composed:
-        return 1.0 * self if other == 0 else NotImplemented  # sum([fit_a, fit_b]) begins with 0
+    def __radd__(self, other: Any) -> Composed:
+        return 1.0 * self if other == 0 else _checked(other) + self  # sum([fit_a, fit_b]) begins with 0
 
-    def __sub__(self, other: Summable) -> Composed:
-        return self + -other if isinstance(other, Summable) else NotImplemented
+    def __sub__(self, other: Any) -> Composed:
+        return self + -_checked(other)
 
-    def __mul__(self, factor: float) -> Composed:
-        c = number("factor", factor, remedy="multiply a fit by a finite number, and add fits")
+    def __mul__(self, scalar: float) -> Composed:
+        c = number("scalar", scalar, remedy="multiply a fit by a finite number, and add fits")
         return Composed(tuple((fit, own * c) for fit, own in self._summands()))
 
     __rmul__ = __mul__
 
     def __neg__(self) -> Composed:
         return -1.0 * self
+
+
+def _checked(other: Any) -> Summable:
+    """What can be added, or an error."""
+    if isinstance(other, Summable):
+        return other
+    refuse(
+        "other", other, "a fit of linnet.fit, or a sum of fits",
+        "linearize one network and fit it to each task; fits of linnet.adapt cannot be added",
+    )  # fmt: skip
 
 
 class Composed(Summable, Shown):
@@ -131,6 +139,7 @@ class Composed(Summable, Shown):
         return merged_network(self.module, x, first.classes)
 
     def _summands(self) -> tuple[Part, ...]:
+        """Its own parts."""
         return self.parts
 
     def _shown(self) -> dict[str, Any]:
@@ -144,7 +153,7 @@ def _displaced(fit: Any, factor: float) -> tuple[Functional, Params]:
         raise InputError(
             "a sum with a fit whose outputs have weights of their own",
             expected='fits of linnet.fit, by another solver than "shared"',
-            remedy="linearize one network and fit it to each task; fits of linnet.adapt cannot be added",
+            remedy="leave solver= out",
         )
     function, delta = own_network(fit.module)
     return function, {name: factor * value for name, value in delta.items()}

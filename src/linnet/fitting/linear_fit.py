@@ -31,6 +31,7 @@ from linnet.fitting.arguments import (
     linear_outputs,
     ridge_grid,
 )
+from linnet.fitting.composed import Summable
 from linnet.fitting.cross_fit import chosen_ridge
 from linnet.fitting.export import exported_directions
 from linnet.fitting.fitted import Fitted
@@ -334,7 +335,7 @@ class SquaredFit(Fitted):
         return self._made(self.system.again(), self._targets, self.record)
 
 
-class LinearFit(SquaredFit):
+class LinearFit(SquaredFit, Summable):
     """A solved linear fit. ``linnet.fit`` makes it.
 
     Args:

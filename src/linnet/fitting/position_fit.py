@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from linnet.distributed import all_rows
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.fitting.arguments import BATCH, Choices, count_in_words
+from linnet.fitting.composed import Summable
 from linnet.fitting.last_layer import giving
 from linnet.fitting.remarks import held_remarks
 from linnet.fitting.softmax_fit import require_kept
@@ -83,7 +84,7 @@ def position_problem(whole: Functional, x: Inputs, y: Tensor, axis: int, memory:
     return LabelProblem(function, inputs, base, losses, y, room_for_rows(whole, memory))
 
 
-class PositionFit(SolvedFit):
+class PositionFit(SolvedFit, Summable):
     """A solved cross-entropy fit with a class at every position. ``linnet.fit(..., axis=)`` makes it.
 
     An example is a sequence with all its positions, of which those with a label count. Its loss is their sum,
@@ -231,7 +232,7 @@ class PositionFit(SolvedFit):
     def _of(self, data: Any) -> tuple[LabelProblem, Tensor]:
         """Other data as a problem at the fit's outputs, and their losses."""
         x, y = self._gathered(data).pair
-        other = self._others(x, y)
+        other = replace(self._others(x, y), room=0)  # asked once: a product takes less than the rows of J
         outputs = other.base + other.push(self.system.eta)
         return replace(other, base=outputs), other.losses(outputs)
 
@@ -239,8 +240,7 @@ class PositionFit(SolvedFit):
         """The same model on other data, at f₀."""
         labels = position_labels(y, self._function.output_shape(x), self._axis, every=True)
         problem, inputs = self.system.problem, self._losses.inputs(x)
-        made = problem.of(inputs, _outputs(problem.function, inputs), labels)
-        return replace(made, room=0)  # asked once, where a product takes less than the rows of J
+        return problem.of(inputs, _outputs(problem.function, inputs), labels)
 
     def _solved(self, other: LabelProblem, what: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Gradients of the losses of examples in δ and H⁻¹ times these, (P, k), some at a time."""

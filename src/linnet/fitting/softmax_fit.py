@@ -27,6 +27,7 @@ from linnet.fitting.arguments import (
     positions,
     ridge_grid,
 )
+from linnet.fitting.composed import Summable
 from linnet.fitting.fitted import Fitted
 from linnet.linear.dual import CriteriaByRidge
 from linnet.linear.label_problem import LabelProblem, WeighedLosses, class_targets, weighed_labels
@@ -87,7 +88,7 @@ class LeftOut(Record):
         return float((self.losses[:, 0] - self.losses[:, 1]).abs().max())
 
 
-class SoftmaxFit(Fitted):
+class SoftmaxFit(Fitted, Summable):
     """A solved cross-entropy fit. ``linnet.fit(..., loss="cross-entropy")`` makes it.
 
     Args:

@@ -15,7 +15,6 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.files import save
 from linnet.fitting.arguments import Choices, checked_inputs, count_in_words, positions
-from linnet.fitting.composed import Part, Summable
 from linnet.fitting.merged import Merged, merged_network
 from linnet.fitting.remarks import after_change
 from linnet.fitting.sketch import SketchedNetwork, sketch_state
@@ -33,7 +32,7 @@ from linnet.tangent.matching import identity
 from linnet.tangent.modes import in_exact_mode
 
 
-class SolvedFit(Summable, Shown):
+class SolvedFit(Shown):
     """Base class of all fits of data: the solved equations, and the same of other data.
 
     Args:
@@ -137,7 +136,8 @@ class SolvedFit(Summable, Shown):
                 "variance=, work",
             )
 
-    def _summands(self) -> tuple[Part, ...]:
+    def _summands(self) -> tuple[tuple[Any, float], ...]:
+        """Itself, once."""
         return ((self, 1.0),)
 
     def _examples(self, x: Inputs) -> Inputs:

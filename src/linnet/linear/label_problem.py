@@ -35,7 +35,7 @@ from linnet.tangent.jacobian import jacobian
 
 SHARE = 0.25  # of the memory budget that J may take: kept, a product costs what it takes to read it
 MOST = 4 << 30  # bytes that it may take
-EACH = 2048  # outputs of an example above which J is not formed: a solve takes some hundred products with it
+EACH = 4096  # outputs of an example above which J is not formed: a solve takes some hundred products with it
 SUMS = 1e-4  # by how much the probabilities of an example may miss the sum of one
 
 
