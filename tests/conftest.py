@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as long all but every n-th case of a thinned grid; which ones depends on their names alone."""
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("thinned") is not None:
+        if item.get_closest_marker("thinned") and not item.get_closest_marker("long"):
             grids.setdefault(item.nodeid.split("[")[0], []).append(item)
     for cases in grids.values():
         marker = cases[0].get_closest_marker("thinned")

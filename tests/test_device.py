@@ -249,6 +249,7 @@ class Made:
 
 @pretended
 @pytest.mark.parametrize("name", PASSES)
+@pytest.mark.thinned(2)
 def test_a_pass_waits_for_the_device_a_few_times_a_batch(name: str) -> None:
     call, size, waits = PASSES[name]
     made, few, many = Made(), 2 * min(size, 256), 4 * min(size, 256)
@@ -259,6 +260,7 @@ def test_a_pass_waits_for_the_device_a_few_times_a_batch(name: str) -> None:
 
 @pretended
 @pytest.mark.parametrize("name", [name for name in PASSES if name != "base outputs"])
+@pytest.mark.thinned(2)
 def test_data_go_to_the_device_one_batch_at_a_time(name: str) -> None:
     call, size, _ = PASSES[name]
     made = Made()

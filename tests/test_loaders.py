@@ -64,6 +64,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("other", [network(nn.ReLU()), network(Scaled(2.0)), network(Scaled(1.0), 0.5)])
+@pytest.mark.thinned(3)
 def test_equal_weights_are_not_enough(saved: tuple[str, Path, Any], other: nn.Module) -> None:
     kind, folder, net = saved
     other.load_state_dict(net.state_dict())

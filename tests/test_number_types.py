@@ -318,6 +318,7 @@ def test_a_cross_entropy_fit_is_checked_too() -> None:
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
+@pytest.mark.thinned(2)
 def test_sums_over_many_batches_in_float64(structure: Any) -> None:
     """A hundred and twenty batches: float32 rounds every one of their sums, float64 none."""
     model = network(3, 4).float()

@@ -66,6 +66,7 @@ def closure(start: Iterable[str], requires: Requires = requirements_of) -> dict[
 
 
 @pytest.mark.parametrize("extra", ["", *EXTRAS])
+@pytest.mark.thinned(3)
 def test_nothing_reaches_torchvision(extra: str) -> None:
     reached = closure([f"linnet-torch[{extra}]"])
     assert {"torch", "numpy", "pyyaml"} <= reached.keys()

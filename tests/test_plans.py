@@ -85,6 +85,7 @@ SLOW = [
     ("what", "network"), [*FAST, *(pytest.param(*case, marks=pytest.mark.long) for case in SLOW)]
 )
 @pytest.mark.parametrize("budget", grid((60_000_000, 200_000_000), (60_000_000,)))
+@pytest.mark.thinned(2)
 def test_a_process_stays_within_its_budget(what: str, network: str, budget: int) -> None:
     """The high-water mark grows by at most 1.25 times the budget and what is found out once of a network."""
     command = [sys.executable, "-c", MEASURED, what, network, str(budget)]

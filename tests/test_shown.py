@@ -59,6 +59,7 @@ class Table(HTMLParser):
 
 
 @pytest.mark.parametrize("name", doors.OBJECTS)
+@pytest.mark.thinned(3)
 def test_everything_that_a_user_holds_shows_itself(name: str) -> None:
     held = doors.OBJECTS[name]()
     assert "object at 0x" not in repr(held)

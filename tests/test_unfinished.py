@@ -125,6 +125,7 @@ def broken_off(work: Callable[[], object], folder: Path, stop: int | None) -> in
 
 
 @pytest.mark.parametrize("kind", WORK)
+@pytest.mark.thinned(3)
 def test_it_goes_on_where_it_was_to_the_same_bits(kind: str, tmp_path: Path) -> None:
     expected, folder = WORK[kind](), tmp_path / "sums"
     total = broken_off(WORK[kind], tmp_path / "whole", None)
@@ -215,6 +216,7 @@ OTHERS: dict[str, tuple[str, Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.thinned(3)
 def test_other_work_is_refused(name: str, tmp_path: Path) -> None:
     kind, other, words = OTHERS[name]
     folder = tmp_path / "sums"

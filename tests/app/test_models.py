@@ -459,6 +459,7 @@ def data_folder() -> Path:
         ("MobileNetV2Folded", "mobilenetv2_1.0_224_imagenet_tf2ptq_folded.npz", {}, 3_487_816),
     ],
 )
+@pytest.mark.thinned(2)
 def test_published_weights(factory: str, weights: str, arguments: dict[str, int], parameters: int) -> None:
     folder = data_folder() / "weights"
     model = load_model(f"{folder / 'nets.py'}:{factory}", folder / weights, arguments)

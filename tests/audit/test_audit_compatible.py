@@ -134,6 +134,7 @@ def test_group_means_before_and_after_a_constraint() -> None:
 
 @every_solver
 @pytest.mark.parametrize(("index", "target"), [(2, 1), ([0, 5], [2, 2])])
+@pytest.mark.thinned(3)
 def test_other_labels_are_a_refit(solver: str, index: Any, target: Any) -> None:
     p = P if solver == "dual" else S
     fit = p.fit(ridge=RHO, solver=solver)

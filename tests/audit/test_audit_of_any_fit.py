@@ -77,6 +77,7 @@ def test_influence_is_what_the_fit_without_the_example_says(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adapt", "squared", "shared", "softmax", "binary"])
+@pytest.mark.thinned(2)
 def test_the_wrong_label_leads_the_ranking(kind: str) -> None:
     fit, x, y, _, _ = fitted(kind)
     for score in ("auto", "margin", "residual"):

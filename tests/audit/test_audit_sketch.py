@@ -20,6 +20,7 @@ def problem() -> tuple[linnet.Linearized, tuple[torch.Tensor, torch.Tensor], tor
 
 @pytest.mark.parametrize("dim", [5, 20, 40, 80])
 @pytest.mark.parametrize("ridge", [0.01, 1.0])
+@pytest.mark.thinned(3)
 def test_the_bounds_hold_and_tighten(dim: int, ridge: float) -> None:
     lin, data, new = problem()
     exact = linnet.fit(lin, data, ridge=ridge, solver="dual")

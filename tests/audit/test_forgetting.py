@@ -142,6 +142,7 @@ def without(data: tuple[Tensor, Tensor], gone: list[int]) -> tuple[Tensor, Tenso
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned(2)
 def test_others_can_check_it_without_linnet(kind: str, tmp_path: Path) -> None:
     fit, data = made(kind)
     found = forgetting_certificate(fit, GONE, tmp_path)

@@ -167,6 +167,7 @@ def test_top_is_the_largest_of_all_scores(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "error"), [(torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)]
 )
+@pytest.mark.thinned(2)
 def test_shorter_types(tmp_path: Path, dtype: torch.dtype, error: float) -> None:
     """Lengths are kept apart, so that small gradients do not vanish in half precision."""
     whole, short = made(tmp_path / "whole"), made(tmp_path / "short", dtype)

@@ -70,6 +70,7 @@ def test_temperature_and_rate_are_of_highest_likelihood(n: int, lost: float) -> 
 
 
 @pytest.mark.parametrize(("classes", "sharp", "rate"), [(2, 1.0, 0.0), (4, 2.0, 0.1)])
+@pytest.mark.thinned(2)
 def test_right_labels_look_wrong_as_often_as_expected(classes: int, sharp: float, rate: float) -> None:
     right, expected, seen, recall = [], [], [], []
     for seed in range(8):
@@ -107,6 +108,7 @@ def test_what_cannot_be_seen_is_said() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.thinned(2)
 def test_outputs_that_say_nothing_doubt_no_label(seed: int) -> None:
     outputs, labels, _ = drawn(80, 5, 0.0, seed)
     labels = labels[torch.randperm(80, generator=torch.Generator().manual_seed(seed))]

@@ -64,6 +64,7 @@ def fitted(kind: str, x: Tensor, y: Tensor, ridge: float | None = None) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned(3)
 def test_each_example_is_judged_without_one_training_example(kind: str) -> None:
     (x, y), (new, _) = samples(14, 0), samples(20, 1)
     fit = fitted(kind, x, y, ridge=0.7)
@@ -103,6 +104,7 @@ def test_p_values_of_like_examples_are_uniform(train: int, batch: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adapt", "squared", "softmax", "values"])
+@pytest.mark.thinned(2)
 def test_false_alarms_of_small_fits(kind: str) -> None:
     alarms = 0
     for seed in range(12):
@@ -128,6 +130,7 @@ def test_many_training_examples_are_a_sample_of_them(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned(3)
 def test_a_stream(kind: str) -> None:
     (x, y), (new, truth) = samples(90, 0), samples(400, 1)
     fit = fitted(kind, x, y)

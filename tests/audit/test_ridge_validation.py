@@ -44,6 +44,7 @@ def test_the_path_is_that_of_fitting_at_every_ridge(p: Problem, solver: str) -> 
 
 @pytest.mark.parametrize("solver", ["dual", "cg"])
 @pytest.mark.parametrize("share", [1e-3, 0.1, 10.0])
+@pytest.mark.thinned(3)
 def test_the_gradient_is_the_finite_difference(p: Problem, solver: str, share: float) -> None:
     rho, step = rho_for(p, share), 1e-4
     up, down = (loss_at(p, rho * math.exp(s))[0] for s in (step, -step))

@@ -64,6 +64,7 @@ def worth(criterion: str, j: Tensor, chosen: list[int], i: int) -> float:
 
 @pytest.mark.parametrize("at", [None, AT])
 @pytest.mark.parametrize("criterion", ["variance", "information", "predictive-information", "uncertainty"])
+@pytest.mark.thinned(3)
 def test_greedy_choices_are_those_of_brute_force(criterion: str, at: Tensor | None) -> None:
     fit = P.fit(ridge=RHO)
     found = audit.select(fit, POOL, 4, criterion, at=at)
@@ -105,6 +106,7 @@ def of_one_kernel(kind: str) -> Any:
 @pytest.mark.parametrize("at", [None, AT])
 @pytest.mark.parametrize("criterion", ["variance", "information", "predictive-information", "uncertainty"])
 @pytest.mark.parametrize("kind", ["shared", "weight", "earlier", "constrained"])
+@pytest.mark.thinned(3)
 def test_fits_of_one_kernel_choose_as_their_updates_say(kind: str, criterion: str, at: Tensor | None) -> None:
     fit, x = of_one_kernel(kind), POOL if at is None else at
     found = audit.select(fit, POOL, 3, criterion, at=at)

@@ -98,6 +98,7 @@ def test_examples_without_a_label_weigh_nothing(float64: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "diagonal", "full", "low-rank"])
+@pytest.mark.thinned(2)
 def test_memory_is_constant_in_the_number_of_tasks(structure: str) -> None:
     net = small_network()
     method = OnlineLaplace(net, Categorical(), structure)

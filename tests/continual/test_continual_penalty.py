@@ -269,6 +269,7 @@ def test_non_online_measures_every_task_where_the_last_ended(float64: torch.dtyp
 
 
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.thinned(3)
 def test_states_go_round_through_a_file_and_training_goes_on(name: str) -> None:
     net = small_network()
     method = MAKERS[name](net)

@@ -208,6 +208,7 @@ def test_receptive_fields_are_counted_where_they_are_held(spy: Spy, monkeypatch:
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "kfac", "ekfac"])
+@pytest.mark.thinned(2)
 def test_exact_columns_of_many_outputs_are_never_formed_together(
     structure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ def test_inputs_alone_are_enough_where_no_labels_are_needed(form: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["lenet", "norms", "gpt2-eager"])
+@pytest.mark.thinned(2)
 def test_a_subset_of_parameters_is_a_part_of_the_whole(name: str) -> None:
     problem = Problem(name, families(name)[-1])
     places = indices(problem.case.model())

@@ -75,6 +75,7 @@ def test_data_from_inference_mode(structure: str, net: nn.Module) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("structure", ["kfac", "ekfac"])
+@pytest.mark.thinned(2)
 def test_factors_of_half_precision_networks_are_semidefinite(
     dtype: torch.dtype, structure: str, net: nn.Module
 ) -> None:

@@ -89,6 +89,7 @@ def test_mixtures_subsets_and_quadratic_agree() -> None:
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "kfac", "ekfac", "block"])
+@pytest.mark.thinned(2)
 def test_variances_form_no_matrix_between_outputs(structure: str) -> None:
     """Two thousand outputs: C² would be 4 million numbers, a thousand times what the budget has."""
     c = 2000
@@ -179,6 +180,7 @@ def accumulated(structure: str, n: int) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "diagonal"])
+@pytest.mark.thinned(2)
 def test_memory_of_sums_does_not_grow_with_the_number_of_examples(
     structure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def test_gauss_newton_is_right_for_every_network(name: str) -> None:
 
 @every_animal
 @pytest.mark.usefixtures("by_tangents")
+@pytest.mark.thinned(3)
 def test_gauss_newton_by_tangents_is_right_for_every_network(name: str) -> None:
     v = case(name).direction(1, columns=2)
     family = families(name)[-1]
@@ -65,6 +66,7 @@ def test_gauss_newton_by_tangents_is_right_for_every_network(name: str) -> None:
 
 @pytest.mark.parametrize("contract", [True, False])
 @every_animal
+@pytest.mark.thinned(3)
 def test_contracted_equals_formed(name: str, contract: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_contracting_pays", lambda *_: contract)
     monkeypatch.setattr(products, "_part_size", lambda *_: 3)

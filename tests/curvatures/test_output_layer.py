@@ -118,6 +118,7 @@ def test_sums_over_lambda(structure: str, case: str, bias: bool, monkeypatch: py
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.thinned(3)
 def test_positions_are_examples_of_their_own(
     structure: str, sharing: str, ignored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

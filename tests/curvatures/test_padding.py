@@ -74,6 +74,7 @@ def made(net: nn.Module, data: Any, **options: Any) -> Any:
         ({"attends": True}, "kfac"),
     ],
 )
+@pytest.mark.thinned(3)
 def test_padding_does_not_change_a_curvature(kind: dict[str, bool], structure: str, sharing: str) -> None:
     torch.manual_seed(0)
     net = Text(**kind).double()

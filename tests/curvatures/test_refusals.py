@@ -373,6 +373,7 @@ POSTERIORS: list[Row] = [
 
 
 @table([*CURVATURES, *RUNNING, *LABELS, *LACKING, *POSTERIORS])
+@pytest.mark.thinned(3)
 def test_what_is_refused(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     holds(row)

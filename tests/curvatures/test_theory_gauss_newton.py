@@ -97,6 +97,7 @@ def test_lemma_3_21_khatri_rao_form_of_the_sample_gauss_newton_matrix(activation
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("name", CANONICAL)
+@pytest.mark.thinned(3)
 def test_lemma_3_22_recursion_of_preactivation_gauss_newton_matrices(name: str, activation: str) -> None:
     loss = LOSSES[name]
     network, xs, ys = problem(loss, 1, activation)
@@ -288,6 +289,7 @@ def test_eq_4_2_kronecker_factors_are_exact_for_one_example_only(name: str) -> N
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("name", CANONICAL)
+@pytest.mark.thinned(3)
 def test_section_4_3_1_factors_of_kflr_are_exact(name: str, activation: str) -> None:
     loss = LOSSES[name]
     network, xs, ys = problem(loss, 5, activation)
@@ -332,6 +334,7 @@ def recursive_means(network: FeedForward, xs: Tensor, ys: Tensor, loss: Loss) ->
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("name", CANONICAL)
+@pytest.mark.thinned(3)
 def test_eq_4_7_kfra_passes_expectations_back(name: str, activation: str) -> None:
     loss = LOSSES[name]
     network, xs, ys = problem(loss, 5, activation)

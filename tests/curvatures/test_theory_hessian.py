@@ -295,6 +295,7 @@ def test_lemma_3_23_hessian_is_gauss_newton_plus_first_order_component(name: str
 
 
 @pytest.mark.parametrize("name", CANONICAL)
+@pytest.mark.thinned(2)
 def test_lemma_3_23_blocks_of_the_data_set_are_equal_for_piecewise_linear_networks(name: str) -> None:
     loss = LOSSES[name]
     for activation, equal in (("relu", True), ("leaky-relu", True), ("tanh", False)):

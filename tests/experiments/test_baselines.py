@@ -144,6 +144,7 @@ class Shared(nn.Module):
         pytest.param(Shared, id="by weights", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_factorized_gaussian_of_a_linear_model_is_the_mean_field_optimum(make: Any) -> None:
     x, y = real(40, 3), real(40, 1, seed=1)
     found = factorized_gaussian(

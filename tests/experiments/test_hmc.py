@@ -34,6 +34,7 @@ def test_moments_of_a_correlated_gaussian(generator: torch.Generator) -> None:
     assert chains.draws.shape == (40, 300, 3)
 
 
+@pytest.mark.long
 def test_posterior_of_a_linear_network(generator: torch.Generator) -> None:
     """Bayesian linear regression: N((λI + XᵀX/σ²)⁻¹ Xᵀy/σ², (λI + XᵀX/σ²)⁻¹)."""
     x, y = real(15, 2), real(15, 1, seed=1)

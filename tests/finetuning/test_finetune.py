@@ -230,6 +230,7 @@ class Interrupt(Exception):
 
 @pytest.mark.parametrize("method", grid(("lqf", "lqf-fc", "nlft"), ("lqf", "nlft")))
 @pytest.mark.parametrize("optimizer", grid(("sgd", "adam"), ("sgd",)))
+@pytest.mark.thinned(2)
 def test_resumed_runs_have_the_same_bits(method: str, optimizer: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {**SHORT, "optimizer": optimizer, "augmentation": "random-crop", "keep": "best",
                                "validation": images(30, 2), "training_mode": method == "nlft"}  # fmt: skip

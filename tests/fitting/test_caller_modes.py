@@ -82,6 +82,7 @@ def test_questions_to_a_fit_without_a_kernel_do_not_depend_on_them(mode: str, lo
 
 @pytest.mark.parametrize("solver", ["dual", "cg"])
 @pytest.mark.parametrize("loss", ["squared", "cross-entropy"])
+@pytest.mark.thinned(2)
 def test_a_fit_made_in_inference_mode_is_like_any_other(solver: str, loss: str) -> None:
     def solved() -> Any:
         return linnet.fit(

@@ -51,6 +51,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.thinned(2)
 def test_intervals_are_those_of_fits_made_again(kind: str) -> None:
     data, (x, _) = values(19), values(5, 7)
     fit = KINDS[kind](network(2), data)
@@ -84,6 +85,7 @@ def unusual(p: Tensor, u: float) -> Tensor:
 
 @pytest.mark.parametrize("by_class", [False, True])
 @pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.thinned(3)
 def test_sets_are_those_of_fits_made_again(kind: str, by_class: bool) -> None:
     data, (x, _) = classes(24), classes(9, 7)
     fit = KINDS[kind](network(3), data)
@@ -153,6 +155,7 @@ def draws(seed: int, n: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
 
 
 @pytest.mark.parametrize("n", [20, 60])
+@pytest.mark.thinned(2)
 def test_intervals_hold_what_they_promise(n: int) -> None:
     net = nn.Linear(4, 1).double()
     held: dict[float, list[float]] = {0.9: [], 0.6: []}

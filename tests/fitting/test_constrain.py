@@ -65,6 +65,7 @@ X_GROUPS = real(5, 3, seed=13)
 
 @every_solver
 @pytest.mark.parametrize("targets", [OLD, PARTIAL])
+@pytest.mark.thinned(3)
 def test_held_outputs_are_exact_and_the_rest_is_optimal(solver: str, targets: Tensor) -> None:
     p, _ = case(solver)
     targets = targets[:, : p.t.shape[1]]
@@ -136,6 +137,7 @@ def test_a_weight_is_a_penalty(solver: str) -> None:
 
 @pytest.mark.parametrize("kind", ["shared", "adapt"])
 @pytest.mark.parametrize("weight", [None, 0.7])
+@pytest.mark.thinned(2)
 def test_shared_features_obey_as_if_the_equations_were_observed(kind: str, weight: float | None) -> None:
     labels = torch.arange(len(P.x)) % 3
     if kind == "shared":
@@ -164,6 +166,7 @@ def test_shared_features_obey_as_if_the_equations_were_observed(kind: str, weigh
 
 @pytest.mark.parametrize("solver", ["dual", "cg"])
 @pytest.mark.parametrize("weight", [None, 0.7])
+@pytest.mark.thinned(2)
 def test_the_cross_entropy_has_its_optimum_given_the_equations(solver: str, weight: float | None) -> None:
     p, labels = S, torch.arange(len(S.x)) % 2
     how: Any = "dual" if solver == "dual" else CG(tolerance=1e-13)

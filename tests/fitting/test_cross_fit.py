@@ -59,6 +59,7 @@ def test_leave_one_out_is_that_of_the_whole_procedure(loss: str, solver: str, ce
 
 
 @pytest.mark.parametrize("loss", ["squared", "cross-entropy"])
+@pytest.mark.thinned(2)
 def test_the_ridge_is_chosen_by_held_out_outputs(loss: str) -> None:
     y = (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
     lin = linnet.linearize(linnet.with_head(body(), 3, linnet.Probe(ridge=10.0, cross_fit=3), data=(X, y)))

@@ -49,6 +49,7 @@ def fitted(params: Any = None, net: nn.Module | None = None, **options: Any) -> 
 
 
 @pytest.mark.parametrize("options", [{}, {"solver": Sketch(16)}, {"loss": "cross-entropy", "ridge": 0.1}])
+@pytest.mark.thinned(2)
 def test_the_module_is_the_linear_model(options: dict[str, Any]) -> None:
     fit = fitted(**options)
     module, x = fit.export(), data(30)[0]
@@ -60,6 +61,7 @@ def test_the_module_is_the_linear_model(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"loss": "cross-entropy", "ridge": 0.1}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.thinned(2)
 def test_the_variance_of_a_last_layer_is_exact(options: dict[str, Any], dtype: torch.dtype) -> None:
     (x, y), net = data(), network().to(dtype)
     fit = linnet.fit(linnet.linearize(net, params="last-layer"), (x.to(dtype), y), **options)
@@ -70,6 +72,7 @@ def test_the_variance_of_a_last_layer_is_exact(options: dict[str, Any], dtype: t
 
 
 @pytest.mark.parametrize("variance", [False, True])
+@pytest.mark.thinned(2)
 def test_a_fit_that_went_to_float64_takes_both_types(variance: bool) -> None:
     fit = fitted(ridge=1e-9)
     assert fit.record.reasons["precision"].startswith("float64")
@@ -85,6 +88,7 @@ def test_the_variance_where_the_bias_alone_moves() -> None:
     torch.testing.assert_close(fit.export(variance=True)(x)[1], fit.predictive(x).variance)
 
 
+@pytest.mark.long
 def test_torch_saves_and_compiles_the_module(tmp_path: Path) -> None:
     fit, (x, _) = fitted(), data(7)
     module, expected = fit.export(), fit.predict(x)
@@ -154,6 +158,7 @@ def test_inputs_keep_their_names() -> None:
     )
 
 
+@pytest.mark.long
 def test_inputs_may_have_any_strides() -> None:
     torch.manual_seed(4)
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, C))

@@ -40,6 +40,7 @@ def fitted(n: int, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
         pytest.param(30, {**CROSS, "solver": Sketch(16)}, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.thinned(2)
 def test_the_variance_in_all_weights_is_exact(n: int, options: dict[str, Any]) -> None:
     agree(fitted(n, **options), data(40)[0].double())
 
@@ -110,6 +111,7 @@ def test_a_factor_that_does_not_fit_names_its_size_and_the_sketch() -> None:
         pytest.param(12, "full", {}, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_the_variance_in_the_coordinates_of_a_metric(n: int, structure: str, options: dict[str, Any]) -> None:
     (x, y), net = data(n), network().double()
     given = x.double(), y
@@ -132,6 +134,7 @@ HELD = torch.tensor([[1.0, FREE, -2.0], [0.0, 0.0, 3.0]], dtype=torch.float64)
         pytest.param(30, "last-layer", None, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_the_variance_under_equations_on_outputs(n: int, params: Any, weight: float | None) -> None:
     (x, y), new = data(n), data(40)[0].double()
     fit = linnet.fit(linnet.linearize(network().double(), params=params), (x.double(), y))

@@ -140,6 +140,7 @@ def test_learning_in_two_halves_is_learning_at_once(name: str) -> None:
 
 
 @every
+@pytest.mark.thinned(3)
 def test_a_saved_fit_gives_the_same_answers_and_knows_its_network(name: str, tmp_path: Path) -> None:
     fit = FITS[name](X, Y, RHO)
     fit.save(tmp_path)

@@ -208,6 +208,7 @@ def test_the_body_of_an_encoder_is_not_copied_or_touched() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bert", "pooler", "distilbert", "t5"])
+@pytest.mark.thinned(2)
 def test_hidden_states_are_averaged_over_the_attention_mask(kind: str) -> None:
     encoder, x, y = text_encoder(kind), tokens(), torch.arange(N) % 3
     fit = linnet.adapt(encoder, (x, y), weight=0.5, ridge=0.1)
@@ -241,6 +242,7 @@ FORMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.thinned(2)
 def test_what_a_mask_keeps_is_read_in_every_form(form: str) -> None:
     torch.manual_seed(0)
     encoder, y = States().double(), torch.arange(N) % 3

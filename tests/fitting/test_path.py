@@ -133,6 +133,7 @@ def test_default_grid_follows_the_kernel() -> None:
 
 @pytest.mark.parametrize("criterion", CRITERIA)
 @pytest.mark.parametrize("classes", [True, False])
+@pytest.mark.thinned(3)
 def test_a_criterion_chooses_the_best_of_the_grid(criterion: str, classes: bool) -> None:
     p = problem(n=9, classes=classes)
     fit = p.fit(ridge=criterion)

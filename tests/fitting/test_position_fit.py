@@ -89,6 +89,7 @@ WAYS = {  # parameters: whether the head stands behind the problem, and whether 
 
 
 @pytest.mark.parametrize("params", WAYS)
+@pytest.mark.thinned(2)
 def test_everything_is_that_of_dense_algebra(params: str, data: tuple[Tensor, Tensor]) -> None:
     lin = linnet.linearize(network(), params=params)
     fit = linnet.fit(lin, data, "cross-entropy", axis=-1, ridge=0.3, solver=FINE)
@@ -148,6 +149,7 @@ def test_leave_one_out_comes_near_refits(data: tuple[Tensor, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", ["kfac", "ekfac", "diagonal", "nystrom"])
+@pytest.mark.thinned(2)
 def test_preconditioners_change_no_answer(name: str, data: tuple[Tensor, Tensor]) -> None:
     lin = linnet.linearize(network(), params="blocks.1")
     plain = linnet.fit(lin, data, "cross-entropy", axis=-1, ridge=0.3, solver=FINE)
@@ -171,6 +173,7 @@ def test_pixels_have_their_classes_in_front() -> None:
     assert torch.allclose(fit.loo_losses(), flat.loo_losses())
 
 
+@pytest.mark.long
 def test_rows_that_do_not_fit_are_not_kept(data: tuple[Tensor, Tensor], monkeypatch) -> None:
     lin = linnet.linearize(network(), params="blocks.1")
     kept = linnet.fit(lin, data, "cross-entropy", axis=-1, ridge=0.3, solver=FINE)

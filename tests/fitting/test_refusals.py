@@ -405,6 +405,7 @@ EVERY = [
 
 
 @table(EVERY)
+@pytest.mark.thinned(3)
 def test_what_is_refused(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     holds(row)

@@ -37,6 +37,7 @@ def said(fit: Any) -> str:
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.thinned(2)
 def test_a_changed_fit_no_longer_claims_held_out_outputs(change: str) -> None:
     lin = linnet.linearize(linnet.with_head(body(), 2, linnet.Probe(cross_fit=3), data=(X, Y)))
     fit = linnet.fit(lin, (X, Y))

@@ -238,6 +238,7 @@ def test_wrong_weights_are_refused_in_words() -> None:
 
 @pytest.mark.parametrize("solver", ["dual", "cg"])
 @pytest.mark.parametrize("one_output", [True, False])
+@pytest.mark.thinned(2)
 def test_the_cross_entropy_counts_examples_alike(solver: str, one_output: bool, tmp_path: Any) -> None:
     net, x, y, w = data(classes=True)
     if one_output:

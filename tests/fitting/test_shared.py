@@ -219,6 +219,7 @@ def test_cross_fitted_heads_are_left_out_by_folds() -> None:
     assert any("held-out outputs" in line for line in less.record.warnings)
 
 
+@pytest.mark.long
 def test_coordinates_of_a_metric() -> None:
     p = known()
     curvature = linnet.curvature(p.model, (p.x, p.t), linnet.likelihoods.Gaussian(), "kfac")

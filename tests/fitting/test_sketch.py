@@ -93,6 +93,7 @@ def near(found: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
 
 @pytest.mark.parametrize("structure", ["ekfac", "kfac", "diagonal", "block", "full"])
 @pytest.mark.parametrize("name", ["words", "pictures", "dense"])
+@pytest.mark.thinned(3)
 def test_rows_and_displacements_agree_with_the_directions_written_out(name: str, structure: str) -> None:
     net, x, _, new = case(name)
     small = linnet.with_sketch(net, gauss_newton(net, x, structure), dim=40)
@@ -351,6 +352,7 @@ def test_random_directions_of_a_seed() -> None:
 @pytest.mark.parametrize(
     "dim", [4, pytest.param(11, marks=pytest.mark.long), 30, pytest.param(57, marks=pytest.mark.long)]
 )
+@pytest.mark.thinned(2)
 def test_random_directions_are_as_many_as_asked_and_unbiased(dim: int) -> None:
     """E[H Hᵀ] = I also where a layer's share is less than its groups, no multiple of them, or all of it."""
     net = nn.Sequential(

@@ -49,6 +49,7 @@ class Scaled(nn.Module):
 
 
 @networks
+@pytest.mark.thinned(2)
 def test_the_order_of_examples(seed: int) -> None:
     net = drawn(seed)
     order = torch.randperm(net.n, generator=torch.Generator().manual_seed(seed))
@@ -67,6 +68,7 @@ def test_the_order_of_examples(seed: int) -> None:
 
 
 @networks
+@pytest.mark.thinned(2)
 def test_data_twice_are_half_the_ridge(seed: int) -> None:
     """2 Σ ½‖r‖² + ½ρ‖δ‖² has the optimum of Σ ½‖r‖² + ½ (ρ/2) ‖δ‖², and its curvature is twice as large."""
     net = drawn(seed)
@@ -84,6 +86,7 @@ def test_data_twice_are_half_the_ridge(seed: int) -> None:
 
 
 @networks
+@pytest.mark.thinned(2)
 def test_batches_and_shards_add_up(seed: int) -> None:
     net = drawn(seed)
     family = families(net)[-1]
@@ -112,6 +115,7 @@ def test_batches_and_shards_add_up(seed: int) -> None:
 
 @networks
 @pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.thinned(3)
 def test_scales(seed: int, scale: float) -> None:
     """Residuals times s: δ and predictions times s. Outputs times s: kernel and ridge times s²."""
     net = drawn(seed)
@@ -133,6 +137,7 @@ def test_scales(seed: int, scale: float) -> None:
 
 
 @networks
+@pytest.mark.thinned(2)
 def test_adding_and_forgetting(seed: int) -> None:
     net = drawn(seed)
     rho, size = 0.1 * net.scale, float(net.targets.abs().max() + net.f.abs().max())
@@ -151,6 +156,7 @@ def test_adding_and_forgetting(seed: int) -> None:
 
 
 @networks
+@pytest.mark.thinned(2)
 def test_ignored_labels_are_no_examples(seed: int) -> None:
     net = drawn(seed)
     if "categorical" not in families(net) or len(net.own_shape) > 2 or net.n == 1:

@@ -71,6 +71,7 @@ def test_training_changes_the_weights_alone(name: str) -> None:
         for k, name in enumerate([*CALLS, *DRAWING, *TRAINING])
     ],
 )
+@pytest.mark.thinned(3)
 def test_an_error_in_the_forward_pass_leaves_everything_as_it_was(name: str) -> None:
     call = {**CALLS, **DRAWING, **TRAINING}[name]
     said: list[str] = []

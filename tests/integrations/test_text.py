@@ -129,7 +129,7 @@ FACTS = [(f"where is {name}? ", place) for name, place in
          (("ann", "rome"), ("bob", "oslo"), ("cid", "lima"), ("dan", "rome"), ("eve", "oslo"))]  # fmt: skip
 
 
-@pytest.fixture(params=[llama, gpt2])
+@pytest.fixture(params=[llama, pytest.param(gpt2, marks=pytest.mark.long)])
 def adapted(request: pytest.FixtureRequest) -> nn.Module:
     torch.manual_seed(0)
     fan = {"fan_in_fan_out": True} if request.param is gpt2 else {}
@@ -258,6 +258,7 @@ def test_a_tokenizer_without_a_template_is_said() -> None:
 
 
 @pytest.mark.parametrize("longer", [False, True])
+@pytest.mark.thinned(2)
 def test_texts_of_another_length_are_added(adapted: nn.Module, longer: bool) -> None:
     lin, solver = linnet.linearize(adapted, params="lora"), CG(tolerance=1e-11)
     more = [("where is fay exactly? ", "in lima")] if longer else [("fay? ", "lima")]

@@ -46,6 +46,7 @@ def test_full_posterior_is_the_inverse_of_gauss_newton_plus_prior(structure: str
 
 @pytest.mark.parametrize("structure", [*DENSE, *KRONECKER, {"0": "kfac", "2": "block"}])
 @pytest.mark.parametrize("prior", ["isotropic", "layer"])
+@pytest.mark.thinned(3)
 def test_posterior_is_the_damped_curvature(structure: Any, prior: str) -> None:
     """(s G + Δ)⁻¹ for the G of the engine, dense, for one precision and for one a layer."""
     values: Any = 0.3 if prior == "isotropic" else {"0": 0.3, "2": 2.0}
@@ -135,6 +136,7 @@ def test_an_infinite_prior_precision_collapses_the_posterior(structure: str) -> 
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "block", "full", "low-rank"])
+@pytest.mark.thinned(2)
 def test_adding_data_gives_the_posterior_of_the_union(structure: str) -> None:
     model, x, y = classes(n=14)
     whole = Laplace(model, CATEGORICAL, prior_precision=0.4, **grouped(structure, rank=64)).fit((x, y))

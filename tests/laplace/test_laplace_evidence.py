@@ -127,6 +127,7 @@ def test_noise_scales_the_curvature_and_the_fit() -> None:
 
 @pytest.mark.parametrize("structure", ALL)
 @pytest.mark.parametrize("search", ["gradient", "fixed-point"])
+@pytest.mark.thinned(3)
 def test_tuned_prior_maximizes_the_evidence(structure: str, search: str) -> None:
     la, *_ = fitted(structure)
     la.tune("evidence", search=search)

@@ -51,6 +51,7 @@ def test_everything_comes_back(structure: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "structure", ["kfac", "full", "last-layer", "low-rank", {"0": "kfac", "2": "diagonal"}]
 )
+@pytest.mark.thinned(2)
 def test_data_can_be_added_to_what_was_loaded(structure: Any, tmp_path: Path) -> None:
     la, x, _ = fitted(structure)
     more = real(6, 3, seed=20), torch.arange(6) % 3

@@ -26,6 +26,7 @@ L = linnet.likelihoods
 
 @pytest.mark.parametrize("structure", ["full", "block", "diagonal", "low-rank", "kfac", "ekfac", "kfra"])
 @pytest.mark.parametrize("damping", ["exact", "matrix-normal"])
+@pytest.mark.thinned(3)
 def test_covariance_is_that_of_the_dense_jacobian(structure: str, damping: str) -> None:
     if damping == "matrix-normal" and structure not in ("kfac", "kfra"):
         structure = "kfac"
@@ -349,6 +350,7 @@ def test_gradient_of_mean_and_covariance_in_x(structure: str, joint: bool) -> No
 
 
 @pytest.mark.parametrize("name", ["resnet-batchnorm", "vit-mha", "lstm", "two-inputs"])
+@pytest.mark.thinned(2)
 def test_gradient_in_x_of_other_networks(name: str) -> None:
     """Along one direction, against finite differences."""
     case = zoo.case(name)

@@ -49,6 +49,7 @@ MAKES: list[Callable[[nn.Linear], nn.Module]] = [
 
 
 @pytest.mark.parametrize("make", MAKES)
+@pytest.mark.thinned(3)
 def test_a_head_whose_weight_is_made_of_others_is_replaced(make: Any) -> None:
     net, plain, (x, y) = network(), network(), data()
     make(net[4])

@@ -173,6 +173,7 @@ def test_a_saved_fit_comes_back(tmp_path: Path, fits: tuple[NestedFit, NestedFit
     assert torch.allclose(again, fit.forget([3]).predictive(TEST[0]).probs, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_trained_fit_leaves_as_a_module_and_as_a_network(fits: tuple[NestedFit, NestedFit]) -> None:
     fit, x = fits[1], TEST[0][:9]
     mean, variance = fit.export(x, variance=True)(x)

@@ -58,6 +58,7 @@ def solution(kernel: Tensor, at: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
+@pytest.mark.thinned(2)
 def test_every_answer_is_that_of_the_dense_kernel(share: float, tmp_path: Path) -> None:
     fit = linnet.adapt(NET, (X[:N], Y[:N]), earlier=share, ridge=RIDGE)
     assert fit.module.stages == ("4", "7")
@@ -81,6 +82,7 @@ def test_every_answer_is_that_of_the_dense_kernel(share: float, tmp_path: Path) 
     assert torch.allclose(found[:, 0], variance, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_a_module_rounds_no_more_than_the_fit() -> None:
     net = network().float()
     x = X.float()
@@ -159,6 +161,7 @@ def test_only_inputs_of_the_examples_are_read() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tokens", "dict", "encoder", "padding"])
+@pytest.mark.thinned(2)
 def test_texts_are_averaged_over_their_words(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -85,6 +85,7 @@ def test_classes_without_a_sample_have_no_probability(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.thinned(2)
 def test_labels_of_unsigned_types_are_labels(dtype: torch.dtype) -> None:
     y, net = THREE.to(dtype), network(3)
     fit, adapted = linnet.fit(linnet.linearize(net), (X, y)), linnet.adapt(net, (X, y), weight=0.0)

@@ -114,6 +114,7 @@ def test_closure_and_given_gradients_are_the_same_step() -> None:
 
 
 @pytest.mark.parametrize("way", ["before", "inside", "keyword", "parts", "no closure"])
+@pytest.mark.thinned(2)
 def test_step_of_a_closure_takes_the_batch_that_was_named(way: str) -> None:
     """As torch documents ``step(closure)``: the batch is named before the step or inside the closure."""
     x, y = classes()

@@ -94,6 +94,7 @@ def test_a_retained_graph_is_not_changed() -> None:
 @pytest.mark.parametrize(
     "name", ["resnet-batchnorm", "tied-transpose", "lstm", "weight-norm", "vit-mha", "bert-eager"]
 )
+@pytest.mark.thinned(3)
 def test_networks_of_all_kinds_are_moved_in_place(name: str) -> None:
     expected = case(name)
     net = expected.model()

@@ -91,6 +91,7 @@ def test_nothing_global_of_matplotlib_changes() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned(3)
 def test_the_ridge_is_marked_on_its_own_curve(kind: str) -> None:
     fit = fitted(kind)
     display = fit.plot.ridge()

@@ -88,6 +88,7 @@ def closed_figures() -> Any:
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
+@pytest.mark.thinned(3)
 def test_axes_in_and_a_display_out(name: str) -> None:
     kind, draw = DRAWINGS[name]
     plots, (_, axes) = result(kind).plot, plt.subplots(1, 2)

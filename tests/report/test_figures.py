@@ -166,6 +166,7 @@ def test_numbers_reach_the_result() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 100, 2000])
+@pytest.mark.thinned(2)
 def test_any_number_of_directions_can_be_drawn(count: int) -> None:
     shares = np.linspace(0.1, 1.0, count)
     task = TaskKernel(np.ones(count), shares, count, max(1, count // 5), (1.0, count / 2), ("Yes.",))

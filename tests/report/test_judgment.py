@@ -109,6 +109,7 @@ def test_a_cross_fitted_head() -> None:
 
 
 @pytest.mark.parametrize("criterion", [None, "evidence", "given"])
+@pytest.mark.thinned(2)
 def test_on_the_page(criterion: str | None) -> None:
     run = digits_run()
     choice = None if criterion is None else RidgeChoice(criterion)

@@ -51,6 +51,7 @@ def without_drawings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", ["classes", "adapted", "cross-entropy", "primal", "sketch", "shared", "cg"])
+@pytest.mark.thinned(3)
 def test_the_page_of_classes_holds_the_numbers_of_the_fit(kind: str) -> None:
     fit = fitted(kind)
     page = report_of(fit, (TEST, TEST_Y), classes=("low", "middle", "high"), title="Three levels")

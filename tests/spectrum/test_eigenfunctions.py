@@ -123,6 +123,7 @@ def test_the_kernel_without_a_matrix(outputs: Kind) -> None:
 
 @pytest.mark.parametrize("outputs", KINDS)
 @pytest.mark.parametrize("k", [1, 4, 10])
+@pytest.mark.thinned(3)
 def test_energy_concentration_is_its_definition(outputs: Kind, k: int) -> None:
     y = real(10, 3, 5, seed=2) if outputs == "full" else real(10, 5, seed=2)
     flat = y.reshape(-1, 5)

@@ -22,6 +22,7 @@ def mirrored(kernel: torch.Tensor, outputs: Outputs) -> torch.Tensor:
 
 @every_animal
 @pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.thinned(3)
 def test_kernel_between_two_batches(name: str, outputs: Outputs) -> None:
     expected = case(name)
     actual = linearized(name).kernel(expected.x1, expected.x2, form=outputs)
@@ -31,6 +32,7 @@ def test_kernel_between_two_batches(name: str, outputs: Outputs) -> None:
 
 @every_animal
 @pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.thinned(3)
 def test_kernel_of_one_batch_is_exactly_symmetric(name: str, outputs: Outputs) -> None:
     expected = case(name)
     actual = linearized(name).kernel(expected.x1, form=outputs)
@@ -51,6 +53,7 @@ def test_kernel_of_any_batch_size(name: str, outputs: Outputs) -> None:
 
 
 @every_animal
+@pytest.mark.thinned(3)
 def test_kernel_of_joined_batches_is_made_of_blocks(name: str) -> None:
     lin, expected = linearized(name), case(name)
     whole = lin.kernel(joined(expected.x1, expected.x2))
@@ -79,6 +82,7 @@ def test_kernel_is_positive_semidefinite(name: str) -> None:
 
 
 @every_animal
+@pytest.mark.thinned(3)
 def test_kernel_is_the_same_wherever_delta_is(name: str) -> None:
     lin, expected = linearize(name), case(name)
     before = lin.kernel(expected.x1)

@@ -44,6 +44,7 @@ def test_parameters_are_those_that_require_gradients_in_model_order(name: str) -
 
 
 @every_animal
+@pytest.mark.thinned(3)
 def test_linearization_away_from_its_point_is_affine(name: str) -> None:
     lin, expected = linearize(name), case(name)
     for seed, scale in ((0, 1.0), (1, 30.0)):
@@ -79,6 +80,7 @@ def test_jacobian(name: str) -> None:
 
 @every_animal
 @pytest.mark.parametrize("index", [[0], [2, 1], [3, 3, 0, 1, 2, 2, 1, 0]], ids=["one", "two", "eight"])
+@pytest.mark.thinned(3)
 def test_any_batch_size_gives_the_same_numbers(name: str, index: list[int]) -> None:
     lin, expected = linearized(name), case(name)
     x, j = rows(expected.x1, index), expected.j1[index]

@@ -122,6 +122,7 @@ def test_inputs_are_untouched(name: str) -> None:
 
 
 @every_animal
+@pytest.mark.thinned(3)
 def test_later_training_of_the_network_does_not_move_the_linearization(name: str) -> None:
     expected, model = case(name), case(name).model()
     lin = linnet.linearize(model, output=expected.output)
@@ -149,6 +150,7 @@ def test_gradient_of_a_loss_in_delta(name: str) -> None:
 
 
 @every_animal
+@pytest.mark.thinned(3)
 def test_gradients_accumulate_over_batches(name: str) -> None:
     expected, lin = case(name), linearize(name)
     for x in (expected.x1, expected.x2, expected.x1):

@@ -116,6 +116,7 @@ class CustomFunction(nn.Module):
 
 
 @pytest.mark.parametrize("module", [Detached, NoGradPart, StraightThrough, CustomFunction])
+@pytest.mark.thinned(2)
 def test_derivatives_are_those_of_backward(module: Callable[[], nn.Module]) -> None:
     check(build(module), real(4, 4), real(3, 4, seed=1))
 
@@ -171,6 +172,7 @@ def test_layouts_found_while_gradients_vanish_are_not_trusted(length: int) -> No
 
 @pytest.mark.parametrize("length", [3, 6])
 @pytest.mark.parametrize("awake", [[3, 4, 5], [5], [2]])
+@pytest.mark.thinned(3)
 def test_layouts_found_on_few_examples_are_proved(length: int, awake: list[int]) -> None:
     """With as many positions as examples, and one example awake, a wrong axis looks right."""
     model = build(Asleep)
@@ -282,6 +284,7 @@ class Positions(nn.Module):
 
 
 @pytest.mark.parametrize("length", [2, 3, 4])
+@pytest.mark.thinned(2)
 def test_batch_sizes_equal_to_other_axes(length: int) -> None:
     check(build(lambda: Positions(length)), *(real(n, length, 3, seed=n) for n in (1, 2, 3, 4, 6)))
 

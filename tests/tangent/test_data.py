@@ -209,6 +209,7 @@ def of_a_pair(call: str) -> Tensor:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", ["list of two", "iterator", "stream of samples"])
+@pytest.mark.thinned(3)
 def test_every_call_takes_batches(call: str, kind: str) -> None:
     targets, make = CALLS[call]
     torch.testing.assert_close(make(KINDS[kind](targets)), of_a_pair(call), rtol=1e-6, atol=1e-8)

@@ -463,6 +463,7 @@ def many_outputs() -> tuple[Functional, Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("outputs", ["trace", "diagonal"])
+@pytest.mark.thinned(2)
 def test_outputs_come_in_parts_where_that_is_cheaper_than_other_passes(outputs: Any) -> None:
     """In float64: the sum over all parts of the outputs is the kernel, on both sides of the diagonal."""
     function, x1, x2, j1, j2 = many_outputs()

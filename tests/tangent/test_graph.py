@@ -81,6 +81,7 @@ def test_an_operation_without_second_derivatives_is_refused() -> None:
         plain_module(lin.model, [lin.theta0], Sum(), Prototype(torch.ones(3, 2, dtype=torch.long)))
 
 
+@pytest.mark.long
 def test_layers_whose_derivatives_are_written_for_any_size() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(

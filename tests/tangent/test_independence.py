@@ -100,6 +100,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("factory", "use"), PAIRS)
+@pytest.mark.thinned(3)
 def test_networks_whose_examples_see_each_other(
     factory: Callable[[], nn.Module], use: Callable[[nn.Module], Any]
 ) -> None:

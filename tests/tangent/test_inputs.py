@@ -109,6 +109,7 @@ EXPECTED = functools.cache(answers)  # of tensors, which several roads lead to
 
 
 @pytest.mark.parametrize("name", ROADS)
+@pytest.mark.thinned(3)
 def test_every_road_leads_to_the_same_answers(name: str) -> None:
     make, x, tensors = ROADS[name]
     for found, expected in zip(answers(make, x, Y.tolist()), EXPECTED(make, tensors, Y), strict=True):
@@ -135,6 +136,7 @@ def test_what_was_done_is_in_the_record(x: Any, said: str) -> None:
         pd.Series(NAMES, dtype="category"),
     ],
 )
+@pytest.mark.thinned(2)
 def test_text_names_classes(y: Any, tmp_path: Any) -> None:
     codes = torch.from_numpy(np.unique(NAMES, return_inverse=True)[1])
     expected = linnet.adapt(of_tables(), TABLE, codes, weight=0.5, ridge=1.0)
@@ -155,6 +157,7 @@ def test_text_names_classes(y: Any, tmp_path: Any) -> None:
 @pytest.mark.parametrize("n", [1, 2, 3])  # 3: as many as there are channels
 @pytest.mark.parametrize("as_list", [list, lambda x: [one.double().numpy() for one in x]])
 @pytest.mark.parametrize(("name", "x"), [("images", IMAGES), ("tables", ROWS)])
+@pytest.mark.thinned(3)
 def test_a_list_of_samples_is_a_batch_at_every_door(n: int, as_list: Any, name: str, x: Tensor) -> None:
     fit, listed, batch = fits()[name], as_list(x[:n]), x[:n]
     torch.testing.assert_close(fit.predict(listed), fit.predict(batch))
@@ -374,6 +377,7 @@ def scaled(name: str) -> list[Any]:
         ("far", IMAGES, True),
     ],
 )
+@pytest.mark.thinned(3)
 def test_images_scaled_unlike_those_of_the_fit_are_doubted(train: str, x: Any, doubted: bool) -> None:
     for fit in scaled(train):
         for method in ("predict", "predictive", "influence", "update"):
@@ -583,6 +587,7 @@ def as_arrays(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", doors.NAMES)
+@pytest.mark.thinned(3)
 def test_every_door_takes_arrays(name: str) -> None:
     for door in doors.doors(name):
         if not set(TAKING) & set(door.parameters) or any(out in door.name for out in LEFT_OUT):

@@ -68,6 +68,7 @@ def test_memory_of_the_rows_was_planned() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 3, 128])
+@pytest.mark.thinned(2)
 def test_the_operator_over_a_data_set(block: int) -> None:
     operator = JacobianOperator(FUNCTION, X, 3, block)
     near(operator.dense(), J.flatten(0, 1))

@@ -117,6 +117,7 @@ class PaddedOnTheLeft(nn.Module):
         pytest.param("bool", True, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.thinned(2)
 def test_rows_that_see_nothing(style: str, exports: bool) -> None:
     torch.manual_seed(0)
     net, written = PaddedOnTheLeft(style).double(), PaddedOnTheLeft("written").double()

@@ -78,6 +78,7 @@ ASKED: dict[str, Callable[[Any, Any], object]] = {
 
 
 @pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.thinned(3)
 def test_the_example_and_the_layer_are_named(asked: str, net: nn.Module, lin: linnet.Linearized) -> None:
     with torch.no_grad():
         assert bool(net(Q).isfinite().all())

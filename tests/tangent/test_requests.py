@@ -71,6 +71,7 @@ def test_embeddings_with_sparse_gradients() -> None:
     assert net[0].sparse
 
 
+@pytest.mark.long
 def test_group_normalization_of_images_with_channels_last() -> None:
     """torch 2.13 reads outside such an input in the backward pass; a crash ends the process."""
     script = """

@@ -180,6 +180,7 @@ SPECS: dict[str, Spec] = {
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")  # torch's own, once
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.thinned(3)
 def test_gradients_of_every_example(name: str, n: int) -> None:
     kind, shape, inputs, body = SPECS[name]
     model, x = Net(shape, body), real(n, *inputs, seed=3)

@@ -268,6 +268,7 @@ GIVEN: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.thinned(2)
 def test_hooks_that_zero_entries_are_obeyed(call: str) -> None:
     masks = {name: NEW if name == "e.weight" else None for name, _ in network().named_parameters()}
     expected, free = GIVEN[call](network(), masks), CALLS[call](network())

@@ -87,6 +87,7 @@ def test_derivatives_are_those_of_the_definition(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("kind", NETWORKS)
 @pytest.mark.parametrize("solver", ["auto", "dual", "cg"])
+@pytest.mark.thinned(3)
 def test_fits_are_those_of_the_dense_problem(kind: type[nn.Module], solver: str) -> None:
     net = made(kind)
     j = jacobian_oracle(made(Force) if kind is FunctionalForce else net, X).flatten(0, 1)

@@ -108,6 +108,7 @@ CLAMPS: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
 
 
 @pytest.mark.parametrize("spelling", [*SPELLINGS, *CLAMPS])
+@pytest.mark.thinned(3)
 def test_every_spelling_leaks(spelling: str, float64: torch.dtype) -> None:
     call, cap = {**SPELLINGS, **CLAMPS}[spelling]
     model = Calls(call)
@@ -160,6 +161,7 @@ def test_other_activations_stay(call: Callable[[Tensor], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("animal", ZOO, ids=str)
+@pytest.mark.thinned(3)
 def test_any_network_leaks_everywhere_and_changes_nowhere_else(animal) -> None:  # type: ignore[no-untyped-def]
     model, x = animal.factory().eval(), animal.make_batch(3)
     before = {name: t.clone() for name, t in model.state_dict().items() if isinstance(t, Tensor)}
@@ -181,6 +183,7 @@ def test_any_network_leaks_everywhere_and_changes_nowhere_else(animal) -> None: 
 
 
 @pytest.mark.parametrize("name", ["lenet", "resnet-batchnorm", "mobilenet", "inplace-relu", "densenet"])
+@pytest.mark.thinned(2)
 def test_linear_models_and_kernels_see_the_leak(name: str) -> None:
     animal = BY_NAME[name]
     model, x = animal.factory(), animal.make_batch(4)

@@ -147,6 +147,7 @@ CALLS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize(
     ("layer", "named"), [(Merging, "a"), (Caching, "weight"), (Detached, "weight"), (Tied, "weight")]
 )
+@pytest.mark.thinned(3)
 def test_what_matters_in_training_alone_is_refused(
     layer: type[nn.Linear], named: str, mode: bool, call: str
 ) -> None:

@@ -63,6 +63,7 @@ class Writing(nn.Module):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.thinned(3)
 def test_results_that_are_written_to(form: str) -> None:
     torch.manual_seed(0)
     net, x = Writing(form).double(), torch.randn(5, 3, dtype=torch.float64)

@@ -275,6 +275,7 @@ class TestTaskData:
         ("mnist", 60_000, (1, 28, 28), 10),
     ],
 )
+@pytest.mark.thinned(2)
 def test_real_archives(name: str, train: int, shape: tuple[int, ...], classes: int) -> None:
     from experiments.locate import find_data_dir
 

@@ -409,6 +409,7 @@ def test_check_says_what_adapt_would_do(folder: Path, capsys: pytest.CaptureFixt
     ("pictures.npz", ("--weight", "0.5", "--shots", "3"), "3 of 8 training images per class, 4 of", (9, 4)),
     ("prices.csv", ("--weight", "0.5"), "16 of 48 training samples, 4 of 12 test samples", (16, 4)),
 ])  # fmt: skip
+@pytest.mark.thinned(2)
 def test_a_quick_first_answer(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: str,
     words: tuple[str, ...], shown: str, sizes: tuple[int, int],

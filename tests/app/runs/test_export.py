@@ -57,6 +57,7 @@ def raw(run: SavedRun) -> tuple[np.ndarray, torch.Tensor]:
     return task.test.x[:5], task.tensors("test")[0][:5]
 
 
+@pytest.mark.long
 def test_a_run_of_pictures_as_a_file(
     workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

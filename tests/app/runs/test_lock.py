@@ -67,6 +67,7 @@ def adapt(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=HANGS, check=False)
 
 
+@pytest.mark.long
 def test_the_second_process_is_told_and_the_first_finishes(
     folder: Path, first: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

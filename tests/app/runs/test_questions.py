@@ -404,6 +404,7 @@ def test_changed_test_data_are_noticed(
 
 
 @pytest.mark.parametrize("name", ["predict", "compare", "export"])
+@pytest.mark.thinned(2)
 def test_files_are_replaced_only_where_that_is_asked_for(
     workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

@@ -137,6 +137,7 @@ def test_the_page(workshop: Path) -> None:
         (["--run", "run", "--kernel", "k.npy"], "no --kernel where there is one"),
     ],
 )
+@pytest.mark.thinned(3)
 def test_wrong_input(
     workshop: Path, words: list[str], what: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
