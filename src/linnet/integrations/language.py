@@ -56,7 +56,11 @@ def language_model(name: str, arguments: Mapping[str, Any], seed: int) -> tuple[
         network, found = transformers.AutoModelForCausalLM.from_pretrained(base, **wanted)
     if found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"])[:4])
-        raise ModelError(f"{base} lacks weights: {missing}", "all weights of the network", "save it again")
+        raise ModelError(
+            f"{base} lacks weights: {missing}",
+            "all weights of a network that continues texts",
+            "save it with its head, as LlamaForCausalLM has one",
+        )
     with _loading(f"the tokenizer of {spec}", "the tokenizer in the folder of the network or adapter"):
         has_own = transformers.utils.cached_file(name, "tokenizer_config.json", **_MAYBE)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name if has_own else base, **_OWN)

@@ -105,8 +105,11 @@ def _row(example: Any, tokenizer: Any, place: int) -> tuple[list[int], list[int]
         return _spoken([*parts[0], *parts[1]], tokenizer, place, len(parts[0]))
     if _is_talk(example):
         return _spoken(example, tokenizer, place)
+    shown = type(example).__name__
+    if isinstance(example, tuple):
+        shown = f"a tuple of {' and '.join(type(part).__name__ for part in example)}"
     raise InputError(
-        f"examples[{place}] is {type(example).__name__}",
+        f"examples[{place}] is {shown}",
         expected=f"a text, a pair of a question and an answer, a list of messages, or {RECORDS}",
         remedy="name the entries so",
     )

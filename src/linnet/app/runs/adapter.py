@@ -373,6 +373,11 @@ def opened(options: RunOptions) -> AdapterRun:
         check_run(folder, record, origin.spec, origin.arguments, named=options.model is not None)
     if options.model is not None:
         origin = replace(origin, spec=_absolute(options.model))
+    place = Path(origin.spec.partition(":")[2])
+    if place.is_absolute() and not place.is_dir():
+        raise InputError(
+            f"the network of {folder} is not at {place}", "its folder", "name it: --model hf:FOLDER"
+        )
     samples = load_tree(folder / "samples.safetensors", "samples")
     network, tokenizer, told = _built(origin.spec, origin.arguments, seed)
     fit = load(folder / "linear-fit.safetensors", network.to(device))
