@@ -56,7 +56,7 @@ def _global_state() -> dict[str, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as long all but every n-th case of a thinned grid; which ones depends on their names alone."""
+    """Marks as long all but every n-th of the other cases of a thinned grid, chosen by their names alone."""
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("thinned") and not item.get_closest_marker("long"):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import linnet
 from experiments.adapt.nested import drawn
 from experiments.adapt.tasks import DEVELOPMENT, NETWORKS, REPORTED, Task, pools, samples, stored
+from experiments.continual.class_stream import right
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 from linnet.continual.quadratic import summed as summed_blocks
@@ -151,11 +152,6 @@ def outputs(one: Given, x: Inputs, moved: Displacement, straight: bool) -> Calla
         return torch.cat([outputs_of(net, part) for part in split(x, 250)])
 
     return at
-
-
-def right(found: Tensor, y: Tensor) -> float:
-    """Per cent of right classes."""
-    return 100 * float((found.argmax(1) == y).double().mean())
 
 
 def displacements(tasks: dict[str, Given], method: str, seed: int) -> dict[str, Any]:

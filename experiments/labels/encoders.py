@@ -23,8 +23,9 @@ from torch.nn import functional as F
 
 import linnet
 from experiments.adapt.encoded import IMAGES, TEXTS, encoded
-from experiments.adapt.tasks import DEVELOPMENT, REPORTED, Task
+from experiments.continual.class_stream import SETS
 from experiments.labels.flipped import area, flipped
+from experiments.selection.criteria import find
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 
@@ -44,13 +45,6 @@ PENALTIES = (
 )  # C; scikit-learn's own first, the best by the folds' log loss is the other
 LISTS = ("cleanlab, folds", "cleanlab, best penalty", "cleanlab, leave-one-out", "suspected", "doubted")
 ORDERS = ("folds", "folds, best penalty", "leave-one-out", "mislabeled", "value")
-
-
-def task_of(name: str) -> Task:
-    """A task by its name."""
-    if name == LARGE:
-        return Task(name, "cifar100_5k_2k")
-    return next(task for task in (*DEVELOPMENT, *REPORTED) if task.name == name)
 
 
 def by_folds(phi: Tensor, labels: Tensor, penalty: float, seed: int) -> Tensor:
@@ -78,8 +72,7 @@ def values(fit: Any, trusted: tuple[Tensor, Tensor]) -> Tensor:
     outputs, temperature = fit.predict(x).double(), float(fit.point_temperature)
     nll = F.cross_entropy
     before = nll(outputs / temperature, y)
-    changes = fit.influence(x)
-    changes = changes.double()  # (N, T, C), of outputs by taking a sample in
+    changes = fit.influence(x).double()  # (N, T, C), of outputs by taking a sample in
     return torch.stack([nll((outputs - one) / temperature, y) - before for one in changes])
 
 
@@ -204,9 +197,10 @@ def seconds_table(cells: list[Cell]) -> str:
 @lru_cache(maxsize=1)
 def kept(name: str, folder: Path, data_dir: str | None) -> dict[str, Tensor]:
     """Features and labels of a set."""
-    task = task_of(name)
-    sizes = (5000, 2000) if name == LARGE else (COMPUTED, TESTED)
-    return encoded(TEXTS if task.text else IMAGES, task, *sizes, folder, data_dir)
+    if name == LARGE:
+        return encoded(*SETS[LARGE], 5000, 2000, folder, data_dir)
+    task = find(name)
+    return encoded(TEXTS if task.text else IMAGES, task, COMPUTED, TESTED, folder, data_dir)
 
 
 def main() -> None:

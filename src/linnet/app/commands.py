@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet import __version__
-from linnet.app.options import AdaptOptions, NetworkOptions, RunOptions, TaskOptions, listed
+from linnet.app.options import TEXTS, AdaptOptions, NetworkOptions, RunOptions, TaskOptions, listed
 from linnet.app.terminal import kept
 from linnet.errors import InputError
 
@@ -100,7 +100,7 @@ def adapt_command(
     from linnet.app.runs.folder import keep_fit
     from linnet.app.runs.results import keep_adaptation, print_adaptation
 
-    if options.data.suffix == ".jsonl":
+    if options.data.suffix == TEXTS:
         from linnet.app.runs import adapter
 
         return _told(*adapter.adapt(options, out, quick, overwrite))

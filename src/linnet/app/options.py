@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+TEXTS = ".jsonl"  # what files of texts end in
+
 
 def listed(given: str | list[str] | None) -> list[str]:
     """The names that are given, by an option that takes one or more."""

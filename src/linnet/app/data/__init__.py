@@ -17,7 +17,7 @@ from linnet.app.data.transforms import (
     image_transform,
     require_default,
 )
-from linnet.app.options import TaskOptions
+from linnet.app.options import TEXTS, TaskOptions
 from linnet.errors import InputError
 from linnet.files import require_file, suggestion
 
@@ -59,7 +59,7 @@ def kind_of(path: Path) -> str:
         require_file(path, "data")
         return path.suffix.lower()
     is_there = os.path.exists(path)
-    if is_there and path.suffix == ".jsonl":
+    if is_there and path.suffix == TEXTS:
         raise InputError(
             f"data {path} has texts",
             expected="a folder of images, an .npz archive or a .csv table",

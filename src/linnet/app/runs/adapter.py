@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.app.options import AdaptOptions, RunOptions, listed
+from linnet.app.options import TEXTS, AdaptOptions, RunOptions, listed
 from linnet.app.runs.adaptation import Stages
 from linnet.app.runs.changes import unused
 from linnet.app.runs.folder import ADAPTER, Origin, check_files, read_record, understood, write_run
@@ -44,7 +44,6 @@ from linnet.tangent.linearized import linearize
 from linnet.tree import hash_tensors
 
 Told = tuple[dict[str, Any], list[str]]  # a result, and lines for people
-ENDING = ".jsonl"
 RIDGES = (10.0, 1.0, 0.1, 0.01, 0.001)  # tried from the largest on, as long as the next one is better
 # Texts of which leave-one-out is taken: each costs a solve over all of them, which for a hundred of a network
 # of 135 million weights takes as long as the fit. The ridge is chosen on as many.
@@ -105,8 +104,8 @@ def _built(spec: str, arguments: dict[str, Any], seed: int) -> tuple[nn.Module, 
 def read_texts(path: Path, tokenizer: Any, part: str) -> Texts:
     """The texts of a file of JSON lines, each of which the tokenizer can read."""
     require_file(path, "data")
-    if path.suffix != ENDING:
-        raise InputError(f"data is {path}", f"texts, a file that ends in {ENDING}", "write a record a line")
+    if path.suffix != TEXTS:
+        raise InputError(f"data is {path}", f"texts, a file that ends in {TEXTS}", "write a record a line")
     found: dict[str, Any] = {}
     for row, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
@@ -543,14 +542,10 @@ def _changed(
         clear_run(out)
     _save(out, after)
     _write(out, result)
-    shown, what, many = (
-        rows[:LISTED],
-        ("forgotten" if command == "forget" else "added"),
-        "s" * (len(rows) != 1),
-    )
+    what, many = "forgotten" if command == "forget" else "added", "s" * (len(rows) != 1)
     lines = [
         f"{len(rows)} text{many} {what} in {duration(seconds)}; {after.fit.n} now",
-        *(_line(f"  {r['before']:.3f} -> {r['after']:.3f} nats", r["id"], r["text"]) for r in shown),
+        *(_line(f"  {r['before']:.3f} -> {r['after']:.3f} nats", r["id"], r["text"]) for r in rows[:LISTED]),
         f"loss per token of what was {what}: {mean['before']:.3f} nats before, {mean['after']:.3f} after; "
         f"of all training texts now: {result['loss_per_training_token']:.3f}",
         f"gradient relative to that at the start: {summary['certificate']:.1e}",

@@ -13,7 +13,7 @@ from torch import Tensor
 from linnet.app.runs.adapter import AdapterRun, Texts, rows_of, without
 from linnet.app.serve.server import Asked
 from linnet.errors import DataError, InputError, LinnetError
-from linnet.integrations.text import written
+from linnet.integrations.text import PAIRS, unnamed, written
 from linnet.tangent.batch import IGNORED, MASK
 
 _MOST = 24  # tokens of an answer of the network's own
@@ -49,13 +49,9 @@ class TextSession(Asked[AdapterRun, Question]):
             question = answer = None
         if not isinstance(question, str) or not isinstance(answer, str) or not question.strip():
             raise InputError("no question was sent", "a text, and an answer, which may be empty", "write one")
-        if not answer.strip():
-            answer = None
-        elif not _roles(self._run) and not question[-1].isspace() and not answer[0].isspace():
-            answer = f" {answer}"
-        made = Question(question, answer)
-        try:
-            self._batch(self._run, made)
+        made = Question(question, answer if answer.strip() else None)
+        try:  # an answer of the network's own is made once, when it is asked for
+            _ = self._begun(self._run, made) if made.answer is None else self._batch(self._run, made)
         except LinnetError:
             raise
         except Exception as error:  # a tokenizer's own have no common type
@@ -67,27 +63,33 @@ class TextSession(Asked[AdapterRun, Question]):
     @staticmethod
     def _batch(run: AdapterRun, asked: Question) -> dict[str, Tensor]:
         """The question with its answer; the likeliest tokens one by one where none is given."""
-        roles = _roles(run)
-        question = [{"role": role, "content": asked.text} for role in roles[:1]]
         if asked.answer is not None:
-            answer = [{"role": role, "content": asked.answer} for role in roles[1:]]
-            return run.batch(Texts(("",), ((question, answer) if roles else (asked.text, asked.answer),)))
-        end = getattr(run.tokenizer, "eos_token_id", None)
-        if roles:
-            ids = written(question, run.tokenizer, True)
-        else:
-            ids = list(run.tokenizer(asked.text)["input_ids"])
-            ids = ids[:-1] if end is not None and ids[-1:] == [end] else ids
-        if not ids:
-            raise DataError("the question has no token", "a text of one token at least", "write a longer one")
-        start, most = len(ids), run.tokenizer.model_max_length
-        if start >= most:
-            raise DataError(f"it has {start} tokens", f"fewer than the network's {most}", "shorten it")
-        while len(ids) < min(start + _MOST, most) and ids[start:][-1:] != [end]:
+            told = _spoken(run, asked.text, asked.answer)
+            return run.batch(Texts(("",), (unnamed(dict(zip(PAIRS[1], told, strict=True))),)))
+        ids = TextSession._begun(run, asked)
+        start, end = len(ids), getattr(run.tokenizer, "eos_token_id", None)
+        most = min(start + _MOST, run.tokenizer.model_max_length)
+        while len(ids) < most and ids[start:][-1:] != [end]:
             ids.append(int(_outputs(run, torch.tensor([ids]))[-1].argmax()))
         labels = [IGNORED] * start + ids[start:]
         row = torch.tensor([ids])
         return {"input_ids": row, MASK: torch.ones_like(row), "labels": torch.tensor([labels])}
+
+    @staticmethod
+    def _begun(run: AdapterRun, asked: Question) -> list[int]:
+        """The tokens that an answer of the network's own follows."""
+        (question,) = _spoken(run, asked.text)
+        end, most = getattr(run.tokenizer, "eos_token_id", None), run.tokenizer.model_max_length
+        if isinstance(question, list):
+            ids = written(question, run.tokenizer, True)
+        else:
+            ids = list(run.tokenizer(question)["input_ids"])
+            ids = ids[:-1] if end is not None and ids[-1:] == [end] else ids
+        if not ids:
+            raise DataError("the question has no token", "a text of one token at least", "write a longer one")
+        if len(ids) >= most:
+            raise DataError(f"it has {len(ids)} tokens", f"fewer than the network's {most}", "shorten it")
+        return ids
 
     def _predicted(self, run: AdapterRun, new: Question, behind: bool = True) -> dict[str, Any]:
         batch = self._batch(run, new)
@@ -111,13 +113,14 @@ class TextSession(Asked[AdapterRun, Question]):
         return result
 
 
-def _roles(run: AdapterRun) -> tuple[str, ...]:
-    """Who asks and who answers, where the run's texts are conversations."""
+def _spoken(run: AdapterRun, *told: str) -> list[Any]:
+    """A question, and its answer, as messages where the run's texts are conversations."""
     first = run.texts.records[0]
     talk = [*first[0], *first[1]] if isinstance(first, tuple) else first
     if not isinstance(talk, list) or not isinstance(talk[-1], dict):
-        return ()
-    return (talk[-2]["role"] if len(talk) > 1 else "user"), talk[-1]["role"]
+        return [*told]
+    roles = talk[-2]["role"] if len(talk) > 1 else "user", talk[-1]["role"]
+    return [[{"role": role, "content": text}] for role, text in zip(roles, told, strict=False)]
 
 
 def _outputs(run: AdapterRun, ids: Tensor) -> Tensor:
