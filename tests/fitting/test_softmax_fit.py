@@ -14,6 +14,7 @@ from linnet.errors import InputError
 from linnet.fitting import CG
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linalg.operator import LinearOperator
+from linnet.predictive.noise import fit_moderation, probabilities
 from tests.fitting.problems import flat, near, network, real, solver_of
 from tests.fitting.softmax_cases import Case, case, hessian, log_losses, probabilities_of
 from tests.refusals import refused
@@ -208,6 +209,47 @@ def test_the_posterior_is_laplaces(c: Case, solver: str) -> None:
         assert ((probs[:, 1] - 0.5).abs() <= (plain - 0.5).abs() + 1e-12).all()
     else:
         assert torch.equal(probs.argmax(1), certain.argmax(1))
+
+
+@every_solver
+@every_case
+def test_probabilities_make_left_out_examples_likely(c: Case, solver: str) -> None:
+    """The scale of the variance is the likeliest where each is left out by a Newton step."""
+    rho = 0.05 * c.scale
+    fit = c.fit(ridge=rho, solver=solver)
+    f, labels, everyone = c.f0 + c.j @ c.optimum(rho), c.y.argmax(1), range(len(c.x))
+    if c.y.shape[1] == 1:
+        labels = (c.y[:, 0] > 0.5).long()
+    rest = [[k for k in everyone if k != i] for i in everyone]
+    inverses = [torch.linalg.inv(hessian(c.j[kept], f[kept], rho)) for kept in rest]
+    covariances = torch.stack([c.j[i] @ inverses[i] @ c.j[i].T for i in everyone])
+    near(fit.system.kernel_form.loo_variances(), covariances, 1e-7)
+    variances = covariances.diagonal(dim1=1, dim2=2)
+    _, scale = expected = fit_moderation(fit.loo(), labels, variances, 1.0)
+    assert (fit.temperature, fit.variance_scale) == expected
+    found = fit.predictive(c.x_test)
+    near(found.probs, probabilities(found.mean, scale * found.variance, 1.0), 1e-12)
+
+
+def test_a_wide_posterior_does_not_hide_what_is_right() -> None:
+    """A prior of many weights makes logits vary by far more than they differ; left-out examples know."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 10, dtype=torch.float64)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    net = nn.Sequential(nn.Linear(10, 300), nn.Tanh(), nn.Linear(300, 3)).double()
+    fit = linnet.fit(linnet.linearize(net), (x[:100], y[:100]), "cross-entropy", ridge=0.05)
+    found, truth = fit.predictive(x[100:]), y[100:]
+    plain = found.mean.softmax(1), probabilities(found.mean, found.variance, 1.0)
+    without, whole, scaled = (float(-p[range(300), truth].log().mean()) for p in (*plain, found.probs))
+    assert scaled < min(without, whole) - 0.15
+    assert fit.variance_scale < 0.1
+
+
+def test_without_a_kernel_probabilities_take_the_variance_as_it_is() -> None:
+    c = CASES["classes"]
+    fit = c.fit(ridge=c.scale, solver="cg", memory=3000)
+    assert fit.system.kernel_form is None
+    assert (fit.temperature, fit.variance_scale) == (1.0, 1.0)
 
 
 def test_certain_examples_do_not_break_the_posterior() -> None:

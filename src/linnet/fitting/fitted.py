@@ -28,7 +28,7 @@ from linnet.memory import parse_bytes
 from linnet.params import flag, number
 from linnet.predictive.conformal import CoveringModel, Unseen
 from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.noise import Noise, probabilities
+from linnet.predictive.noise import Noise, fit_moderation, probabilities
 from linnet.shown import frame, outputs
 from linnet.tangent.batch import Inputs, batch_size, observed, split, take
 from linnet.tangent.data import owned
@@ -62,6 +62,8 @@ class Fitted(SolvedFit, CoveringModel):
         held_out: Outputs by a procedure that has not seen the example, where the head was cross-fitted.
     """
 
+    _moderation: tuple[float, float] | None = None  # temperature and scale of the variance
+    _own_temperature: float | None = None  # where the loss knows it
     chosen_path: CriteriaByRidge | None = None  # the path that the ridge was chosen from, where it is kept
 
     # -- what a subclass says --------------------------------------------------------------------
@@ -85,14 +87,34 @@ class Fitted(SolvedFit, CoveringModel):
         return None
 
     @property
-    @abstractmethod
+    @in_exact_mode
     def temperature(self) -> float | None:
-        """T of the softmax of outputs with their variance; ``None`` for regression."""
+        """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
+        labels = self.labels
+        if labels is not None and self._moderation is None:
+            self._moderation = 1.0, 1.0
+            if (found := self._left_out_variances()) is not None:
+                variances = found.diagonal(dim1=1, dim2=2).clamp_min(0)
+                outputs, labels, variances = self._of_possible(self.loo(), labels, variances)
+                self._moderation = fit_moderation(outputs, labels, variances, self._own_temperature)
+        return None if self._moderation is None else self._moderation[0]
 
     @property
-    @abstractmethod
     def variance_scale(self) -> float:
-        """The factor on variances in probabilities."""
+        """s, the factor on variances in probabilities; fitted together with ``temperature``."""
+        _ = self.temperature
+        return 1.0 if self._moderation is None else self._moderation[1]
+
+    @abstractmethod
+    def _left_out_variances(self) -> Tensor | None:
+        """Covariances of leave-one-out outputs, (N, C, C); ``None`` where they would take too long."""
+
+    def _of_possible(self, outputs: Tensor, labels: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """Outputs (N, C), labels, and more like outputs, as if there were no other classes than these."""
+        seen = self._possible
+        if seen is None:
+            return outputs, labels, *others
+        return outputs[:, seen], torch.searchsorted(seen, labels), *(one[:, seen] for one in others)
 
     @property
     def is_probe(self) -> bool:

@@ -43,7 +43,7 @@ from linnet.linear.saved import system_state
 from linnet.linear.system import System
 from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets, weighed_targets
 from linnet.params import number
-from linnet.predictive.noise import fit_moderation, fit_temperature
+from linnet.predictive.noise import fit_temperature
 from linnet.tangent.batch import Inputs, observe, observed, take
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.graph import Prototype, Traced
@@ -61,7 +61,6 @@ class SquaredFit(Fitted):
 
     def __init__(self, module: Any, targets: Targets, system: System, record: Choices) -> None:
         super().__init__(module, targets, system, record)
-        self._moderation: tuple[float, float] | None = None
         self._point_temperature: float | None = None
         self._noise: float | None = None
 
@@ -81,22 +80,9 @@ class SquaredFit(Fitted):
         """σ² of highest evidence."""
         return self.system.noise()
 
-    @property
-    @in_exact_mode
-    def temperature(self) -> float | None:
-        """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
-        labels = self.labels
-        if labels is not None and self._moderation is None:
-            variances = self.noise * self.system.loo_variances().diagonal(dim1=1, dim2=2)
-            outputs, labels, variances = self._of_possible(self.loo(), labels, variances.clamp_min(0))
-            self._moderation = fit_moderation(outputs, labels, variances)
-        return None if self._moderation is None else self._moderation[0]
-
-    @property
-    def variance_scale(self) -> float:
-        """s, the factor on variances in probabilities; fitted together with ``temperature``."""
-        _ = self.temperature
-        return 1.0 if self._moderation is None else self._moderation[1]
+    def _left_out_variances(self) -> Tensor:
+        """In the unit of the outputs."""
+        return self.noise * self.system.loo_variances()
 
     @property
     def point_temperature(self) -> float | None:
@@ -105,13 +91,6 @@ class SquaredFit(Fitted):
         if labels is not None and self._point_temperature is None:
             self._point_temperature = fit_temperature(*self._of_possible(self.loo(), labels))
         return self._point_temperature
-
-    def _of_possible(self, outputs: Tensor, labels: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """Outputs (N, C), labels, and more like outputs, as if there were no other classes than these."""
-        seen = self._possible
-        if seen is None:
-            return outputs, labels, *others
-        return outputs[:, seen], torch.searchsorted(seen, labels), *(one[:, seen] for one in others)
 
     def calibrate(
         self,

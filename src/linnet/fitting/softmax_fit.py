@@ -102,7 +102,10 @@ class SoftmaxFit(Fitted, Summable):
         system: The solved problem, in samples or in weights.
         record: What was chosen and why.
         held_out: Outputs by a procedure that has not seen the example, where the head was cross-fitted.
-        noise: 0; temperature, point_temperature and variance_scale are 1.
+        noise: 0.
+        temperature, point_temperature: 1, as outputs are logits.
+        variance_scale: What their variance is multiplied with before it moderates probabilities: 1, or less
+            where leave-one-out outputs are likelier by more than a nat; 1 where no kernel fits the memory.
         chosen_path: The path that the ridge was chosen from; ``None`` where it was given.
 
     Example:
@@ -118,9 +121,7 @@ class SoftmaxFit(Fitted, Summable):
     system: NewtonSystem
     loss = "cross-entropy"
     noise = 0.0  # the cross-entropy has its own, the draw of the class
-    temperature = 1.0  # outputs are logits of the classes as they are
-    point_temperature = 1.0  # and without their variance alike
-    variance_scale = 1.0  # the variance of the logits counts as it is
+    point_temperature = _own_temperature = 1.0  # outputs are logits of the classes as they are
     _unit = 1.0  # ρ is the precision of the prior
 
     def _start(self, x: Inputs) -> Tensor:
@@ -130,6 +131,11 @@ class SoftmaxFit(Fitted, Summable):
     def _outputs(self, x: Inputs) -> Tensor:
         """f₀(x) + J(x)δ, (T, C): logits."""
         return linear_outputs(self.module, x)
+
+    def _left_out_variances(self) -> Tensor | None:
+        """By the kernel; without it each example takes C solves."""
+        form = self.system.kernel_form
+        return None if form is None else form.loo_variances()
 
     # -- audits ----------------------------------------------------------------------------------
 

@@ -433,6 +433,12 @@ class KernelNewton(NewtonSystem):
         """f_i + A_ii e_i, one Newton step from the optimum, (N, C)."""
         return self.outputs - (self._own @ self.loo_residuals()[:, :, None])[:, :, 0]
 
+    def loo_variances(self) -> Tensor:
+        """(A_ii⁻¹ − Λ_i)⁻¹ = A_ii + A_ii L_i (I − L_iᵀ A_ii L_i)⁻¹ L_iᵀ A_ii, (N, C, C)."""
+        seen = self._own @ self.roots
+        solved: Tensor = torch.linalg.solve(self._unexplained(), seen.mT)
+        return self._own + seen @ solved
+
     def degrees_of_freedom(self) -> float:
         """Effective parameters, tr ΛA = tr (I − ρB⁻¹)."""
         rest = self._unexplained()

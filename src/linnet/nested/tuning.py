@@ -327,9 +327,9 @@ def _calibrate(
     if made.labels is None:
         return
     variances = (made.noise / ridge * own)[:, None].expand_as(outputs)
-    kept = made._of_possible(*(one[counting] for one in (outputs, made.labels, variances)))
-    temperature, spread = fit_moderation(*kept)
-    made.calibrate(temperature, fit_temperature(*kept[:2]), spread)
+    known, labels, spread = made._of_possible(*(one[counting] for one in (outputs, made.labels, variances)))
+    temperature, scale = fit_moderation(known, labels, spread)
+    made.calibrate(temperature, fit_temperature(known, labels), scale)
 
 
 def _distance(tuning: Tuning, kernel: Tensor, ridge: float, retrained: Tensor) -> str:

@@ -59,8 +59,10 @@ def fit_temperature(outputs: Tensor, labels: Tensor, variance: Tensor | None = N
     return math.exp(golden_section(loss, grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]))
 
 
-def fit_moderation(outputs: Tensor, labels: Tensor, variance: Tensor) -> tuple[float, float]:
-    """The temperature and the scale of the variance that make held-out outputs most likely."""
+def fit_moderation(
+    outputs: Tensor, labels: Tensor, variance: Tensor, temperature: float | None = None
+) -> tuple[float, float]:
+    """The temperature, unless given, and the scale of the variance that make held-out outputs likeliest."""
     # outputs (N, C), labels (N,), variance (N, C)
     # The variance comes from Gaussian noise on targets of 0 and α. Where it is large, the outputs of all
     # classes are as uncertain as they differ, and no temperature makes softmax(μ / √(T² + π/8 v)) certain of
@@ -69,7 +71,7 @@ def fit_moderation(outputs: Tensor, labels: Tensor, variance: Tensor) -> tuple[f
     outputs, labels, variance = searched(outputs, labels, variance)
     found = []
     for scale in SCALES:
-        t = fit_temperature(outputs, labels, scale * variance)
+        t = fit_temperature(outputs, labels, scale * variance) if temperature is None else temperature
         found.append((_likelihood(outputs, labels, scale * variance, t), t, scale))
     whole, best = found[0], max(found)
     _, t, scale = best if best[0] > whole[0] + NATS else whole

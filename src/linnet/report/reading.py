@@ -372,7 +372,7 @@ def choices(run: FittedTask) -> tuple[tuple[str, str, str], ...]:
     else:
         why = "error on held-out folds" if fit.trained else "highest evidence at this ridge"
         made.append(("noise variance", number(fit.noise), why))
-    if run.temperatures is not None and fit.loss == "squared":
+    if run.temperatures is not None and (fit.loss == "squared" or run.temperatures[2] != 1):
         made.append(
             ("softmax temperature", number(run.temperatures[0]), _moderation(fit, run.temperatures[2]))
         )

@@ -161,14 +161,14 @@ def test_the_texts_behind_an_answer(shop: Path, tmp_path: Path, capsys: pytest.C
     words = ["explain", "--run", shop / "run", "--out", tmp_path / "why"]
     linnet(*words, "--data", shop / "questions.jsonl")
     first, second = result(tmp_path / "why")["explanations"]
-    assert first["helpful"][0]["id"] == "train/6"  # the same in the other wording
-    assert "Ann" in second["harmful"][0]["text"]  # who lives elsewhere
-    assert all(one["influence"] < 0 for one in first["helpful"])
-    assert all(one["influence"] > 0 for one in first["harmful"])
-    assert f"helpful  {first['helpful'][0]['influence']:+.3f}  train/6" in capsys.readouterr().out
+    assert first["up"][0]["id"] == "train/6"  # the same in the other wording
+    assert "Ann" in second["down"][0]["text"]  # who lives elsewhere
+    assert all(one["influence"] > 0 for one in first["up"])
+    assert all(one["influence"] < 0 for one in first["down"])
+    assert f"up   {first['up'][0]['influence']:+9.3f}  train/6" in capsys.readouterr().out
     linnet(*words, "--data", shop / "questions.jsonl", "--ids", "test/1", "--top", 1)
     (only,) = result(tmp_path / "why")["explanations"]
-    assert (only["id"], len(only["helpful"]), len(only["harmful"])) == ("test/1", 1, 1)
+    assert (only["id"], len(only["up"]), len(only["down"])) == ("test/1", 1, 1)
     linnet(*words, "--ids", "train/0,train/3")
     assert result(tmp_path / "why")["ids"] == ["train/0", "train/3"]
     linnet(*words, code=2)
@@ -190,6 +190,7 @@ def test_forgetting_is_the_fit_without(
     assert (found["train_before"], found["train"]) == (7, 5)
     assert found["loss_per_token"]["after"] > found["loss_per_token"]["before"]
     assert found["difference"] < 1e-3
+    assert found["equal"]
     lines = asked.read_text().splitlines()[2:]
     (shop / "rest.jsonl").write_text("\n".join(lines))
     own = '{"target_modules": ["v_proj", "down_proj"]}'

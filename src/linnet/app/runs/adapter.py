@@ -24,6 +24,7 @@ from linnet.app.runs.changes import unused
 from linnet.app.runs.folder import ADAPTER, Origin, check_files, read_record, understood, write_run
 from linnet.app.runs.place import RECORD, check_file, check_free, check_out, clear_run, leave, writing
 from linnet.app.runs.queries import TABLES, write_rows
+from linnet.app.runs.results import EQUAL, compared
 from linnet.app.runs.samples import LISTED, find_samples
 from linnet.app.runs.trust import check_run, remember_run
 from linnet.app.terminal import kept
@@ -456,20 +457,29 @@ def explain(
     asked = every if ids is None else every.take(find_samples(ids, every.ids, kind, known))
     batch = run.batch(asked)
     with waiting("influence"):
-        influence = run.fit.influence(batch).T.tolist()
+        added = sides_of(run, batch, top)
     told, lines = rows_of(asked, batch, loss=run.fit.losses(batch)), []
-    trained = rows_of(run.texts, run.batch(run.texts))
-    for row, change in zip(told, influence, strict=True):
-        order = sorted(range(len(change)), key=change.__getitem__)
-        sides = {"helpful": [i for i in order[:top] if change[i] < 0],
-                 "harmful": [i for i in order[::-1][:top] if change[i] > 0]}  # fmt: skip
+    for row, sides in zip(told, added, strict=True):
+        row |= sides
         lines.append(_line(f"{row['loss']:.3f} nats", row["id"], row["text"]))
-        for side, places in sides.items():
-            row[side] = [{**trained[i], "influence": change[i]} for i in places]
-            lines += [_line(f"  {side}  {n['influence']:+.3f}", n["id"], n["text"]) for n in row[side]]
+        each = [(side, one) for side, rows in sides.items() for one in rows]
+        lines += [_line(f"  {side:<5}{n['influence']:+9.3f}", n["id"], n["text"]) for side, n in each]
     result = {"command": "explain", "ids": list(asked.ids), "explanations": told, "out": str(folder)}
     _write(folder, result)
-    return result, [*lines, "influence: nats by which a text changes the loss", *_ending(folder, result)]
+    unit = "influence: nats that a text adds to the log-probability of the answer"
+    return result, [*lines, unit, *_ending(folder, result)]
+
+
+def sides_of(run: AdapterRun, batch: dict[str, Tensor], top: int) -> list[dict[str, list[dict[str, Any]]]]:
+    """For each text of a batch the training texts that raise its log-probability most, and that lower it."""
+    trained, found = rows_of(run.texts, run.batch(run.texts)), []
+    for added in (-run.fit.influence(batch)).T.tolist():
+        order = sorted(range(len(added)), key=added.__getitem__)
+        sides = {"up": [i for i in order[::-1][:top] if added[i] > 0],
+                 "down": [i for i in order[:top] if added[i] < 0]}  # fmt: skip
+        told = {side: [{**trained[i], "influence": added[i]} for i in rows] for side, rows in sides.items()}
+        found.append(told)
+    return found
 
 
 def _line(said: str, name: str, text: str) -> str:
@@ -526,7 +536,8 @@ def _changed(
         start = time.perf_counter()
         with waiting("a fit from scratch"):
             anew = _solved(run.network, run.batch(after.texts), after.fit.ridge, run.fit.memory)
-        refit = {"difference": float((_training(anew)[1] - every).abs().max())}
+        difference = float((_training(anew)[1] - every).abs().max())
+        refit = {"difference": difference, "equal": difference < EQUAL}
         refit["refit_seconds"] = time.perf_counter() - start
     counts, was, now = _tokens(batch["labels"]), run.fit.losses(batch), after.fit.losses(batch)
     mean = {name: float(loss.sum() / counts.sum()) for name, loss in (("before", was), ("after", now))}
@@ -551,5 +562,5 @@ def _changed(
         f"gradient relative to that at the start: {summary['certificate']:.1e}",
     ]
     if verify:
-        lines.append(f"largest difference from a fit from scratch: {refit['difference']:.1e} nats")
+        lines.append(f"{compared(result)}: losses differ by {refit['difference']:.1e} nats at most")
     return result, [*lines, *_ending(out, result)]

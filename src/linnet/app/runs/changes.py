@@ -14,7 +14,7 @@ import torch
 
 from linnet.app.runs.folder import SavedRun, load_test, save_run, test_digest
 from linnet.app.runs.place import clear_run
-from linnet.app.runs.results import further, place_of, print_change, write
+from linnet.app.runs.results import EQUAL, further, place_of, print_change, write
 from linnet.app.runs.samples import NewSamples, find_samples, named, read_new, required_answers
 from linnet.errors import DataError, InputError
 from linnet.linear.dual import DualSystem
@@ -234,12 +234,19 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     result = {
         "command": command, "train_before": before.fit.n, "train": after.fit.n,
         "test": 0 if task is None else len(task.test), "scores": [row.numbers() for row in rows],
-        "certificate": summary["certificate"], "difference": change.difference, "verified": change.verified,
+        "certificate": summary["certificate"], "difference": change.difference,
+        "equal": change.difference <= _tolerance(after.fit.targets), "verified": change.verified,
         "removed": _named(before, change.removed), "added": _named(after, change.added),
         "seconds": change.seconds, "refit_seconds": change.refit_seconds, "fit": summary,
         "findings": list(findings), "out": str(out),
     }  # fmt: skip
     return result, page
+
+
+def _tolerance(targets: torch.Tensor) -> float:
+    """The difference of outputs that changes no answer; targets that are all alike are known to rounding."""
+    found = targets.double()
+    return EQUAL * float(found.std(correction=0)) + 1e-5 * float(found.abs().max())
 
 
 def _named(run: SavedRun, positions: Sequence[int]) -> list[dict[str, Any]]:

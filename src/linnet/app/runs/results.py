@@ -221,6 +221,15 @@ def print_prediction(result: dict[str, Any], rows: list[dict[str, Any]]) -> list
     return [*lines, *written(Path(result["out"]))]
 
 
+EQUAL = 1e-3  # difference from a fit from scratch, in nats or spreads of the targets, that changes no answer
+
+
+def compared(result: dict[str, Any]) -> str:
+    """Whether a change is what a fit from scratch gives."""
+    how = "a fit from scratch" if result["verified"] else "the equations solved from scratch"
+    return f"equal to {how}" if result["equal"] else f"NOT equal to {how}"
+
+
 def print_change(result: dict[str, Any]) -> list[str]:
     """A change for people."""
     text, key = ("forgotten", "removed") if result["command"] == "forget" else ("added", "added")
@@ -232,10 +241,9 @@ def print_change(result: dict[str, Any]) -> list[str]:
     ]
     if result["scores"]:
         lines += score_table([Comparison(**row) for row in reversed(result["scores"])], result.get("test"))
-    how = "a fit from scratch" if result["verified"] else "the equations solved from scratch"
     lines += [
         f"relative residual of the equations: {result['certificate']:.1e}",
-        f"largest difference of outputs from {how}: {result['difference']:.1e} "
+        f"{compared(result)}: outputs differ by {result['difference']:.1e} at most "
         f"({duration(result['refit_seconds'])})",
     ]
     lines += [f"note: {text}" for text in (*result["fit"]["warnings"], *result["findings"])]

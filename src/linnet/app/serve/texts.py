@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.app.runs.adapter import AdapterRun, Texts, rows_of, without
+from linnet.app.runs.adapter import AdapterRun, Texts, sides_of, without
 from linnet.app.serve.server import Asked
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.integrations.text import PAIRS, unnamed, written
@@ -104,12 +104,11 @@ class TextSession(Asked[AdapterRun, Question]):
             "loss": float(-log.sum()), "std": float(run.fit.loss_variance(batch).sqrt()),
         }  # fmt: skip
         if behind:
-            raised = -run.fit.influence(batch)[:, 0]
-            trained = rows_of(run.texts, run.batch(run.texts), influence=raised)
-            order = sorted(trained, key=lambda row: -float(row["influence"]))
-            told = [{**row, "label": row["text"], "picture": None} for row in order]
-            result["up"] = [row for row in told[:_BEHIND] if row["influence"] > 0]
-            result["down"] = [row for row in told[::-1][:_BEHIND] if row["influence"] < 0]
+            (sides,) = sides_of(run, batch, _BEHIND)
+            shown = {"picture": None}
+            result |= {
+                side: [{**one, **shown, "label": one["text"]} for one in n] for side, n in sides.items()
+            }
         return result
 
 
