@@ -134,8 +134,7 @@ class SoftmaxFit(Fitted, Summable):
 
     def _left_out_variances(self) -> Tensor | None:
         """By the kernel; without it each example takes C solves."""
-        form = self.system.kernel_form
-        return None if form is None else form.loo_variances()
+        return self.system.loo_variances()
 
     # -- audits ----------------------------------------------------------------------------------
 

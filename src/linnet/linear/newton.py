@@ -200,6 +200,15 @@ class NewtonSystem(Solved):
     def loo_outputs(self) -> Tensor:
         """f_i + A_ii e_i, one Newton step from the optimum, (N, ...)."""
 
+    def loo_variances(self) -> Tensor | None:
+        """A_ii + A_ii L_i (I − L_iᵀ A_ii L_i)⁻¹ L_iᵀ A_ii, (N, C, C); ``None`` where no kernel fits."""
+        form = self.kernel_form
+        if form is None:
+            return None
+        seen = form._own @ form.roots
+        solved: Tensor = torch.linalg.solve(form._unexplained(), seen.mT)
+        return form._own + seen @ solved
+
     def own_changes(self) -> Tensor:
         """f_i less the output without the example, (N, C)."""
         return self.outputs - self.loo_outputs()
@@ -432,12 +441,6 @@ class KernelNewton(NewtonSystem):
     def loo_outputs(self) -> Tensor:
         """f_i + A_ii e_i, one Newton step from the optimum, (N, C)."""
         return self.outputs - (self._own @ self.loo_residuals()[:, :, None])[:, :, 0]
-
-    def loo_variances(self) -> Tensor:
-        """(A_ii⁻¹ − Λ_i)⁻¹ = A_ii + A_ii L_i (I − L_iᵀ A_ii L_i)⁻¹ L_iᵀ A_ii, (N, C, C)."""
-        seen = self._own @ self.roots
-        solved: Tensor = torch.linalg.solve(self._unexplained(), seen.mT)
-        return self._own + seen @ solved
 
     def degrees_of_freedom(self) -> float:
         """Effective parameters, tr ΛA = tr (I − ρB⁻¹)."""
