@@ -50,6 +50,7 @@ def test_tests_that_come_too_late_are_not_run(tmp_path: Path, workers: int) -> N
     assert f"{taken} passed" in told.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_no_time_and_enough_of_it(tmp_path: Path) -> None:
     status, told = run(tmp_path, "--budget", "0")
     assert status == 0, told

@@ -162,7 +162,7 @@ def numbers(found: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.thinned(20)
+@pytest.mark.thinned(40)
 def test_a_call_gives_the_numbers_of_the_cpu_wherever_the_data_are(name: str) -> None:
     expected = numbers(EVERY[name](Placed("cpu", "cpu")))
     for data in (DEVICE, torch.device("cpu")):
@@ -176,6 +176,7 @@ def test_a_call_gives_the_numbers_of_the_cpu_wherever_the_data_are(name: str) ->
                 torch.testing.assert_close(one, other, rtol=1e-2 if coarse else 1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_fit_takes_more_data_from_another_device() -> None:
     scene = Placed(DEVICE, "cpu")
     x, y = scene.data
@@ -286,6 +287,7 @@ def test_what_a_call_waits_for_besides() -> None:
 
 
 @pretended
+@pytest.mark.long
 def test_what_a_step_waits_for() -> None:
     model, (x, y) = network(), data(24)
     lin = linnet.linearize(model)

@@ -225,6 +225,7 @@ class TestAtomicWriting:
         assert events == ["file", "rename", "folder"]
 
     @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs kill -9")
+    @pytest.mark.long
     def test_killed_at_any_moment_leaves_a_whole_file(self, tmp_path: Path) -> None:
         first = save(tmp_path, "fit", {"w": torch.full((400_000,), 0.0), "step": 0})
         program = (

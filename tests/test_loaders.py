@@ -72,6 +72,7 @@ def test_equal_weights_are_not_enough(saved: tuple[str, Path, Any], other: nn.Mo
         read(kind, folder, other)
 
 
+@pytest.mark.thinned(2)
 def test_a_compiled_network_is_the_network(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
     kind, folder, net = saved
     compiled = torch.compile(copy.deepcopy(net), backend="eager")

@@ -94,6 +94,7 @@ print(available_bytes(), parse_bytes(None))
 
 @pytest.mark.parametrize(("limit", "used"), [("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")])
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_available_bytes_respects_the_limits_of_the_process(limit: str, used: str) -> None:
     room = 200_000_000
     code = LIMITED.format(limit=limit, used=used, room=room)

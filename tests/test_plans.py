@@ -121,6 +121,7 @@ for name, call in work.items():
 """
 
 
+@pytest.mark.long
 def test_a_limit_of_the_process_is_planned_for() -> None:
     """600 MB of address space: a kernel of 1.6 GB, a Jacobian of 3.4 GB and a matrix of 7 GB are refused."""
     ran = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True)

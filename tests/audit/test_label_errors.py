@@ -213,6 +213,7 @@ def test_regression_ranks_by_the_residual() -> None:
     assert found.predicted is None
 
 
+@pytest.mark.long
 def test_planted_noise_on_real_digits_is_found(data_file: Callable[[str], Path]) -> None:
     with np.load(data_file("mnist.npz"), allow_pickle=False) as file:
         x = torch.from_numpy(file["x_test"][:260].astype(np.float32)) / 255

@@ -106,7 +106,7 @@ def of_one_kernel(kind: str) -> Any:
 @pytest.mark.parametrize("at", [None, AT])
 @pytest.mark.parametrize("criterion", ["variance", "information", "predictive-information", "uncertainty"])
 @pytest.mark.parametrize("kind", ["shared", "weight", "earlier", "constrained"])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_fits_of_one_kernel_choose_as_their_updates_say(kind: str, criterion: str, at: Tensor | None) -> None:
     fit, x = of_one_kernel(kind), POOL if at is None else at
     found = audit.select(fit, POOL, 3, criterion, at=at)
@@ -271,6 +271,7 @@ def digits(file: Path) -> tuple[nn.Module, Tensor, Tensor]:
     return net, x[:600], y[:600]
 
 
+@pytest.mark.long
 def test_dropping_informative_examples_hurts_more(data_file: Callable[[str], Path]) -> None:
     net, x, y = digits(data_file("mnist.npz"))
     fit = linnet.fit(linnet.linearize(net), (x[:120], y[:120]), ridge="loo", solver="dual")

@@ -96,6 +96,7 @@ def test_the_uncertainty_along_the_stream_is_the_joint_one(float64: torch.dtype)
     assert traces == sorted(traces, reverse=True)
 
 
+@pytest.mark.long
 def test_kronecker_compression_is_the_only_loss(float64: torch.dtype) -> None:
     distances = {}
     for name, structure, merge in (

@@ -174,6 +174,7 @@ def test_state_before_the_first_batch() -> None:
     assert_near(average.curvature().dense(), once(batch(0), "ekfac"), 1e-10)
 
 
+@pytest.mark.long
 def test_random_labels_differ_from_batch_to_batch() -> None:
     data, average = batch(0), running("diagonal", 1.0, expectation="mc")
     average.add(*data)

@@ -66,7 +66,7 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("way", ["one column", "smallest", "parts of columns", "rows one by one"])
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(12)
 def test_parts_add_up_to_the_whole(
     name: str, way: str, sharing: str, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +209,7 @@ def test_receptive_fields_are_counted_where_they_are_held(spy: Spy, monkeypatch:
 
 @pytest.mark.parametrize("structure", ["diagonal", "kfac", "ekfac"])
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_exact_columns_of_many_outputs_are_never_formed_together(
     structure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def draws(problem: Problem, expectation: str, samples: int) -> dict[str, Tensor]
 
 @pytest.mark.parametrize("expectation", ["mc", "random-projection"])
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_estimates_are_unbiased_and_samples_are_averaged(expectation: str) -> None:
     problem = Problem("tied-linears", "categorical")  # small, with a reused weight
     exact = statistics(problem.curvature(STRUCTURES[:3]))

@@ -49,7 +49,7 @@ class Allocations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(12)
 def test_it_is_the_jacobians_around_the_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(name, families(name)[-1])
     expected = case(name)
@@ -90,6 +90,7 @@ def test_mixtures_subsets_and_quadratic_agree() -> None:
 
 @pytest.mark.parametrize("structure", ["diagonal", "kfac", "ekfac", "block"])
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_variances_form_no_matrix_between_outputs(structure: str) -> None:
     """Two thousand outputs: C² would be 4 million numbers, a thousand times what the budget has."""
     c = 2000

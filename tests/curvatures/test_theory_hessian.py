@@ -167,6 +167,7 @@ def piecewise_linear_problems(draw: st.DrawFn) -> tuple[FeedForward, Tensor, Ten
 
 
 @given(piecewise_linear_problems())
+@pytest.mark.long
 def test_lemma_3_17_diagonal_blocks_are_positive_semidefinite_for_piecewise_linear_networks(
     case: tuple[FeedForward, Tensor, Tensor, Loss],
 ) -> None:

@@ -67,7 +67,7 @@ def half_of(product: Kronecker, widest: int) -> Tensor | None:
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("expectation", ["exact", "mc"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_wide_factors_are_the_diagonals_of_the_factors(
     name: str, family: str, sharing: str, expectation: str, share: float
 ) -> None:
@@ -98,7 +98,7 @@ def test_wide_factors_are_the_diagonals_of_the_factors(
 @pytest.mark.parametrize(("name", "family"), ANIMALS)
 @pytest.mark.parametrize("expectation", ["exact", "mc"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_corrected_eigenvalues_are_the_exact_blocks_diagonal_in_the_basis(
     name: str, family: str, expectation: str, share: float
 ) -> None:

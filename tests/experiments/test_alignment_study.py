@@ -50,6 +50,7 @@ def test_kronecker_factors_are_exact_for_one_example() -> None:
     assert float(found.by_layer["kfra"].min()) < 0.9999
 
 
+@pytest.mark.long
 def test_what_is_asked_for() -> None:
     assert list(study(["kfac", "ekfac"]).whole) == ["kfac", "kfac*", "ekfac", "block-diagonal"]
     assert list(study(["kfac"], inversions=["exact"]).whole) == ["kfac*", "block-diagonal"]

@@ -95,6 +95,7 @@ def test_regret_is_what_is_left_of_the_median_candidates() -> None:
     assert transfer.regrets(cost, order) == pytest.approx([60.0, 20.0, 20.0])
 
 
+@pytest.mark.long
 def test_a_search_tries_no_candidate_twice_and_finds_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surrogates, "STEPS", 150)
     monkeypatch.setattr(transfer, "AFTER", (3, 5, 8))

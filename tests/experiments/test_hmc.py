@@ -19,6 +19,7 @@ def gaussian() -> tuple[Tensor, Tensor]:
     return torch.tensor([1.0, -2.0, 0.5]).double(), root @ root.T
 
 
+@pytest.mark.long
 def test_moments_of_a_correlated_gaussian(generator: torch.Generator) -> None:
     mean, covariance = gaussian()
     precision = torch.linalg.inv(covariance)

@@ -52,6 +52,7 @@ def test_certainty() -> None:
     assert criteria.least_certain(p, "entropy", 1).tolist() == [1]
 
 
+@pytest.mark.long
 def test_runs_start_alike_and_end_at_the_same_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(criteria, "MOST", 50)
     found = {method: criteria.curve(drawn(), method, 0) for method in criteria.METHODS}

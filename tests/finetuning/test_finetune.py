@@ -100,6 +100,7 @@ def test_every_recipe_learns_in_one_call(method: str) -> None:
         refused(InputError, lambda: report(network), "no report")
 
 
+@pytest.mark.long
 def test_lqf_reaches_the_closed_form() -> None:
     x, y = images(dtype=torch.float64)
     model, decay = net().double(), 3000.0
@@ -231,6 +232,7 @@ class Interrupt(Exception):
 @pytest.mark.parametrize("method", grid(("lqf", "lqf-fc", "nlft"), ("lqf", "nlft")))
 @pytest.mark.parametrize("optimizer", grid(("sgd", "adam"), ("sgd",)))
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_resumed_runs_have_the_same_bits(method: str, optimizer: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {**SHORT, "optimizer": optimizer, "augmentation": "random-crop", "keep": "best",
                                "validation": images(30, 2), "training_mode": method == "nlft"}  # fmt: skip
@@ -325,6 +327,7 @@ def test_a_search_takes_the_best_and_trains_on_everything() -> None:
     )
 
 
+@pytest.mark.long
 def test_grids_share_what_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = sys.modules["linnet.finetuning.finetune"]  # the package's attribute of this name is the function
     made: list[int] = []
@@ -335,6 +338,7 @@ def test_grids_share_what_does_not_change(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(made) == 1
 
 
+@pytest.mark.long
 def test_results_are_kept(tmp_path: Path) -> None:
     x = images()[0]
     for method in ("lqf", "lqf-fc", "nlft", "b-lqf"):

@@ -119,6 +119,7 @@ def uneven() -> tuple[Tensor, Tensor]:
     return x, y
 
 
+@pytest.mark.long
 def test_a_search_whose_last_run_diverges_takes_smaller_steps(tmp_path: Path) -> None:
     x, y = uneven()
     train, _ = held_out_split(y, 0)
@@ -137,6 +138,7 @@ def test_a_search_whose_last_run_diverges_takes_smaller_steps(tmp_path: Path) ->
     assert again.notes == tuned.notes
 
 
+@pytest.mark.long
 def test_a_search_leaves_out_what_diverges() -> None:
     x, y = classes()
     wild, calm = 1.05 * threshold(x), 1e-3 * threshold(x)

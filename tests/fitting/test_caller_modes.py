@@ -56,6 +56,7 @@ def test_audits_do_not_depend_on_them(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", ["squared", "cross-entropy"])
 @pytest.mark.thinned(4)
+@pytest.mark.long
 def test_questions_to_a_fit_without_a_kernel_do_not_depend_on_them(mode: str, loss: str) -> None:
     asked: list[Callable[[Any], Tensor]] = [
         lambda fit: fit.loo(),

@@ -156,6 +156,7 @@ def draws(seed: int, n: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("n", [20, 60])
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_intervals_hold_what_they_promise(n: int) -> None:
     net = nn.Linear(4, 1).double()
     held: dict[float, list[float]] = {0.9: [], 0.6: []}
@@ -169,6 +170,7 @@ def test_intervals_hold_what_they_promise(n: int) -> None:
         assert np.mean(each) == pytest.approx(coverage, abs=4 * np.std(each) / 30**0.5 + 0.01)
 
 
+@pytest.mark.long
 def test_sets_hold_what_they_promise_and_each_class_by_itself() -> None:
     held: list[list[float]] = [[], [], []]
     for seed in range(20):

@@ -73,6 +73,7 @@ def test_the_variance_of_a_last_layer_is_exact(options: dict[str, Any], dtype: t
 
 @pytest.mark.parametrize("variance", [False, True])
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_a_fit_that_went_to_float64_takes_both_types(variance: bool) -> None:
     fit = fitted(ridge=1e-9)
     assert fit.record.reasons["precision"].startswith("float64")
@@ -148,6 +149,7 @@ class Pair(nn.Module):
         return {"logits": self.head(torch.relu(self.a(a) * self.b(b)))}
 
 
+@pytest.mark.long
 def test_inputs_keep_their_names() -> None:
     torch.manual_seed(2)
     x, y = data()
@@ -249,6 +251,7 @@ class Secret(nn.Module):
         return self.head(torch.tanh(self.Round.apply(3 * self.layer(x)) / 3))
 
 
+@pytest.mark.long
 def test_networks_that_cannot_be_traced_are_refused() -> None:
     torch.manual_seed(3)
     with pytest.raises(ModelError, match=r"torch\.export"):

@@ -58,6 +58,7 @@ def test_fit_against_the_oracles(solver: str, classes: bool, share: float) -> No
     share=st.floats(1e-2, 10.0),
     seed=st.integers(0, 1000),
 )
+@pytest.mark.long
 def test_any_small_problem_dual(n: int, outputs: int, hidden: int, share: float, seed: int) -> None:
     """More equations than parameters and fewer."""
     p = problem(n, outputs, classes=False, tests=2, seed=seed, hidden=hidden)

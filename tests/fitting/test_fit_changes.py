@@ -25,6 +25,7 @@ def without(n: int, left_out: list[int]) -> list[int]:
 
 
 @given(st.sets(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 100))
+@pytest.mark.long
 def test_forgetting_any_set_in_any_problem(left_out: set[int], seed: int) -> None:
     p = problem(outputs=2, classes=False, seed=seed, hidden=3)
     kept = without(7, list(left_out))

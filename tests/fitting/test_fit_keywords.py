@@ -305,6 +305,7 @@ def test_data_of_every_kind(float64: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("preconditioner", grid(("auto", "none", "ekfac"), ("auto",)))
+@pytest.mark.long
 def test_stochastic_gradients_end_at_the_same_weights(preconditioner: str) -> None:
     """More examples than a first batch: batches grow until the residual certifies the optimum."""
     p = problem(n=60)

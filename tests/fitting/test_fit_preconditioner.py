@@ -95,6 +95,7 @@ def test_convolutions_in_single_precision(name: str) -> None:
 # --- fewer steps ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_nystrom_needs_fewer_steps() -> None:
     plain, nystrom = (large_fit(0.01, preconditioner=name) for name in (None, "nystrom"))
     assert nystrom.system.steps < plain.system.steps / 2
@@ -115,6 +116,7 @@ def test_curvatures_need_fewer_steps_where_they_fit() -> None:
     assert max(steps["ekfac"], steps["kfac"], steps["diagonal"]) < steps["none"], steps
 
 
+@pytest.mark.long
 def test_automatic_choice_waits_and_sees() -> None:
     easy, hard = large_fit(1e5), large_fit(0.01)
     assert easy.system.steps <= TRIAL

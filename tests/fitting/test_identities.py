@@ -94,14 +94,14 @@ def agree(one: Any, other: Any, order: Any = slice(None), tolerance: float = 1e-
 
 
 @every
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_the_order_of_examples(name: str) -> None:
     order = torch.tensor([4, 2, 8, 6, 0, 1, 7, 5, 3])
     agree(FITS[name](X[order], Y[order], RHO), FITS[name](X, Y, RHO), order)
 
 
 @every
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_data_twice_are_twice_the_ridge(name: str) -> None:
     once, twice = FITS[name](X, Y, RHO), FITS[name](torch.cat([X, X]), torch.cat([Y, Y]), 2 * RHO)
     near(twice.predict(T), once.predict(T), 1e-8)
@@ -111,7 +111,7 @@ def test_data_twice_are_twice_the_ridge(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*FORGET} & {*REFIT}))
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_forgetting_is_never_having_seen(name: str) -> None:
     kept = [0, 2, 3, 5, 6, 7, 8]
     fit = FITS[name](X, Y, RHO)
@@ -121,7 +121,7 @@ def test_forgetting_is_never_having_seen(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORGET)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_forgetting_step_by_step_and_learning_again(name: str) -> None:
     fit = FITS[name](X, Y, RHO)
     gone, order = [2, 5], [0, 1, 3, 4, 6, 7, 8, 2, 5]
@@ -131,7 +131,7 @@ def test_forgetting_step_by_step_and_learning_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFIT)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_learning_in_two_halves_is_learning_at_once(name: str) -> None:
     first = FITS[name](X[:5], Y[:5], RHO)
     before = first.predict(T)
@@ -140,7 +140,7 @@ def test_learning_in_two_halves_is_learning_at_once(name: str) -> None:
 
 
 @every
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_a_saved_fit_gives_the_same_answers_and_knows_its_network(name: str, tmp_path: Path) -> None:
     fit = FITS[name](X, Y, RHO)
     fit.save(tmp_path)
@@ -158,7 +158,7 @@ def test_a_saved_fit_gives_the_same_answers_and_knows_its_network(name: str, tmp
 
 
 @pytest.mark.parametrize("name", FORGET)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_other_labels_are_those_of_a_fit_with_them(name: str) -> None:
     fit, other = FITS[name](X, Y, RHO), Y.clone()
     other[[1, 6]] = torch.tensor([2, 1])
@@ -170,7 +170,7 @@ def test_other_labels_are_those_of_a_fit_with_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORGET)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_a_class_forgotten_is_all_its_examples(name: str) -> None:
     fit = FITS[name](X, Y, RHO)
     agree(fit.forget(classes=1), fit.forget([1, 4, 7]))

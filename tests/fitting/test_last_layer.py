@@ -74,6 +74,7 @@ def test_a_decoder_gives_its_features_at_the_last_token(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "distilbert"])
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_a_classifier_of_texts_is_adapted(kind: str, tmp_path: Path) -> None:
     model, x, y = classifier(kind), tokens(), torch.arange(N) % 3
     fit = linnet.adapt(model, (x, y), weight=0.5)
@@ -184,6 +185,7 @@ def test_what_follows_the_last_layer_is_named_with_how_to_leave_it_out(last: nn.
     assert linnet.adapt(Named(last).layers[:-1], data).n == 20  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_pooler_that_is_not_used_has_no_part_in_a_fit(tmp_path: Path) -> None:
     encoder, bare, x = text_encoder("pooler"), text_encoder("bert"), tokens()
     bare.load_state_dict({n: t for n, t in encoder.state_dict().items() if not n.startswith("pooler")})
@@ -209,6 +211,7 @@ def test_the_body_of_an_encoder_is_not_copied_or_touched() -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "pooler", "distilbert", "t5"])
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_hidden_states_are_averaged_over_the_attention_mask(kind: str) -> None:
     encoder, x, y = text_encoder(kind), tokens(), torch.arange(N) % 3
     fit = linnet.adapt(encoder, (x, y), weight=0.5, ridge=0.1)
@@ -336,6 +339,7 @@ class Several(nn.Module):
         return "logits", self.inner(**x).logits
 
 
+@pytest.mark.long
 def test_the_head_below_an_output_is_replaced(tmp_path: Path) -> None:
     x, y = tokens(), torch.arange(N) % 3
     with pytest.raises(ModelError, match="output="):

@@ -100,6 +100,7 @@ def test_classes_at_positions_are_kept_by_changes_and_files(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("solver", ["dual", "cg"])
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_ignored_positions_are_rows_that_are_not_there(solver: str, tmp_path: Path) -> None:
     labels = LABELS.clone()
     labels[4, 1] = labels[0, 2] = -100

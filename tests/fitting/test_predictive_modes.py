@@ -91,7 +91,7 @@ MAKERS: dict[str, Callable[[], Numbers]] = {
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(12)
 def test_numbers_do_not_depend_on_the_callers_state(maker: str, state: str) -> None:
     make = MAKERS[maker]
     plain = make()

@@ -71,7 +71,7 @@ def test_the_optimum_is_that_of_dense_algebra(solver: str) -> None:
     assert fit.noise == pytest.approx(float(RIDGE * r @ torch.linalg.solve(k, r) / len(r)), rel=1e-6)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("classes", [True, False])
 def test_leaving_out_forgetting_and_adding_are_refits(solver: str, classes: bool) -> None:
@@ -157,6 +157,7 @@ def test_the_ridge_is_chosen_by_weighted_errors_left_out(solver: str) -> None:
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.long
 def test_saved_exported_and_merged(solver: str, tmp_path: Any) -> None:
     net, x, y, w = data(classes=True)
     fit, query = made(net, x, y, w, solver), torch.randn(4, 3).double()
@@ -181,6 +182,7 @@ def test_saved_exported_and_merged(solver: str, tmp_path: Any) -> None:
     torch.testing.assert_close(linnet.audit.influence(fit, query).outputs, fit.influence(query).to(x))
 
 
+@pytest.mark.long
 def test_the_head_is_cross_fitted_by_the_same_weights() -> None:
     net, x, y, w = data(classes=True, n=40)
     lin = linnet.linearize(linnet.with_head(net, 3, linnet.Probe(ridge=0.3, cross_fit=3), data=(x, y)))
@@ -192,6 +194,7 @@ def test_the_head_is_cross_fitted_by_the_same_weights() -> None:
     assert not torch.allclose(fit.held_out, linnet.fit(lin, (x, y), ridge=RIDGE).held_out, atol=1e-3)
 
 
+@pytest.mark.long
 def test_intervals_hold_what_they_promise_whatever_the_weights() -> None:
     torch.manual_seed(0)
     net, held = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double(), []
@@ -239,6 +242,7 @@ def test_wrong_weights_are_refused_in_words() -> None:
 @pytest.mark.parametrize("solver", ["dual", "cg"])
 @pytest.mark.parametrize("one_output", [True, False])
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_the_cross_entropy_counts_examples_alike(solver: str, one_output: bool, tmp_path: Any) -> None:
     net, x, y, w = data(classes=True)
     if one_output:

@@ -238,6 +238,7 @@ def test_outputs_that_an_adapter_picks() -> None:
     near(fit.predict(p.x_test), solution(few, fit.combinations, RIDGE, EVERY)[N:], 1e-9)
 
 
+@pytest.mark.long
 def test_export_and_merge() -> None:
     p, fit = known(), fitted()
     near(fit.export()(p.x_test), fit.predict(p.x_test), 1e-9)

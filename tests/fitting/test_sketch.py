@@ -93,7 +93,7 @@ def near(found: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
 
 @pytest.mark.parametrize("structure", ["ekfac", "kfac", "diagonal", "block", "full"])
 @pytest.mark.parametrize("name", ["words", "pictures", "dense"])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_rows_and_displacements_agree_with_the_directions_written_out(name: str, structure: str) -> None:
     net, x, _, new = case(name)
     small = linnet.with_sketch(net, gauss_newton(net, x, structure), dim=40)
@@ -197,6 +197,7 @@ def test_all_directions_give_the_exact_fit() -> None:
     near(path.evidence, expected.evidence, 1e-6)
 
 
+@pytest.mark.long
 def test_settings_of_a_sketch_change_it() -> None:
     net, x, y, new = case("words")
 

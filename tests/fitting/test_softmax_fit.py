@@ -213,6 +213,7 @@ def test_the_posterior_is_laplaces(c: Case, solver: str) -> None:
 
 @every_solver
 @every_case
+@pytest.mark.thinned(2)
 def test_probabilities_make_left_out_examples_likely(c: Case, solver: str) -> None:
     """The scale of the variance is the likeliest where each is left out by a Newton step."""
     rho = 0.05 * c.scale

@@ -110,6 +110,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", doors.NAMES)
+@pytest.mark.thinned(2)
 def test_valid_arguments_are_taken(name: str) -> None:
     for door in doors.doors(name):
         called, arguments = door.make()
@@ -124,6 +125,7 @@ def test_valid_arguments_are_taken(name: str) -> None:
 
 @pytest.mark.parametrize("name", doors.NAMES)
 @pytest.mark.parametrize("share", [SHARE, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.thinned(2)
 def test_wrong_values_are_refused_or_right(name: str, share: int) -> None:
     assert not [line for door in doors.doors(name) for line in failures(door, share)]
 

@@ -115,7 +115,7 @@ def test_batches_and_shards_add_up(seed: int) -> None:
 
 @networks
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_scales(seed: int, scale: float) -> None:
     """Residuals times s: δ and predictions times s. Outputs times s: kernel and ridge times s²."""
     net = drawn(seed)

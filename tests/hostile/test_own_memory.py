@@ -128,7 +128,7 @@ def given(value: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", [name for name in doors.NAMES if "Plots" not in name])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_nothing_is_kept_in_the_memory_of_the_caller(name: str) -> None:
     for door in doors.doors(name):
         if not door.name.endswith(ECHOES):
@@ -182,7 +182,7 @@ ASKED: dict[str, Callable[[Any], Tensor]] = {
 
 @pytest.mark.parametrize("kind", ["tensor", "array"])
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_answers_do_not_follow_what_is_written_into_the_data(name: str, kind: str) -> None:
     x, y = small.x(), small.labels()
     given_data = (x, y) if kind == "tensor" else (x.numpy(), y.numpy())

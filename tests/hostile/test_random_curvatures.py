@@ -104,6 +104,7 @@ def check_operator(net: Network, G: Any, wanted: Tensor) -> None:
 
 
 @every_network
+@pytest.mark.thinned(2)
 def test_exact_structures(seed: int) -> None:
     with untouched(drawn(seed)) as net:
         for family in families(net):
@@ -121,6 +122,7 @@ def test_exact_structures(seed: int) -> None:
 
 
 @every_network
+@pytest.mark.thinned(2)
 def test_gradients_at_labels(seed: int) -> None:
     """Observed labels, labels drawn from the model, and random projections: sums of outer products."""
     with untouched(drawn(seed)) as net:
@@ -274,6 +276,7 @@ def joined_block(net: Network, part: Any, total: Tensor) -> Tensor:
 
 @every_network
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
+@pytest.mark.thinned(2)
 def test_laplace(seed: int, structure: str) -> None:
     with untouched(drawn(seed)) as net:
         family = families(net)[seed % 2]

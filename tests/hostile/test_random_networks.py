@@ -123,6 +123,7 @@ def fit_targets(net: Network) -> tuple[Tensor, Tensor]:
 
 @every_network
 @pytest.mark.parametrize("solver", ["dual", "cg"])
+@pytest.mark.thinned(2)
 def test_squared_fit(seed: int, solver: str) -> None:
     with untouched(drawn(seed)) as net:
         y, t = fit_targets(net)
@@ -192,6 +193,7 @@ def softmax_gradient(j: Tensor, f: Tensor, y: Tensor, rho: float, delta: Tensor)
 
 @every_network
 @pytest.mark.parametrize("solver", ["dual", "cg"])
+@pytest.mark.thinned(2)
 def test_cross_entropy_fit(seed: int, solver: str) -> None:
     with untouched(drawn(seed)) as net:
         y = net.labels if len(net.own_shape) == 2 else net.labels.flatten(1)[:, 0]
@@ -225,6 +227,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @every_network
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.thinned(2)
 def test_tangent_process(seed: int, way: str) -> None:
     with untouched(drawn(seed)) as net:
         noise, precision = 0.2, (0.5 * net.scale, 5.0 * net.scale)[seed % 2]

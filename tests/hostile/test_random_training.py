@@ -72,6 +72,7 @@ TAU, ZETA, DECAY = 0.3, 0.1, 0.05
 
 @every_network
 @pytest.mark.parametrize("structure", ["full", "block", "diagonal"])
+@pytest.mark.thinned(2)
 def test_gauss_newton_step(seed: int, structure: str) -> None:
     """The direction −(G̃ + (λ + ζ)I)⁻¹∇E, and α from the exact matrix, at two steps in a row."""
     with untouched(drawn(seed)) as net:
@@ -228,6 +229,7 @@ def check_penalty(model: nn.Module, method: Any, terms: list[tuple[Tensor, Tenso
 
 @every_network
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
+@pytest.mark.thinned(2)
 def test_laplace_over_two_tasks(seed: int, structure: str) -> None:
     with untouched(drawn(seed)) as net:
         family, prior, strength = families(net)[seed % 2], 0.4, 1.5
@@ -274,6 +276,7 @@ def _task_matrix(
 
 @every_network
 @pytest.mark.parametrize("expectation", ["exact", "empirical"])
+@pytest.mark.thinned(2)
 def test_elastic_weights_over_two_tasks(seed: int, expectation: str) -> None:
     with untouched(drawn(seed)) as net:
         family, strength = families(net)[-1], 3.0

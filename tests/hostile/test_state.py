@@ -44,7 +44,7 @@ def observed(scene: Scene, call: Callable[[Scene], Any]) -> tuple[list[str], lis
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 def test_a_call_changes_nothing(name: str) -> None:
     assert observed(Scene(), CALLS[name]) == ([], [])
 

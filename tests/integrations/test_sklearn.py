@@ -53,7 +53,7 @@ def allowed(estimator: Any) -> dict[str, str]:
     return found | ({"check_decision_proba_consistency": why} if apart else {})
 
 
-@pytest.mark.thinned(25)
+@pytest.mark.thinned(50)
 @pytest.mark.filterwarnings("default")  # scikit-learn's own
 @parametrize_with_checks(
     [

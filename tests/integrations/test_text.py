@@ -138,6 +138,7 @@ def adapted(request: pytest.FixtureRequest) -> nn.Module:
     return made
 
 
+@pytest.mark.long
 def test_an_adapter_is_fitted_and_forgets(adapted: nn.Module) -> None:
     data = tokenized(FACTS, Letters())
     lin = linnet.linearize(adapted, params="lora")
@@ -170,6 +171,7 @@ def test_an_adapter_is_fitted_and_forgets(adapted: nn.Module) -> None:
     assert bool((fit.loss_variance(data) > 0).all())
 
 
+@pytest.mark.long
 def test_everything_takes_the_adapter_by_its_name(adapted: nn.Module, tmp_path: Any) -> None:
     data, likelihood = tokenized(FACTS, Letters()), linnet.likelihoods.Categorical(axis=-1)
     lin = linnet.linearize(adapted, params="lora")
@@ -259,6 +261,7 @@ def test_a_tokenizer_without_a_template_is_said() -> None:
 
 @pytest.mark.parametrize("longer", [False, True])
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_texts_of_another_length_are_added(adapted: nn.Module, longer: bool) -> None:
     lin, solver = linnet.linearize(adapted, params="lora"), CG(tolerance=1e-11)
     more = [("where is fay exactly? ", "in lima")] if longer else [("fay? ", "lima")]
@@ -272,6 +275,7 @@ def test_texts_of_another_length_are_added(adapted: nn.Module, longer: bool) -> 
     assert torch.allclose(grown.forget([len(FACTS)]).losses(whole), fit.losses(whole), atol=1e-7)
 
 
+@pytest.mark.long
 def test_labels_of_causal_networks_are_moved_whatever_they_are(adapted: nn.Module) -> None:
     data = tokenized(FACTS, Letters())
     lin, solver = linnet.linearize(adapted, params="lora"), CG(tolerance=1e-11)
@@ -315,6 +319,7 @@ def test_labels_of_masked_language_models_stay() -> None:
     assert float(fit.losses(data).sum()) == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.long
 def test_samples_come_as_tokenizers_return_them(adapted: nn.Module) -> None:
     data, lin = tokenized(FACTS, Letters()), linnet.linearize(adapted, params="lora")
     options: dict[str, Any] = {"axis": -1, "ridge": 0.5, "solver": CG(tolerance=1e-11)}

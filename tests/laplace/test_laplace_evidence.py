@@ -208,6 +208,7 @@ def test_evidence_refuses_values_that_do_not_fit() -> None:
 # During training
 
 
+@pytest.mark.long
 def test_training_follows_the_evidence() -> None:
     """From a prior that is far too narrow, the evidence ends above that of training without updates."""
     x = torch.linspace(-2, 2, 40, dtype=torch.float64)[:, None]

@@ -250,7 +250,7 @@ def trained(steps: int = 8, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_every_keyword_changes_the_outcome(name: str) -> None:
     assert torch.equal(trained(), trained())
     assert not torch.allclose(trained(), trained(**VARIANTS[name]), rtol=1e-6)
@@ -283,6 +283,7 @@ def test_sharing_changes_convolutions() -> None:
     assert not torch.allclose(run("expand"), run("reduce"), rtol=1e-6)
 
 
+@pytest.mark.long
 def test_defaults_train_without_tuning() -> None:
     x = classes(60)[0]
     y = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 2] > 1).long()

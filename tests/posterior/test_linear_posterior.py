@@ -217,6 +217,7 @@ def test_svi_of_a_gaussian_model_reaches_the_mean_field_optimum() -> None:
 
 @BOTH
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_svi_bound_is_below_the_evidence_of_an_integrable_model_and_increases(base: bool) -> None:
     """Two weights and one yes or no: the evidence by a grid over the weights."""
     model, x = nn.Linear(1, 1).double(), real(20, 1)

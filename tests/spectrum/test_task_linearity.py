@@ -90,6 +90,7 @@ def test_every_number_is_its_definition() -> None:
     assert (found.energy.rows, found.energy.samples, found.ridge) == (N * C, N, fit.ridge)
 
 
+@pytest.mark.long
 def test_random_labels_have_a_lift_of_one() -> None:
     model, x = network(), inputs()
     lin = linnet.linearize(model)

@@ -105,6 +105,7 @@ def test_gram_in_ragged_tiles_equals_the_kernel(name: str, outputs: Outputs) -> 
     assert torch.equal(square, mirrored(square, outputs))
 
 
+@pytest.mark.long
 def test_kernel_of_a_loaded_first_batch_does_not_depend_on_what_was_asked_before() -> None:
     """Plans are made on the first batch; later batches of another size must not inherit its shapes."""
     for name in ("vit-mha", "encoder-batch-second", "bert-eager", "gru", "plain-arithmetic"):

@@ -198,6 +198,7 @@ def test_a_zero_head_hides_layouts_until_relinearization() -> None:
     check(model, x, lin=lin)
 
 
+@pytest.mark.long
 def test_batches_without_and_with_padding_take_different_paths_through_the_network() -> None:
     """Hugging Face drops a mask that hides nothing; a plan must not be carried over."""
     for name in ("bert-eager", "bert-sdpa", "gpt2-eager", "gpt2-sdpa"):
@@ -285,6 +286,7 @@ class Positions(nn.Module):
 
 @pytest.mark.parametrize("length", [2, 3, 4])
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_batch_sizes_equal_to_other_axes(length: int) -> None:
     check(build(lambda: Positions(length)), *(real(n, length, 3, seed=n) for n in (1, 2, 3, 4, 6)))
 

@@ -32,7 +32,7 @@ TWO_WAYS = ("tied-transpose", "contractions")  # weights read as they are and tr
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("factors", [True, False])
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(12)
 def test_both_ways_give_the_same_kernel(name: str, factors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients formed for everything, and factors kept for everything that has them."""
     monkeypatch.setattr(features_module, "_pays", lambda *_: factors)

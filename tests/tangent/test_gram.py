@@ -98,6 +98,7 @@ def smallest(task: GramTask, to_disk: bool = False) -> int:
 
 @settings(max_examples=12)
 @given(extra=st.integers(0, 60_000), name=st.sampled_from(sorted(NETS)), outputs=st.sampled_from(OUTPUTS))
+@pytest.mark.long
 def test_any_budget(extra: int, name: str, outputs: Any) -> None:
     """From the least that suffices on: stationary blocks stay while others stream past them."""
     function, x1, x2, j1, j2 = case(name)
@@ -385,6 +386,7 @@ def test_another_task_starts_anew(change: str, tmp_path: Path, monkeypatch: pyte
     near(gram(function, x, memory=budget, file=file), expected)
 
 
+@pytest.mark.long
 def test_a_broken_record_or_matrix_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function, x, _, budget = streaming()
     expected, file = gram(function, x), tmp_path / "k.npy"
@@ -420,6 +422,7 @@ gram_file.gram(function, x, memory=budget, file=Path(sys.argv[1]))
 """
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).resolve().parents[2]
     environment = {
@@ -464,6 +467,7 @@ def many_outputs() -> tuple[Functional, Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("outputs", ["trace", "diagonal"])
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_outputs_come_in_parts_where_that_is_cheaper_than_other_passes(outputs: Any) -> None:
     """In float64: the sum over all parts of the outputs is the kernel, on both sides of the diagonal."""
     function, x1, x2, j1, j2 = many_outputs()
@@ -496,6 +500,7 @@ def test_parts_need_less_than_all_outputs_at_once(tmp_path: Path) -> None:
         gram(function, x1, form="trace", memory=apart, file=tmp_path / "k.npy")
 
 
+@pytest.mark.long
 def test_own_traces_come_with_the_kernel_in_parts() -> None:
     function, x1, x2, j1, j2 = many_outputs()
     task = GramTask(function, x1, x2, "trace")

@@ -61,7 +61,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("of", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize("x2", [None, Z])
 @pytest.mark.parametrize("form", ["full", "trace"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_the_last_part_has_the_whole(of: int, x2: Tensor | None, form: Any, tmp_path: Path) -> None:
     order = torch.randperm(of, generator=torch.Generator().manual_seed(of)).tolist()
     found = parts(tmp_path / "k.npy", of, order, x2, form=form)
@@ -82,6 +82,7 @@ def test_runs_have_every_step_once_and_about_as_much_to_do(of: int) -> None:
     assert max(areas) <= sum(areas) / of + 2 * max(step.area for step in steps)
 
 
+@pytest.mark.long
 def test_a_part_differentiates_few_examples(tmp_path: Path, captured: list[int]) -> None:
     x = torch.randn(512, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     most = 0

@@ -109,7 +109,7 @@ EXPECTED = functools.cache(answers)  # of tensors, which several roads lead to
 
 
 @pytest.mark.parametrize("name", ROADS)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_every_road_leads_to_the_same_answers(name: str) -> None:
     make, x, tensors = ROADS[name]
     for found, expected in zip(answers(make, x, Y.tolist()), EXPECTED(make, tensors, Y), strict=True):
@@ -377,7 +377,7 @@ def scaled(name: str) -> list[Any]:
         ("far", IMAGES, True),
     ],
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_images_scaled_unlike_those_of_the_fit_are_doubted(train: str, x: Any, doubted: bool) -> None:
     for fit in scaled(train):
         for method in ("predict", "predictive", "influence", "update"):
@@ -587,7 +587,7 @@ def as_arrays(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", doors.NAMES)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_every_door_takes_arrays(name: str) -> None:
     for door in doors.doors(name):
         if not set(TAKING) & set(door.parameters) or any(out in door.name for out in LEFT_OUT):

@@ -167,6 +167,7 @@ def test_two_ranks_train_like_one(tmp_path: Path) -> None:
     ),
 )
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_compiled_equals_eager(name: str, backend: str) -> None:
     expected = case(name)
     lin, twin = linearize(name), linearize(name)

@@ -72,6 +72,7 @@ def test_what_does_not_fit_is_solved_by_products_or_refused() -> None:
         TangentGP(model, NOISE, space="function", solver="cholesky", memory=700_000).fit(x, y)
 
 
+@pytest.mark.long
 def test_every_option_of_the_iteration_counts() -> None:
     oracle = dense(n=14)
 

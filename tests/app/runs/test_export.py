@@ -105,6 +105,7 @@ def test_a_run_of_a_table_as_a_file(workshop: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(found["values"]), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_files_that_cannot_be_written(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

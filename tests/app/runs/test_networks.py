@@ -31,6 +31,7 @@ def nets(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_the_best_of_several_networks(nets: Path, tmp_path: Path) -> None:
     pictures = tmp_path / "pictures.npz"
     both = "--model", f"{nets}:blind", "--model", f"{nets}:conv"

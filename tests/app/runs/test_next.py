@@ -27,6 +27,7 @@ def run(step: dict[str, list[str] | str], **places: str) -> list[str]:
     return words
 
 
+@pytest.mark.long
 def test_proposed_commands_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     nets = write_nets(tmp_path)

@@ -27,6 +27,7 @@ def test_folders_that_cannot_be_used(folder: Path, capsys: pytest.CaptureFixture
     assert (folder / "mine" / "thesis.tex").exists()
 
 
+@pytest.mark.long
 def test_a_finished_run_is_only_replaced_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = folder / "run"
     assert adapt(folder) == 0

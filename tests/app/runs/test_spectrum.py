@@ -155,6 +155,7 @@ def test_wrong_input(
     assert not (workshop / "o").exists()
 
 
+@pytest.mark.long
 def test_a_kernel_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
