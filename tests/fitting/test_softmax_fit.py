@@ -225,6 +225,9 @@ def test_probabilities_make_left_out_examples_likely(c: Case, solver: str) -> No
     inverses = [torch.linalg.inv(hessian(c.j[kept], f[kept], rho)) for kept in rest]
     covariances = torch.stack([c.j[i] @ inverses[i] @ c.j[i].T for i in everyone])
     near(fit.system.loo_variances(), covariances, 1e-7)
+    without_kernel = c.fit(ridge=rho, solver="cg", memory=3000)
+    assert without_kernel.system.kernel_form is None
+    near(without_kernel.system.loo_variances(), covariances, 1e-7)
     variances = covariances.diagonal(dim1=1, dim2=2)
     _, scale = expected = fit_moderation(fit.loo(), labels, variances, 1.0)
     assert (fit.temperature, fit.variance_scale) == expected

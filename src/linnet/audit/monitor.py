@@ -22,7 +22,6 @@ from torch.utils.data import Dataset, IterableDataset
 from linnet.audit.predictors import check_fitted, unweighed
 from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
-from linnet.linear.newton import NewtonSystem
 from linnet.params import integer, number, refuse
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, yields
@@ -87,7 +86,7 @@ class Reference:
     @classmethod
     def of(cls, fit: Fitted) -> Reference:
         """By leave-one-out, or by held-out folds."""
-        left = None if fit.held_out is not None else _left_out(fit)
+        left = None if fit.held_out is not None else fit.system.loo_variances().double()
         outputs, labels = fit.loo().double(), fit.labels
         p = None if labels is None else fit._class_probs(outputs)
         spread = None if left is None else _mean_variance(fit, left)
@@ -117,18 +116,6 @@ def of_batch(fit: Fitted, reference: Reference, x: Inputs) -> Unseen:
 def _mean_variance(fit: Fitted, found: Tensor) -> Tensor:
     """Mean variance of the outputs, (N,), by J H⁻¹ Jᵀ, (N, C, C)."""
     return fit._unit * found.diagonal(dim1=1, dim2=2).mean(1).clamp_min(0)
-
-
-def _left_out(fit: Fitted) -> Tensor:
-    """J_i H₋ᵢ⁻¹ J_iᵀ of each training example without it, (N, C, C)."""
-    system, roots = fit.system, fit._roots
-    if not isinstance(system, NewtonSystem):
-        return system.loo_variances().double()
-    assert roots is not None
-    own, roots = (system.covariance(system.x) / system.ridge).double(), roots.double()
-    rest = torch.eye(own.shape[1]).to(own) - roots @ roots.mT @ own
-    found: Tensor = torch.linalg.solve(rest.mT, own.mT).mT
-    return found
 
 
 def _without_one(fit: Fitted, left: Tensor, x: Inputs) -> Tensor:

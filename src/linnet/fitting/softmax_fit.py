@@ -134,7 +134,7 @@ class SoftmaxFit(Fitted, Summable):
 
     def _left_out_variances(self) -> Tensor | None:
         """By the kernel; without it each example takes C solves."""
-        return self.system.loo_variances()
+        return None if self.system.kernel_form is None else self.system.loo_variances()
 
     # -- audits ----------------------------------------------------------------------------------
 

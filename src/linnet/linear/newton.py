@@ -200,14 +200,17 @@ class NewtonSystem(Solved):
     def loo_outputs(self) -> Tensor:
         """f_i + A_ii e_i, one Newton step from the optimum, (N, ...)."""
 
-    def loo_variances(self) -> Tensor | None:
-        """A_ii + A_ii L_i (I − L_iᵀ A_ii L_i)⁻¹ L_iᵀ A_ii, (N, C, C); ``None`` where no kernel fits."""
+    def loo_variances(self) -> Tensor:
+        """A_ii + A_ii L_i (I − L_iᵀ A_ii L_i)⁻¹ L_iᵀ A_ii, of outputs without their example, (N, C, C)."""
         form = self.kernel_form
+        own = self.covariance(self.x) / self.ridge if form is None else form._own
+        seen = own @ self.roots
         if form is None:
-            return None
-        seen = form._own @ form.roots
-        solved: Tensor = torch.linalg.solve(form._unexplained(), seen.mT)
-        return form._own + seen @ solved
+            rest = torch.eye(seen.shape[2]).to(seen) - self.roots.mT @ seen
+        else:
+            rest = form._unexplained()
+        solved: Tensor = torch.linalg.solve(rest, seen.mT)
+        return own + seen @ solved
 
     def own_changes(self) -> Tensor:
         """f_i less the output without the example, (N, C)."""

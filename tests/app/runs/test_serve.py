@@ -122,6 +122,29 @@ def test_an_image_is_predicted_explained_and_its_samples_forgotten(images: Brows
     assert back["sample"]["classes"] == sample["classes"]
 
 
+def test_samples_of_a_session_are_watched_together(images: Browser, workshop: Path) -> None:
+    for seed in range(19):
+        assert not images.json("/predict", png(seed % 3, seed), "x.png")["watched"]
+    assert images.json("/watch", status=400)["error"] == "19 samples were asked for"
+    assert images.json("/predict", png(1, 19), "x.png")["watched"]
+    found = images.json("/watch")
+    run = load_run(workshop / "pictures")
+    shown = np.concatenate(
+        [pictures(np.array([seed % 3 if seed < 19 else 1]), seed=seed) for seed in range(20)]
+    )
+    (record,) = run.fit.monitor(run.inputs(shown.reshape(20, *shown.shape[1:3], 1)))
+    assert (found["n"], found["drifted"], found["rms_error"]) == (20, record.drifted, None)
+    assert found["accuracy"] == pytest.approx(record.accuracy, abs=1e-6)
+    assert found["p_value"] == pytest.approx(record.p_value)
+    black = io.BytesIO()
+    Image.fromarray(np.zeros_like(shown[0]).squeeze()).save(black, "PNG")
+    for _ in range(40):
+        images.json("/predict", black.getvalue(), "x.png")
+    drifted = images.json("/watch")
+    assert drifted["drifted"]
+    assert set(drifted["leans"]) <= set(run.samples.ids)
+
+
 def test_a_row_is_predicted_with_or_without_the_names_of_its_columns(rows: Browser, workshop: Path) -> None:
     about = rows.json("/about")
     assert (about["kind"], about["classes"]) == ("row", None)

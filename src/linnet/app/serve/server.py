@@ -16,6 +16,7 @@ import secrets
 import tempfile
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,6 +44,9 @@ _DIGITS = 4300  # of a number that Python reads; more are refused by it
 PATIENCE = 30.0  # seconds that a connection may be silent
 _BEHIND = 8  # training samples shown on each side of a prediction
 _PIXELS = 96
+# Samples that are looked at together: the last so many, and from so many on. With fewer the standard error of
+# the accuracy is above a tenth.
+_WINDOW, _ENOUGH = 200, 20
 _LISTED = 10  # classes whose probabilities are shown
 Array = np.ndarray[Any, Any]
 Run = TypeVar("Run")
@@ -134,6 +138,8 @@ class Handler(BaseHTTPRequestHandler):
             return session.predict(unquote(self.headers.get("X-Name", "")), content)
         if path == "/restore":
             return session.restore()
+        if path == "/watch":
+            return session.watch()
         if path != "/forget":
             return None
         try:
@@ -244,6 +250,10 @@ class Asked(ABC, Generic[Run, Sample]):
             before, self._run = self._run, self._original
             return self._answer(before)
 
+    def watch(self) -> dict[str, Any] | None:
+        """What is known of the samples asked for so far, without their labels; None where nothing is."""
+        return None
+
     def _counts(self) -> dict[str, Any]:
         """Training samples now, and those that were forgotten."""
         left = self._ids(self._run)
@@ -262,6 +272,30 @@ class Asked(ABC, Generic[Run, Sample]):
 
 class Session(Asked[SavedRun, NewSamples]):
     """A run on images or rows."""
+
+    def __init__(self, run: SavedRun, name: str = "") -> None:
+        super().__init__(run, name)
+        self._seen: deque[Array] = deque(maxlen=_WINDOW)
+
+    def predict(self, name: str, content: bytes) -> dict[str, Any]:
+        """Predict one sample."""
+        found = super().predict(name, content)
+        with self._lock:
+            assert self._sample is not None
+            self._seen.append(self._sample.x[0])
+            return {**found, "watched": len(self._seen) >= _ENOUGH}
+
+    def watch(self) -> dict[str, Any]:
+        """The accuracy to expect of the samples asked for so far, and whether they have drifted."""
+        with self._lock:
+            if len(self._seen) < _ENOUGH:
+                raise InputError(
+                    f"{len(self._seen)} samples were asked for", f"{_ENOUGH} or more", "ask more"
+                )
+            run = self._run
+            (record,) = run.fit.monitor(run.inputs(np.stack(self._seen)))
+            leans = [] if record.leans is None else record.leans.tolist()
+            return {**json.loads(record.to_json()), "leans": [run.samples.ids[at] for at in leans]}
 
     def about(self) -> dict[str, Any]:
         """What the page shows before anything is asked."""
