@@ -13,7 +13,7 @@ The paper has 60,000 images and 100 epochs; the default run has 2,000 and 20 epo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from experiments.figures import COLORS, figure, save
 from experiments.kernels.advantage import linear_advantage
 from experiments.kernels.networks import build, cats_and_dogs, cifar10, sgd
 from experiments.sources import CIFAR, images, pixels
-from experiments.study import Study, parser
+from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 from linnet import spectrum
 
@@ -96,9 +96,10 @@ class Functions:
         return (self.x[first], y[first]), (self.x[rest], y[rest])
 
 
-def rows(cells: list[dict[str, Any]], indices: list[int]) -> list[list[str]]:
-    """A line for each setting, network and index."""
-    found = []
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: a line for each setting, network and index."""
+    header = ["setting", "target", "network %", "linear %", "iterations", "linear", "distance", "linear"]
+    indices, found = sorted({cell["index"] for cell in cells} - {TASK}), []
     for data, optimizer in SETTINGS:
         for name in NETWORKS:
             for index in (TASK, *indices):
@@ -114,7 +115,7 @@ def rows(cells: list[dict[str, Any]], indices: list[int]) -> list[list[str]]:
                     *(" ".join(each) for each in steps),
                     *(with_error([run["distance"] for run in runs], 2) for runs in own),
                 ])  # fmt: skip
-    return found
+    return markdown(header, found)
 
 
 def draw(cells: list[dict[str, Any]], study: Study) -> None:
@@ -196,8 +197,7 @@ def main(words: list[str] | None = None) -> None:
                         )
 
                     cells.append(study.cell(what, compute))
-    header = ["setting", "target", "network %", "linear %", "iterations", "linear", "distance", "linear"]
-    study.publish(markdown(header, rows(cells, indices)), cells)
+    study.publish(table(cells), cells)
     draw(cells, study)
 
 

@@ -1,14 +1,18 @@
-"""The studies of language models: made-up facts, influences and their score, on the smallest of networks."""
+"""The studies of language models: facts, influences and how sure they are, on the smallest of networks."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from experiments.language import attribution
+from experiments.language import attribution, sure
 from experiments.language.facts import made
+from experiments.sources import Images
 
 
 def test_facts_are_drawn_once_and_wrong_answers_are_wrong() -> None:
@@ -68,3 +72,64 @@ def test_the_table_has_a_row_a_method() -> None:
     methods = {"one": {"scores": [0.5, 0.7], "took": 1.0}}
     cells = [{"of": "network", "seed": seed, "methods": methods} for seed in range(2)]
     assert "| network | one | 0.60 ± 0.06 | 1.0 |" in attribution.table(cells)
+
+
+# How sure
+
+
+def by_letters(text: str) -> dict[str, list[int]]:
+    """A token a letter."""
+    return {"input_ids": [ord(letter) % 50 for letter in text]}
+
+
+@pytest.fixture
+def decoder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    hub, _ = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = hub.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2
+    )
+    model = hub.LlamaModel(config).eval()
+    monkeypatch.setattr(sure, "smollm", lambda: (model, by_letters))
+    monkeypatch.setattr(sure, "package", lambda *names: None)
+    return model
+
+
+def test_the_last_blocks_say_what_the_whole_network_says(decoder: Any) -> None:
+    language, asked = sure.Language(), sure.TASKS[0]
+    texts = ["one", "a longer text"]
+    logits = sure.outputs(language.network(asked), language.below(texts, asked.prompt))
+    for text, found in zip(texts, logits, strict=True):
+        ids = torch.tensor([by_letters(f"{text}\n{asked.prompt}")["input_ids"]])
+        with torch.no_grad():
+            last = decoder(input_ids=ids).last_hidden_state[0, -1]
+        words = decoder.embed_tokens.weight[[language.word(word) for word in asked.words]]
+        torch.testing.assert_close(found, words @ last, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.long
+def test_every_way_to_be_sure_has_its_scores(
+    decoder: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stored(task: Any, data_dir: str | None) -> Images:
+        count = {one.task.name: len(one.words) for one in sure.TASKS}[task.name]
+        y = torch.arange(24 * count) % count
+        texts = np.array([f"{label} or {row}" for row, label in enumerate(y.tolist())])
+        return Images(texts, y, texts, y, count)
+
+    sizes = {
+        "stored": stored,
+        "SHOTS": 8,
+        "TESTED": 20,
+        "STEPS": 2,
+        "RATES": (1e-3,),
+        "MEMBERS": 2,
+        "PASSES": 2,
+    }
+    for name, value in sizes.items():
+        monkeypatch.setattr(sure, name, value)
+    sure.main(["--out", str(tmp_path), "--seeds", "1", "--tasks", "film reviews"])
+    cells = json.loads((tmp_path / "result.json").read_text())["cells"]
+    assert [cell["method"] for cell in cells] == list(sure.METHODS)
+    assert all(0 < cell["log loss"] < 5 and 0 <= cell["auroc"] <= 1 for cell in cells)
+    assert "| linear model of LoRA |" in (tmp_path / "table.md").read_text()
