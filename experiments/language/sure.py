@@ -39,8 +39,8 @@ from linnet.training import cosine, stream, train
 BLOCKS = 2  # that have an adapter
 WORDS = 40  # tokens of a text that are read
 BATCH, STEPS, RATES = 16, 60, (3e-4, 1e-3, 3e-3)  # of Adam
-DROPOUT, PASSES, MEMBERS = 0.1, 20, 5
-SHOTS, POOL, TESTED = 20, 3000, 500
+DROPOUT, PASSES, MEMBERS = 0.1, 10, 5
+SHOTS, POOL, TESTED = 20, 3000, 200
 METHODS = (
     "as it comes", "LoRA", "LoRA, temperature", "LoRA, dropout", "five of LoRA", "LoRA, Laplace by evidence",
     "LoRA, Laplace by leave-one-out", "linear model of LoRA", "linnet.adapt",
@@ -265,8 +265,11 @@ class Ways:
 
 def judged(predict: Predict, test: tuple[Batch, Tensor], others: Batch) -> dict[str, Any]:
     """Scores on test texts, and how well the entropy tells other texts from them."""
-    report = linnet.evaluate(predict, test, batch_size=100)
-    apart = linnet.ood(predict, test[0], others, batch_size=100)
+    inside, outside = predict(test[0]), predict(others)
+    report = linnet.evaluate(lambda at: inside[at], (torch.arange(len(inside)), test[1]))
+    every = torch.cat([inside, outside])
+    places = torch.arange(len(every)).split([len(inside), len(outside)])
+    apart = linnet.ood(lambda at: every[at], *places)
     return {
         "accuracy": report.accuracy, "log loss": report.nll, "ece": report.ece, "brier": report.brier,
         "auroc": apart.auroc,
