@@ -92,8 +92,10 @@ class Fitted(SolvedFit, CoveringModel):
         """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
         labels = self.labels
         if labels is not None and self._moderation is None:
-            self._moderation = 1.0, 1.0
-            if (found := self._left_out_variances()) is not None:
+            found = self._left_out_variances()
+            if found is None:
+                self._moderation = 1.0, 1.0
+            else:
                 variances = found.diagonal(dim1=1, dim2=2).clamp_min(0)
                 outputs, labels, variances = self._of_possible(self.loo(), labels, variances)
                 self._moderation = fit_moderation(outputs, labels, variances, self._own_temperature)

@@ -44,8 +44,8 @@ _DIGITS = 4300  # of a number that Python reads; more are refused by it
 PATIENCE = 30.0  # seconds that a connection may be silent
 _BEHIND = 8  # training samples shown on each side of a prediction
 _PIXELS = 96
-# Samples that are looked at together: the last so many, and from so many on. With fewer the standard error of
-# the accuracy is above a tenth.
+# Samples that are looked at together: the last so many, and from so many on. Of 20 the standard error of
+# the accuracy is about a tenth.
 _WINDOW, _ENOUGH = 200, 20
 _LISTED = 10  # classes whose probabilities are shown
 Array = np.ndarray[Any, Any]
