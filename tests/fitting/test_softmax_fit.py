@@ -229,7 +229,7 @@ def test_probabilities_make_left_out_examples_likely(c: Case, solver: str) -> No
     assert without_kernel.system.kernel_form is None
     near(without_kernel.system.loo_variances(), covariances, 1e-7)
     variances = covariances.diagonal(dim1=1, dim2=2)
-    _, scale = expected = fit_moderation(fit.loo(), labels, variances, 1.0)
+    _, scale = expected = fit_moderation(fit.loo(), labels, variances, temperature=1.0)
     assert (fit.temperature, fit.variance_scale) == expected
     found = fit.predictive(c.x_test)
     near(found.probs, probabilities(found.mean, scale * found.variance, 1.0), 1e-12)

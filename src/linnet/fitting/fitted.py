@@ -98,7 +98,8 @@ class Fitted(SolvedFit, CoveringModel):
             else:
                 variances = found.diagonal(dim1=1, dim2=2).clamp_min(0)
                 outputs, labels, variances = self._of_possible(self.loo(), labels, variances)
-                self._moderation = fit_moderation(outputs, labels, variances, self._own_temperature)
+                weights, known = self._targets.weights, self._own_temperature
+                self._moderation = fit_moderation(outputs, labels, variances, weights, known)
         return None if self._moderation is None else self._moderation[0]
 
     @property
@@ -231,7 +232,8 @@ class Fitted(SolvedFit, CoveringModel):
         """Outputs for each training example by what has not seen it, all of which count."""
         self._require_one_target("intervals and sets")
         factor = max(1.0, self.record.noise_factor) ** RAISED if self.held_out is None else 1.0
-        return Unseen(self.x, self.loo().double(), self.targets, self.labels, self._class_probs, factor)
+        outputs, weights = self.loo().double(), self._targets.weights
+        return Unseen(self.x, outputs, self.targets, self.labels, self._class_probs, weights, factor)
 
     def _require_one_target(self, what: str) -> None:
         """Raise unless each example has one class, or targets of all outputs."""

@@ -89,7 +89,8 @@ class SquaredFit(Fitted):
         """T for outputs without their variance, fitted to the leave-one-out predictions alike."""
         labels = self.labels
         if labels is not None and self._point_temperature is None:
-            self._point_temperature = fit_temperature(*self._of_possible(self.loo(), labels))
+            outputs, labels = self._of_possible(self.loo(), labels)
+            self._point_temperature = fit_temperature(outputs, labels, None, self._targets.weights)
         return self._point_temperature
 
     def calibrate(

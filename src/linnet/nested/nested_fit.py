@@ -124,9 +124,16 @@ class NestedFit(SquaredFit):
         return self.prior.network.before is not None
 
     def _evident_noise(self) -> float:
-        """σ² of highest evidence, of the classes that have a sample: targets of the others are all zero."""
+        """σ² of highest evidence with a free intercept, of the classes that have a sample."""
         found, possible = super()._evident_noise(), self._possible
-        return found if possible is None else found * self.system.c / len(possible)
+        if possible is not None:  # targets of the others are all zero
+            return found * self.system.c / len(possible)
+        if self.labels is not None:
+            return found
+        # What the intercept costs by its prior, (1ᵀβ)²/1ᵀM1, would be taken for noise where values have an offset.
+        dual, root = self.system.dual, self._targets.every_weight.sqrt().to(self.system.beta)
+        cost = (root @ dual.beta).square().sum() / (root @ dual.solve(root[:, None]))
+        return max(found - self.ridge * float(cost) / self._targets.values.numel(), 0.0)
 
     @cached_property
     def _possible(self) -> Tensor | None:

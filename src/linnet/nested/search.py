@@ -396,9 +396,12 @@ def best_ridge(
 
 
 def _weighed(kernel: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """Kernel and targets in units of the noise, each example's own."""
+    """Kernel and targets in units of the noise, each example's own; values about their mean."""
     # kernel (N, N)
+    # The intercept is free: an offset of values is not to be taken for their spread.
     values = targets.values.double()
+    if targets.classes is None:
+        values = values - (targets.every_weight[:, None] * values).sum(0) / targets.every_weight.sum()
     if targets.weights is None:
         return kernel, values
     w = targets.weights.sqrt()[:, None]

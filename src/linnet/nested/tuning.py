@@ -323,13 +323,16 @@ def _calibrate(
     possible = made.classes if made._possible is None else len(made._possible)
     squares = (outputs - made.targets.to(outputs)).square().sum(1) / (possible or outputs.shape[1])
     squares = squares / (1 + own / ridge)
+    weights = made._targets.weights
+    if weights is not None:  # a target of weight w has the noise σ²/w
+        squares, weights = squares * weights.to(squares), weights[counting]
     made.calibrate(noise=float(squares[counting].mean()))
     if made.labels is None:
         return
     variances = (made.noise / ridge * own)[:, None].expand_as(outputs)
     known, labels, spread = made._of_possible(*(one[counting] for one in (outputs, made.labels, variances)))
-    temperature, scale = fit_moderation(known, labels, spread)
-    made.calibrate(temperature, fit_temperature(known, labels), scale)
+    temperature, scale = fit_moderation(known, labels, spread, weights)
+    made.calibrate(temperature, fit_temperature(known, labels, None, weights), scale)
 
 
 def _distance(tuning: Tuning, kernel: Tensor, ridge: float, retrained: Tensor) -> str:

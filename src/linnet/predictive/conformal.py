@@ -39,25 +39,37 @@ def rank(n: int, coverage: float) -> int:
     return max(1, math.ceil(coverage * (n + 1) - ROUNDING))
 
 
-def require_enough(n: int, coverage: float) -> None:
-    """Raise where so few examples cannot tell what is so seldom."""
-    if rank(n, coverage) > n:
+def require_enough(n: float, coverage: float) -> None:
+    """Raise where so few examples, each as often as it counts, cannot tell what is so seldom."""
+    if coverage * (n + 1) - ROUNDING > n:
         raise InputError(
-            f"coverage={coverage!r} from {n} examples",
+            f"coverage={coverage!r} from {n:g} examples, each as often as it counts",
             expected=f"{needed(coverage):,} examples or more",
             remedy=f"pass coverage={math.floor(1000 * n / (n + 1)) / 1000:g} or less, or fit more examples",
         )
 
 
-def jackknife(left: Tensor, errors: Tensor, coverage: float) -> Tensor:
+def jackknife(left: Tensor, errors: Tensor, coverage: float, weights: Tensor | None = None) -> Tensor:
     """Lower and upper ends of intervals, (T, C, 2), by the outputs of each fit without one example."""
-    # left (N, T, C) or (1, T, C), errors (N, C) ≥ 0
+    # left (N, T, C) or (1, T, C), errors (N, C) ≥ 0, weights (N,): how often each example counts
     # Source: Barber et al., Annals of Statistics 49 (2021), equation (1.4)
+    if weights is not None:
+        ends = (_least(sign * left + errors[:, None], weights, coverage) for sign in (-1, 1))
+        lower, upper = ends
+        return torch.stack([-lower, upper], 2)
     n = len(errors)
     above = rank(n, coverage)
     lower = (left - errors[:, None]).kthvalue(n + 1 - above, 0).values
     upper = (left + errors[:, None]).kthvalue(above, 0).values
     return torch.stack([lower, upper], 2)
+
+
+def _least(values: Tensor, weights: Tensor, coverage: float) -> Tensor:
+    """The least value that examples of enough weight do not exceed, one more among them, (T, C)."""
+    # values (N, T, C), weights (N,)
+    ordered, order = values.sort(0)
+    fewer = weights.to(values)[order].cumsum(0) < coverage * (weights.sum() + 1) - ROUNDING
+    return ordered.gather(0, fewer.sum(0, keepdim=True))[0]
 
 
 def drawn(x: Inputs, seed: int) -> list[float]:
@@ -75,17 +87,23 @@ def scores(p: Tensor, draws: Tensor) -> Tensor:
     return torch.empty_like(found).scatter_(-1, order, found)
 
 
-def held(left: Tensor, own: Tensor, labels: Tensor, coverage: float, by_class: bool) -> Tensor:
+def held(
+    left: Tensor, own: Tensor, labels: Tensor, coverage: float, by_class: bool, weights: Tensor | None = None
+) -> Tensor:
     """The classes that are no more unusual for an example than others were for theirs, (T, C) bool."""
-    # left (N, T, C) or (1, T, C): scores of classes by each fit without one example; own and labels (N,)
+    # left (N, T, C) or (1, T, C): scores of classes by each fit without one example; own, labels and
+    # weights, how often each example counts, (N,)
     # Source: Romano, Sesia and Candès, NeurIPS 2020, equation (13)
     beyond = own[:, None, None] < left  # (N, T, C)
+
+    def total(of: Tensor) -> Tensor:
+        """How often examples count that something is true of."""
+        return of.sum(0) if weights is None else torch.tensordot(weights.to(own), of.to(own), 1)
+
     if not by_class:
-        return beyond.sum(0) < rank(len(own), coverage)
+        return total(beyond) < coverage * (total(torch.ones_like(own)) + 1) - ROUNDING
     of_class = labels[:, None] == torch.arange(left.shape[2], device=labels.device)  # (N, C)
-    limits = [rank(count, coverage) for count in of_class.sum(0).tolist()]
-    counts = (beyond & of_class[:, None]).sum(0)
-    return counts < torch.tensor(limits, device=counts.device)
+    return total(beyond & of_class[:, None]) < coverage * (total(of_class) + 1) - ROUNDING
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +115,13 @@ class Unseen:
     targets: Tensor  # (N, C)
     labels: Tensor | None  # class indices (N,), or ``None`` for values
     probs: Callable[[Tensor], Tensor]  # probabilities of classes by outputs (N, C)
+    weights: Tensor | None = None  # how often each counts, (N,); once where there are none
     factor: float = 1.0  # by what errors of values are raised since the ridge was chosen by the same examples
+
+    @property
+    def count(self) -> float:
+        """How many examples they count as."""
+        return len(self.outputs) if self.weights is None else float(self.weights.sum())
 
 
 class CoveringModel(PredictiveModel):
@@ -122,7 +146,7 @@ class CoveringModel(PredictiveModel):
 
         The jackknife+, in closed form: no noise model, and no examples set apart. Where new examples are like
         those of the training, it holds at least 2·coverage − 1 of their targets, whatever their distribution,
-        and about ``coverage``. The first is proved where nothing was chosen by the same examples, as in
+        and about ``coverage``. An example of weight w counts w times. The first is proved where nothing was chosen by the same examples, as in
         ``linnet.fit`` at a ridge that is given. Where the ridge was chosen, errors are raised by the fourth
         root of ``record.noise_factor``. Where the head was cross-fitted or the lower layers were trained, it
         is f(x) and the errors on held-out folds.
@@ -153,9 +177,10 @@ class CoveringModel(PredictiveModel):
         coverage, unseen = share_of(coverage), self._unseen()
         if unseen.labels is not None:
             raise InputError("interval() of a fit of classes", "a fit of values", "take sets() for classes")
-        require_enough(len(unseen.outputs), coverage)
+        require_enough(unseen.count, coverage)
         errors = unseen.factor * (unseen.targets.to(unseen.outputs) - unseen.outputs).abs()
-        found = [jackknife(left, errors, coverage) for _, left in self._without_each(self._examples(x))]
+        each = self._without_each(self._examples(x))
+        found = [jackknife(left, errors, coverage, unseen.weights) for _, left in each]
         return torch.cat(found).to(unseen.targets.dtype)
 
     @in_exact_mode
@@ -164,7 +189,8 @@ class CoveringModel(PredictiveModel):
 
         A class is in the set of an example unless the probability of the likelier ones is higher than it was
         for that share of the training examples, each by the fit without it. The likeliest class is always in,
-        so that a fit that is right more often than ``coverage`` holds more. Nothing is proved, as the
+        so that a fit that is right more often than ``coverage`` holds more; an example of weight w counts w
+        times. Nothing is proved, as the
         temperature of the probabilities, and mostly the ridge, were chosen by the same examples. Of held-out
         folds the same is true as in ``interval``.
 
@@ -204,7 +230,7 @@ class CoveringModel(PredictiveModel):
             )
         x, n, labels = self._examples(x), len(unseen.outputs), unseen.labels
         if not by_class:
-            require_enough(n, coverage)
+            require_enough(unseen.count, coverage)
         u = unseen.outputs.new_tensor(drawn(unseen.x, seed) + drawn(x, seed))[:, None]
         p = unseen.probs(unseen.outputs)
         own = scores(p, u[:n]).gather(1, labels[:, None])[:, 0]
@@ -212,7 +238,8 @@ class CoveringModel(PredictiveModel):
         for outputs, left in self._without_each(x):
             many, t, _ = left.shape
             p = unseen.probs(left.flatten(0, 1)).view(many, t, -1)
-            sets = held(scores(p, u[begin : begin + t]), own, labels, coverage, by_class) & known
+            of_classes = scores(p, u[begin : begin + t])
+            sets = held(of_classes, own, labels, coverage, by_class, unseen.weights) & known
             found.append(sets.scatter(1, unseen.probs(outputs).argmax(1, keepdim=True), True))
             begin += t
         return torch.cat(found)

@@ -42,17 +42,18 @@ def probabilities(
     return torch.zeros_like(scaled).index_copy(1, seen, scaled[:, seen].softmax(1))
 
 
-def fit_temperature(outputs: Tensor, labels: Tensor, variance: Tensor | None = None) -> float:
+def fit_temperature(
+    outputs: Tensor, labels: Tensor, variance: Tensor | None = None, weights: Tensor | None = None
+) -> float:
     """The temperature that makes held-out outputs most likely, with one more example of no class."""
-    # outputs (N, C), labels (N,), variance (N, C)
+    # outputs (N, C), labels (N,), variance (N, C), weights (N,): how often each example counts
     # Without that example, N right predictions would ask for T = 0 and claim certainty; with it they claim
     # about what N right predictions can show (the rule of succession).
-    outputs, labels, *rest = searched(outputs, labels, *([] if variance is None else [variance]))
-    variance = rest[0] if rest else None
+    outputs, labels, variance, weights = _searched(outputs, labels, variance, weights)
     scale = float(outputs.double().std()) + 1e-12
 
     def loss(log_t: float) -> float:
-        return -_likelihood(outputs, labels, variance, math.exp(log_t))
+        return -_likelihood(outputs, labels, variance, weights, math.exp(log_t))
 
     grid = [math.log(scale) + step for step in torch.linspace(-6, 4, 21).tolist()]
     best = min(range(len(grid)), key=lambda i: loss(grid[i]))
@@ -60,30 +61,52 @@ def fit_temperature(outputs: Tensor, labels: Tensor, variance: Tensor | None = N
 
 
 def fit_moderation(
-    outputs: Tensor, labels: Tensor, variance: Tensor, temperature: float | None = None
+    outputs: Tensor,
+    labels: Tensor,
+    variance: Tensor,
+    weights: Tensor | None = None,
+    temperature: float | None = None,
 ) -> tuple[float, float]:
     """The temperature, unless given, and the scale of the variance that make held-out outputs likeliest."""
-    # outputs (N, C), labels (N,), variance (N, C)
+    # outputs (N, C), labels (N,), variance (N, C), weights (N,): how often each example counts
     # The variance comes from Gaussian noise on targets of 0 and α. Where it is large, the outputs of all
     # classes are as uncertain as they differ, and no temperature makes softmax(μ / √(T² + π/8 v)) certain of
     # anything. So s v takes the place of v if one of a few s < 1 gains more than the one nat that a further
     # parameter may cost (Akaike).
-    outputs, labels, variance = searched(outputs, labels, variance)
     found = []
     for scale in SCALES:
-        t = fit_temperature(outputs, labels, scale * variance) if temperature is None else temperature
-        found.append((_likelihood(outputs, labels, scale * variance, t), t, scale))
+        given = _searched(outputs, labels, scale * variance, weights)
+        t = fit_temperature(*given) if temperature is None else temperature
+        found.append((_likelihood(*given, t), t, scale))
     whole, best = found[0], max(found)
     _, t, scale = best if best[0] > whole[0] + NATS else whole
     return t, scale
 
 
-def _likelihood(outputs: Tensor, labels: Tensor, variance: Tensor | None, temperature: float) -> float:
+Given = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # outputs, labels, variances, weights
+
+
+def _searched(*given: Tensor | None) -> Given:
+    """What a search looks at many times, where that is fast."""
+    found = iter(searched(*(one for one in given if one is not None)))
+    outputs, labels, variance, weights = (None if one is None else next(found) for one in given)
+    assert outputs is not None
+    assert labels is not None
+    return outputs, labels, variance, weights
+
+
+def _likelihood(
+    outputs: Tensor, labels: Tensor, variance: Tensor | None, weights: Tensor | None, temperature: float
+) -> float:
     """Log-likelihood of labels, and of one more example that is of no class in particular."""
     spread = None if variance is None else variance.double()
     log_p = probabilities(outputs.double(), spread, temperature).clamp_min(1e-300).log()
     # Σᵢ log p(yᵢ) and the mean over classes and examples of log p, for the one example more
-    return float(log_p.gather(1, labels[:, None]).sum() + log_p.mean())
+    own = log_p.gather(1, labels[:, None])[:, 0]
+    if weights is None:
+        return float(own.sum() + log_p.mean())
+    w = weights.double()
+    return float(w @ own + w @ log_p.mean(1) / w.sum())
 
 
 def golden_section(f, low: float, high: float, steps: int = 30) -> float:  # type: ignore[no-untyped-def]

@@ -1,0 +1,95 @@
+"""Values with an offset, and weights in what is calibrated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.predictive.conformal import held, jackknife
+from linnet.predictive.noise import fit_moderation, fit_temperature
+
+
+def noisy(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 3)).double()
+    x = torch.randn(260, 4, dtype=torch.float64)
+    return net, x, (x[:, :1] + x[:, 1:2].sin()) + 0.2 * torch.randn(260, 1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_noise_does_not_depend_on_an_offset(weighed: bool) -> None:
+    net, x, y = noisy()
+    more = {"sample_weight": torch.rand(80) + 0.5} if weighed else {}
+    plain, moved = (linnet.adapt(net, (x[:80], y[:80] + offset), **more) for offset in (0.0, 1e4))
+    assert moved.ridge == plain.ridge
+    assert moved.noise == pytest.approx(plain.noise, rel=1e-6)
+    own, other = (fit.predictive(x[80:]) for fit in (plain, moved))
+    torch.testing.assert_close(other.variance, own.variance, rtol=1e-6, atol=0)
+    torch.testing.assert_close(other.mean - 1e4, own.mean, rtol=0, atol=0.1)
+
+
+def test_doubted_targets_hardly_widen_intervals() -> None:
+    net, x, y = noisy()
+    y[:30] += 30 * torch.randn(30, 1, dtype=torch.float64)
+    w = torch.ones(110)
+    w[:30] = 1e-4
+    lin = linnet.linearize(nn.Sequential(*net[:2], nn.Linear(30, 1)).double())
+    for clean, all_of_them in (
+        (linnet.adapt(net, (x[30:110], y[30:110])), linnet.adapt(net, (x[:110], y[:110]), sample_weight=w)),
+        (
+            linnet.fit(lin, (x[30:110], y[30:110]), ridge="loo"),
+            linnet.fit(lin, (x[:110], y[:110]), ridge="loo", sample_weight=w),
+        ),
+    ):
+        widths = [float(fit.interval(x[110:]).diff(dim=2).mean()) for fit in (clean, all_of_them)]
+        assert widths[1] == pytest.approx(widths[0], rel=0.2)
+
+
+@pytest.mark.parametrize("make", ["adapt", "squared", "cross-entropy"])
+def test_doubted_labels_hardly_count_in_probabilities(make: str) -> None:
+    net, x, _ = noisy()
+    y = x[:, :3].argmax(1)
+    y[:30] = (y[:30] + 1) % 3
+    w = torch.ones(110)
+    w[:30] = 1e-4
+
+    def made(rows: slice, **options: Any) -> Any:
+        data = x[rows], y[rows]
+        if make == "adapt":
+            return linnet.adapt(net, data, **options)
+        return linnet.fit(linnet.linearize(net), data, make, ridge=0.05, **options)
+
+    clean, every = made(slice(30, 110)), made(slice(0, 110), sample_weight=w)
+    assert every.variance_scale == clean.variance_scale
+    assert every.temperature == pytest.approx(clean.temperature, rel=0.15)
+    sizes = [float(fit.sets(x[110:]).sum(1).double().mean()) for fit in (clean, every)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.1)
+
+
+def test_an_example_of_weight_two_is_two_examples() -> None:
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(20, 6, 3, generator=generator, dtype=torch.float64)
+    own, labels = torch.rand(20, generator=generator).double(), torch.arange(20) % 3
+    errors = torch.rand(20, 3, generator=generator).double()
+    w = torch.ones(20).double()
+    w[:7] = 2
+    twice = torch.arange(20).repeat_interleave(w.long())
+    for coverage in (0.5, 0.8, 0.9):
+        torch.testing.assert_close(
+            jackknife(left, errors, coverage, w), jackknife(left[twice], errors[twice], coverage)
+        )
+        ones = torch.ones(20).double()
+        torch.testing.assert_close(jackknife(left, errors, coverage, ones), jackknife(left, errors, coverage))
+        for by_class in (False, True):
+            found = held(left, own, labels, coverage, by_class, w)
+            assert torch.equal(found, held(left[twice], own[twice], labels[twice], coverage, by_class))
+    outputs = left[:, 0] + 2 * nn.functional.one_hot(labels, 3)
+    variance = left[:, 1].square()
+    given = outputs[twice], labels[twice]
+    assert fit_temperature(outputs, labels, None, w) == pytest.approx(fit_temperature(*given), rel=1e-4)
+    both = fit_moderation(outputs, labels, variance, w), fit_moderation(*given, variance[twice])
+    assert both[0] == pytest.approx(both[1], rel=1e-4)
