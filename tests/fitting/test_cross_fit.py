@@ -91,6 +91,9 @@ def test_labels_that_mean_nothing_cannot_be_predicted(loss: str) -> None:
         model = linnet.with_head(body(40, 100), 3, linnet.Probe(ridge=1e-3, cross_fit=cross_fit), data=(x, y))
         fit = linnet.fit(linnet.linearize(model), (x, y), loss=loss, ridge=3.0)
         found.append((fit.loo().argmax(1) == y).double().mean().item())
+        assert ("leave-one-out and the quantities chosen by it are optimistic" in repr(fit)) == (
+            not cross_fit
+        )
     assert believed[0] > 0.55
     assert honest[0] < 1 / 3 + 2 * (2 / 9 / 60) ** 0.5  # chance, and two standard errors
 

@@ -601,3 +601,37 @@ def test_every_door_takes_arrays(name: str) -> None:
             continue
         call, arguments = door.make()
         call(**{name: as_arrays(value) if name in TAKING else value for name, value in arguments.items()})
+
+
+@pytest.fixture(scope="module")
+def three() -> list[Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+    x = torch.randn(20, 6)
+    data, lin = (x, x[:, :3].argmax(1)), linnet.linearize(net)
+    return [linnet.fit(lin, data, "cross-entropy"), linnet.fit(lin, data), linnet.adapt(net, data)]
+
+
+@pytest.mark.parametrize("call", ["predict", "predictive", "influence", "sets"])
+def test_examples_within_an_example_are_refused(three: list[Any], call: str) -> None:
+    for fit in three:
+        with pytest.raises(InputError, match=r"x has examples of shape \(20, 6\)") as error:
+            getattr(fit, call)(fit.x[None])
+        assert "of shape (6,)" in str(error.value)
+
+
+def test_a_sparse_matrix_is_refused_with_what_to_do(three: list[Any]) -> None:
+    sparse: Any = pytest.importorskip("scipy.sparse")
+    x = sparse.csr_matrix(three[0].x.numpy())
+    for fit in three:
+        with pytest.raises(InputError, match=r"inputs are a sparse csr_matrix.*x\.toarray\(\)"):
+            fit.predict(x)
+    with pytest.raises(InputError, match=r"inputs are a sparse csr_matrix.*x\.toarray\(\)"):
+        linnet.adapt(three[2].prior.network.model, (x, three[2].labels))
+
+
+@pytest.mark.parametrize("make", [pd.DataFrame, np.array, lambda y: np.array(y, dtype=object)])
+def test_a_column_of_names_is_names(three: list[Any], make: Callable[[Any], Any]) -> None:
+    y = [[["on"], ["off"]][i % 2] for i in range(20)]
+    fit = linnet.adapt(three[2].prior.network.model, (three[0].x, make(y)))
+    assert fit.class_names == ("off", "on")

@@ -23,7 +23,7 @@ from linnet.linear.newton import NewtonSystem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
 from linnet.shown import Shown
-from linnet.tangent.batch import Inputs, take
+from linnet.tangent.batch import Inputs, example_shapes, take
 from linnet.tangent.data import Data
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
@@ -141,8 +141,19 @@ class SolvedFit(Shown):
         return ((self, 1.0),)
 
     def _examples(self, x: Inputs) -> Inputs:
-        """Examples on the network's device, or an error."""
-        return checked_inputs(self.module, x)
+        """Examples on the network's device, of which the outputs are those of the fit, or an error."""
+        x, function = checked_inputs(self.module, x), self.module.function
+        shapes, known = example_shapes(x), example_shapes(self.x)
+        if self._targets.axis is None and len(shapes) == len(known) and shapes != known:
+            found, expected = function.output_shape(x), function.output_shape(self.x)
+            if found != expected:
+                raise InputError(
+                    f"x has examples of shape {_listed(shapes)}, of which the network makes outputs of shape "
+                    f"{tuple(found)}, not {tuple(expected)}",
+                    expected=f"examples such as those of the training, of shape {_listed(known)}",
+                    remedy="pass them side by side, the first axis of each tensor the examples",
+                )
+        return x
 
     # -- changes ---------------------------------------------------------------------------------
 
@@ -382,4 +393,11 @@ class SolvedFit(Shown):
         }
 
     def _shown(self) -> dict[str, Any]:
-        return self.summary()
+        told = self.summary()
+        warnings = told.pop("warnings", ())
+        return {**told, "warning": "; ".join(warnings)} if warnings else told
+
+
+def _listed(shapes: tuple[Any, ...]) -> str:
+    """Shapes of one example, of the one tensor or of several."""
+    return str(shapes[0] if len(shapes) == 1 else shapes)

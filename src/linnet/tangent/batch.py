@@ -73,7 +73,7 @@ def batch_size(x: Inputs) -> int:
     remedy = "turn arrays and lists of numbers into tensors with torch.as_tensor"
     if found:
         remedy = "give every input an example axis, as in x[None] for a single example"
-    elif yields(x) or (is_data_set(x) and not hasattr(x, "__array__")):
+    elif (is_data_set(x) and not hasattr(x, "__array__")) or yields(x):
         remedy = (
             "put its inputs side by side, torch.cat([x for x, y in batches]), or call for a batch at a time"
         )
@@ -316,6 +316,10 @@ def check_examples(x: Inputs, name: str = "x") -> None:
 
 def is_data_set(data: Any) -> bool:
     """Whether it is an object that gives samples by position; a class of such objects is none."""
+    if hasattr(data, "nnz") and hasattr(data, "toarray"):  # of scipy
+        raise InputError(
+            f"inputs are a sparse {type(data).__name__}", "a dense array or tensor", "pass x.toarray()"
+        )
     given = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "to_numpy")
     return isinstance(data, Dataset) or (given and not isinstance(data, (*_NO_DATA_SETS, type)))
 

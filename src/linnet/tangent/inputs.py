@@ -178,6 +178,8 @@ def in_rows(x: Any, y: Any, said: DataNotes) -> Any:
 def answers(y: Any, said: DataNotes | None = None) -> Tensor:
     """Targets as a tensor."""
     y = y.to_numpy() if hasattr(y, "to_numpy") else y
+    if isinstance(y, np.ndarray) and y.dtype.kind in "USO" and y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
     words = y.tolist() if isinstance(y, np.ndarray) and y.dtype.kind in "USO" else y
     if isinstance(words, str | bytes):
         return answers([words], said)[0]
