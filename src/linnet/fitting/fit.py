@@ -206,6 +206,7 @@ def _check_together(loss: str, targets: Any, ridge: float | str, solver: str, ax
     if axis is not None:
         require_axis(axis)
     likely, searched, one_hot = loss != "squared", isinstance(ridge, str), isinstance(targets, OneHot)
+    exact = '"dual"' if likely else '"dual" or "primal"'
     table = (
         (likely and ridge == "gcv", f"ridge={ridge!r}",
          "a criterion that the cross-entropy has: GCV is defined by squared residuals",
@@ -220,7 +221,7 @@ def _check_together(loss: str, targets: Any, ridge: float | str, solver: str, ax
          'pass a number, or loss="squared"'),
         (solver in ("cg", "sgd") and searched, f'ridge={ridge!r}, solver="{solver}"',
          "a number: the criteria need eigenvalues",
-         'pass solver="dual" or "primal", or choose the ridge on a subset first'),
+         f"pass solver={exact}, or choose the ridge on a subset first"),
         (axis is not None and solver == "shared", f'axis={axis}, solver="shared"',
          "one row of outputs per example: positions do not share a kernel", 'pass solver="auto"'),
         (axis is not None and likely and searched, f"axis={axis}, ridge={ridge!r}",

@@ -130,7 +130,8 @@ class NestedFit(SquaredFit):
             return found * self.system.c / len(possible)
         if self.labels is not None:
             return found
-        # What the intercept costs by its prior, (1ᵀβ)²/1ᵀM1, would be taken for noise where values have an offset.
+        # What the intercept costs by its prior, (1ᵀβ)²/1ᵀM1, would be taken for noise where values are not
+        # about zero.
         dual, root = self.system.dual, self._targets.every_weight.sqrt().to(self.system.beta)
         cost = (root @ dual.beta).square().sum() / (root @ dual.solve(root[:, None]))
         return max(found - self.ridge * float(cost) / self._targets.values.numel(), 0.0)

@@ -146,10 +146,10 @@ class CoveringModel(PredictiveModel):
 
         The jackknife+, in closed form: no noise model, and no examples set apart. Where new examples are like
         those of the training, it holds at least 2·coverage − 1 of their targets, whatever their distribution,
-        and about ``coverage``. An example of weight w counts w times. The first is proved where nothing was chosen by the same examples, as in
-        ``linnet.fit`` at a ridge that is given. Where the ridge was chosen, errors are raised by the fourth
-        root of ``record.noise_factor``. Where the head was cross-fitted or the lower layers were trained, it
-        is f(x) and the errors on held-out folds.
+        and about ``coverage``; an example of weight w counts w times. The first is proved where nothing was
+        chosen by the same examples, as in ``linnet.fit`` at a ridge that is given. Where the ridge was
+        chosen, errors are raised by the fourth root of ``record.noise_factor``. Where the head was
+        cross-fitted or the lower layers were trained, it is f(x) and the errors on held-out folds.
 
         Args:
             x: T examples.
