@@ -73,9 +73,11 @@ def fit_moderation(
     # classes are as uncertain as they differ, and no temperature makes softmax(μ / √(T² + π/8 v)) certain of
     # anything. So s v takes the place of v if one of a few s < 1 gains more than the one nat that a further
     # parameter may cost (Akaike).
+    outputs, labels, known, weights = _searched(outputs, labels, variance, weights)
+    assert known is not None
     found = []
     for scale in SCALES:
-        given = _searched(outputs, labels, scale * variance, weights)
+        given = outputs, labels, scale * known, weights
         t = fit_temperature(*given) if temperature is None else temperature
         found.append((_likelihood(*given, t), t, scale))
     whole, best = found[0], max(found)
