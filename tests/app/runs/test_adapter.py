@@ -127,6 +127,7 @@ def test_what_a_run_says_of_itself(shop: Path, capsys: pytest.CaptureFixture[str
     assert set(found["seconds"]) == {"loading", "fit", "leave-one-out"}
 
 
+@pytest.mark.long
 def test_the_ridge_is_chosen_by_leave_one_out(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "RIDGES", (3.0, 0.3))
     run = adapt(shop, "chosen", "--ridge", "auto", "--model-args.r", 2, "--model-args.layers", 2)
@@ -209,6 +210,7 @@ def test_forgetting_is_the_fit_without(
     assert result(less) == found  # as it was
 
 
+@pytest.mark.long
 def test_an_update_is_the_fit_of_both(shop: Path, tmp_path: Path) -> None:
     linnet("update", "--run", shop / "run", "--data", shop / "more.jsonl", "--out", tmp_path / "more")
     found = result(tmp_path / "more")
