@@ -158,19 +158,22 @@ def descended(
     batches: Iterator[Tensor],
     loss_of: Callable[[Tensor, Tensor], Tensor],
     setting: Setting,
+    dropout: bool = False,
 ) -> nn.Module:
     """Train a network in its place, as plain fine-tuning of the library does; a run that diverges ends.
 
     Args:
-        model: The network; BatchNorm keeps its running statistics and dropout is off.
+        model: The network; BatchNorm keeps its running statistics.
         names: Whether the parameter of a name is trained.
         data: Samples and labels.
         batches: Positions of the samples of each step.
         loss_of: Loss of outputs and labels.
         setting: Rate and steps.
+        dropout: Whether dropout is on.
     """
     (x, y), (rate, steps) = data, setting
-    model.eval()
+    for module in model.modules():
+        module.train(dropout and isinstance(module, nn.Dropout))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(names(name))
     weights = [p for p in model.parameters() if p.requires_grad]

@@ -1,6 +1,6 @@
 """How sure a language model is of a class: adapters, their posteriors and their linear models.
 
-    python -m experiments.language.sure --seeds 2
+    python -m experiments.language.sure --seeds 1
 
 SmolLM2-135M-Instruct is asked for the class of a text: the logits of the words that name the classes, behind
 a prompt, are its outputs. Twenty texts a class are learned by LoRA in the last two blocks, from there by
@@ -17,7 +17,6 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -26,15 +25,17 @@ from torch import Tensor, nn
 import linnet
 from experiments.adapt.encoders import package, smollm
 from experiments.adapt.nested import drawn as shots_of
-from experiments.adapt.tasks import DEVELOPMENT, REPORTED, Task, pools, stored
+from experiments.adapt.rivals import descended
+from experiments.adapt.tasks import Task, pools, stored
 from experiments.language.forgetting import ALPHA, MODULES, RANK
+from experiments.selection.criteria import find
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 from linnet.fitting.descent import held_out_split
 from linnet.predictive.noise import fit_temperature
 from linnet.tangent.batch import split, take
 from linnet.tangent.functional import copied
-from linnet.training import cosine, stream, train
+from linnet.training import stream
 
 BLOCKS = 2  # that have an adapter
 WORDS = 40  # tokens of a text that are read
@@ -58,20 +59,15 @@ class Asked:
     words: tuple[str, ...]  # for the classes, in their order
 
 
-def _task(name: str) -> Task:
-    """A task by name."""
-    return next(task for task in (*DEVELOPMENT, *REPORTED) if task.name == name)
-
-
 TASKS = (
-    Asked(_task("news"), "Topic of the article:", (" World", " Sports", " Business", " Science")),
-    Asked(_task("film reviews"), "Sentiment of the review:", (" negative", " positive")),
+    Asked(find("news"), "Topic of the article:", (" World", " Sports", " Business", " Science")),
+    Asked(find("film reviews"), "Sentiment of the review:", (" negative", " positive")),
     Asked(
-        _task("question types"),
+        find("question types"),
         "The answer to the question is a",
         (" abbreviation", " description", " thing", " person", " place", " number"),
     ),
-    Asked(_task("emotions"), "Emotion of the writer:", (" anger", " joy", " optimism", " sadness")),
+    Asked(find("emotions"), "Emotion of the writer:", (" anger", " joy", " optimism", " sadness")),
 )
 
 
@@ -95,22 +91,23 @@ class Last(nn.Module):
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
         """Logits (N, C)."""
-        seen, turned = seen_and_turned(self.angles, states, mask)
-        for block in self.blocks:
-            out = block(states, attention_mask=seen, position_embeddings=turned)
-            states = out[0] if isinstance(out, tuple) else out
+        states = through(self.blocks, self.angles, states, mask)
         logits: Tensor = self.head(self.norm(states[:, -1]))
         return logits
 
 
-def seen_and_turned(angles: nn.Module, states: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
-    """What each position may look at, (N, 1, T, T), and the rotations of the positions."""
+def through(blocks: Any, angles: nn.Module, states: Tensor, mask: Tensor) -> Tensor:
+    """States behind some blocks, (N, T, D), in which a position looks at itself and at tokens before it."""
     places = (mask.cumsum(1) - 1).clamp_min(0)
     length = mask.shape[1]
     before = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
     seen = before & (mask[:, None, :].bool() | torch.eye(length, dtype=torch.bool, device=mask.device))
     blocked = torch.zeros_like(seen, dtype=states.dtype).masked_fill(~seen, torch.finfo(states.dtype).min)
-    return blocked[:, None], angles(states, places)
+    turned = angles(states, places)
+    for block in blocks:
+        out = block(states, attention_mask=blocked[:, None], position_embeddings=turned)
+        states = out[0] if isinstance(out, tuple) else out
+    return states
 
 
 class Language:
@@ -133,14 +130,9 @@ class Language:
         ids, mask = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length).long()
         for i, row in enumerate(rows):
             ids[i, -len(row) :], mask[i, -len(row) :] = torch.tensor(row), 1
-        found = []
-        for part, own in zip(ids.split(25), mask.split(25), strict=True):
-            states = self.decoder.embed_tokens(part)
-            seen, turned = seen_and_turned(self.decoder.rotary_emb, states, own)
-            for block in self.decoder.layers[:-BLOCKS]:
-                out = block(states, attention_mask=seen, position_embeddings=turned)
-                states = out[0] if isinstance(out, tuple) else out
-            found.append(states)
+        first, angles = self.decoder.layers[:-BLOCKS], self.decoder.rotary_emb
+        parts = zip(ids.split(25), mask.split(25), strict=True)
+        found = [through(first, angles, self.decoder.embed_tokens(part), own) for part, own in parts]
         return {"states": torch.cat(found), "mask": mask}
 
     def network(self, asked: Asked, dropout: float = 0.0, seed: int | None = None) -> nn.Module:
@@ -163,29 +155,13 @@ def outputs(model: nn.Module, x: Any) -> Tensor:
 
 def trained(start: nn.Module, x: Batch, y: Tensor, rate: float, seed: int) -> nn.Module:
     """An adapter after Adam with a warm-up and a cosine schedule, dropout on where it has some."""
-    model = copied(start).train()
-    weights = [p for name, p in model.named_parameters() if "lora_" in name]
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for weight in weights:
-        weight.requires_grad_()
-    optimizer, draw = torch.optim.AdamW(weights, lr=rate, weight_decay=0.0), torch.Generator()
-    draw.manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)  # of dropout
-
-    def gradient(rows: Tensor) -> Tensor:
-        loss = nn.functional.cross_entropy(model(**take(x, rows)), y[rows])
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(weights, 1.0)
-        return loss.detach()
-
-    def rate_at(step: int) -> float:
-        return rate * min(1.0, (step + 1) / (0.1 * STEPS)) * cosine(step, STEPS)
-
     batches = stream(len(y), BATCH, lambda _: torch.randperm(len(y), generator=draw))
-    for _ in train(optimizer, islice(batches, STEPS), gradient, rate_at):
-        pass
-    return model.eval()
+    setting, loss = (rate, STEPS), nn.functional.cross_entropy
+    return descended(
+        copied(start), lambda name: "lora_" in name, (x, y), batches, loss, setting, dropout=True
+    ).eval()
 
 
 # -- ways to be sure -------------------------------------------------------------------------------

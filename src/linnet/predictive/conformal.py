@@ -43,7 +43,8 @@ def require_enough(n: float, coverage: float) -> None:
     """Raise where so few examples, each as often as it counts, cannot tell what is so seldom."""
     if coverage * (n + 1) - ROUNDING > n:
         raise InputError(
-            f"coverage={coverage!r} from {n:g} examples, each as often as it counts",
+            f"coverage={coverage!r} from {n:g} examples"
+            + (" by their weights" if isinstance(n, float) else ""),
             expected=f"{needed(coverage):,} examples or more",
             remedy=f"pass coverage={math.floor(1000 * n / (n + 1)) / 1000:g} or less, or fit more examples",
         )
@@ -54,9 +55,8 @@ def jackknife(left: Tensor, errors: Tensor, coverage: float, weights: Tensor | N
     # left (N, T, C) or (1, T, C), errors (N, C) ≥ 0, weights (N,): how often each example counts
     # Source: Barber et al., Annals of Statistics 49 (2021), equation (1.4)
     if weights is not None:
-        ends = (_least(sign * left + errors[:, None], weights, coverage) for sign in (-1, 1))
-        lower, upper = ends
-        return torch.stack([-lower, upper], 2)
+        below, upper = (_least(sign * left + errors[:, None], weights, coverage) for sign in (-1, 1))
+        return torch.stack([-below, upper], 2)
     n = len(errors)
     above = rank(n, coverage)
     lower = (left - errors[:, None]).kthvalue(n + 1 - above, 0).values
@@ -190,9 +190,8 @@ class CoveringModel(PredictiveModel):
         A class is in the set of an example unless the probability of the likelier ones is higher than it was
         for that share of the training examples, each by the fit without it. The likeliest class is always in,
         so that a fit that is right more often than ``coverage`` holds more; an example of weight w counts w
-        times. Nothing is proved, as the
-        temperature of the probabilities, and mostly the ridge, were chosen by the same examples. Of held-out
-        folds the same is true as in ``interval``.
+        times. Nothing is proved, as the temperature of the probabilities, and mostly the ridge, were chosen
+        by the same examples. Of held-out folds the same is true as in ``interval``.
 
         Args:
             x: T examples.

@@ -23,6 +23,7 @@ from linnet.report.steps import folder_beside, next_steps
 from linnet.report.verdict import summary, verdict
 
 Array = np.ndarray[Any, Any]
+EQUAL = 1e-3  # difference from a fit from scratch, in nats or spreads of the targets, that changes no answer
 
 
 def write(folder: Path, result: dict[str, Any], page: Content) -> None:
@@ -219,9 +220,6 @@ def print_prediction(result: dict[str, Any], rows: list[dict[str, Any]]) -> list
         lines.append(f"  {what} that are to hold {100 * held['coverage']:g} %: of {size} on average{known}")
     lines += [f"note: {text}" for text in result["findings"]]
     return [*lines, *written(Path(result["out"]))]
-
-
-EQUAL = 1e-3  # difference from a fit from scratch, in nats or spreads of the targets, that changes no answer
 
 
 def compared(result: dict[str, Any]) -> str:

@@ -209,7 +209,7 @@ class Asked(ABC, Generic[Run, Sample]):
         self.name = name
         self._original = self._run = run
         self._sample: Sample | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @abstractmethod
     def about(self) -> dict[str, Any]:
@@ -279,8 +279,8 @@ class Session(Asked[SavedRun, NewSamples]):
 
     def predict(self, name: str, content: bytes) -> dict[str, Any]:
         """Predict one sample."""
-        found = super().predict(name, content)
         with self._lock:
+            found = super().predict(name, content)
             assert self._sample is not None
             self._seen.append(self._sample.x[0])
             return {**found, "watched": len(self._seen) >= _ENOUGH}

@@ -105,10 +105,8 @@ class TextSession(Asked[AdapterRun, Question]):
         }  # fmt: skip
         if behind:
             (sides,) = sides_of(run, batch, _BEHIND)
-            shown = {"picture": None}
-            result |= {
-                side: [{**one, **shown, "label": one["text"]} for one in n] for side, n in sides.items()
-            }
+            for side, rows in sides.items():
+                result[side] = [{**row, "label": row["text"], "picture": None} for row in rows]
         return result
 
 
