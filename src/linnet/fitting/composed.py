@@ -9,7 +9,7 @@ a displacement is dear where it would move their outputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from linnet.errors import InputError, ModelError
 from linnet.fitting.arguments import BATCH, checked_inputs
 from linnet.fitting.export import own_network
+from linnet.fitting.fitted import Fitted
 from linnet.fitting.last_layer import last_linear
 from linnet.fitting.merged import Merged, merged_network
 from linnet.params import number, refuse
@@ -33,6 +34,16 @@ Part = tuple[Any, float]  # a fit and its factor
 
 class Summable(ABC):
     """What can be added, subtracted and multiplied: fits, and what they were added up to."""
+
+    if not TYPE_CHECKING:  # a type checker knows what there is
+
+        def __getattr__(self, name: str) -> Any:
+            """An error that says what there is, where other fits have more."""
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if hasattr(Fitted, name) and not isinstance(self, Fitted):
+                there = [own for own in dir(type(self)) if not own.startswith("_")]
+                message += f", which other fits have; it has {', '.join(there)}"
+            raise AttributeError(message, name=name, obj=self)
 
     @abstractmethod
     def _summands(self) -> tuple[Part, ...]:

@@ -18,7 +18,14 @@ from linnet.fitting.combinations import averaged, drawn_combinations, explain_ou
 from linnet.fitting.cross_fit import Chosen, CrossFit, chosen_ridge, explained, find_cross_fit, given_ridge
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.position_fit import PositionFit, fit_positions
-from linnet.fitting.remarks import empty_remarks, head_remarks, held_remarks, single_remarks, unused_remarks
+from linnet.fitting.remarks import (
+    empty_remarks,
+    far_remarks,
+    head_remarks,
+    held_remarks,
+    single_remarks,
+    unused_remarks,
+)
 from linnet.fitting.sketch import deflated, sketched
 from linnet.fitting.softmax_fit import SoftmaxFit, followed, softmax_grid
 from linnet.fitting.solver import Shared, Size, Sketch, Solver, Solving, affordable, choose_solver
@@ -305,11 +312,12 @@ def _fit(lin: Linearized, task: FitRequest, seconds: dict[str, float]) -> Linear
 
 
 def _of_scale(lin: Linearized, task: FitRequest) -> tuple[str, ...]:
-    """Whether outputs are probabilities where y are classes, whose outputs are logits or like them."""
+    """Whether outputs are probabilities where y are classes, or far from y where these are values."""
     if task.y.is_floating_point() and task.targets.classes is None:
-        return ()
-    likelihood = Bernoulli() if task.f0.shape[1] == 1 else Categorical()
-    found = scale_remarks(lin.function, likelihood, task.x, task.f0)
+        found = far_remarks(task.targets, task.f0)
+    else:
+        likelihood = Bernoulli() if task.f0.shape[1] == 1 else Categorical()
+        found = scale_remarks(lin.function, likelihood, task.x, task.f0)
     for line in found:
         warn(line)
     return found

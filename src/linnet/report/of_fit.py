@@ -128,6 +128,8 @@ def _tested(test: Any, run: _GivenFit) -> tuple[Array, Array]:
         answers = y.double().reshape(len(y), -1).numpy()
         fits = answers.shape[1] == run.fit.targets.shape[1]
     else:
+        if y.ndim == 2 and y.shape[1] == len(run.classes) > 1:
+            y = y.argmax(1)  # the likeliest of soft labels, as those of the training are shown
         answers = y.reshape(-1).long().numpy()
         fits = len(answers) == len(y) and bool((y.reshape(-1) == torch.from_numpy(answers)).all())
         fits = fits and answers.min() >= 0 and answers.max() < len(run.classes)
