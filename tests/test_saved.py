@@ -61,6 +61,7 @@ FITS: dict[str, Callable[[], Any]] = {
     ),
     "last layer": lambda: linnet.fit(linnet.linearize(P.model, params="last-layer"), (P.x, P.y), ridge=0.3),
     "cross-entropy": lambda: P.fit(ridge=0.3, loss="cross-entropy"),
+    "cross-entropy, primal": lambda: P.fit(ridge=0.3, loss="cross-entropy", solver="primal"),
     "cross-entropy, cg": lambda: S.fit(ridge=3.0, loss="cross-entropy", solver=CG(1e-8)),
     "cross-entropy, forgotten": lambda: P.fit(ridge=0.3, loss="cross-entropy").forget([2]),
     "adapt": adapted,

@@ -164,12 +164,12 @@ def test_shared_features_obey_as_if_the_equations_were_observed(kind: str, weigh
         near(fixed.export()(X_GROUPS), fixed.predict(X_GROUPS), 1e-9)
 
 
-@pytest.mark.parametrize("solver", ["dual", "cg"])
+@pytest.mark.parametrize("solver", ["dual", "primal", "cg"])
 @pytest.mark.parametrize("weight", [None, 0.7])
 @pytest.mark.thinned(2)
 def test_the_cross_entropy_has_its_optimum_given_the_equations(solver: str, weight: float | None) -> None:
     p, labels = S, torch.arange(len(S.x)) % 2
-    how: Any = "dual" if solver == "dual" else CG(tolerance=1e-13)
+    how: Any = CG(tolerance=1e-13) if solver == "cg" else solver
     fit = linnet.fit(p.lin, (p.x, labels), "cross-entropy", ridge=RHO, solver=how)
     fixed = fit.constrain(X, SMALL, weight=weight)
     a, b = held(p, X, SMALL)

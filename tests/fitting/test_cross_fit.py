@@ -37,7 +37,7 @@ def procedure(rest: Tensor, held: Tensor, centered: bool = False, **options: Any
 
 
 @pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("solver", grid(("dual", "cg"), ("dual",)))
+@pytest.mark.parametrize("solver", grid(("dual", "primal", "cg"), ("dual", "primal")))
 @pytest.mark.parametrize("loss", ["squared", "cross-entropy"])
 @pytest.mark.thinned(2)
 def test_leave_one_out_is_that_of_the_whole_procedure(loss: str, solver: str, centered: bool) -> None:

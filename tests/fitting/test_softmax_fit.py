@@ -20,7 +20,7 @@ from tests.fitting.softmax_cases import Case, case, hessian, log_losses, probabi
 from tests.refusals import refused
 from tests.zoo import ZOO, Animal
 
-every_solver = pytest.mark.parametrize("solver", ["dual", "cg"])
+every_solver = pytest.mark.parametrize("solver", ["dual", "primal", "cg"])
 CASES = {"classes": case(), "binary": case(outputs=1), "soft": case(soft=True), "two": case(8, 2)}
 every_case = pytest.mark.parametrize("c", CASES.values(), ids=CASES.keys())
 
@@ -331,9 +331,13 @@ def test_the_check_takes_the_examples_that_matter_most() -> None:
 # --- the ridge -------------------------------------------------------------------------------------
 
 
-def test_leave_one_out_chooses_nearly_what_refitting_would() -> None:
+by_factors = pytest.mark.parametrize("solver", ["dual", "primal"])
+
+
+@by_factors
+def test_leave_one_out_chooses_nearly_what_refitting_would(solver: str) -> None:
     c = case(n=14)
-    fit = c.fit(ridge="loo")
+    fit = c.fit(ridge="loo", solver=solver)
     path = fit.path()
     assert fit.ridge == path.best("loo")
     exact = []
@@ -350,9 +354,10 @@ def test_leave_one_out_chooses_nearly_what_refitting_would() -> None:
     assert fit.summary()["criterion"] == "loo"
 
 
-def test_evidence_is_laplaces() -> None:
+@by_factors
+def test_evidence_is_laplaces(solver: str) -> None:
     c = CASES["classes"]
-    path = c.fit(ridge=1.0).path([1.0, 0.1, 3.0])
+    path = c.fit(ridge=1.0, solver=solver).path([1.0, 0.1, 3.0])
     assert path.ridges.tolist() == [3.0, 1.0, 0.1]
     for at, rho in enumerate(path.ridges.tolist()):
         delta = c.optimum(rho)
@@ -364,13 +369,14 @@ def test_evidence_is_laplaces() -> None:
         assert path.evidence[at].item() == pytest.approx(value.item(), rel=1e-9)
         degrees = len(h) - rho * torch.linalg.inv(h).trace().item()
         assert path.degrees_of_freedom[at].item() == pytest.approx(degrees, rel=1e-9)
-    fit = c.fit(ridge="evidence")
+    fit = c.fit(ridge="evidence", solver=solver)
     assert fit.ridge == fit.path().best("evidence")
     assert "evidence" in fit.summary()["reasons"]["ridge"]
 
 
-def test_the_path_is_warm_and_certified() -> None:
-    path = CASES["classes"].fit(ridge=1.0).path()
+@by_factors
+def test_the_path_is_warm_and_certified(solver: str) -> None:
+    path = CASES["classes"].fit(ridge=1.0, solver=solver).path()
     assert (path.certificate < 1e-10).all()
     assert path.steps.max() <= 10
     assert (path.ridges[:-1] > path.ridges[1:]).all()

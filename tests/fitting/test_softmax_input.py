@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.errors import MemoryBudgetError, NumericalError
+from linnet.fitting import CG
 from linnet.fitting import solver as plan_module
 from linnet.linear.label_problem import class_problem
 from linnet.linear.newton import KernelNewton
@@ -20,7 +22,7 @@ from tests.fitting.problems import near, peak_bytes
 from tests.fitting.softmax_cases import case
 from tests.refusals import refused
 
-every_solver = pytest.mark.parametrize("solver", ["dual", "cg"])
+every_solver = pytest.mark.parametrize("solver", ["dual", "primal", "cg"])
 CASES = {"classes": case(), "binary": case(outputs=1), "soft": case(soft=True)}
 
 
@@ -125,11 +127,48 @@ def test_what_a_dual_fit_holds_was_planned(ridge: Any, monkeypatch: pytest.Monke
 
 def test_too_little_memory_takes_conjugate_gradients_or_says_so() -> None:
     c = case(n=80)
-    fit = linnet.fit(c.lin, (c.x, c.labels), "cross-entropy", memory=400_000)
+    in_weights = linnet.fit(c.lin, (c.x, c.labels), "cross-entropy", ridge="loo", memory=400_000)
+    assert in_weights.solver == "primal"  # for which the kernel need not fit
+    fit = linnet.fit(c.lin, (c.x, c.labels), "cross-entropy", memory=40_000)
     assert fit.solver == "cg"
     assert "the dual would need" in fit.summary()["reasons"]["solver"]
     refused(
         MemoryBudgetError,
-        lambda: linnet.fit(c.lin, (c.x, c.labels), "cross-entropy", ridge="loo", memory=400_000),
-        "dual fit of 240 equations",
+        lambda: linnet.fit(c.lin, (c.x, c.labels), "cross-entropy", ridge="loo", memory=40_000),
+        "primal fit of",
     )
+
+
+def test_many_examples_of_few_weights_are_solved_in_the_weights() -> None:
+    """By counted operations, and every answer by the factor of the Hessian: no kernel is formed."""
+    c = case(n=80)
+    lin = linnet.linearize(c.lin.function.model, params="last-layer")
+    fit = linnet.fit(lin, (c.x, c.labels), "cross-entropy", ridge="loo")
+    same = linnet.fit(lin, (c.x, c.labels), "cross-entropy", ridge=fit.ridge, solver="dual")
+    assert (fit.solver, same.solver) == ("primal", "dual")
+    assert fit.system.kernel_form is None
+    near(fit.loo(), same.loo(), 1e-8)
+    near(fit.influence(c.x_test), same.influence(c.x_test), 1e-8)
+    near(fit.informativeness(), same.informativeness(), 1e-8)
+    near(fit.predictive(c.x_test, joint=True).joint_covariance,
+         same.predictive(c.x_test, joint=True).joint_covariance, 1e-8)  # fmt: skip
+    near(fit.forget([0, 7]).loo(), same.forget([0, 7]).loo(), 1e-8)
+
+
+@every_solver
+def test_the_estimate_of_rounding_errors_bounds_them(solver: str) -> None:
+    c = case(n=80)
+    model = copy.deepcopy(c.lin.function.model).float()
+    lin, double = (
+        linnet.linearize(net, params="last-layer") for net in (model, copy.deepcopy(model).double())
+    )
+    how: Any = CG(tolerance=1e-7) if solver == "cg" else solver
+    fit = linnet.fit(lin, (c.x.float(), c.labels), "cross-entropy", ridge=0.3, solver=how)
+    right = linnet.fit(double, (c.x, c.labels), "cross-entropy", ridge=0.3)
+    found = linnet.audit.accuracy(fit)
+    errors = [
+        float((one.double() - other).abs().max())
+        for one, other in ((fit.predict(c.x.float()), right.predict(c.x)), (fit.loo(), right.loo()))
+    ]
+    assert errors[0] < found.predictions < 1000 * errors[0]
+    assert errors[1] < found.leave_one_out < 1000 * errors[1]

@@ -192,8 +192,8 @@ def softmax_gradient(j: Tensor, f: Tensor, y: Tensor, rho: float, delta: Tensor)
 
 
 @every_network
-@pytest.mark.parametrize("solver", ["dual", "cg"])
-@pytest.mark.thinned(2)
+@pytest.mark.parametrize("solver", ["dual", "primal", "cg"])
+@pytest.mark.thinned(3)
 def test_cross_entropy_fit(seed: int, solver: str) -> None:
     with untouched(drawn(seed)) as net:
         y = net.labels if len(net.own_shape) == 2 else net.labels.flatten(1)[:, 0]

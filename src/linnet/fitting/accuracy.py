@@ -15,7 +15,7 @@ The cross-entropy has (I − A_ii Λᵢ)⁻¹ (I + KΛ/ρ)⁻¹ for Rᵢ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -27,6 +27,7 @@ from linnet.errors import LinnetError, MemoryBudgetError, ModelError, NumericalE
 from linnet.fitting.remarks import rounded
 from linnet.linear.dual import DualSystem
 from linnet.linear.newton import KernelNewton, WeightNewton
+from linnet.linear.normal_newton import NormalNewton
 from linnet.linear.normal_system import NormalSystem
 from linnet.linear.system import System
 from linnet.memory import parse_bytes
@@ -176,36 +177,54 @@ def shared_accuracy(system: DualSystem, rounding: Rounding, index: Tensor) -> Ac
     return _accuracy((columns / own[:, None])[:, None], solutions, diagonal, rounding, (scale, 0.0))
 
 
-def normal_accuracy(system: NormalSystem, rounding: Rounding, index: Tensor) -> Accuracy:
+def normal_accuracy(system: NormalSystem | NormalNewton, rounding: Rounding, index: Tensor) -> Accuracy:
     """The estimate for a fit in weights, whose rows φ have errors of s |φ| in every entry."""
     # index (k,)
-    # With H = ΦᵀΦ + ρI, dδ = H⁻¹(ρ dΦᵀβ − Φᵀ dΦ δ), so that the variance of φᵀδ is s² times
+    # With H = ΦᵀΛΦ + ρI, Λ = I for squares, dδ = H⁻¹(ρ dΦᵀβ − ΦᵀΛ dΦ δ), so that φᵀδ varies by s² times
     #
-    #     ρ² Σ_d (H⁻¹φ)_d² Σ_a β_a² φ_ad²  +  Σ_a (φᵀH⁻¹φ_a)² Σ_d φ_ad² δ_d²  +  Σ_d φ_d² δ_d²
-    c, beta, delta = system.c, system.beta.double(), system.solution
+    #     ρ² Σ_d (H⁻¹φ)_d² Σ_a β_a² φ_ad²  +  Σ_a (φᵀH⁻¹ΦᵀΛ)_a² Σ_d φ_ad² δ_d²  +  Σ_d φ_d² δ_d²
+    newton = isinstance(system, NormalNewton)
+    c, beta = system.c, system.beta.double()
+    delta = system.eta if isinstance(system, NormalNewton) else system.solution
     example = 32 * c * (len(delta) + ROWS)  # bytes of its rows, of what is solved and multiplied
     index = index[: max(1, parse_bytes(system.memory, beta.device) // (2 * example))]
-    phi = torch.cat([rows for _, rows in system.problem.taken(index).rows(system.memory)]).double()
+    if isinstance(system, NormalNewton):
+        part_of = system.problem.taken(index)
+        phi = torch.cat([rows for _, rows in part_of.form(part_of.x, system.memory)]).double()
+    else:
+        phi = torch.cat([rows for _, rows in system.problem.taken(index).rows(system.memory)]).double()
     solved = system.solve(phi.T)  # H⁻¹φ, (P, k·C)
     weighted = torch.zeros_like(delta)
     products, reach = torch.zeros_like(phi[:, 0]), torch.zeros_like(phi[:, 0])
-    for place, rows in system.problem.own_rows(system.memory):
-        for part, weights in zip(rows.split(ROWS), beta[place].reshape(-1).split(ROWS), strict=True):
-            squares = part.double().square()
-            weighted += squares.T @ weights.square()
-            cross = (part.double() @ solved).square_()
-            products += cross.T @ (squares @ delta.square())
-            reach += cross.sum(0)
-    share_sum([weighted, products, reach])
+    for part, weights, roots in _row_blocks(system, beta):
+        squares, cross = part.double().square(), part.double() @ solved
+        weighted += squares.T @ weights.square()
+        if roots is not None:
+            cross = (roots @ (roots.mT @ cross.view(len(roots), c, -1))).view(cross.shape)
+        cross = cross.square_()
+        products += cross.T @ (squares @ delta.square())
+        reach += cross.sum(0)
+    if not newton:  # where every process has a share of the examples
+        share_sum([weighted, products, reach])
     variance = (system.ridge * solved).square().T @ weighted + products + phi.square() @ delta.square()
-    variance = variance + _of_sums(system, solved, rounding.kernel)
+    if isinstance(system, NormalSystem):
+        variance = variance + _of_sums(system, solved, rounding.kernel)
     solver = math.sqrt(len(delta)) * torch.finfo(torch.float64).eps
     own = math.hypot(rounding.kernel, solver) * variance.sqrt() + rounding.outputs * (1 + reach.sqrt())
     each = phi.view(len(index), c, -1)
-    rest = torch.eye(c, dtype=phi.dtype, device=phi.device) - each @ solved.T.reshape(each.shape).mT
+    hat = each @ solved.T.reshape(each.shape).mT
+    if isinstance(system, NormalNewton):
+        roots = system.roots[index]
+        hat = hat @ roots @ roots.mT
+    rest = torch.eye(c, dtype=phi.dtype, device=phi.device) - hat
     gain = torch.linalg.matrix_norm(torch.linalg.inv(rest), 2)  # (I − h)⁻¹ of an example left out
-    left_out = torch.linalg.solve(rest, system.ridge * beta[index])
-    scale = max(_root_mean_square(system.residual), _root_mean_square(left_out), FAMILIAR * rounding.base)
+    if isinstance(system, NormalNewton):
+        own = MOVING * own + float(system.next_change().norm())
+        scale = max(1.0, _root_mean_square(system.outputs - system.base))
+    else:
+        left_out = torch.linalg.solve(rest, system.ridge * beta[index])
+        sizes = _root_mean_square(system.residual), _root_mean_square(left_out)
+        scale = max(*sizes, FAMILIAR * rounding.base)
     shown = torch.finfo(rounding.dtype).eps * scale + rounding.outputs
     predictions = SAFETY * float(own.max()) + shown
     without = SAFETY * float((own.view(-1, c).amax(1) * gain).max()) + shown
@@ -213,6 +232,20 @@ def normal_accuracy(system: NormalSystem, rounding: Rounding, index: Tensor) -> 
     found = (value if math.isfinite(value) else math.inf for value in (predictions, without))
     predictions, without = found
     return Accuracy(predictions, without, predictions + without, scale, rounding.kernel, name)
+
+
+def _row_blocks(
+    system: NormalSystem | NormalNewton, beta: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Rows of J, β of theirs, and the roots of Λ of their examples where it is not the identity."""
+    # beta (N, C)
+    if isinstance(system, NormalNewton):
+        for place, rows in system.own_rows():
+            yield rows, beta[place].reshape(-1), system.roots[place]
+        return
+    for place, rows in system.problem.own_rows(system.memory):
+        for part, weights in zip(rows.split(ROWS), beta[place].reshape(-1).split(ROWS), strict=True):
+            yield part, weights, None
 
 
 def _of_sums(system: NormalSystem, solved: Tensor, unit: float) -> Tensor:
@@ -301,6 +334,8 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
         return None if same is None else squared_accuracy(same, rounding, index, gap)
     if isinstance(system, KernelNewton):
         found, outputs = softmax_accuracy(system, rounding, index), system.outputs
+    elif isinstance(system, NormalNewton):
+        found, outputs = normal_accuracy(system, rounding, index), system.outputs
     elif system.problem.basis.shared:  # in weights δ is summed in float64 and predicts no worse than K
         return shared_accuracy(system.dual, rounding, index)
     elif isinstance(system, NormalSystem):
@@ -469,6 +504,8 @@ def _at(fit: Any, ridge: float, rounding: Rounding) -> Accuracy | None:
         moved = form.at(ridge)
         if isinstance(moved, KernelNewton):
             return softmax_accuracy(moved, rounding, observed(fit))
+        if isinstance(moved, NormalNewton):
+            return normal_accuracy(moved, rounding, observed(fit))
         if moved.problem.basis.shared:
             assert moved.dual is not None
             return shared_accuracy(moved.dual, rounding, observed(fit))
@@ -507,7 +544,7 @@ def _smallest(fit: Any, ridge: float) -> float | None:
     form = _factorized(fit.system)
     if form is None:
         return None
-    trace = float((form.diagonal() if isinstance(form, System) else form.kernel.diagonal()).sum())
+    trace = float((form.diagonal() if isinstance(form, System) else form.gram.diagonal()).sum())
     rounding = measured_rounding(fit.module.function, fit.x, largest_base(fit), _memory(fit))
     while ridge < trace:
         ridge *= STEP
@@ -517,10 +554,12 @@ def _smallest(fit: Any, ridge: float) -> float | None:
     return None
 
 
-def _factorized(system: Any) -> System | KernelNewton | None:
+def _factorized(system: Any) -> System | KernelNewton | NormalNewton | None:
     """The same solution by a factorization; ``None`` where none fits."""
     if isinstance(system, System):
         return system.factorized
+    if isinstance(system, NormalNewton):
+        return system
     found: KernelNewton | None = system.kernel_form
     return found
 

@@ -19,11 +19,12 @@ from linnet.fitting.arguments import base_outputs
 from linnet.fitting.combinations import combined
 from linnet.fitting.head import Folds, example_hashes
 from linnet.fitting.last_layer import RECORD
-from linnet.fitting.softmax_fit import SoftmaxPath, solutions
+from linnet.fitting.softmax_fit import FactorNewton, SoftmaxPath, solutions
 from linnet.linear.dual import RidgePath, Spectrum
 from linnet.linear.iterative import CGSettings, Iterative
 from linnet.linear.label_problem import class_problem
 from linnet.linear.newton import KernelNewton, WeightNewton
+from linnet.linear.normal_newton import NormalNewton
 from linnet.linear.problem import Problem
 from linnet.linear.targets import Targets
 from linnet.progress import track
@@ -67,7 +68,8 @@ class CrossFit:
         # ridges (R,)
         found = self._empty(len(ridges))
         for function, rest, held in self._each():
-            kernel, cross, base = self._kernels(function, rest, held)
+            kernel, cross = self._kernels(function, rest, held)
+            base = base_outputs(Linearized(function), self.x).double()
             residual = self.targets[rest].double() - base[rest]
             if self.goal.weights is not None:
                 w = self.goal.weights[rest].sqrt()
@@ -81,16 +83,23 @@ class CrossFit:
                 found[place, held] = base[held] + change.reshape(len(held), -1)
         return found
 
-    def classified(self, ridges: Tensor) -> Tensor:
-        """Held-out outputs of cross-entropy fits."""
+    def classified(self, ridges: Tensor, in_samples: bool = True) -> Tensor:
+        """Held-out outputs of cross-entropy fits, by kernels or in the weights."""
         # ridges (R,)
         found = self._empty(len(ridges)).fill_(torch.nan)
         for function, rest, held in self._each():
-            kernel, cross, base = self._kernels(function, rest, held)
+            base = base_outputs(Linearized(function), self.x).double()
             problem = class_problem(function, take(self.x, rest), base[rest], self.goal.taken(rest))
-            system = KernelNewton(problem, kernel, float(ridges[0]))
+            kernel = self._kernels(function, rest, held) if in_samples else None
+            moved = JacobianOperator(function, take(self.x, held), found.shape[2])
+            system: FactorNewton
+            if kernel is None:
+                system = NormalNewton(problem, float(ridges[0]), memory=self.memory)
+            else:
+                system = KernelNewton(problem, kernel[0], float(ridges[0]))
             for place, solved in enumerate(solutions(system, ridges)):
-                change = cross @ solved.beta.reshape(-1)
+                beta = solved.beta.reshape(-1)
+                change = moved.mv(solved.delta).double() if kernel is None else kernel[1] @ beta
                 found[place, held] = base[held] + change.view(len(held), -1)
         return found
 
@@ -125,18 +134,17 @@ class CrossFit:
             if len(held) and len(rest):
                 yield self.folds.without(self.function, k), rest, held
 
-    def _kernels(self, function: Functional, rest: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """K of the rest and K(fold, rest) as matrices, or what all outputs share of them; and f₀ of all."""
+    def _kernels(self, function: Functional, rest: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+        """K of the rest and K(fold, rest) as matrices, or what all outputs share of them."""
         x, c = take(self.x, rest), self.targets.shape[1]
-        base = base_outputs(Linearized(function), self.x).double()
         if self.combinations is not None:
             few, scale = combined(function, self.combinations), 1 / self.combinations.shape[1]
             kernel = gram(few, x, form="trace", memory=self.memory).double()
             cross = gram(few, take(self.x, held), x, form="trace", memory=self.memory).double()
-            return scale * kernel, scale * cross, base
+            return scale * kernel, scale * cross
         kernel = gram(function, x, form="full", memory=self.memory).double()
         cross = gram(function, take(self.x, held), x, form="full", memory=self.memory).double()
-        return kernel.reshape(len(rest) * c, -1), cross.reshape(len(held) * c, -1), base
+        return kernel.reshape(len(rest) * c, -1), cross.reshape(len(held) * c, -1)
 
 
 def find_cross_fit(

@@ -27,7 +27,7 @@ from linnet.fitting.remarks import (
     unused_remarks,
 )
 from linnet.fitting.sketch import deflated, sketched
-from linnet.fitting.softmax_fit import SoftmaxFit, followed, softmax_grid
+from linnet.fitting.softmax_fit import FactorNewton, SoftmaxFit, followed, softmax_grid
 from linnet.fitting.solver import Shared, Size, Sketch, Solver, Solving, affordable, choose_solver
 from linnet.fitting.stochastic import solve_stochastically
 from linnet.likelihoods.discrete import Bernoulli, Categorical
@@ -35,10 +35,12 @@ from linnet.likelihoods.likelihood import require_axis
 from linnet.linalg.factorize import decomposing
 from linnet.linear.dual import DualSystem
 from linnet.linear.features import Heads
+from linnet.linear.formed_rows import FormedRows
 from linnet.linear.iterative import Iterative, Reused
 from linnet.linear.kernel_system import KernelSystem, whitened_kernel
 from linnet.linear.label_problem import class_problem, class_targets
-from linnet.linear.newton import KernelNewton, WeightNewton
+from linnet.linear.newton import STEPS, KernelNewton, WeightNewton
+from linnet.linear.normal_newton import NormalNewton, summed_gram
 from linnet.linear.normal_system import NormalSystem, summed
 from linnet.linear.preconditioner import TRIAL
 from linnet.linear.problem import Problem
@@ -127,7 +129,7 @@ def fit(
             :func:`linnet.audit.tune_ridge` chooses it by validation data.
         solver: ``"dual"`` (the N·C × N·C kernel), ``"shared"`` (one N × N kernel for all outputs, the mean
             over four combinations of them, for many outputs; squared loss),
-            ``"primal"`` (the P × P matrix JᵀJ, for many examples and few weights; squared loss), ``"sketch"``
+            ``"primal"`` (the P × P matrix JᵀJ or JᵀΛJ, for many examples and few weights), ``"sketch"``
             (the same along 2,048 directions of the weights, for many of both), ``"cg"`` (matrix-free in the
             weights), ``"sgd"`` (the recipe of Achille et al., to compare with), or ``"auto"``, which predicts
             operations and memory, chooses one that is exact where it can, and says what and why.
@@ -213,22 +215,18 @@ def _check_together(loss: str, targets: Any, ridge: float | str, solver: str, ax
     if axis is not None:
         require_axis(axis)
     likely, searched, one_hot = loss != "squared", isinstance(ridge, str), isinstance(targets, OneHot)
-    exact = '"dual"' if likely else '"dual" or "primal"'
     table = (
         (likely and ridge == "gcv", f"ridge={ridge!r}",
          "a criterion that the cross-entropy has: GCV is defined by squared residuals",
          'pass ridge="loo" (leave-one-out log loss) or ridge="evidence"'),
         (likely and one_hot and targets.scale != ALPHA, f"targets={targets!r}",
          "no scale: labels are probabilities", "leave targets= out"),
-        (likely and solver in ("shared", "primal", "sgd"), f'solver="{solver}"',
-         '"dual", "cg" or "sketch": the curvature of the cross-entropy changes with every output and step',
+        (likely and solver in ("shared", "sgd"), f'solver="{solver}"',
+         '"dual", "primal", "cg" or "sketch": the curvature of the cross-entropy changes with every output',
          'pass solver="auto", or loss="squared"'),
-        (likely and solver == "sketch" and searched, f'ridge={ridge!r}, solver="sketch"',
-         "a number: the cross-entropy of a sketch is solved by iterations",
-         'pass a number, or loss="squared"'),
         (solver in ("cg", "sgd") and searched, f'ridge={ridge!r}, solver="{solver}"',
          "a number: the criteria need eigenvalues",
-         f"pass solver={exact}, or choose the ridge on a subset first"),
+         'pass solver="dual" or "primal", or choose the ridge on a subset first'),
         (axis is not None and solver == "shared", f'axis={axis}, solver="shared"',
          "one row of outputs per example: positions do not share a kernel", 'pass solver="auto"'),
         (axis is not None and likely and searched, f"axis={axis}, ridge={ridge!r}",
@@ -279,10 +277,10 @@ def _fit(lin: Linearized, task: FitRequest, seconds: dict[str, float]) -> Linear
     if chosen == "sketch":
         sketch = asked.sketch or Sketch(size.default_dim() or 1)
         lin, reasons["sketch"] = sketched(lin, x, sketch, task.memory)
-        chosen = "primal" if squared else "cg"
+        chosen = "primal"
     exact = types.exact(lin.function.dtype)  # where products with J are made in the network's type
     capture = types.capture if chosen == "dual" else exact.capture
-    sums = types.sums if chosen == "primal" else exact.sums
+    sums = types.sums if chosen == "primal" and squared else exact.sums
     module = pinned(Linearized(lin.function), replace(types, capture=capture, sums=sums))
     folds = find_cross_fit(lin, x, task.y, made, task.memory)
     of_head = (folds.said,) if folds is not None else head_remarks(lin.model, x, task.y)
@@ -293,7 +291,7 @@ def _fit(lin: Linearized, task: FitRequest, seconds: dict[str, float]) -> Linear
     solve: Callable[..., tuple[Any, Chosen]]
     system: Any
     if not squared:
-        solve = _newton_by_kernel if chosen == "dual" else _newton_in_weights
+        solve = _newton_by_factors if chosen in ("dual", "primal") else _newton_in_weights
     else:
         solve = _factorized if chosen in ("dual", "shared", "primal") else _iterated
     system, taken = solve(module, task, chosen, record, folds)
@@ -305,7 +303,7 @@ def _fit(lin: Linearized, task: FitRequest, seconds: dict[str, float]) -> Linear
     else:
         reasons["newton"] = f"{system.described()}, gradient {system.certificate():.0e} of that at the start"
         fitted = SoftmaxFit(module, made, system, record)
-        if chosen == "dual" and ridge == "loo" and folds is None and fitted.n > 1:
+        if chosen in ("dual", "primal") and ridge == "loo" and folds is None and fitted.n > 1:
             _say_error(fitted)
     fitted.held_out, fitted.chosen_path = taken.held_out, taken.path
     return fitted
@@ -450,27 +448,39 @@ def _newton_in_weights(
     return system, Chosen(ridge, "given", held)
 
 
-def _newton_by_kernel(
+def _newton_by_factors(
     module: Linearized, task: FitRequest, chosen: str, record: Choices, folds: CrossFit | None
-) -> tuple[KernelNewton, Chosen]:
-    """The cross-entropy on the kernel, at the ridge that is given or that a criterion prefers."""
-    start, ridge = time.perf_counter(), task.ridge
-    problem = class_problem(module.function, task.x, task.f0, task.targets)
-    kernel, steps = _kernel(module, task), task.solving.settings.max_steps
-    record.seconds["kernel"] = time.perf_counter() - start
+) -> tuple[FactorNewton, Chosen]:
+    """The cross-entropy by factors of K or H, at the ridge that is given or that a criterion prefers."""
+    start, ridge, memory = time.perf_counter(), task.ridge, task.memory
+    problem, dual = class_problem(module.function, task.x, task.f0, task.targets), chosen == "dual"
+    steps = min(STEPS, task.solving.settings.max_steps)
+    kernel = _kernel(module, task) if dual else None
+    rows = None if dual else FormedRows(problem.function, problem.x, problem.c, memory)
+
+    def solved(rho: float) -> FactorNewton:
+        """The optimum at a ridge."""
+        if kernel is not None:
+            return KernelNewton(problem, kernel, rho, None, steps, memory)
+        return NormalNewton(problem, rho, None, steps, memory, rows)
+
     if not isinstance(ridge, str):
-        system = KernelNewton(problem, kernel, float(ridge), None, steps, task.memory)
-        held = None if folds is None else folds.classified(torch.tensor([system.ridge]))[0]
+        record.seconds["kernel"] = time.perf_counter() - start
+        system = solved(float(ridge))
+        held = None if folds is None else folds.classified(torch.tensor([system.ridge]), dual)[0]
         return system, Chosen(system.ridge, "given", held)
-    grid = softmax_grid(kernel, module.function.dtype)
-    every = folds.classified(grid) if folds is not None and ridge == "loo" else None
-    system = KernelNewton(problem, kernel, float(grid[0]), None, steps, task.memory)
+    gram = kernel if rows is None else summed_gram(problem, rows)
+    assert gram is not None
+    record.seconds["kernel"] = time.perf_counter() - start
+    grid = softmax_grid(gram, problem.base.numel(), module.function.dtype)
+    system = solved(float(grid[0]))
+    every = folds.classified(grid, dual) if folds is not None and ridge == "loo" else None
     path, best = followed(system, grid, task.targets, ridge, every)
     held = None
     if every is not None:
         held = every[int((path.ridges - best.ridge).abs().argmin())]
     elif folds is not None:
-        held = folds.classified(torch.tensor([best.ridge]))[0]
+        held = folds.classified(torch.tensor([best.ridge]), dual)[0]
     return best, Chosen(best.ridge, explained(path, ridge, best.ridge, folds), held, path=path)
 
 

@@ -32,6 +32,7 @@ from linnet.fitting.fitted import Fitted
 from linnet.linear.dual import CriteriaByRidge
 from linnet.linear.label_problem import LabelProblem, WeighedLosses, class_targets, weighed_labels
 from linnet.linear.newton import KernelNewton, NewtonSystem
+from linnet.linear.normal_newton import NormalNewton
 from linnet.linear.saved import newton_state
 from linnet.linear.targets import Targets, weighed_targets
 from linnet.params import choice
@@ -45,6 +46,7 @@ DECADES = (-5, 1)  # ridges of a path, relative to the mean diagonal of the kern
 ROUNDING = 4.0  # units of roundoff of the kernel's largest eigenvalue, below which a ridge is no ridge
 PER_DECADE = 2  # of them
 POWER_STEPS = 20  # of the power method, for the kernel's largest eigenvalue from below
+FactorNewton = KernelNewton | NormalNewton  # by factorizations, which have every ridge
 CHECKED = 3  # examples that are refitted where a ridge is chosen by leave-one-out
 
 
@@ -105,7 +107,7 @@ class SoftmaxFit(Fitted, Summable):
         noise: 0.
         temperature, point_temperature: 1, as outputs are logits.
         variance_scale: What their variance is multiplied with before it moderates probabilities: 1, or less
-            where leave-one-out outputs are likelier by more than a nat; 1 where no kernel fits the memory.
+            where leave-one-out outputs are likelier by more than a nat; 1 where no matrix fits the memory.
         chosen_path: The path that the ridge was chosen from; ``None`` where it was given.
 
     Example:
@@ -133,8 +135,8 @@ class SoftmaxFit(Fitted, Summable):
         return linear_outputs(self.module, x)
 
     def _left_out_variances(self) -> Tensor | None:
-        """By the kernel; without it each example takes C solves."""
-        return None if self.system.kernel_form is None else self.system.loo_variances()
+        """By a factorization; without one each example takes C solves."""
+        return self.system.loo_variances() if self.system.direct else None
 
     # -- audits ----------------------------------------------------------------------------------
 
@@ -195,14 +197,14 @@ class SoftmaxFit(Fitted, Summable):
             NumericalError: If a ridge is below what rounding lets be answered.
         """
         system = self.system
-        if not isinstance(system, KernelNewton):
+        if not isinstance(system, KernelNewton | NormalNewton):
             raise InputError(
-                f"path needs the kernel, but the fit was solved by {self.solver!r}",
-                expected='solver="dual"',
-                remedy='fit again with solver="dual", or fit at each ridge',
+                f"path needs a factorization, but the fit was solved by {self.solver!r}",
+                expected='solver="dual" or "primal"',
+                remedy='fit again with solver="dual" or "primal", or fit at each ridge',
             )
         if ridges is None:
-            grid = softmax_grid(system.kernel, self.module.function.dtype)
+            grid = softmax_grid(system.gram, system.base.numel(), self.module.function.dtype)
         else:
             grid = answerable(self, ridge_grid(ridges)).sort(descending=True).values
         return followed(system, grid, self._targets)[0]
@@ -266,24 +268,24 @@ def require_kept(ridge: Any) -> None:
 # -- paths -----------------------------------------------------------------------------------------
 
 
-def softmax_grid(kernel: Tensor, dtype: torch.dtype) -> Tensor:
+def softmax_grid(gram: Tensor, equations: int, dtype: torch.dtype) -> Tensor:
     """Ridges in steps of a decade's parts, relative to the mean of K's diagonal, above its rounding."""
-    # kernel (N·C, N·C)
-    scale = float(kernel.diagonal().mean()) or 1.0
+    # gram, K or JᵀJ
+    scale = float(gram.diagonal().sum()) / equations or 1.0
     low, high = DECADES
     count = (high - low) * PER_DECADE + 1
     every = scale * torch.logspace(high, low, count, dtype=torch.float64)
-    sound = every[every >= ROUNDING * torch.finfo(dtype).eps * _largest(kernel)]
+    sound = every[every >= ROUNDING * torch.finfo(dtype).eps * _largest(gram)]
     return sound if len(sound) else every[:1]
 
 
-def _largest(kernel: Tensor) -> float:
+def _largest(gram: Tensor) -> float:
     """The largest eigenvalue, from below, by the power method."""
-    v = torch.ones(kernel.shape[0], dtype=kernel.dtype, device=kernel.device)
+    v = torch.ones(gram.shape[0], dtype=gram.dtype, device=gram.device)
     v[1::2] = 0.5
     size = 0.0
     for _ in range(POWER_STEPS):
-        v = kernel @ v
+        v = gram @ v
         size = float(v.norm())
         if size == 0 or not math.isfinite(size):
             return 0.0
@@ -291,7 +293,7 @@ def _largest(kernel: Tensor) -> float:
     return size
 
 
-def solutions(system: KernelNewton, ridges: Tensor) -> Iterator[KernelNewton]:
+def solutions(system: FactorNewton, ridges: Tensor) -> Iterator[FactorNewton]:
     """The solutions along a path, each from the one before; where the precision ends, so does the path."""
     first = True
     for ridge in track(ridges.tolist(), f"cross-entropy: {len(ridges)} ridges", len(ridges)):
@@ -305,7 +307,7 @@ def solutions(system: KernelNewton, ridges: Tensor) -> Iterator[KernelNewton]:
         yield system
 
 
-def point(system: KernelNewton, labels: Tensor, exact: Tensor | None = None) -> tuple[float, ...]:
+def point(system: FactorNewton, labels: Tensor, exact: Tensor | None = None) -> tuple[float, ...]:
     """All criteria at one ridge."""
     # labels (N,), exact (N, C)
     outputs = system.loo_outputs() if exact is None else exact
@@ -322,12 +324,12 @@ def point(system: KernelNewton, labels: Tensor, exact: Tensor | None = None) -> 
 
 
 def followed(
-    system: KernelNewton,
+    system: FactorNewton,
     ridges: Tensor,
     targets: Targets,
     criterion: str = "loo",
     exact: Tensor | None = None,
-) -> tuple[SoftmaxPath, KernelNewton]:
+) -> tuple[SoftmaxPath, FactorNewton]:
     """Every criterion along a path, by held-out outputs where there are any, and the solution of the best."""
     # ridges (R,) descending, exact (R, N, C)
     labels, points = targets.labels, []

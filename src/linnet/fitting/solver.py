@@ -274,6 +274,7 @@ def _settings(asked: CG | SGD) -> tuple[CGSettings, LinearOperator | None]:
 
 SMALLER = ["use fewer parameters with params=", "raise memory="]
 CG_STEPS = 300  # steps assumed when conjugate gradients are planned
+NEWTON = 8  # steps of Newton's method, as most fits of classes take
 EIGEN = 9.0  # operations of an eigendecomposition with vectors, in n³
 RIDGES = 37  # of a path, each of which takes a leave-one-out of every example
 DIMS = (2048, 1024, 512, 256)  # directions of a sketch that nobody asked for: the most that fit the memory
@@ -318,7 +319,8 @@ class Size:
 
     def primal_memory(self) -> Plan:
         """Bytes of a primal fit: the P × P matrix and its factorization."""
-        items = factorized("Fisher matrix", self.function.space.dim, self.searched)
+        searched = self.searched and self.loss == "squared"  # others have no eigenvectors
+        items = factorized("Fisher matrix", self.function.space.dim, searched)
         items.append(("rows of the examples", self._rows(self.function.space.dim)))
         return Plan(f"primal fit of {self.function.space.dim} weights", self.budget, tuple(items))
 
@@ -379,7 +381,12 @@ class Size:
             "cg": CG_STEPS * (5 * self.forward + 4.0 * float(m) ** 2 * p),
             "primal": self.fisher_operations + 2 * float(p) ** 3 / 3,
         }
-        if self.searched:
+        if self.loss == "cross-entropy":  # a matrix and a factor of each step
+            seen = m * max(self.c - 1, 1) / self.c  # outputs, less the one that softmax does not see
+            found["dual"] = self.kernel_operations + NEWTON * (4.0 * seen * m * self.c + seen**3 / 3)
+            found["dual"] += 2 * seen**3 / 3
+            found["primal"] = self.derivatives + NEWTON * (seen * p**2 + p**3 / 3) + 2.0 * m * p**2
+        elif self.searched:
             found["dual"] += EIGEN * float(m) ** 3 + RIDGES * 2.0 * (self.c + 1) * float(m) ** 2
             found["primal"] += self.derivatives + EIGEN * float(p) ** 3 + 2.0 * m * p**2
             found["primal"] += RIDGES * 2.0 * (self.c + 1) * m * p
@@ -406,9 +413,7 @@ def choose_solver(size: Size, asked: Solving) -> tuple[str, str]:
         require(size.iterated_memory(settings), SMALLER)
     if solver != "auto":
         return solver, "set by the user"
-    plans = {"dual": size.dual_memory()}
-    if size.loss == "squared":
-        plans["primal"] = size.primal_memory()
+    plans = {"dual": size.dual_memory(), "primal": size.primal_memory()}
     needed = format_bytes(plans["dual"].peak)
     fitting = {name: plan for name, plan in plans.items() if plan.peak <= size.budget}
     operations = size.operations()

@@ -192,25 +192,44 @@ class NewtonSystem(Solved):
         """L at the optimum, (N, C, D)."""
         return self.problem.roots(self.outputs)
 
+    @property
     @abstractmethod
+    def direct(self) -> bool:
+        """Whether examples are left out without iterations."""
+
+    @property
+    @abstractmethod
+    def _own(self) -> Tensor:
+        """A_ii, (N, C, C)."""
+
+    def _unexplained(self) -> Tensor:
+        """I − L_iᵀ A_ii L_i, (N, D, D)."""
+        roots = self.roots
+        seen = roots.mT @ self._own @ roots
+        rest: Tensor = torch.eye(seen.shape[2]).to(seen) - seen
+        return rest
+
     def loo_residuals(self) -> Tensor:
         """−e, (N, ...): what each example pulls its own output by, beside all others."""
+        gradient, roots = self.gradient, self.roots
+        seen = roots.mT @ (self._own @ gradient[:, :, None])  # L_iᵀ A_ii g_i
+        solved: Tensor = torch.linalg.solve(self._unexplained(), seen)
+        return -(gradient + (roots @ solved)[:, :, 0])
 
-    @abstractmethod
     def loo_outputs(self) -> Tensor:
         """f_i + A_ii e_i, one Newton step from the optimum, (N, ...)."""
+        return self.outputs - (self._own @ self.loo_residuals()[:, :, None])[:, :, 0]
 
     def loo_variances(self) -> Tensor:
         """A_ii + A_ii L_i (I − L_iᵀ A_ii L_i)⁻¹ L_iᵀ A_ii, of outputs without their example, (N, C, C)."""
-        form = self.kernel_form
-        own = self.covariance(self.x) / self.ridge if form is None else form._own
-        seen = own @ self.roots
-        if form is None:
-            rest = torch.eye(seen.shape[2]).to(seen) - self.roots.mT @ seen
-        else:
-            rest = form._unexplained()
-        solved: Tensor = torch.linalg.solve(rest, seen.mT)
-        return own + seen @ solved
+        seen = self._own @ self.roots
+        solved: Tensor = torch.linalg.solve(self._unexplained(), seen.mT)
+        return self._own + seen @ solved
+
+    def degrees_of_freedom(self) -> float:
+        """Effective parameters, tr ΛA."""
+        rest = self._unexplained()
+        return rest.shape[0] * rest.shape[1] - float(rest.diagonal(dim1=1, dim2=2).sum())
 
     def own_changes(self) -> Tensor:
         """f_i less the output without the example, (N, C)."""
@@ -332,6 +351,16 @@ class KernelNewton(NewtonSystem):
         """Itself."""
         return self
 
+    @property
+    def direct(self) -> bool:
+        """Whether examples are left out without iterations."""
+        return True
+
+    @property
+    def gram(self) -> Tensor:
+        """K."""
+        return self.kernel
+
     @cached_property
     def factor(self) -> Tensor:
         """The Cholesky factor of B at the optimum."""
@@ -433,22 +462,6 @@ class KernelNewton(NewtonSystem):
     def _unexplained(self) -> Tensor:
         """I − L_iᵀ A_ii L_i = ρ [B⁻¹]_ii, (N, D, D)."""
         return self.ridge * self._blocks
-
-    def loo_residuals(self) -> Tensor:
-        """−e, (N, C): what each example pulls its own output by, beside all others."""
-        gradient, roots = self.gradient, self.roots
-        seen = roots.mT @ (self._own @ gradient[:, :, None])  # L_iᵀ A_ii g_i
-        solved: Tensor = torch.linalg.solve(self._unexplained(), seen)
-        return -(gradient + (roots @ solved)[:, :, 0])
-
-    def loo_outputs(self) -> Tensor:
-        """f_i + A_ii e_i, one Newton step from the optimum, (N, C)."""
-        return self.outputs - (self._own @ self.loo_residuals()[:, :, None])[:, :, 0]
-
-    def degrees_of_freedom(self) -> float:
-        """Effective parameters, tr ΛA = tr (I − ρB⁻¹)."""
-        rest = self._unexplained()
-        return rest.shape[0] * rest.shape[1] - float(rest.diagonal(dim1=1, dim2=2).sum())
 
     def log_evidence(self) -> float:
         """−Σℓ − ½ρ‖δ‖² − ½ log det(I + LᵀKL/ρ), Laplace's approximation."""
@@ -648,6 +661,22 @@ class WeightNewton(NewtonSystem):
             start, memory = self.beta, self.memory
             self._kernel_form = KernelNewton(self.problem, kernel.double(), self.ridge, start, memory=memory)
         return self._kernel_form
+
+    @property
+    def direct(self) -> bool:
+        """Whether the kernel fits the memory."""
+        return self.kernel_form is not None
+
+    @cached_property
+    def _own(self) -> Tensor:
+        """By the kernel, or by N·C solves."""
+        form = self.kernel_form
+        return self.covariance(self.x) / self.ridge if form is None else form._own
+
+    def _unexplained(self) -> Tensor:
+        """By the kernel where it fits, which keeps the digits of small ones."""
+        form = self.kernel_form
+        return super()._unexplained() if form is None else form._unexplained()
 
     def solve(self, b: Tensor) -> Tensor:
         """(JᵀΛJ + ρI)⁻¹ b for columns (P, K)."""

@@ -30,7 +30,7 @@ from linnet.linear.dual import (
 )
 from linnet.linear.kernel_system import KernelSystem, kernel_fits
 from linnet.linear.problem import Memory, Problem
-from linnet.linear.system import System, require_digits
+from linnet.linear.system import Solved, System, require_digits
 from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs, batch_size
 
@@ -231,12 +231,7 @@ class NormalSystem(System):
 
     def reach(self, e: Tensor) -> Tensor:
         """By one pass over the examples."""
-        parts = []
-        for place, rows in self.own_rows():
-            each = rows.view(-1, self.c, rows.shape[1])
-            solved = self.solve(torch.einsum("ncp,nc->pn", each, e[place].to(each)))
-            parts.append((solved * (self.normal @ solved)).sum(0))
-        return torch.cat(parts)
+        return reached(self, self.normal, e)
 
     def grid(self) -> Tensor:
         """Ridges around the mean of the kernel's diagonal, above its rounding, (R,)."""
@@ -313,17 +308,35 @@ def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:
     for place, rows in problem.summed_rows("normal", {"normal": normal, "right": right}, memory):
         wide = rows.double()  # a product rounded to float32 would be 1/ρ times as far off as the rows are
         narrow = rows.float() if problem.function.precision.sums == "float32" else None
-        for start in range(0, p, TILE):  # the half below the diagonal
-            tile = slice(start, start + TILE)
-            if narrow is None:
-                normal[tile, : tile.stop].addmm_(wide[:, tile].T, wide[:, : tile.stop])
-            else:  # where the caller has asked for it, and the check of rounding counts it
-                normal[tile, : tile.stop] += narrow[:, tile].T @ narrow[:, : tile.stop]
+        # in float32 where the caller has asked for it, and the check of rounding counts it
+        add_gram(normal, wide if narrow is None else narrow)
         right += wide.T @ problem.residual[place].reshape(-1).double()
     share_sum([right])
     _sum_triangle(normal)
     normal = normal.tril_()
     return normal + normal.tril(-1).T, right
+
+
+def add_gram(total: Tensor, rows: Tensor) -> None:
+    """Add RᵀR to a matrix, on and below its diagonal, in tiles that may reach above it."""
+    # total (P, P) float64, rows (n, P)
+    for start in range(0, len(total), TILE):
+        tile = slice(start, start + TILE)
+        if rows.dtype == total.dtype:
+            total[tile, : tile.stop].addmm_(rows[:, tile].T, rows[:, : tile.stop])
+        else:
+            total[tile, : tile.stop] += rows[:, tile].T @ rows[:, : tile.stop]
+
+
+def reached(system: Solved, normal: Tensor, e: Tensor) -> Tensor:
+    """‖J d_i‖² of the change d_i = H⁻¹ J_iᵀ e_i of the weights by each example, (N,)."""
+    # normal (P, P) = JᵀJ, e (N, C)
+    parts = []
+    for place, rows in system.own_rows():
+        each = rows.view(-1, system.c, rows.shape[1])
+        solved = system.solve(torch.einsum("ncp,nc->pn", each, e[place].to(each)))
+        parts.append((solved * (normal @ solved)).sum(0))
+    return torch.cat(parts)
 
 
 def _sum_triangle(matrix: Tensor) -> None:

@@ -9,6 +9,7 @@ from linnet.linear.iterative import Iteration, Iterative, Reused
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.label_problem import LabelProblem
 from linnet.linear.newton import KernelNewton, NewtonSystem, WeightNewton
+from linnet.linear.normal_newton import NormalNewton
 from linnet.linear.normal_system import NormalSystem
 from linnet.linear.problem import Memory, Problem
 from linnet.linear.system import System
@@ -66,6 +67,8 @@ def newton_state(system: NewtonSystem) -> State:
     }
     if isinstance(system, KernelNewton):
         return state | {"kernel": system.kernel}
+    if isinstance(system, NormalNewton):
+        return state | {"solution": system.eta, "settings": None}
     assert isinstance(system, WeightNewton)
     return state | {"solution": system.eta, "settings": system.settings}
 
@@ -76,4 +79,6 @@ def restored_newton(problem: LabelProblem, state: State) -> NewtonSystem:
         problem = problem.given(state["constraints"], "kernel" in state)
     if "kernel" in state:
         return KernelNewton(problem, state["kernel"], state["ridge"], state["beta"])
+    if state["settings"] is None:
+        return NormalNewton(problem, state["ridge"], state["solution"])
     return WeightNewton(problem, state["ridge"], state["settings"], state["solution"])
