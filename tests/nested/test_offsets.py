@@ -28,8 +28,22 @@ def test_noise_does_not_depend_on_an_offset(weighed: bool) -> None:
     assert moved.ridge == plain.ridge
     assert moved.noise == pytest.approx(plain.noise, rel=1e-6)
     own, other = (fit.predictive(x[80:]) for fit in (plain, moved))
-    torch.testing.assert_close(other.variance, own.variance, rtol=1e-6, atol=0)
-    torch.testing.assert_close(other.mean - 1e4, own.mean, rtol=0, atol=0.1)
+    torch.testing.assert_close(other.variance, own.variance, rtol=1e-4, atol=0)
+    torch.testing.assert_close(other.mean - 1e4, own.mean, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("offset", [100.0, 1e4])
+def test_features_that_say_nothing_leave_the_mean(offset: float) -> None:
+    """A large ridge holds back what features say, and not the intercept."""
+    for seed in range(4):
+        net, x, _ = noisy(seed)
+        y = torch.randn(40, 1, dtype=torch.float64)
+        plain, moved = (linnet.adapt(net, (x[:40], y + c)) for c in (0.0, offset))
+        assert moved.ridge == pytest.approx(plain.ridge)
+        torch.testing.assert_close(moved.predict(x[40:]) - offset, plain.predict(x[40:]), rtol=0, atol=0.02)
+        torch.testing.assert_close(moved.loo() - offset, plain.loo(), rtol=0, atol=0.02)
+    constant = linnet.adapt(net, (torch.ones(10, 4, dtype=torch.float64), torch.arange(10.0)[:, None]))
+    assert float(constant.predict(torch.ones(1, 4, dtype=torch.float64))) == pytest.approx(4.5, abs=1e-3)
 
 
 def test_doubted_targets_hardly_widen_intervals() -> None:

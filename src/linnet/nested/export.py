@@ -40,7 +40,6 @@ from linnet.linear.features import Weights, angular_kernel
 from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import Plan, parse_bytes, require
 from linnet.nested.features import HEAD, Prior
-from linnet.nested.search import BIAS
 from linnet.nested.stages import Alike, Headed
 from linnet.tangent.batch import split
 from linnet.tangent.functional import Functional, copied
@@ -221,7 +220,7 @@ def _remaining(prior: Prior, rows: Tensor, posterior: ExportedPosterior) -> _Rem
         every = [jacobian(function, part, posterior.memory).double() for part in split(posterior.x, BATCH)]
         parts.append(torch.cat(every).flatten(1) * of_rows)
     g = torch.cat(parts, 1)
-    share = BIAS / (n * BIAS + posterior.ridge)  # κ/(Nκ+ρ)
+    share = mixture.bias / (n * mixture.bias + posterior.ridge)  # κ/(Nκ+ρ)
     total, drawn = g.sum(0), (1 - (1 - share * n) ** 0.5) / n
     g -= total * drawn  # Q G
     found = prior.center.double(), prior.scale * head, of_rows

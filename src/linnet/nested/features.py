@@ -33,7 +33,7 @@ from linnet.linear.features import (
     WeightedSum,
     angular_kernel,
 )
-from linnet.nested.search import BIAS, Kernels, Mixture
+from linnet.nested.search import Kernels, Mixture
 from linnet.nested.stages import Beside, Staged, earlier_layers
 from linnet.tangent.batch import Inputs, split
 from linnet.tangent.functional import IDLE, Functional, copied
@@ -193,7 +193,7 @@ class Prior:
         head: Features = Explicit(self.rows)
         if mixed.earlier:
             head = Angles(self.rows, self.network.width, self.share)
-        terms = [(BIAS, Constant(self.center.device)), (1 - mixed.weight, head)]
+        terms = [(mixed.bias, Constant(self.center.device)), (1 - mixed.weight, head)]
         if mixed.weight:
             terms.append((mixed.weight / mixed.body, self.network.body))
         return WeightedSum(tuple(terms))

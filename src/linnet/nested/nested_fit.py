@@ -34,7 +34,7 @@ from linnet.linear.system import System
 from linnet.linear.targets import Targets, understood, weighed_targets
 from linnet.nested.export import exported_nested, network_of_probe
 from linnet.nested.features import HEAD, Prior, RandomHeads, kernels_of
-from linnet.nested.search import BIAS, FREE, Kernels, Rung, Shares, choose, sampled
+from linnet.nested.search import FREE, Kernels, Rung, Shares, choose, intercept, sampled
 from linnet.params import no_targets
 from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate, take
 from linnet.tangent.data import Data
@@ -161,7 +161,7 @@ class NestedFit(SquaredFit):
         kernel = self.system.kernel
         if (w := self.system.problem.weights) is not None:
             kernel = kernel / w[:, :1] / w[:, 0]
-        kernel = kernel - BIAS
+        kernel = kernel - self.prior.mixture.bias
         kernel = kernel - kernel.mean(0) - kernel.mean(1, keepdim=True) + kernel.mean()
         values: Tensor = torch.linalg.eigvalsh(kernel)
         return values[1:].clamp_min(0)
@@ -405,7 +405,8 @@ def solved(
     seconds = {"kernel": time.perf_counter() - start}
     start = time.perf_counter()
     choice = choose(kernels, targets, given)
-    kernel, mixture = kernels.mixed(choice.taken.weight, choice.taken.earlier)
+    bias = intercept(targets, choice.taken.ridge)
+    kernel, mixture = kernels.mixed(choice.taken.weight, choice.taken.earlier, bias)
     prior = Prior(features, found[:, : features.width].mean(0), mixture)
     rows = prior.scaled(found)
     problem = problem_of(prior, (x, rows), targets)

@@ -30,8 +30,14 @@ EARLIER = (0.2, 0.5, 0.8, 1.0)  # e
 # development tasks few samples told less than what holds in general (docs/results/adapt.md)
 USUAL, AGAINST = 1.0, 2.0
 # κ, the prior variance of the intercept beside a kernel whose diagonal is about 1: the intercept is free to
-# 1 part in N·10⁴, and float64 keeps 11 digits of the rest
+# 1 part in N·10⁴, and float64 keeps 11 digits of the rest. Of values it is so many times the ridge, where that
+# is more than 1, and more by as much as their mean is beyond their spread, up to STRETCH times: else it holds
+# predictions back from the mean, which leave-one-out about the mean does not see.
 BIAS = 1e4
+STRETCH = 1e4
+CONSTANT = (
+    100.0  # times the sum of the other eigenvalues, about N: a ridge that leaves the mean of values alone
+)
 PER_DECADE = 4  # ridges
 LOW, HIGH = -4, 3  # decades of ridges that are looked through first
 LOWEST, HIGHEST = (
@@ -72,6 +78,7 @@ class Mixture:
     head: float  # m_head
     early: float  # m_early
     body: float  # m_body
+    bias: float = BIAS  # κ
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,17 +102,17 @@ class Kernels:
         early, body = (None if k is None else k[rows][:, rows] for k in (self.early, self.body))
         return Kernels(self.head[rows][:, rows], early, body)
 
-    def mixed(self, weight: float, earlier: float = 0.0) -> tuple[Tensor, Mixture]:
+    def mixed(self, weight: float, earlier: float = 0.0, bias: float = BIAS) -> tuple[Tensor, Mixture]:
         """K at two shares, (N, N), and how it was made."""
         head, early, body = self.scales
-        total = BIAS + (1 - weight) * (1 - earlier) / head * self.head
+        total = bias + (1 - weight) * (1 - earlier) / head * self.head
         if earlier:
             assert self.early is not None
             total += (1 - weight) * earlier / early * self.early
         if weight:
             assert self.body is not None
             total += weight / body * self.body
-        return total, Mixture(weight, earlier, head, early, body)
+        return total, Mixture(weight, earlier, head, early, body, bias)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,11 +258,22 @@ def choose(kernels: Kernels, targets: Targets, given: Shares = FREE) -> Choice:
     else:
         taken, best = search.chosen(probe)
     shares = taken.weight, taken.earlier
-    kernel, mixture = kernels.mixed(*shares)
-    final = best_ridge(kernel, targets, shares, given.ridge) if pilot else taken
+    final = best_ridge(kernels.mixed(*shares)[0], targets, shares, given.ridge) if pilot else taken
+    mixture = kernels.mixed(*shares, intercept(targets, final.ridge))[1]
     if targets.labels is not None and best is not probe:
         probe, best = (replace(one, together=search.right_together(one)) for one in (probe, best))
     return Choice(final, probe, best, mixture, given, kernels.body is not None, pilot)
+
+
+def intercept(targets: Targets, ridge: float = 1.0) -> float:
+    """κ, which leaves the intercept free at a ridge."""
+    if targets.classes is not None:
+        return BIAS
+    values, w = targets.values.double(), targets.every_weight[:, None] / targets.every_weight.sum()
+    mean = (w * values).sum(0)
+    spread = (w * (values - mean).square()).sum(0).sqrt()
+    far = float((mean.abs() / spread)[spread > 0].amax()) if bool((spread > 0).any()) else STRETCH
+    return BIAS * max(1.0, ridge) * min(max(1.0, far), STRETCH)
 
 
 def sampled(n: int, count: int) -> Tensor:
@@ -373,7 +391,13 @@ def best_ridge(
             "keeps more digits",
         )
     low, errors = max(LOW * PER_DECADE, lowest), dict[int, float]()
-    high = max(HIGH * PER_DECADE, low)
+    highest = HIGHEST * PER_DECADE
+    if targets.classes is None:
+        highest = min(
+            highest, math.ceil(PER_DECADE * math.log10(CONSTANT * float(targets.every_weight.sum())))
+        )
+    highest = max(highest, low)
+    high = max(min(HIGH * PER_DECADE, highest), low)
     judged = counting.nonzero()[:, 0]
     while True:
         fresh = [step for step in range(low, high + 1) if step not in errors]
@@ -382,8 +406,8 @@ def best_ridge(
         best = min(errors, key=errors.__getitem__)
         if best == low and low > lowest:
             low = max(low - PER_DECADE, lowest)
-        elif best == high and high < HIGHEST * PER_DECADE:
-            high += PER_DECADE
+        elif best == high and high < highest:
+            high = min(high + PER_DECADE, highest)
         else:
             break
     found = _candidate(spectrum, targets, shares, 10 ** (best / PER_DECADE))

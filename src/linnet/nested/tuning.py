@@ -30,7 +30,7 @@ from linnet.linear.dual import DualSystem, Spectrum
 from linnet.linear.kernel_system import KernelSystem
 from linnet.nested.features import Prior, RandomHeads, kernels_of
 from linnet.nested.nested_fit import NestedFit, problem_of
-from linnet.nested.search import ERRORS, Kernels, Rung, counted, ladder, verdict
+from linnet.nested.search import ERRORS, Kernels, Rung, counted, intercept, ladder, verdict
 from linnet.predictive.noise import fit_moderation, fit_temperature
 from linnet.progress import Log, track
 from linnet.tangent.batch import take
@@ -63,6 +63,11 @@ class Tuning:
         runs = 3 + FOLDS - 1 + 1  # three rates, the other folds, all samples; the search seldom takes more
         label = f"training of the lower layers, about {runs} runs of {self.steps} steps"
         self._ticks: Iterator[Any] = track(range(runs * self.steps), label, runs * self.steps)
+
+    @property
+    def bias(self) -> float:
+        """κ of the folds' kernels."""
+        return intercept(self.fit._targets)
 
     @property
     def objective(self) -> str:
@@ -186,7 +191,7 @@ def _tuned(fit: NestedFit, tuning: Tuning, start: float) -> NestedFit:
     for k in range(1, FOLDS):
         kernels.append(tuning.kernels(tuning.trained(tuning.parts(k)[0], rate), shares[0] > 0))
         if tuning.log is not None:
-            tuning.held_out(kernels[-1].mixed(0.0, fit.earlier)[0], k, targets)
+            tuning.held_out(kernels[-1].mixed(0.0, fit.earlier, tuning.bias)[0], k, targets)
     shares, ridge, outputs = _chosen(tuning, kernels, targets)
     rungs = ladder(before, outputs, fit._targets, time.perf_counter() - start)
     if not rungs[-1].taken:
@@ -201,7 +206,7 @@ def _tuned(fit: NestedFit, tuning: Tuning, start: float) -> NestedFit:
         f"and ridge by {FOLDS} folds of the training samples",
         "ridge": f"lowest error on {FOLDS} folds, each with a network trained without it",
         "shares": "those of the fit at the original weights, or zero: lower error on the folds",
-        "retraining": _distance(tuning, whole.mixed(*shares)[0], ridge, outputs),
+        "retraining": _distance(tuning, whole.mixed(*shares, tuning.bias)[0], ridge, outputs),
     }
     seconds = {**fit.record.seconds, "training": time.perf_counter() - start}
     warnings = (*made.record.warnings, RETRAINED)
@@ -223,7 +228,7 @@ def _held_before(tuning: Tuning, targets: Tensor) -> list[tuple[str, Tensor]]:
     fit = tuning.fit
     phi = fit.module.phi(fit.x)
     phi = phi - phi.mean(0)
-    models = [("linear probe", Kernels(phi @ phi.T).mixed(0.0)[0])]
+    models = [("linear probe", Kernels(phi @ phi.T).mixed(0.0, bias=tuning.bias)[0])]
     if not fit.is_probe:
         models.append(("linearized lower layers", fit.system.kernel.double()))
     return [(name, _best(tuning, [kernel] * FOLDS, targets)[2]) for name, kernel in models]
@@ -241,7 +246,7 @@ def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, RandomHeads]:
             errors[place] = targets.new_full((len(held),), math.inf)
             with contextlib.suppress(NumericalError):
                 network = tuning.trained(rest, RATES[place])
-                kernel = tuning.kernels(network, share=False).mixed(0.0, tuning.fit.earlier)[0]
+                kernel = tuning.kernels(network, share=False).mixed(0.0, tuning.fit.earlier, tuning.bias)[0]
                 errors[place], networks[place] = tuning.held_out(kernel, 0, targets), network
         return errors[place]
 
@@ -286,7 +291,9 @@ def _chosen(
     fit, found = tuning.fit, []
     weight = fit.body_weight if all(one.body is not None for one in kernels) else 0.0
     for shares in dict.fromkeys(((0.0, 0.0), (0.0, fit.earlier), (weight, fit.earlier))):
-        error, ridge, outputs = _best(tuning, [one.mixed(*shares)[0] for one in kernels], targets)
+        error, ridge, outputs = _best(
+            tuning, [one.mixed(*shares, tuning.bias)[0] for one in kernels], targets
+        )
         found.append((error, shares, ridge, outputs))
     return min(found, key=lambda one: one[0])[1:]
 
@@ -297,7 +304,7 @@ Chosen = tuple[tuple[float, float], float]  # shares and ridge
 def _solved(fit: NestedFit, network: RandomHeads, whole: Kernels, chosen: Chosen) -> NestedFit:
     """The nested fit at the trained weights."""
     shares, ridge = chosen
-    kernel, mixture = whole.mixed(*shares)
+    kernel, mixture = whole.mixed(*shares, intercept(fit._targets, ridge))
     found = network.staged(fit.x) if mixture.earlier else network.phi(fit.x)
     prior = Prior(network, found[:, : network.width].mean(0), mixture)
     dual = DualSystem(kernel, fit.targets, ridge)
@@ -314,7 +321,7 @@ def _calibrate(
     own = torch.zeros_like(outputs[:, 0])
     for k, kernel in enumerate(kernels):
         rest, held = tuning.parts(k)
-        mixed = kernel.mixed(*shares)[0]
+        mixed = kernel.mixed(*shares, tuning.bias)[0]
         system = DualSystem(mixed[rest][:, rest], made.targets[rest], ridge)
         cross = mixed[held][:, rest]
         own[held] = (mixed.diagonal()[held] - (system.cross(cross) * cross).sum(1)).clamp_min(0).to(own)
