@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import linnet
 from linnet.errors import FileFormatError, InputError
 from linnet.files import save
 from linnet.fitting import CG, Nystrom, Shared, Sketch
+from linnet.fitting.fitted import Fitted
 from linnet.laplace.laplace import Laplace
 from linnet.likelihoods import Gaussian
 from linnet.saved import READERS
@@ -111,6 +113,23 @@ def test_nothing_is_lost(name: str, tmp_path: Path) -> None:
         near(again.predictive(x).variance, model.predictive(x).variance, exact)
     if isinstance(model, linnet.LinearFit | linnet.NestedFit):
         near(again.loo(), model.loo(), exact)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.thinned(3)
+def test_what_was_used_is_pickled(name: str) -> None:
+    """What answers keep for the next ones goes along, or is made again."""
+    model = MODELS[name]()
+    x = P.x_test.to(next(network_of(name).parameters()).dtype)
+    found = model.predict(x)
+    if name != "finetuned":
+        model.predictive(x)
+    if name in POSTERIORS:
+        model.log_evidence()
+    if isinstance(model, Fitted):
+        model.loo()
+        model.influence(x)
+    near(pickle.loads(pickle.dumps(model)).predict(x), found, 1e-6)
 
 
 def test_likelihoods_of_ones_own_are_passed_again(tmp_path: Path) -> None:

@@ -156,7 +156,8 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(InputError, match="heads alone"):
         fits[0] + fits[1]
     adapted = linnet.adapt(net, (data[0], torch.arange(8) % 2))
-    for make in (lambda: fit + adapted, lambda: fit - adapted, lambda: adapted + fit):
+    more = (lambda: 2 * adapted, lambda: sum([adapted, adapted]), lambda: adapted - adapted)
+    for make in (lambda: fit + adapted, lambda: fit - adapted, lambda: adapted + fit, *more):
         with pytest.raises(InputError, match=r"fits of linnet\.adapt cannot be added"):
             make()
     shared = linnet.fit(linnet.linearize(net), data, ridge=RIDGE, solver="shared")
@@ -166,6 +167,9 @@ def test_what_does_not_go_together_is_refused() -> None:
         fit * "twice"  # type: ignore[operator]
     with pytest.raises(InputError, match="scalar"):
         float("nan") * fit
+    with pytest.raises(InputError, match="not zero"):
+        fit / 0
+    torch.testing.assert_close((fit / 4).displacement(), (0.25 * fit).displacement())
     for wrong in (2, None, "fit"):
         with pytest.raises(InputError, match="other"):
             fit + wrong

@@ -92,6 +92,10 @@ def test_classes_at_positions_are_kept_by_changes_and_files(tmp_path: Path) -> N
     part.save(tmp_path)
     near(linnet.load_fit(tmp_path, grid()).update((X[6:], LABELS[6:])).predict(X), whole.predict(X))
     near(whole.forget([6, 7, 8]).predict(X), part.predict(X))
+    missing = LABELS.clone()
+    missing[0, 0] = -100
+    without = linnet.fit(lin, (X, missing), ridge=0.3, axis=-1).forget([0])  # the only one that misses any
+    near(without.loo(), linnet.fit(lin, (X[1:], LABELS[1:]), ridge=0.3, axis=-1).loo())
     held = X[6:], LABELS[6:]
     dense = 15.0 * nn.functional.one_hot(held[1], 2).double()
     chosen = linnet.audit.tune_ridge(part, held)

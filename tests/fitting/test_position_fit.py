@@ -272,3 +272,13 @@ def test_changes_say_nothing_of_classes_without_an_example(data: tuple[Tensor, T
     fit = linnet.fit(linnet.linearize(network(), params="blocks.1"), data, "cross-entropy", axis=-1)
     assert fit.forget([0]).record.warnings == fit.record.warnings
     assert fit.update(data).record.warnings == fit.record.warnings
+
+
+def test_what_other_fits_have_is_named_and_what_there_is(data: tuple[Tensor, Tensor]) -> None:
+    fit = linnet.fit(linnet.linearize(network(), "last-layer"), data, "cross-entropy", axis=-1)
+    for one, name, has in ((fit, "predictive", "loss_variance"), (fit + fit, "save", "displacement")):
+        assert not hasattr(one, name)
+        with pytest.raises(AttributeError, match=f"other fits have; it has .*{has}"):
+            getattr(one, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'another'$"):
+        _ = fit.another

@@ -155,6 +155,28 @@ def test_the_ridge_is_chosen_by_weighted_errors_left_out(solver: str) -> None:
     del w
 
 
+@pytest.mark.parametrize("solver", ["dual", "primal"])
+def test_the_evidence_is_that_of_targets_as_they_are(solver: str) -> None:
+    """log N(t; f₀, σ² (JJᵀ/ρ + W⁻¹)) at the best σ², so that fits with other weights compare."""
+    net, x, y, w = data(classes=False)
+    f0, j = rows_of(net, x)
+    j, r = j.flatten(0, 1), (y - f0).flatten()
+    covariance = j @ j.T / RIDGE + torch.diag(1 / w.repeat_interleave(2))
+    variance = float(r @ torch.linalg.solve(covariance, r)) / len(r)
+    normal = torch.distributions.MultivariateNormal(torch.zeros_like(r), variance * covariance)
+    found = made(net, x, y, w, solver).path([RIDGE]).evidence
+    assert float(found) == pytest.approx(float(normal.log_prob(r)), rel=1e-8)
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_the_variance_of_a_weighted_last_layer_is_exported(outputs: int) -> None:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+    x, y, w = torch.randn(14, 3).double(), torch.randn(14, outputs).double(), 0.2 + torch.rand(14).double()
+    fit = linnet.fit(linnet.linearize(net, "last-layer"), (x, y), ridge=RIDGE, sample_weight=w)
+    torch.testing.assert_close(fit.export(variance=True)(x)[1], fit.predictive(x).variance)
+
+
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.long
@@ -239,7 +261,7 @@ def test_wrong_weights_are_refused_in_words() -> None:
     assert of_positions.update((x[:2], torch.randn(2, 3).double()), sample_weight=[1.0, 2.0]).n == 16
 
 
-@pytest.mark.parametrize("solver", ["dual", "cg"])
+@pytest.mark.parametrize("solver", ["dual", "primal", "cg"])
 @pytest.mark.parametrize("one_output", [True, False])
 @pytest.mark.thinned(2)
 @pytest.mark.long

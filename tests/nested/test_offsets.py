@@ -107,3 +107,9 @@ def test_an_example_of_weight_two_is_two_examples() -> None:
     assert fit_temperature(outputs, labels, None, w) == pytest.approx(fit_temperature(*given), rel=1e-4)
     both = fit_moderation(outputs, labels, variance, w), fit_moderation(*given, variance[twice])
     assert both[0] == pytest.approx(both[1], rel=1e-4)
+
+
+def test_one_sample_that_is_left_has_probabilities() -> None:
+    net, x, _ = noisy()
+    fit = linnet.adapt(net, (x[:4], torch.tensor([0, 0, 0, 1]))).forget(classes=[0])
+    assert fit.predictive(x[:3]).probs.tolist() == [[0.0, 1.0]] * 3

@@ -96,6 +96,14 @@ def test_the_page_of_values_holds_their_error() -> None:
     assert np.allclose(np.ravel(shown["test"]["std"]), deviation, rtol=1e-4)
 
 
+def test_soft_labels_of_test_samples_are_shown_by_their_likeliest() -> None:
+    soft = torch.nn.functional.one_hot(Y, 3).to(X) * 0.8 + 0.2 / 3
+    fit = linnet.fit(linnet.linearize(network()), (X, soft), "cross-entropy", ridge=1.0)
+    hard = torch.nn.functional.one_hot(TEST_Y, 3).to(X)
+    own, other = (report_of(fit, (TEST, y)).numbers["comparison"][0] for y in (TEST_Y, hard))
+    assert own["accuracy"] == other["accuracy"]
+
+
 def test_without_test_samples_the_page_is_of_the_training_examples() -> None:
     page = report_of(fitted("classes"))
     assert page.numbers["test"] is None

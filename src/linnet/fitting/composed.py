@@ -64,6 +64,12 @@ class Summable(ABC):
 
     __rmul__ = __mul__
 
+    def __truediv__(self, scalar: float) -> Composed:
+        c = number("scalar", scalar, remedy="divide a fit by a finite number that is not zero")
+        if not c:
+            refuse("scalar", scalar, "a number that is not zero", "divide a fit by one")
+        return self * (1 / c)
+
     def __neg__(self) -> Composed:
         return -1.0 * self
 
@@ -73,7 +79,7 @@ def _checked(other: Any) -> Summable:
     if isinstance(other, Summable):
         return other
     refuse(
-        "other", other, "a fit of linnet.fit, or a sum of fits",
+        "other", type(other).__name__, "a fit of linnet.fit, or a sum of fits",
         "linearize one network and fit it to each task; fits of linnet.adapt cannot be added",
     )  # fmt: skip
 

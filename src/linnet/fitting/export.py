@@ -404,7 +404,8 @@ def covariance_roots(psi: Tensor, posterior: ExportedPosterior) -> Tensor:
     inverse = root_of_inverse(whole.view(c * e, c * e), posterior.ridge).view(c, e, c * e)
     # the covariance of one output's weights is a block, whose own root is smaller
     blocks = [cholesky(rows @ rows.T, "covariance of an output's weights") for rows in inverse]
-    return torch.stack(blocks)
+    roots: Tensor = torch.stack(blocks) * posterior.noise**0.5
+    return roots
 
 
 Answer = Callable[[Inputs], Sequence[Tensor]]  # the fit's outputs (N, C), and their variances where wanted

@@ -305,7 +305,8 @@ class Fitted(SolvedFit, CoveringModel):
         """Functional information of each training example: the change of predictions without it.
 
         Args:
-            x: The examples whose predictions count; by default the training examples.
+            x: The examples whose predictions count; by default the training examples, at the positions that
+                count where labels are −100 at others (``axis=``).
 
         Returns:
             Mean over x of ‖f(x) − f₋ᵢ(x)‖², (N,).

@@ -195,6 +195,8 @@ class SquaredFit(Fitted):
         if self.held_out is not None:
             return found.masked_fill(~counted, torch.nan)
         index = (~counted.all(1)).nonzero()[:, 0]
+        if not len(index):  # those that have gone
+            return found
         plain = take(x, index)
         outputs, begin = self.predict(plain).to(found), 0
         for effect in self.system.effects(plain, self.system.loo_residuals()):  # (N, t, C)

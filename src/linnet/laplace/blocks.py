@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -155,9 +155,7 @@ class DenseBlock(Block):
         values, vectors = eigh(self.matrix, self.name)
         values = nonnegative(values, self.name) if self._definite else values
         one = torch.ones(1, 1, dtype=values.dtype, device=values.device)
-        return EigenBlock(
-            self.name, values, lambda v: KroneckerEigen(vectors, one, v[:, None], name=self.name)
-        )
+        return EigenBlock(self.name, values, partial(_with_vectors, vectors, one, self.name))
 
     def logdet(self, at: Point) -> Tensor:
         """``log det H``."""
@@ -255,10 +253,24 @@ def make_block(part: Part, damping: str, examples: float, definite: bool) -> Blo
     if isinstance(operator, KroneckerEigen):
         return EigenBlock(name, operator.values, operator.with_values)
     if isinstance(operator, Diagonal):
-        return EigenBlock(name, operator.values, lambda v: Diagonal(v, name=name))
+        return EigenBlock(name, operator.values, partial(Diagonal, name=name))
     if isinstance(operator, LowRankMatrix) and operator.scale is None and operator.rest == 0:
         return LowRankBlock(operator, name)
     return DenseBlock(name, operator.dense(), definite)
+
+
+# What rebuilds an operator from eigenvalues is a function of this file, so that a posterior can be pickled.
+
+
+def _with_vectors(vectors: Tensor, one: Tensor, name: str, values: Tensor) -> StructuredOperator:
+    """V diag(v) Vᵀ."""
+    return KroneckerEigen(vectors, one, values[:, None], name=name)
+
+
+def _with_products(basis: KroneckerEigen, turned: bool, values: Tensor) -> StructuredOperator:
+    """The Kronecker product of two bases with other eigenvalues."""
+    ordered = values.mT if turned else values
+    return basis.with_values(ordered.reshape(basis.values.shape).contiguous())
 
 
 def _product_block(
@@ -277,12 +289,8 @@ def _product_block(
         return EigenBlock(name, values, basis.with_values)
     turned = part.layer.factored and part.layer.transposed  # the left factor is that of the inputs
     sums, means = (right, left) if turned else (left, right)
-
-    def rebuild(v: Tensor) -> StructuredOperator:
-        ordered = v.mT if turned else v
-        return basis.with_values(ordered.reshape(values.shape).contiguous())
-
     rows = sums.reshape(-1, sums.shape[-1]), means.reshape(-1, means.shape[-1])
+    rebuild = partial(_with_products, basis, turned)
     return ProductBlock(name, *rows, rebuild, examples if damping == "matrix-normal" else None)
 
 

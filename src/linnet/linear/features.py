@@ -22,6 +22,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -299,12 +300,13 @@ class Angles(Computed):
     ) -> None:
         """With weights of a, (C, D), and of κ for each example, (C, N)."""
         a, b = self._rows(train).tensor_split([self.width], 1)
+        weights = scale * torch.cat([beta.T @ a, self.share * beta.T], 1)
+        into.layers.append((partial(self._beside, b), weights))
 
-        def phi(x: Inputs) -> Tensor:
-            own, angles = self.phi(x).tensor_split([self.width], 1)
-            return torch.cat([own, angular_kernel(angles, b)], 1)
-
-        into.layers.append((phi, scale * torch.cat([beta.T @ a, self.share * beta.T], 1)))
+    def _beside(self, b: Tensor, x: Inputs) -> Tensor:
+        """a, and κ with the training examples, (T, D + N)."""
+        own, angles = self.phi(x).tensor_split([self.width], 1)
+        return torch.cat([own, angular_kernel(angles, b)], 1)
 
 
 @dataclass(frozen=True, eq=False)

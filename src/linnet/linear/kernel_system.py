@@ -185,9 +185,11 @@ class KernelSystem(System):
         grid = self.grid() if ridges is None else ridges.to(self.dual.kernel.device)
         values = self.problem.scaled(targets.values)
         if (held := self.constraints) is None or not held.soft:
-            return spectrum.path(grid, classes, values)
-        each = (self.at(float(ridge)).dual.spectrum for ridge in grid)
-        return joined([s.path(grid[i : i + 1], classes, values) for i, s in enumerate(each)])
+            found = spectrum.path(grid, classes, values)
+        else:
+            each = (self.at(float(ridge)).dual.spectrum for ridge in grid)
+            found = joined([s.path(grid[i : i + 1], classes, values) for i, s in enumerate(each)])
+        return replace(found, evidence=found.evidence - 0.5 * self.problem.log_noise)
 
     # -- other ridges and other data -------------------------------------------------------------
 

@@ -265,7 +265,7 @@ class NormalSystem(System):
         logdet = (values + grid[:, None]).log().sum(1) + (count - len(values)) * grid.log()
         degrees = (values * inverse).sum(1)
         noise = grid * quadratic / count
-        evidence = at_best_noise(grid, noise, count, logdet)
+        evidence = at_best_noise(grid, noise, count, logdet) - 0.5 * self.problem.log_noise
         error, left, right, asked = torch.zeros(4, len(grid)).to(grid)
         eye = torch.eye(self.c, dtype=values.dtype, device=values.device)
         solutions = (inverse * coordinates).T  # (P, R)

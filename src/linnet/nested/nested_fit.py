@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,16 @@ class NestedFit(SquaredFit):
         super().__init__(prior.network, targets, system, record)
         self.prior = prior
         self.rungs: tuple[Rung, ...] = ()
+
+    def _no_sum(self, *_: Any) -> NoReturn:
+        """Raise: every fit has features of its own."""
+        raise InputError(
+            "a sum or multiple of a fit of linnet.adapt",
+            expected="fits of linnet.fit, whose displacements of one network add up",
+            remedy="linearize one network and fit it to each task; fits of linnet.adapt cannot be added",
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = _no_sum
 
     # -- what was fitted -------------------------------------------------------------------------
 

@@ -30,9 +30,9 @@ EARLIER = (0.2, 0.5, 0.8, 1.0)  # e
 # development tasks few samples told less than what holds in general (docs/results/adapt.md)
 USUAL, AGAINST = 1.0, 2.0
 # κ, the prior variance of the intercept beside a kernel whose diagonal is about 1: the intercept is free to
-# 1 part in N·10⁴, and float64 keeps 11 digits of the rest. Of values it is so many times the ridge, where that
-# is more than 1, and more by as much as their mean is beyond their spread, up to STRETCH times: else it holds
-# predictions back from the mean, which leave-one-out about the mean does not see.
+# 1 part in N·10⁴, and float64 keeps 11 digits of the rest. Of values it is so many times the ridge, where
+# that is more than 1, and more by as much as their mean is beyond their spread, up to STRETCH times: else it
+# holds predictions back from the mean, which leave-one-out about the mean does not see.
 BIAS = 1e4
 STRETCH = 1e4
 CONSTANT = (

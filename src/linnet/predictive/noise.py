@@ -50,7 +50,7 @@ def fit_temperature(
     # Without that example, N right predictions would ask for T = 0 and claim certainty; with it they claim
     # about what N right predictions can show (the rule of succession).
     outputs, labels, variance, weights = _searched(outputs, labels, variance, weights)
-    scale = float(outputs.double().std()) + 1e-12
+    scale = (float(outputs.double().std()) if outputs.numel() > 1 else 0.0) + 1e-12
 
     def loss(log_t: float) -> float:
         return -_likelihood(outputs, labels, variance, weights, math.exp(log_t))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from linnet.app.data import Standardize, image_transform, load_data
+from linnet.app.data.table import read_like
 from linnet.errors import DataError, FileFormatError, InputError
 
 
@@ -45,12 +46,64 @@ class TestTable:
         variance = task.targets.inverse_variance(torch.ones(1, 1).double()).item()
         assert variance == pytest.approx(task.train.y.var())
 
-    @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+    @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
     def test_delimiters_blank_lines_and_byte_order_mark(self, tmp_path: Path, delimiter: str) -> None:
         text = "\ufeff" + self.rows(5, delimiter).replace("\n", "\r\n\r\n")
         task = load_data(table(tmp_path / "d.csv", text), target="rooms")
         assert len(task.train) + len(task.test) == 5
         assert {*task.train.y[:, 0], *task.test.y[:, 0]} == {0.0, 1.0, 2.0, 3.0}
+
+    @pytest.mark.parametrize("header", ['"len, mm, x, y";b;t', "a, mm;b, mm;t"])
+    def test_commas_in_names_separate_nothing(self, tmp_path: Path, header: str) -> None:
+        task = load_data(
+            table(tmp_path / "d.csv", header + "\n" + "".join(f"{n};{-n};{n}\n" for n in range(9)))
+        )
+        assert task.train.x.shape[1] == 2
+
+    def test_decimal_commas_are_read_where_nothing_else_is_meant(self, tmp_path: Path) -> None:
+        lines = "".join(f"{n},5;{-n};0,{n}\n" for n in range(9))
+        task = load_data(table(tmp_path / "d.csv", "a;b;t\n" + lines))
+        assert {*task.train.x[:, 0], *task.test.x[:, 0]} == {n + 0.5 for n in range(9)}
+        assert {*task.train.y[:, 0], *task.test.y[:, 0]} == {n / 10 for n in range(9)}
+        assert "decimal commas are read as points: a, t" in task.findings
+        for text in ("a,b\n" + "".join(f'"{n},125",{n}\n' for n in range(9)),
+                     "a;b\n" + "".join(f"{n}.125,5;{n}\n" for n in range(9))):  # fmt: skip
+            with pytest.raises(DataError, match="numbers with marks: a"):
+                load_data(table(tmp_path / "d.csv", text))
+
+    def test_names_that_look_like_numbers_and_none(self, tmp_path: Path) -> None:
+        lines = "".join(f"{('1_12', '11_2')[n % 2]},{'None' if n == 3 else n},{n}\n" for n in range(20))
+        task = load_data(table(tmp_path / "d.csv", "site,a,t\n" + lines))
+        assert task.table is not None
+        assert [column.categories for column in task.table.features] == [("11_2", "1_12"), None]
+
+    def test_the_index_of_a_data_frame_is_no_feature(self, tmp_path: Path) -> None:
+        lines = "".join(f"{n},{n % 5},{n % 7}\n" for n in range(20))
+        task = load_data(table(tmp_path / "d.csv", ",a,t\n" + lines))
+        assert task.train.x.shape[1] == 1
+        assert any("index (numbers of the lines)" in line for line in task.findings)
+
+    def test_a_column_says_what_is_held_out(self, tmp_path: Path) -> None:
+        lines = "".join(f"{n},{('train', 'train', 'val', 'test')[n % 4]},{n}\n" for n in range(20))
+        task = load_data(table(tmp_path / "d.csv", "a,split,t\n" + lines))
+        assert (len(task.train), len(task.test), task.train.x.shape[1]) == (10, 10, 1)
+
+    def test_a_line_above_the_names_is_pointed_to(self, tmp_path: Path) -> None:
+        text = "# measured in May\na,b,t\n" + "".join(f"{n},{n},{n}\n" for n in range(9))
+        with pytest.raises(DataError, match="with no line above them"):
+            load_data(table(tmp_path / "d.csv", text))
+
+    def test_classes_that_all_look_like_numbers_stay_names(self, tmp_path: Path) -> None:
+        names = ("01", "1234567", "x")
+        lines = "".join(f"{n},{names[n % 3]}\n" for n in range(30))
+        task = load_data(table(tmp_path / "d.csv", "a,t\n" + lines))
+        assert task.table is not None
+        new = table(tmp_path / "new.csv", "a,t\n1,01\n2,1234567\n")
+        assert read_like(new, task.table, task.classes)[1].tolist() == [0, 1]
+        binary = load_data(table(tmp_path / "b.csv", "a,t\n" + "".join(f"{n},{n % 2}\n" for n in range(9))))
+        assert binary.table is not None
+        new = table(tmp_path / "new.csv", "a,t\n1,0.0\n2,1\n")
+        assert read_like(new, binary.table, binary.classes)[1].tolist() == [0, 1]
 
     def test_constant_columns_are_found_and_become_zero(self, tmp_path: Path) -> None:
         task = load_data(table(tmp_path / "d.csv", "a,b,y\n" + "".join(f"0.1,{n},{n}\n" for n in range(10))))

@@ -162,7 +162,7 @@ def test_a_row_is_predicted_with_or_without_the_names_of_its_columns(rows: Brows
     told = rows.json("/predict", b"1,2", status=400)
     assert told["error"] == "the row has 2 values"
     assert about["columns"][0] in told["expected"]
-    assert "row" in rows.json("/predict", ",".join(["none"] * len(values)).encode(), status=400)["error"]
+    assert "row" in rows.json("/predict", ",".join(["red"] * len(values)).encode(), status=400)["error"]
     assert rows.json("/predict", b" \n", status=400)["error"] == "nothing was sent"
     assert rows.json("/predict", b"\xff\xfe\x00", status=400)["error"] == "the row is not text"
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from linnet import params
-from linnet.app.data.task import SampleSet, TaskData, check_classes
+from linnet.app.data.task import TESTED, SampleSet, TaskData, check_classes
 from linnet.app.data.transforms import ImageTransform, scaled_size
 from linnet.errors import DataError
 from linnet.files import special_file
@@ -30,8 +30,7 @@ from linnet.progress import track
 from linnet.shown import some
 
 Array = np.ndarray[Any, Any]
-SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-_TEST_FOLDERS = ("test", "val", "valid", "validation")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 _DEEP_MODES = ("I", "F")  # more than 8 bits a channel, which conversion would clip
 # Pillow knows others, of which some start programs.
 _FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
@@ -75,7 +74,7 @@ def _split_folders(root: Path) -> tuple[Path, Path | None]:
     train = root / "train"
     if not train.is_dir() or not _folders(train):  # a class may be called "train"
         return root, None
-    return train, next((root / name for name in _TEST_FOLDERS if (root / name).is_dir()), None)
+    return train, next((root / name for name in TESTED if (root / name).is_dir()), None)
 
 
 def _folders(folder: Path) -> list[str]:

@@ -19,6 +19,7 @@ import numpy as np
 from linnet.app.data.task import (
     EMPTY,
     LEFT_OUT,
+    TESTED,
     Column,
     InMemory,
     SampleSet,
@@ -34,7 +35,9 @@ from linnet.params import shown
 from linnet.shown import some
 
 Array = np.ndarray[Any, Any]
-_DELIMITERS = (",", ";", "\t")
+_DELIMITERS = (",", ";", "\t", "|")
+_COMMA = re.compile(r"\s*[+-]?\d+,\d+(?:[eE][+-]?\d+)?\s*")  # such as 0,5
+_MARKED = re.compile(r"\s*[+-]?\d{1,3}(?:[.,'\u2019 ]\d{3})+(?:[.,]\d+)?\s*")  # such as 1,234.5
 _LONGEST_LINE = 1 << 25  # characters: a million columns of 32, more than any table of features has
 _NAME_BYTES = 64  # of a Python string such as "line 1234567" and its place in a list
 _CHECKED = 1 << 16  # lines between two looks at the memory
@@ -45,7 +48,8 @@ _SHOWN = 60  # characters of a column's name in an error
 # Different texts of a column in the training lines. Of more, most come once or twice and tell nothing.
 MOST_CATEGORIES = 50
 FEW_CATEGORIES = 5  # so many may come once each
-EMPTY_CELLS = ("", "na", "n/a", "nan", "null")  # among numbers, in any case
+EMPTY_CELLS = ("", "na", "n/a", "nan", "null", "none")  # among numbers, in any case
+TRAINED, INDEX = "train", "index"
 _LINES = 10  # in fewer, whole numbers may differ in every line without being names of the lines
 _ID = re.compile(r"(?:^|[\W_])(?i:id|key|index|number|no|nr)$|[a-z](?:Id|ID|Key|Index|Number|No|Nr)$")
 _BY_CHANCE = 5.0  # pairs of n numbers drawn from a range that would be equal on average: all differ in 0.7 %
@@ -58,20 +62,25 @@ def read_table(path: str | os.PathLike[str], target: str | None = None, seed: in
     # or 1 throughout is two classes. A column named split with the texts train and test says which lines are
     # which. Samples are named by their line in the file, `line 2` being the first after the header.
     path = require_file(path)
-    names, texts = survey(path)
+    names, texts, commas = survey(path)
     answer = _target_column(path, names, target)
     assumed = f"{_label(answer)}, the last column, is taken as the target: --target takes another"
-    cells = read_cells(path, names, texts, answer, assumed="" if target else assumed)
+    cells = read_cells(path, names, texts, answer, commas, assumed="" if target else assumed)
     column = _split_column(cells, answer)
     features = [name for name in names if name not in (answer, column)]
     if not features:
-        raise DataError(f"{path} has no columns but the target", expected="at least one feature column")
+        raise DataError(
+            f"{path} has no columns but the target",
+            expected="at least one feature column",
+            remedy="separate cells by a comma, a semicolon, a tab or |",
+        )
     y, classes, findings = _answers(cells, answer)
     findings += [] if target else [assumed]
+    findings += [f"decimal commas are read as points: {some(sorted(commas))}"] if commas else []
     if column is None:
         train, test = split(len(y), None if classes is None else y, seed)
     else:
-        marked = np.array([text.strip().lower() == "train" for text in cells.texts[column]])
+        marked = np.array([text.strip().lower() == TRAINED for text in cells.texts[column]])
         learned = marked[cells.values[column].astype(np.int64)]
         train, test = np.flatnonzero(learned), np.flatnonzero(~learned)
         findings.append(f"the column {column} says which lines are trained on ({len(train)}) and tested")
@@ -99,21 +108,47 @@ class Cells:
     ids: tuple[str, ...]  # the lines' names
 
 
-def survey(path: Path) -> tuple[list[str], set[str]]:
-    """The columns of a table, and those with texts: more than a tenth of whose cells are no numbers."""
-    # Fewer cells than that among numbers are mistakes, which are named when the table is read.
+def survey(path: Path) -> tuple[list[str], set[str], set[str]]:
+    """The columns of a table, those with texts, and those of numbers with decimal commas."""
+    # Of texts are those more than a tenth of whose cells are no numbers. Fewer such cells among numbers are
+    # mistakes, which are named when the table is read.
     rows = _rows(path)
     _, header = next(rows, (0, []))
-    names = [name.strip() for name in header]
-    _check_header(path, names)
-    numbers, filled = [0] * len(names), [0] * len(names)
+    names = _named(path, header)
+    numbers, filled, commas, marked = ([0] * len(names) for _ in range(4))
+    seen: dict[int, str] = {}
     for _, row in rows:
         if len(row) == len(names):
             for place, cell in enumerate(row):
                 is_empty = cell.strip().lower() in EMPTY_CELLS
                 filled[place] += not is_empty
-                numbers[place] += not is_empty and number(cell) is not None
-    return names, {n for n, a, b in zip(names, numbers, filled, strict=True) if a < _NUMBERS * b}
+                if is_empty:
+                    continue
+                if number(cell) is not None:
+                    numbers[place] += 1
+                elif _COMMA.fullmatch(cell):
+                    commas[place] += 1
+                    seen.setdefault(place, cell.strip())
+                elif _MARKED.fullmatch(cell):
+                    marked[place] += 1
+                    seen.setdefault(place, cell.strip())
+    whole = [a + b + c >= _NUMBERS * d for a, b, c, d in zip(numbers, commas, marked, filled, strict=True)]
+    # between cells that commas separate they are thousands' marks as likely
+    apart = _delimiter(path) != ","
+    doubtful = [
+        f"{_label(names[place])} ({text})"
+        for place, text in seen.items()
+        if whole[place] and (marked[place] or not apart)
+    ]
+    if doubtful:
+        raise DataError(
+            f"{path} has columns of numbers with marks: {some(doubtful)}",
+            expected="a point before the decimals, and no marks between thousands",
+            remedy="write 1234.5 instead of 1,234.5, 1.234,5 or 1234,5",
+        )
+    decimal = {name for name, own, all_of_it in zip(names, commas, whole, strict=True) if own and all_of_it}
+    texts = {n for n, a, b in zip(names, numbers, filled, strict=True) if a < _NUMBERS * b}
+    return names, texts - decimal, decimal
 
 
 def read_cells(
@@ -121,18 +156,22 @@ def read_cells(
     names: Sequence[str],
     texts: Collection[str],
     answer: str | None,
+    commas: Collection[str] = (),
     least: int = 2,
     assumed: str = "",
 ) -> Cells:
     """Read a whole table, in which no cell of the answers is empty."""
     rows = _rows(path)
     next(rows, None)
+    turned = [place for place, name in enumerate(names) if name in commas]
     values, lines, faults, faulty = array("d"), [], [], 0
     codes: dict[str, dict[str, int]] = {name: {} for name in names if name in texts}
     for line, row in rows:
         try:
             if len(row) != len(names):
                 raise ValueError(f"{len(row)} cells, not {len(names)}")
+            for place in turned:
+                row[place] = row[place].replace(",", ".")
             values.extend(
                 [_coded(n, cell, codes.get(n), n == answer) for n, cell in zip(names, row, strict=True)]
             )
@@ -148,7 +187,9 @@ def read_cells(
         raise DataError(
             f"{path} has {faulty} faulty lines: {'; '.join(faults)}",
             expected=f"{len(names)} cells on each line, finite numbers in columns of them, no empty target",
-            remedy="; ".join(filter(None, ("correct or remove these lines", assumed))),
+            remedy="; ".join(filter(None, ("correct or remove these lines", assumed)))
+            if lines
+            else "begin the file with the columns' names, with no line above them",
         )
     if len(lines) < least:
         raise DataError(
@@ -185,8 +226,8 @@ def _split_column(cells: Cells, answer: str) -> str | None:
     """The column that says which lines are for training and which for testing."""
     for name, texts in cells.texts.items():
         known = {text.lower() for text in texts}
-        whole = not np.isnan(cells.values[name]).any()
-        if name.lower() == "split" and name != answer and known == {"train", "test"} and whole:
+        whole = not np.isnan(cells.values[name]).any() and {TRAINED} < known <= {TRAINED, *TESTED}
+        if name.lower() == "split" and name != answer and whole:
             return name
     return None
 
@@ -243,7 +284,7 @@ def read_like(
     path: Path, table: Table, classes: Sequence[str] | None
 ) -> tuple[Array, Array | None, tuple[str, ...], list[str]]:
     """The lines of another table like that of a run: features, answers, names and findings."""
-    names, texts = survey(path)
+    names, texts, commas = survey(path)
     missing = [column.name for column in table.features if column.name not in names]
     if missing:
         raise DataError(
@@ -254,7 +295,9 @@ def read_like(
     kinds = {column.name: column.categories is not None for column in table.features}
     worded = {name for name in names if kinds.get(name, name in texts)}
     answer = table.target if table.target in names else None
-    cells = read_cells(path, names, worded, answer, least=1)
+    if answer is not None and classes is not None:  # names that all look like numbers are names
+        worded.add(answer)
+    cells = read_cells(path, names, worded, answer, commas - worded, least=1)
     values, findings = [], []
     for column in table.features:
         own, known = cells.values[column.name], cells.texts.get(column.name, ())
@@ -271,9 +314,9 @@ def read_like(
 
 def _labels(path: Path, answer: str, cells: Cells, classes: Sequence[str]) -> Array:
     """Labels of lines, by the names of their classes."""
-    values, texts = cells.values[answer], cells.texts.get(answer)
-    names = [f"{value:g}" for value in values] if texts is None else [texts[int(code)] for code in values]
     place = {name: label for label, name in enumerate(classes)}
+    texts = [_name_of(text, place) for text in cells.texts[answer]]
+    names = [texts[int(code)] for code in cells.values[answer]]
     unknown = [f"{cells.ids[row]}: {name}" for row, name in enumerate(names) if name not in place]
     if unknown:
         raise DataError(
@@ -284,13 +327,34 @@ def _labels(path: Path, answer: str, cells: Cells, classes: Sequence[str]) -> Ar
     return np.array([place[name] for name in names], dtype=np.int64)
 
 
+def _name_of(text: str, known: Collection[str]) -> str:
+    """A class as a table names it: 1 may be written 1.0."""
+    value = None if text in known else number(text)
+    return text if value is None or f"{value:g}" not in known else f"{value:g}"
+
+
+def _delimiter(path: Path) -> str:
+    """What separates cells: what the first line and the next have equally many of, and most of these."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        few = [line for _ in range(_LINES) if (line := file.readline(_LONGEST_LINE)).strip()][:2]
+
+    def cells(delimiter: str) -> tuple[bool, int]:
+        """Whether two lines have equally many cells, and how many the first has."""
+        try:
+            counts = [len(next(csv.reader([line], delimiter=delimiter), [])) for line in few] or [0]
+        except csv.Error:  # a cell as long as a line
+            return False, 0
+        return counts[0] == counts[-1] > 1, counts[0]
+
+    return max(_DELIMITERS, key=cells)
+
+
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The rows that are not blank, with their line numbers."""
     try:
+        delimiter = _delimiter(path)
         with path.open(encoding="utf-8-sig", newline="") as file:
-            first = file.readline(_LONGEST_LINE)
-            file.seek(0)
-            reader = csv.reader(_lines(path, file), delimiter=max(_DELIMITERS, key=first.count))
+            reader = csv.reader(_lines(path, file), delimiter=delimiter)
             for row in reader:
                 if any(cell.strip() for cell in row):
                     yield reader.line_num, row
@@ -316,8 +380,11 @@ def _lines(path: Path, file: IO[str]) -> Iterator[str]:
         yield line
 
 
-def _check_header(path: Path, names: list[str]) -> None:
-    """Require names for the columns."""
+def _named(path: Path, header: list[str]) -> list[str]:
+    """Names for the columns; the first may have none, as that of the index of a data frame."""
+    names = [name.strip() for name in header]
+    if len(names) > 1 and not names[0] and INDEX not in names:
+        names[0] = INDEX
     if not names:
         raise DataError(f"{path} is empty", expected="a header and one sample per line")
     if all(number(name) is not None for name in names):
@@ -326,8 +393,11 @@ def _check_header(path: Path, names: list[str]) -> None:
         counts = Counter(names)
         double = [shown(name) for name in sorted(counts) if counts[name] > 1 or not name]
         raise DataError(
-            f"{path} has empty or repeated column names: {some(double)}", expected="one name a column"
+            f"{path} has empty or repeated column names: {some(double)}",
+            expected="one name a column",
+            remedy="correct the first line; a table of pandas needs to_csv(index=False)",
         )
+    return names
 
 
 def _label(name: str) -> str:
@@ -417,8 +487,8 @@ def finite(cell: str) -> float | None:
 
 
 def number(cell: str) -> float | None:
-    """The number in a cell, if there is one."""
+    """The number in a cell, if there is one; Python reads 1_2 as one, which names something."""
     try:
-        return float(cell)
+        return None if "_" in cell else float(cell)
     except ValueError:
         return None

@@ -141,10 +141,17 @@ def unused(taken: Sequence[str], name: str, ids: Sequence[str]) -> tuple[str, ..
 
 def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples, Array, tuple[str, ...]]:
     """The samples that the run has not been trained on, and a note about the others."""
-    place = {name: row for row, name in enumerate(hash_examples(run.fit.x))}
-    known = [(row, place[name]) for row, name in enumerate(hash_examples(run.inputs(new.x))) if name in place]
+    own, theirs = hash_examples(run.fit.x), hash_examples(run.inputs(new.x))
+    measured = run.fit.x.ndim == 2
+    if measured:  # others may have the same values, and another answer
+        assert run.samples.labels is not None
+        own, theirs = _with_answers(own, run.samples.labels), _with_answers(theirs, answers)
+    place = {name: row for row, name in enumerate(own)}
+    known = [(row, place[name]) for row, name in enumerate(theirs) if name in place]
     if not known:
         return new, answers, ()
+    if measured and len(place) < run.fit.n:  # or all that is alike, as some of the training have
+        return new, answers, (f"{len(known)} of {len(new.ids)} samples are like samples of the training",)
     row, at = known[0]
     what = (
         f"{len(known)} of {len(new.ids)} samples are training samples of the run already, "
@@ -160,6 +167,11 @@ def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples
     ids = tuple(new.ids[row] for row in keep)
     kept = replace(new, x=new.x[keep], y=answers[keep], ids=ids)
     return kept, answers[keep], (f"{what}; these are left out",)
+
+
+def _with_answers(names: Sequence[str], answers: Array) -> list[str]:
+    """Names of samples with their answers."""
+    return [f"{name} {answer.tolist()}" for name, answer in zip(names, answers, strict=True)]
 
 
 def _tested_elsewhere(run: SavedRun, new: NewSamples) -> tuple[SavedRun, tuple[str, ...]]:
