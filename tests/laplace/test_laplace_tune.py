@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.curvatures.curvature import Curvature
+from linnet.errors import NumericalError
 from linnet.laplace.laplace import Laplace
 from linnet.laplace.outputs import Draws
 from linnet.laplace.posterior import Hyper
@@ -19,6 +20,7 @@ from linnet.predictive.sampled import Labels, Link
 from tests.curvatures.side_by_side import grouped
 from tests.fitting.problems import near, real
 from tests.laplace.laplace_problems import CATEGORICAL, LinearModel, classes, numbers
+from tests.refusals import refused
 
 L = linnet.likelihoods
 
@@ -275,3 +277,19 @@ def test_a_grid_says_where_it_was_too_short() -> None:
     one = la.tune("grid", held, search=linnet.Grid(prior_precision=best)).tuned
     assert one is not None
     assert one.edges == ()
+
+
+def test_networks_that_overflow_are_never_the_best() -> None:
+    """A prior so wide that sampled weights overflow has no likelihood; the others are compared."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(3, 40), torch.nn.ReLU(), torch.nn.Linear(40, 40), torch.nn.ReLU()
+    )
+    net.append(torch.nn.Linear(40, 2))
+    x = torch.randn(30, 3)
+    data = x, (x[:, 0] > 0).long()
+    la = Laplace(net, CATEGORICAL, structure="diagonal").fit(data)
+    wide = linnet.Grid(prior_precision=[1e-30, 1.0, 100.0], predict="mc", samples=5)
+    assert float(la.tune("grid", data, search=wide).prior_precision) in (1.0, 100.0)
+    only = linnet.Grid(prior_precision=[1e-30, 1e-29], predict="mc", samples=5)
+    refused(NumericalError, lambda: la.tune("grid", data, search=only), "all 2 points")

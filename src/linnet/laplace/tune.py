@@ -14,7 +14,7 @@ from torch import Tensor
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.stream import Batches
 from linnet.curvatures.variance import batch_covariance, captured_blocks
-from linnet.errors import InputError
+from linnet.errors import InputError, NumericalError
 from linnet.laplace.outputs import Draws, outputs_under
 from linnet.laplace.posterior import Groups, Hyper, Posterior, with_noise
 from linnet.likelihoods.gaussian import Gaussian
@@ -150,6 +150,9 @@ class Scorer:
             draws = Draws(covariance, samples, seed, self.memory)
             for batch in self._batches():
                 outputs = outputs_under(covariance.function, draws, samples, batch.x)
+                if not bool(outputs.isfinite().all()):  # weights so far away that they overflow
+                    total[i] = -torch.inf
+                    break
                 total[i] += float(
                     SampledPredictive(outputs, labels).log_density(_labels(batch.y)).double().sum()
                 )
@@ -457,6 +460,12 @@ def _by_grid(scorer: Scorer, at: Hyper, search: Search) -> Tuned:
     else:
         scores = scorer.sampled_values(points, grid.samples, grid.seed)
     best = int(scores.nan_to_num(-torch.inf).argmax())
+    if not bool(scores.isfinite().any()):
+        raise NumericalError(
+            f"outputs overflow or are no numbers at all {len(points)} points of the grid",
+            expected="one at which they are finite",
+            remedy="try larger values of prior_precision",
+        )
     edges = _at_edges(values, best)
     return Tuned(points[best], float(scores[best]), len(points), converged=True, edges=edges)
 
