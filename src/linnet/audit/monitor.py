@@ -81,7 +81,7 @@ class Reference:
 
     unseen: Unseen
     right: Tensor  # whether the prediction is right, or its mean square error, (N,)
-    left: Tensor | None  # V_j = J_j H₋ⱼ⁻¹ J_jᵀ, (N, C, C)
+    left: Tensor | None  # V_j = J_j H₋ⱼ⁻¹ J_jᵀ, (N, C, C), or (N, 1, 1) where outputs share it
 
     @classmethod
     def of(cls, fit: Fitted) -> Reference:
@@ -119,23 +119,25 @@ def _mean_variance(fit: Fitted, found: Tensor) -> Tensor:
 
 
 def _without_one(fit: Fitted, left: Tensor, x: Inputs) -> Tensor:
-    """J(x) H₋ⱼ⁻¹ J(x)ᵀ without training example j, another one for each example, (T, C, C)."""
+    """J(x) H₋ⱼ⁻¹ J(x)ᵀ without training example j, another for each example; of shape as ``left``."""
     # S + A (Λⱼ + Λⱼ Vⱼ Λⱼ) Aᵀ with S = J(x) H⁻¹ J(x)ᵀ and A = J(x) H⁻¹ Jⱼᵀ, by the formula of Woodbury
     system, roots, c = fit.system, fit._roots, fit.system.c
     found = (system.covariance(x) / system.ridge).double()
     j = torch.arange(len(found), device=found.device) % system.n
+    if system.shared:  # A = a I: one output stands for all
+        found, c, roots = found[:, :1, :1], 1, None if roots is None else roots[:, :1, :1]
     eye = torch.eye(c).to(found)
     curved = eye.expand(system.n, c, c) if roots is None else (roots @ roots.mT).to(found)
     columns = []
-    for d in range(1 if system.shared else c):  # where outputs share their features, A = a I
-        e = torch.ones_like(left[:, 0]) if system.shared else eye[d].expand(system.n, c).contiguous()
+    for d in range(c):
+        e = eye[d].expand(system.n, system.c).contiguous()
         begin, parts = 0, []
         for part in system.effects(x, e):
             place = torch.arange(part.shape[1], device=part.device)
-            parts.append(part[j[begin + place], place])
+            parts.append(part[j[begin + place], place, :c])
             begin += len(place)
         columns.append(torch.cat(parts).double())
-    moved = columns[0].diag_embed() if system.shared else torch.stack(columns, 2)
+    moved = torch.stack(columns, 2)
     return found + moved @ (curved + curved @ left.to(found) @ curved)[j] @ moved.mT
 
 

@@ -96,7 +96,7 @@ class Fitted(SolvedFit, CoveringModel):
             if found is None:
                 self._moderation = 1.0, 1.0
             else:
-                variances = found.diagonal(dim1=1, dim2=2).clamp_min(0)
+                variances = found.diagonal(dim1=1, dim2=2).clamp_min(0).expand(-1, self.system.c)
                 outputs, labels, variances = self._of_possible(self.loo(), labels, variances)
                 weights, known = self._targets.weights, self._own_temperature
                 self._moderation = fit_moderation(outputs, labels, variances, weights, known)
@@ -110,7 +110,10 @@ class Fitted(SolvedFit, CoveringModel):
 
     @abstractmethod
     def _left_out_variances(self) -> Tensor | None:
-        """Covariances of leave-one-out outputs, (N, C, C); ``None`` where they would take too long."""
+        """Covariances of leave-one-out outputs, (N, C, C), or (N, 1, 1) of outputs that share them.
+
+        ``None`` where they would take too long.
+        """
 
     def _of_possible(self, outputs: Tensor, labels: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         """Outputs (N, C), labels, and more like outputs, as if there were no other classes than these."""

@@ -363,6 +363,14 @@ class KernelSystem(System):
         """e_i = (M_ii)⁻¹ β_i, (N, C)."""
         return self.dual.loo_residuals()
 
+    def loo_variances(self) -> Tensor:
+        """Cov[f(x_i)] without example i; of one output where they share it, (N, 1, 1)."""
+        if not self._apart:
+            return super().loo_variances()
+        found = (1 / self.dual.inverse.diagonal() / self.ridge - 1)[:, None, None]
+        w = self.problem.weights
+        return found if w is None else found / w[:, :1, None].square()
+
     def columns(self, index: Tensor) -> Tensor:
         """M_i· of some examples, (k, C, N·C)."""
         kernel, c = self.dual.kernel, self.c
