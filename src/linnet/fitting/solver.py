@@ -321,6 +321,10 @@ class Size:
         """Bytes of a primal fit: the P × P matrix and its factorization."""
         searched = self.searched and self.loss == "squared"  # others have no eigenvectors
         items = factorized("Fisher matrix", self.function.space.dim, searched)
+        if self.loss == "cross-entropy":
+            of_path = 2 if self.searched else 0  # the best solution, and the one before
+            count = 2 + of_path  # and the root of the inverse, and JᵀJ
+            items.append(("other matrices", count * 8 * self.function.space.dim**2))
         items.append(("rows of the examples", self._rows(self.function.space.dim)))
         return Plan(f"primal fit of {self.function.space.dim} weights", self.budget, tuple(items))
 

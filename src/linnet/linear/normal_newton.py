@@ -71,7 +71,7 @@ class NormalNewton(NewtonSystem):
         self.outputs = problem.base
         self._sums: tuple[Tensor, Tensor] | None = None
         self.first_norm = float(self._pulled(self.gradient).norm())
-        if start is not None and bool(start.any()):
+        if start is not None and bool(start.any()) and self.first_norm > 0:
             self._delta = start.double()
             self.outputs = problem.base + self._moved(self._delta)
         penalty = 0.5 * self.ridge * float(self._delta.square().sum())
@@ -117,7 +117,7 @@ class NormalNewton(NewtonSystem):
         return total
 
     def _summed(self) -> tuple[Tensor, Tensor]:
-        """H and Jᵀg + ρδ at the present point, in one pass."""
+        """The Cholesky factor of H and Jᵀg + ρδ at the present point, in one pass."""
         if self._sums is None:
             size = len(self._delta)
             h, slope = self._delta.new_zeros(size, size), self.ridge * self._delta
@@ -126,10 +126,9 @@ class NormalNewton(NewtonSystem):
                 slope += rows.T @ gradient[place].reshape(-1)
                 each = roots[place].mT @ rows.view(-1, self.c, size)  # LᵢᵀJᵢ
                 add_gram(h, each.flatten(0, 1))
-            h = h.tril_()
-            h += h.tril(-1).T
             h.diagonal().add_(self.ridge)
-            self._sums = h, slope
+            # the factor is that of the lower triangle
+            self._sums = cholesky(h, "ridge + curvature of the likelihood"), slope
         return self._sums
 
     @cached_property
@@ -145,8 +144,8 @@ class NormalNewton(NewtonSystem):
 
     def _towards(self, reached: float) -> Direction:
         """Newton's direction by a Cholesky factor."""
-        h, slope = self._summed()
-        d = -torch.cholesky_solve(slope[:, None], cholesky(h, "ridge + curvature of the likelihood"))[:, 0]
+        factor, slope = self._summed()
+        d = -torch.cholesky_solve(slope[:, None], factor)[:, 0]
         delta = self._delta
         squares = float(delta.square().sum()), float(delta @ d), float(d.square().sum())
         rounding = 16 * torch.finfo(d.dtype).eps * abs(self.objective[-1])
@@ -170,10 +169,10 @@ class NormalNewton(NewtonSystem):
         """Whether examples are left out without iterations."""
         return True
 
-    @cached_property
+    @property
     def factor(self) -> Tensor:
         """The Cholesky factor of H at the optimum."""
-        return cholesky(self._summed()[0], "ridge + curvature of the likelihood")
+        return self._summed()[0]
 
     def solve(self, b: Tensor) -> Tensor:
         """H⁻¹ b for columns (P, K), in float64."""
