@@ -517,7 +517,45 @@ def _norm(product: Tensor, v: Tensor) -> float:
     return math.sqrt(max(float((v * product).sum()), 0.0))
 
 
-class WeightNewton(NewtonSystem):
+class InWeights(NewtonSystem):
+    """A point in the weights, (P,)."""
+
+    _delta: Tensor
+
+    @property
+    def delta(self) -> Tensor:
+        """δ, (P,), in the network's type."""
+        return self.problem.displaced(self.eta).to(self.function.dtype)
+
+    @property
+    def eta(self) -> Tensor:
+        """δ, or what it is made of where outputs obey equations, (P,)."""
+        return self._delta
+
+    @cached_property
+    def beta(self) -> Tensor:
+        """−g/ρ, (N, C)."""
+        return -self.gradient / self.ridge
+
+    def _along(self, d: Tensor, change: Tensor, slope: Tensor) -> Direction:
+        """A direction and what it changes in the outputs, by the gradient."""
+        wide, along = self._delta.double(), d.double()
+        squares = float(wide.square().sum()), float(wide @ along), float(along.square().sum())
+        rounding = 16 * torch.finfo(d.dtype).eps * abs(self.objective[-1])
+        return Direction(d, change, float(slope.double() @ along), squares, rounding)
+
+    def _move(self, t: float, direction: Direction) -> None:
+        """Go t of the direction."""
+        self._delta = self._delta + t * direction.step
+        self.outputs = self.outputs + t * direction.change
+        self._left()
+
+    @abstractmethod
+    def _left(self) -> None:
+        """Drop what is known of the point before."""
+
+
+class WeightNewton(InWeights):
     """The optimal δ by products with J alone, and solves with the Hessian there."""
 
     # start (P,)
@@ -550,21 +588,6 @@ class WeightNewton(NewtonSystem):
         self.require(STALLED if function.dtype == torch.float64 else STAGNATED)
 
     @property
-    def delta(self) -> Tensor:
-        """δ, (P,)."""
-        return self.problem.displaced(self.eta)
-
-    @property
-    def eta(self) -> Tensor:
-        """δ, or what it is made of where outputs obey equations, (P,)."""
-        return self._delta
-
-    @cached_property
-    def beta(self) -> Tensor:
-        """−g/ρ, (N, C)."""
-        return -self.gradient / self.ridge
-
-    @property
     def gradient_norm(self) -> float:
         """‖Jᵀg + ρδ‖."""
         return float(self._gradient_in_weights().double().norm())
@@ -594,16 +617,10 @@ class WeightNewton(NewtonSystem):
         """Newton's direction by conjugate gradients."""
         gradient = self._gradient_in_weights()
         d = self._direction(gradient, reached)
-        wide, along = self._delta.double(), d.double()
-        squares = float(wide.square().sum()), float(wide @ along), float(along.square().sum())
-        slope = float(gradient.double() @ along)
-        rounding = 16 * torch.finfo(d.dtype).eps * abs(self.objective[-1])
-        return Direction(d, self.problem.push(d), slope, squares, rounding)
+        return self._along(d, self.problem.push(d), gradient)
 
-    def _move(self, t: float, direction: Direction) -> None:
-        """Go t of the direction."""
-        self._delta = self._delta + t * direction.step
-        self.outputs = self.outputs + t * direction.change
+    def _left(self) -> None:
+        """The gradient."""
         self._slope = None
 
     def _direction(self, gradient: Tensor, reached: float) -> Tensor:

@@ -20,7 +20,7 @@ from linnet.linalg.factorize import cholesky
 from linnet.linear.constraints import Constraints
 from linnet.linear.formed_rows import FormedRows, Rows
 from linnet.linear.label_problem import LabelProblem
-from linnet.linear.newton import ARRIVED, STALLED, STEPS, TOLERANCE, Direction, NewtonSystem
+from linnet.linear.newton import ARRIVED, STALLED, STEPS, TOLERANCE, Direction, InWeights
 from linnet.linear.normal_system import add_gram, reached
 from linnet.linear.problem import Memory
 
@@ -48,7 +48,7 @@ def summed_gram(problem: LabelProblem, rows: Rows) -> Tensor:
     return total + total.tril(-1).T
 
 
-class NormalNewton(NewtonSystem):
+class NormalNewton(InWeights):
     """The optimal δ by the matrix H."""
 
     # start (P,)
@@ -78,21 +78,6 @@ class NormalNewton(NewtonSystem):
         self.steps, self.objective = 0, [self._total_loss(self.outputs) + penalty]
         self.stalled = self.first_norm > 0 and not self._descend(TOLERANCE, ARRIVED)
         self.require(STALLED)
-
-    @property
-    def delta(self) -> Tensor:
-        """δ, (P,), in the network's type."""
-        return self.problem.displaced(self.eta).to(self.function.dtype)
-
-    @property
-    def eta(self) -> Tensor:
-        """δ, or what it is made of where outputs obey equations, (P,), float64."""
-        return self._delta
-
-    @cached_property
-    def beta(self) -> Tensor:
-        """−g/ρ, (N, C)."""
-        return -self.gradient / self.ridge
 
     @property
     def gradient_norm(self) -> float:
@@ -146,15 +131,10 @@ class NormalNewton(NewtonSystem):
         """Newton's direction by a Cholesky factor."""
         factor, slope = self._summed()
         d = -torch.cholesky_solve(slope[:, None], factor)[:, 0]
-        delta = self._delta
-        squares = float(delta.square().sum()), float(delta @ d), float(d.square().sum())
-        rounding = 16 * torch.finfo(d.dtype).eps * abs(self.objective[-1])
-        return Direction(d, self._moved(d), float(slope @ d), squares, rounding)
+        return self._along(d, self._moved(d), slope)
 
-    def _move(self, t: float, direction: Direction) -> None:
-        """Go t of the direction."""
-        self._delta = self._delta + t * direction.step
-        self.outputs = self.outputs + t * direction.change
+    def _left(self) -> None:
+        """The sums."""
         self._sums = None
 
     # -- the Hessian at the optimum --------------------------------------------------------------
