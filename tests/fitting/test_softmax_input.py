@@ -159,6 +159,8 @@ def test_many_examples_of_few_weights_are_solved_in_the_weights() -> None:
     near(fit.predictive(c.x_test, joint=True).joint_covariance,
          same.predictive(c.x_test, joint=True).joint_covariance, 1e-8)  # fmt: skip
     near(fit.forget([0, 7]).loo(), same.forget([0, 7]).loo(), 1e-8)
+    count = fit.module.space.dim  # JJᵀ has as many eigenvalues that are not zero, at the most
+    near(fit._eigenvalues(), same._eigenvalues()[-count:], 1e-8)
 
 
 @every_solver

@@ -26,7 +26,7 @@ from linnet.distributed import share_sum
 from linnet.errors import LinnetError, MemoryBudgetError, ModelError, NumericalError, ProcessGroupError
 from linnet.fitting.remarks import rounded
 from linnet.linear.dual import DualSystem
-from linnet.linear.newton import KernelNewton, WeightNewton
+from linnet.linear.newton import FactorNewton, KernelNewton, WeightNewton
 from linnet.linear.normal_newton import NormalNewton
 from linnet.linear.normal_system import NormalSystem
 from linnet.linear.system import System
@@ -498,13 +498,14 @@ def answerable(fit: Any, ridges: Tensor) -> Tensor:
 
 def _at(fit: Any, ridge: float, rounding: Rounding) -> Accuracy | None:
     """The estimate for the kernel of a fit at another ridge; ``None`` where it cannot be factorized."""
-    form = _factorized(fit.system)
+    form: System | FactorNewton | None = fit.system.factorized
     assert form is not None
     try:
         moved = form.at(ridge)
         if isinstance(moved, KernelNewton):
             return softmax_accuracy(moved, rounding, observed(fit))
-        if isinstance(moved, NormalNewton):
+        if isinstance(moved, FactorNewton):
+            assert isinstance(moved, NormalNewton)
             return normal_accuracy(moved, rounding, observed(fit))
         if moved.problem.basis.shared:
             assert moved.dual is not None
@@ -541,7 +542,7 @@ def _refuse(fit: Any, found: Accuracy | None, cause: Exception | None = None) ->
 
 def _smallest(fit: Any, ridge: float) -> float | None:
     """The smallest ridge of a ladder upward whose estimate is sound."""
-    form = _factorized(fit.system)
+    form: System | FactorNewton | None = fit.system.factorized
     if form is None:
         return None
     trace = float((form.diagonal() if isinstance(form, System) else form.gram.diagonal()).sum())
@@ -552,16 +553,6 @@ def _smallest(fit: Any, ridge: float) -> float | None:
         if found is not None and found.sound:
             return ridge
     return None
-
-
-def _factorized(system: Any) -> System | KernelNewton | NormalNewton | None:
-    """The same solution by a factorization; ``None`` where none fits."""
-    if isinstance(system, System):
-        return system.factorized
-    if isinstance(system, NormalNewton):
-        return system
-    found: KernelNewton | None = system.kernel_form
-    return found
 
 
 def largest_base(fit: Any) -> float:

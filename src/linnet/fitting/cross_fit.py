@@ -19,11 +19,11 @@ from linnet.fitting.arguments import base_outputs
 from linnet.fitting.combinations import combined
 from linnet.fitting.head import Folds, example_hashes
 from linnet.fitting.last_layer import RECORD
-from linnet.fitting.softmax_fit import FactorNewton, SoftmaxPath, solutions
+from linnet.fitting.softmax_fit import SoftmaxPath, solutions
 from linnet.linear.dual import RidgePath, Spectrum
 from linnet.linear.iterative import CGSettings, Iterative
 from linnet.linear.label_problem import class_problem
-from linnet.linear.newton import KernelNewton, WeightNewton
+from linnet.linear.newton import FactorNewton, KernelNewton, WeightNewton
 from linnet.linear.normal_newton import NormalNewton
 from linnet.linear.problem import Problem
 from linnet.linear.targets import Targets

@@ -27,7 +27,7 @@ from linnet.fitting.remarks import (
     unused_remarks,
 )
 from linnet.fitting.sketch import deflated, sketched
-from linnet.fitting.softmax_fit import FactorNewton, SoftmaxFit, followed, softmax_grid
+from linnet.fitting.softmax_fit import SoftmaxFit, followed, softmax_grid
 from linnet.fitting.solver import Shared, Size, Sketch, Solver, Solving, affordable, choose_solver
 from linnet.fitting.stochastic import solve_stochastically
 from linnet.likelihoods.discrete import Bernoulli, Categorical
@@ -39,7 +39,7 @@ from linnet.linear.formed_rows import FormedRows
 from linnet.linear.iterative import Iterative, Reused
 from linnet.linear.kernel_system import KernelSystem, whitened_kernel
 from linnet.linear.label_problem import class_problem, class_targets
-from linnet.linear.newton import STEPS, KernelNewton, WeightNewton
+from linnet.linear.newton import STEPS, FactorNewton, KernelNewton, WeightNewton
 from linnet.linear.normal_newton import NormalNewton, summed_gram
 from linnet.linear.normal_system import NormalSystem, summed
 from linnet.linear.preconditioner import TRIAL

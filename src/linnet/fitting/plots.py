@@ -86,8 +86,8 @@ class FitPlots(ModelPlots):
 def eigenvalues_of(system: System | NewtonSystem) -> Tensor:
     """Eigenvalues of the kernel, or an error where nothing was factorized."""
     if isinstance(system, NewtonSystem):
-        if (form := system.kernel_form) is not None:
-            found: Tensor = torch.linalg.eigvalsh(form.kernel)
+        if (form := system.factorized) is not None:
+            found: Tensor = torch.linalg.eigvalsh(form.gram)
             return found
     elif system.factorized is not None:
         return system.factorized.eigenvalues

@@ -31,8 +31,7 @@ from linnet.fitting.composed import Summable
 from linnet.fitting.fitted import Fitted
 from linnet.linear.dual import CriteriaByRidge
 from linnet.linear.label_problem import LabelProblem, WeighedLosses, class_targets, weighed_labels
-from linnet.linear.newton import KernelNewton, NewtonSystem
-from linnet.linear.normal_newton import NormalNewton
+from linnet.linear.newton import FactorNewton, NewtonSystem
 from linnet.linear.saved import newton_state
 from linnet.linear.targets import Targets, weighed_targets
 from linnet.params import choice
@@ -46,7 +45,6 @@ DECADES = (-5, 1)  # ridges of a path, relative to the mean diagonal of the kern
 ROUNDING = 4.0  # units of roundoff of the kernel's largest eigenvalue, below which a ridge is no ridge
 PER_DECADE = 2  # of them
 POWER_STEPS = 20  # of the power method, for the kernel's largest eigenvalue from below
-FactorNewton = KernelNewton | NormalNewton  # by factorizations, which have every ridge
 CHECKED = 3  # examples that are refitted where a ridge is chosen by leave-one-out
 
 
@@ -136,7 +134,7 @@ class SoftmaxFit(Fitted, Summable):
 
     def _left_out_variances(self) -> Tensor | None:
         """By a factorization; without one each example takes C solves."""
-        return self.system.loo_variances() if self.system.direct else None
+        return None if self.system.factorized is None else self.system.loo_variances()
 
     # -- audits ----------------------------------------------------------------------------------
 
@@ -197,7 +195,7 @@ class SoftmaxFit(Fitted, Summable):
             NumericalError: If a ridge is below what rounding lets be answered.
         """
         system = self.system
-        if not isinstance(system, KernelNewton | NormalNewton):
+        if not isinstance(system, FactorNewton):
             raise InputError(
                 f"path needs a factorization, but the fit was solved by {self.solver!r}",
                 expected='solver="dual" or "primal"',

@@ -434,6 +434,8 @@ def choose_solver(size: Size, asked: Solving) -> tuple[str, str]:
     taken = format_bytes(fitting[best].peak)
     if size.searched:
         what = "gives every ridge at once" if size.loss == "squared" else "is formed once for every ridge"
+        if size.loss != "squared" and best == "primal":
+            what = "is summed anew at every step, which is faster than the kernel"
         kind = "the kernel" if best == "dual" else "the matrix of the weights"
         return best, f"{kind} {what} ({taken})"
     counts = f"about {operations[best]:.1e} operations and {taken} against {operations['cg']:.1e}"

@@ -28,6 +28,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -194,8 +195,8 @@ class NewtonSystem(Solved):
 
     @property
     @abstractmethod
-    def direct(self) -> bool:
-        """Whether examples are left out without iterations."""
+    def factorized(self) -> FactorNewton | None:
+        """The same solution by a factorization, which may be itself; ``None`` where none fits."""
 
     @property
     @abstractmethod
@@ -246,7 +247,33 @@ class NewtonSystem(Solved):
         """The solution with other labels, from the present one."""
 
 
-class KernelNewton(NewtonSystem):
+class FactorNewton(NewtonSystem):
+    """A solution by factors of K or H, which has every ridge."""
+
+    @property
+    def factorized(self) -> Self:
+        """Itself."""
+        return self
+
+    @property
+    @abstractmethod
+    def gram(self) -> Tensor:
+        """K or JᵀJ, which have the same eigenvalues but for zeros."""
+
+    @abstractmethod
+    def at(self, ridge: float) -> Self:
+        """The solution at another ridge, from the present one."""
+
+    @abstractmethod
+    def log_evidence(self) -> float:
+        """The log marginal likelihood in Laplace's approximation."""
+
+    @abstractmethod
+    def next_change(self) -> Tensor:
+        """The change of the outputs by one more Newton step, (N, C): their distance to the optimum."""
+
+
+class KernelNewton(FactorNewton):
     """The optimal β of a kernel."""
 
     in_samples = True
@@ -350,11 +377,6 @@ class KernelNewton(NewtonSystem):
     def kernel_form(self) -> KernelNewton:
         """Itself."""
         return self
-
-    @property
-    def direct(self) -> bool:
-        """Whether examples are left out without iterations."""
-        return True
 
     @property
     def gram(self) -> Tensor:
@@ -680,9 +702,9 @@ class WeightNewton(InWeights):
         return self._kernel_form
 
     @property
-    def direct(self) -> bool:
-        """Whether the kernel fits the memory."""
-        return self.kernel_form is not None
+    def factorized(self) -> KernelNewton | None:
+        """By the kernel."""
+        return self.kernel_form
 
     @cached_property
     def _own(self) -> Tensor:

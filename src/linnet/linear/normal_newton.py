@@ -20,7 +20,7 @@ from linnet.linalg.factorize import cholesky
 from linnet.linear.constraints import Constraints
 from linnet.linear.formed_rows import FormedRows, Rows
 from linnet.linear.label_problem import LabelProblem
-from linnet.linear.newton import ARRIVED, STALLED, STEPS, TOLERANCE, Direction, InWeights
+from linnet.linear.newton import ARRIVED, STALLED, STEPS, TOLERANCE, Direction, FactorNewton, InWeights
 from linnet.linear.normal_system import add_gram, reached
 from linnet.linear.problem import Memory
 
@@ -48,7 +48,7 @@ def summed_gram(problem: LabelProblem, rows: Rows) -> Tensor:
     return total + total.tril(-1).T
 
 
-class NormalNewton(InWeights):
+class NormalNewton(InWeights, FactorNewton):
     """The optimal δ by the matrix H."""
 
     # start (P,)
@@ -143,11 +143,6 @@ class NormalNewton(InWeights):
     def kernel_form(self) -> None:
         """None is needed."""
         return
-
-    @property
-    def direct(self) -> bool:
-        """Whether examples are left out without iterations."""
-        return True
 
     @property
     def factor(self) -> Tensor:
