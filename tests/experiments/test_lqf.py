@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from experiments.lqf import (
     ablation,
     adam,
+    bilinear,
     condition,
     few_shot,
     gap,
@@ -235,6 +236,20 @@ def test_the_last_layer_is_compared_with_its_optimum(
     assert len(found) == 3 * 2 * 2
     assert all(cell["missing"] > 0 for cell in found)  # below the optimum there is nothing
     assert min(cell["missing"] for cell in found) < 0.9
+
+
+def test_bilinear_pooling_is_compared_on_the_same_draws(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bilinear, "CHANNELS", 6)
+    monkeypatch.setattr(bilinear, "STEPS", 3)
+    bilinear.main(arguments(tmp_path), [PAIR])
+    cells = published(tmp_path)["cells"]
+    assert len(cells) == 3 * 2 * 2
+    assert all(0 <= cell["accuracy"] <= 1 for cell in cells)
+    tuned = [cell for cell in cells if cell["method"] == "nlft" and cell["bilinear"]]
+    assert tuned[1]["rate given"] == tuned[0]["rate"]
+    assert (tmp_path / "table.md").read_text().count("±") == 9
 
 
 def test_learning_rates_are_compared(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
