@@ -245,3 +245,26 @@ def test_outputs_of_any_model_are_ranked_as_those_of_a_fit() -> None:
     assert torch.equal(found.order, own.order)
     assert torch.equal(found.doubted(), own.doubted())
     assert found.self_influence is None
+
+
+def test_labels_that_are_alone_are_not_doubted_and_gaps_change_nothing() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    y = torch.arange(120) % 3
+    x = torch.randn(120, 3).double() + 1.5 * nn.functional.one_hot(y, 3)
+    y[:8] = (y[:8] + 1) % 3
+    names = torch.tensor([1, 3, 4])
+    one = mislabeled(linnet.adapt(net, (x, y)))
+    with pytest.warns(UserWarning, match="without a sample"):
+        other = mislabeled(linnet.adapt(net, (x, names[y])))
+    assert other.temperature == pytest.approx(one.temperature)
+    near(other.wrong, one.wrong, 1e-8)
+    near(other.scores, one.scores, 1e-8)
+    assert other.predicted.tolist() == names[one.predicted].tolist()
+    assert other.suggested.tolist() == [-1 if c < 0 else int(names[c]) for c in one.suggested]
+    alone = y.clone()
+    alone[5] = 3
+    found = mislabeled(linnet.adapt(net, (x, alone)))
+    assert (float(found.wrong[5]), int(found.suggested[5])) == (0.0, -1)
+    assert 5 not in found.doubted().tolist()
+    assert len(mislabeled(torch.eye(4).double(), torch.arange(4)).doubted()) == 0

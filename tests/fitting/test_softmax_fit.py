@@ -323,6 +323,7 @@ def test_the_check_takes_the_examples_that_matter_most() -> None:
     change = (fit.loo() - fit.predict(c.x)).norm(dim=1)
     assert set(fit.check_loo().examples.tolist()) == set(change.argsort()[-3:].tolist())
     refused(InputError, lambda: fit.check_loo([14]), "14")
+    refused(InputError, lambda: fit.forget(list(range(1, 14))).check_loo(), "one example")
     beyond = c.fit(ridge=fit.ridge, solver=CG(tolerance=1e-10)).check_loo([0, 5])
     near(beyond.one_step, fit.check_loo([0, 5]).one_step, 1e-6)
     near(beyond.refitted, fit.check_loo([0, 5]).refitted, 1e-6)

@@ -113,3 +113,23 @@ def test_one_sample_that_is_left_has_probabilities() -> None:
     net, x, _ = noisy()
     fit = linnet.adapt(net, (x[:4], torch.tensor([0, 0, 0, 1]))).forget(classes=[0])
     assert fit.predictive(x[:3]).probs.tolist() == [[0.0, 1.0]] * 3
+
+
+def test_equations_on_several_values_have_every_answer() -> None:
+    """Two outputs that equations tie to one another have a noise, variances, a monitor and a certificate."""
+    net, x, y = noisy()
+    values = torch.cat([y + 3, x[:, 2:3].square()], 1)
+    fit = linnet.adapt(net, (x[:60], values[:60]), ridge=0.1)
+    held = fit.constrain(x[200:202], torch.full((2, 2), torch.nan, dtype=torch.float64).fill_(4.0))
+    torch.testing.assert_close(held.predict(x[200:202]), torch.full((2, 2), 4.0, dtype=torch.float64))
+    free = fit.constrain(x[200:201], torch.tensor([[torch.nan, 4.0]]), weight=1e-9)  # asks for nothing
+    assert free.noise == pytest.approx(fit.noise, rel=1e-5)
+    assert float(held.predictive(x[200:202]).variance.abs().max()) < 1e-8
+    assert 0 <= next(iter(held.monitor([x[100:120]]))).p_value <= 1
+    assert linnet.audit.forgetting_certificate(held, held.forget([0])).relative < 1e-8
+
+
+def test_constant_outputs_raise_no_alarm() -> None:
+    net, x, _ = noisy()
+    fit = linnet.adapt(net.float(), (x[:40].float(), torch.full((40, 1), 5.0)))
+    assert not any(one.drifted for one in fit.monitor([x[k : k + 30].float() for k in (50, 100, 150)]))

@@ -11,7 +11,7 @@ from linnet.plots.measures import (
     reliability_bins,
     wilson_interval,
 )
-from linnet.report.numbers import split_by_uncertainty
+from linnet.report.numbers import measured, split_by_uncertainty
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 7), (3, 10), (90, 100), (50, 50)])
@@ -59,3 +59,8 @@ def test_split_by_uncertainty_takes_the_largest() -> None:
 
 def test_ranking_is_stable_and_puts_nan_last() -> None:
     assert ranking(np.array([1.0, np.nan, 2.0, 1.0])).tolist() == [2, 0, 3, 1]
+
+
+def test_numbers_are_as_small_as_they_are() -> None:
+    assert measured(1.152e-16, 2.3e-17) == "1.15×10⁻¹⁶\u00a0±\u00a02.3×10⁻¹⁷"
+    assert measured(0.123456, 0.00034) == "0.12346\u00a0±\u00a00.00034"

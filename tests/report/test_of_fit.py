@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -94,6 +95,26 @@ def test_the_page_of_values_holds_their_error() -> None:
     assert shown["classes"] is None
     deviation = (fit.predictive(TEST).with_noise().variance[:, 0]).sqrt()
     assert np.allclose(np.ravel(shown["test"]["std"]), deviation, rtol=1e-4)
+
+
+def test_the_share_of_the_variance_has_the_error_of_a_bootstrap() -> None:
+    """Errors and spreads are of the same samples: those far from the mean have both larger."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 36)
+    y = x[:, :1] * 3 + 0.5 * torch.randn(400, 1) * (1 + x[:, :1].abs())
+    fit = linnet.fit(linnet.linearize(network(1)), (x[:300], y[:300]), ridge="loo")
+    text = re.sub(r"<[^>]*>|\s|&nbsp;", "", report_of(fit, (x[300:], y[300:])).html)
+    shown = re.search(r"ofthevarianceexplained100%isperfect([\d.]+)±([\d.]+)%", text)
+    assert shown is not None
+    value, error = (float(part) for part in shown.groups())
+    truth, missed = y[300:, 0], (fit.predict(x[300:]) - y[300:])[:, 0].square()
+
+    def share(index: torch.Tensor) -> float:
+        return 100 * (1 - float(missed[index].mean() / truth[index].var(correction=0)))
+
+    draws = torch.tensor([share(torch.randint(100, (100,))) for _ in range(500)])
+    assert value == pytest.approx(share(torch.arange(100)), abs=0.6)
+    assert error == pytest.approx(float(draws.std()), rel=0.3)
 
 
 def test_soft_labels_of_test_samples_are_shown_by_their_likeliest() -> None:

@@ -153,7 +153,8 @@ def _in_samples(fit: Any, after: Any, kept: Tensor) -> tuple[float, float, float
     kernel = problem.basis.kernel(problem.basis.examples(problem.x), fit.memory).double()
     kernel = whitened_kernel(kernel, problem)
     # of its own examples in the order of the fit before, which `_retained` compared
-    beta, r = after.system.beta.double(), problem.residual.double()
+    # which has a row for each output where equations tie them to one another
+    beta, r = (one.double().reshape(len(kernel), -1) for one in (after.system.beta, problem.residual))
     found = [(one * (kernel @ one)).sum() for one in (kernel @ beta + fit.ridge * beta - r, r, beta)]
     gradient, start, norm = (float(one.clamp_min(0).sqrt()) for one in found)
     return gradient, start, norm

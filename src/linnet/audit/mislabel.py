@@ -28,7 +28,7 @@ fitted to them, the labels look more likely than they are.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -232,13 +232,27 @@ def mislabeled(fit: Fitted | Tensor, labels: Tensor | None = None, *, score: str
         residual = _both(targets, 1 - targets).to(loo) - loo.softmax(1)
     # from the fit's own leave-one-out; that of cross-fitted heads has no fit with the example in it
     own = fit.system.own_changes().double()
-    return _judged(loo, loo, fit.labels, residual.norm(dim=1), own.norm(dim=1), score)
+    return _judged(loo, loo, fit.labels, residual.norm(dim=1), own.norm(dim=1), score, fit._possible)
 
 
 def _judged(
-    outputs: Tensor, loo: Tensor, labels: Tensor | None, residual: Tensor, own: Tensor | None, score: str
+    outputs: Tensor,
+    loo: Tensor,
+    labels: Tensor | None,
+    residual: Tensor,
+    own: Tensor | None,
+    score: str,
+    seen: Tensor | None = None,
 ) -> LabelErrors:
-    """The ranking by a score, and for classes the labels that look wrong."""
+    """The ranking by a score, and for classes the labels that look wrong; no label is of a class not seen."""
+    if labels is not None and seen is not None:
+        found = _judged(
+            outputs[:, seen], loo[:, seen], torch.searchsorted(seen, labels), residual, own, score
+        )
+        assert found.predicted is not None
+        assert found.suggested is not None
+        suggested = torch.where(found.suggested < 0, -1, seen[found.suggested])
+        return replace(found, labels=labels, predicted=seen[found.predicted], suggested=suggested)
     classes = labels is not None and loo.shape[1] > 1
     chosen = ("margin" if classes else "residual") if score == "auto" else score
     if chosen == "margin" and not classes:
@@ -293,6 +307,11 @@ def _checked(outputs: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
 def _doubts(outputs: Tensor, labels: Tensor) -> dict[str, Any]:
     """The labels that held-out outputs contradict more than the difficulty of the examples explains."""
     place = labels.device
+    several = (
+        labels.bincount()[labels] > 1
+    )  # others can contradict no label that is the only one of its class
+    if not several.all():
+        return _doubts_of_several(outputs, labels, several)
     outputs, labels = searched(outputs, labels)
     found = _Fitted.of(outputs, labels[None])
     suggested, wrong, doubted = (one[0] for one in found.doubts(labels[None]))
@@ -303,6 +322,19 @@ def _doubts(outputs: Tensor, labels: Tensor) -> dict[str, Any]:
     columns = {"wrong": wrong, "suggested": suggested, "indices": order[doubted[order]]}
     numbers = {"rate": rate, "temperature": t, "expected": expected, "recall": rest[1]}
     return {name: column.to(place) for name, column in columns.items()} | numbers
+
+
+def _doubts_of_several(outputs: Tensor, labels: Tensor, several: Tensor) -> dict[str, Any]:
+    """The same where some labels are the only ones of their classes, which are not doubted."""
+    # several (N,)
+    wrong = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
+    suggested, index = torch.full_like(labels, -1), several.nonzero()[:, 0]
+    if not len(index):
+        told = {"rate": 0.0, "temperature": 1.0, "expected": 0.0, "recall": math.nan}
+        return {"wrong": wrong, "suggested": suggested, "indices": index, **told}
+    found = _doubts(outputs[index], labels[index])
+    wrong[index], suggested[index] = found["wrong"].to(wrong), found["suggested"]
+    return {**found, "wrong": wrong, "suggested": suggested, "indices": index[found["indices"]]}
 
 
 @dataclass(frozen=True, eq=False)

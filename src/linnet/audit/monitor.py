@@ -28,6 +28,7 @@ from linnet.tangent.batch import Inputs, batch_size, yields
 from linnet.tangent.data import as_new_inputs, items_of
 from linnet.tangent.modes import in_exact_mode
 
+DIGITS = 16  # binary ones of an output that count in comparisons
 DRAWS = 499  # of the permutation test
 CHUNK = 1 << 21  # numbers of its permutations at a time
 REFERENCE = 2000  # training examples that a batch is compared with, at most
@@ -70,9 +71,16 @@ class Unseen:
         """What is compared: numbers (N,), of which the ranks count, or indicators of classes (N, K)."""
         known = [] if self.spread is None else [self.spread]
         if self.p is None:
-            return [*known, *self.outputs.unbind(1)]
+            return [*known, *_of_digits(self.outputs).unbind(1)]
         likeliest = self.p.max(1)
         return [*known, likeliest.values, F.one_hot(likeliest.indices, self.p.shape[1]).double()]
+
+
+def _of_digits(outputs: Tensor) -> Tensor:
+    """Outputs without the digits that rounding leaves, by which constant ones would have ranks."""
+    largest = outputs.abs().amax(0).clamp_min(torch.finfo(torch.float32).tiny)
+    step = 2.0 ** (largest.log2().floor() - DIGITS)
+    return (outputs / step).round() * step
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +132,7 @@ def _without_one(fit: Fitted, left: Tensor, x: Inputs) -> Tensor:
     system, roots, c = fit.system, fit._roots, fit.system.c
     found = (system.covariance(x) / system.ridge).double()
     j = torch.arange(len(found), device=found.device) % system.n
-    if system.shared:  # A = a I: one output stands for all
+    if left.shape[1] < c:  # A = a I: one output stands for all
         found, c, roots = found[:, :1, :1], 1, None if roots is None else roots[:, :1, :1]
     eye = torch.eye(c).to(found)
     curved = eye.expand(system.n, c, c) if roots is None else (roots @ roots.mT).to(found)

@@ -71,7 +71,7 @@ def single_remarks(targets: Targets) -> tuple[str, ...]:
         return ()
     return (
         f"{single} {SINGLE}: leaving it out leaves out its class, so "
-        'leave-one-out says little; ridge="evidence" does without it',
+        "leave-one-out says little; a ridge that is given as a number does without it",
     )
 
 

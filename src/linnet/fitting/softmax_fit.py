@@ -166,6 +166,8 @@ class SoftmaxFit(Fitted, Summable):
             InputError: There is no position, or one is out of range or given twice.
         """
         system = self.system
+        if self.n < 2:
+            raise InputError("a fit of one example", "two or more", "update the fit with others first")
         if examples is None:
             change = (system.loo_outputs() - system.outputs).norm(dim=1)
             index = change.argsort(descending=True)[: min(CHECKED, self.n - 1)]

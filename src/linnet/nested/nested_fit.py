@@ -142,8 +142,13 @@ class NestedFit(SquaredFit):
             return found
         # What the intercept costs by its prior, (1ᵀβ)²/1ᵀM1, would be taken for noise where values are not
         # about zero.
-        dual, root = self.system.dual, self._targets.every_weight.sqrt().to(self.system.beta)
-        cost = (root @ dual.beta).square().sum() / (root @ dual.solve(root[:, None]))
+        dual, root = self.system.dual, self._targets.every_weight.sqrt().to(self.system.beta)[:, None]
+        if dual.shared:
+            cost = (root.T @ dual.beta).square().sum() / (root.T @ dual.solve(root))
+        else:  # equations on outputs tie them to one another
+            root = torch.kron(root, torch.eye(dual.c).to(root))
+            moved = root.T @ dual.beta.reshape(-1, 1)
+            cost = moved.T @ torch.linalg.solve(root.T @ dual.solve(root), moved)
         return max(found - self.ridge * float(cost) / self._targets.values.numel(), 0.0)
 
     @cached_property

@@ -30,14 +30,12 @@ EARLIER = (0.2, 0.5, 0.8, 1.0)  # e
 # development tasks few samples told less than what holds in general (docs/results/adapt.md)
 USUAL, AGAINST = 1.0, 2.0
 # κ, the prior variance of the intercept beside a kernel whose diagonal is about 1: the intercept is free to
-# 1 part in N·10⁴, and float64 keeps 11 digits of the rest. Of values it is so many times the ridge, where
-# that is more than 1, and more by as much as their mean is beyond their spread, up to STRETCH times: else it
-# holds predictions back from the mean, which leave-one-out about the mean does not see.
+# 1 part in N·10⁴, and float64 keeps 11 digits of the rest. Of values it is so many times more as the ridge is
+# more than 1 and as their mean is more than their spread, up to STRETCH times, else it holds predictions back
+# from the mean; but no more times the ridge than it is at the least of these.
 BIAS = 1e4
 STRETCH = 1e4
-CONSTANT = (
-    100.0  # times the sum of the other eigenvalues, about N: a ridge that leaves the mean of values alone
-)
+CONSTANT = 100.0  # times the sum of the other eigenvalues, about N: such a ridge leaves the mean of values
 PER_DECADE = 4  # ridges
 LOW, HIGH = -4, 3  # decades of ridges that are looked through first
 LOWEST, HIGHEST = (
@@ -266,14 +264,15 @@ def choose(kernels: Kernels, targets: Targets, given: Shares = FREE) -> Choice:
 
 
 def intercept(targets: Targets, ridge: float = 1.0) -> float:
-    """κ, which leaves the intercept free at a ridge."""
+    """κ, which leaves the intercept as free at a ridge as rounding allows."""
     if targets.classes is not None:
         return BIAS
     values, w = targets.values.double(), targets.every_weight[:, None] / targets.every_weight.sum()
     mean = (w * values).sum(0)
     spread = (w * (values - mean).square()).sum(0).sqrt()
     far = float((mean.abs() / spread)[spread > 0].amax()) if bool((spread > 0).any()) else STRETCH
-    return BIAS * max(1.0, ridge) * min(max(1.0, far), STRETCH)
+    free = BIAS * max(1.0, ridge) * min(max(1.0, far), STRETCH)
+    return max(BIAS, min(free, ridge * BIAS / 10.0**LOWEST))
 
 
 def sampled(n: int, count: int) -> Tensor:

@@ -72,13 +72,17 @@ def number(value: object, digits: int = 3, trim: bool = False) -> str:
     return text if plain else f"{text}×10{str(exponent).translate(SUPERSCRIPTS)}"
 
 
-def measured(value: float, error: float | None, signs: bool = False, most: int = 6) -> str:
+FINEST = 6  # decimals, beyond which a power of ten stands
+
+
+def measured(value: float, error: float | None, signs: bool = False, most: int = FINEST) -> str:
     """A number with its standard error, as many digits as the error allows."""
     sign = "+" if signs and value > 0 else ""
     if not error or not math.isfinite(error):
         return sign + number(value)
-    places = min(1 - math.floor(math.log10(error)), most)  # two digits of the error
-    if not -3 <= places <= 6:
+    wanted = 1 - math.floor(math.log10(error))  # two digits of the error
+    places = min(wanted, most)
+    if places < -3 or (wanted > most == FINEST):
         return f"{sign}{number(value)}\u00a0±\u00a0{number(error, 2)}"
     shown, spread = (f"{round(part, places):,.{max(places, 0)}f}" for part in (value, error))
     return f"{sign}{shown}\u00a0±\u00a0{spread}".replace("-", "−")

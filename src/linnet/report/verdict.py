@@ -366,8 +366,10 @@ def _of_values(run: Content, own: Comparison) -> list[KeyNumber]:
     answers = np.asarray(test.samples.labels, dtype=float).reshape(len(test.mean), -1)
     spread = ((answers - answers.mean(0)) ** 2).mean(1)
     if whole := float(spread.mean()):
-        kept, error = mean_and_error(spread - squares)
-        shown = measured_share(kept / whole, error / whole)
+        # the ratio of two means of the same samples: error of its linear part (Cochran 1977, section 6.4)
+        left = float(np.mean(squares)) / whole
+        _, error = mean_and_error(squares - left * spread)
+        shown = measured_share(1 - left, error / whole)
         made.append(KeyNumber(shown, "of the variance explained", "100 % is perfect"))
     if test.std is not None:
         share = float(

@@ -164,7 +164,7 @@ def _check_inside(link: str, target: str, home: str) -> None:
         )
 
 
-UNDAMAGED = "replace these files, or leave them out with damaged='skip'"
+UNDAMAGED = "replace or remove these files; linnet adapt leaves them out with damaged='skip'"
 
 
 @dataclass(frozen=True, eq=False)

@@ -87,7 +87,7 @@ def further(folder: str, tunable: bool, classes: bool) -> tuple[NextStep, ...]:
     if tunable:
         words = ["linnet", "adapt", "--config", f"{folder}/run.yaml", "--tune", "true"]
         line = shlex.join([*words, "--out", folder_beside(folder, "tuned")])
-        why = "Trains the network as well, and keeps the result only if cross-validation improves."
+        why = "Trains the network as well, and keeps the result unless cross-validation is worse."
         steps.insert(0, NextStep("Try for more accuracy" if classes else "Try for less error", why, line))
     return tuple(steps) if folder.isprintable() else ()
 
@@ -125,7 +125,7 @@ def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = Fal
     return result
 
 
-NEXT = "next: --tune trains the network as well, and keeps the result only if cross-validation improves"
+NEXT = "next: --tune trains the network as well, and keeps the result unless cross-validation is worse"
 
 
 def print_adaptation(result: dict[str, Any]) -> list[str]:
