@@ -304,6 +304,16 @@ def test_lines_that_others_are_like_are_taken_as_far_as_they_are_new(tmp_path: P
     assert any("are like samples of the training" in line for line in found["findings"])
 
 
+def test_scores_on_samples_of_the_training_are_said_to_be_no_test(workshop: Path, tmp_path: Path) -> None:
+    run, out = workshop / "prices", tmp_path / "p.csv"
+    linnet("predict", "--run", run, "--data", workshop / "prices.csv", "--out", out)
+    told = result(run / "predict")["findings"]
+    assert any("48 of 60 samples are training samples of the run" in line for line in told)
+    write_table(tmp_path / "new.csv", lines=30, seed=8)
+    linnet("predict", "--run", run, "--data", tmp_path / "new.csv", "--out", out, "--overwrite")
+    assert not any("training samples" in line for line in result(run / "predict")["findings"])
+
+
 ZEROS = np.zeros((2, 8, 8), np.uint8)
 NEW = {
     "none": {"x": ZEROS[:0]},

@@ -24,6 +24,7 @@ from linnet.files import finite, write_text
 from linnet.params import integer
 from linnet.report.reading import Predictions, explanations, facts, name_of, predicted, scored
 from linnet.report.records import Content, Explanation, Neighbor, Notes, TrainingSet
+from linnet.tangent.batch import hash_examples
 
 TABLES = (".csv", ".json")  # the files that rows are written to
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet
@@ -38,7 +39,7 @@ def predict(
     if out is not None:
         check_file(out, TABLES, overwrite)
     run = opened(options)
-    new = read_new(data, run, prefer="test")
+    new = _with_known(run, read_new(data, run, prefer="test"))
     found = run.predict(new.x, std)
     result, page = prediction_page(run, new, found, f"Predictions for {data.name}", options.run)
     result |= {"predictions": str(table), "out": str(folder)}
@@ -49,6 +50,19 @@ def predict(
     write_rows(table, rows)
     write(folder, result, page)
     return result, print_prediction(result, told_rows(run, new, rows))
+
+
+def _with_known(run: SavedRun, new: NewSamples) -> NewSamples:
+    """Samples with answers, and a note where some of them are those of the training."""
+    trained = set() if new.y is None else set(hash_examples(run.fit.x))
+    known = sum(name in trained for name in hash_examples(run.inputs(new.x))) if trained else 0
+    if not known:
+        return new
+    note = (
+        f"{known} of {len(new.ids)} samples are training samples of the run, or like these: the scores are "
+        "too good for new ones"
+    )
+    return replace(new, findings=(*new.findings, note))
 
 
 def prediction_rows(run: SavedRun, new: NewSamples, found: Predictions) -> list[dict[str, Any]]:
