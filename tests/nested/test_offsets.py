@@ -133,3 +133,15 @@ def test_constant_outputs_raise_no_alarm() -> None:
     net, x, _ = noisy()
     fit = linnet.adapt(net.float(), (x[:40].float(), torch.full((40, 1), 5.0)))
     assert not any(one.drifted for one in fit.monitor([x[k : k + 30].float() for k in (50, 100, 150)]))
+
+
+@pytest.mark.long
+def test_training_does_not_depend_on_the_unit_of_values() -> None:
+    net, x, y = noisy()
+    fits = [
+        linnet.adapt(net.float(), (x[:60].float(), c * y[:60].float()), tune=True) for c in (1.0, 1e-3, 1e3)
+    ]
+    assert len({fit.trained for fit in fits}) == 1
+    shares = [[rung.error / fit.rungs[0].error for rung in fit.rungs] for fit in fits]
+    assert shares[1] == pytest.approx(shares[0], rel=1e-2)
+    assert shares[2] == pytest.approx(shares[0], rel=1e-2)

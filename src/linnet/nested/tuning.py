@@ -106,6 +106,9 @@ class Tuning:
         """The network trained on some samples, those of values from their linear probe."""
         x, y, features = take(self.fit.x, rows), self.y[rows], self.features
         named, classes = set(features.function.names), self.fit.labels is not None
+        if not classes:  # in units of their spread, in which the rates are
+            spread = float((self.y - self.y.mean(0)).square().mean().sqrt())
+            y = y / (spread or 1.0)
         run = Descent(rate, self.steps, BATCH, self.seed, "adam", contrast=classes)
         if classes:
             start = bared(features.model)

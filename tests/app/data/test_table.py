@@ -88,6 +88,17 @@ class TestTable:
         task = load_data(table(tmp_path / "d.csv", "a,split,t\n" + lines))
         assert (len(task.train), len(task.test), task.train.x.shape[1]) == (10, 10, 1)
 
+    def test_numbers_with_units_are_no_names(self, tmp_path: Path) -> None:
+        dollars = "".join(f"{n},${n}.50\n" for n in range(20))
+        with pytest.raises(DataError, match=r"t has numbers with units: \$0\.50"):
+            load_data(table(tmp_path / "d.csv", "a,t\n" + dollars))
+        kilos = load_data(
+            table(tmp_path / "k.csv", "a,t\n" + "".join(f"{n},{n % 7} kg\n" for n in range(40)))
+        )
+        assert "t has numbers with units, 7 different ones: taken as classes" in kilos.findings
+        named = load_data(table(tmp_path / "c.csv", "a,t\n" + "".join(f"{n},A{n % 7}\n" for n in range(40))))
+        assert not any("units" in line for line in named.findings)
+
     def test_a_line_above_the_names_is_pointed_to(self, tmp_path: Path) -> None:
         text = "# measured in May\na,b,t\n" + "".join(f"{n},{n},{n}\n" for n in range(9))
         with pytest.raises(DataError, match="with no line above them"):

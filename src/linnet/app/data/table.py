@@ -37,6 +37,7 @@ from linnet.shown import some
 Array = np.ndarray[Any, Any]
 _DELIMITERS = (",", ";", "\t", "|")
 _COMMA = re.compile(r"\s*[+-]?\d+,\d+(?:[eE][+-]?\d+)?\s*")  # such as 0,5
+_UNITED = re.compile(r"[^\w\s.,]\s?[\d.,']*\d|\d[\d.,']*\s?[^\d\s]{1,3}")  # such as $5 or 5 kg
 _MARKED = re.compile(r"\s*[+-]?\d{1,3}(?:[.,'\u2019 ]\d{3})+(?:[.,]\d+)?\s*")  # such as 1,234.5
 _LONGEST_LINE = 1 << 25  # characters: a million columns of 32, more than any table of features has
 _NAME_BYTES = 64  # of a Python string such as "line 1234567" and its place in a list
@@ -237,8 +238,18 @@ def _answers(cells: Cells, answer: str) -> tuple[Array, tuple[str, ...] | None, 
     values, texts = cells.values[answer], cells.texts.get(answer)
     if texts is not None:
         classes = tuple(sorted(texts))
+        united = [text for text in classes if _UNITED.fullmatch(text)]
+        findings = []
+        if len(classes) > FEW_CATEGORIES and len(united) >= _NUMBERS * len(classes):
+            if 2 * len(classes) > len(values):
+                raise DataError(
+                    f"{_label(answer)} has numbers with units: {some(united, 3)}",
+                    expected="numbers for a regression, or names of classes that repeat",
+                    remedy="write the numbers alone, with a point before the decimals",
+                )
+            findings = [f"{answer} has numbers with units, {len(classes)} different ones: taken as classes"]
         order = np.array([classes.index(text) for text in texts])
-        return order[values.astype(np.int64)], classes, []
+        return order[values.astype(np.int64)], classes, findings
     kinds = np.unique(values)
     if set(kinds) == {0.0, 1.0}:
         return values.astype(np.int64), ("0", "1"), [f"{answer} is 0 or 1 throughout: taken as two classes"]
