@@ -117,7 +117,7 @@ def cells_of(study: Study, pair: Pair, methods: Sequence[str]) -> list[Cell]:
     return found
 
 
-def table(cells: Sequence[Cell], methods: Sequence[str]) -> str:
+def table(cells: Sequence[Cell], methods: Sequence[str] = METHODS) -> str:
     """Test errors without and with pooling, and what it takes away."""
     rows = []
     for pair in dict.fromkeys(cell["pair"] for cell in cells):

@@ -71,6 +71,12 @@ class TestTable:
             with pytest.raises(DataError, match="numbers with marks: a"):
                 load_data(table(tmp_path / "d.csv", text))
 
+    def test_addresses_are_texts(self, tmp_path: Path) -> None:
+        lines = "".join(f"192.168.100.{200 + n % 3},{n},{n}\n" for n in range(20))
+        task = load_data(table(tmp_path / "d.csv", "host,a,t\n" + lines))
+        assert task.table is not None
+        assert task.table.features[0].categories == ("192.168.100.200", "192.168.100.201", "192.168.100.202")
+
     def test_names_that_look_like_numbers_and_none(self, tmp_path: Path) -> None:
         lines = "".join(f"{('1_12', '11_2')[n % 2]},{'None' if n == 3 else n},{n}\n" for n in range(20))
         task = load_data(table(tmp_path / "d.csv", "site,a,t\n" + lines))

@@ -38,7 +38,7 @@ Array = np.ndarray[Any, Any]
 _DELIMITERS = (",", ";", "\t", "|")
 _COMMA = re.compile(r"\s*[+-]?\d+,\d+(?:[eE][+-]?\d+)?\s*")  # such as 0,5
 _UNITED = re.compile(r"[^\w\s.,]\s?[\d.,']*\d|\d[\d.,']*\s?[^\d\s]{1,3}")  # such as $5 or 5 kg
-_MARKED = re.compile(r"\s*[+-]?\d{1,3}(?:[.,'\u2019 ]\d{3})+(?:[.,]\d+)?\s*")  # such as 1,234.5
+_MARKED = re.compile(r"\s*[+-]?\d{1,3}(?:[., ]\d{3})+(?:[.,]\d+)?\s*")  # such as 1,234.5
 _LONGEST_LINE = 1 << 25  # characters: a million columns of 32, more than any table of features has
 _NAME_BYTES = 64  # of a Python string such as "line 1234567" and its place in a list
 _CHECKED = 1 << 16  # lines between two looks at the memory
@@ -130,7 +130,7 @@ def survey(path: Path) -> tuple[list[str], set[str], set[str]]:
                 elif _COMMA.fullmatch(cell):
                     commas[place] += 1
                     seen.setdefault(place, cell.strip())
-                elif _MARKED.fullmatch(cell):
+                elif "," in cell and _MARKED.fullmatch(cell):  # others may be addresses
                     marked[place] += 1
                     seen.setdefault(place, cell.strip())
     whole = [a + b + c >= _NUMBERS * d for a, b, c, d in zip(numbers, commas, marked, filled, strict=True)]
