@@ -240,8 +240,9 @@ def _row_blocks(
     """Rows of J, β of theirs, and the roots of Λ of their examples where it is not the identity."""
     # beta (N, C)
     if isinstance(system, NormalNewton):
+        roots = system.roots
         for place, rows in system.own_rows():
-            yield rows, beta[place].reshape(-1), system.roots[place]
+            yield rows, beta[place].reshape(-1), roots[place]
         return
     for place, rows in system.problem.own_rows(system.memory):
         for part, weights in zip(rows.split(ROWS), beta[place].reshape(-1).split(ROWS), strict=True):
