@@ -105,7 +105,8 @@ def from_data(options: TaskOptions, kernel: Path | None) -> Subject:
         fit = fit_linear(lin, begun.tensors(), ridge="loo", solver=solver, memory=options.memory)
     transforms = (task.transform, task.targets)
     run = SavedRun(begun.origin, fit, task.samples("train"), task.classes, transforms, None)
-    title = f"Linearity of {options.data.stem} for {str(options.model).rpartition(':')[2]}"
+    network = "random hidden units" if options.model is None else str(options.model).rpartition(":")[2]
+    title = f"Linearity of {options.data.stem} for {network}"
     return Subject(run, task.test, task.findings, stages, title)
 
 
