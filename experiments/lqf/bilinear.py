@@ -34,8 +34,6 @@ STEPS = 60
 METHODS = ("lqf", "nlft", "adapt")
 LARGER = (  # of EfficientNet-lite0 at 128 pixels, whose last map is 4 × 4
     Pair("lite0", "flowers_160", 128, 10),
-    Pair("lite0", "rice_leaf_96", 128, 10),
-    Pair("lite0", "scenes12_80", 128, 5),
 )
 
 
