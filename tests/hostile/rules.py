@@ -262,6 +262,7 @@ ALWAYS_REFUSED = frozenset({
     "FitPlots.predicted",
     "Finetuned.predictive",
     "NestedFit.merge",  # of a fit in which the lower layers take part
+    *(f"NestedFit.{operation}" for operation in ("__add__", "__sub__", "__mul__")),
     "LinearPosterior.save",
     *(f"{fit}.interval" for fit in FITS),  # of classes
     "continual.NonOnlineLaplace (saved).consolidate",

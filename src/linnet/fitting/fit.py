@@ -148,7 +148,7 @@ def fit(
         The solved fit.
 
     Raises:
-        DataError: If the data are empty, not finite, of one class only or out of range.
+        DataError: If the data are empty, not finite, out of range, or of one class only (squared loss).
         InputError: If an argument has a value that is not listed.
         MemoryBudgetError: If neither solver fits the budget.
         NumericalError: If conjugate or stochastic gradients or Newton's method do not converge.
