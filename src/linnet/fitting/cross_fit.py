@@ -67,9 +67,8 @@ class CrossFit:
         """Held-out outputs of squared-loss fits, (R, N, C)."""
         # ridges (R,)
         found = self._empty(len(ridges))
-        for function, rest, held in self._each():
+        for function, rest, held, base in self._each():
             kernel, cross = self._kernels(function, rest, held)
-            base = base_outputs(Linearized(function), self.x).double()
             residual = self.targets[rest].double() - base[rest]
             if self.goal.weights is not None:
                 w = self.goal.weights[rest].sqrt()
@@ -87,8 +86,7 @@ class CrossFit:
         """Held-out outputs of cross-entropy fits, by kernels or in the weights."""
         # ridges (R,)
         found = self._empty(len(ridges)).fill_(torch.nan)
-        for function, rest, held in self._each():
-            base = base_outputs(Linearized(function), self.x).double()
+        for function, rest, held, base in self._each():
             problem = class_problem(function, take(self.x, rest), base[rest], self.goal.taken(rest))
             kernel = self._kernels(function, rest, held) if in_samples else None
             moved = JacobianOperator(function, take(self.x, held), found.shape[2])
@@ -98,16 +96,17 @@ class CrossFit:
             else:
                 system = KernelNewton(problem, kernel[0], float(ridges[0]))
             for place, solved in enumerate(solutions(system, ridges)):
-                beta = solved.beta.reshape(-1)
-                change = moved.mv(solved.delta).double() if kernel is None else kernel[1] @ beta
+                if kernel is None:
+                    change = moved.mv(solved.delta).double()
+                else:
+                    change = kernel[1] @ solved.beta.reshape(-1)
                 found[place, held] = base[held] + change.view(len(held), -1)
         return found
 
     def iterated(self, ridge: float, settings: CGSettings, squared: bool) -> Tensor:
         """Held-out outputs of fits by conjugate gradients, (N, C)."""
         found = self._empty(1)[0]
-        for function, rest, held in self._each():
-            base = base_outputs(Linearized(function), self.x).double()
+        for function, rest, held, base in self._each():
             x, targets = take(self.x, rest), self.targets[rest].double()
             system: Iterative | WeightNewton
             if squared:
@@ -125,14 +124,15 @@ class CrossFit:
         """Room for outputs at each ridge."""
         return torch.zeros(ridges, *self.targets.shape, dtype=torch.float64, device=self.targets.device)
 
-    def _each(self) -> Iterator[tuple[Functional, Tensor, Tensor]]:
-        """For each fold: the network without it, the positions of the others, and its own."""
+    def _each(self) -> Iterator[tuple[Functional, Tensor, Tensor, Tensor]]:
+        """For each fold: the network without it, the positions of the others and its own, and f₀ of all."""
         device = self.targets.device
         for k in track(range(self.folds.count), "leave-fold-out", self.folds.count):
             held = (self.fold == k).nonzero()[:, 0].to(device)
             rest = (self.fold != k).nonzero()[:, 0].to(device)
             if len(held) and len(rest):
-                yield self.folds.without(self.function, k), rest, held
+                function = self.folds.without(self.function, k)
+                yield function, rest, held, base_outputs(Linearized(function), self.x).double()
 
     def _kernels(self, function: Functional, rest: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
         """K of the rest and K(fold, rest) as matrices, or what all outputs share of them."""

@@ -39,7 +39,7 @@ from linnet.linear.formed_rows import FormedRows
 from linnet.linear.iterative import Iterative, Reused
 from linnet.linear.kernel_system import KernelSystem, whitened_kernel
 from linnet.linear.label_problem import class_problem, class_targets
-from linnet.linear.newton import STEPS, FactorNewton, KernelNewton, WeightNewton
+from linnet.linear.newton import FactorNewton, KernelNewton, WeightNewton
 from linnet.linear.normal_newton import NormalNewton, summed_gram
 from linnet.linear.normal_system import NormalSystem, summed
 from linnet.linear.preconditioner import TRIAL
@@ -454,7 +454,7 @@ def _newton_by_factors(
     """The cross-entropy by factors of K or H, at the ridge that is given or that a criterion prefers."""
     start, ridge, memory = time.perf_counter(), task.ridge, task.memory
     problem, dual = class_problem(module.function, task.x, task.f0, task.targets), chosen == "dual"
-    steps = min(STEPS, task.solving.settings.max_steps)
+    steps = task.solving.settings.max_steps
     kernel = _kernel(module, task) if dual else None
     rows = None if dual else FormedRows(problem.function, problem.x, problem.c, memory)
 

@@ -250,6 +250,13 @@ class NewtonSystem(Solved):
 class FactorNewton(NewtonSystem):
     """A solution by factors of K or H, which has every ridge."""
 
+    max_steps: int  # of Newton's method, STEPS at the most
+
+    @property
+    @abstractmethod
+    def factor(self) -> Tensor:
+        """The Cholesky factor of B or H at the optimum."""
+
     @property
     def factorized(self) -> Self:
         """Itself."""
@@ -264,9 +271,14 @@ class FactorNewton(NewtonSystem):
     def at(self, ridge: float) -> Self:
         """The solution at another ridge, from the present one."""
 
-    @abstractmethod
+    def _spent(self) -> bool:
+        """Whether no further step may be taken."""
+        return self.steps >= min(self.max_steps, STEPS)
+
     def log_evidence(self) -> float:
-        """The log marginal likelihood in Laplace's approximation."""
+        """−Σℓ − ½ρ‖δ‖² − ½ log det of B/ρ or H/ρ, which are equal: Laplace's approximation."""
+        logdet = 2 * float(self.factor.diagonal().log().sum()) - len(self.factor) * math.log(self.ridge)
+        return -self.objective[-1] - 0.5 * logdet
 
     @abstractmethod
     def next_change(self) -> Tensor:
@@ -330,10 +342,6 @@ class KernelNewton(FactorNewton):
         """‖Jᵀr‖."""
         r = self.gradient + self.ridge * self.beta
         return _norm(self._product(r), r)
-
-    def _spent(self) -> bool:
-        """Whether no further step may be taken."""
-        return self.steps >= min(self.max_steps, STEPS)
 
     def _towards(self, reached: float) -> Direction:
         """Newton's direction by a Cholesky factor; its squares are those in the norm of the kernel."""
@@ -484,11 +492,6 @@ class KernelNewton(FactorNewton):
     def _unexplained(self) -> Tensor:
         """I − L_iᵀ A_ii L_i = ρ [B⁻¹]_ii, (N, D, D)."""
         return self.ridge * self._blocks
-
-    def log_evidence(self) -> float:
-        """−Σℓ − ½ρ‖δ‖² − ½ log det(I + LᵀKL/ρ), Laplace's approximation."""
-        logdet = 2 * float(self.factor.diagonal().log().sum()) - len(self.factor) * math.log(self.ridge)
-        return -self.objective[-1] - 0.5 * logdet
 
     # -- changes ---------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ optimum its factor answers what ``KernelNewton`` answers by (N·C, N·C) matrice
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +20,7 @@ from linnet.linear.constraints import Constraints
 from linnet.linear.formed_rows import FormedRows, Rows
 from linnet.linear.label_problem import LabelProblem
 from linnet.linear.newton import ARRIVED, STALLED, STEPS, TOLERANCE, Direction, FactorNewton, InWeights
-from linnet.linear.normal_system import add_gram, reached
+from linnet.linear.normal_system import add_gram, mirrored, reached
 from linnet.linear.problem import Memory
 
 ROWS = 4096  # of J that are taken to float64 at once
@@ -44,8 +43,7 @@ def summed_gram(problem: LabelProblem, rows: Rows) -> Tensor:
     total = torch.zeros(size, size, dtype=torch.float64, device=problem.base.device)
     for _, block in wide_rows(problem, rows):
         add_gram(total, block)
-    total = total.tril_()
-    return total + total.tril(-1).T
+    return mirrored(total)
 
 
 class NormalNewton(InWeights, FactorNewton):
@@ -64,8 +62,7 @@ class NormalNewton(InWeights, FactorNewton):
     ) -> None:
         self.problem, self.ridge, self.memory = problem, float(ridge), memory
         self.max_steps = max_steps
-        made = FormedRows(problem.function, problem.x, problem.c, memory)
-        self._rows = made if rows is None else rows
+        self._rows = FormedRows(problem.function, problem.x, problem.c, memory) if rows is None else rows
         size = problem.function.space.dim
         self._delta = torch.zeros(size, dtype=torch.float64, device=problem.base.device)
         self.outputs = problem.base
@@ -123,10 +120,6 @@ class NormalNewton(InWeights, FactorNewton):
 
     # -- Newton's method -------------------------------------------------------------------------
 
-    def _spent(self) -> bool:
-        """Whether no further step may be taken."""
-        return self.steps >= min(self.max_steps, STEPS)
-
     def _towards(self, reached: float) -> Direction:
         """Newton's direction by a Cholesky factor."""
         factor, slope = self._summed()
@@ -167,11 +160,6 @@ class NormalNewton(InWeights, FactorNewton):
             half = (rows @ turn).view(-1, self.c, len(turn))
             parts.append(half @ half.mT)
         return torch.cat(parts)
-
-    def log_evidence(self) -> float:
-        """−Σℓ − ½ρ‖δ‖² − ½ log det(H/ρ), Laplace's approximation."""
-        logdet = 2 * float(self.factor.diagonal().log().sum()) - len(self.factor) * math.log(self.ridge)
-        return -self.objective[-1] - 0.5 * logdet
 
     def reach(self, e: Tensor) -> Tensor:
         """By one pass over the examples."""

@@ -313,8 +313,13 @@ def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:
         right += wide.T @ problem.residual[place].reshape(-1).double()
     share_sum([right])
     _sum_triangle(normal)
-    normal = normal.tril_()
-    return normal + normal.tril(-1).T, right
+    return mirrored(normal), right
+
+
+def mirrored(lower: Tensor) -> Tensor:
+    """The symmetric matrix of what is on and below a diagonal; what is above is dropped, in its place."""
+    lower = lower.tril_()
+    return lower + lower.tril(-1).T
 
 
 def add_gram(total: Tensor, rows: Tensor) -> None:

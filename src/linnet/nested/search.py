@@ -143,7 +143,6 @@ class Choice:
     taken: Candidate  # the candidate that is used
     probe: Candidate  # the linear probe at its best ridge
     best: Candidate  # what stands against the probe: ``taken``, or the best of all where that is the probe
-    mixture: Mixture  # how the kernel of ``taken`` is made
     given: Shares
     tried: bool  # whether derivatives could take part
     pilot: int = 0  # number of samples on which the shares were chosen, 0 for all
@@ -257,10 +256,9 @@ def choose(kernels: Kernels, targets: Targets, given: Shares = FREE) -> Choice:
         taken, best = search.chosen(probe)
     shares = taken.weight, taken.earlier
     final = best_ridge(kernels.mixed(*shares)[0], targets, shares, given.ridge) if pilot else taken
-    mixture = kernels.mixed(*shares, intercept(targets, final.ridge))[1]
     if targets.labels is not None and best is not probe:
         probe, best = (replace(one, together=search.right_together(one)) for one in (probe, best))
-    return Choice(final, probe, best, mixture, given, kernels.body is not None, pilot)
+    return Choice(final, probe, best, given, kernels.body is not None, pilot)
 
 
 def intercept(targets: Targets, ridge: float = 1.0) -> float:
