@@ -461,3 +461,17 @@ def test_of_several_networks_the_one_of_least_left_out_error_is_taken() -> None:
             linnet.adapt(wrong, (x, y))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="two samples"):
         linnet.adapt([NET, poor], (x[:3], y[:3]))
+
+
+def test_layers_that_were_frozen_to_train_the_head_take_part(fit: linnet.NestedFit) -> None:
+    net = network().requires_grad_(False)
+    net[-1].requires_grad_(True)
+    found = linnet.adapt(net, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE)
+    assert near(found.predict(X[N:]), fit.predict(X[N:]), 1e-12)
+    net[0].requires_grad_(True)  # here the user chose among the layers
+    assert linnet.adapt(net, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE).module.function.names == [
+        "0.weight",
+        "0.bias",
+    ]
+    with pytest.raises(linnet.errors.ModelError, match="all chosen parameters are in the last layer"):
+        linnet.adapt(net, (X[:N], Y[:N]), params="last-layer")

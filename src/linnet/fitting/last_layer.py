@@ -24,7 +24,7 @@ from linnet.tangent.functional import (
     lies_in,
     without_wrapper,
 )
-from linnet.tangent.selection import Selector, selected
+from linnet.tangent.selection import Selector, owner, selected
 
 L = TypeVar("L", bound=nn.Module)
 HIDDEN, POOLER = "last_hidden_state", "pooler"  # as encoders of transformers call them
@@ -314,10 +314,14 @@ def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
     return linear[-1]
 
 
-def selected_inside(model: nn.Module, params: Selector = None) -> dict[str, Tensor | None]:
+def selected_inside(model: nn.Module, params: Selector = None, own: bool = False) -> dict[str, Tensor | None]:
     """Selected parameters by the names that they have in a network that a head may have been put behind."""
-    if not isinstance(model, Appended):
-        return selected(model, params)
+    # own: whether the user named them in the network as it is
+    if own or not isinstance(model, Appended):
+        # Where the head alone requires gradients it was trained alone: that says nothing of the layers below.
+        head = last_linear(model)[0]
+        free = [name for name, p in model.named_parameters() if p.requires_grad and owner(name) != head]
+        return selected(model, params if params is not None or free else "all")
     found = {f"body.{name}": mask for name, mask in selected(model.body, params).items()}
     return {name: mask for name, mask in found.items() if params is not None or not lies_in(model.idle, name)}
 

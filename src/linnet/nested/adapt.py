@@ -27,7 +27,7 @@ from linnet.tangent.batch import take
 from linnet.tangent.data import Data
 from linnet.tangent.functional import OutputAdapter, check_output, without_wrapper
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.selection import Selector, selected
+from linnet.tangent.selection import Selector
 
 # random heads: the kernel's cost grows with them, its noise falls; 4 were enough in experiments/adapt
 HEADS = 4
@@ -78,7 +78,8 @@ def adapt(
         earlier: Share e of earlier layers in the features, 0 to 1; by default chosen, and 0 where ``weight``
             is given.
         ridge: ρ > 0, relative to the mean of the kernel's diagonal; by default, or with ``"loo"``, chosen.
-        params: Parameters below the head that take part; see ``linnet.linearize``. All by default.
+        params: Parameters below the head that take part; see ``linnet.linearize``. By default those that
+            require gradients, or all where none below the head does.
         output: How to turn what the network returns into a tensor: a function, or the name of a part such
             as ``"pooler_output"``. By default a tensor as it is, ``logits``, or ``last_hidden_state``.
         seed: Seed of the four random heads whose tangent kernels are averaged.
@@ -221,7 +222,7 @@ def _adapted(
     begin = time.perf_counter()
     (x, y), (seed, weights) = data.pair, drawn
     model = ending_linear(network[0], x, network[1])
-    names = (selected if model is network[0] else selected_inside)(model, params)
+    names = selected_inside(model, params, own=model is network[0])
     features = RandomHeads(model, HEADS, seed, names)
     require_chosen(features, params, given)
     targets = weighed_targets(task_targets(y, features.function.dtype), weights)
