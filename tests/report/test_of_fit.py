@@ -125,6 +125,28 @@ def test_soft_labels_of_test_samples_are_shown_by_their_likeliest() -> None:
     assert own["accuracy"] == other["accuracy"]
 
 
+def test_test_samples_may_be_a_dictionary_of_tensors() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network()
+
+        def forward(self, pixels: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+            return self.body(pixels * factor[:, None, None, None])
+
+    def named(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"pixels": x, "factor": torch.ones(len(x))}
+
+    plain, found = fitted("classes"), linnet.fit(linnet.linearize(Named()), (named(X), Y))
+    expected = report_of(plain, (TEST, TEST_Y)).numbers
+    numbers = report_of(found, (named(TEST), TEST_Y)).numbers
+    for each in (numbers, report_of(plain, (TEST.double(), TEST_Y)).numbers):
+        assert each["comparison"][0]["accuracy"] == expected["comparison"][0]["accuracy"]
+        assert each["ridge_path"]["test_accuracy"] == expected["ridge_path"]["test_accuracy"]
+        for own, other in zip(each["test"]["explanations"], expected["test"]["explanations"], strict=True):
+            assert [own["position"], own["up"][0]["position"]] == [other["position"], other["up"][0]["position"]]
+
+
 def test_without_test_samples_the_page_is_of_the_training_examples() -> None:
     page = report_of(fitted("classes"))
     assert page.numbers["test"] is None
@@ -158,7 +180,7 @@ def test_the_figures_are_drawn() -> None:
 
 
 def test_pictures_are_inputs_that_look_like_some() -> None:
-    x = np.zeros((2, 3, 5, 4), np.float32)
+    x = torch.zeros(2, 3, 5, 4)
     x[0, 0], x[1, 1] = -2.0, 7.0
     found = pictures(x)
     assert found is not None
@@ -166,10 +188,11 @@ def test_pictures_are_inputs_that_look_like_some() -> None:
     assert found[0, 0, 0].tolist() == [0, 0, 0]
     assert found[1, 0, 0].tolist() == [255, 255, 0]
     for other in (
-        np.zeros((2, 2, 5, 5)),
-        np.zeros((2, 3, 2, 5)),
-        np.zeros((2, 5, 5)),
-        np.zeros((2, 1, 5, 5), int),
+        torch.zeros(2, 2, 5, 5),
+        torch.zeros(2, 3, 2, 5),
+        torch.zeros(2, 5, 5),
+        torch.zeros(2, 1, 5, 5, dtype=torch.int64),
+        {"x": torch.zeros(2, 1, 5, 5)},
     ):
         assert pictures(other) is None
 
@@ -186,7 +209,7 @@ def test_pictures_are_inputs_that_look_like_some() -> None:
         (lambda: report_of(fitted("classes"), (TEST, TEST_Y + 0.5)), DataError, "classes from 0 to 2"),
         (lambda: report_of(fitted("values"), (TEST, torch.ones(30, 2))), DataError, "like those of the fit"),
         (lambda: report_of(fitted("classes"), (TEST, TEST_Y[:4])), DataError, "target"),
-        (lambda: report_of(fitted("classes"), ({"x": TEST}, TEST_Y)), InputError, "tensor"),
+        (lambda: report_of(fitted("classes"), ({"a": TEST, "b": TEST}, TEST_Y)), LinnetError, "mapping"),
     ],
 )
 def test_wrong_arguments_are_refused(call: Any, error: type[Exception], words: str) -> None:

@@ -124,7 +124,7 @@ def predict_command(
     """Predict new samples with an adapted network, with probabilities and standard deviations.
 
     Args:
-        data: The samples: a folder of images, an ``.npz`` archive with x or x_test, a ``.csv`` table with
+        data: The samples: a folder of images, an ``.npz`` archive with x or x_test, a table with
             the run's columns, or a ``.jsonl`` file of texts. Answers are used to score the predictions where
             there are any.
         out: The file to write, ``.csv`` or ``.json``; predictions.csv in the run's folder by default.
@@ -206,7 +206,7 @@ def update_command(
 
     Args:
         data: The samples with their answers: folders of images named for the classes, an ``.npz`` archive
-            with x and y (or x_train and y_train), a ``.csv`` table, or a ``.jsonl`` file of texts.
+            with x and y (or x_train and y_train), a table, or a ``.jsonl`` file of texts.
         out: The folder for the new run.
         new_class: A class among them that the run has not seen, each name once; such classes get the next
             numbers in the order in which they are named.
@@ -344,7 +344,7 @@ def spectrum_command(
     """Test whether a linear model suits a task: the kernel's spectrum, the labels in it, and a verdict.
 
     Args:
-        data: The data: an image folder with one folder per class, an ``.npz`` archive or a ``.csv`` table.
+        data: The data: an image folder with one folder per class, an ``.npz`` archive or a table.
         run: The folder of a finished run to look at; then no data are named, and model is its factory, where
             the run's own is not here or not to be run.
         out: The folder for the report; spectrum in the run's folder by default.

@@ -66,7 +66,7 @@ class TaskOptions(NetworkOptions):
     """A network and the data of a task.
 
     Args:
-        data: The data: an image folder with one folder per class, an ``.npz`` archive or a ``.csv`` table.
+        data: The data: an image folder with one folder per class, an ``.npz`` archive or a table.
     """
 
     data: Path
@@ -77,7 +77,7 @@ class AdaptOptions(TaskOptions):
     """What ``linnet.adapt`` takes, and what the fit is compared with.
 
     Args:
-        data: The data: an image folder with one folder per class, an ``.npz`` archive, a ``.csv`` table, or a
+        data: The data: an image folder with one folder per class, an ``.npz`` archive, a table, or a
             ``.jsonl`` file of texts for a language model, ``hf:FOLDER``.
         model_args: Keyword arguments of the factory, as a JSON object; for texts the settings of a fresh
             LoRA adapter (default: {"r": 8, "lora_alpha": 16, "layers": 1}, of the last blocks).

@@ -29,6 +29,7 @@ from linnet.report.reading import (
     training_set,
 )
 from linnet.report.records import Comparison, Content, Notes, Samples
+from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.data import Data
 
@@ -44,6 +45,7 @@ class _GivenFit:
     samples: Samples
     classes: tuple[str, ...] | None
     temperatures: tuple[float, float, float] | None
+    asked: Inputs  # the test samples
     scale = None
 
     @property
@@ -52,10 +54,9 @@ class _GivenFit:
         model = self.fit.module.model
         return type(model.network if isinstance(model, Coordinates) else model).__name__
 
-    def inputs(self, x: Array) -> Tensor:
-        """Samples on the network's device."""
-        function, value = self.fit.module.function, torch.from_numpy(x)
-        return value.to(function.device, function.dtype if value.is_floating_point() else value.dtype)
+    def inputs(self, x: Array) -> Inputs:
+        """Test samples by their places."""
+        return self.asked if len(x) == batch_size(self.asked) else take(self.asked, torch.from_numpy(x))
 
 
 def page(
@@ -66,35 +67,40 @@ def page(
     instance("fit", fit, (Fitted,), "what linnet.fit or linnet.adapt returned")
     instance("title", title, str, "a text")
     run, start = _run(fit, _names(fit, classes)), time.perf_counter()
-    x, y = (None, None) if test is None else _tested(test, run)
+    y: Array | None = None
     scores: tuple[Comparison, ...] = ()
     shown, seconds = None, {}
-    if x is not None and y is not None:
-        found = predict(fit, run.inputs(x), None, run.temperatures)
+    if test is not None:
+        x, y = _tested(test, run)
+        run = replace(run, asked=x)
+        found = predict(fit, x, None, run.temperatures)
         seconds["predictions"] = time.perf_counter() - start
         scores = (scored(name_of(fit), found, y, seconds["predictions"], found.note),)
-        shown = held_out(run, Samples(pictures(x), y), found, x)
+        shown = held_out(run, Samples(pictures(x), y), found, np.arange(len(y)))
     notes = Notes(warnings=tuple(fit.record.warnings), facts=facts(run))
-    record = fit_record(run, None if x is None or run.classes is None else run.inputs(x), y)
+    record = fit_record(run, None if y is None or run.classes is None else run.asked, y)
     record = replace(record, timings={**fit.record.seconds, **seconds})
     made = Content(title, run.classes, notes, scores, record, training_set(run), shown)
     return Page(title, render(made), made.to_dict())
 
 
-def pictures(x: Any) -> Array | None:
+def pictures(x: Inputs) -> Array | None:
     """Inputs as pictures, where they look like some."""
-    if x.ndim != 4 or x.shape[1] not in (1, 3) or min(x.shape[2:]) < _SMALLEST or x.dtype.kind != "f":
+    if not isinstance(x, Tensor):
         return None
-    low, high = x.min((0, 2, 3), keepdims=True), x.max((0, 2, 3), keepdims=True)
-    scaled = 255 * (x - low) / np.maximum(high - low, np.finfo(x.dtype).tiny)
+    pixels = x.detach().cpu().numpy()
+    kind, shape = pixels.dtype, pixels.shape
+    if len(shape) != 4 or shape[1] not in (1, 3) or min(shape[2:]) < _SMALLEST or kind.kind != "f":
+        return None
+    low, high = pixels.min((0, 2, 3), keepdims=True), pixels.max((0, 2, 3), keepdims=True)
+    scaled = 255 * (pixels - low) / np.maximum(high - low, np.finfo(kind).tiny)
     return np.asarray(np.moveaxis(scaled.round().astype(np.uint8), 1, -1))
 
 
 def _run(fit: Fit, classes: tuple[str, ...] | None) -> _GivenFit:
     """The fit as a run that is kept nowhere."""
-    x, answers = fit.x, fit.targets if fit.labels is None else fit.labels
-    images = pictures(x.detach().cpu().numpy()) if isinstance(x, Tensor) else None
-    return _GivenFit(fit, Samples(images, answers.detach().cpu().numpy()), classes, temperatures_of(fit))
+    answers = (fit.targets if fit.labels is None else fit.labels).detach().cpu().numpy()
+    return _GivenFit(fit, Samples(pictures(fit.x), answers), classes, temperatures_of(fit), fit.x)
 
 
 def _names(fit: Fit, classes: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -114,15 +120,9 @@ def _names(fit: Fit, classes: Sequence[str] | None) -> tuple[str, ...] | None:
     return given
 
 
-def _tested(test: Any, run: _GivenFit) -> tuple[Array, Array]:
-    """The test samples."""
+def _tested(test: Any, run: _GivenFit) -> tuple[Inputs, Array]:
+    """The test samples, their inputs on the network's device."""
     x, y = Data.of(test, classes=run.fit.record.classes, columns=run.fit.record.columns).pair
-    if not isinstance(x, Tensor):
-        raise InputError(
-            f"the inputs of test are {type(x).__name__}",
-            expected="one tensor (N, ...)",
-            remedy="leave test= out: the page then shows the training examples alone",
-        )
     y = y.detach().cpu()
     if run.classes is None:
         answers = y.double().reshape(len(y), -1).numpy()
@@ -141,4 +141,4 @@ def _tested(test: Any, run: _GivenFit) -> tuple[Array, Array]:
             else f"classes from 0 to {len(run.classes) - 1}",
             remedy="pass test data of the same task",
         )
-    return x.detach().cpu().numpy(), answers
+    return x, answers

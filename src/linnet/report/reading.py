@@ -40,7 +40,7 @@ from linnet.report.records import (
     Samples,
     TrainingSet,
 )
-from linnet.tangent.batch import batch_size, split
+from linnet.tangent.batch import Inputs, batch_size, split
 
 Fit: TypeAlias = LinearFit | SoftmaxFit | NestedFit
 PROBE = "linear probe"
@@ -120,7 +120,7 @@ class Predictions:
 
 def predict(
     fit: Fit,
-    x: Tensor,
+    x: Inputs,
     scale: Scale | None = None,
     temperatures: tuple[float, float, float] | None = None,
     std: bool = True,
@@ -154,7 +154,7 @@ def predict(
     return Predictions(_numpy(mean), None if variance is None else _numpy(variance.sqrt()), None, note)
 
 
-def _pieces(fit: Fit, x: Tensor, what: str) -> Any:
+def _pieces(fit: Fit, x: Inputs, what: str) -> Any:
     """X in pieces whose kernel with the training samples, or rows of J, are small."""
     # the kernel with the training samples in float32, in float64, and its product with M; or the rows of J
     outputs = 1 if isinstance(fit.system, System) and fit.system.problem.basis.shared else fit.system.c
@@ -192,7 +192,7 @@ def scored(
 
 
 @torch.no_grad()
-def ridge_scores(fit: Fit, x: Tensor | None, labels: Array | None) -> RidgeScores | None:
+def ridge_scores(fit: Fit, x: Inputs | None, labels: Array | None) -> RidgeScores | None:
     """Every criterion along the ridge, and the test accuracy beside it; None where that takes iterations."""
     accuracy: Array | None = None
     path: Any = None
@@ -265,7 +265,7 @@ class FittedTask(Protocol):
     def network(self) -> str:
         """Name of the network."""
 
-    def inputs(self, x: Array) -> Tensor:
+    def inputs(self, x: Array) -> Inputs:
         """Samples as the network's inputs, on its device."""
 
 
@@ -410,7 +410,7 @@ def facts(run: FittedTask) -> tuple[tuple[str, str], ...]:
     )
 
 
-def fit_record(run: FittedTask, x: Tensor | None, labels: Array | None) -> FitRecord:
+def fit_record(run: FittedTask, x: Inputs | None, labels: Array | None) -> FitRecord:
     """What a fit chose and why: the path of ridges, with test accuracies beside it, and the spectrum."""
     record = run.fit.record
     return FitRecord(

@@ -254,6 +254,17 @@ class TestTextsAndEmptyCells:
         assert "the column split says which lines are trained on (3) and tested" in task.findings
 
 
+def test_a_table_may_end_in_tsv_and_others_say_what_to_do(tmp_path: Path) -> None:
+    text = "when\ta\ty\n" + "".join(f"2021-03-{n + 1:02}\t{n % 4}\t{n}.5\n" for n in range(12))
+    task = load_data(table(tmp_path / "d.tsv", text), target="y")
+    assert task.train.x.shape[1] == 1
+    assert any("when (dates" in finding for finding in task.findings)
+    for ending, words in ((".csv.gz", "unpack it"), (".xlsx", "save the table as CSV"), (".txt", "as CSV")):
+        (tmp_path / f"d{ending}").write_bytes(b"a,y\n")
+        with pytest.raises(InputError, match=f"unknown kind.*{words}"):
+            load_data(tmp_path / f"d{ending}")
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00a,b", b"a,y\n\x80\x81,2\n"])
 def test_foreign_files(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "d.csv").write_bytes(content)

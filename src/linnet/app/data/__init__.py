@@ -1,4 +1,4 @@
-"""Data loaders: an image folder, an ``.npz`` archive or a ``.csv`` table becomes a checked task."""
+"""Data loaders: an image folder, an ``.npz`` archive or a table becomes a checked task."""
 
 from __future__ import annotations
 
@@ -22,11 +22,18 @@ from linnet.errors import InputError
 from linnet.files import require_file, suggestion
 
 __all__ = [
-    "load_data", "kind_of", "read_task", "decode_image", "check_images",
+    "TABLE", "load_data", "kind_of", "read_task", "decode_image", "check_images",
     "TaskData",
     "ImageTransform", "Standardize", "image_transform", "PRESETS",
     "draw_shots", "split", "SampleSet",
 ]  # fmt: skip
+
+TABLE, TABLES = "table", (".csv", ".tsv")  # the kind, and how its files end
+SAVED_AS = "save the table as CSV in UTF-8"
+OTHERS = {
+    **dict.fromkeys((".gz", ".zip", ".bz2", ".xz"), "unpack it first"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods", ".parquet", ".feather", ".json", ".txt", ".dat"), SAVED_AS),
+}
 
 
 def load_data(
@@ -36,13 +43,13 @@ def load_data(
     target: str | None = None,
     damaged: str = "error",
 ) -> TaskData:
-    """Read a task from a folder of images, an ``.npz`` archive or a ``.csv`` table."""
+    """Read a task from a folder of images, an ``.npz`` archive or a table."""
     path = params.path("data", path)
-    if target is not None and path.suffix.lower() != ".csv":
-        raise InputError(
-            f"target is {target!r}, but {path} is no table", expected="target only with a .csv file"
-        )
     kind = kind_of(path)
+    if target is not None and kind != TABLE:
+        raise InputError(
+            f"target is {target!r}, but {path} is no table", expected="target only with a .csv or .tsv file"
+        )
     if kind == "folder":
         return read_folder(path, transform, seed, damaged)
     if kind == ".npz":
@@ -52,23 +59,24 @@ def load_data(
 
 
 def kind_of(path: Path) -> str:
-    """What a path holds: a folder, or a file of samples with this suffix."""
+    """What a path holds: a folder, an archive of arrays or a table."""
     if os.path.isdir(path):  # False for names that no file can have, where pathlib raises
         return "folder"
-    if path.suffix.lower() in (".npz", ".csv"):
+    kind = path.suffix.lower()
+    if kind in (".npz", *TABLES):
         require_file(path, "data")
-        return path.suffix.lower()
+        return TABLE if kind in TABLES else kind
     is_there = os.path.exists(path)
     if is_there and path.suffix == TEXTS:
         raise InputError(
             f"data {path} has texts",
-            expected="a folder of images, an .npz archive or a .csv table",
+            expected="a folder of images, an .npz archive, or a table as .csv or .tsv",
             remedy="texts are taken by linnet adapt with a language model, and by the runs that it makes",
         )
     raise InputError(
         f"data {path} {'has an unknown kind' if is_there else 'does not exist'}",
-        expected="a folder of images, an .npz archive or a .csv table",
-        remedy="check its ending" if is_there else suggestion(path),
+        expected="a folder of images, an .npz archive, or a table as .csv or .tsv",
+        remedy=OTHERS.get(kind, "check its ending") if is_there else suggestion(path),
     )
 
 

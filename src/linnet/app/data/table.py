@@ -1,4 +1,4 @@
-"""A regression or a classification in a ``.csv`` table: a header, then one sample per line."""
+"""A regression or a classification in a table: a header, then one sample per line."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ _DELIMITERS = (",", ";", "\t", "|")
 _COMMA = re.compile(r"\s*[+-]?\d+,\d+(?:[eE][+-]?\d+)?\s*")  # such as 0,5
 _UNITED = re.compile(r"[^\w\s.,]\s?[\d.,']*\d|\d[\d.,']*\s?[^\d\s]{1,3}")  # such as $5 or 5 kg
 _MARKED = re.compile(r"\s*[+-]?\d{1,3}(?:[., ]\d{3})+(?:[.,]\d+)?\s*")  # such as 1,234.5
+_DATE = re.compile(r"\d{4}-\d\d?-\d\d?(?:[ T]\d.*)?|\d\d?[./]\d\d?[./]\d{2,4}")
 _LONGEST_LINE = 1 << 25  # characters: a million columns of 32, more than any table of features has
 _NAME_BYTES = 64  # of a Python string such as "line 1234567" and its place in a list
 _CHECKED = 1 << 16  # lines between two looks at the memory
@@ -372,7 +373,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise FileFormatError(
             f"{path} is no table of text ({error})",
-            expected="a .csv file in UTF-8",
+            expected="cells as text in UTF-8",
             remedy="save it again as CSV in UTF-8; look for a quotation mark that is not closed",
         ) from error
 
@@ -443,6 +444,8 @@ def fitted(name: str, values: Array, texts: Sequence[str] | None) -> Column | st
     present = sorted({texts[int(code)] for code in np.unique(values[~np.isnan(values)])})
     filled = len(values) - int(np.isnan(values).sum())
     if len(present) > MOST_CATEGORIES or len(present) > max(FEW_CATEGORIES, filled // 2):  # such as names
+        if all(_DATE.fullmatch(text) for text in present):
+            return f"{name} (dates: a number of days, or the month as a text, would be a feature)"
         return f"{name} ({len(present)} different texts)"
     if np.isnan(values).any():
         present.append(EMPTY)

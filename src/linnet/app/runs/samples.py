@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet.app.data import ImageTransform, Standardize, kind_of
+from linnet.app.data import TABLE, ImageTransform, Standardize, kind_of
 from linnet.app.data.arrays import Member, check_member, described, length, part_of
 from linnet.app.data.folder import SUFFIXES, ImageFiles, files_below
 from linnet.app.data.table import read_like
@@ -125,20 +125,20 @@ class NewSamples:
 
 
 def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
-    """Read new samples from a folder of images, an ``.npz`` archive or a ``.csv`` table."""
+    """Read new samples from a folder of images, an ``.npz`` archive or a table."""
     # A folder may hold images at any depth; one that lies in a folder named for a class has that label. An
     # archive has `x` and perhaps `y`, or the arrays of a data set, of which one part is read. A table has the
     # run's feature columns and perhaps its target.
     kind, transform = kind_of(path), run.transforms[0]
     if kind == ".npz":
         return _checked(_from_archive(path, run, prefer), run)
-    if kind == ".csv" and run.columns is not None:
+    if kind == TABLE and run.columns is not None:
         x, y, ids, findings = read_like(path, run.columns, run.classes)
         return _checked(NewSamples(x, y, ids, tuple(findings)), run)
     if kind == "folder" and isinstance(transform, ImageTransform):
         return _checked(_from_folder(path, run, transform), run)
     raise InputError(
-        f"data {path} is a {'table' if kind == '.csv' else 'folder'}",
+        f"data {path} is a {kind}",
         expected="samples like those of the run, which were "
         + ("images" if isinstance(transform, ImageTransform) else "rows of numbers"),
         remedy=ALIKE,
