@@ -46,6 +46,17 @@ def test_values_far_from_the_outputs_are_said() -> None:
     assert "pass y - y.mean(0)" in said(far)
 
 
+def test_values_of_unlike_spreads_are_said() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    y = X[:, :2].sin() * torch.tensor([1.0, 9.0])
+    for make in (lambda y: linnet.fit(linnet.linearize(net), (X, y)), lambda y: linnet.adapt(net, (X, y))):
+        with pytest.warns(UserWarning, match="columns of y have spreads from"):
+            assert "pass y / y.std(0)" in said(make(y))
+        assert not make(y / y.std(0)).record.warnings
+        assert not make((y > y.median(0).values).double()).record.warnings  # several labels of two values
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.thinned(2)
 def test_a_changed_fit_no_longer_claims_held_out_outputs(change: str) -> None:

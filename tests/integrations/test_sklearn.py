@@ -147,6 +147,20 @@ class TestRegressor:
         assert mean.shape == std.shape == (5, 2)
         assert LinnetRegressor(random_state=0).fit(X, y[:, :1]).predict(X).shape == (40, 1)
 
+    @pytest.mark.filterwarnings("error")
+    def test_targets_of_several_units_are_as_sure_as_each_alone_would_be(self) -> None:
+        X, new, unit = numbers(), numbers(9, seed=1), np.array([1.0, 1e-4])
+        y = np.stack([values(X), 3 - X[:, 2]], 1)
+        one = LinnetRegressor(random_state=0).fit(X, y)
+        other = LinnetRegressor(random_state=0).fit(X, unit * y)
+        for own, scaled in zip(
+            one.predict(new, return_std=True), other.predict(new, return_std=True), strict=True
+        ):
+            np.testing.assert_allclose(scaled, unit * own, rtol=1e-6)
+        np.testing.assert_allclose(
+            other.predict_interval(new), unit[:, None] * one.predict_interval(new), rtol=1e-6
+        )
+
     def test_intervals_are_those_of_the_fit(self) -> None:
         X = numbers()
         model = LinnetRegressor(random_state=0).fit(X, values(X))

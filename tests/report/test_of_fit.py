@@ -144,7 +144,10 @@ def test_test_samples_may_be_a_dictionary_of_tensors() -> None:
         assert each["comparison"][0]["accuracy"] == expected["comparison"][0]["accuracy"]
         assert each["ridge_path"]["test_accuracy"] == expected["ridge_path"]["test_accuracy"]
         for own, other in zip(each["test"]["explanations"], expected["test"]["explanations"], strict=True):
-            assert [own["position"], own["up"][0]["position"]] == [other["position"], other["up"][0]["position"]]
+            assert [own["position"], own["up"][0]["position"]] == [
+                other["position"],
+                other["up"][0]["position"],
+            ]
 
 
 def test_without_test_samples_the_page_is_of_the_training_examples() -> None:

@@ -19,6 +19,7 @@ from linnet.fitting.cross_fit import Chosen, CrossFit, chosen_ridge, explained, 
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.position_fit import PositionFit, fit_positions
 from linnet.fitting.remarks import (
+    apart_remarks,
     empty_remarks,
     far_remarks,
     head_remarks,
@@ -310,9 +311,10 @@ def _fit(lin: Linearized, task: FitRequest, seconds: dict[str, float]) -> Linear
 
 
 def _of_scale(lin: Linearized, task: FitRequest) -> tuple[str, ...]:
-    """Whether outputs are probabilities where y are classes, or far from y where these are values."""
+    """Whether outputs are probabilities where y are classes, and values far away or unlike each other."""
     if task.y.is_floating_point() and task.targets.classes is None:
-        found = far_remarks(task.targets, task.f0)
+        away = task.targets.values.double() - task.f0.to(task.targets.values).double()
+        found = (*far_remarks(away), *apart_remarks(task.targets))
     else:
         likelihood = Bernoulli() if task.f0.shape[1] == 1 else Categorical()
         found = scale_remarks(lin.function, likelihood, task.x, task.f0)

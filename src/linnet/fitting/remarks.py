@@ -20,6 +20,9 @@ ROUNDED = "rounding leaves errors in the outputs"
 # Means away from f₀, in spreads: 60 values of a network with 32 hidden units are fitted as well at 14 as at
 # 1, and seven times worse than by their mean at 140. Few values are 50 away by chance.
 FAR = 100
+APART = (
+    3.0  # spreads of two outputs: by the larger one the noise of the smaller is taken as 2.2 times its own
+)
 LEFT = (
     "the held-out outputs of cross-fitted heads are those of the fit before it was changed: leave-one-out of "
     "this fit uses a fixed head; fit again on its data for unbiased figures"
@@ -87,11 +90,10 @@ def empty_remarks(targets: Targets) -> tuple[str, ...]:
     return (f"{len(empty)} {EMPTY} ({shown}): their probability falls to what the ridge allows",)
 
 
-def far_remarks(targets: Targets, f0: Tensor) -> tuple[str, ...]:
+def far_remarks(away: Tensor) -> tuple[str, ...]:
     """Values whose mean is so far from f₀ that the ridge holds the outputs back from it."""
-    if targets.classes is not None or len(f0) < 2:
+    if len(away) < 2:
         return ()
-    away = targets.values.double() - f0.to(targets.values).double()
     spread = away.std(0)
     ratio = float((away.mean(0).abs() / spread)[spread > 0].amax()) if bool((spread > 0).any()) else 0.0
     if not ratio > FAR:
@@ -99,6 +101,23 @@ def far_remarks(targets: Targets, f0: Tensor) -> tuple[str, ...]:
     return (
         f"y is {ratio:.2g} times its own spread away from the network's outputs, more than a ridge lets them "
         "move: pass y - y.mean(0), and add the mean to predictions; linnet.adapt does so itself",
+    )
+
+
+def apart_remarks(targets: Targets) -> tuple[str, ...]:
+    """Columns of values of which one sets the noise, and the ridge, of all."""
+    values = targets.values.double()
+    if targets.classes is not None or len(values) < 2 or bool(((values == 0) | (values == 1)).all()):
+        return ()
+    spread = values.std(0)
+    spread = spread[spread > 0]
+    chance = 1 + 3 * len(values) ** -0.5  # what spreads of few values differ by
+    if len(spread) < 2 or not float(spread.max() / spread.min()) > APART * chance:
+        return ()
+    return (
+        f"the columns of y have spreads from {spread.min():.2g} to {spread.max():.2g}, and one noise and one "
+        "ridge are found for all: pass y / y.std(0), and multiply predictions by it (fit.interval is right "
+        "without)",
     )
 
 

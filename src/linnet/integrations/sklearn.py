@@ -253,6 +253,11 @@ class _Regressor(_Estimator):
         targets = np.array(y, dtype=np.float64)  # its own: those of a DataFrame cannot be written to
         self._single = targets.ndim == 1
         targets = targets.reshape(len(targets), -1)
+        # One noise and one ridge are found for all columns, which therefore get the same spread.
+        spread = targets.std(axis=0) if self.method == "adapt" and not self._single else 0.0
+        self._spread = np.where(np.ptp(targets, axis=0) > 0, spread, 0.0)
+        self._spread[self._spread == 0] = 1.0
+        targets = targets / self._spread
         self._fit(X, torch.from_numpy(targets), targets.shape[1], self._weights(X, sample_weight))
         return self
 
@@ -290,8 +295,10 @@ class _Regressor(_Estimator):
         return self._shaped(self.fit_.interval(x, coverage).cpu().numpy())
 
     def _shaped(self, values: Any) -> Any:
-        """(T, C), or (T,) where y was."""
-        return values[:, 0] if self._single else values
+        """(T, C), or (T,) where y was, in its units."""
+        if self._single:
+            return values[:, 0]
+        return values * (self._spread if values.ndim == 2 else self._spread[:, None]).astype(values.dtype)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
