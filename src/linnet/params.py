@@ -57,6 +57,8 @@ def shown(value: Any) -> str:
         text = repr(value)
     except Exception:  # the user's own __repr__ may fail in any way
         return f"an object of type {type(value).__name__}"
+    if "\n" in text and not isinstance(value, str | bytes | list | tuple | dict | set):
+        return f"an object of type {type(value).__name__}"
     if len(text) <= _SHOWN:
         return text
     return f"{text[: _SHOWN - 4]}...{text[-1]}"

@@ -57,6 +57,32 @@ def test_values_of_unlike_spreads_are_said() -> None:
         assert not make((y > y.median(0).values).double()).record.warnings  # several labels of two values
 
 
+def test_copies_and_constants_are_said() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    twice = torch.arange(12).repeat(2)
+    for make in (linnet.adapt, lambda net, data: linnet.fit(linnet.linearize(net), data)):
+        with pytest.warns(UserWarning, match="12 of 24 samples are copies of others"):
+            fit = make(net, (X[twice], Y[twice]))
+        assert "copies of others" in said(fit)
+        assert "copies of others" not in said(fit.forget(list(range(12))))
+        assert "11 of 23 samples are copies" in said(fit.forget([0]))
+        assert "copies" not in said(make(net, (X[twice], torch.cat([Y, 1 - Y]))))  # of other classes
+        with pytest.warns(UserWarning, match="y is constant"):
+            assert "y is constant" in said(make(net, (X, torch.ones(12, 2).double())))
+
+
+def test_values_beyond_the_type_of_predictions_are_said() -> None:
+    torch.manual_seed(0)
+    net, y = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), X[:, :1].sin()
+    with pytest.warns(UserWarning, match=r"rounding leaves errors in the outputs of about .*pass y - y.mean"):
+        assert "y.mean(0)" in said(linnet.adapt(net, (X.float(), y + 1e7)))
+    for unit in (1e-25, 1e25):
+        with pytest.warns(UserWarning, match="float32 does not hold the squares of y"):
+            linnet.adapt(net, (X.float(), y * unit))
+    assert "rounding" not in said(linnet.adapt(net.double(), (X, y + 1e7)))
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.thinned(2)
 def test_a_changed_fit_no_longer_claims_held_out_outputs(change: str) -> None:

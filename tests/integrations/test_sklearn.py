@@ -161,6 +161,13 @@ class TestRegressor:
             other.predict_interval(new), unit[:, None] * one.predict_interval(new), rtol=1e-6
         )
 
+    def test_times_are_refused(self) -> None:
+        X, times = numbers(), np.datetime64("2020-01-01") + np.arange(40)
+        with pytest.raises(InputError, match=r"y has times.*timedelta64"):
+            LinnetRegressor(random_state=0).fit(X, times)
+        with pytest.raises(InputError, match="X has times"):
+            LinnetRegressor(random_state=0).fit(times[:, None], values(X))
+
     def test_intervals_are_those_of_the_fit(self) -> None:
         X = numbers()
         model = LinnetRegressor(random_state=0).fit(X, values(X))

@@ -297,6 +297,7 @@ def test_the_grid_of_ridges_grows() -> None:
     assert linnet.adapt(net, (x, noise), weight=0.0).ridge > 1
 
 
+@pytest.mark.filterwarnings("ignore:12 of 24 samples are copies")
 def test_a_ridge_below_the_rounding_is_refused() -> None:
     data = X[:N].float(), Y[:N]
     net = network().float()
@@ -467,7 +468,7 @@ def test_layers_that_were_frozen_to_train_the_head_take_part(fit: linnet.NestedF
     net = network().requires_grad_(False)
     net[-1].requires_grad_(True)
     found = linnet.adapt(net, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE)
-    assert near(found.predict(X[N:]), fit.predict(X[N:]), 1e-12)
+    assert near(found.predict(X[N:]), fit.predict(X[N:]))
     net[0].requires_grad_(True)  # here the user chose among the layers
     assert linnet.adapt(net, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE).module.function.names == [
         "0.weight",
@@ -475,3 +476,15 @@ def test_layers_that_were_frozen_to_train_the_head_take_part(fit: linnet.NestedF
     ]
     with pytest.raises(linnet.errors.ModelError, match="all chosen parameters are in the last layer"):
         linnet.adapt(net, (X[:N], Y[:N]), params="last-layer")
+
+
+def test_a_new_label_may_be_a_class_that_the_fit_has_not_seen(fit: linnet.NestedFit) -> None:
+    y = Y[:N].clone()
+    y[[2, 5]] = 3
+    found = fit.relabel([2, 5], torch.tensor([3, 3]))
+    expected = linnet.adapt(NET, (X[:N], y), weight=WEIGHT, ridge=RIDGE)
+    assert found.classes == 4
+    assert near(found.predict(X[N:]), expected.predict(X[N:]))
+    assert near(found.loo(), expected.loo())
+    with pytest.raises(linnet.errors.DataError, match="numbered from 3 without gaps"):
+        fit.relabel([2], torch.tensor([5]))

@@ -68,7 +68,8 @@ def accuracy(fit: LinearFit | SoftmaxFit) -> Accuracy:
         >>> found.sound, found.dtype
         (True, 'float32')
     """
-    instance("fit", fit, (LinearFit, SoftmaxFit), "a fit", "make one with linnet.fit(lin, data)")
+    expected = "a fit of linnet.fit; those of linnet.adapt are solved in float64"
+    instance("fit", fit, (LinearFit, SoftmaxFit), expected, "make one with linnet.fit(lin, data)")
     rounding = measured_rounding(
         fit.module.function, fit.x, largest_base(fit), getattr(fit.system, "memory", None)
     )

@@ -19,7 +19,7 @@ from linnet.fitting.cross_fit import Chosen, CrossFit, chosen_ridge, explained, 
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.position_fit import PositionFit, fit_positions
 from linnet.fitting.remarks import (
-    apart_remarks,
+    data_remarks,
     empty_remarks,
     far_remarks,
     head_remarks,
@@ -285,7 +285,7 @@ def _fit(lin: Linearized, task: FitRequest, seconds: dict[str, float]) -> Linear
     module = pinned(Linearized(lin.function), replace(types, capture=capture, sums=sums))
     folds = find_cross_fit(lin, x, task.y, made, task.memory)
     of_head = (folds.said,) if folds is not None else head_remarks(lin.model, x, task.y)
-    said = (*held_remarks(lin.function), *of_head, *single_remarks(made), *_of_scale(lin, task))
+    said = (*held_remarks(lin.function), *of_head, *single_remarks(made), *_of_data(lin, task))
     said = said if squared else (*empty_remarks(made), *said)
     record = Choices(name, ridge if isinstance(ridge, str) else "given", reasons, said, seconds)
     start = time.perf_counter()
@@ -310,14 +310,15 @@ def _fit(lin: Linearized, task: FitRequest, seconds: dict[str, float]) -> Linear
     return fitted
 
 
-def _of_scale(lin: Linearized, task: FitRequest) -> tuple[str, ...]:
-    """Whether outputs are probabilities where y are classes, and values far away or unlike each other."""
+def _of_data(lin: Linearized, task: FitRequest) -> tuple[str, ...]:
+    """What is likely to be a mistake in the data, or in the network that they are given to."""
     if task.y.is_floating_point() and task.targets.classes is None:
         away = task.targets.values.double() - task.f0.to(task.targets.values).double()
-        found = (*far_remarks(away), *apart_remarks(task.targets))
+        found = far_remarks(away)
     else:
         likelihood = Bernoulli() if task.f0.shape[1] == 1 else Categorical()
         found = scale_remarks(lin.function, likelihood, task.x, task.f0)
+    found = (*found, *data_remarks(task.x, task.targets))
     for line in found:
         warn(line)
     return found

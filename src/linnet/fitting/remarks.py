@@ -16,6 +16,8 @@ HEAD = "the head was fitted on"
 CROSS = "the head is cross-fitted"
 SINGLE = "class(es) have a single example"
 EMPTY = "class(es) have no example"
+COPIED = "are copies of others"
+MANY = 0.05  # of the samples: fewer copies make leave-one-out little better than it is
 ROUNDED = "rounding leaves errors in the outputs"
 # Means away from f₀, in spreads: 60 values of a network with 32 hidden units are fitted as well at 14 as at
 # 1, and seven times worse than by their mean at 140. Few values are 50 away by chance.
@@ -67,6 +69,19 @@ def held_remarks(function: Functional) -> tuple[str, ...]:
     )
 
 
+def copied_remarks(x: Inputs, targets: Targets) -> tuple[str, ...]:
+    """Samples that come more than once, as loaders that draw some more often give them."""
+    own = targets.values if targets.labels is None else targets.labels
+    copies = len(own) - len(set(example_hashes(x, own)))
+    if copies < 2 or copies < MANY * len(own):
+        return ()
+    return (
+        f"{copies} of {len(own)} samples {COPIED}: leave-one-out leaves those in, so that it, the noise, "
+        "intervals, sets and what is chosen by it are too sure; pass each once, with sample_weight= to count "
+        "some more",
+    )
+
+
 def single_remarks(targets: Targets) -> tuple[str, ...]:
     """Classes that leaving one example out leaves without any."""
     labels = targets.labels
@@ -104,21 +119,29 @@ def far_remarks(away: Tensor) -> tuple[str, ...]:
     )
 
 
-def apart_remarks(targets: Targets) -> tuple[str, ...]:
-    """Columns of values of which one sets the noise, and the ridge, of all."""
+def column_remarks(targets: Targets) -> tuple[str, ...]:
+    """Columns of values that say nothing, or of which one sets the noise, and the ridge, of all."""
     values = targets.values.double()
-    if targets.classes is not None or len(values) < 2 or bool(((values == 0) | (values == 1)).all()):
+    if targets.classes is not None or len(values) < 2:
         return ()
-    spread = values.std(0)
+    spread = values.std(0) * (values != values[0]).any(0)
+    if not bool(spread.any()):
+        return ("y is constant: nothing can be learned from it",)
     spread = spread[spread > 0]
     chance = 1 + 3 * len(values) ** -0.5  # what spreads of few values differ by
-    if len(spread) < 2 or not float(spread.max() / spread.min()) > APART * chance:
+    binary = bool(((values == 0) | (values == 1)).all())
+    if binary or len(spread) < 2 or not float(spread.max() / spread.min()) > APART * chance:
         return ()
     return (
         f"the columns of y have spreads from {spread.min():.2g} to {spread.max():.2g}, and one noise and one "
         "ridge are found for all: pass y / y.std(0), and multiply predictions by it (fit.interval is right "
         "without)",
     )
+
+
+def data_remarks(x: Inputs, targets: Targets) -> tuple[str, ...]:
+    """What is likely to be a mistake in the data."""
+    return (*column_remarks(targets), *copied_remarks(x, targets))
 
 
 def after_change(
@@ -135,6 +158,7 @@ def after_change(
     else:
         found += before
     found += single_remarks(targets)
+    found += copied_remarks(x, targets) if any(COPIED in line for line in warnings) else ()
     found += [LEFT] if crossed else []
-    stale = (HEAD, CROSS, SINGLE, EMPTY, ROUNDED)
+    stale = (HEAD, CROSS, SINGLE, EMPTY, ROUNDED, COPIED)
     return (*found, *(line for line in warnings if not any(phrase in line for phrase in stale)))

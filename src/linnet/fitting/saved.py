@@ -54,7 +54,8 @@ def restored_fit(
         # what was saved is in units of the noise
         squares = replace(squares, residual=residual)
         base = targets.values.double() - squares.unscaled(residual.double())
-        require_same_outputs(function.check_runs, x, base, path, OTHER)
+        size = float(targets.values.abs().max())
+        require_same_outputs(function.check_runs, x, base, path, OTHER, size)
         system = restored_system(squares, solved)
         fitted = LinearFit(Linearized(function), targets, system, record)
     elif targets.axis is not None:

@@ -225,7 +225,8 @@ class SolvedFit(Shown):
 
         Args:
             indices: Positions of k examples in the training data, each once.
-            y: Their classes or targets, k of them, as in the data of the fit.
+            y: Their classes or targets, k of them, as in the data of the fit; for a fit of ``linnet.adapt``
+                also classes that it has not seen.
 
         Returns:
             A new fit on the same examples, exact to ``summary()["certificate"]``.
@@ -238,10 +239,11 @@ class SolvedFit(Shown):
         if not len(index):
             raise InputError("indices is empty", "at least one position", "say which examples are meant")
         index = index.to(self._function.device)
-        x, labels = self._gathered((take(self.x, index), y)).pair
-        targets, system = self._relabelled(index, x, labels)
-        made = self._changed(targets, system, f"relabelled {count_in_words(len(index))}", start)
-        made.held_out = self.held_out
+        data = self._gathered((take(self.x, index), y))
+        grown = self._grown(data)
+        targets, system = grown._relabelled(index, *data.pair)
+        made = grown._changed(targets, system, f"relabelled {count_in_words(len(index))}", start)
+        made.held_out = grown.held_out
         return made
 
     @abstractmethod

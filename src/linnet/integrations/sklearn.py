@@ -23,7 +23,7 @@ from linnet.likelihoods import Categorical, Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linear.targets import CLASSES, VALUES
 from linnet.nested.adapt import adapt
-from linnet.tangent.batch import split
+from linnet.tangent.batch import named_tensor, split
 from linnet.tangent.linearized import linearize
 
 if TYPE_CHECKING:
@@ -86,6 +86,9 @@ class _Estimator(ABC):
         """Arrays that are checked."""
         from sklearn.utils.validation import validate_data  # since 1.6
 
+        for name, value in zip(("X", "y"), given, strict=False):
+            if np.asarray(value).dtype.kind in "mM":  # which scikit-learn takes as nanoseconds
+                named_tensor(value, name)
         return validate_data(self, *given, **options)
 
     def inputs(self, X: Any) -> Tensor:
@@ -135,7 +138,7 @@ class _Estimator(ABC):
         parameter = next((p for p in network.parameters() if p.is_floating_point()), torch.zeros(1))
         self._device, self._dtype = parameter.device, parameter.dtype
         x = self._tensor(X)
-        data = x, y.to(parameter) if y.is_floating_point() else y
+        data = x, y.to(self._device)
         if self.method == "adapt":
             ridge = None if self.ridge == "loo" else self.ridge
             options = {"ridge": ridge, "seed": seed, "tune": self.tune, "sample_weight": weights}

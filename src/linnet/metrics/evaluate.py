@@ -105,7 +105,8 @@ def compared(answer: Any, y: Tensor, noise: str) -> tuple[Tensor, Tensor, Tensor
             f"predict returned NaN, an infinite value or a variance of {float(variance[first].min()):.4g} "
             f"for example {first} of its batch",
             expected="finite means, and positive variances of a target about them",
-            remedy="look at the network's outputs for this example; add the variance of the noise",
+            remedy="look at the network's outputs for this example, and add the variance of the noise, of "
+            "which a constant y has none",
         )
     return mean, variance, target
 

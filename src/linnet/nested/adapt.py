@@ -16,7 +16,7 @@ from linnet.distributed import require_same_arguments, sharing
 from linnet.errors import InputError
 from linnet.fitting.arguments import Choices
 from linnet.fitting.last_layer import Appended, ending_linear, last_linear, selected_inside
-from linnet.fitting.remarks import apart_remarks, single_remarks
+from linnet.fitting.remarks import data_remarks, single_remarks
 from linnet.linear.targets import doubts, task_targets, understood, weighed_targets
 from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit, solved
@@ -228,7 +228,7 @@ def _adapted(
     targets = weighed_targets(task_targets(y, features.function.dtype), weights)
     headless = isinstance(model, Appended) and model.width is not None
     outputs = None if headless else last_linear(model)[1].out_features
-    said = (*(() if data.classes else doubts(y, targets, outputs)), *apart_remarks(targets))
+    said = (*(() if data.classes else doubts(y, targets, outputs)), *data_remarks(x, targets))
     for line in said:
         check.warn(line)
     features.function.check_runs(take(x, slice(0, 1)))

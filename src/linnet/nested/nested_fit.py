@@ -35,7 +35,7 @@ from linnet.linear.targets import Targets, understood, weighed_targets
 from linnet.nested.export import exported_nested, network_of_probe
 from linnet.nested.features import HEAD, Prior, RandomHeads, kernels_of
 from linnet.nested.search import FREE, Kernels, Rung, Shares, choose, intercept, sampled
-from linnet.params import no_targets
+from linnet.params import no_targets, warn
 from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate, take
 from linnet.tangent.data import Data
 from linnet.tangent.functional import IDLE, Functional, OutputAdapter, copied
@@ -54,6 +54,7 @@ from linnet.tangent.matching import (
 # (docs/results/adapt.md), and take a hundred times as long.
 TRIED = 1_000_000
 TRIAL = 400  # samples on which they are tried where there are more
+CONSTANT = 1e-12  # spread of outputs, of the largest, that rounding alone leaves
 AVERAGED = (
     f"the mean of {HIDDEN} over its positions, by {MASK} where it is given; output= takes something else"
 )
@@ -387,9 +388,28 @@ def rounding_remarks(prior: Prior, rows: Tensor, kernels: Kernels, system: Kerne
     largest = eps * float(error.max().sqrt())
     outputs = system.problem.unscaled(system.residual) - system.left_over
     scale = float((outputs - outputs.mean(0)).square().mean().sqrt())
-    if largest <= TOLERANCE * scale:
-        return ()
+    told = size_remarks(system.problem.unscaled(system.problem.residual), function.dtype, largest)
+    if told or largest <= TOLERANCE * scale:
+        return told
     return (f"{rounded(largest, scale)}; model.double() keeps more digits",)
+
+
+def size_remarks(targets: Tensor, kind: torch.dtype, other: float) -> tuple[str, ...]:
+    """Whether predictions, and their variances, are more than the type that they have can hold."""
+    # targets (N, C); other: errors of another kind
+    numbers, largest = torch.finfo(kind), float(targets.abs().max())
+    scale = float((targets - targets.mean(0)).square().mean().sqrt())
+    if scale <= CONSTANT * largest:
+        return ()
+    if not numbers.tiny < (1e-3 * scale) ** 2 < (1e3 * scale) ** 2 < numbers.max:
+        said = f"{kind} does not hold the squares of y, whose spread is {scale:.1g}, and so no variances"
+        told = f"{said}: pass y / y.std(), or model.double()"
+    elif numbers.eps * largest > max(other, TOLERANCE * scale):
+        told = f"{rounded(numbers.eps * largest, scale)}; pass y - y.mean(0), or model.double()"
+    else:
+        return ()
+    warn(told)
+    return (told,)
 
 
 @torch.no_grad()

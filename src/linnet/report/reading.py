@@ -149,8 +149,8 @@ def predict(
     if variance is not None:
         variance = variance + fit.noise
     if scale is not None:
-        mean = scale.inverse(mean)
-        variance = None if variance is None else scale.inverse_variance(variance)
+        mean = scale.inverse(mean.double())  # in units of the data, whose squares float32 may not hold
+        variance = None if variance is None else scale.inverse_variance(variance.double())
     return Predictions(_numpy(mean), None if variance is None else _numpy(variance.sqrt()), None, note)
 
 

@@ -228,6 +228,8 @@ def _headline(
     if answer == "weak":
         cause = "Check that the network has its trained weights and sees inputs as in its training"
         return [f"{subject} is hardly better than {always}: {score}.", f"{cause}, or give it more samples."]
+    if answer == "unclear" and not beside.change.needed:
+        return [f"{subject} gives what {always} gives on {tests_of(run)}: {score}."]
     if answer == "unclear":
         return [
             f"{tests_of(run)} are too few to tell whether {name} is better than {always}: {score}.",

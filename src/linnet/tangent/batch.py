@@ -336,6 +336,12 @@ def named_tensor(value: Any, name: str) -> Tensor:
     try:
         tensor = wrapped(value)
     except (TypeError, ValueError, RuntimeError) as error:
+        if getattr(getattr(value, "dtype", None), "kind", "") in ("M", "m"):
+            raise InputError(
+                f"{name} has times ({value.dtype})",
+                expected="numbers",
+                remedy='count from the first one: (t - t.min()) / numpy.timedelta64(1, "D") are days',
+            ) from error
         raise InputError(
             f"{name} is {type(value).__name__} and cannot be made a tensor ({error})",
             expected="a tensor, or an array or rectangular list of numbers",

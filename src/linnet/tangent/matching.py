@@ -98,10 +98,15 @@ def require_parameters(
 
 
 def require_same_outputs(
-    outputs: Callable[[Inputs], Tensor], x: Inputs, expected: Tensor, path: Path, words: tuple[str, str, str]
+    outputs: Callable[[Inputs], Tensor],
+    x: Inputs,
+    expected: Tensor,
+    path: Path,
+    words: tuple[str, str, str],
+    size: float = 0.0,
 ) -> None:
     """Raise if a network, for all its equal weights, computes something else than when a file was written."""
-    # outputs (N, ...), expected (N, ...)
+    # outputs (N, ...), expected (N, ...); size: of the numbers whose difference is expected
     detail, cause = "the outputs differ", None
     few = expected[:COMPARED].reshape(len(expected[:COMPARED]), -1)
     try:
@@ -110,7 +115,7 @@ def require_same_outputs(
         detail, cause = "it cannot run on the examples of the file", error
     else:
         rounding = ROUNDED * max(torch.finfo(t.dtype).eps for t in (found, expected))
-        allowed = max(AGREEMENT, rounding) * (float(expected.abs().max()) + 1e-12)
+        allowed = max(AGREEMENT, rounding) * (float(expected.abs().max()) + 1e-12) + rounding * size
         if found.numel() == few.numel() and _gap(found.reshape_as(few), few) <= allowed:
             return
     same = (words[0], words[1], "build it with the same code, and pass the same output= where there was one")

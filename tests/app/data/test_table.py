@@ -265,7 +265,26 @@ def test_a_table_may_end_in_tsv_and_others_say_what_to_do(tmp_path: Path) -> Non
             load_data(tmp_path / f"d{ending}")
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00a,b", b"a,y\n\x80\x81,2\n"])
+def test_the_unicode_text_of_a_spreadsheet_is_read(tmp_path: Path) -> None:
+    text = "größe\ta\ty\n" + "".join(f"{'klein' if n % 2 else 'groß'}\t{n % 4}\t{n}.5\n" for n in range(12))
+    for encoding in ("utf-16", "utf-8-sig"):
+        (tmp_path / "d.csv").write_text(text, encoding=encoding)
+        task = load_data(tmp_path / "d.csv")
+        assert task.table is not None
+        assert task.table.features[0].name == "größe"
+        assert task.table.features[0].categories == ("groß", "klein")
+
+
+def test_numbers_with_units_and_answers_that_all_differ_are_named(tmp_path: Path) -> None:
+    lines = "".join(f"{'-' * (n % 2)}{n}.5%,{n % 4},{n}\n" for n in range(70))
+    task = load_data(table(tmp_path / "d.csv", "share,a,y\n" + lines))
+    assert any("share (numbers with units, such as" in finding for finding in task.findings)
+    text = "a,y\n" + "".join(f"{n % 4},2021-03-{n + 1:02}\n" for n in range(12))
+    with pytest.raises(DataError, match=r"y has 12 different texts: 2021-03-01.*numbers for a regression"):
+        load_data(table(tmp_path / "d.csv", text))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfea,y\n\x80", b"a,y\n\x80\x81,2\n"])
 def test_foreign_files(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "d.csv").write_bytes(content)
     with pytest.raises(FileFormatError, match=r"no table of text.*UTF-8"):

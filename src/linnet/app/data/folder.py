@@ -164,7 +164,7 @@ def _check_inside(link: str, target: str, home: str) -> None:
         )
 
 
-UNDAMAGED = "replace or remove these files; linnet adapt leaves them out with damaged='skip'"
+UNDAMAGED = "replace or remove these files; linnet adapt, and it alone, leaves them out with damaged='skip'"
 
 
 @dataclass(frozen=True, eq=False)

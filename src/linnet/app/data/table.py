@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import difflib
 import math
@@ -37,7 +38,7 @@ from linnet.shown import some
 Array = np.ndarray[Any, Any]
 _DELIMITERS = (",", ";", "\t", "|")
 _COMMA = re.compile(r"\s*[+-]?\d+,\d+(?:[eE][+-]?\d+)?\s*")  # such as 0,5
-_UNITED = re.compile(r"[^\w\s.,]\s?[\d.,']*\d|\d[\d.,']*\s?[^\d\s]{1,3}")  # such as $5 or 5 kg
+_UNITED = re.compile(r"[+-]?[^\w\s.,]\s?[\d.,']*\d|[+-]?\d[\d.,']*\s?[^\d\s]{1,3}")  # such as $5 or 5 kg
 _MARKED = re.compile(r"\s*[+-]?\d{1,3}(?:[., ]\d{3})+(?:[.,]\d+)?\s*")  # such as 1,234.5
 _DATE = re.compile(r"\d{4}-\d\d?-\d\d?(?:[ T]\d.*)?|\d\d?[./]\d\d?[./]\d{2,4}")
 _LONGEST_LINE = 1 << 25  # characters: a million columns of 32, more than any table of features has
@@ -249,6 +250,12 @@ def _answers(cells: Cells, answer: str) -> tuple[Array, tuple[str, ...] | None, 
                     remedy="write the numbers alone, with a point before the decimals",
                 )
             findings = [f"{answer} has numbers with units, {len(classes)} different ones: taken as classes"]
+        if len(classes) > FEW_CATEGORIES and len(classes) == len(values):
+            raise DataError(
+                f"{_label(answer)} has {len(classes)} different texts: {some(classes, 3)}",
+                expected="numbers for a regression, or names of classes that repeat",
+                remedy="--target takes another column; a date is a number of days for a regression",
+            )
         order = np.array([classes.index(text) for text in texts])
         return order[values.astype(np.int64)], classes, findings
     kinds = np.unique(values)
@@ -347,7 +354,7 @@ def _name_of(text: str, known: Collection[str]) -> str:
 
 def _delimiter(path: Path) -> str:
     """What separates cells: what the first line and the next have equally many of, and most of these."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with path.open(encoding=_encoding(path), newline="") as file:
         few = [line for _ in range(_LINES) if (line := file.readline(_LONGEST_LINE)).strip()][:2]
 
     def cells(delimiter: str) -> tuple[bool, int]:
@@ -361,16 +368,22 @@ def _delimiter(path: Path) -> str:
     return max(_DELIMITERS, key=cells)
 
 
+def _encoding(path: Path) -> str:
+    """UTF-16 where the file begins with its mark, as the Unicode text of spreadsheets does, or UTF-8."""
+    with path.open("rb") as file:
+        return "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+
+
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The rows that are not blank, with their line numbers."""
     try:
         delimiter = _delimiter(path)
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with path.open(encoding=_encoding(path), newline="") as file:
             reader = csv.reader(_lines(path, file), delimiter=delimiter)
             for row in reader:
                 if any(cell.strip() for cell in row):
                     yield reader.line_num, row
-    except (UnicodeDecodeError, csv.Error) as error:
+    except (UnicodeError, csv.Error) as error:
         raise FileFormatError(
             f"{path} is no table of text ({error})",
             expected="cells as text in UTF-8",
@@ -446,6 +459,8 @@ def fitted(name: str, values: Array, texts: Sequence[str] | None) -> Column | st
     if len(present) > MOST_CATEGORIES or len(present) > max(FEW_CATEGORIES, filled // 2):  # such as names
         if all(_DATE.fullmatch(text) for text in present):
             return f"{name} (dates: a number of days, or the month as a text, would be a feature)"
+        if sum(map(bool, map(_UNITED.fullmatch, present))) >= _NUMBERS * len(present):
+            return f"{name} (numbers with units, such as {present[0]}: the numbers alone would be a feature)"
         return f"{name} ({len(present)} different texts)"
     if np.isnan(values).any():
         present.append(EMPTY)

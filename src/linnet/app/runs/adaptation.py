@@ -33,7 +33,7 @@ from linnet.fitting.arguments import Choices
 from linnet.fitting.descent import HEAD_SCALE, fine_tune, held_out_probe
 from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import Appended, ending_linear, selected_inside
-from linnet.fitting.remarks import single_remarks
+from linnet.fitting.remarks import data_remarks, single_remarks
 from linnet.linear.targets import make_targets
 from linnet.machine import find_device
 from linnet.nested.adapt import HEADS, best_of, requested, require_chosen
@@ -275,7 +275,8 @@ def fitted(options: TaskOptions, begun: Started, given: Shares, out: Path) -> tu
     if known is not None and (known.origin.spec, known.samples.ids) == own:
         return known, report
     targets = make_targets(y, outputs_of(task), dtype=module.function.dtype)
-    record = Choices("dual", "loo", {}, single_remarks(targets), classes=task.classes or ())
+    remarks = (*single_remarks(targets), *data_remarks(x, targets))
+    record = Choices("dual", "loo", {}, remarks, classes=task.classes or ())
     file = out / KERNEL_FILE
     discard(file)  # a finished one is of a run that was killed, and may be of other settings
     with stages.measure("fit"), shared_fit(options.device, network=module.function, x=x, y=y):
