@@ -24,7 +24,7 @@ from linnet.linear.system import System
 from linnet.linear.targets import Targets
 from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, example_shapes, take
-from linnet.tangent.data import Data
+from linnet.tangent.data import Data, require_padding
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
@@ -267,6 +267,7 @@ class SolvedFit(Shown):
         function, known = self._function, self.record.classes
         found = Data.of(data, function, memory=self.memory, classes=known, text=self._grows and bool(known))
         function.check_runs(take(found.x, slice(0, 1)))
+        require_padding(function, self.x, found.x)
         return found
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -36,6 +36,7 @@ TARGETS = ("labels", "label")  # what the targets are called in samples that are
 _NO_DATA_SETS = (list, tuple, str, bytes, Mapping, Tensor)  # have items, but no samples
 
 MASK = "attention_mask"  # what encoders of transformers call it
+TOKENS = "input_ids"  # and the ids of tokens
 
 ADDED = -100.0  # e^-100 of attention is none: what is added to scores and is below, hides a position
 
@@ -215,6 +216,23 @@ def padded(parts: Sequence[Inputs], beside: Sequence[Tensor] = ()) -> Sequence[A
     names = [name for name in parts[0] if all(name in part for part in parts)]
     columns = {name: filled(name) for name in names}
     return [{**part, **{name: columns[name][i] for name in names}} for i, part in enumerate(parts)]
+
+
+def padding_token(model: nn.Module) -> int | None:
+    """The token that a network's configuration has for positions that do not count."""
+    found = (getattr(getattr(module, "config", None), "pad_token_id", None) for module in model.modules())
+    return next((token for token in found if isinstance(token, int)), None)
+
+
+def with_padding(x: Inputs, token: int | None) -> Inputs:
+    """Token ids whose hidden positions hold the network's own token where they were filled with zeros."""
+    # some networks find the end of a text by it
+    if not token or not isinstance(x, Mapping):
+        return x
+    ids, mask = x.get(TOKENS), x.get(MASK)
+    if not (isinstance(ids, Tensor) and isinstance(mask, Tensor) and ids.shape == mask.shape):
+        return x
+    return x if ids.is_floating_point() else {**x, TOKENS: ids.masked_fill((mask == 0) & (ids == 0), token)}
 
 
 def _grown(tensors: Sequence[Any], lengths: Sequence[int], fill: float) -> list[Any]:

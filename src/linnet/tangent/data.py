@@ -74,7 +74,7 @@ from linnet.tangent.inputs import (
     are_alike,
     as_batch,
     device_of,
-    doubts_of_pixels,
+    doubts,
     holds_arrays,
     in_columns,
     in_rows,
@@ -561,7 +561,7 @@ class Data:
         x, y = _gathered(data, network, said, memory, keep)
         y = next_tokens(network, x, y, said)
         if network is not None:
-            said.warnings += doubts_of_pixels(x, said.notes) if known is None else known.doubts(x, said.notes)
+            said.warnings += doubts(network, x, said.notes) if known is None else known.doubts(x, said.notes)
             y = y.to(device_of(network))
         if keep:
             for warning in said.warnings:
@@ -661,7 +661,21 @@ def _shorter(before: tuple[Inputs, int, int] | None, x: Inputs, n: int) -> tuple
 
 def _check_padding(network: Functional | nn.Module, one: Inputs, place: int, _: int, x: Inputs) -> None:
     """Raise if an example that was filled up has other outputs than before."""
-    key, filled = mask_of(one), take(x, slice(place, place + 1))
+    _require_alike(network, one, take(x, slice(place, place + 1)))
+
+
+def require_padding(network: Functional | nn.Module, old: Inputs, new: Inputs) -> None:
+    """Raise if filling up the shorter of two batches of sequences changes the network's outputs."""
+    key = mask_of(old)
+    if key is None or mask_of(new) != key or old[key].shape[1] == new[key].shape[1]:
+        return
+    short, long = (take(x, slice(0, 1)) for x in sorted((old, new), key=lambda x: x[key].shape[1]))
+    _require_alike(network, short, padded([short, long])[0])
+
+
+def _require_alike(network: Functional | nn.Module, one: Inputs, filled: Inputs) -> None:
+    """Raise if an example and the same filled up have other outputs."""
+    key = mask_of(one)
     if key is None or one[key].shape == filled[key].shape:
         return
     short, long = outputs_or_none(network, one), outputs_or_none(network, filled)

@@ -29,8 +29,10 @@ from linnet.tangent.batch import (
     example_shapes,
     observed,
     on_device,
+    padding_token,
     place_of,
     take,
+    with_padding,
 )
 from linnet.tangent.forward_mode import JvpPath, Params
 from linnet.tangent.modes import alone, differentiable_kernels, has_recurrence, in_exact_mode
@@ -112,6 +114,7 @@ class Functional:
         set_masks(self.model, chosen)
         self.output = output
         self.recurrent = has_recurrence(model)
+        self.token = padding_token(model)
         self.source: Functional | None = None  # the same network in the type that it came in
         self.known: Any = None  # `KnownInputs` of a fit, where this is the network of one
         self.pinned: Precision | None = None  # the types of numbers that a fit was made with
@@ -231,7 +234,7 @@ class Functional:
     def run(self, params: Params, x: Inputs) -> Tensor:
         """f(θ, x) on inputs that may be overwritten, (N, ...)."""
         x, mask = observed(x)
-        args, kwargs = call_arguments(x)
+        args, kwargs = call_arguments(with_padding(x, self.token))
         if not self._takes_targets:  # a labeled batch, as loaders give it, is a batch all the same
             kwargs = {name: value for name, value in kwargs.items() if name not in TARGETS}
         _, places = self._members()

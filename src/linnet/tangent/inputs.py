@@ -36,14 +36,19 @@ from torch import Tensor, nn
 
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.tangent.batch import (
+    MASK,
     TARGETS,
+    TOKENS,
     Inputs,
     concatenate,
     is_data_set,
+    mask_of,
     named_tensor,
     observed,
     on_device,
+    padding_token,
     take,
+    with_padding,
     yields,
 )
 from linnet.tangent.functional import FAILURES, Functional, adapt_outputs, call_arguments
@@ -54,6 +59,7 @@ IMAGE_MODES = {
     "1": "L", "L": "L", "LA": "RGBA", "P": "RGB", "RGB": "RGB", "RGBA": "RGBA", "CMYK": "RGB", "YCbCr": "RGB",
 }  # fmt: skip
 # What the entry with the inputs is called in mappings of others.
+UNMASKED = "padding counts as text; pass all that the tokenizer returns, or attention_mask too"
 NAMES = ("image", "images", "img", "pixel_values", "x", "input", "inputs", "features", "input_values", "data")
 INSIDE = ("body", "network", "module")  # what modules that wrap a network call it
 CHANNELS = (1, 3, 4)  # of images, where no convolution says how many
@@ -326,7 +332,9 @@ def admit(network: Functional | nn.Module, x: Inputs, said: DataNotes | None = N
         return x
     said = DataNotes() if said is None else said
     if isinstance(x, Mapping):
-        x = _routed(_known(network, "arguments", lambda: _arguments(_module_of(network))), x, said)
+        model = _module_of(network)
+        x = _routed(_known(network, "arguments", lambda: _arguments(model)), x, said)
+        x = with_padding(x, _known(network, "padding", lambda: padding_token(model)))
     elif isinstance(x, list):
         x = _listed(network, x)
     tensors = [t for t in tensors_in(x) if t.ndim]
@@ -636,14 +644,17 @@ class KnownInputs(NamedTuple):
 
     columns: tuple[str, ...]  # of a data frame
     range: tuple[float, float] | None  # of images, as the network takes them
+    masked: bool  # whether a mask says which positions of sequences count
 
     @classmethod
     def of(cls, x: Inputs, columns: tuple[str, ...]) -> KnownInputs:
         """That of training inputs."""
-        return cls(columns, _range(x))
+        return cls(columns, _range(x), mask_of(x) is not None)
 
     def doubts(self, x: Inputs, notes: Sequence[str]) -> list[str]:
-        """Why images are probably scaled unlike those of the training data."""
+        """Why inputs are probably unlike those of the training data, images by their scale."""
+        if self.masked and mask_of(x) is None:
+            return [f"x has no mask, and the training data had one: {UNMASKED}"]
         found = _range(x)
         if found is None or self.range is None:
             return []
@@ -662,6 +673,25 @@ class KnownInputs(NamedTuple):
         ]
 
 
+def doubts(network: Functional | nn.Module, x: Inputs, notes: Sequence[str]) -> list[str]:
+    """Why training inputs are probably not what the network takes."""
+    return [*_doubts_of_pixels(x, notes), *_doubts_of_padding(_module_of(network), x)]
+
+
+def _doubts_of_padding(model: nn.Module, x: Inputs) -> list[str]:
+    """Whether token ids end in padding that no mask hides."""
+    ids, token = x.get(TOKENS) if isinstance(x, Mapping) else x, padding_token(model)
+    if token is None or mask_of(x) is not None or MASK not in (_arguments(model) or ()):
+        return []
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        return []
+    at = ids == token
+    ends = at.long().cumprod(1).bool() | at.flip(1).long().cumprod(1).bool().flip(1)
+    if not bool(at.any()) or bool((at & ~ends).any()):  # a token like others
+        return []
+    return [f"x ends in the network's padding, token {token}, and has no mask: {UNMASKED}"]
+
+
 def _range(x: Inputs) -> tuple[float, float] | None:
     """The smallest and the largest value of some images; ``None`` without any."""
     few = [_few(t) for t in tensors_in(observed(x)[0]) if t.ndim == 4 and t.is_floating_point() and t.numel()]
@@ -674,7 +704,7 @@ def _few(t: Tensor) -> Tensor:
     return t[:: -(-len(t) // SOME)].detach()
 
 
-def doubts_of_pixels(x: Inputs, notes: Sequence[str]) -> list[str]:
+def _doubts_of_pixels(x: Inputs, notes: Sequence[str]) -> list[str]:
     """Why training images are probably not scaled as the network takes them."""
     found = _range(x)
     if found is None or found[0] < 0:

@@ -1,0 +1,105 @@
+"""Sequences of several lengths: what fills them up, and what hides it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.errors import DataError
+
+PAD, WIDTH = 7, 6
+
+
+class LastToken(nn.Module):
+    """A classifier that finds the end of a text by the token of padding, as those of decoders do."""
+
+    def __init__(self, token: int | None = PAD) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(pad_token_id=token)
+        self.embedding, self.score = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 3)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        places = torch.arange(input_ids.shape[1])
+        last = (places * (input_ids != PAD)).argmax(1)
+        hidden = self.mix(self.embedding(input_ids)).tanh().cumsum(1)
+        return self.score(hidden[torch.arange(len(hidden)), last])
+
+
+def network(**options: Any) -> LastToken:
+    torch.manual_seed(0)
+    return LastToken(**options).double().eval()
+
+
+def texts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, longest + 1, (count,), generator=generator).tolist()
+    lengths[0] = longest
+    return [torch.randint(8, 20, (n,), generator=generator).tolist() for n in lengths]
+
+
+def batch(rows: list[list[int]], fill: int = PAD) -> dict[str, Tensor]:
+    longest = max(map(len, rows))
+    ids = torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.tensor([[n < len(r) for n in range(longest)] for r in rows]).long(),
+    }
+
+
+Y = torch.arange(12) % 3
+ROWS, NEW = texts(12, 6), texts(5, 6, seed=1)
+
+
+def near(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.allclose(a, b, rtol=1e-8, atol=1e-8))
+
+
+def test_lists_are_filled_with_the_networks_own_token() -> None:
+    fit = linnet.fit(linnet.linearize(network()), (batch(ROWS), Y), ridge=1.0)
+    expected = fit.predict(batch(NEW))
+    listed = {"input_ids": NEW, "attention_mask": [[1] * len(row) for row in NEW]}
+    assert near(fit.predict(listed), expected)
+    assert near(fit.predict([{key: value[n] for key, value in listed.items()} for n in range(5)]), expected)
+    ones = {"input_ids": ROWS, "attention_mask": [[1] * len(row) for row in ROWS]}
+    assert near(linnet.fit(linnet.linearize(network()), (ones, Y), ridge=1.0).predict(batch(NEW)), expected)
+
+
+@pytest.mark.parametrize("solver", ["dual", "primal", "cg"])
+@pytest.mark.parametrize("longest", [4, 9])
+def test_more_texts_may_be_of_other_lengths(solver: Any, longest: int) -> None:
+    same = {"input_ids": torch.tensor([(row * 6)[:6] for row in ROWS])}  # no position is hidden
+    same["attention_mask"] = torch.ones_like(same["input_ids"])
+    more, labels = batch(texts(6, longest, seed=2)), torch.arange(6) % 3
+    fit = linnet.fit(linnet.linearize(network()), (same, Y), ridge=1.0, solver=solver)
+    longer = max(6, longest)
+    whole = batch([*same["input_ids"].tolist(), *texts(6, longest, seed=2)])
+    assert whole["input_ids"].shape[1] == longer
+    expected = linnet.fit(linnet.linearize(network()), (whole, torch.cat([Y, labels])), ridge=1.0)
+    found = fit.update((more, labels)).predict(batch(NEW))
+    assert torch.allclose(found, expected.predict(batch(NEW)), atol=5e-3 if solver == "cg" else 1e-8)
+
+
+def test_filling_that_changes_outputs_is_refused() -> None:
+    same = {"input_ids": torch.tensor([(row * 6)[:6] for row in ROWS])}
+    same["attention_mask"] = torch.ones_like(same["input_ids"])
+    fit = linnet.fit(linnet.linearize(network(token=None)), (same, Y), ridge=1.0)
+    with pytest.raises(DataError, match="changes the network's outputs"):
+        fit.update((batch(texts(6, 9, seed=2)), torch.arange(6) % 3))
+
+
+def test_padding_without_a_mask_is_said() -> None:
+    ids = batch(ROWS)["input_ids"]
+    with pytest.warns(UserWarning, match="ends in the network's padding, token 7, and has no mask"):
+        linnet.fit(linnet.linearize(network()), (ids, Y), ridge=1.0)
+    inside = ids.clone()
+    inside[:, 1] = PAD
+    linnet.fit(linnet.linearize(network()), (inside, Y), ridge=1.0)
+    fit = linnet.fit(linnet.linearize(network()), (batch(ROWS), Y), ridge=1.0)
+    with pytest.warns(UserWarning, match="x has no mask, and the training data had one"):
+        fit.predict(ids)
