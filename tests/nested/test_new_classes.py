@@ -103,8 +103,8 @@ def test_what_is_refused(net: nn.Module) -> None:
         values.forget(classes=0)
     with pytest.raises(InputError, match="at least one position"):
         fit.relabel([], [])
-    with pytest.raises(DataError, match="out of range"):
-        fit.relabel([0], [2])
+    with pytest.raises(DataError, match="without gaps"):
+        fit.relabel([0], [3])
     near(values.relabel([1], x[:1, :1]).targets[1], x[0, :1])
     network = linnet.fit(linnet.linearize(net), old)
     with pytest.raises(DataError, match="out of range"):

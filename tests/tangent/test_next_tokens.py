@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import DataError
+from linnet.errors import DataError, InputError
 from linnet.likelihoods import Categorical
 from linnet.tangent.data import SHIFTED, Data
 
@@ -75,3 +75,43 @@ def test_fits_curvatures_and_stores_agree(ids: Tensor, tmp_path) -> None:
         for name, data in (("own", own), ("next", next_one))
     ]
     assert torch.equal(stores[0].self_influence(), stores[1].self_influence())
+
+
+class Prompted(Causal):
+    """With a prompt that is trained before every text, as that of peft."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active_peft_config = SimpleNamespace(peft_type="PeftType.PROMPT_TUNING", num_virtual_tokens=2)
+        self.prompt = nn.Parameter(torch.zeros(2, 4))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        prompt = self.prompt.expand(len(input_ids), 2, 4)
+        return self.head(torch.cat([prompt, self.words(input_ids)], 1).cumsum(1))
+
+
+def test_a_prompt_has_no_labels_and_foretells_the_first_token(ids: Tensor) -> None:
+    whole = torch.cat([torch.full((6, 2), -100), ids], 1)
+    for labels in (ids, whole):  # as they are given to peft, and as it fills them up
+        found = Data.of({"input_ids": ids, "labels": labels}, Prompted())
+        assert torch.equal(found.y, moved(whole, 1))
+    torch.manual_seed(0)
+    net = Prompted().double()
+    fit = linnet.fit(
+        linnet.linearize(net, params="prompt"),
+        {"input_ids": ids, "labels": ids},
+        "cross-entropy",
+        axis=-1,
+        ridge=1e9,
+    )
+    logits = net(ids)[:, 1:-1]  # the last of the prompt is before the first token
+    expected = nn.functional.cross_entropy(logits.transpose(1, 2), ids, reduction="none").sum(1)
+    found_losses = fit.losses({"input_ids": ids, "labels": ids})
+    torch.testing.assert_close(found_losses.detach(), expected.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_class_for_each_text_is_no_class_of_a_token(ids: Tensor) -> None:
+    with pytest.raises(
+        InputError, match=r"y has one class for each example, and the network outputs \(5, 11\)"
+    ):
+        linnet.fit(linnet.linearize(Causal()), (ids, torch.arange(6) % 3))

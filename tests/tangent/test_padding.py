@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import DataError
+from linnet.errors import DataError, ModelError
 
 PAD, WIDTH = 7, 6
 
@@ -91,6 +91,24 @@ def test_filling_that_changes_outputs_is_refused() -> None:
     fit = linnet.fit(linnet.linearize(network(token=None)), (same, Y), ridge=1.0)
     with pytest.raises(DataError, match="changes the network's outputs"):
         fit.update((batch(texts(6, 9, seed=2)), torch.arange(6) % 3))
+
+
+@pytest.mark.parametrize(
+    ("x", "says"),
+    [
+        (torch.full((2, 4), 30), "token ids below 20.*tokenizer of this network"),
+        (torch.full((2, 12), 8), "at most 10 tokens.*truncation=True, max_length=10"),
+        (torch.tensor([8, 9]), r"several texts.*tokenizer\(\[text\]"),
+        (torch.ones(2, 4), r"token ids as integers.*input_ids.long\(\)"),
+    ],
+)
+def test_what_is_no_batch_of_its_tokens_is_named(x: Tensor, says: str) -> None:
+    net = network()
+    net.config.vocab_size, net.config.max_position_embeddings = 20, 10
+    net.places = nn.Parameter(torch.zeros(10, WIDTH).double())
+    net.register_forward_pre_hook(lambda m, args: m.places[: args[0].shape[1]] + args[0][..., None])
+    with pytest.raises(ModelError, match=says):
+        linnet.fit(linnet.linearize(net), (x, torch.arange(2)))
 
 
 def test_padding_without_a_mask_is_said() -> None:

@@ -337,3 +337,15 @@ def test_rows_of_a_large_table_are_not_formed() -> None:
     w = net[2].weight.detach().view(2, 5, 128)
     expected = torch.einsum("nmst,ksd,ltd->nkml", seen.squeeze(-1).float(), w, w)
     torch.testing.assert_close(K, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_lora_takes_what_is_trained_beside_its_matrices() -> None:
+    inner = nn.ModuleDict(
+        {"q_lora_A": nn.Linear(2, 2), "head": nn.ModuleDict({"modules_to_save": nn.Linear(2, 3)})}
+    )
+    names = ["q_lora_A.weight", "q_lora_A.bias", "head.modules_to_save.weight", "head.modules_to_save.bias"]
+    assert select_parameters(inner, "lora") == names
+    del inner["q_lora_A"]
+    inner.peft_config = {}  # type: ignore[assignment]
+    with pytest.raises(InputError, match="leave params= out for all that peft trains"):
+        select_parameters(inner, "lora")

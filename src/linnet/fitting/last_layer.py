@@ -29,6 +29,7 @@ from linnet.tangent.selection import Selector, owner, selected
 L = TypeVar("L", bound=nn.Module)
 HIDDEN, POOLER = "last_hidden_state", "pooler"  # as encoders of transformers call them
 PADDING = "_linnet_padding"  # attribute of a network: the token id that is masked
+POOLING = "pooling_mode"  # attribute of a part of sentence-transformers: how states become one vector
 BELOW = "_linnet_below"  # attribute of a network that was made here: the words for what is below its head
 RECORD = "_linnet_head"  # attribute of a network whose head was put there: where, how, on which labels
 CANDIDATES = 5  # layers that an error names: the head is among the last that a network registers
@@ -111,13 +112,33 @@ def _hidden(result: Any, output: OutputAdapter) -> Tensor | None:
     return found if isinstance(found, Tensor) and found.ndim in (3, 4) else None
 
 
+def _encoder(model: nn.Module) -> nn.Module:
+    """The network inside a sentence encoder of sentence-transformers, where it averages states as we do."""
+    kinds, parts = [kind.__name__ for kind in type(model).__mro__], list(model.children())
+    if "SentenceTransformer" not in kinds or not parts:
+        return model
+    network, modes = (
+        getattr(parts[0], "auto_model", None),
+        [getattr(p, "pooling_mode", "") for p in parts[1:2]],
+    )
+    others = [type(part).__name__ for part in parts[2:] if type(part).__name__ != "Normalize"]
+    if not isinstance(network, nn.Module) or modes != ["mean"] or others:
+        raise ModelError(
+            f"model ({kinds[0]}) has parts other than a network and the mean of its states",
+            expected="a transformer, or a sentence encoder that averages its states",
+            remedy="pass model[0].auto_model, and output= where the states are not to be averaged, such as "
+            "output=lambda r: r.last_hidden_state[:, 0]",
+        )
+    return network
+
+
 @torch.no_grad()
 def ending_linear(model: nn.Module, x: Inputs, output: OutputAdapter = None) -> nn.Module:
     """A network that ends in a linear layer: the one given, or a linear layer behind what it returns."""
     # Encoders without a head return features, one vector an example; a head is put behind them. Outputs that
     # its last linear layer gives before something else (a softmax, an activation) are no features.
     check_output(output)
-    model = without_wrapper(model)
+    model = _encoder(without_wrapper(model))
     averaged: list[bool] = []
 
     def take_part(result: Any) -> Tensor:

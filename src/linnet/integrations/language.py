@@ -59,7 +59,8 @@ def language_model(name: str, arguments: Mapping[str, Any], seed: int) -> tuple[
         raise ModelError(
             f"{base} lacks weights: {missing}",
             "all weights of a network that continues texts",
-            "save it with its head, as LlamaForCausalLM has one",
+            "save it with its head, as LlamaForCausalLM has one; an encoder classifies texts in Python, by "
+            "linnet.adapt(encoder, (tokenizer(texts, ...), labels))",
         )
     with _loading(f"the tokenizer of {spec}", "the tokenizer in the folder of the network or adapter"):
         has_own = transformers.utils.cached_file(name, "tokenizer_config.json", **_MAYBE)

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linnet.errors import DataError, InputError
-from linnet.params import integer
+from linnet.params import integer, refuse
 from linnet.tangent.batch import IGNORED, MASK
 
 # What data sets call a question and its answer; those of the second kind are joined by a space.
@@ -55,10 +55,20 @@ def tokenized(examples: Iterable[Any], tokenizer: Any, length: int | None = None
     """
     if length is not None:
         integer("length", length)
+    if tokenizer is None or isinstance(tokenizer, str | type | nn.Module):
+        refuse(
+            "tokenizer", tokenizer, "a tokenizer of transformers", "pass AutoTokenizer.from_pretrained(name)"
+        )
     rows = [_row(example, tokenizer, place) for place, example in enumerate(_listed(examples))]
     if not rows:
         raise DataError("examples is empty", "at least one text", "check the file that they come from")
     for place, (_, labels) in enumerate(rows):
+        if all(label == IGNORED for label in labels):
+            raise DataError(
+                f"examples[{place}] has nothing to learn: no answer",
+                expected="a text, a question and its answer, or a conversation with one",
+                remedy="leave it out, or add the answer",
+            )
         if all(label == IGNORED for label in labels[:length]):
             raise DataError(
                 f"examples[{place}] has {len(labels)} tokens, none of which up to length={length} is learned",

@@ -349,7 +349,14 @@ def _require_room(labels: Tensor, outputs: int, dtype: torch.dtype) -> None:
 
 
 def check_arrangement(y: Tensor, own: Sequence[int], name: str = "y") -> None:
-    """Raise if values in several axes are not in the order of the outputs that they are to be joined like."""
+    """Raise if targets are not arranged like the outputs: values in several axes, or classes of positions."""
+    if not y.is_floating_point() and y.ndim == 1 and sum(size > 1 for size in own) > 1:
+        raise InputError(
+            f"{name} has one class for each example, and the network outputs {tuple(own)} for each",
+            expected="one output for each class, (N, C)",
+            remedy="for texts give linnet.adapt the encoder, as model.base_model of transformers is; axis= "
+            "says where the classes are if every position has one; output= takes a part of the outputs",
+        )
     given = [size for size in y.shape[1:] if size > 1]
     if y.is_floating_point() and y.ndim > 2 and given != [size for size in own if size > 1]:
         raise InputError(

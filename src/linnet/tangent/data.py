@@ -473,6 +473,7 @@ SHIFTED = (
     "moved to the position before"
 )
 CAUSAL = ("ForCausalLM", "LMHead")  # in the names of classes of Hugging Face whose loss moves labels
+PROMPTS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING")  # types of adapters of peft
 TWICE = 8  # labels that must agree before they are said to have been shifted twice: fewer may by chance
 
 
@@ -482,11 +483,14 @@ def next_tokens(network: Functional | nn.Module | None, x: Inputs, y: Tensor, sa
     model = network.model if isinstance(network, Functional) else network
     causal = _is_causal(model)
     ids = x.get("input_ids") if isinstance(x, Mapping) else x if causal else None
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape != y.shape or y.is_floating_point():
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or y.ndim != 2 or y.is_floating_point():
         return y
-    if causal is False or ids.is_floating_point():
+    prompt = _virtual_tokens(model)
+    if prompt and ids.shape == y.shape:
+        y = torch.cat([y.new_full((len(y), prompt), IGNORED), y], 1)
+    if causal is False or ids.is_floating_point() or y.shape != (len(ids), prompt + ids.shape[1]):
         return y
-    y_here, length = y.to(ids.device), y.shape[1]
+    y_here, length = y[:, prompt:].to(ids.device), ids.shape[1]
     counted = y_here != IGNORED
 
     def are(later: int) -> bool:
@@ -507,6 +511,13 @@ def next_tokens(network: Functional | nn.Module | None, x: Inputs, y: Tensor, sa
             )
     said.notes.append(SHIFTED)
     return torch.cat([y[:, 1:], torch.full_like(y[:, :1], IGNORED)], 1)
+
+
+def _virtual_tokens(model: nn.Module | None) -> int:
+    """How many positions a prompt that peft trains puts before the tokens of a text."""
+    config = getattr(model, "active_peft_config", None)
+    kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
+    return int(config.num_virtual_tokens) if config is not None and kind in PROMPTS else 0
 
 
 def _is_causal(model: nn.Module | None) -> bool | None:

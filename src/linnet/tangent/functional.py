@@ -23,6 +23,7 @@ from linnet.number_types import Precision, current
 from linnet.tangent.batch import (
     SHARED,
     TARGETS,
+    TOKENS,
     Inputs,
     ambiguity,
     batch_size,
@@ -337,6 +338,7 @@ def lies_in(place: str | None, name: str) -> bool:
     return place is not None and f"{name}.".startswith(f"{place}.")
 
 
+DECODED = "decoder_input_ids"  # what encoder-decoder networks of transformers take beside their tokens
 # What a network may raise on inputs that are not for it.
 FAILURES = (
     RuntimeError,
@@ -358,6 +360,8 @@ def _cannot_run(function: Functional, x: Inputs, error: Exception) -> ModelError
     shared = ambiguity(x)
     told = f"model ({type(function.model).__name__}) cannot run on x ({kinds or type(x).__name__}): {first}"
     together = batch_statistics(function.model)
+    if of_tokens := _of_tokens(function.model, x):
+        return ModelError(told, *of_tokens)
     if together and "value per channel" in first:
         expected, remedy = "normalization by running statistics", RUNNING.format(together[0])
     elif any(words in first.lower() for words in _OF_SHAPE):
@@ -369,6 +373,28 @@ def _cannot_run(function: Functional, x: Inputs, error: Exception) -> ModelError
     if shared:
         remedy += f"; {SHARED}"
     return ModelError(f"{told}; {shared}" if shared else told, expected, remedy)
+
+
+def _of_tokens(model: nn.Module, x: Inputs) -> tuple[str, str] | None:
+    """What a network of tokens expects, and how to get it, where its inputs are not that."""
+    config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    ids = x.get(TOKENS) if isinstance(x, Mapping) else x
+    if config is None or not tables or not isinstance(ids, Tensor) or not ids.numel() or ids.ndim > 2:
+        return None
+    if ids.ndim < 2:
+        return "token ids of several texts, (N, T)", 'pass tokenizer([text], return_tensors="pt")'
+    if ids.is_floating_point():
+        return "token ids as integers", f"pass {TOKENS}.long()"
+    words, most = getattr(config, "vocab_size", max(tables)), getattr(config, "max_position_embeddings", None)
+    if isinstance(words, int) and int(ids.max()) >= words:
+        return f"token ids below {words}, the size of its vocabulary", "use the tokenizer of this network"
+    if isinstance(most, int) and ids.shape[1] > most:
+        return f"at most {most} tokens", f"pass tokenizer(..., truncation=True, max_length={most})"
+    if getattr(config, "is_encoder_decoder", False) and isinstance(x, Mapping) and DECODED not in x:
+        made = f"model.prepare_{DECODED}_from_labels(labels)"
+        return f"{TOKENS} and {DECODED}", f"pass {DECODED}={made} beside them, or the encoder alone"
+    return None
 
 
 def batch_statistics(model: nn.Module) -> list[str]:

@@ -113,6 +113,7 @@ def masks_of(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     return found
 
 
+BESIDE = (".modules_to_save.", ".trainable_tokens_")  # in the names of what peft trains beside LoRA
 Selector = str | Sequence[str] | Mapping[str, Any] | nn.Module | Callable[[str, nn.Parameter], bool] | None
 
 
@@ -135,6 +136,8 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
     chosen = _chosen(model, named, params)
     if not chosen:
         merged = "an adapter that was merged or unloaded has none left: pass the network before that; "
+        if hasattr(model, "peft_config"):  # of another kind
+            merged = "leave params= out for all that peft trains; "
         raise InputError(
             f"params={params!r} selects none of the {len(named)} parameters",
             expected="at least one parameter",
@@ -207,7 +210,9 @@ def _by_keyword(model: nn.Module, named: dict[str, nn.Parameter], word: str) -> 
     if word_ in ("bias", "biases"):
         return {n for n in named if n.split(".")[-1].endswith("bias")}
     if word_ == "lora":
-        return {n for n in named if "lora" in n.lower()}
+        matrices = {n for n in named if "lora" in n.lower()}
+        beside = {n for n in named if any(part in n for part in BESIDE)}  # what peft trains with them
+        return matrices | beside if matrices else set()
     if word_ == "last-layer":
         return _last_layer(model, named)
     try:

@@ -156,7 +156,9 @@ def _check_samples(member: Member, train: Member) -> None:
     shape, where = member.sample_shape, described(member)
     if shape != train.sample_shape or member.is_images != train.is_images:
         raise DataError(
-            where, f"samples of shape {train.sample_shape}, as in {train.name}", "give both the same form"
+            where,
+            f"samples of shape {train.sample_shape}, as in {train.name}",
+            'give both the same form, token ids by tokenizer(texts, padding="max_length", max_length=...)',
         )
 
 

@@ -18,6 +18,7 @@ from linnet.app.data.table import read_like
 from linnet.app.data.task import check_finite, check_lengths
 from linnet.app.runs.folder import SavedRun
 from linnet.errors import DataError, InputError
+from linnet.fitting.last_layer import PADDING
 from linnet.npz import npz_headers, read_npz
 from linnet.shown import some
 
@@ -201,15 +202,27 @@ def _checked(new: NewSamples, run: SavedRun) -> NewSamples:
         )
     known = tuple(run.fit.x.shape[1:])
     shape = tuple(run.inputs(new.x[:1]).shape[1:])
+    tokens = new.x.dtype.kind in "iu" and len(shape) == len(known) == 1
+    if tokens and shape < known and (padding := _padding(run)) is not None:
+        wider = np.pad(new.x, ((0, 0), (0, known[0] - shape[0])), constant_values=padding)
+        new, shape = replace(new, x=wider), known
     if shape != known:
         raise DataError(
             f"the new samples make inputs of shape {shape}",
             expected=f"{known}, like the samples that the run was trained on",
-            remedy="scale them to that size, or adapt with --size and --channels",
+            remedy=f'tokenizer(texts, padding="max_length", truncation=True, max_length={known[0]})'
+            if tokens
+            else "scale them to that size, or adapt with --size and --channels",
         )
     if new.y is not None and run.classes is None and new.y.shape[1] != run.fit.system.c:
         return replace(new, y=None)
     return new
+
+
+def _padding(run: SavedRun) -> int | None:
+    """The token that a run's network takes for padding, and masks."""
+    found = (vars(module).get(PADDING) for module in run.fit.module.function.model.modules())
+    return next((token for token in found if token is not None), None)
 
 
 def required_answers(new: NewSamples, path: Path) -> Array:
