@@ -1,5 +1,6 @@
 """Networks and weights by name: every source, every format, every way to be wrong."""
 
+import json
 import os
 import py_compile
 import sys
@@ -13,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from linnet.app import cli
 from linnet.app.models import apply_weights, load_model, load_weights
-from linnet.errors import DependencyError, FileFormatError, InputError, ModelError, WeightsError
-from linnet.fitting.last_layer import Appended, ending_linear
+from linnet.errors import DataError, DependencyError, FileFormatError, InputError, ModelError, WeightsError
+from linnet.fitting.last_layer import PADDING, Appended, ending_linear
 
 NETS = '''
 """A few factories."""
@@ -176,6 +178,43 @@ class TestHuggingFace:
                 assert isinstance(appended, Appended)
                 appended.head = nn.Identity()
                 torch.testing.assert_close(appended(ids), mean)
+
+    def test_the_padding_of_the_tokenizer_counts_where_no_other_is_named(self, tmp_path: Path) -> None:
+        transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+        self.save(tmp_path, "GPT2Model", {"vocab_size": 20, "n_embd": 8, "n_layer": 1, "n_head": 2})
+        words = {"a": 0, "b": 1, "<none>": 2}
+        plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+        assert not hasattr(load_model(f"hf:{tmp_path}"), PADDING)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<none>").save_pretrained(
+            tmp_path
+        )
+        assert getattr(load_model(f"hf:{tmp_path}"), PADDING) == 2
+
+    def test_texts_of_another_width_are_filled_up_or_named(self, tmp_path: Path) -> None:
+        small = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        self.save(tmp_path / "net", "BertModel", {**small, "intermediate_size": 8})
+        ids = torch.randint(1, 20, (24, 6), generator=torch.Generator().manual_seed(0)).numpy()
+        np.savez(
+            tmp_path / "d.npz", x_train=ids, y_train=np.arange(24) % 2, x_test=ids, y_test=np.arange(24) % 2
+        )
+        for name, x in (
+            ("same", np.pad(ids[:, :4], ((0, 0), (0, 2)))),
+            ("short", ids[:, :4]),
+            ("long", ids.repeat(2, 1)),
+        ):
+            np.savez(tmp_path / f"{name}.npz", x=x)
+        run = str(tmp_path / "run")
+        made = ["adapt", "--model", f"hf:{tmp_path / 'net'}", "--data", str(tmp_path / "d.npz"), "--out", run]
+        assert cli.main([*made, "--quick"]) == 0
+        found = {}
+        for name in ("same", "short"):
+            out = tmp_path / f"{name}.json"
+            asked = ["predict", "--run", run, "--data", str(tmp_path / f"{name}.npz"), "--out", str(out)]
+            assert cli.main(asked) == 0
+            found[name] = [row["probability"] for row in json.loads(out.read_text())]
+        assert found["short"] == pytest.approx(found["same"])
+        with pytest.raises(DataError, match='padding="max_length", truncation=True, max_length=6'):
+            cli.main(["predict", "--run", run, "--data", str(tmp_path / "long.npz"), "--traceback"])
 
     def test_a_masked_language_model_is_an_encoder(self, tmp_path: Path) -> None:
         small = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -77,6 +77,11 @@ def _from_huggingface(name: str, pretrained: bool, arguments: dict[str, Any]) ->
         else:
             config = transformers.AutoConfig.from_pretrained(name, **arguments)
             model = automatic.from_config(config, **own)
+        if getattr(model, "main_input_name", "") == "input_ids" and model.config.pad_token_id is None:
+            with suppress(OSError, ValueError, ImportError, KeyError):  # a network need not have a tokenizer
+                model.config.pad_token_id = transformers.AutoTokenizer.from_pretrained(
+                    name, **own
+                ).pad_token_id
     return require_module(model, f"hf:{name}")
 
 

@@ -524,7 +524,9 @@ def check_task(options: TaskOptions, batch: int) -> tuple[dict[str, Any], list[s
     network = ending(old, task, x, options.output)
     module, report = checked_features(options, network, x)
     own = Functional(network).output_shape(x).numel()
-    note = f"its head of {own} outputs is replaced by a new one, as linnet adapt does"
+    headless = isinstance(network, Appended) and network.width is not None
+    taken = "it is given a head" if headless else f"its head of {own} outputs is replaced by a new one"
+    note = f"{taken}, as linnet adapt does"
     # with too large a plan the finding says so; nothing could be computed
     fits = report.ok and report.memory.peak <= report.memory.budget
     report = replace(report, ok=fits, findings=(*report.findings, note))
