@@ -1,0 +1,132 @@
+"""Fits in the libraries that their answers are for, each where it is installed."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+
+pytest.importorskip("sklearn")
+from sklearn.linear_model import Ridge
+from sklearn.model_selection import LeaveOneOut
+
+from linnet.integrations.sklearn import LinnetClassifier, LinnetRegressor
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+Array = np.ndarray[Any, Any]
+
+
+def values(count: int, seed: int) -> tuple[Array, Array]:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(count, 5))
+    return x, x @ np.arange(5.0) + rng.standard_t(3, size=count)
+
+
+def classes(count: int, seed: int) -> tuple[Array, Array]:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(count, 5))
+    return x, (x[:, :3] + rng.normal(size=(count, 3))).argmax(1)
+
+
+def test_intervals_are_those_of_mapie_by_as_many_fits() -> None:
+    mapie: Any = pytest.importorskip("mapie.regression")
+    (x, y), (new, _) = values(30, 0), values(4, 1)
+    layer = nn.Linear(5, 1, bias=False).double()
+    nn.init.zeros_(layer.weight)
+    data = torch.as_tensor(x), torch.as_tensor(y)[:, None]
+    found = linnet.fit(linnet.linearize(layer), data, ridge=2.0).interval(torch.as_tensor(new), 0.9)[:, 0]
+    ridge = Ridge(alpha=2.0, fit_intercept=False)
+    rival = mapie.CrossConformalRegressor(ridge, confidence_level=0.9, method="plus", cv=LeaveOneOut())
+    _, expected = rival.fit_conformalize(x, y).predict_interval(new)
+    np.testing.assert_allclose(found, expected[:, :, 0], rtol=1e-6)
+
+
+def test_mapie_takes_the_estimators() -> None:
+    regression: Any = pytest.importorskip("mapie.regression")
+    classification: Any = pytest.importorskip("mapie.classification")
+    (x, y), (more, own) = values(60, 0), values(60, 1)
+    model = LinnetRegressor(random_state=0).fit(x, y)
+    split = regression.SplitConformalRegressor(model, confidence_level=0.9, prefit=True)
+    _, ends = split.conformalize(more, own).predict_interval(values(20, 2)[0])
+    assert np.isfinite(ends).all()
+    (x, y), (more, own) = classes(60, 0), classes(60, 1)
+    chosen = LinnetClassifier(random_state=0).fit(x, y)
+    sets = classification.SplitConformalClassifier(chosen, confidence_level=0.9, prefit=True)
+    _, held = sets.conformalize(more, own).predict_set(classes(20, 2)[0])
+    assert held.shape[:2] == (20, 3)
+
+
+def test_crepes_is_calibrated_by_samples_left_out() -> None:
+    crepes: Any = pytest.importorskip("crepes")
+    (x, y), (new, own) = values(60, 0), values(400, 1)
+    model = LinnetRegressor(random_state=0).fit(x, y)
+    residuals = y - model.fit_.loo()[:, 0].numpy()
+    calibrated = crepes.ConformalRegressor().fit(residuals)
+    ends = calibrated.predict_int(model.predict(new), confidence=0.9)
+    assert 0.84 < np.mean((ends[:, 0] <= own) & (own <= ends[:, 1])) < 0.97
+
+
+def test_cleanlab_takes_probabilities_and_features() -> None:
+    filters: Any = pytest.importorskip("cleanlab.filter")
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 3, 120)
+    x = torch.as_tensor(4.0 * np.eye(3)[y] + rng.normal(size=(120, 3)))
+    given = y.copy()
+    given[[5, 40, 77]] = (given[[5, 40, 77]] + 1) % 3
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 3)).double()
+    fit = linnet.adapt(net, (x, torch.as_tensor(given)))
+    found = filters.find_label_issues(given, fit.loo_probs().numpy())
+    assert found[[5, 40, 77]].all()
+    assert found.sum() < 12
+    pytest.importorskip("datasets")
+    lab: Any = pytest.importorskip("cleanlab").Datalab({"y": given}, label_name="y", verbosity=0)
+    lab.find_issues(pred_probs=fit.loo_probs().numpy(), features=fit.module.phi(x).numpy())
+    assert lab.get_issues("label")["is_label_issue"][[5, 40, 77]].all()
+
+
+def test_a_sentence_encoder_is_taken_as_it_is() -> None:
+    sentence: Any = pytest.importorskip("sentence_transformers")
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    network = transformers.BertModel(transformers.BertConfig(vocab_size=30, **sizes)).eval()
+
+    class Transformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.auto_model = network
+
+    def encoder(mode: str) -> nn.Module:
+        modules: Any = pytest.importorskip("sentence_transformers.models")
+        found = sentence.SentenceTransformer.__new__(sentence.SentenceTransformer)
+        pooling = modules.Pooling(16, pooling_mode=mode)
+        nn.Sequential.__init__(found, Transformer(), pooling, modules.Normalize())
+        return found  # type: ignore[no-any-return]
+
+    ids = torch.randint(1, 30, (30, 6), generator=torch.Generator().manual_seed(0))
+    batch, y = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, (ids == 7).any(1).long()
+    y[:2] = torch.tensor([0, 1])
+    expected = linnet.adapt(network, (batch, y)).predict(batch)
+    torch.testing.assert_close(linnet.adapt(encoder("mean"), (batch, y)).predict(batch), expected)
+    with pytest.raises(linnet.errors.ModelError, match=r"model\[0\].auto_model"):
+        linnet.adapt(encoder("cls"), (batch, y))
+
+
+def test_batches_that_are_watched_are_a_table() -> None:
+    pandas: Any = pytest.importorskip("pandas")
+    x, y = (torch.as_tensor(part) for part in classes(80, 0))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 3)).double()
+    fit = linnet.adapt(net, (x, y))
+    batches: list[Tensor] = [torch.as_tensor(classes(40, seed)[0]) for seed in (1, 2)]
+    watched = list(fit.monitor(batches))
+    table = pandas.read_json(io.StringIO("\n".join(one.to_json() for one in watched)), lines=True)
+    assert len(table) == 2
+    np.testing.assert_allclose(table["accuracy"], [one.accuracy for one in watched])
