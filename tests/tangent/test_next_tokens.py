@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import DataError, InputError
+from linnet.errors import DataError, InputError, ModelError
 from linnet.likelihoods import Categorical
 from linnet.tangent.data import SHIFTED, Data
 
@@ -115,3 +115,7 @@ def test_a_class_for_each_text_is_no_class_of_a_token(ids: Tensor) -> None:
         InputError, match=r"y has one class for each example, and the network outputs \(5, 11\)"
     ):
         linnet.fit(linnet.linearize(Causal()), (ids, torch.arange(6) % 3))
+    texts = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for call in (linnet.adapt, lambda net, data: linnet.with_head(net, 3, data=data)):
+        with pytest.raises(ModelError, match=r"outputs \(5, 11\) for a text.*pass model.base_model"):
+            call(Causal(), (texts, torch.arange(6) % 3))

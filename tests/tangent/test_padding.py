@@ -121,3 +121,4 @@ def test_padding_without_a_mask_is_said() -> None:
     fit = linnet.fit(linnet.linearize(network()), (batch(ROWS), Y), ridge=1.0)
     with pytest.warns(UserWarning, match="x has no mask, and the training data had one"):
         fit.predict(ids)
+    fit.predict(ids[:1, :6])  # which ends in no padding

@@ -14,7 +14,7 @@ from torch.nn.utils import skip_init
 
 from linnet.errors import InputError, LinnetError, ModelError
 from linnet.params import instance, refuse
-from linnet.tangent.batch import MASK, Inputs, counted, split, take
+from linnet.tangent.batch import MASK, Inputs, counted, mask_of, split, take
 from linnet.tangent.functional import (
     Functional,
     OutputAdapter,
@@ -149,6 +149,12 @@ def ending_linear(model: nn.Module, x: Inputs, output: OutputAdapter = None) -> 
     function.check_runs(take(x, slice(0, 1)))
     few = take(x, slice(0, FEW))
     outputs, call = _last_call(function, few)
+    if outputs.ndim == 3 and mask_of(few) is not None:
+        raise ModelError(
+            f"model ({type(model).__name__}) has outputs {tuple(outputs.shape[1:])} for a text, one a token",
+            expected="a classifier of texts, or an encoder, whose states are averaged",
+            remedy="pass model.base_model, which networks of transformers have, or output=",
+        )
     if call and not averaged[-1] and (_same(call[1], outputs) or _ends(function, few, outputs)):
         return model if output is None else Appended(model, None, output)
     elsewhere = giving(function, few, outputs)

@@ -43,7 +43,7 @@ def restored_fit(
     function = function.under(Precision(**network["precision"]))
     function = function.in_float64() if network["float64"] else function
     x, record = saved.pop("x"), saved["record"]
-    function.known = KnownInputs.of(x, record.columns)
+    function.known = KnownInputs.of(x, record.columns, function.token)
     moved = tree.map_tensors(lambda t: t.to(function.device), saved)
     targets, solved = moved["targets"], moved["solved"]
     fitted: LinearFit | SoftmaxFit

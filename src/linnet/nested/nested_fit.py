@@ -459,7 +459,7 @@ def solved(
         seconds=seconds,
         noise_factor=choice.taken.noise_factor,
     )
-    features.function.known = KnownInputs.of(x, record.columns)
+    features.function.known = KnownInputs.of(x, record.columns, features.function.token)
     return NestedFit(prior, targets, system, record)
 
 
@@ -519,7 +519,7 @@ def restored_nested(
     require_weights(features.function, known, path, OTHER)
     moved = tree.map_tensors(lambda t: t.to(features.function.device), saved)
     x, targets, rows = moved["x"], moved["targets"], moved["rows"]
-    features.function.known = KnownInputs.of(x, record.columns)
+    features.function.known = KnownInputs.of(x, record.columns, features.function.token)
     prior = Prior(features, moved["center"], saved["mixture"])
     require_same_outputs(prior.rows, x, rows, path, OTHER)
     problem = problem_of(prior, (x, rows), targets)

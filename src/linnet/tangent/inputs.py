@@ -645,15 +645,16 @@ class KnownInputs(NamedTuple):
     columns: tuple[str, ...]  # of a data frame
     range: tuple[float, float] | None  # of images, as the network takes them
     masked: bool  # whether a mask says which positions of sequences count
+    token: int | None  # of the network's padding
 
     @classmethod
-    def of(cls, x: Inputs, columns: tuple[str, ...]) -> KnownInputs:
+    def of(cls, x: Inputs, columns: tuple[str, ...], token: int | None) -> KnownInputs:
         """That of training inputs."""
-        return cls(columns, _range(x), mask_of(x) is not None)
+        return cls(columns, _range(x), mask_of(x) is not None, token)
 
     def doubts(self, x: Inputs, notes: Sequence[str]) -> list[str]:
         """Why inputs are probably unlike those of the training data, images by their scale."""
-        if self.masked and mask_of(x) is None:
+        if self.masked and mask_of(x) is None and (self.token is None or ends_in(x, self.token)):
             return [f"x has no mask, and the training data had one: {UNMASKED}"]
         found = _range(x)
         if found is None or self.range is None:
@@ -680,16 +681,25 @@ def doubts(network: Functional | nn.Module, x: Inputs, notes: Sequence[str]) -> 
 
 def _doubts_of_padding(model: nn.Module, x: Inputs) -> list[str]:
     """Whether token ids end in padding that no mask hides."""
-    ids, token = x.get(TOKENS) if isinstance(x, Mapping) else x, padding_token(model)
-    if token is None or mask_of(x) is not None or MASK not in (_arguments(model) or ()):
-        return []
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        return []
-    at = ids == token
-    ends = at.long().cumprod(1).bool() | at.flip(1).long().cumprod(1).bool().flip(1)
-    if not bool(at.any()) or bool((at & ~ends).any()):  # a token like others
+    token = padding_token(model)
+    if (
+        token is None
+        or mask_of(x) is not None
+        or MASK not in (_arguments(model) or ())
+        or not ends_in(x, token)
+    ):
         return []
     return [f"x ends in the network's padding, token {token}, and has no mask: {UNMASKED}"]
+
+
+def ends_in(x: Inputs, token: int) -> bool:
+    """Whether token ids have a token of padding, at their ends alone."""
+    ids = x.get(TOKENS) if isinstance(x, Mapping) else x
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        return False
+    at = ids == token
+    ends = at.long().cumprod(1).bool() | at.flip(1).long().cumprod(1).bool().flip(1)
+    return bool(at.any()) and not bool((at & ~ends).any())  # elsewhere it is a token like others
 
 
 def _range(x: Inputs) -> tuple[float, float] | None:
