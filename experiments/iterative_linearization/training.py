@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from experiments.sources import CIFAR, images, pixels
 from experiments.tables import with_error
 from linnet import optim
-from linnet.errors import NumericalError
+from linnet.errors import ModelError, NumericalError
 
 POINTS = 25  # of a run, at which accuracies are taken
 
@@ -153,7 +153,7 @@ def accuracy(module: nn.Module, x: Tensor, y: Tensor) -> float:
     """Share of right classes; none where outputs overflow, as after a run that diverged."""
     try:
         found = [module(part).argmax(1) for part in x.split(500)]
-    except NumericalError:
+    except (NumericalError, ModelError):
         return 0.0
     return int((torch.cat(found) == y).sum()) / len(y)
 
