@@ -94,7 +94,7 @@ def train(model: nn.Module, data: Split, plan: Plan) -> dict[str, Any]:
         x, y = draw()
         try:
             loss = float(training.step(lambda module, x=x, y=y: F.cross_entropy(module(x), y)))  # type: ignore[misc]
-        except NumericalError:  # a rate above 2/λ of the linear model's Hessian
+        except (NumericalError, ModelError):  # a rate above 2/λ of the linear model's Hessian
             loss = math.inf
         recent = loss if step == 1 else recent + (loss - recent) / min(step, 20)
         ended = step == plan.steps or (plan.stop > 0 and recent < plan.stop) or not loss < float("inf")
