@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import linnet
 from linnet.curvatures import LowRank, MonteCarlo
 from linnet.curvatures.running import RunningCurvature
-from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError, WeightsError
+from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError, NumericalError, WeightsError
 from linnet.likelihoods import (
     Bernoulli,
     Categorical,
@@ -377,3 +377,22 @@ POSTERIORS: list[Row] = [
 def test_what_is_refused(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     holds(row)
+
+
+def test_keywords_that_are_misspelled_are_named() -> None:
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double(), torch.randn(60, 3).double()
+    data = x, torch.arange(60) % 3
+    for name in ("structrue", "expectations", "param", "memory"):
+        with pytest.raises(InputError, match=f"has no parameter {name}"):
+            linnet.curvature(net, data, Categorical(), **{name: "kfac"})
+
+
+@pytest.mark.parametrize("structure", ["full", "block", "kfac", "ekfac", "low-rank"])
+def test_a_singular_curvature_has_no_inverse(structure: Any) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double(), torch.randn(60, 3).double()
+    found = linnet.curvature(net, (x, torch.arange(60) % 3), Categorical(), structure)
+    for call in (found.inverse, found.logdet):
+        with pytest.raises(NumericalError, match="singular"):
+            call()
+    assert bool(found.damped(0.1).logdet().isfinite())

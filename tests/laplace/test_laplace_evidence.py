@@ -273,3 +273,25 @@ def test_training_takes_the_outputs_that_it_is_told() -> None:
     train_with_evidence(net, (x, y), CATEGORICAL, 2, make, output="scores")
     train_with_evidence(plain, (x, y), CATEGORICAL, 2, make)
     near(net.weight, plain.weight, 1e-12)
+
+
+def test_entries_that_do_not_vary_have_no_prior() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y, s = torch.randn(12, 3).double(), torch.randn(12, 3).double(), 0.3
+    masks = {name: torch.rand_like(p) > 0.5 for name, p in net.named_parameters()}
+    free = torch.cat([mask.flatten() for mask in masks.values()])
+    theta = torch.cat([p.detach().flatten() for p in net.parameters()])[free]
+    rows = linnet.linearize(net).jacobian(x)[..., free].flatten(0, 1)
+    left, k = float((y - net(x).detach()).square().sum()) / s, len(theta)
+
+    def evidence(precision: float) -> float:
+        h = rows.T @ rows / s + precision * torch.eye(k).double()
+        fit = -0.5 * left - 18 * math.log(2 * math.pi * s)
+        prior = 0.5 * (k * math.log(precision) - precision * float(theta @ theta))
+        return fit + prior - 0.5 * float(torch.linalg.slogdet(h)[1])
+
+    found = linnet.Laplace(net, linnet.likelihoods.Gaussian(s), "full", params=masks).fit((x, y))
+    assert float(found.log_evidence()) == pytest.approx(evidence(1.0), rel=1e-9)
+    best = found.tune(noise=False).prior_precision
+    assert evidence(best) >= max(evidence(best * 1.01), evidence(best / 1.01))

@@ -379,3 +379,47 @@ def test_copies_of_network_and_optimizer_go_on_alike(structure: str, way: str) -
         numbers = {name: value for name, value in report._asdict().items() if value is not None}
         assert numbers == pytest.approx({name: getattr(copied_report, name) for name in numbers}, rel=1e-6)
     assert torch.allclose(flat(net), flat(other))
+
+
+def small() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return net, torch.randn(20, 3).double(), torch.arange(20) % 3
+
+
+def test_a_copy_is_stepped_alone_though_a_schedule_wraps_the_step() -> None:
+    net, x, y = small()
+    optimizer = GaussNewton(net, Categorical())
+    torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    optimizer.step(x, y)
+    pickle.dumps(optimizer)
+    before = flat(net).clone()
+    twin, other = copy.deepcopy((net, optimizer))
+    other.step(x, y)
+    assert torch.equal(flat(net), before)
+    optimizer.step(x, y)
+    assert torch.equal(flat(net), flat(twin))
+
+
+def test_examples_of_a_step_that_failed_are_in_no_later_one() -> None:
+    net, x, y = small()
+    optimizer = GaussNewton(net, Categorical())
+    optimizer.accumulate(x, y + 5)
+    with pytest.raises(DataError, match="classes from 0 to 2"):
+        optimizer.step()
+    assert optimizer.step(x, y).examples == 20
+    failing = [True]
+
+    def closure() -> Tensor:
+        optimizer.accumulate(x, y)
+        if failing:
+            failing.clear()
+            raise MemoryError("none left")
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        return loss
+
+    with pytest.raises(InputError, match="none left"):
+        optimizer.step(closure)
+    assert optimizer.step(closure).examples == 20

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import linnet
+from linnet.errors import InputError
 from linnet.likelihoods import Gaussian, HeteroscedasticGaussian
 from linnet.linear import iterative
 from linnet.tangent_gp.tangent_gp import TangentGP
@@ -124,3 +125,21 @@ def test_the_floor_holds_for_a_fixed_prior() -> None:
         gp.tune(prior=False)
     assert float(variance_of(gp)) == pytest.approx(floor, rel=0.01)
     assert gp.prior_precision == 1.0
+
+
+def test_hyper_parameters_that_are_set_are_those_of_a_new_fit() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    x, z = torch.randn(9, 2).double(), torch.randn(4, 2).double()
+    noise = linnet.likelihoods.Gaussian(0.1)
+    both = {"prior_precision": 2.0, "noise_scale": 0.5}
+    for values in ({"prior_precision": 5.0}, {"noise_scale": 3.0}, both):
+        found = linnet.TangentGP(net, noise).fit(x, x[:, :1].sin())
+        for name, value in values.items():
+            setattr(found, name, value)
+        expected = linnet.TangentGP(net, noise, **values).fit(x, x[:, :1].sin())
+        own, other = (gp.predictive(z).with_noise() for gp in (found, expected))
+        torch.testing.assert_close(own.mean, other.mean)
+        torch.testing.assert_close(own.variance, other.variance)
+        with pytest.raises(InputError, match=next(iter(values))):
+            setattr(found, next(iter(values)), -1.0)

@@ -224,6 +224,8 @@ def curvature(
           0  4x2 + 4              ekfac
           2  3x4 + 3              ekfac
     """
+    own = set(inspect.signature(curvature).parameters) - {"model", "data", "likelihood", "selected"}
+    known("linnet.curvature", selected, [*own, *settings.Selected.__annotations__])
     return watched(
         None, model, data, likelihood, structure,
         expectation=expectation, sharing=sharing, matrix=matrix, passes=passes, **selected,

@@ -153,7 +153,12 @@ class Curvature(StructuredOperator):
     @in_exact_mode
     def inverse(self) -> Curvature:
         """G⁻¹, layer by layer."""
+        self._require_regular()
         return self._with(lambda block: block.inverse(), "inverted")
+
+    def _require_regular(self) -> None:
+        """Raise where a block has no inverse: rounding alone would make one."""
+        self._solve(torch.ones(self.shape[0], 1, dtype=self.dtype, device=self.device))
 
     @in_exact_mode
     def damped(self, tau: float) -> Curvature:
@@ -191,6 +196,7 @@ class Curvature(StructuredOperator):
     @in_exact_mode
     def logdet(self) -> Tensor:
         """Σ log det of the blocks."""
+        self._require_regular()
         return torch.stack([part.operator.logdet() for part in self.parts]).sum()
 
     @in_exact_mode

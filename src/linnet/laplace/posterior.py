@@ -302,7 +302,10 @@ class Posterior:
         """(θ* − μ)², (P,), float64."""
         function = self.curvature.function
         theta = function.space.to_flat(function.theta).double()
-        return (theta - self.mean.to(theta)).square()
+        found = (theta - self.mean.to(theta)).square()
+        for name, mask in function.masks.items():  # entries that do not vary have no prior
+            found[function.space.slices[name]] *= mask.reshape(-1).to(found)
+        return found
 
     def groups(self, form: str) -> Groups:
         """The groups of a form of prior."""

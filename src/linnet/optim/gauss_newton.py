@@ -246,7 +246,10 @@ class GaussNewton(torch.optim.Optimizer):
             if self._network.shared and self._fresh:
                 require_alike(self._running, self.settings, (self.damping, self.defaults, self.steps))
             self._fresh = False
-            report = self._step(x, y, closure, loss)
+            try:
+                report = self._step(x, y, closure, loss)
+            finally:  # after an error too: examples that cannot be differentiated would stop all later steps
+                self._pending = []
         if self.settings.log is not None and not (self._network.shared and world()[0]):
             known = report._asdict()
             values = {k: float(v) for k, v in known.items() if k != "step" and isinstance(v, int | float)}
@@ -302,7 +305,7 @@ class GaussNewton(torch.optim.Optimizer):
         if due:
             rho = self._adapt(reference, reduction, score())
             rejected = rejected or rho == -math.inf
-        self._failures, self._pending = self._failures if rejected else 0, []
+        self._failures = self._failures if rejected else 0
         return StepReport(
             self.steps, n, value, objective, rho, self.tau, zeta,
             float(alpha[0]), float(alpha[1]) if len(alpha) > 1 else 0.0, reduction,
@@ -490,7 +493,8 @@ class GaussNewton(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """All of it, where torch's keep groups and state alone: for ``copy.deepcopy((model, optimizer))``."""
-        return dict(self.__dict__)
+        # a schedule wraps the step of this optimizer, which is not that of a copy
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights: groups, dampings, averages, the inverse in use, and the step before.

@@ -138,8 +138,8 @@ class TangentGP(PredictiveModel):
             ``params`` and ``output`` as of :func:`linnet.linearize`; ``memory`` such as "4GB".
 
     Attributes:
-        prior_precision: λ.
-        noise_scale: s.
+        prior_precision: λ; the equations are solved again where it is set.
+        noise_scale: s, likewise.
 
     Raises:
         InputError: If a value is not one of those listed, or the likelihood has no Gaussian process in
@@ -175,13 +175,12 @@ class TangentGP(PredictiveModel):
                 expected="Gaussian(variance=...) or HeteroscedasticGaussian() of linnet.likelihoods",
                 remedy="call the class: linnet.likelihoods.Gaussian(variance=0.1)",
             )
-        number("prior_precision", prior_precision, above=0, remedy="leave prior_precision= out for 1")
-        number("noise_scale", noise_scale, above=0, remedy="leave noise_scale= out for 1")
-        self.prior_precision, self.noise_scale = float(prior_precision), float(noise_scale)
+        self._system: System | None = None
+        self._precision, self._scale = 1.0, 1.0
+        self.prior_precision, self.noise_scale = prior_precision, noise_scale
         self._options = Options.of(space, options, isinstance(model, Linearized))
         self._model = model
         self._observed = self._observed_by(likelihood)
-        self._system: System | None = None
         self._plan: GPPlan | None = None
 
     def _shown(self) -> dict[str, Any]:
@@ -460,8 +459,7 @@ class TangentGP(PredictiveModel):
             precision = measure.maximize(lambda rho: scale) / scale
         else:
             scale = measure.maximize(lambda rho: rho / precision, least * precision) / precision
-        self._system = system.at(precision * scale)
-        self.prior_precision, self.noise_scale = precision, scale
+        self._at(float(precision), float(scale))
         if noise and least > 0 and scale < NEAR * least:
             warn(
                 f"the evidence of {problem.count} targets is highest with less noise than least_noise= "
@@ -471,6 +469,32 @@ class TangentGP(PredictiveModel):
         return self
 
     # -- what is known ---------------------------------------------------------------------------
+
+    @property
+    def prior_precision(self) -> float:
+        """λ, at which the equations are solved."""
+        return self._precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float) -> None:
+        number("prior_precision", value, above=0, remedy="set a positive number; 1 by default")
+        self._at(float(value), self._scale)
+
+    @property
+    def noise_scale(self) -> float:
+        """The factor s on the likelihood's variances."""
+        return self._scale
+
+    @noise_scale.setter
+    def noise_scale(self, value: float) -> None:
+        number("noise_scale", value, above=0, remedy="set a positive number; 1 by default")
+        self._at(self._precision, float(value))
+
+    def _at(self, precision: float, scale: float) -> None:
+        """Take other hyper-parameters."""
+        if self._system is not None and precision * scale != self._precision * self._scale:
+            self._system = self._system.at(precision * scale)
+        self._precision, self._scale = precision, scale
 
     @property
     def likelihood(self) -> Likelihood:
