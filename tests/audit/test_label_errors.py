@@ -156,7 +156,7 @@ def test_a_fit_says_it_in_words() -> None:
     assert set(found.doubted().tolist()) == set(found.indices.tolist()) <= set(found.flagged().tolist())
     told = labels_in_words(len(found.doubted()), 12, found.expected, found.limits)
     assert str(found) == told
-    assert labels_in_words(1, 9, 0.1) == "1 of 9 training labels looks wrong (none expected by chance)"
+    assert labels_in_words(1, 9, 0.1) == "1 of 9 training labels looks wrong (by chance alone none would)"
     regression = mislabeled(problem(n=6, outputs=1, classes=False).fit(ridge=1.0))
     assert str(regression) == "6 training targets, ranked by residual"
 

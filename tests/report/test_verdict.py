@@ -8,6 +8,7 @@ from math import comb
 import numpy as np
 import pytest
 
+from linnet.report.numbers import calibration_and_error, calibration_by_chance
 from linnet.report.records import (
     Comparison,
     Content,
@@ -174,3 +175,19 @@ def test_the_verdict_of_a_regression() -> None:
     assert of(0.02 * noise) == "weak"
     assert of(0.9 * noise[:4]) == "unclear"
     assert verdict(Content("x")).sentences == ()
+
+
+@pytest.mark.parametrize("count", [18, 45, 300])
+def test_perfect_probabilities_are_seldom_called_wrong(count: int) -> None:
+    generator, called = np.random.default_rng(0), 0
+    for _ in range(60):
+        confidence = generator.uniform(0.5, 1.0, count)
+        correct = (generator.random(count) < confidence).astype(float)
+        error = calibration_and_error(confidence, correct)[0]
+        mean, high = calibration_by_chance(confidence)
+        assert mean < high
+        called += error > high
+    assert called <= 8  # 3 of 60 are expected
+    overconfident = (generator.random(count) < 0.6).astype(float)
+    sure = np.full(count, 0.97)
+    assert calibration_and_error(sure, overconfident)[0] > calibration_by_chance(sure)[1]

@@ -168,7 +168,7 @@ def labels_in_words(doubted: int, count: int, expected: float, limits: str = "")
     """Summary of the labels that look wrong."""
     verb = "looks" if doubted == 1 else "look"
     chance = "none" if expected < 0.5 else f"{expected:.0f}"
-    text = f"{doubted} of {count} training labels {verb} wrong ({chance} expected by chance)"
+    text = f"{doubted} of {count} training labels {verb} wrong (by chance alone {chance} would)"
     return f"{text}; {limits}" if limits else text
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from linnet.fitting.head import example_hashes
 from linnet.fitting.last_layer import RECORD
 from linnet.linear.targets import Targets
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, hash_examples
 from linnet.tangent.functional import Functional
 from linnet.tangent.independence import unused_remark
 
@@ -72,8 +72,12 @@ def held_remarks(function: Functional) -> tuple[str, ...]:
 def copied_remarks(x: Inputs, targets: Targets) -> tuple[str, ...]:
     """Samples that come more than once, as loaders that draw some more often give them."""
     own = targets.values if targets.labels is None else targets.labels
-    copies = len(own) - len(set(example_hashes(x, own)))
+    kinds = len(set(example_hashes(x, own)))
+    copies = len(own) - kinds
     if copies < 2 or copies < MANY * len(own):
+        return ()
+    contradictions = kinds - len(set(hash_examples(x)))
+    if contradictions > MANY * copies:  # equal inputs with other answers, as rows of few values have
         return ()
     return (
         f"{copies} of {len(own)} samples {COPIED}: leave-one-out leaves those in, so that it, the noise, "

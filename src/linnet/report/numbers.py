@@ -42,6 +42,17 @@ def calibration_and_error(confidence: Array, correct: Array) -> tuple[float, flo
     return mean_and_error(np.copysign(1.0, gap)[place] * (correct - confidence))
 
 
+def calibration_by_chance(confidence: Array, draws: int = 200) -> tuple[float, float]:
+    """Mean and 95 % quantile of the calibration error where predictions are right as often as they say."""
+    confidence = np.asarray(confidence, dtype=float)
+    place, generator = place_of(confidence, _BINS), np.random.default_rng(0)
+    found = []
+    for _ in range(draws):
+        off: Array = (generator.random(len(confidence)) < confidence) - confidence
+        found.append(np.abs(np.bincount(place, off, minlength=_BINS)).sum() / len(confidence))
+    return float(np.mean(found)), float(np.quantile(found, 0.95))
+
+
 def split_by_uncertainty(uncertainty: Array, loss: Array) -> tuple[float, float, int]:
     """The mean loss of the most uncertain tenth of the predictions, and of the others."""
     order = ranking(uncertainty)

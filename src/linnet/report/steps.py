@@ -113,7 +113,7 @@ def _look_at_labels(run: Content) -> NextStep | None:
     chosen = doubted[:_LABELS]
     text = f"{_counted(len(doubted), 'training label')} look{'' if len(doubted) > 1 else 's'} wrong"
     if train.by_chance is not None:
-        text += f", of which {number(train.by_chance, 2)} would be right by chance"
+        text += f"; by chance alone {number(train.by_chance, 2)} would"
         if len(doubted) < train.by_chance + 2 * max(train.by_chance, 1.0) ** 0.5:
             text += ": most may just be hard"
     made = _of(run, "forget", train.samples, chosen, out=folder_beside(run.folder, "cleaned"))

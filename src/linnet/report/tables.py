@@ -251,7 +251,8 @@ def _memory(run: Content) -> PageTable | None:
         return None
     plan = run.fit.preflight.memory
     within = "" if plan.budget is None else f", within a budget of {format_bytes(plan.budget)}"
-    return _table(run, "memory", f"Memory plan{within}.", ("Item", ("Size", "size")), plan.items)
+    caption = f"Memory plan of the {plan.operation}{within}."
+    return _table(run, "memory", caption, ("Item", ("Size", "size")), plan.items)
 
 
 def _parameters(run: Content) -> PageTable | None:

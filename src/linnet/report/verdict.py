@@ -17,6 +17,7 @@ from linnet.plots.measures import Array, interval_coverage
 from linnet.report.numbers import (
     FEW,
     calibration_and_error,
+    calibration_by_chance,
     duration,
     mean_and_error,
     measured,
@@ -307,7 +308,8 @@ def trust(run: Content) -> str:
             f"Its probabilities are too {kind}: {percent(sure)} on average, where {percent(right)} are right."
         )
     shown = measured_share(error, spread)
-    if error > _MATTERS + _CLEAR * spread:
+    chance, high = calibration_by_chance(confidence)
+    if error > high and error > _MATTERS + chance:
         return f"Its probabilities are right on average but not one by one (calibration error {shown})."
     if error + _CLEAR * spread > _FINE:
         few = f"{number(len(confidence))} predictions are too few to tell"
@@ -353,7 +355,9 @@ def _of_classes(run: Content, own: Comparison) -> list[KeyNumber]:
         made.append(KeyNumber(points, f"against {the(found.other)}", note))
     for row in run.calibrated[:1]:
         error, spread = calibration_and_error(np.asarray(row.confidence), row.correct)
-        made.append(KeyNumber(measured_share(error, spread), "calibration error", "0 is perfect"))
+        chance = calibration_by_chance(np.asarray(row.confidence))[0]
+        note = f"{percent(chance)} by chance if it were perfect"
+        made.append(KeyNumber(measured_share(error, spread), "calibration error", note))
     return made
 
 
@@ -452,7 +456,7 @@ def doubt_found(train: TrainingSet) -> str:
     text = f"{count}{of_all} training label{'s' if every or count != 1 else ''} "
     text += f"look{'' if count != 1 else 's'} wrong"
     if train.by_chance is not None:
-        text += f" ({train.by_chance:.0f} expected by chance)"
+        text += f" (by chance alone {train.by_chance:.0f} would)"
     limits = f"; {train.limits}" if train.limits else ""
     found = [suspect.flipped for suspect in train.suspects if suspect.flipped is not None]
     if not found:

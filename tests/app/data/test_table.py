@@ -235,9 +235,11 @@ class TestTextsAndEmptyCells:
         lines = [f"train,{n},{'ab'[n % 2]},{'cde'[n % 3]},{n}.5" for n in range(9)]
         text = "\n".join(["split,x,two,three,y", *lines, "test,,,,3.5", "test,8,b,d,8.5"])
         task = load_data(table(tmp_path / "d.csv", text))
-        assert task.test.x[0].tolist() == [4, 0, 0, 0, 0]
+        assert task.test.x[0].tolist() == [4, 0.5, 0, 0, 0]
         told = [one for one in task.findings if "in no training line" in one]
-        for one, taken in zip(told, ("4, the median", "'a'", "none of its categories"), strict=True):
+        for one, taken in zip(
+            told, ("4, the median", "neither of its two categories", "none of its categories"), strict=True
+        ):
             assert f"is empty in 1 of 2 lines and in no training line: taken as {taken}" in one
 
     def test_zeros_and_ones_are_two_classes(self, tmp_path: Path) -> None:
@@ -263,6 +265,17 @@ def test_a_table_may_end_in_tsv_and_others_say_what_to_do(tmp_path: Path) -> Non
         (tmp_path / f"d{ending}").write_bytes(b"a,y\n")
         with pytest.raises(InputError, match=f"unknown kind.*{words}"):
             load_data(tmp_path / f"d{ending}")
+
+
+def test_a_text_that_is_new_is_neither_of_two_categories(tmp_path: Path) -> None:
+    lines = "".join(f"{'ab'[n % 2]},{'cde'[n % 3]},{n}.5\n" for n in range(12))
+    task = load_data(table(tmp_path / "d.csv", "two,three,y\n" + lines))
+    assert task.table is not None
+    new = table(tmp_path / "new.csv", "two,three\na,c\nB,f\nb,d\n")
+    x, _, _, findings = read_like(new, task.table, None)
+    assert x.tolist() == [[0, 1, 0, 0], [0.5, 0, 0, 0], [1, 0, 1, 0]]
+    assert "two has texts that the run has not seen: B, taken as neither of its two categories" in findings
+    assert "three has texts that the run has not seen: f, taken as none of its categories" in findings
 
 
 def test_the_unicode_text_of_a_spreadsheet_is_read(tmp_path: Path) -> None:

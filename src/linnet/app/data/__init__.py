@@ -7,7 +7,7 @@ from pathlib import Path
 
 from linnet import params
 from linnet.app.data.arrays import read_arrays
-from linnet.app.data.folder import check_images, decode_image, read_folder
+from linnet.app.data.folder import SUFFIXES, check_images, decode_image, read_folder
 from linnet.app.data.table import read_table
 from linnet.app.data.task import SampleSet, TaskData, draw_shots, split
 from linnet.app.data.transforms import (
@@ -34,6 +34,9 @@ OTHERS = {
     **dict.fromkeys((".gz", ".zip", ".bz2", ".xz"), "unpack it first"),
     **dict.fromkeys((".xlsx", ".xls", ".ods", ".parquet", ".feather", ".json", ".txt", ".dat"), SAVED_AS),
 }
+
+
+OTHERS |= dict.fromkeys(SUFFIXES, "name the folder that it is in, or make one for it")
 
 
 def load_data(

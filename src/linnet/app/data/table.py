@@ -53,6 +53,7 @@ MOST_CATEGORIES = 50
 FEW_CATEGORIES = 5  # so many may come once each
 EMPTY_CELLS = ("", "na", "n/a", "nan", "null", "none")  # among numbers, in any case
 TRAINED, INDEX = "train", "index"
+NEITHER, NONE = "neither of its two categories", "none of its categories"
 _LINES = 10  # in fewer, whole numbers may differ in every line without being names of the lines
 _ID = re.compile(r"(?:^|[\W_])(?i:id|key|index|number|no|nr)$|[a-z](?:Id|ID|Key|Index|Number|No|Nr)$")
 _BY_CHANCE = 5.0  # pairs of n numbers drawn from a range that would be equal on average: all differ in 0.7 %
@@ -322,7 +323,9 @@ def read_like(
         own, known = cells.values[column.name], cells.texts.get(column.name, ())
         new = [text for text in known if text not in (column.categories or ())]
         if new:
-            findings.append(f"{column.name} has texts that the run has not seen: {some(new)}")
+            taken = NEITHER if len(column.categories or ()) == 2 else NONE
+            told = f"{column.name} has texts that the run has not seen: {some(new)}"
+            findings.append(f"{told}, taken as {taken}")
         findings += filter(None, [filled_unmarked(column, own)])
         values.append(column.placed(own, known))
     y = None if answer is None else cells.values[answer][:, None]
@@ -502,7 +505,7 @@ def filled_unmarked(column: Column, values: Array) -> str | None:
     if column.categories is None:
         taken = f"{column.fill:.4g}, the median of the training lines"
     else:
-        taken = f"{column.categories[0]!r}" if len(column.categories) == 2 else "none of its categories"
+        taken = NEITHER if len(column.categories) == 2 else NONE
     where = f"{column.name} is empty in {empty} of {len(values)} lines and in no training line"
     return f"{where}: taken as {taken}; the uncertainty does not know that it is missing"
 

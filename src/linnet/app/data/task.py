@@ -118,7 +118,8 @@ class Column:
         """Its numbers, (N, K)."""
         if self.categories is not None:
             hot: Array = (values[:, None] == np.arange(len(self.categories))).astype(np.float64)
-            return hot[:, 1:] if len(self.categories) == 2 else hot
+            between = 0.5 * (values < 0)[:, None]  # an unknown text is neither of two
+            return hot[:, 1:] + between if len(self.categories) == 2 else hot
         empty = np.isnan(values)
         filled = np.where(empty, self.fill, values)
         return np.stack([filled, empty.astype(np.float64)] if self.marked else [filled], axis=1)

@@ -336,6 +336,9 @@ def trained_on(task: TaskData) -> list[str]:
         return []
     count = sum(one in known for one in hash_examples(torch.from_numpy(task.test.x)))
     told = f"{count} of {len(task.test)} test samples are training samples too, exactly"
+    if task.table is not None:
+        told = f"{count} of {len(task.test)} test lines equal training lines in all columns that are used"
+        told += ", where they may be the same cases"
     return [f"{told}: the scores say too little of new ones"] if count else []
 
 
