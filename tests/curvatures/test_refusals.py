@@ -382,7 +382,7 @@ def test_what_is_refused(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_keywords_that_are_misspelled_are_named() -> None:
     net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double(), torch.randn(60, 3).double()
     data = x, torch.arange(60) % 3
-    for name in ("structrue", "expectations", "param", "memory"):
+    for name in ("structures", "expectations", "param", "memory"):
         with pytest.raises(InputError, match=f"has no parameter {name}"):
             linnet.curvature(net, data, Categorical(), **{name: "kfac"})
 

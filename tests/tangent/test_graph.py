@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -196,3 +197,25 @@ def test_sizes_that_a_module_runs_with() -> None:
     ninth = Through(lambda h: h.flatten(2)[..., 8])
     assert that_run(ninth, X, free[:1]) == [free[0]]
     assert that_run(ninth, X, free) == []  # 2 × 6 and 8 × 2 have nine positions, 2 × 2 has not
+
+
+class Same(nn.Conv2d):
+    """A convolution that pads by as much as the size of its input asks for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = zip(x.shape[2:], self.stride, strict=True)
+        extra = [max((-(-size // stride) - 1) * stride + 3 - size, 0) for size, stride in sizes]
+        (top, left) = (one // 2 for one in extra)
+        return super().forward(nn.functional.pad(x, (left, extra[1] - left, top, extra[0] - top)))
+
+
+@pytest.mark.parametrize("by_size", [True, False])
+def test_images_keep_their_size_where_layers_pad_by_it(by_size: bool) -> None:
+    torch.manual_seed(0)
+    kind = Same if by_size else partial(nn.Conv2d, padding=1)
+    layers = [nn.Sequential(kind(2, 2, 3, stride=1 + (n == 0)), nn.Tanh()) for n in range(8)]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2)).double()
+    x = torch.randn(4, 2, 8, 8).double()
+    made = plain_module(net, [], lambda value, _: value, Prototype(x))
+    free = {axis for one in made.free for axis in one.axes}
+    assert free == (set() if by_size else {(0, 2), (0, 3)})

@@ -28,16 +28,20 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from linnet.errors import LinnetError, ModelError
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.forward_mode import Params, jvps_double_backward
-from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
+from linnet.tangent.functional import FAILURES, OutputAdapter, adapt_outputs, call_arguments
 from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
 from linnet.tree import map_tensors, tensors_in
 
 Axis = tuple[int, int]  # which of the input tensors, and its dimension
 MOST = 2**31 - 1  # examples of a batch
+# Layers that pad by the size of an image, as those of EfficientNets do: with free sizes torch traces their
+# arithmetic by symbols, which took more than four minutes where a trace of one size takes seconds.
+PADDED = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -445,9 +449,41 @@ class NetworkGraph:
         return {f"of.{place}": owners[id(p)] for place, p in every if id(p) in owners}
 
 
+class _Paddings(TorchFunctionMode):
+    """How much inputs of layers are padded by, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.pad:
+            self.found.append(tuple(kwargs["pad"] if "pad" in kwargs else args[1]))
+        return func(*args, **kwargs)
+
+
+@torch.no_grad()
+def _pads_by_size(network: nn.Module, x: Inputs) -> bool:
+    """Whether many layers pad images by as much as their size asks for."""
+    if not isinstance(x, Tensor) or x.ndim != 4 or min(x.shape[2:]) < 2:
+        return False
+    found = []
+    for images in (x, x[:, :, 1:, 1:]):
+        with _Paddings() as seen:
+            try:
+                network(images)
+            except FAILURES:  # it takes images of one size
+                return False
+        found.append(seen.found)
+    return len(found[0]) >= PADDED and found[0] != found[1]
+
+
 def network_graph(model: nn.Module, like: Prototype, output: OutputAdapter = None) -> NetworkGraph:
     """A network as a graph."""
     network, like = _TensorNetwork(model, output), Prototype(_few(like.x), like.fixed)
+    if _pads_by_size(network.eval(), like.x):
+        like = like.rigid()
     names = _names(model, like.x)
     with torch.no_grad():
         graph, free = _traced(network, like, names, decompose=True)
