@@ -494,7 +494,6 @@ class Trainer:
             "optimization": asdict(self.optimization),
             "seed": self.seed,
             "augmentation": asdict(self.augmentation),
-            "log_every": self.monitor.log_every,
             "evaluate_every": self.monitor.evaluate_every,
             "keep": self.monitor.keep,
             "data": self.data.fingerprint(),

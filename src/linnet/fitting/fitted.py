@@ -479,9 +479,9 @@ class Fitted(SolvedFit, CoveringModel):
 
         It returns what ``predict`` does, for batches of any size, and works with ``torch.export``,
         ``torch.onnx.export(..., dynamo=True)`` and ``torch.compile``. Images and sequences may have other
-        sizes where the network allows it; ``module.meta["dynamic_shapes"]`` says which axes vary, as the
-        exporters take it, and the module refuses other sizes. It is compared with the fit, at other sizes
-        too, before it is returned.
+        sizes where the network allows it, and its layers do not pad by their size;
+        ``module.meta["dynamic_shapes"]`` says which axes vary, as the exporters take it; the module refuses
+        other sizes. It is compared with the fit, at other sizes too, before it is returned.
 
         Args:
             x: Examples like those to come; by default training examples.

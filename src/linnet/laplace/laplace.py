@@ -141,6 +141,8 @@ class Laplace(PredictiveModel):
     def fit(self, data: Any, add: bool = False) -> Laplace:
         """Sum the curvature over the data, at the weights that the model has now.
 
+        The prior and the noise are those that the posterior was made with, whatever ``tune`` found before.
+
         Args:
             data: An (x, y) pair, a ``Dataset``, a ``DataLoader`` or batches. Targets may be missing where the
                 curvature needs none; then there is no evidence.

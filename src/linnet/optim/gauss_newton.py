@@ -78,7 +78,8 @@ class GaussNewton(torch.optim.Optimizer):
     ``weight_decay``), schedulers of ``lr``, ``add_param_group`` and ``state_dict`` work as ever. Only
     ``step`` takes the batch: the curvature needs inputs and targets, not just gradients. Loops that call
     ``step()`` or ``step(closure)`` themselves name it by ``accumulate(x, y)`` where they compute the loss.
-    Weight decay is the objective's: E = mean loss + ½ λ‖θ‖². It is in gradient, step size and curvature.
+    Weight decay is the objective's: E = mean loss + ½ λ‖θ‖². It is in gradient, step size and curvature;
+    where groups have several λ, a layer's block is inverted with the mean of its own.
 
     Mode. Loss and gradient use the network in the mode it is in: in training mode BatchNorm takes the
     statistics of the batch and dropout is on. Curvature, step size and noise use a frozen copy in evaluation
