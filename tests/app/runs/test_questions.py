@@ -308,10 +308,17 @@ def test_scores_on_samples_of_the_training_are_said_to_be_no_test(workshop: Path
     run, out = workshop / "prices", tmp_path / "p.csv"
     linnet("predict", "--run", run, "--data", workshop / "prices.csv", "--out", out)
     told = result(run / "predict")["findings"]
-    assert any("48 of 60 samples are training samples of the run" in line for line in told)
+    assert any("48 of 60 lines equal training lines in all columns" in line for line in told)
     write_table(tmp_path / "new.csv", lines=30, seed=8)
     linnet("predict", "--run", run, "--data", tmp_path / "new.csv", "--out", out, "--overwrite")
-    assert not any("training samples" in line for line in result(run / "predict")["findings"])
+    assert not any("training" in line for line in result(run / "predict")["findings"])
+    for count in (0, 1):
+        linnet("predict", "--run", run, "--data", tmp_path / "new.csv")
+        assert (
+            sum("of an earlier call is replaced" in one for one in result(run / "predict")["findings"])
+            == count
+        )
+    (run / "predictions.csv").unlink()
 
 
 ZEROS = np.zeros((2, 8, 8), np.uint8)

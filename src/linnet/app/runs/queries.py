@@ -40,6 +40,9 @@ def predict(
         check_file(out, TABLES, overwrite)
     run = opened(options)
     new = _with_known(run, read_new(data, run, prefer="test"))
+    if out is None and table.exists():
+        told = f"{table.name} of an earlier call is replaced: --out names another file"
+        new = replace(new, findings=(*new.findings, told))
     found = run.predict(new.x, std)
     result, page = prediction_page(run, new, found, f"Predictions for {data.name}", options.run)
     result |= {"predictions": str(table), "out": str(folder)}
