@@ -312,13 +312,13 @@ def test_scores_on_samples_of_the_training_are_said_to_be_no_test(workshop: Path
     write_table(tmp_path / "new.csv", lines=30, seed=8)
     linnet("predict", "--run", run, "--data", tmp_path / "new.csv", "--out", out, "--overwrite")
     assert not any("training" in line for line in result(run / "predict")["findings"])
+    (run / "predictions.csv").unlink(missing_ok=True)
     for count in (0, 1):
         linnet("predict", "--run", run, "--data", tmp_path / "new.csv")
         assert (
             sum("of an earlier call is replaced" in one for one in result(run / "predict")["findings"])
             == count
         )
-    (run / "predictions.csv").unlink()
 
 
 ZEROS = np.zeros((2, 8, 8), np.uint8)
