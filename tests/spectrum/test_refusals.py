@@ -184,6 +184,7 @@ OTHERS: list[Row] = [
 
 
 @table([*TARGETS, *EIGENFUNCTIONS, *OTHERS])
+@pytest.mark.filterwarnings("ignore:y is constant")
 @pytest.mark.thinned(3)
 def test_what_is_refused(row: Row) -> None:
     holds(row)

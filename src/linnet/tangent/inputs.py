@@ -645,16 +645,21 @@ class KnownInputs(NamedTuple):
     columns: tuple[str, ...]  # of a data frame
     range: tuple[float, float] | None  # of images, as the network takes them
     masked: bool  # whether a mask says which positions of sequences count
-    token: int | None  # of the network's padding
+    token: int | None  # of padding, by the network's configuration or where nothing else is hidden
 
     @classmethod
     def of(cls, x: Inputs, columns: tuple[str, ...], token: int | None) -> KnownInputs:
         """That of training inputs."""
-        return cls(columns, _range(x), mask_of(x) is not None, token)
+        key = mask_of(x)
+        ids = x.get(TOKENS) if isinstance(x, Mapping) else None
+        if token is None and key == MASK and isinstance(ids, Tensor) and ids.shape == x[key].shape:
+            hidden = ids[x[key] == 0].unique()
+            token = int(hidden) if len(hidden) == 1 else None
+        return cls(columns, _range(x), key is not None, token)
 
     def doubts(self, x: Inputs, notes: Sequence[str]) -> list[str]:
         """Why inputs are probably unlike those of the training data, images by their scale."""
-        if self.masked and mask_of(x) is None and (self.token is None or ends_in(x, self.token)):
+        if self.masked and mask_of(x) is None and self.token is not None and ends_in(x, self.token):
             return [f"x has no mask, and the training data had one: {UNMASKED}"]
         found = _range(x)
         if found is None or self.range is None:
