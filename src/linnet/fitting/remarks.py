@@ -22,6 +22,7 @@ ROUNDED = "rounding leaves errors in the outputs"
 # Means away from f₀, in spreads: 60 values of a network with 32 hidden units are fitted as well at 14 as at
 # 1, and seven times worse than by their mean at 140. Few values are 50 away by chance.
 FAR = 100
+FEW = 10  # values, whose spreads differ by chance
 APART = (
     3.0  # spreads of two outputs: by the larger one the noise of the smaller is taken as 2.2 times its own
 )
@@ -134,7 +135,8 @@ def column_remarks(targets: Targets) -> tuple[str, ...]:
     spread = spread[spread > 0]
     chance = 1 + 3 * len(values) ** -0.5  # what spreads of few values differ by
     binary = bool(((values == 0) | (values == 1)).all())
-    if binary or len(spread) < 2 or not float(spread.max() / spread.min()) > APART * chance:
+    unlike = len(spread) > 1 and float(spread.max() / spread.min()) > APART * chance
+    if binary or len(values) < FEW or not unlike:
         return ()
     return (
         f"the columns of y have spreads from {spread.min():.2g} to {spread.max():.2g}, and one noise and one "
