@@ -37,7 +37,10 @@ from tests.hostile.random_networks import (
 
 # what is drawn may end in a sigmoid, or have a layer that nothing depends on
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:the network's outputs are", "ignore:the outputs do not depend on", "ignore:y is constant"
+    "ignore:the network's outputs are",
+    "ignore:the outputs do not depend on",
+    "ignore:y is constant",
+    "ignore:.*are copies of others",
 )
 
 
