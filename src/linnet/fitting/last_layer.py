@@ -117,10 +117,8 @@ def _encoder(model: nn.Module) -> nn.Module:
     kinds, parts = [kind.__name__ for kind in type(model).__mro__], list(model.children())
     if "SentenceTransformer" not in kinds or not parts:
         return model
-    network, modes = (
-        getattr(parts[0], "auto_model", None),
-        [getattr(p, "pooling_mode", "") for p in parts[1:2]],
-    )
+    network = getattr(parts[0], "auto_model", None)
+    modes = [getattr(part, POOLING, "") for part in parts[1:2]]
     others = [type(part).__name__ for part in parts[2:] if type(part).__name__ != "Normalize"]
     if not isinstance(network, nn.Module) or modes != ["mean"] or others:
         raise ModelError(

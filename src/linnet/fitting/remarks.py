@@ -23,9 +23,8 @@ ROUNDED = "rounding leaves errors in the outputs"
 # 1, and seven times worse than by their mean at 140. Few values are 50 away by chance.
 FAR = 100
 FEW = 10  # values, whose spreads differ by chance
-APART = (
-    3.0  # spreads of two outputs: by the larger one the noise of the smaller is taken as 2.2 times its own
-)
+# Between the spreads of two outputs: at 3 the noise of the smaller is taken as 2.2 times its own.
+APART = 3.0
 LEFT = (
     "the held-out outputs of cross-fitted heads are those of the fit before it was changed: leave-one-out of "
     "this fit uses a fixed head; fit again on its data for unbiased figures"

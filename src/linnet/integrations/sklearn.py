@@ -257,9 +257,9 @@ class _Regressor(_Estimator):
         self._single = targets.ndim == 1
         targets = targets.reshape(len(targets), -1)
         # One noise and one ridge are found for all columns, which therefore get the same spread.
-        spread = targets.std(axis=0) if self.method == "adapt" and not self._single else 0.0
-        self._spread = np.where(np.ptp(targets, axis=0) > 0, spread, 0.0)
-        self._spread[self._spread == 0] = 1.0
+        scaled = self.method == "adapt" and not self._single
+        spread = targets.std(axis=0) * (np.ptp(targets, axis=0) > 0) * scaled
+        self._spread = np.where(spread > 0, spread, 1.0)
         targets = targets / self._spread
         self._fit(X, torch.from_numpy(targets), targets.shape[1], self._weights(X, sample_weight))
         return self

@@ -121,7 +121,7 @@ def _names(fit: Fit, classes: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def _tested(test: Any, run: _GivenFit) -> tuple[Inputs, Array]:
-    """The test samples, their inputs on the network's device."""
+    """The inputs of the test samples, as they were given, and their answers."""
     x, y = Data.of(test, classes=run.fit.record.classes, columns=run.fit.record.columns).pair
     y = y.detach().cpu()
     if run.classes is None:

@@ -52,6 +52,7 @@ from linnet.tangent.batch import (
     IGNORED,
     SHARED,
     TARGETS,
+    TOKENS,
     Inputs,
     batch_size,
     check_examples,
@@ -482,7 +483,7 @@ def next_tokens(network: Functional | nn.Module | None, x: Inputs, y: Tensor, sa
     # y (N, T)
     model = network.model if isinstance(network, Functional) else network
     causal = _is_causal(model)
-    ids = x.get("input_ids") if isinstance(x, Mapping) else x if causal else None
+    ids = x.get(TOKENS) if isinstance(x, Mapping) else x if causal else None
     if not isinstance(ids, Tensor) or ids.ndim != 2 or y.ndim != 2 or y.is_floating_point():
         return y
     prompt = _virtual_tokens(model)

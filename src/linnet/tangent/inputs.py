@@ -58,8 +58,8 @@ from linnet.tree import map_tensors, tensors_in
 IMAGE_MODES = {
     "1": "L", "L": "L", "LA": "RGBA", "P": "RGB", "RGB": "RGB", "RGBA": "RGBA", "CMYK": "RGB", "YCbCr": "RGB",
 }  # fmt: skip
-# What the entry with the inputs is called in mappings of others.
 UNMASKED = "padding counts as text; pass all that the tokenizer returns, or attention_mask too"
+# What the entry with the inputs is called in mappings of others.
 NAMES = ("image", "images", "img", "pixel_values", "x", "input", "inputs", "features", "input_values", "data")
 INSIDE = ("body", "network", "module")  # what modules that wrap a network call it
 CHANNELS = (1, 3, 4)  # of images, where no convolution says how many
@@ -686,13 +686,8 @@ def doubts(network: Functional | nn.Module, x: Inputs, notes: Sequence[str]) -> 
 
 def _doubts_of_padding(model: nn.Module, x: Inputs) -> list[str]:
     """Whether token ids end in padding that no mask hides."""
-    token = padding_token(model)
-    if (
-        token is None
-        or mask_of(x) is not None
-        or MASK not in (_arguments(model) or ())
-        or not ends_in(x, token)
-    ):
+    token, takes_mask = padding_token(model), MASK in (_arguments(model) or ())
+    if token is None or not takes_mask or mask_of(x) is not None or not ends_in(x, token):
         return []
     return [f"x ends in the network's padding, token {token}, and has no mask: {UNMASKED}"]
 

@@ -477,7 +477,7 @@ class TangentGP(PredictiveModel):
 
     @prior_precision.setter
     def prior_precision(self, value: float) -> None:
-        number("prior_precision", value, above=0, remedy="set a positive number; 1 by default")
+        number("prior_precision", value, above=0, remedy="leave prior_precision= out for 1")
         self._at(float(value), self._scale)
 
     @property
@@ -487,7 +487,7 @@ class TangentGP(PredictiveModel):
 
     @noise_scale.setter
     def noise_scale(self, value: float) -> None:
-        number("noise_scale", value, above=0, remedy="set a positive number; 1 by default")
+        number("noise_scale", value, above=0, remedy="leave noise_scale= out for 1")
         self._at(self._precision, float(value))
 
     def _at(self, precision: float, scale: float) -> None:

@@ -33,10 +33,8 @@ SAVED_AS = "save the table as CSV in UTF-8"
 OTHERS = {
     **dict.fromkeys((".gz", ".zip", ".bz2", ".xz"), "unpack it first"),
     **dict.fromkeys((".xlsx", ".xls", ".ods", ".parquet", ".feather", ".json", ".txt", ".dat"), SAVED_AS),
+    **dict.fromkeys(SUFFIXES, "name the folder that it is in, or make one for it"),
 }
-
-
-OTHERS |= dict.fromkeys(SUFFIXES, "name the folder that it is in, or make one for it")
 
 
 def load_data(
