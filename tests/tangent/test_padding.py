@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import DataError, ModelError
+from linnet.tangent.batch import with_padding
 
 PAD, WIDTH = 7, 6
 
@@ -83,6 +84,14 @@ def test_more_texts_may_be_of_other_lengths(solver: Any, longest: int) -> None:
     expected = linnet.fit(linnet.linearize(network()), (whole, torch.cat([Y, labels])), ridge=1.0)
     found = fit.update((more, labels)).predict(batch(NEW))
     assert torch.allclose(found, expected.predict(batch(NEW)), atol=5e-3 if solver == "cg" else 1e-8)
+
+
+def test_a_mask_that_is_added_to_scores_hides_no_token_by_zeros() -> None:
+    ids = torch.tensor([[0, 8, 0]])
+    added = {"input_ids": ids, "attention_mask": torch.tensor([[0.0, 0.0, -1e4]])}
+    assert torch.equal(with_padding(added, PAD)["input_ids"], ids)
+    counted = {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 0]])}
+    assert with_padding(counted, PAD)["input_ids"].tolist() == [[0, 8, PAD]]
 
 
 def test_filling_that_changes_outputs_is_refused() -> None:
