@@ -199,11 +199,15 @@ def softmax_gradient(j: Tensor, f: Tensor, y: Tensor, rho: float, delta: Tensor)
 @pytest.mark.thinned(3)
 def test_cross_entropy_fit(seed: int, solver: str) -> None:
     with untouched(drawn(seed)) as net:
-        y = net.labels if len(net.own_shape) == 2 else net.labels.flatten(1)[:, 0]
+        y = net.labels.flatten(1)[:, 0] if net.labels.ndim > 1 else net.labels
         rho = (1e-2, 0.3)[seed % 2] * net.scale
         options: dict[str, Any] = {"tolerance": 1e-12} if solver == "cg" else {}
         options |= {"loss": "cross-entropy", "ridge": rho, "solver": solver}
         lin = linnet.linearize(net.model)
+        if sum(size > 1 for size in net.own_shape[1:]) > 1:  # a class for each example, outputs in several axes
+            with pytest.raises(linnet.errors.InputError, match="y has one class for each example"):
+                linnet.fit(lin, (net.x, y), **fit_options(**options))
+            lin = linnet.linearize(net.model, output=lambda outputs: outputs.flatten(1))
         fit = linnet.fit(lin, (net.x, y), **fit_options(**options))
         delta = lin.space.to_flat(fit.delta)
         pull = float(softmax_gradient(net.j, net.f, y, rho, torch.zeros_like(delta)).abs().max())
