@@ -204,6 +204,10 @@ def instance(
         return value
     if remedy is None and isinstance(value, type) and issubclass(value, kind):
         remedy = f"pass an object of the class: {value.__name__}(...)"
+    if kind is torch.nn.Module:  # what holds a network, such as a pipeline
+        inner = (key for key, held in getattr(value, "__dict__", {}).items() if isinstance(held, kind))
+        found = next((key for key in inner if not key.startswith("_")), None)
+        remedy = remedy if found is None else f"pass the network that it holds: {name}.{found}"
     refuse(name, value, expected, remedy)
 
 

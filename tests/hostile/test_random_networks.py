@@ -204,7 +204,9 @@ def test_cross_entropy_fit(seed: int, solver: str) -> None:
         options: dict[str, Any] = {"tolerance": 1e-12} if solver == "cg" else {}
         options |= {"loss": "cross-entropy", "ridge": rho, "solver": solver}
         lin = linnet.linearize(net.model)
-        if sum(size > 1 for size in net.own_shape[1:]) > 1:  # a class for each example, outputs in several axes
+        if (
+            sum(size > 1 for size in net.own_shape[1:]) > 1
+        ):  # a class for each example, outputs in several axes
             with pytest.raises(linnet.errors.InputError, match="y has one class for each example"):
                 linnet.fit(lin, (net.x, y), **fit_options(**options))
             lin = linnet.linearize(net.model, output=lambda outputs: outputs.flatten(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,3 +131,65 @@ def test_batches_that_are_watched_are_a_table() -> None:
     table = pandas.read_json(io.StringIO("\n".join(one.to_json() for one in watched)), lines=True)
     assert len(table) == 2
     np.testing.assert_allclose(table["accuracy"], [one.accuracy for one in watched])
+
+
+def test_a_body_that_setfit_trained_is_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setfit: Any = pytest.importorskip("setfit")
+    datasets: Any = pytest.importorskip("datasets")
+    tokenizers: Any = pytest.importorskip("tokenizers")
+    sentence: Any = pytest.importorskip("sentence_transformers")
+    transformers: Any = pytest.importorskip("transformers")
+    words = ["[PAD]", "[UNK]", *(f"w{place}" for place in range(28))]
+    written = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    written.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=written, pad_token="[PAD]", unk_token="[UNK]"
+    )
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.BertModel(transformers.BertConfig(vocab_size=30, **sizes)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    body = sentence.SentenceTransformer(str(tmp_path), device="cpu")
+    head = setfit.modeling.LogisticRegression()
+    model = setfit.SetFitModel(model_body=body, model_head=head, labels=["no", "yes"])
+    ids = np.random.default_rng(0).integers(2, 30, (40, 6))
+    texts = [" ".join(words[place] for place in row) for row in ids]
+    labels = np.where((ids < 12).sum(1) > 1, "yes", "no").tolist()
+    settings = setfit.TrainingArguments(
+        output_dir=str(tmp_path / "runs"), batch_size=8, max_steps=3, report_to="none", save_strategy="no"
+    )
+    given = datasets.Dataset.from_dict({"text": texts, "label": labels})
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # which the tests' device lacks
+    setfit.Trainer(model=model, args=settings, train_dataset=given).train()
+    batch = model.model_body.tokenizer(texts, padding=True, return_tensors="pt")
+    with pytest.raises(linnet.errors.InputError, match=r"pass the network that it holds: model.model_body"):
+        linnet.adapt(model, (batch, labels))
+    fit = linnet.adapt(model.model_body, (batch, labels))
+    np.testing.assert_allclose(fit.module.phi(batch).numpy(), model.encode(texts), atol=1e-6)
+    assert fit.class_names == ("no", "yes")
+    assert fit.forget([3]).n == 39
+
+
+def test_batches_that_are_watched_are_compared_by_evidently() -> None:
+    evidently: Any = pytest.importorskip("evidently")
+    presets: Any = pytest.importorskip("evidently.presets")
+    pandas: Any = pytest.importorskip("pandas")
+    x, y = (torch.as_tensor(part) for part in classes(80, 0))
+    torch.manual_seed(0)
+    fit = linnet.adapt(nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 3)).double(), (x, y))
+
+    def watched(shift: float, seeds: range) -> Any:
+        batches = [torch.as_tensor(classes(40, seed)[0]) + shift for seed in seeds]
+        lines = "\n".join(one.to_json() for one in fit.monitor(batches))
+        table = pandas.read_json(io.StringIO(lines), lines=True)[["accuracy", "p_value"]]
+        return evidently.Dataset.from_pandas(table, data_definition=evidently.DataDefinition())
+
+    report = evidently.Report([presets.DataDriftPreset()])
+    found = report.run(watched(3.0, range(10, 30)), watched(0.0, range(30, 50))).dict()
+    drifted = [float(one["value"]) for one in found["metrics"] if "ValueDrift" in one["metric_name"]]
+    assert len(drifted) == 2
+    assert min(drifted) < 0.05

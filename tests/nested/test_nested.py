@@ -488,3 +488,13 @@ def test_a_new_label_may_be_a_class_that_the_fit_has_not_seen(fit: linnet.Nested
     assert near(found.loo(), expected.loo())
     with pytest.raises(linnet.errors.DataError, match="numbered from 3 without gaps"):
         fit.relabel([2], torch.tensor([5]))
+
+
+def test_what_holds_a_network_is_refused_by_the_name_of_the_network() -> None:
+    class Pipeline:
+        def __init__(self) -> None:
+            self._trainer, self.task, self.model = nn.Linear(1, 1), "rows", nn.Linear(2, 2)
+
+    for call in (lambda held: linnet.adapt(held, torch.randn(4, 2), [0, 1, 0, 1]), linnet.linearize):
+        with pytest.raises(linnet.errors.InputError, match=r"the network that it holds: model\.model\."):
+            call(Pipeline())

@@ -23,7 +23,7 @@ class NetworkOptions:
 
     Args:
         model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
-            A table needs none: by default it is one hidden layer of 256 random units.
+            A table needs none: by default it is one hidden layer of 256 random units beside its columns.
         weights: A file of weights for the network with its old head: ``.safetensors``, ``.npz``, or torch's.
         model_args: Keyword arguments of the factory, as a JSON object.
         params: The parameters below the head that take part, by name or regular expression (default: all).
@@ -95,7 +95,7 @@ class AdaptOptions(TaskOptions):
         finetune_steps: Steps of each run of plain fine-tuning.
         model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
             Where it is given more than once, the network with the least leave-one-out error is taken. A table
-            needs none: by default it is one hidden layer of 256 random units.
+            needs none: by default it is one hidden layer of 256 random units beside its columns.
     """
 
     model: str | list[str] | None = None  # type: ignore[assignment]

@@ -17,13 +17,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from linnet.distribution import importing, install_command
 from linnet.errors import DependencyError, LinnetError, ModelError
 from linnet.fitting.last_layer import BELOW
 
 _PREPROCESSOR = "preprocessor_config.json"
+UNITS = 256  # hidden units of the network that is made for a table where none is given
 _WHOSE_CODE = ("trust_remote_code", "code_revision")
 # Arguments that make a library run code from elsewhere, or unpickle, with the values that do not. In order:
 # of transformers (a model's own Python files, pickled weights, kernels from the hub), of timm (pickles), of
@@ -176,14 +177,33 @@ def _preprocessor(place: object) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _random_features(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-    """One hidden layer of random weights, as the estimators have, and a head to be replaced."""
-    layer = nn.Linear(arguments["inputs"], 256)
-    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-    nn.init.normal_(layer.bias, std=0.1)
-    made = nn.Sequential(layer, nn.ReLU(), nn.Linear(256, 256))
+class RandomUnits(nn.Module):
+    """Standardized columns beside random ReLU units of them; neither has seen a target."""
+
+    # x (..., D): a linear function of the columns alone would take the units many more rows
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.units = nn.Linear(columns, UNITS)
+        nn.init.kaiming_normal_(self.units.weight, nonlinearity="relu")
+        nn.init.normal_(self.units.bias, std=0.1)
+        self.scale = math.sqrt(UNITS / columns)  # both parts have the same mean square length
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features (..., D + UNITS)."""
+        return torch.cat([self.scale * x, self.units(x).relu()], -1)
+
+
+def random_units(columns: int, outputs: int, *before: nn.Module) -> nn.Module:
+    """A network of random units on standardized columns, after modules that make them, and a linear head."""
+    made = nn.Sequential(*before, RandomUnits(columns), nn.Linear(columns + UNITS, outputs))
     setattr(made, BELOW, "hidden units")
     return made
+
+
+def _random_features(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    """The network that the estimators have, with a head to be replaced."""
+    return random_units(arguments["inputs"], UNITS)
 
 
 BUILDERS: dict[str, Callable[[str, bool, dict[str, Any]], nn.Module]] = {

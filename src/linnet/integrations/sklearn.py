@@ -16,9 +16,9 @@ from linnet import params as check
 from linnet.curvatures.build import curvature
 from linnet.errors import DataError, InputError
 from linnet.fitting.fit import fit
-from linnet.fitting.last_layer import BELOW
 from linnet.fitting.sketch import with_metric
 from linnet.integrations import classes
+from linnet.integrations.pretrained import random_units
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linear.targets import CLASSES, VALUES
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     LinnetClassifier: Any
     LinnetRegressor: Any
 
-WIDTH = 256  # hidden units of the network that is made where none is given
 METHODS = ("adapt", "fit")
 BATCH = 1024  # examples that are predicted at once
 FLOATS = (np.float64, np.float32)
@@ -57,14 +56,9 @@ class _Standardize(nn.Module):
 
 
 def _random_network(x: Tensor, outputs: int) -> nn.Module:
-    """One hidden layer of random weights on standardized features; it has seen no label."""
+    """Random units on standardized features."""
     flat = x.flatten(1)
-    hidden, head = nn.Linear(flat.shape[1], WIDTH), nn.Linear(WIDTH, outputs)
-    nn.init.kaiming_normal_(hidden.weight, nonlinearity="relu")
-    nn.init.normal_(hidden.bias, std=0.1)
-    made = nn.Sequential(nn.Flatten(), _Standardize(flat), hidden, nn.ReLU(), head).to(x.dtype)
-    setattr(made, BELOW, "hidden units")
-    return made
+    return random_units(flat.shape[1], outputs, nn.Flatten(), _Standardize(flat)).to(x.dtype)
 
 
 class _Estimator(ABC):
@@ -219,9 +213,9 @@ class _Estimator(ABC):
 class _Regressor(_Estimator):
     """A regressor by closed-form fine-tuning of a network, which is linearized and never changed."""
 
-    # Without a network it is one hidden layer of 256 random units on standardized features: the exact optimum
-    # of a linear model that no label has formed, so that leave-one-out is honest. It is for up to a few
-    # thousand examples, of which the time grows with the cube.
+    # Without a network it is 256 random units beside the standardized features: the exact
+    # optimum of a linear model that no label has formed, so that leave-one-out is honest. It is for up to a
+    # few thousand examples, of which the time grows with the cube.
 
     loss = "squared"
     _likelihood = Gaussian()
@@ -312,9 +306,9 @@ class _Regressor(_Estimator):
 class _Classifier(_Estimator):
     """A classifier by closed-form fine-tuning of a network, which is linearized and never changed."""
 
-    # Without a network it is one hidden layer of 256 random units on standardized features: the exact optimum
-    # of a linear model that no label has formed, so that leave-one-out is honest, and probabilities are
-    # calibrated by it. It is for up to a few thousand examples, of which the time grows with the cube.
+    # Without a network it is 256 random units beside the standardized features: the exact
+    # optimum of a linear model that no label has formed, so that leave-one-out is honest, and probabilities
+    # are calibrated by it. It is for up to a few thousand examples, of which the time grows with the cube.
 
     classes_: Any  # the labels, sorted
     _likelihood = Categorical()
