@@ -25,8 +25,7 @@ PAPER = {
     82.96, "Non-online Laplace (KF)": 85.35, "Non-online Laplace (D)": 82.55,
 }  # fmt: skip
 FIRST = ("Online Laplace (KF)", "Online Laplace (D)", "SI")
-STRENGTHS = {"laplace": [1.0, 10.0], "SI": [0.1, 1.0]}
-STRENGTHS_FULL = {"laplace": [1.0, 3.0, 10.0, 30.0, 100.0], "SI": [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]}
+STRENGTHS = {"laplace": [1.0, 3.0, 10.0, 30.0, 100.0], "SI": [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]}
 PLAIN, ALONE = "Plain training", "Each set alone"
 
 
@@ -66,10 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return study.cell(what, compute)
 
     methods = tuple(PAPER) if options.all or options.full else FIRST
-    grids = STRENGTHS_FULL if options.full else STRENGTHS
     cells: list[Cell] = []
     for method in methods:
-        tried = [cell(method, s, 0) for s in grids["SI" if method == "SI" else "laplace"]]
+        tried = [cell(method, s, 0) for s in STRENGTHS["SI" if method == "SI" else "laplace"]]
         chosen = best(tried)
         cells += [{**c, "role": "search"} for c in tried]
         cells += [{**cell(method, chosen, seed), "role": "final"} for seed in study.seeds]

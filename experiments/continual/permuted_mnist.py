@@ -30,16 +30,14 @@ COMPARED = (
     "Online Laplace (KF)", "Online Laplace (D)", "Non-online Laplace (KF)", "EWC (KF)", "EWC (D)", "SI",
 )  # fmt: skip
 CONSTANT = ("Online Laplace (KF)", "SI", "Online Laplace (D)")  # cost does not grow with the tasks
-STRENGTHS = {"laplace": [1.0, 3.0, 10.0], "SI": [0.1, 0.3, 1.0]}
-STRENGTHS_FULL = {"laplace": [1.0, 3.0, 10.0, 30.0, 100.0], "SI": [0.01, 0.03, 0.1, 0.3, 1.0]}
+STRENGTHS = {"laplace": [1.0, 3.0, 10.0, 30.0, 100.0], "SI": [0.01, 0.03, 0.1, 0.3, 1.0, 3.0]}
+BALANCE = ("Online Laplace (KF)", (1.0, 3.0, 100.0))  # figure 5.8: run with every seed
 PAPER = {"Online Laplace (KF), 50 tasks": "over 90 % (figure 5.7)", "best λ of KF": 3}
 
 
-def strengths(method: str, full: bool) -> list[float]:
+def strengths(method: str) -> list[float]:
     """The values that are tried."""
-    if method == PLAIN:
-        return [0.0]
-    return (STRENGTHS_FULL if full else STRENGTHS)["SI" if method == "SI" else "laplace"]
+    return [0.0] if method == PLAIN else STRENGTHS["SI" if method == "SI" else "laplace"]
 
 
 class Stream:
@@ -78,7 +76,7 @@ def compare(
         tried = [
             stream.cell(method, s, 0, options.tasks, replace(stream.how, rate=rate))
             for rate in rates
-            for s in strengths(method, options.full)
+            for s in strengths(method)
         ]
         chosen = max(tried, key=lambda c: -1.0 if c["validation"] is None else c["validation"])
         cells += [{**cell, "role": "search", "chosen": cell["rate"] == chosen["rate"]} for cell in tried]
@@ -86,6 +84,9 @@ def compare(
         for seed in range(options.seeds):
             final = stream.cell(method, chosen["strength"], seed, options.tasks, how)
             cells.append({**final, "role": "final"})
+            if method == BALANCE[0]:
+                found = [stream.cell(method, strength, seed, options.tasks, how) for strength in BALANCE[1]]
+                cells += [{**cell, "role": "balance"} for cell in found]
     return cells
 
 
