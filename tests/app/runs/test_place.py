@@ -73,15 +73,24 @@ def test_samples_that_the_run_knows(
     assert update(run, tmp_path / "old.npz", tmp_path / "old") == 2
     assert "3 of 3 samples are training samples" in capsys.readouterr().err
     assert not (tmp_path / "old").exists()
-    np.savez(tmp_path / "mixed.npz", x=np.concatenate([x[:1], tests[:4]]), y=np.append(y[:1], answers[:4]))
+    mixed = np.concatenate([x[:1], tests[:4], 255 - x[:1]])
+    np.savez(tmp_path / "mixed.npz", x=mixed, y=np.concatenate([y[:1], answers[:4], y[:1]]))
     assert update(run, tmp_path / "mixed.npz", tmp_path / "mixed") == 0
     found = result(tmp_path / "mixed")
-    assert found["train"] == 24 + 4
-    assert "1 of 5 samples are training samples" in found["findings"][0]
-    assert "4 of 30 test samples" in found["findings"][1]
+    assert found["train"] == 24 + 1
+    assert "1 of 6 samples are training samples" in found["findings"][0]
+    assert "4 of 6 samples are test samples" in found["findings"][1]
     after = load_run(tmp_path / "mixed").test
     assert after is not None
-    assert after.positions == tuple(range(4, 30))
+    assert after.positions is None
+    np.savez(tmp_path / "tests.npz", x=tests[:4], y=answers[:4])
+    assert update(run, tmp_path / "tests.npz", tmp_path / "tests") == 2
+    assert "4 of 4 samples are test samples of the run" in capsys.readouterr().err
+    np.savez(
+        tmp_path / "other.npz", x=np.append(x[:3], 255 - tests[:1], 0), y=np.append(1 - y[:3], answers[:1])
+    )
+    assert update(run, tmp_path / "other.npz", tmp_path / "other") == 0
+    assert "3 samples have another answer than equal training" in result(tmp_path / "other")["findings"][1]
 
 
 def test_probabilities_without_variance_have_their_own_temperature(workshop: Path, tmp_path: Path) -> None:

@@ -283,25 +283,38 @@ def test_update_a_regression(workshop: Path, tmp_path: Path) -> None:
 
 
 def test_lines_that_others_are_like_are_taken_as_far_as_they_are_new(tmp_path: Path) -> None:
-    """A line is known by its values and its answer; where lines repeat in the training, all are taken."""
+    """A line is known by its values and its answer, and a file by its lines, where these repeat."""
     with (tmp_path / "d.csv").open("w") as file:
         file.writelines(["a,t\n", *(f"{n},{n % 7}.5\n" for n in range(20))])
     (tmp_path / "new.csv").write_text("a,t\n" + "".join(f"{n},{n % 7}.5\n{n},9.5\n" for n in range(20)))
     linnet("adapt", "--data", tmp_path / "d.csv", "--out", tmp_path / "run", "--tune", "false")
-    before = result(tmp_path / "run")["train"]
+    before, tested = (result(tmp_path / "run")[part] for part in ("train", "test"))
     linnet("update", "--run", tmp_path / "run", "--data", tmp_path / "new.csv", "--out", tmp_path / "more")
     found = result(tmp_path / "more")
-    assert (found["train_before"], found["train"]) == (before, before + 40 - before)
+    assert (found["train_before"], found["train"]) == (before, before + 20)
     assert any(f"{before} of 40 samples are training samples" in line for line in found["findings"])
+    assert any(f"{tested} of 40 samples are test samples" in line for line in found["findings"])
     lines = [f"{'mf'[n % 2]},{'xyz'[n % 3]},{'no' if n % 5 else 'yes'}\n" for n in range(40)]
     (tmp_path / "kinds.csv").write_text("sex,class,t\n" + "".join(lines))
     linnet("adapt", "--data", tmp_path / "kinds.csv", "--out", tmp_path / "kinds")
+    for name, new, count in (("few", lines[:12], 12), ("grown", [*lines, *lines[:5]], 5)):
+        (tmp_path / f"{name}.csv").write_text("sex,class,t\n" + "".join(new))
+        linnet(
+            "update",
+            "--run",
+            tmp_path / "kinds",
+            "--data",
+            tmp_path / f"{name}.csv",
+            "--out",
+            tmp_path / name,
+        )
+        found = result(tmp_path / name)
+        assert found["train"] == found["train_before"] + count
+    assert any("are training samples of the run already" in line for line in found["findings"])
+    assert any("are like samples of the training" in one for one in result(tmp_path / "few")["findings"])
     linnet(
-        "update", "--run", tmp_path / "kinds", "--data", tmp_path / "kinds.csv", "--out", tmp_path / "twice"
+        "predict", "--run", tmp_path / "few", "--data", tmp_path / "grown.csv", "--out", tmp_path / "p.csv"
     )
-    found = result(tmp_path / "twice")
-    assert found["train"] == found["train_before"] + 40
-    assert any("are like samples of the training" in line for line in found["findings"])
 
 
 def test_scores_on_samples_of_the_training_are_said_to_be_no_test(workshop: Path, tmp_path: Path) -> None:

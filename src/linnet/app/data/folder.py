@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from linnet import params
-from linnet.app.data.task import TESTED, SampleSet, TaskData, check_classes
+from linnet.app.data.task import TESTED, TRAINED, SampleSet, TaskData, check_classes
 from linnet.app.data.transforms import ImageTransform, scaled_size
 from linnet.errors import DataError
 from linnet.files import special_file
@@ -56,7 +56,7 @@ def read_folder(
     root = Path(root)
     params.choice("damaged", damaged, ("error", "skip"))
     transform = transform or ImageTransform()
-    trained, held = _split_folders(root)
+    trained, held = split_folders(root)
     classes = _class_folders(trained)
     train, findings = _list_part(root, trained, classes, transform, damaged)
     if held is None:
@@ -69,9 +69,9 @@ def read_folder(
     return TaskData(train, test, classes, transform, findings=tuple(findings))
 
 
-def _split_folders(root: Path) -> tuple[Path, Path | None]:
+def split_folders(root: Path) -> tuple[Path, Path | None]:
     """The folders to train and to test on; one is the root itself where no split was made."""
-    train = root / "train"
+    train = root / TRAINED
     if not train.is_dir() or not _folders(train):  # a class may be called "train"
         return root, None
     return train, next((root / name for name in TESTED if (root / name).is_dir()), None)

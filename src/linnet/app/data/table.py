@@ -21,6 +21,7 @@ from linnet.app.data.task import (
     EMPTY,
     LEFT_OUT,
     TESTED,
+    TRAINED,
     Column,
     InMemory,
     SampleSet,
@@ -52,7 +53,7 @@ _SHOWN = 60  # characters of a column's name in an error
 MOST_CATEGORIES = 50
 FEW_CATEGORIES = 5  # so many may come once each
 EMPTY_CELLS = ("", "na", "n/a", "nan", "null", "none")  # among numbers, in any case
-TRAINED, INDEX = "train", "index"
+INDEX = "index"
 NEITHER, NONE = "neither of its two categories", "none of its categories"
 _LINES = 10  # in fewer, whole numbers may differ in every line without being names of the lines
 _ID = re.compile(r"(?:^|[\W_])(?i:id|key|index|number|no|nr)$|[a-z](?:Id|ID|Key|Index|Number|No|Nr)$")
@@ -84,8 +85,7 @@ def read_table(path: str | os.PathLike[str], target: str | None = None, seed: in
     if column is None:
         train, test = split(len(y), None if classes is None else y, seed)
     else:
-        marked = np.array([text.strip().lower() == TRAINED for text in cells.texts[column]])
-        learned = marked[cells.values[column].astype(np.int64)]
+        learned = _learned(cells, column)
         train, test = np.flatnonzero(learned), np.flatnonzero(~learned)
         findings.append(f"the column {column} says which lines are trained on ({len(train)}) and tested")
     table, x, told = _encoded(cells, features, answer, train)
@@ -236,6 +236,13 @@ def _split_column(cells: Cells, answer: str) -> str | None:
     return None
 
 
+def _learned(cells: Cells, column: str) -> Array:
+    """Whether each line is trained on, as a column says."""
+    marked = np.array([text.strip().lower() == TRAINED for text in cells.texts[column]])
+    found: Array = marked[cells.values[column].astype(np.int64)]
+    return found
+
+
 def _answers(cells: Cells, answer: str) -> tuple[Array, tuple[str, ...] | None, list[str]]:
     """Labels (N,) with the names of their classes, or targets (N, 1); and what to say of them."""
     values, texts = cells.values[answer], cells.texts.get(answer)
@@ -301,9 +308,9 @@ def _encoded(
 
 
 def read_like(
-    path: Path, table: Table, classes: Sequence[str] | None
+    path: Path, table: Table, classes: Sequence[str] | None, trained: bool = False
 ) -> tuple[Array, Array | None, tuple[str, ...], list[str]]:
-    """The lines of another table like that of a run: features, answers, names and findings."""
+    """The lines of a table like that of a run, or those to train on: features, answers, names, findings."""
     names, texts, commas = survey(path)
     missing = [column.name for column in table.features if column.name not in names]
     if missing:
@@ -331,7 +338,13 @@ def read_like(
     y = None if answer is None else cells.values[answer][:, None]
     if answer is not None and classes is not None:
         y = _labels(path, answer, cells, classes)
-    return table.encode(values), y, cells.ids, findings
+    x, ids = table.encode(values), cells.ids
+    marked = _split_column(cells, table.target) if trained else None
+    if marked is None or marked in kinds:
+        return x, y, ids, findings
+    learned = np.flatnonzero(_learned(cells, marked))
+    findings.append(f"the column {marked} says which lines are trained on ({len(learned)}), and taken here")
+    return x[learned], None if y is None else y[learned], tuple(ids[row] for row in learned), findings
 
 
 def _labels(path: Path, answer: str, cells: Cells, classes: Sequence[str]) -> Array:

@@ -23,6 +23,7 @@ Array = np.ndarray[Any, Any]
 PartName = Literal["train", "test"]
 LEFT_OUT = "columns left out: "  # how the remark on columns that are no features begins
 EMPTY = ""  # the category of empty cells
+TRAINED = "train"  # name of a folder, or in a column named split, of what is trained on
 TESTED = ("test", "val", "valid", "validation")  # names of a folder, or in a column, of what is held out
 HELD_OUT = 0.2  # share of the samples that is kept for testing where the data do not say which
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from linnet.app.data import TaskData
 from linnet.app.runs.folder import SavedRun, load_test, save_run, test_digest
 from linnet.app.runs.place import clear_run
 from linnet.app.runs.results import EQUAL, further, place_of, print_change, write
@@ -88,7 +90,8 @@ def update(run: SavedRun, data: Path, verify: bool = False, new_classes: Sequenc
     before, run = run, _with_classes(run, new_classes)
     new = read_new(data, run, prefer="train")
     answers = required_answers(new, data)
-    new, answers, notes = _unknown(run, new, answers)
+    task, _ = load_test(run)
+    new, answers, notes = _unknown(run, task, new, answers)
     if missing := [
         name for at, name in enumerate(new_classes, len(before.classes or ())) if at not in answers
     ]:
@@ -111,7 +114,7 @@ def update(run: SavedRun, data: Path, verify: bool = False, new_classes: Sequenc
         images = np.concatenate([images, new.x]) if images.shape[1:] == new.x.shape[1:] else None
     every = known.ids + unused(known.ids, data.name, new.ids)
     samples = Samples(images, np.concatenate([known.labels, answers]), every)
-    after, overlap = _tested_elsewhere(replace(run, fit=fit, samples=samples), new)
+    after, overlap = _tested_elsewhere(replace(run, fit=fit, samples=samples), task, new)
     compared = _compare(fit, verify)
     return Change(before, after, seconds, *compared, (), verify, (*new.findings, *notes, *overlap))
 
@@ -139,34 +142,89 @@ def unused(taken: Sequence[str], name: str, ids: Sequence[str]) -> tuple[str, ..
     return tuple(f"{source}/{sample}" for sample in ids)
 
 
-def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples, Array, tuple[str, ...]]:
-    """The samples that the run has not been trained on, and a note about the others."""
-    own, theirs = hash_examples(run.fit.x), hash_examples(run.inputs(new.x))
-    measured = run.fit.x.ndim == 2
-    if measured:  # others may have the same values, and another answer
-        assert run.samples.labels is not None
+def _unknown(
+    run: SavedRun, task: TaskData | None, new: NewSamples, answers: Array
+) -> tuple[NewSamples, Array, tuple[str, ...]]:
+    """The samples that the run neither trained on nor holds out, and notes about the others."""
+    assert run.samples.labels is not None
+    bare, values = hash_examples(run.fit.x), hash_examples(run.inputs(new.x))
+    measured = run.fit.x.ndim == 2  # others may have the same values, and another answer
+    own, theirs = bare, values
+    if measured:
         own, theirs = _with_answers(own, run.samples.labels), _with_answers(theirs, answers)
-    place = {name: row for row, name in enumerate(own)}
-    known = [(row, place[name]) for row, name in enumerate(theirs) if name in place]
-    if not known:
-        return new, answers, ()
-    if measured and len(place) < run.fit.n:  # or all that is alike, as some of the training have
-        return new, answers, (f"{len(known)} of {len(new.ids)} samples are like samples of the training",)
-    row, at = known[0]
-    what = (
-        f"{len(known)} of {len(new.ids)} samples are training samples of the run already, "
-        f"first {new.ids[row]}, which is {run.samples.ids[at]}"
-    )
+    held = [] if task is None else hash_examples(run.inputs(task.test.x))
+    if measured and task is not None:
+        held = _with_answers(held, task.test.y)
+    known = _copies(theirs, _places([*own, *held]), once=measured)
+    found = {row: at for row, at in known.items() if at < len(own)}
+    tested = {row: at - len(own) for row, at in known.items() if at >= len(own)}
+    if measured and len(found) < len(own) and _by_chance(own, len(found), len(theirs)):
+        like = f"{len(found)} of {len(new.ids)} samples are like samples of the training"
+        return new, answers, (like,) if found else ()
+    what = [
+        f"{len(rows)} of {len(new.ids)} samples are {kind}, first {new.ids[row]}, which is {ids[at]}"
+        for rows, kind, ids in (
+            (found, "training samples of the run already", run.samples.ids),
+            (tested, "test samples of the run", () if task is None else task.test.ids),
+        )
+        for row, at in list(rows.items())[:1]
+    ]
     if len(known) == len(new.ids):
         raise DataError(
-            what,
-            expected="samples that the run was not trained on",
-            remedy="give other samples; linnet forget takes out those that have a wrong answer",
+            "; ".join(what),
+            expected="samples that the run was not trained on and does not hold out",
+            remedy="give other samples; linnet forget takes out those that have a wrong answer, linnet adapt "
+            "draws anew what is held out",
         )
-    keep = np.setdiff1d(np.arange(len(new.ids)), [row for row, _ in known])
+    notes = [f"{told}; these are left out" for told in what]
+    other = _otherwise(values, answers, bare, run.samples.labels)
+    if other and not (measured and _by_chance(bare, len(other), len(values))):
+        row, at = other[0]
+        notes.append(
+            f"{len(other)} samples have another answer than equal training samples, first {new.ids[row]}, "
+            f"which is {run.samples.ids[at]}: linnet forget those first where the new answers are right"
+        )
+    keep = np.setdiff1d(np.arange(len(new.ids)), [*known])
     ids = tuple(new.ids[row] for row in keep)
     kept = replace(new, x=new.x[keep], y=answers[keep], ids=ids)
-    return kept, answers[keep], (f"{what}; these are left out",)
+    return kept, answers[keep], tuple(notes)
+
+
+def _places(names: Sequence[str]) -> dict[str, list[int]]:
+    """Where each name stands, in order."""
+    found: dict[str, list[int]] = {}
+    for at, name in enumerate(names):
+        found.setdefault(name, []).append(at)
+    return found
+
+
+def _copies(names: Sequence[str], places: dict[str, list[int]], once: bool) -> dict[int, int]:
+    """Rows whose name is among the places, each place taken once if so, with that place."""
+    found = {}
+    for row, name in enumerate(names):
+        if places.get(name):
+            found[row] = places[name].pop(0) if once else places[name][0]
+    return found
+
+
+def _by_chance(own: Sequence[str], equal: int, count: int) -> bool:
+    """Whether so many of the new rows equal training rows as training rows equal each other."""
+    times = Counter(own)
+    share = sum(n for n in times.values() if n > 1) / len(own)
+    error = (share * (1 - share) / count) ** 0.5
+    return bool(share) and equal / count <= share + 3 * error
+
+
+def _otherwise(
+    names: Sequence[str], answers: Array, own: Sequence[str], known: Array
+) -> list[tuple[int, int]]:
+    """Rows that equal training rows, all of which have other answers, with one such row."""
+    found, groups = [], _places(own)
+    for row, name in enumerate(names):
+        places = groups.get(name, ())
+        if places and not any(np.array_equal(known[at], answers[row]) for at in places):
+            found.append((row, places[0]))
+    return found
 
 
 def _with_answers(names: Sequence[str], answers: Array) -> list[str]:
@@ -174,9 +232,10 @@ def _with_answers(names: Sequence[str], answers: Array) -> list[str]:
     return [f"{name} {answer.tolist()}" for name, answer in zip(names, answers, strict=True)]
 
 
-def _tested_elsewhere(run: SavedRun, new: NewSamples) -> tuple[SavedRun, tuple[str, ...]]:
+def _tested_elsewhere(
+    run: SavedRun, task: TaskData | None, new: NewSamples
+) -> tuple[SavedRun, tuple[str, ...]]:
     """The run with test samples that it has not been trained on, and a note about the others."""
-    task, _ = load_test(run)
     if task is None or run.test is None:
         return run, ()
     added = set(hash_examples(run.inputs(new.x)))
@@ -185,11 +244,11 @@ def _tested_elsewhere(run: SavedRun, new: NewSamples) -> tuple[SavedRun, tuple[s
     if not overlap:
         return run, ()
     note = f"{overlap} of {len(task.test)} test samples are training samples now"
-    if not keep:
-        return replace(run, test=None), (f"{note}, so none is left to score on",)
     positions = tuple(keep if run.test.positions is None else (run.test.positions[row] for row in keep))
-    test = replace(run.test, positions=positions, digest=test_digest(task.subset("test", keep)))
-    return replace(run, test=test), (f"{note}; the scores, before and after, leave them out",)
+    digest = test_digest(task.subset("test", keep)) if keep else run.test.digest
+    test = replace(run.test, positions=positions, digest=digest)
+    then = "the scores, before and after, leave them out" if keep else "none is left to score on"
+    return replace(run, test=test), (f"{note}; {then}",)
 
 
 @torch.no_grad()

@@ -234,6 +234,8 @@ def load_test(run: SavedRun) -> tuple[TaskData | None, str]:
     source, (transform, scale) = run.test, run.transforms
     if source is None:
         return None, "the run has no test samples"
+    if source.positions == ():
+        return None, "the run was trained on all its test samples since: none is left to score on"
     images = transform if isinstance(transform, ImageTransform) else None
     try:
         task = load_data(source.path, images, source.seed, target=source.target, damaged=source.damaged)

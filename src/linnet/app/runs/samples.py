@@ -13,9 +13,9 @@ import numpy as np
 
 from linnet.app.data import TABLE, ImageTransform, Standardize, kind_of
 from linnet.app.data.arrays import Member, check_member, described, length, part_of
-from linnet.app.data.folder import SUFFIXES, ImageFiles, files_below
+from linnet.app.data.folder import SUFFIXES, ImageFiles, files_below, split_folders
 from linnet.app.data.table import read_like
-from linnet.app.data.task import check_finite, check_lengths
+from linnet.app.data.task import TRAINED, check_finite, check_lengths
 from linnet.app.runs.folder import SavedRun
 from linnet.errors import DataError, InputError
 from linnet.fitting.last_layer import PADDING
@@ -134,10 +134,10 @@ def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
     if kind == ".npz":
         return _checked(_from_archive(path, run, prefer), run)
     if kind == TABLE and run.columns is not None:
-        x, y, ids, findings = read_like(path, run.columns, run.classes)
+        x, y, ids, findings = read_like(path, run.columns, run.classes, trained=prefer == TRAINED)
         return _checked(NewSamples(x, y, ids, tuple(findings)), run)
     if kind == "folder" and isinstance(transform, ImageTransform):
-        return _checked(_from_folder(path, run, transform), run)
+        return _checked(_from_folder(path, run, transform, prefer), run)
     raise InputError(
         f"data {path} is a {kind}",
         expected="samples like those of the run, which were "
@@ -146,11 +146,12 @@ def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
     )
 
 
-def _from_folder(path: Path, run: SavedRun, transform: ImageTransform) -> NewSamples:
-    """Images at any depth."""
+def _from_folder(path: Path, run: SavedRun, transform: ImageTransform, prefer: str) -> NewSamples:
+    """Images at any depth; of a folder that names what to train on, and is to be trained on, these alone."""
     if run.samples.images is not None and transform.channels is None:  # decoded to what was trained on
         transform = replace(transform, channels=run.samples.images.shape[-1])
-    found = [file.relative_to(path) for file in files_below(path, path) if file.suffix.lower() in SUFFIXES]
+    part, held = split_folders(path) if prefer == TRAINED else (path, None)
+    found = [file.relative_to(path) for file in files_below(part, path) if file.suffix.lower() in SUFFIXES]
     if not found:
         raise DataError(
             f"{path} has no images",
@@ -163,7 +164,8 @@ def _from_folder(path: Path, run: SavedRun, transform: ImageTransform) -> NewSam
     labels = [number.get(file.parent.name, -1) for file in found]
     unknown = sorted({file.parent.name for file in found} - {"", *number})
     y = None if -1 in labels else np.array(labels, dtype=np.int64)
-    return NewSamples(x, y, ids, unknown=tuple(unknown))
+    findings = () if held is None else (f"images of {part.name} are taken, those of {held.name} left out",)
+    return NewSamples(x, y, ids, findings, unknown=tuple(unknown))
 
 
 def _from_archive(path: Path, run: SavedRun, prefer: str) -> NewSamples:
