@@ -175,3 +175,11 @@ def test_the_recipe_for_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     exec(recipe, known)
     client.create_repo.assert_called_once_with("user/digits-posterior", private=True, exist_ok=True)
     near(known["again"].predict(P.x_test), posterior.predict(P.x_test), 1e-9)
+
+
+def test_load_fit_of_another_kind_names_load(tmp_path: Path) -> None:
+    layers = torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
+    net = torch.nn.Sequential(*layers)
+    linnet.adapt(net, torch.randn(9, 2), [0, 1, 0] * 3).save(tmp_path)
+    with pytest.raises(InputError, match=r"holds nested-fit\.safetensors.*linnet\.load"):
+        linnet.load_fit(tmp_path, net)

@@ -118,6 +118,13 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
     check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
     place = as_path(directory)
     file = place / "linear-fit.safetensors" if place.is_dir() or not place.suffix else place
+    others = [name for name in READERS if (place / f"{name}.safetensors").is_file()]
+    if others and not file.is_file():
+        raise InputError(
+            f"{directory} holds {others[0]}.safetensors, and load_fit reads linear-fit.safetensors",
+            expected="a folder that LinearFit.save or SoftmaxFit.save wrote",
+            remedy="linnet.load(directory, model) reads all that linnet saves",
+        )
     found: LinearFit | SoftmaxFit = _read("linear-fit", file, model, {"output": output})
     return found
 

@@ -228,3 +228,16 @@ def test_places_and_inputs_that_cannot_be_are_refused_in_words(tmp_path: Path) -
     named = linnet.fit(linnet.linearize(Two()), ({"a": x[:, :1], "b": x[:, 1:]}, y))
     forgetting_certificate(named, GONE, tmp_path / "folder")
     assert len(list((tmp_path / "folder").iterdir())) == 3
+
+
+def test_copies_that_stay_are_said(tmp_path: Path) -> None:
+    x, y = values()
+    at = next(place for place in range(N) if place not in GONE)
+    x[at] = x[GONE[0]]
+    y[at] = y[GONE[0]]
+    fit = linnet.fit(linnet.linearize(network("make")), (x, y), "cross-entropy", ridge=0.1)
+    found = forgetting_certificate(fit, GONE, tmp_path)
+    assert "1 of the examples that stay have the same inputs" in found.warnings[0]
+    code, said = check(tmp_path, without((x, y), GONE))
+    assert code == 0
+    assert said["copies of forgotten examples that were kept"] == 1

@@ -268,3 +268,15 @@ def test_labels_that_are_alone_are_not_doubted_and_gaps_change_nothing() -> None
     assert (float(found.wrong[5]), int(found.suggested[5])) == (0.0, -1)
     assert 5 not in found.doubted().tolist()
     assert len(mislabeled(torch.eye(4).double(), torch.arange(4)).doubted()) == 0
+
+
+def test_rare_classes_are_not_said_to_be_contradicted() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(200, 6, dtype=torch.float64), (torch.arange(200) < 3).long()
+    net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 2)).double()
+    found = linnet.audit.mislabeled(fit := linnet.adapt(net, (x, y)))
+    contradicted = int((fit.loo().argmax(1) != y).sum())
+    told = [int(word) for word in found.limits.partition("the ")[2].split()[:1]]
+    assert all(count <= contradicted for count in told)
+    few = linnet.audit.mislabeled(linnet.adapt(net, (x[:3], y[1:4])))
+    assert "nan" not in str(few)

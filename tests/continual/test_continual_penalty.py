@@ -314,6 +314,8 @@ def test_a_state_does_not_change_afterwards_and_must_fit(float64: torch.dtype) -
         OnlineLaplace(net, Categorical(), strength=2.0).load_state_dict(state)
     with pytest.raises(InputError, match="method"):
         EWC(net, Categorical()).load_state_dict(state)
+    with pytest.raises(InputError, match="the state has no state"):
+        method.load_state_dict({key: value for key, value in state.items() if key != "state"})
 
 
 @pytest.mark.parametrize("name", MAKERS)

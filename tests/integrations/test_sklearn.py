@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -361,3 +362,38 @@ def test_examples_and_classes_that_count_more() -> None:
         two = made(make_network, **options).fit(X[kept], answers[kept])
         ask = made.decision_function if made is LinnetClassifier else made.predict
         np.testing.assert_allclose(ask(one, X), ask(two, X), rtol=1e-6)
+
+
+def test_classes_that_are_called_by_numbers_are_no_places() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 4))
+    y = 1 + (x[:, 0] > 0) + (x[:, 1] > 0.5)
+    model = LinnetClassifier(random_state=0).fit(x, y)
+    assert model.fit_.class_names == ("1", "2", "3")
+    for one in (1, "1"):
+        assert model.fit_.forget(classes=one).n == (y != 1).sum()
+    with pytest.raises(InputError, match="classes=0"):
+        model.fit_.forget(classes=0)
+    with pytest.raises(DataError, match=r"y holds numbers, and the classes are called '1'"):
+        model.fit_.update((model.inputs(x[:3]), y[:3]))
+    more = model.fit_.update((model.inputs(x[:3]), y[:3].astype(str)))
+    assert (more.labels[-3:].numpy() == y[:3] - 1).all()
+    model.fit_ = model.fit_.update((model.inputs(x[:9] + 9), ["7"] * 9))
+    assert model.predict_proba(x[:1]).shape == (1, 4)
+    assert (model.predict(x[:3] + 9) == 7).all()
+    assert model.classes_.tolist() == [1, 2, 3, 7]
+
+
+def test_names_that_may_be_slips_are_said() -> None:
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    y = ["cat" if value > 0 else "dog" for value in x[:, 0]]
+    torch.manual_seed(0)
+    fit = linnet.adapt(
+        torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)), (x, y)
+    )
+    for name, like in (("Dog", "dog"), ("dgo", "dog")):
+        with pytest.warns(UserWarning, match=f"the new class '{name}', and there is '{like}'"):
+            fit.relabel([0], [name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit.update((x[:2], ["horse"] * 2))

@@ -31,7 +31,7 @@ from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.linear.kernel_system import whitened_kernel
 from linnet.params import instance
 from linnet.shown import Record
-from linnet.tangent.batch import take
+from linnet.tangent.batch import hash_examples, take
 from linnet.tangent.coordinates import moved_network
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.modes import in_exact_mode
@@ -112,7 +112,7 @@ def forgetting_certificate(
         distance / max(norm, tiny),
         len(kept),
         len(lost),
-        _warnings(fit, lost),
+        _warnings(fit, kept, lost),
     )
     if folder is not None:
         _write(as_path(folder, "folder"), fit, after, (kept, lost), found)
@@ -216,7 +216,7 @@ def _free(fit: SolvedFit, gradient: Tensor) -> Tensor:
     return free
 
 
-def _warnings(fit: SolvedFit, lost: Tensor) -> tuple[str, ...]:
+def _warnings(fit: SolvedFit, kept: Tensor, lost: Tensor) -> tuple[str, ...]:
     """Warnings on what the certificate does not cover."""
     found = []
     record = getattr(fit._function.model, RECORD, {})
@@ -239,6 +239,13 @@ def _warnings(fit: SolvedFit, lost: Tensor) -> tuple[str, ...]:
                 f"the head was fitted on {again} of the forgotten examples: it is part of the network before "
                 "the fit, and keeps what it learned from them"
             )
+    names = hash_examples(fit.x)
+    gone = {names[i] for i in lost.tolist()}
+    if same := [i for i in kept.tolist() if names[i] in gone]:
+        found.append(
+            f"{len(same)} of the examples that stay have the same inputs as forgotten ones, first example "
+            f"{same[0]} of the fit before: what they say of these is kept"
+        )
     if fit.record.criterion != "given":
         found.append(
             f"the ridge was chosen by {fit.record.criterion!r} on data that include the forgotten ones"

@@ -105,15 +105,17 @@ class LabelErrors(Record):
     @property
     def limits(self) -> str:
         """What cannot be seen, as a clause; empty where most wrong labels would be found."""
-        if self.labels is None or self.recall >= EVEN:
+        if self.labels is None or not self.recall < EVEN:  # of very few examples it is not known
             return ""
-        contradicted = int((self._known(self.predicted) != self.labels).sum())
-        accuracy = 100 * (1 - contradicted / len(self))
+        wrong = self._known(self.predicted) != self.labels
+        accuracy = 100 * (1 - float(wrong.double().mean()))
+        suspected = int(wrong[self.suspected()].sum())
         share = "hardly any" if self.recall < FLIPS else f"about {100 * self.recall:.0f} % of"
-        return (
-            f"at {accuracy:.0f} % leave-one-out accuracy {share} wrong labels can be told from hard samples: "
-            f"the {len(self.suspected())} that leave-one-out contradicts most surely are worth a look"
+        told = (
+            f"at {accuracy:.0f} % leave-one-out accuracy {share} wrong labels can be told from hard samples"
         )
+        most = f"the {suspected} that leave-one-out contradicts most surely are worth a look"
+        return f"{told}: {most}" if suspected else told
 
     def to_frame(self) -> DataFrame:
         """A pandas table, one row a training example, most suspect first."""

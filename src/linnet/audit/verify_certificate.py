@@ -114,6 +114,7 @@ def verified(
         "displacement": fingerprint(dict(weights)) == about["displacement"],
         "examples": sorted(own) == sorted(about["retained"]),
         "forgotten examples among the data": len(set(own) & set(about["forgotten"]) - set(about["retained"])),
+        "copies of forgotten examples that were kept": len(set(about["forgotten"]) & set(about["retained"])),
         "distance to a fit that never saw them, at most": distance,
         "relative": distance / size if size else math.inf if distance else 0.0,
         "of the objective with loss and ridge": [about["loss"], ridge],

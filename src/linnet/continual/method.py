@@ -31,7 +31,7 @@ from linnet.errors import InputError, ModelError
 from linnet.linalg.operator import Params
 from linnet.params import choice, instance, number, real_type
 from linnet.params import device as checked_device
-from linnet.shown import Shown
+from linnet.shown import Shown, some
 from linnet.tangent.functional import OutputAdapter
 from linnet.tree import from_plain, map_tensors, to_plain
 
@@ -286,6 +286,12 @@ class ContinualMethod(Shown, ABC):
                     expected=f"{own!r}, as here",
                     remedy="make the method with the arguments of the run that saved the state",
                 )
+        if missing := [key for key in ("tasks", "state") if key not in state]:
+            raise InputError(
+                f"the state has no {some(missing)}",
+                expected="what state_dict() returned, whole",
+                remedy="save it again; torch.save(method.state_dict(), path) keeps all of it",
+            )
         self.tasks = int(state["tasks"])
         device = next(iter(Live.of(self.model).tensors.values())).device
         learned = from_plain(state["state"])

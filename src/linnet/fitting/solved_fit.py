@@ -27,6 +27,7 @@ from linnet.tangent.batch import Inputs, example_shapes, take
 from linnet.tangent.data import Data, require_padding
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
+from linnet.tangent.inputs import called_by_numbers
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import identity
 from linnet.tangent.modes import in_exact_mode
@@ -255,6 +256,7 @@ class SolvedFit(Shown):
         names, labels = self.class_names or (), self._targets.labels
         given = classes.tolist() if isinstance(classes, Tensor | np.ndarray) else classes
         listed = [*given] if isinstance(given, list | tuple | set) else [given]
+        listed = [*map(str, listed)] if called_by_numbers(names) else listed  # which are no places
         found = [names.index(one) if isinstance(one, str) and one in names else one for one in listed]
         known = () if labels is None else labels.unique().tolist()
         if labels is None or not found or not all(type(one) is not bool and one in known for one in found):

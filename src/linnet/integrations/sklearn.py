@@ -362,7 +362,10 @@ class _Classifier(_Estimator):
                 remedy="add examples of another class",
             )
         self._fit(X, torch.from_numpy(labels.reshape(-1)), len(self.classes_), weights)
-        if self.fit_.targets.shape[1] == len(self.classes_) and isinstance(self.classes_[0], str):
+        same = self.classes_.dtype.kind in "iu" and np.array_equal(
+            self.classes_, np.arange(len(self.classes_))
+        )
+        if self.fit_.targets.shape[1] == len(self.classes_) and not same:
             self.fit_.record = replace(self.fit_.record, classes=tuple(map(str, self.classes_)))
         return self
 
@@ -375,6 +378,7 @@ class _Classifier(_Estimator):
         Returns:
             (T, C), the largest of which is the prediction; for two classes (T,), positive for the second.
         """
+        self._grow()
         outputs = self._predict(X, lambda fit, x: (fit.predict(x),))[0]
         if len(self.classes_) > 2:
             return outputs
@@ -401,8 +405,17 @@ class _Classifier(_Estimator):
         Returns:
             (T, C), in the order of ``classes_``.
         """
+        self._grow()
         probs = self._predict(X, lambda fit, x: (fit.predictive(x).probs,))[0]
         return probs / probs.sum(1, keepdims=True)
+
+    def _grow(self) -> None:
+        """Take over the classes that an update of ``fit_`` has named."""
+        known, names = len(getattr(self, "classes_", ())), ()
+        if hasattr(self, "fit_"):  # others are told that they are not fitted
+            names = self.fit_.class_names or ()
+        if len(names) > known:
+            self.classes_ = np.array([*self.classes_, *map(self.classes_.dtype.type, names[known:])])
 
     def predict_set(self, X: Any, coverage: float = 0.9) -> Any:
         """Sets of classes that hold the right one as often as ``coverage`` says, by the fits without each.

@@ -25,6 +25,7 @@ is asked only where inputs are unusual, and once for each type and number of axe
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ from linnet.tree import map_tensors, tensors_in
 IMAGE_MODES = {
     "1": "L", "L": "L", "LA": "RGBA", "P": "RGB", "RGB": "RGB", "RGBA": "RGBA", "CMYK": "RGB", "YCbCr": "RGB",
 }  # fmt: skip
+LIKE = 0.6  # likeness of two names, as difflib has it, from which one may be a slip for the other
 UNMASKED = "padding counts as text; pass all that the tokenizer returns, or attention_mask too"
 # What the entry with the inputs is called in mappings of others.
 NAMES = ("image", "images", "img", "pixel_values", "x", "input", "inputs", "features", "input_values", "data")
@@ -98,12 +100,23 @@ class DataNotes:
     def numbered(self, y: Tensor) -> Tensor:
         """Classes for what :meth:`number` gave, in alphabetical order or that of the classes known."""
         if not self._numbers:
+            if self.classes and not y.is_floating_point() and called_by_numbers(self.classes):
+                raise DataError(
+                    f"y holds numbers, and the classes are called {', '.join(map(repr, self.classes[:6]))}",
+                    expected="their names, as text",
+                    remedy="pass y.astype(str); of places p among the names, [fit.class_names[i] for i in p]",
+                )
             return y
         if not self.classes:
             self.classes = tuple(sorted(self._numbers))
             self.notes.append("classes were numbered in alphabetical order")
         unknown = sorted(set(self._numbers) - set(self.classes))
         if unknown and self.text:
+            for one in unknown:
+                like = [name for name in self.classes if name.casefold().strip() == one.casefold().strip()]
+                like += difflib.get_close_matches(one, self.classes, 1, LIKE) if len(one) > 2 else []
+                if like:
+                    self.warnings.append(f"y holds the new class {one!r}, and there is {like[0]!r}: a slip?")
             self.classes = (*self.classes, *unknown)
         elif unknown:
             raise DataError(
@@ -112,6 +125,12 @@ class DataNotes:
                 remedy="check the spelling, or fit again with examples of all classes",
             )
         return torch.tensor([self.classes.index(word) for word in self._numbers])[y]
+
+
+def called_by_numbers(classes: Sequence[str]) -> bool:
+    """Whether classes are called by numbers, and by others than those of their places."""
+    others = [str(place) for place in range(len(classes))] != list(classes)
+    return others and all(name.removeprefix("-").replace(".", "", 1).isdecimal() for name in classes)
 
 
 # -- the form ----------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_samples_of_the_other_part_are_known() -> None:
     with pytest.raises(
         InputError, match=r"line 4, which is one of the training samples, and none of the 1"
     ) as caught:
-        find_samples(["line 4"], ["line 48"], "test samples", {"training samples": ("line 4",)})
+        find_samples(["line 4"], ["line 48"], "test samples", lambda: {"training samples": ("line 4",)})
     assert caught.value.remedy == "copy one from the report"  # 48 is no misspelling of 4
 
 

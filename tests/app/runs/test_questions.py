@@ -365,7 +365,7 @@ FORGET, PREDICT = "forget --run pictures --out less --ids=", "predict --run pict
         (f"{PREDICT}channels.npz", "(2, 8, 8, 4) and type uint8"),
         (f"{PREDICT}floats.npz", "float64"),
         (f"{PREDICT}other.npz", "has no samples"),
-        (f"{PREDICT}labels.npz", "y holds 3"),
+        (f"{PREDICT}labels.npz", "y of labels.npz has the labels 3"),
         (f"{PREDICT}short.npz", "x has 2 samples but y has 1"),
         (f"{PREDICT}absent", "does not exist"),
         (f"{PREDICT}prices.csv", "is a table"),

@@ -168,11 +168,12 @@ def read_cells(
     rows = _rows(path)
     next(rows, None)
     turned = [place for place, name in enumerate(names) if name in commas]
-    values, lines, faults, faulty = array("d"), [], [], 0
+    values, lines, faults, faulty, uneven = array("d"), [], [], 0, 0
     codes: dict[str, dict[str, int]] = {name: {} for name in names if name in texts}
     for line, row in rows:
         try:
             if len(row) != len(names):
+                uneven += 1
                 raise ValueError(f"{len(row)} cells, not {len(names)}")
             for place in turned:
                 row[place] = row[place].replace(",", ".")
@@ -192,7 +193,7 @@ def read_cells(
             f"{path} has {faulty} faulty lines: {'; '.join(faults)}",
             expected=f"{len(names)} cells on each line, finite numbers in columns of them, no empty target",
             remedy="; ".join(filter(None, ("correct or remove these lines", assumed)))
-            if lines
+            if lines or not uneven
             else "begin the file with the columns' names, with no line above them",
         )
     if len(lines) < least:

@@ -284,7 +284,9 @@ def fitted(options: TaskOptions, begun: Started, given: Shares, out: Path) -> tu
     discard(file)
     origin = replace(begun.origin, heads=(module.heads, module.seed))
     transforms, test = (task.transform, task.targets), _test_source(options, begun)
-    return SavedRun(origin, fit, task.samples("train"), task.classes, transforms, test), report
+    run = SavedRun(origin, fit, task.samples("train"), task.classes, transforms, test)
+    held = run.fingerprints(task.test.x, task.test.y if run.measured else None)
+    return replace(run, held=tuple(held)), report
 
 
 def outputs_of(task: TaskData) -> int:

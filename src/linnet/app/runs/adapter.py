@@ -454,7 +454,7 @@ def explain(
     every = run.texts if data is None else read_texts(data, run.tokenizer, "test")
     kind = "training texts of the run" if data is None else f"texts in {data}"
     known = {} if data is None else {"training texts of the run": run.texts.ids}
-    asked = every if ids is None else every.take(find_samples(ids, every.ids, kind, known))
+    asked = every if ids is None else every.take(find_samples(ids, every.ids, kind, lambda: known))
     batch = run.batch(asked)
     with waiting("influence"):
         added = sides_of(run, batch, top)

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from linnet.app.data import TaskData
-from linnet.app.runs.folder import SavedRun, load_test, save_run, test_digest
+from linnet.app.runs.folder import SavedRun, answered, load_test, save_run, test_digest
 from linnet.app.runs.place import clear_run
 from linnet.app.runs.results import EQUAL, further, place_of, print_change, write
 from linnet.app.runs.samples import NewSamples, find_samples, named, read_new, required_answers
@@ -69,7 +68,7 @@ class Change:
 def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
     """Forget training samples."""
     known = run.samples
-    removed = find_samples(ids, known.ids, "training samples")
+    removed = find_samples(ids, known.ids, "training samples", lambda: _test_ids(run))
     if len(removed) == run.fit.n:
         raise InputError(
             f"ids names all {run.fit.n} training samples",
@@ -80,9 +79,23 @@ def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
     fit = run.fit.forget(removed)
     seconds = time.perf_counter() - start
     keep = np.setdiff1d(np.arange(run.fit.n), np.asarray(removed))
-    after = replace(run, fit=fit, samples=known.take(keep))
+    names = run.fingerprints()
+    assert known.labels is not None
+    gone = [names[at] for at in removed]
+    forgotten = {*run.forgotten, *answered(gone, known.labels[removed])}
+    after = replace(run, fit=fit, samples=known.take(keep), forgotten=tuple(sorted(forgotten)))
     compared = _compare(fit, verify)
-    return Change(run, after, seconds, *compared, tuple(removed), verify)
+    same = [known.ids[at] for at in keep.tolist() if names[at] in gone]
+    notes = (
+        (f"{len(same)} samples that stay have the inputs of forgotten ones: {some(same)}",) if same else ()
+    )
+    return Change(run, after, seconds, *compared, tuple(removed), verify, notes)
+
+
+def _test_ids(run: SavedRun) -> dict[str, tuple[str, ...]]:
+    """The names of a run's test samples."""
+    task, _ = load_test(run)
+    return {} if task is None else {"test samples of the run": task.test.ids}
 
 
 def update(run: SavedRun, data: Path, verify: bool = False, new_classes: Sequence[str] = ()) -> Change:
@@ -90,8 +103,7 @@ def update(run: SavedRun, data: Path, verify: bool = False, new_classes: Sequenc
     before, run = run, _with_classes(run, new_classes)
     new = read_new(data, run, prefer="train")
     answers = required_answers(new, data)
-    task, _ = load_test(run)
-    new, answers, notes = _unknown(run, task, new, answers)
+    new, answers, notes = _unknown(run, new, answers)
     if missing := [
         name for at, name in enumerate(new_classes, len(before.classes or ())) if at not in answers
     ]:
@@ -101,9 +113,8 @@ def update(run: SavedRun, data: Path, verify: bool = False, new_classes: Sequenc
             remedy="leave these names out, or add samples of them",
         )
     start = time.perf_counter()
-    old = run.fit if not new_classes else copy(run.fit)
-    if new_classes:  # which get their numbers in the order in which they are named
-        old.record = replace(old.record, classes=())
+    old = copy(run.fit)
+    old.record = replace(old.record, classes=())  # new ones get their numbers in the order of their names
     fit = old.update((run.inputs(new.x), run.answers(answers)))
     if run.classes is not None and run.fit.class_names:
         fit.record = replace(fit.record, classes=run.classes)
@@ -114,7 +125,7 @@ def update(run: SavedRun, data: Path, verify: bool = False, new_classes: Sequenc
         images = np.concatenate([images, new.x]) if images.shape[1:] == new.x.shape[1:] else None
     every = known.ids + unused(known.ids, data.name, new.ids)
     samples = Samples(images, np.concatenate([known.labels, answers]), every)
-    after, overlap = _tested_elsewhere(replace(run, fit=fit, samples=samples), task, new)
+    after, overlap = _tested_elsewhere(replace(run, fit=fit, samples=samples), new)
     compared = _compare(fit, verify)
     return Change(before, after, seconds, *compared, (), verify, (*new.findings, *notes, *overlap))
 
@@ -130,6 +141,13 @@ def _with_classes(run: SavedRun, names: Sequence[str]) -> SavedRun:
             expected=f"names other than {some(classes)}, each once" if classes else "a run of classes",
             remedy="leave --new-class out",
         )
+    numbers = [str(label) for label in range(len(classes), len(classes) + len(names))]
+    if any(name.isdecimal() and name != label for name, label in zip(names, numbers, strict=True)):
+        raise InputError(
+            f"--new-class {some(names)}",
+            expected=f"the next numbers, {some(numbers)}, where classes are called by theirs",
+            remedy="name them in this order",
+        )
     return replace(run, classes=(*classes, *names))
 
 
@@ -142,33 +160,27 @@ def unused(taken: Sequence[str], name: str, ids: Sequence[str]) -> tuple[str, ..
     return tuple(f"{source}/{sample}" for sample in ids)
 
 
-def _unknown(
-    run: SavedRun, task: TaskData | None, new: NewSamples, answers: Array
-) -> tuple[NewSamples, Array, tuple[str, ...]]:
+def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples, Array, tuple[str, ...]]:
     """The samples that the run neither trained on nor holds out, and notes about the others."""
     assert run.samples.labels is not None
-    bare, values = hash_examples(run.fit.x), hash_examples(run.inputs(new.x))
-    measured = run.fit.x.ndim == 2  # others may have the same values, and another answer
-    own, theirs = bare, values
-    if measured:
-        own, theirs = _with_answers(own, run.samples.labels), _with_answers(theirs, answers)
-    held = [] if task is None else hash_examples(run.inputs(task.test.x))
-    if measured and task is not None:
-        held = _with_answers(held, task.test.y)
-    known = _copies(theirs, _places([*own, *held]), once=measured)
+    bare, values = run.fingerprints(), run.fingerprints(new.x)
+    whole, labeled = answered(bare, run.samples.labels), answered(values, answers)
+    measured, back = run.measured, sum(name in {*run.forgotten} for name in labeled)
+    own, theirs = (whole, labeled) if measured else (bare, values)
+    known = _copies(theirs, _places([*own, *run.held]), once=measured)
     found = {row: at for row, at in known.items() if at < len(own)}
-    tested = {row: at - len(own) for row, at in known.items() if at >= len(own)}
+    tested = [row for row, at in known.items() if at >= len(own)]
     if measured and len(found) < len(own) and _by_chance(own, len(found), len(theirs)):
         like = f"{len(found)} of {len(new.ids)} samples are like samples of the training"
         return new, answers, (like,) if found else ()
-    what = [
-        f"{len(rows)} of {len(new.ids)} samples are {kind}, first {new.ids[row]}, which is {ids[at]}"
-        for rows, kind, ids in (
-            (found, "training samples of the run already", run.samples.ids),
-            (tested, "test samples of the run", () if task is None else task.test.ids),
-        )
-        for row, at in list(rows.items())[:1]
-    ]
+    what = []
+    if found:
+        row, at = next(iter(found.items()))
+        told = f"training samples of the run already, first {new.ids[row]}, which is {run.samples.ids[at]}"
+        what.append(f"{len(found)} of {len(new.ids)} samples are {told}")
+    if tested:
+        told = f"test samples of the run, first {new.ids[min(tested)]}"
+        what.append(f"{len(tested)} of {len(new.ids)} samples are {told}")
     if len(known) == len(new.ids):
         raise DataError(
             "; ".join(what),
@@ -177,6 +189,7 @@ def _unknown(
             "draws anew what is held out",
         )
     notes = [f"{told}; these are left out" for told in what]
+    notes += [f"{back} samples are such as the run forgot, and are trained on again"] if back else []
     other = _otherwise(values, answers, bare, run.samples.labels)
     if other and not (measured and _by_chance(bare, len(other), len(values))):
         row, at = other[0]
@@ -227,15 +240,9 @@ def _otherwise(
     return found
 
 
-def _with_answers(names: Sequence[str], answers: Array) -> list[str]:
-    """Names of samples with their answers."""
-    return [f"{name} {answer.tolist()}" for name, answer in zip(names, answers, strict=True)]
-
-
-def _tested_elsewhere(
-    run: SavedRun, task: TaskData | None, new: NewSamples
-) -> tuple[SavedRun, tuple[str, ...]]:
+def _tested_elsewhere(run: SavedRun, new: NewSamples) -> tuple[SavedRun, tuple[str, ...]]:
     """The run with test samples that it has not been trained on, and a note about the others."""
+    task, _ = load_test(run)
     if task is None or run.test is None:
         return run, ()
     added = set(hash_examples(run.inputs(new.x)))

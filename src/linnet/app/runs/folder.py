@@ -39,12 +39,14 @@ from linnet.nested.nested_fit import NestedFit
 from linnet.report.reading import Fit, Predictions, predict, temperatures_of
 from linnet.report.records import Samples
 from linnet.saved import load
+from linnet.tangent.batch import hash_examples
 from linnet.tangent.functional import check_output
 
 Array = np.ndarray[Any, Any]
 _KIND = "run"
 ADAPTER = "adapter"  # what the record of a run on texts says beside the rest
 _MOST = 2**31  # outputs and positions: beyond what a run in memory can have
+_DIGITS, _AT_ONCE = 16, 1024  # of a fingerprint, in hexadecimal; samples that are hashed together
 _TENSORS = ("model", NestedFit.kind, "samples")
 
 
@@ -84,6 +86,23 @@ class SavedRun:
     # from stored samples to inputs, and the scale of regression targets
     transforms: tuple[ImageTransform | Standardize | None, Standardize | None]
     test: TestSource | None  # where the test samples are; None when there are none
+    held: tuple[str, ...] = ()  # fingerprints of what it was tested on first, whatever became of its source
+    forgotten: tuple[str, ...] = ()  # and of what it forgot, with the answers
+
+    @property
+    def measured(self) -> bool:
+        """Whether samples are rows of numbers, which may be equal and have different answers."""
+        return bool(self.fit.x.ndim == 2)
+
+    def fingerprints(self, x: Array | None = None, y: Array | None = None) -> list[str]:
+        """Names of stored samples, by default of the training, by their content, and by answers if given."""
+        if x is None:
+            names = hash_examples(self.fit.x)
+        else:
+            parts = [x[start : start + _AT_ONCE] for start in range(0, len(x), _AT_ONCE)]
+            names = [name for part in parts for name in hash_examples(self.inputs(part))]
+        names = [name[:_DIGITS] for name in names]
+        return names if y is None else answered(names, y)
 
     @property
     def temperatures(self) -> tuple[float, float, float] | None:
@@ -127,6 +146,11 @@ class SavedRun:
     def predict(self, x: Array, std: bool = True) -> Predictions:
         """Predictions for stored samples."""
         return predict(self.fit, self.inputs(x), self.scale, self.temperatures, std)
+
+
+def answered(names: Sequence[str], answers: Array) -> list[str]:
+    """Fingerprints of samples with their answers."""
+    return [f"{name} {answer.tolist()}" for name, answer in zip(names, answers, strict=True)]
 
 
 def save_run(folder: Path, run: SavedRun) -> None:
@@ -176,7 +200,7 @@ def _write_tensors(folder: Path, run: SavedRun) -> dict[str, Any]:
     run.fit.save(folder)
     arrays = {"answers": samples.labels, "images": samples.images}
     tensors = {name: torch.from_numpy(found) for name, found in arrays.items() if found is not None}
-    save(folder, "samples", {**tensors, "ids": samples.ids})
+    save(folder, "samples", {**tensors, "ids": samples.ids, "held": run.held, "forgotten": run.forgotten})
     transform, scale = run.transforms
     return {
         "origin": asdict(run.origin),
@@ -214,7 +238,8 @@ def load_run(
         fit.calibrate(*known.temperatures)
     if trust:
         remember_run(folder)
-    return SavedRun(origin, fit, samples, known.classes, known.transforms, known.test)
+    rest = known.transforms, known.test, kept.get("held", ()), kept.get("forgotten", ())
+    return SavedRun(origin, fit, samples, known.classes, *rest)
 
 
 def opened(options: RunOptions) -> SavedRun:

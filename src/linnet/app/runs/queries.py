@@ -199,7 +199,7 @@ def explain(
     kind = "test samples of the run" if new is None else "new samples"
     answered = new is None or new.y is not None
     trained = {"training samples": run.samples.ids}
-    places = find_samples(ids, part.ids, kind, trained)
+    places = find_samples(ids, part.ids, kind, lambda: trained)
     chosen = part.take(np.asarray(places))
     found = run.predict(chosen.x)
     made = explanations(run, chosen.x, list(range(len(chosen.ids))), found, top)

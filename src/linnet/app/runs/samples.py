@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,18 @@ def answer_in_words(answer: Any, classes: Sequence[str] | None) -> str:
     return ", ".join(f"{float(value):.4g}" for value in np.reshape(answer, -1))
 
 
+Others = Mapping[str, Collection[str]]  # the ids of samples of other kinds
+
+
 def find_samples(
-    names: Sequence[str], ids: Sequence[str], kind: str, others: Mapping[str, Collection[str]] | None = None
+    names: Sequence[str], ids: Sequence[str], kind: str, others: Callable[[], Others] = dict
 ) -> list[int]:
     """The positions of samples that a user named: by id, or by its end where one alone ends so."""
     if not names:
         raise InputError("ids is empty", f"the ids of one or more {kind}", f"name them, such as {ids[0]}")
     places = {name: place for place, name in enumerate(ids)}
-    found = [_place(name, places, kind, others or {}) for name in names]
+    rest = {} if all(name in places for name in names) else others()
+    found = [_place(name, places, kind, rest) for name in names]
     place, count = Counter(found).most_common(1)[0]
     if count > 1:
         raise InputError(
@@ -52,19 +56,19 @@ def find_samples(
     return found
 
 
-def _place(name: str, places: Mapping[str, int], kind: str, others: Mapping[str, Collection[str]]) -> int:
+def _place(name: str, places: Mapping[str, int], kind: str, others: Others) -> int:
     """The position of one sample."""
     if name in places:
         return places[name]
     ends = [one for one in places if name and one.endswith((f"/{name}", f" {name}"))]
-    if len(ends) == 1:
+    known = next((kind for kind, ids in others.items() if name in ids), None)
+    if len(ends) == 1 and not known:
         return places[ends[0]]
-    if ends:
+    if ends and not known:
         shown = f"{', '.join(ends[:_SHOWN])}{', ...' * (len(ends) > _SHOWN)}"
         raise InputError(f"{name} could be {shown}", "the id of one sample", "write the whole id")
     close = difflib.get_close_matches(name, places, 1)
     is_slip = close and _unnumbered(close[0]) != _unnumbered(name)
-    known = next((kind for kind, ids in others.items() if name in ids), None)
     what = f"one of the {known}, and " if known else ""
     first = ", ".join(list(places)[:_SHOWN])
     raise InputError(
@@ -189,6 +193,14 @@ def _from_archive(path: Path, run: SavedRun, prefer: str) -> NewSamples:
     if answers is None:
         return NewSamples(x, None, member.ids)
     y = read_npz(path, [member.answers])[member.answers]
+    classes = len(run.classes or ())
+    if classes and y.dtype.kind in "iu" and y.size and y.max() >= classes:
+        others = [str(label) for label in np.unique(y[y >= classes])]
+        raise DataError(
+            f"{member.answers} of {path} has the labels {some(others)}",
+            expected=f"labels from 0 to {classes - 1}, of the run's classes",
+            remedy="name new classes in the order of their numbers: linnet update --new-class NAME",
+        )
     return NewSamples(x, part_of(member, y, run.classes).y, member.ids)
 
 
@@ -217,8 +229,34 @@ def _checked(new: NewSamples, run: SavedRun) -> NewSamples:
             else "scale them to that size, or adapt with --size and --channels",
         )
     if new.y is not None and run.classes is None and new.y.shape[1] != run.fit.system.c:
-        return replace(new, y=None)
-    return new
+        new = replace(new, y=None)
+    return replace(new, findings=(*new.findings, *_beyond(run, new)))
+
+
+def _beyond(run: SavedRun, new: NewSamples) -> list[str]:
+    """Remarks on columns of a table whose values lie far from those of the training."""
+    transform, table, known = run.transforms[0], run.columns, run.samples.labels
+    if table is None or not isinstance(transform, Standardize) or known is None:
+        return []
+    named = [(table.labels, new.x, transform.inverse(run.fit.x.double()).cpu().numpy())]
+    if run.classes is None and new.y is not None:
+        named.append(((table.target,), new.y, known))
+    found = []
+    for labels, values, own in named:
+        low, high = (
+            np.where(np.abs(end) < 1e-6 * np.ptp(own, 0), 0, end) for end in (own.min(0), own.max(0))
+        )
+        margin = (
+            high - low + 1e-3 * np.maximum(np.abs(low), np.abs(high))
+        )  # as wide as they are, and rounding
+        far = (values < low - margin) | (values > high + margin)
+        for place in np.flatnonzero(far.any(0)):
+            rows = np.flatnonzero(far[:, place])
+            ends = f"{low[place]:.4g} to {high[place]:.4g} of the training"
+            first = f"first {values[rows[0], place]:.4g} in {new.ids[rows[0]]}"
+            told = f"{len(rows)} of {len(values)} values lie far outside the {ends}, {first}"
+            found.append(f"{labels[place]}: {told}: another unit?")
+    return found
 
 
 def _padding(run: SavedRun) -> int | None:
