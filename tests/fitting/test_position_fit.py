@@ -282,3 +282,27 @@ def test_what_other_fits_have_is_named_and_what_there_is(data: tuple[Tensor, Ten
             getattr(one, name)
     with pytest.raises(AttributeError, match=r"no attribute 'another'$"):
         _ = fit.another
+
+
+def test_held_out_losses_are_those_of_refits(data: tuple[Tensor, Tensor]) -> None:
+    lin = linnet.linearize(network(), params="blocks.1")
+    fit = linnet.fit(lin, data, "cross-entropy", axis=-1, ridge=0.01, solver=FINE)
+    refits = [float(fit.forget([i]).losses(tuple(part[i : i + 1] for part in data))) for i in range(N)]
+    assert torch.allclose(fit.held_out_losses(folds=N), torch.tensor(refits).double())
+    found = fit.held_out_losses(folds=2)
+    assert torch.allclose(found, fit.held_out_losses(folds=2))
+    with pytest.raises(InputError, match="folds"):
+        fit.held_out_losses(folds=1)
+    copies = tuple(torch.cat([part[:4]] * 3) for part in data)
+    same = linnet.fit(lin, copies, "cross-entropy", axis=-1, ridge=0.01, solver=FINE)
+    assert any("are copies of others" in line for line in same.record.warnings)
+    less = [
+        float(same.forget([i, i + 4, i + 8]).losses(tuple(p[i : i + 1] for p in copies))) for i in range(4)
+    ]
+    assert torch.allclose(same.held_out_losses(folds=12), torch.tensor(less * 3).double())
+    alone = linnet.fit(
+        lin, tuple(part[:1] for part in data), "cross-entropy", axis=-1, ridge=0.01, solver=FINE
+    )
+    before = linnet.fit(lin, tuple(p[:2] for p in data), "cross-entropy", axis=-1, ridge=1e9, solver=FINE)
+    for told in (alone.loo_losses(), alone.held_out_losses()):
+        assert torch.allclose(told, before.losses(data)[:1], atol=1e-6)

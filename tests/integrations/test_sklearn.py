@@ -48,7 +48,7 @@ make_network = Small()
 def allowed(estimator: Any) -> dict[str, str]:
     """What the estimators do otherwise, and why."""
     why = "probabilities average over the variance of the outputs, so that two of them may change places"
-    apart = hasattr(estimator, "predict_proba") and estimator.method == "fit"  # adapt: one variance for all
+    apart = hasattr(estimator, "predict_proba")
     copies = "the ridge is chosen by leave-one-out, where the copies of an example foretell each other"
     found = {"check_sample_weight_equivalence_on_dense_data": copies}
     return found | ({"check_decision_proba_consistency": why} if apart else {})

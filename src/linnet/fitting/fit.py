@@ -232,7 +232,7 @@ def _check_together(loss: str, targets: Any, ridge: float | str, solver: str, ax
          "one row of outputs per example: positions do not share a kernel", 'pass solver="auto"'),
         (axis is not None and likely and searched, f"axis={axis}, ridge={ridge!r}",
          "a number: there is no kernel, whose eigenvalues the criteria need",
-         "fit at some ridges, and compare the sums of loo_losses()"),
+         "fit at some ridges, and compare the sums of held_out_losses()"),
         (axis is not None and likely and solver not in ("auto", "cg"), f'axis={axis}, solver="{solver}"',
          '"auto" or "cg": a class at every position is solved in the weights', 'pass solver="auto"'),
         (axis is not None and targets is not None and not one_hot, f"axis={axis}, targets=",

@@ -24,8 +24,9 @@ from linnet.distributed import all_rows
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.fitting.arguments import BATCH, Choices, count_in_words
 from linnet.fitting.composed import Summable
+from linnet.fitting.head import example_hashes
 from linnet.fitting.last_layer import giving
-from linnet.fitting.remarks import held_remarks
+from linnet.fitting.remarks import copied_remarks, held_remarks
 from linnet.fitting.softmax_fit import require_kept
 from linnet.fitting.solved_fit import SolvedFit
 from linnet.fitting.solver import Solving, affordable
@@ -38,6 +39,7 @@ from linnet.linear.problem import Memory
 from linnet.linear.saved import newton_state
 from linnet.linear.targets import Targets, position_labels
 from linnet.memory import Plan, parse_bytes, require
+from linnet.params import integer
 from linnet.progress import track
 from linnet.tangent.batch import IGNORED, Inputs, batch_size, own_parts, padded, split, take
 from linnet.tangent.cut import Cut, replaced
@@ -177,7 +179,7 @@ class PositionFit(SolvedFit, Summable):
         Raises:
             MemoryBudgetError: If there are too many; ``loo_losses`` takes a number an example.
         """
-        found, function = self.system.loo_outputs(), self._function
+        found, function = self._left_out(), self._function
         count = self.n * function.output_shape(self.x).numel()
         items = (("outputs of every position", count * function.dtype.itemsize),)
         plan = Plan("leave-one-out outputs", parse_bytes(self.memory, function.device), items)
@@ -189,7 +191,9 @@ class PositionFit(SolvedFit, Summable):
     def loo_losses(self) -> Tensor:
         """Loss of each training example by the fit without it: one exact Newton step from the optimum.
 
-        Takes a solve for each example, many of which share their passes over the data.
+        Takes a solve for each example, many of which share their passes over the data. Near a refit where one
+        example of many is left out; where few are fitted closely it can be off by nats, either way, and
+        ``held_out_losses`` refits.
 
         Returns:
             In nats, (N,), float64.
@@ -197,7 +201,42 @@ class PositionFit(SolvedFit, Summable):
         Source:
             Pregibon 1981; Giordano et al. 2019; Koh and Liang 2017.
         """
-        return self.system.problem.losses(self.system.loo_outputs())
+        return self.system.problem.losses(self._left_out())
+
+    def _left_out(self) -> Tensor:
+        """Outputs without each example, in the problem's own form."""
+        # without the only one it is the network as it was
+        return self.system.problem.base if self.n == 1 else self.system.loo_outputs()
+
+    def held_out_losses(self, folds: int = 10, seed: int = 0) -> Tensor:
+        """Loss of each example by fits without its part of the data, each by Newton's method from this one.
+
+        The ridge stays as it is. Equal examples are in one part.
+
+        Args:
+            folds: Parts; with N or more of them each example is left out alone.
+            seed: Seed of the parts.
+
+        Returns:
+            In nats, (N,), float64.
+
+        Raises:
+            InputError: If there are fewer than two parts.
+            NumericalError: If a fit does not reach its tolerance.
+        """
+        folds, seed = integer("folds", folds, least=2), integer("seed", seed, least=0)
+        problem, names = self.system.problem, example_hashes(self.x, self.targets)
+        place = {name: at for at, name in enumerate(dict.fromkeys(names))}
+        order = torch.randperm(len(place), generator=torch.Generator().manual_seed(seed))
+        part = order[torch.tensor([place[name] for name in names])] % folds
+        found = problem.losses(problem.base)  # without all of them it is the network as it was
+        if len(place) > 1:
+            for own in track(range(min(folds, len(place))), "refits"):
+                rows = (part == own).nonzero()[:, 0]
+                less, at = self.forget(rows), rows.to(self.targets.device)
+                other = less._others(take(self.x, at), self.targets[at])
+                found[at] = other.losses(other.base + other.push(less.system.eta))
+        return found
 
     @in_exact_mode
     def influence(self, data: Any) -> Tensor:
@@ -346,6 +385,7 @@ def fit_positions(
         "ridge": "given",
         **data.reasons,
     }
-    remarks = (*data.warnings, *held_remarks(function))
+    targets = Targets(y, None, 1.0, axis)
+    remarks = (*data.warnings, *held_remarks(function), *copied_remarks(x, targets))
     record = Choices("cg", "given", reasons, remarks, seconds)
-    return PositionFit(lin, Targets(y, None, 1.0, axis), system, record)
+    return PositionFit(lin, targets, system, record)

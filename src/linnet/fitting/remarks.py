@@ -79,10 +79,12 @@ def copied_remarks(x: Inputs, targets: Targets) -> tuple[str, ...]:
     contradictions = kinds - len(set(hash_examples(x)))
     if contradictions > MANY * copies:  # equal inputs with other answers, as rows of few values have
         return ()
+    told = f"{copies} of {len(own)} samples {COPIED}: leave-one-out leaves those in, so that it"
+    if targets.axis is not None:
+        return (f"{told} says too little of new ones; pass each once",)
     return (
-        f"{copies} of {len(own)} samples {COPIED}: leave-one-out leaves those in, so that it, the noise, "
-        "intervals, sets and what is chosen by it are too sure; pass each once, with sample_weight= to count "
-        "some more",
+        f"{told}, the noise, intervals, sets and what is chosen by it are too sure; pass each once, with "
+        "sample_weight= to count some more",
     )
 
 

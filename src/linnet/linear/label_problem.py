@@ -111,7 +111,10 @@ class LabelProblem(LinearModel):
         # index (k,)
         formed = None if self.formed is None else self.formed.taken(index)
         x = take(self.x, index) if formed is None else formed.x
-        return replace(self, x=x, base=self.base[index], y=self.y[index], formed=formed)
+        made = replace(self, x=x, base=self.base[index], y=self.y[index], formed=formed)
+        if (rows := self.__dict__.get("rows")) is not None:  # which take no derivatives again
+            made.__dict__["rows"] = rows[index]
+        return made
 
     def of(self, x: Inputs, base: Tensor, y: Tensor) -> LabelProblem:
         """The same model on other data, with m there as it is without equations on outputs."""

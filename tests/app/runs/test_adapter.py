@@ -115,8 +115,8 @@ def test_what_a_run_says_of_itself(shop: Path, capsys: pytest.CaptureFixture[str
     found, first = result(run), result(shop / "run")
     assert (found["train"], found["tokens"], found["ridge"]) == (7, 14, 0.1)
     mean = found["loss_per_token"]
-    assert mean["before"] > mean["leave_one_out"] > mean["after"]
-    assert f"{mean['before']:.3f} nats before, {mean['after']:.3f} after, {mean['leave_one_out']:.3f}" in told
+    assert mean["before"] > mean["held_out"] > mean["after"]
+    assert f"{mean['before']:.3f} nats before, {mean['after']:.3f} after, {mean['held_out']:.3f}" in told
     assert "texts: 7, with 14 tokens to learn" in told
     assert (
         "LlamaForCausalLM with a LoRA adapter, a fresh one of rank 8 and scale 16 on 2 linear layers" in told
@@ -124,22 +124,22 @@ def test_what_a_run_says_of_itself(shop: Path, capsys: pytest.CaptureFixture[str
     assert found["texts"][6]["id"] == "train/6"
     assert found["texts"][6]["text"] == "where does Dan live ? Paris"
     assert mean == pytest.approx(first["loss_per_token"])  # of the same seed
-    assert set(found["seconds"]) == {"loading", "fit", "leave-one-out"}
+    assert set(found["seconds"]) == {"loading", "fit", "refits"}
 
 
 @pytest.mark.long
-def test_the_ridge_is_chosen_by_leave_one_out(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ridge_is_chosen_by_texts_held_out(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "RIDGES", (3.0, 0.3))
     run = adapt(shop, "chosen", "--ridge", "auto", "--model-args.r", 2, "--model-args.layers", 2)
     found = result(run)
     assert found["ridge"] in (3.0, 0.3)
-    assert f"{found['loss_per_token']['leave_one_out']:.3f}" in found["ridge_reason"]
+    assert f"{found['loss_per_token']['held_out']:.3f}" in found["ridge_reason"]
     assert "rank 2 and scale 16 on 14 linear layers of the last 2 blocks" in found["network"]
     monkeypatch.setattr(adapter, "AFFORDABLE", 4)
     found = result(adapt(shop, "some", "--ridge", "loo", "--model-args.r", 2))
     assert found["train"] == 7
     assert "per token of 4 texts" in found["ridge_reason"]
-    assert found["loss_per_token"].keys() == {"before", "after"}  # leave-one-out of more takes too long
+    assert found["loss_per_token"].keys() == {"before", "after"}  # refits of more take too long
 
 
 def test_answers_are_told_with_their_probability(shop: Path, tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ from linnet.app import cli
 from linnet.fitting.position_fit import PositionFit
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what runs in its background ignore it
-PositionFit.loo_losses = lambda fit: os.kill(os.getpid(), getattr(signal, sys.argv[1])) or 1 / 0
+PositionFit.held_out_losses = lambda fit, *given: os.kill(os.getpid(), getattr(signal, sys.argv[1])) or 1 / 0
 sys.exit(cli.main(["adapt", *sys.argv[2:]]))
 """
 
@@ -481,7 +481,7 @@ def test_a_stopped_run_goes_on(shop: Path, how: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(adapter, "_solved", lambda *given: solved.append(1) or fit(*given))
     linnet("adapt", *words)
     assert not solved  # what was solved is not solved again
-    assert "leave_one_out" in result(shop / how)["loss_per_token"]
+    assert "held_out" in result(shop / how)["loss_per_token"]
 
 
 def test_a_question_is_answered_on_the_page(shop: Path) -> None:

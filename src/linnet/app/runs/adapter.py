@@ -28,7 +28,7 @@ from linnet.app.runs.results import EQUAL, compared
 from linnet.app.runs.samples import LISTED, find_samples
 from linnet.app.runs.trust import check_run, remember_run
 from linnet.app.terminal import kept
-from linnet.errors import DataError, FileFormatError, InputError, LinnetError, ModelError
+from linnet.errors import DataError, FileFormatError, InputError, LinnetError, ModelError, NumericalError
 from linnet.files import load as load_tree
 from linnet.files import read_json, require_file, save, write_json
 from linnet.fitting.fit import fit as fit_linear
@@ -49,6 +49,8 @@ RIDGES = (10.0, 1.0, 0.1, 0.01, 0.001)  # tried from the largest on, as long as 
 # Texts of which leave-one-out is taken: each costs a solve over all of them, which for a hundred of a network
 # of 135 million weights takes as long as the fit. The ridge is chosen on as many.
 AFFORDABLE = 100
+FEW, PARTS = 20, 10  # texts that are each held out alone; parts of more that are held out together
+ALONE = 0.1  # the ridge of a single text
 GIVEN = "as given"  # why the ridge is what it is
 _TAKEN = ("model", "model_args", "data", "params", "ridge", "memory", "device", "seed")
 _FILES = ("linear-fit", "samples")
@@ -205,14 +207,17 @@ def adapt(options: AdaptOptions, out: Path, quick: bool, overwrite: bool) -> Tol
         _save(out, run)
     (before, after), batch = _training(run.fit), run.batch(texts)
     counts, losses = _tokens(batch["labels"]), {"before": before, "after": after}
+    why = f"{AFFORDABLE} texts at most are held out"
     if run.fit.n <= AFFORDABLE:
-        with stages.measure("leave-one-out"), waiting("leave-one-out"):
-            losses["leave_one_out"] = run.fit.loo_losses()
+        with stages.measure("refits"), waiting("refits"):
+            try:
+                losses["held_out"] = _held_out(run.fit, run.seed)
+            except NumericalError as error:  # of the refits alone: the fit itself has been solved
+                why = f"not known of texts held out: {error.what}"
     rows = rows_of(texts, batch, **losses)
     mean = {name: float(value.sum() / counts.sum()) for name, value in losses.items()}
-    left_out = f"{AFFORDABLE} texts at most are left out one by one"
-    if "leave_one_out" in mean:
-        left_out = f"{mean['leave_one_out']:.3f} by the fits without each text"
+    if "held_out" in mean:
+        why = f"{mean['held_out']:.3f} by fits without {_part(run.fit.n)}"
     result: dict[str, Any] = {
         "command": "adapt", "train": len(texts.ids), "tokens": int(counts.sum()), "network": told,
         "loss_per_token": mean, "ridge": run.fit.ridge, "ridge_reason": run.chosen, "texts": rows,
@@ -222,7 +227,7 @@ def adapt(options: AdaptOptions, out: Path, quick: bool, overwrite: bool) -> Tol
     lines = [
         f"texts: {len(texts.ids)}, with {int(counts.sum())} tokens to learn",
         f"network: {told}; {result['fit']['parameters']:,} weights take part",
-        f"loss per token: {mean['before']:.3f} nats before, {mean['after']:.3f} after, {left_out}",
+        f"loss per token: {mean['before']:.3f} nats before, {mean['after']:.3f} after, {why}",
         f"ridge: {run.fit.ridge:g}, {run.chosen}",
         "time: " + ", ".join(f"{what} {duration(taken)}" for what, taken in stages.seconds.items()),
     ]
@@ -283,18 +288,37 @@ def _fitted(network: nn.Module, batch: dict[str, Tensor], options: AdaptOptions)
     count = len(batch["labels"])
     order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed))
     some = {name: part[order[:AFFORDABLE].sort().values] for name, part in batch.items()}
+    if count == 1:
+        return _solved(network, batch, ALONE, options.memory), "as one text leaves none to choose it by"
     tokens, tried, best = int(_tokens(some["labels"]).sum()), dict[float, float](), None
     for ridge in RIDGES:
         fit = _solved(network, some, ridge, options.memory)
-        tried[ridge] = float(fit.loo_losses().sum()) / tokens
+        try:
+            tried[ridge] = float(_held_out(fit, options.seed).sum()) / tokens
+        except NumericalError:
+            if best is None:
+                raise
+            break
         if tried[ridge] > min(tried.values()):
             break
         best = fit
     told = ", ".join(f"{ridge:g} ({loss:.3f})" for ridge, loss in tried.items())
     whose = "" if count <= AFFORDABLE else f" of {AFFORDABLE} texts"
-    why = f"the least loss per token{whose} by the fits without each text, of {told}"
+    why = f"the least loss per token{whose} by fits without {_part(len(some['labels']))}, of {told}"
     assert best is not None
+    if best.ridge == RIDGES[-1]:
+        why += ", the smallest that is tried"
     return _solved(network, batch, best.ridge, options.memory) if whose else best, why
+
+
+def _part(count: int) -> str:
+    """What the fits were without that each text is tested on."""
+    return "each text" if count <= FEW else "a tenth of the texts each"
+
+
+def _held_out(fit: PositionFit, seed: int) -> Tensor:
+    """Losses of texts by fits without them."""
+    return fit.held_out_losses(max(fit.n, 2) if fit.n <= FEW else PARTS, seed)
 
 
 def _solved(
