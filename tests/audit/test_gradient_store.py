@@ -447,3 +447,13 @@ def test_a_callable_output(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has its own"):
         GradientStore(tmp_path / "new", small, LIKELIHOOD, output="logits")
     assert GradientStore(tmp_path, small).complete
+
+
+def test_other_parameters_than_those_of_the_store_are_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(6, 3)
+    data = x, torch.arange(6) % 2
+    GradientStore(tmp_path, net, Categorical(), params="last-layer").add(data)
+    assert len(GradientStore(tmp_path, net, params="2").scores(data)) == 6
+    with pytest.raises(InputError, match=r"params='bias' of a store that was begun with others"):
+        GradientStore(tmp_path, net, params="bias")

@@ -306,3 +306,10 @@ def test_held_out_losses_are_those_of_refits(data: tuple[Tensor, Tensor]) -> Non
     before = linnet.fit(lin, tuple(p[:2] for p in data), "cross-entropy", axis=-1, ridge=1e9, solver=FINE)
     for told in (alone.loo_losses(), alone.held_out_losses()):
         assert torch.allclose(told, before.losses(data)[:1], atol=1e-6)
+
+
+def test_audits_of_one_class_an_example_name_what_there_is(data: tuple[Tensor, Tensor]) -> None:
+    fit = linnet.fit(linnet.linearize(network(), params="head"), data, "cross-entropy", axis=-1, ridge=1.0)
+    for audit in (linnet.audit.mislabeled, linnet.audit.accuracy):
+        with pytest.raises(InputError, match=r"a class at every position.*held_out_losses"):
+            audit(fit)

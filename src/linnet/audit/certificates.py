@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.audit.predictors import unweighed
+from linnet.audit.predictors import check_fitted, unweighed
 from linnet.errors import InputError
 from linnet.fitting.accuracy import Accuracy as Accuracy
 from linnet.fitting.accuracy import estimated, largest_base, measured_rounding, observed
@@ -69,7 +69,8 @@ def accuracy(fit: LinearFit | SoftmaxFit) -> Accuracy:
         (True, 'float32')
     """
     expected = "a fit of linnet.fit; those of linnet.adapt are solved in float64"
-    instance("fit", fit, (LinearFit, SoftmaxFit), expected, "make one with linnet.fit(lin, data)")
+    kinds = LinearFit, SoftmaxFit
+    instance("fit", check_fitted(fit), kinds, expected, "make one with linnet.fit(lin, data)")
     rounding = measured_rounding(
         fit.module.function, fit.x, largest_base(fit), getattr(fit.system, "memory", None)
     )

@@ -50,7 +50,7 @@ from linnet.linalg.factorize import cholesky
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, flag, integer, number, part_of, real_type, refuse
 from linnet.progress import track
-from linnet.shown import Shown
+from linnet.shown import Shown, some
 from linnet.tangent.batch import (
     EMPTY,
     Inputs,
@@ -77,7 +77,7 @@ from linnet.tangent.matching import (
 )
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.preflight import warn_of_scale
-from linnet.tangent.selection import Selector, check_selector, require_module
+from linnet.tangent.selection import Selector, check_selector, require_module, select_parameters
 from linnet.tree import map_tensors
 
 Pair = tuple[Inputs, Tensor]
@@ -415,6 +415,7 @@ class GradientStore(Shown):
             folder = _begun(path, model, likelihood, dtype, shard_size, (params, output))
         self.folder = folder
         self.function = _matching(folder, model, output)
+        _require_same_selection(folder, model, params)
         self.likelihood = _settled(folder, likelihood, dtype, shard_size)
         self._moment: Tensor | None = None
         self._last: tuple[str, float, Tensor] | None = None  # metric and damping of the last question
@@ -700,6 +701,20 @@ def _matching(folder: StoreFolder, model: nn.Module, output: OutputAdapter) -> F
     function = matching_function(model, record, output, path, _OTHER)
     require_witness(function.check_runs, folder.witness(), path, _OTHER)
     return function
+
+
+def _require_same_selection(folder: StoreFolder, model: nn.Module, params: Selector) -> None:
+    """Raise where other parameters are asked for than those that the rows are gradients in."""
+    if params is None or folder.record["sketch"] is not None or isinstance(model, Linearized):
+        return
+    stored, given = set(folder.record["parameters"]), set(select_parameters(model, params))
+    if stored != given:
+        other = sorted(stored ^ given)
+        raise InputError(
+            f"params={params!r} of a store that was begun with others: {some(other)}",
+            expected="the same parameters, or none",
+            remedy="leave params= out, or begin a store in another folder",
+        )
 
 
 def _settled(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit, SquaredFit
+from linnet.fitting.position_fit import PositionFit
 from linnet.fitting.solved_fit import SolvedFit
 from linnet.tangent.batch import Inputs, batch_size, require_dense, split
 from linnet.tangent.inputs import known_answers
@@ -44,6 +45,12 @@ def check_squared(fit: Any, name: str = "fit") -> SquaredFit:
 
 def check_fitted(fit: Any, name: str = "fit") -> Fitted:
     """Raise unless an argument is a fit, of ``linnet.fit`` or ``linnet.adapt``."""
+    if isinstance(fit, PositionFit):
+        raise InputError(
+            f"{name} is {type(fit).__name__}, with a class at every position",
+            expected="a fit with one class or target for each example",
+            remedy="losses(), held_out_losses() and influence() of the fit say which examples are odd",
+        )
     if not isinstance(fit, Fitted):
         _refuse(fit, name, "a fit", "linnet.adapt(model, data) or linnet.fit(lin, data)")
     return fit

@@ -151,7 +151,9 @@ def ending_linear(model: nn.Module, x: Inputs, output: OutputAdapter = None) -> 
         raise ModelError(
             f"model ({type(model).__name__}) has outputs {tuple(outputs.shape[1:])} for a text, one a token",
             expected="a classifier of texts, or an encoder, whose states are averaged",
-            remedy="pass model.base_model, which networks of transformers have, or output=",
+            remedy="for a class a text pass the network below its head, such as model.base_model of "
+            "transformers, or output=; for the loss of its own tokens "
+            'linnet.fit(linnet.linearize(model, params=...), data, "cross-entropy", axis=-1)',
         )
     if call and not averaged[-1] and (_same(call[1], outputs) or _ends(function, few, outputs)):
         return model if output is None else Appended(model, None, output)

@@ -109,6 +109,12 @@ def _row(example: Any, tokenizer: Any, place: int) -> tuple[list[int], list[int]
         return ids, ids
     parts = example if isinstance(example, tuple) and len(example) == 2 else ()
     if parts and all(isinstance(part, str) for part in parts):
+        if not parts[1].strip():
+            raise DataError(
+                f"examples[{place}] has an empty answer",
+                expected="an answer with a token to learn",
+                remedy="leave the example out, or pass the whole as one text",
+            )
         first, both = (_ids(text, tokenizer) for text in (parts[0], "".join(parts)))
         return _answered(first, both, tokenizer)
     if parts and all(map(_is_talk, parts)):

@@ -221,7 +221,9 @@ def require_own_gradients(
             f"model ({type(function.model).__name__}) gives an example another gradient when its batch "
             f"changes, in {name}",
             expected="outputs whose gradients depend on their own example alone",
-            remedy="use no value of other examples in the forward pass, detached or not",
+            remedy="set scale_grad_by_freq=False, which scales gradients by what a batch holds"
+            if any(getattr(module, "scale_grad_by_freq", False) for module in function.model.modules())
+            else "use no value of other examples in the forward pass, detached or not",
         )
 
 

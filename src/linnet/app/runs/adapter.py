@@ -459,7 +459,10 @@ def predict(
     _write(folder, result)
     lines = [f"texts: {len(rows)}, {kept(table)}; {result['loss_per_token']:.3f} nats per token"]
     for row in rows[:LISTED]:
-        error = f" +- {row['std']:.3f}" if std else ""
+        # a loss is above zero: of a larger spread first order says no more than that it is not known
+        error = (
+            f" +- {row['std']:.3f}" if std and row["std"] < row["loss"] else " +- all of it" if std else ""
+        )
         said = f"{row['loss']:.3f}{error} nats, {row['probability']:.1%}"
         lines.append(_line(said, row["id"], row["text"]))
     return result, [*lines, *_ending(folder, result)]
