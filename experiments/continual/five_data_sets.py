@@ -25,7 +25,10 @@ PAPER = {
     82.96, "Non-online Laplace (KF)": 85.35, "Non-online Laplace (D)": 82.55,
 }  # fmt: skip
 FIRST = ("Online Laplace (KF)", "Online Laplace (D)", "SI")
-STRENGTHS = {"laplace": [1.0, 3.0, 10.0, 30.0, 100.0], "SI": [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]}
+STRENGTHS = {
+    "laplace": [1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0],
+    "SI": [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0],
+}
 PLAIN, ALONE = "Plain training", "Each set alone"
 
 
