@@ -30,6 +30,7 @@ STRENGTHS = {
     "SI": [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0],
 }
 PLAIN, ALONE = "Plain training", "Each set alone"
+NAMES = [name.split("_")[0] for name in FIVE]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,10 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for seed in study.seeds:
         cells.append({**cell(PLAIN, 0.0, seed), "role": "final"})
         cells += [{**cell(ALONE, 0.0, seed, only), "role": "alone"} for only in range(len(FIVE))]
-    names = [name.split("_")[0] for name in FIVE]
-    header = ["method", "λ or c", *names, "mean, %", "thesis, %"]
-    draw(cells, methods, names, study)
-    study.publish(tables.markdown(header, rows(cells, methods)), cells, paper=PAPER)
+    draw(cells, methods, study)
+    study.publish(table(cells), cells, paper=PAPER)
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: table 5.3 of the methods that have run."""
+    methods = [name for name in PAPER if any(c["method"] == name and c["role"] == "final" for c in cells)]
+    return tables.markdown(["method", "λ or c", *NAMES, "mean, %", "thesis, %"], rows(cells, methods))
 
 
 def rows(cells: Sequence[Cell], methods: Sequence[str]) -> list[list[object]]:
@@ -103,7 +108,7 @@ def rows(cells: Sequence[Cell], methods: Sequence[str]) -> list[list[object]]:
     return found
 
 
-def draw(cells: Sequence[Cell], methods: Sequence[str], names: Sequence[str], study: Study) -> None:
+def draw(cells: Sequence[Cell], methods: Sequence[str], study: Study) -> None:
     """Figure 5.10: the accuracy on every set along the stream."""
     drawn, axes = figure(len(FIVE), 1, 2.2, 2.4)
     for place, axis in enumerate(axes):
@@ -115,7 +120,7 @@ def draw(cells: Sequence[Cell], methods: Sequence[str], names: Sequence[str], st
                 axis.plot(range(place + 1, len(FIVE) + 1), mean, "o-", markersize=3, label=method)
         alone = [100 * c["average"] for c in cells if c["role"] == "alone" and c["only"] == place]
         axis.axhline(sum(alone) / len(alone), color="k", linestyle=":")
-        axis.set(title=names[place], xlabel="sets seen", xlim=(0.8, len(FIVE) + 0.2))
+        axis.set(title=NAMES[place], xlabel="sets seen", xlim=(0.8, len(FIVE) + 0.2))
     axes[0].set(ylabel="test accuracy, %")
     axes[0].legend(fontsize=5)
     save(drawn, study.out / "five_data_sets.svg")

@@ -113,8 +113,8 @@ def long_stream(stream: Stream, cells: Sequence[Cell], options: argparse.Namespa
     return [{**cell, "role": "long"} for cell in found]
 
 
-def rows(cells: Sequence[Cell], tasks: int, long: int) -> list[list[object]]:
-    """The table: means over seeds at the end, forgetting of the first task, and the long stream."""
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: means over seeds at the end, forgetting of the first task, and the long stream."""
     found: list[list[object]] = []
     for method in (PLAIN, *COMPARED, JOINT):
         final = [c for c in cells if c["method"] == method and c["role"] == "final" and c["finite"]]
@@ -137,7 +137,23 @@ def rows(cells: Sequence[Cell], tasks: int, long: int) -> list[list[object]]:
                 tables.with_error((c["average"] for c in far), 1, 100),
             ]
         )
-    return found
+    tasks, long = ({c["tasks"] for c in cells if c["role"] == role} for role in ("final", "long"))
+    header = [
+        "method", "λ or c", "rate", f"mean of {max(tasks)} tasks, %", "first task", "newest task",
+        f"mean of {max(long)} tasks, %" if long else "long stream",
+    ]  # fmt: skip
+    return tables.markdown(header, found)
+
+
+def balance(cells: Sequence[Cell]) -> str:
+    """Markdown: first and newest task by the strength of Kronecker factors (figure 5.8)."""
+    found: list[list[object]] = []
+    for strength in BALANCE[1]:
+        mine = [c for c in cells if c["role"] == "balance" and c["strength"] == strength and c["finite"]]
+        ends = [c["rows"][-1][1] for c in mine]
+        means = [tables.with_error((end[place] for end in ends), 1, 100) for place in (0, -1)]
+        found.append([f"{strength:g}", *means, tables.with_error((c["average"] for c in mine), 1, 100)])
+    return tables.markdown(["λ", "first task, %", "newest task, %", "mean, %"], found)
 
 
 def draw(cells: Sequence[Cell], tasks: int, path: Any) -> None:
@@ -218,12 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cells += long_stream(stream, cells, options) if options.long else []
     rates = options.rates if options.full else options.rates[-1:]
     cells += compare(stream, [method for method in options.methods if method not in CONSTANT], rates, options)
-    header = [
-        "method", "λ or c", "rate", f"mean of {options.tasks} tasks, %", "first task", "newest task",
-        f"mean of {options.long} tasks, %" if options.long else "long stream",
-    ]  # fmt: skip
     draw(cells, options.tasks, study.out / "permuted_mnist.svg")
-    study.publish(tables.markdown(header, rows(cells, options.tasks, options.long)), cells, paper=PAPER)
+    study.publish(f"{table(cells)}\n\n{balance(cells)}", cells, paper=PAPER)
 
 
 if __name__ == "__main__":
