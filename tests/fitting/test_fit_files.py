@@ -65,6 +65,7 @@ def test_settings_of_the_iteration_are_kept(tmp_path: Path) -> None:
     assert fit.system.settings.max_steps == 77
 
 
+@pytest.mark.filterwarnings("ignore:.*have the inputs of others")
 @pytest.mark.parametrize(
     "name", ["two-inputs", "bert-eager", "tied-linears", "tied-embedding", "dict-output", "lora"]
 )

@@ -102,7 +102,7 @@ def test_the_order_of_examples(name: str) -> None:
 
 @every
 @pytest.mark.thinned(6)
-@pytest.mark.filterwarnings("ignore:.*are copies of others")
+@pytest.mark.filterwarnings("ignore:.*are copies of others", "ignore:.*have the inputs of others")
 def test_data_twice_are_twice_the_ridge(name: str) -> None:
     once, twice = FITS[name](X, Y, RHO), FITS[name](torch.cat([X, X]), torch.cat([Y, Y]), 2 * RHO)
     near(twice.predict(T), once.predict(T), 1e-8)

@@ -69,7 +69,7 @@ def test_the_order_of_examples(seed: int) -> None:
 
 @networks
 @pytest.mark.thinned(2)
-@pytest.mark.filterwarnings("ignore:.*are copies of others")
+@pytest.mark.filterwarnings("ignore:.*are copies of others", "ignore:.*have the inputs of others")
 @pytest.mark.filterwarnings("ignore:y is constant")
 def test_data_twice_are_half_the_ridge(seed: int) -> None:
     """2 Σ ½‖r‖² + ½ρ‖δ‖² has the optimum of Σ ½‖r‖² + ½ (ρ/2) ‖δ‖², and its curvature is twice as large."""

@@ -40,6 +40,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:the outputs do not depend on",
     "ignore:y is constant",
     "ignore:.*are copies of others",
+    "ignore:.*have the inputs of others",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import linnet
 from linnet.errors import InputError
@@ -61,3 +62,14 @@ def test_a_linearization_that_was_trained_is_refused() -> None:
         Laplace(lin, CATEGORICAL).fit((x, y))
     lin.relinearize()
     near(Laplace(lin, CATEGORICAL).fit((x, y)).predictive(x).mean, lin(x), 1e-12)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "last-layer", "diagonal"])
+def test_networks_of_half_a_type_have_distributions(structure: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(torch.bfloat16)
+    x, y = torch.randn(20, 4), torch.arange(20) % 3
+    posterior = linnet.Laplace(net, linnet.likelihoods.Categorical(), structure=structure).fit((x, y))
+    found = posterior.predictive(x[:4])
+    assert found.probs.shape == (4, 3)
+    assert found.mean.dtype == found.covariance.dtype

@@ -498,3 +498,62 @@ def test_what_holds_a_network_is_refused_by_the_name_of_the_network() -> None:
     for call in (lambda held: linnet.adapt(held, torch.randn(4, 2), [0, 1, 0, 1]), linnet.linearize):
         with pytest.raises(linnet.errors.InputError, match=r"the network that it holds: model\.model\."):
             call(Pipeline())
+
+
+class Mixed(nn.Module):
+    """Outputs that depend on the batch, or come to more than the last layer gives."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.body, self.head = kind, nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(0) if self.kind == "batch" else x
+        h = self.body(x).tanh()
+        h = nn.functional.dropout(h) if self.kind == "random" else h
+        f = self.head(h)
+        return f * torch.ones(3) if self.kind == "scaled" else f
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("batch", "gives an example other outputs when its batch changes"),
+        ("random", "is random in evaluation mode"),
+        ("scaled", r"cannot run with other outputs of its last layer \(head\)"),
+    ],
+)
+def test_networks_that_adapt_cannot_read_are_refused(kind: str, says: str) -> None:
+    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(linnet.errors.ModelError, match=says):
+        linnet.adapt(Mixed(kind), (x, torch.arange(20) % 2))
+
+
+def test_variances_that_outputs_share_take_a_number_an_example() -> None:
+    torch.manual_seed(0)
+    net, x = (
+        nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)).double(),
+        torch.randn(30, 4).double(),
+    )
+    fit, new = linnet.adapt(net, (x, torch.arange(30) % 3)), torch.randn(5, 4).double()
+    found = fit.predictive(new)
+    whole = fit.predictive(new, joint=True).joint_covariance
+    each = torch.stack([whole[i, :, i] for i in range(5)])
+    assert torch.allclose(found.variance, each.diagonal(dim1=1, dim2=2), atol=1e-12)
+    assert torch.allclose(found.covariance, each, atol=1e-12)
+    fit.memory = 1000
+    with pytest.raises(linnet.errors.MemoryBudgetError, match="influence on 5 examples"):
+        fit.influence(new)
+
+
+@pytest.mark.filterwarnings("ignore:.*have the inputs of others")
+@pytest.mark.parametrize("shape", [(1, 3, 3), (9,)])
+def test_labels_that_contradict_are_said_and_hide_no_copies(shape: tuple[int, ...]) -> None:
+    x = torch.randn(40, *shape, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(40) % 2
+    x, y = torch.cat([x, x[:20], x[:2]]), torch.cat([y, y[:20], 1 - y[:2]])
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 2))
+    with pytest.warns(UserWarning, match="20 of 62 samples are copies of others"):
+        fit = linnet.adapt(net, (x, y))
+    assert any("have the inputs of others" in line for line in fit.record.warnings) == (len(shape) > 1)

@@ -24,7 +24,7 @@ from linnet.linear.constraints import wanted
 from linnet.linear.dual import CriteriaByRidge
 from linnet.linear.kernel_system import SHARE
 from linnet.linear.targets import Targets
-from linnet.memory import parse_bytes
+from linnet.memory import Plan, parse_bytes, require
 from linnet.params import flag, number
 from linnet.predictive.conformal import CoveringModel, Unseen
 from linnet.predictive.gaussian import GaussianPredictive
@@ -214,11 +214,15 @@ class Fitted(SolvedFit, CoveringModel):
             DataError: If x is empty or not finite.
         """
         x = self._examples(x)
-        covariance = self.system.covariance(x, flag("joint", joint)) / self.ridge
+        targets = Noise(self.noise, self.temperature, self.variance_scale, self._possible)
+        one = None if flag("joint", joint) else self.system.shared_variance(x)
         mean = self._outputs(x)
+        if one is not None:
+            variance = (self._unit / self.ridge * one).to(mean.dtype)[:, None].expand_as(mean)
+            return GaussianPredictive(mean, variance.diag_embed, targets, variance=variance)
+        covariance = self.system.covariance(x, joint) / self.ridge
         turned = covariance.permute(2, 3, 0, 1) if joint else covariance.mT
         spread = (self._unit * (covariance + turned) / 2).to(mean.dtype)
-        targets = Noise(self.noise, self.temperature, self.variance_scale, self._possible)
         return GaussianPredictive(mean, spread, targets, joint=joint)
 
     @property
@@ -299,6 +303,11 @@ class Fitted(SolvedFit, CoveringModel):
             Liang, ICML 2017, with the example's own curvature taken out of the Hessian.
         """
         x = self._examples(x)
+        count = self.n * batch_size(x) * self.system.c
+        items = (("influences, in parts and whole", 2 * 8 * count),)
+        budget = parse_bytes(self.memory, self.module.function.device)
+        plan = Plan(f"influence on {batch_size(x)} examples", budget, items)
+        require(plan, ["ask for fewer examples at a time", "raise memory="])
         residuals = self.system.loo_residuals()
         # f(x) − f₋ᵢ(x) = K(x,X) M_·i (M_ii)⁻¹ β_i
         return torch.cat(list(self.system.effects(x, residuals)), 1)

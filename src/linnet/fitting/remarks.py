@@ -17,7 +17,8 @@ CROSS = "the head is cross-fitted"
 SINGLE = "class(es) have a single example"
 EMPTY = "class(es) have no example"
 COPIED = "are copies of others"
-MANY = 0.05  # of the samples: fewer copies make leave-one-out little better than it is
+MANY = 0.02  # of the samples: fewer copies make leave-one-out better than it is by as many points at most
+UNLIKE = 0.1  # of copies of rows of numbers: where more have another label, rows are equal by chance
 ROUNDED = "rounding leaves errors in the outputs"
 # Means away from f₀, in spreads: 60 values of a network with 32 hidden units are fitted as well at 14 as at
 # 1, and seven times worse than by their mean at 140. Few values are 50 away by chance.
@@ -72,17 +73,25 @@ def held_remarks(function: Functional) -> tuple[str, ...]:
 def copied_remarks(x: Inputs, targets: Targets) -> tuple[str, ...]:
     """Samples that come more than once, as loaders that draw some more often give them."""
     own = targets.values if targets.labels is None else targets.labels
-    kinds = len(set(example_hashes(x, own)))
-    copies = len(own) - kinds
+    inputs, labeled = hash_examples(x), example_hashes(x, own)
+    kinds = len(set(labeled))
+    copies, contradictions = len(own) - kinds, kinds - len(set(inputs))
+    measured = isinstance(x, Tensor) and x.ndim == 2 and x.is_floating_point()
+    said: tuple[str, ...] = ()
+    if contradictions and not measured and targets.classes is not None and targets.axis is None:
+        first = {name: at for at, name in reversed([*enumerate(inputs)])}
+        at = next(row for row, name in enumerate(inputs) if labeled[first[name]] != labeled[row])
+        pair = f"{first[inputs[at]]} and {at}"
+        said = (f"{contradictions} sample(s) have the inputs of others and another label, first {pair}",)
     if copies < 2 or copies < MANY * len(own):
-        return ()
-    contradictions = kinds - len(set(hash_examples(x)))
-    if contradictions > MANY * copies:  # equal inputs with other answers, as rows of few values have
-        return ()
+        return said
+    if measured and contradictions > UNLIKE * copies:  # as rows of few values have
+        return said
     told = f"{copies} of {len(own)} samples {COPIED}: leave-one-out leaves those in, so that it"
     if targets.axis is not None:
         return (f"{told} says too little of new ones; pass each once",)
     return (
+        *said,
         f"{told}, the noise, intervals, sets and what is chosen by it are too sure; pass each once, with "
         "sample_weight= to count some more",
     )

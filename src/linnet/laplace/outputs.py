@@ -145,7 +145,7 @@ def moments(
     x, function, n = without_graph(x), covariance.function, batch_size(x)
     if diagonal:
         alone = head_variances(covariance, x) if is_head(covariance, x, positions=True) else None
-        return alone or _variances(covariance, x, memory)
+        return _of_one_type(*(alone or _variances(covariance, x, memory)))
     c = function.output_shape(x).numel()
     means, spreads, start = torch.empty(0), torch.empty(0), 0
     for found in spread_blocks(covariance, x, memory, n * c * c):
@@ -172,7 +172,7 @@ def spread_blocks(
     x, function, parts = without_graph(x), covariance.function, covariance.parts
     if not is_head(covariance, x):
         for captured in captured_blocks(function, parts, x, memory, kept):
-            yield captured.outputs, batch_covariance(parts, captured)
+            yield _of_one_type(captured.outputs, batch_covariance(parts, captured))
         return
     c = function.output_shape(x).numel()
     budget, item = parse_bytes(memory, function.device), covariance.dtype.itemsize
@@ -184,7 +184,12 @@ def spread_blocks(
         if own is None:  # something follows the layer on these examples
             blocks = captured_blocks(function, parts, block, memory, kept)
             own = ((captured.outputs, batch_covariance(parts, captured)) for captured in blocks)
-        yield from own
+        yield from (_of_one_type(*found) for found in own)
+
+
+def _of_one_type(mean: Tensor, spread: Tensor) -> Moments:
+    """Means in the type of the spreads, which is wider where the network's is half of one."""
+    return mean.to(spread.dtype), spread
 
 
 def joint_covariance(covariance: Curvature, x: Inputs, memory: str | int | None = None) -> Tensor:
@@ -405,7 +410,8 @@ def linearized(
         return GaussianPredictive(mean, spread, labels, joint=joint)
     if joint:
         spread = joint_covariance(covariance, x, memory)
-        return GaussianPredictive(plain_outputs(covariance.function, x), spread, labels, joint=True)
+        mean, spread = _of_one_type(plain_outputs(covariance.function, x), spread)
+        return GaussianPredictive(mean, spread, labels, joint=True)
     if _is_kept(covariance, x, batch_size(x) * torch.Size(labels.shape).numel() ** 2):
         return GaussianPredictive(*moments(covariance, x, memory), labels)
     return _wide(covariance, x, labels, memory)

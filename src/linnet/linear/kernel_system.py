@@ -293,8 +293,14 @@ class KernelSystem(System):
 
     def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
         """K(x,x) − VᵀV with V = L⁻¹ K̃(X,x)."""
-        if joint:
-            return self.between(x, x)
+        return self.between(x, x) if joint else self._of_outputs(self._blocks(x))
+
+    def shared_variance(self, x: Inputs) -> Tensor | None:
+        """The variances of one output for all of them."""
+        return self._blocks(x)[:, 0, 0].clamp_min(0) if self._apart else None
+
+    def _blocks(self, x: Inputs) -> Tensor:
+        """Covariances (T, C, C), of shared kernels variances (T, 1, 1)."""
         found = []
         for cross, own in self._to_train(x, own=True):
             factor = self.dual.factor
@@ -303,7 +309,7 @@ class KernelSystem(System):
             explained = torch.einsum("mtc,mtd->tcd", each, each)
             assert own is not None
             found.append(own.to(explained).view(len(cross), *explained.shape[1:]) - explained)
-        return self._of_outputs(torch.cat(found))
+        return torch.cat(found)
 
     def _of_outputs(self, blocks: Tensor) -> Tensor:
         """Covariances (T, C, C); of shared kernels from variances (T, 1, 1), by rounding below 0 at times."""

@@ -139,6 +139,10 @@ class Solved(ABC):
             n = len(rows) // self.c
             yield rows.view(n, self.c, -1), self.solve(rows.T).view(-1, n, self.c)
 
+    def shared_variance(self, x: Inputs) -> Tensor | None:
+        """The variance λ Var[f(x)] of outputs that are apart and have the same, (T,); None of others."""
+        return None
+
     def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
         """The posterior covariance λ Cov[f(x)]."""
         if joint:

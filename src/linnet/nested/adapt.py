@@ -13,7 +13,7 @@ from torch import nn
 
 from linnet import params as check
 from linnet.distributed import require_same_arguments, sharing
-from linnet.errors import InputError
+from linnet.errors import InputError, ModelError
 from linnet.fitting.arguments import Choices
 from linnet.fitting.last_layer import Appended, ending_linear, last_linear, selected_inside
 from linnet.fitting.remarks import data_remarks, single_remarks
@@ -26,6 +26,7 @@ from linnet.progress import Log
 from linnet.tangent.batch import take
 from linnet.tangent.data import Data
 from linnet.tangent.functional import OutputAdapter, check_output, without_wrapper
+from linnet.tangent.independence import require_independence
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector
 
@@ -231,7 +232,18 @@ def _adapted(
     said = (*(() if data.classes else doubts(y, targets, outputs)), *data_remarks(x, targets))
     for line in said:
         check.warn(line)
-    features.function.check_runs(take(x, slice(0, 1)))
+    try:
+        features.function.check_runs(take(x, slice(0, 1)))
+    except (InputError, ModelError) as error:  # the network itself has run on x above
+        if not error.what.startswith("model ("):
+            raise
+        raise ModelError(
+            f"model ({type(network[0]).__name__}) cannot run with other outputs of its last layer "
+            f"({features.layer}): {error.what}",
+            expected="a network that returns what its last nn.Linear gives",
+            remedy="pass the network below that layer, which returns features, or output= for a part of them",
+        ) from error
+    require_independence(features.function, take(x, slice(0, 4)))
     remarks = (*data.warnings, *said, *single_remarks(targets))
     reasons, seconds = {"targets": understood(targets)}, {"network": time.perf_counter() - begin}
     record = Choices("dual", "loo", {**data.reasons, **reasons}, remarks, seconds, data.classes, data.columns)
