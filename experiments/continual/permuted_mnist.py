@@ -30,7 +30,7 @@ COMPARED = (
     "Online Laplace (KF)", "Online Laplace (D)", "Non-online Laplace (KF)", "EWC (KF)", "EWC (D)", "SI",
 )  # fmt: skip
 CONSTANT = ("Online Laplace (KF)", "SI", "Online Laplace (D)")  # cost does not grow with the tasks
-STRENGTHS = {"laplace": [1.0, 3.0, 10.0, 30.0, 100.0], "SI": [0.01, 0.03, 0.1, 0.3, 1.0, 3.0]}
+STRENGTHS = {"laplace": [1.0, 3.0, 10.0, 30.0, 100.0], "SI": [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]}
 BALANCE = ("Online Laplace (KF)", (1.0, 3.0, 100.0))  # figure 5.8: run with every seed
 PAPER = {"Online Laplace (KF), 50 tasks": "over 90 % (figure 5.7)", "best λ of KF": 3}
 
