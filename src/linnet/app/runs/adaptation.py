@@ -39,7 +39,7 @@ from linnet.machine import find_device
 from linnet.nested.adapt import HEADS, best_of, requested, require_chosen
 from linnet.nested.features import RandomHeads
 from linnet.nested.nested_fit import NestedFit, solved, tries_derivatives
-from linnet.nested.search import FREE, SAME, Shares
+from linnet.nested.search import FREE, PILOT, SAME, WEIGHTS, Shares
 from linnet.nested.tuning import tuned
 from linnet.params import integer
 from linnet.predictive.noise import fit_temperature, probabilities
@@ -60,6 +60,7 @@ from linnet.tangent.store import discard
 
 Array = np.ndarray[Any, Any]
 Keep = Callable[[SavedRun], None]
+TIMED = 400  # rows of the matrix whose decomposition is timed
 TESTED = 2  # passes of a test sample for one of a training sample: the kernel with them, and its own variance
 AGAIN = 1.0  # seconds of a few samples below which they are timed again: another process may have been busy
 # Of a first answer:
@@ -535,18 +536,30 @@ def check_task(options: TaskOptions, batch: int) -> tuple[dict[str, Any], list[s
     # with too large a plan the finding says so; nothing could be computed
     fits = report.ok and report.memory.peak <= report.memory.budget
     report = replace(report, ok=fits, findings=(*report.findings, note))
-    # The passes through the network decide, which grow with the samples; the products of pairs of samples
-    # are left out.
+    # passes through the network, which grow with the samples, and decompositions, with their cube; the
+    # products of pairs of samples are left out
     tries = fits and tries_derivatives(module, FREE, x, task.classes is not None)
     work = module.kernel if tries else module.staged
     each = seconds_each(work, x) if fits else 0.0
-    known = {"fit": each * len(task.train), "test": TESTED * each * len(task.test)} if fits else None
+    known = None
+    if fits:
+        solving = _solving_seconds(len(task.train), tries, device)
+        known = {"fit": each * len(task.train) + solving, "test": TESTED * each * len(task.test)}
     data = {
         "train": len(task.train), "test": len(task.test), "findings": list(sample.findings),
         "classes": None if task.classes is None else list(task.classes),
     }  # fmt: skip
     result = {**report.to_dict(), "ok": report.ok, "data": data, "seconds": known}
     return result, _in_lines(report, task, sample.findings, known)
+
+
+def _solving_seconds(n: int, tries: bool, device: torch.device) -> float:
+    """Seconds of the eigendecompositions of a fit: of its kernel, and of a pilot's at each share tried."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(TIMED, TIMED, dtype=torch.float64, generator=generator).to(device)
+    matrix = matrix + matrix.T
+    each = seconds_each(lambda rows: torch.linalg.eigh(matrix)[1].sum().item(), matrix[:1]) / TIMED**3
+    return each * (n**3 + tries * len(WEIGHTS) * min(n, PILOT) ** 3)
 
 
 def _in_lines(
