@@ -112,7 +112,7 @@ _NAMES = {
     "per_output tune progress "
     "record_gap shared squared stop training_mode",
     "flag or none": "shard",
-    "count": "batch batch_size bins block channels classes draws epochs evaluate_every every heads "
+    "count": "batch batch_size bins block channels classes draws epochs evaluate_every every folds heads "
     "inverse_period "
     "iterations largest log_every members most n patience points rank rejections rounds samples "
     "save_every size "

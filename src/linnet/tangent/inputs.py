@@ -59,7 +59,7 @@ from linnet.tree import map_tensors, tensors_in
 IMAGE_MODES = {
     "1": "L", "L": "L", "LA": "RGBA", "P": "RGB", "RGB": "RGB", "RGBA": "RGBA", "CMYK": "RGB", "YCbCr": "RGB",
 }  # fmt: skip
-LIKE = 0.6  # likeness of two names, as difflib has it, from which one may be a slip for the other
+LIKE = 0.8  # likeness of two names, as difflib has it, from which one may be a slip for the other
 UNMASKED = "padding counts as text; pass all that the tokenizer returns, or attention_mask too"
 # What the entry with the inputs is called in mappings of others.
 NAMES = ("image", "images", "img", "pixel_values", "x", "input", "inputs", "features", "input_values", "data")
@@ -114,7 +114,8 @@ class DataNotes:
         if unknown and self.text:
             for one in unknown:
                 like = [name for name in self.classes if name.casefold().strip() == one.casefold().strip()]
-                like += difflib.get_close_matches(one, self.classes, 1, LIKE) if len(one) > 2 else []
+                like += [name for name in self.classes if len(one) > 2 and sorted(name) == sorted(one)]
+                like += difflib.get_close_matches(one, self.classes, 1, LIKE)
                 if like:
                     self.warnings.append(f"y holds the new class {one!r}, and there is {like[0]!r}: a slip?")
             self.classes = (*self.classes, *unknown)
