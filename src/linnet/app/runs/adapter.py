@@ -46,9 +46,7 @@ from linnet.tree import hash_tensors
 
 Told = tuple[dict[str, Any], list[str]]  # a result, and lines for people
 RIDGES = (10.0, 1.0, 0.1, 0.01, 0.001)  # tried from the largest on, as long as the next one is better
-# Texts of which leave-one-out is taken: each costs a solve over all of them, which for a hundred of a network
-# of 135 million weights takes as long as the fit. The ridge is chosen on as many.
-AFFORDABLE = 100
+AFFORDABLE = 100  # texts on which the ridge is chosen, and that are held out: that takes ten fits or more
 FEW, PARTS = 20, 10  # texts that are each held out alone; parts of more that are held out together
 ALONE = 0.1  # the ridge of a single text
 GIVEN = "as given"  # why the ridge is what it is
@@ -197,10 +195,10 @@ def adapt(options: AdaptOptions, out: Path, quick: bool, overwrite: bool) -> Tol
         texts = read_texts(options.data, tokenizer, "train")
         network = network.to(device)
     origin = Origin(spec, arguments)
-    run = _interrupted(out, options, origin, texts)
+    run, held = _interrupted(out, options, origin, texts), None
     if run is None:
         with stages.measure("fit"), waiting("the fit"):
-            fit, chosen = _fitted(network, _batch(texts, tokenizer), options)
+            fit, chosen, held = _fitted(network, _batch(texts, tokenizer), options)
         run = AdapterRun(origin, options.seed, network, told, tokenizer, fit, texts, chosen)
         if overwrite:
             clear_run(out)
@@ -211,7 +209,7 @@ def adapt(options: AdaptOptions, out: Path, quick: bool, overwrite: bool) -> Tol
     if run.fit.n <= AFFORDABLE:
         with stages.measure("refits"), waiting("refits"):
             try:
-                losses["held_out"] = _held_out(run.fit, run.seed)
+                losses["held_out"] = _held_out(run.fit, run.seed) if held is None else held
             except NumericalError as error:  # of the refits alone: the fit itself has been solved
                 why = f"not known of texts held out: {error.what}"
     rows = rows_of(texts, batch, **losses)
@@ -281,34 +279,38 @@ def _interrupted(out: Path, options: AdaptOptions, origin: Origin, texts: Texts)
     return run if same and ridge else None
 
 
-def _fitted(network: nn.Module, batch: dict[str, Tensor], options: AdaptOptions) -> tuple[PositionFit, str]:
-    """The fit, and why it has this ridge."""
+def _fitted(
+    network: nn.Module, batch: dict[str, Tensor], options: AdaptOptions
+) -> tuple[PositionFit, str, Tensor | None]:
+    """The fit, why it has this ridge, and losses of texts held out where the choice has taken them."""
     if options.ridge not in ("auto", "loo"):
-        return _solved(network, batch, float(options.ridge), options.memory), GIVEN
+        return _solved(network, batch, float(options.ridge), options.memory), GIVEN, None
     count = len(batch["labels"])
     order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed))
     some = {name: part[order[:AFFORDABLE].sort().values] for name, part in batch.items()}
     if count == 1:
-        return _solved(network, batch, ALONE, options.memory), "as one text leaves none to choose it by"
+        return _solved(network, batch, ALONE, options.memory), "as one text leaves none to choose it by", None
     tokens, tried, best = int(_tokens(some["labels"]).sum()), dict[float, float](), None
+    held: Tensor | None = None
     for ridge in RIDGES:
         fit = _solved(network, some, ridge, options.memory)
         try:
-            tried[ridge] = float(_held_out(fit, options.seed).sum()) / tokens
+            losses = _held_out(fit, options.seed)
         except NumericalError:
             if best is None:
                 raise
             break
+        tried[ridge] = float(losses.sum()) / tokens
         if tried[ridge] > min(tried.values()):
             break
-        best = fit
+        best, held = fit, losses
     told = ", ".join(f"{ridge:g} ({loss:.3f})" for ridge, loss in tried.items())
     whose = "" if count <= AFFORDABLE else f" of {AFFORDABLE} texts"
     why = f"the least loss per token{whose} by fits without {_part(len(some['labels']))}, of {told}"
     assert best is not None
     if best.ridge == RIDGES[-1]:
         why += ", the smallest that is tried"
-    return _solved(network, batch, best.ridge, options.memory) if whose else best, why
+    return (_solved(network, batch, best.ridge, options.memory), why, None) if whose else (best, why, held)
 
 
 def _part(count: int) -> str:
@@ -460,9 +462,8 @@ def predict(
     lines = [f"texts: {len(rows)}, {kept(table)}; {result['loss_per_token']:.3f} nats per token"]
     for row in rows[:LISTED]:
         # a loss is above zero: of a larger spread first order says no more than that it is not known
-        error = (
-            f" +- {row['std']:.3f}" if std and row["std"] < row["loss"] else " +- all of it" if std else ""
-        )
+        width = f"{row['std']:.3f}" if std and row["std"] < row["loss"] else "all of it"
+        error = f" +- {width}" if std else ""
         said = f"{row['loss']:.3f}{error} nats, {row['probability']:.1%}"
         lines.append(_line(said, row["id"], row["text"]))
     return result, [*lines, *_ending(folder, result)]

@@ -165,7 +165,8 @@ def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples
     assert run.samples.labels is not None
     bare, values = run.fingerprints(), run.fingerprints(new.x)
     whole, labeled = answered(bare, run.samples.labels), answered(values, answers)
-    measured, back = run.measured, sum(name in {*run.forgotten} for name in labeled)
+    measured, gone = run.measured, {*run.forgotten}
+    back = sum(name in gone for name in labeled)
     own, theirs = (whole, labeled) if measured else (bare, values)
     known = _copies(theirs, _places([*own, *run.held]), once=measured)
     found = {row: at for row, at in known.items() if at < len(own)}
