@@ -46,7 +46,7 @@ Array = np.ndarray[Any, Any]
 _KIND = "run"
 ADAPTER = "adapter"  # what the record of a run on texts says beside the rest
 _MOST = 2**31  # outputs and positions: beyond what a run in memory can have
-_DIGITS, _AT_ONCE = 16, 1024  # of a fingerprint, in hexadecimal; samples that are hashed together
+_DIGITS, _AT_ONCE = 16, 64  # of a fingerprint, in hexadecimal; samples that are hashed together
 _TENSORS = ("model", NestedFit.kind, "samples")
 
 
