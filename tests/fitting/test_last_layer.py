@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError, ModelError
-from linnet.fitting.last_layer import Appended, ending_linear, features
+from linnet.fitting.last_layer import Appended, _probabilities, ending_linear, features
 
 transformers = pytest.importorskip("transformers")
 
@@ -374,3 +374,12 @@ def test_parameters_of_an_encoder_go_by_its_own_names() -> None:
     for params in (["conv.weight", "conv.bias"], r"^conv\.", encoder.conv):
         fit = linnet.adapt(encoder, (images(), y), weight=0.5, ridge=0.1, params=params)
         assert torch.allclose(fit.predict(images(1)), every.predict(images(1)), atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("classes", [2, 64, 384])
+def test_features_of_a_coarse_type_are_no_probabilities(kind: torch.dtype, classes: int) -> None:
+    z = torch.randn(20, classes, generator=torch.Generator().manual_seed(0))
+    assert not _probabilities(z.to(kind))
+    assert _probabilities(z.softmax(1).to(kind))
+    assert _probabilities(z.to(kind).log_softmax(1))

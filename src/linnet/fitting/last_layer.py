@@ -267,7 +267,8 @@ def _probabilities(outputs: Tensor) -> bool:
     """Whether outputs are probabilities of classes, or their logarithms."""
     if outputs.ndim != 2 or outputs.shape[1] < 2:
         return False
-    slack = outputs.shape[1] * torch.finfo(outputs.dtype).eps ** 0.5
+    slack = max(1e-3, 16 * torch.finfo(outputs.dtype).eps)  # they are rounded one by one, and add up to one
+    outputs = outputs.double()
     plain = bool((outputs >= 0).all()) and bool((outputs.sum(1) - 1).abs().max() < slack)
     return plain or bool(outputs.logsumexp(1).abs().max() < slack)
 
