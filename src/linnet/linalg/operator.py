@@ -121,10 +121,15 @@ class ParameterSpace:
         require_params(params, "the parameter vector")
         missing, unknown = set(self.names) - set(params), set(params) - set(self.names)
         if missing or unknown:
+            told = [
+                f"{what} {_listed(names)}"
+                for what, names in (("lacks", missing), ("has unknown", unknown))
+                if names
+            ]
             raise InputError(
-                f"the parameter vector lacks {_listed(missing)} and has unknown {_listed(unknown)}",
+                f"the parameter vector {' and '.join(told)}",
                 expected=f"exactly {_listed(self.names)}",
-                remedy="the names are those of named_parameters()",
+                remedy="the names are those of named_parameters(); of those that stay give zeros",
             )
         first = self.names[0]
         columns = params[first].shape[len(self.shapes[first]) :]
@@ -149,7 +154,7 @@ def require_params(params: Any, name: str) -> None:
 def _listed(names: Iterable[str]) -> str:
     """The first few names, quoted, for an error."""
     listed = [repr(name) for name in sorted(names)]
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "") or "nothing"
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
 
 
 class LinearOperator(Shown):
