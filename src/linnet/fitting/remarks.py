@@ -73,7 +73,8 @@ def held_remarks(function: Functional) -> tuple[str, ...]:
 def copied_remarks(x: Inputs, targets: Targets) -> tuple[str, ...]:
     """Samples that come more than once, as loaders that draw some more often give them."""
     own = targets.values if targets.labels is None else targets.labels
-    inputs, labeled = hash_examples(x), example_hashes(x, own)
+    inputs = hash_examples(x)
+    labeled = [*zip(inputs, hash_examples(own), strict=True)]
     kinds = len(set(labeled))
     copies, contradictions = len(own) - kinds, kinds - len(set(inputs))
     measured = isinstance(x, Tensor) and x.ndim == 2 and x.is_floating_point()

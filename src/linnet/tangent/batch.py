@@ -232,9 +232,7 @@ def with_padding(x: Inputs, token: int | None) -> Inputs:
     ids, mask = x.get(TOKENS), x.get(MASK)
     if not (isinstance(ids, Tensor) and isinstance(mask, Tensor) and ids.shape == mask.shape):
         return x
-    if (
-        ids.is_floating_point() or mask.is_floating_point()
-    ):  # what is added to scores is 0 where a token counts
+    if ids.is_floating_point() or mask.is_floating_point():  # added to scores, it is 0 where a token counts
         return x
     return {**x, TOKENS: ids.masked_fill((mask == 0) & (ids == 0), token)}
 

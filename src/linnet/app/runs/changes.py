@@ -41,7 +41,6 @@ from linnet.report.records import (
     TrainingSet,
 )
 from linnet.shown import some
-from linnet.tangent.batch import hash_examples
 
 Array = np.ndarray[Any, Any]
 
@@ -86,10 +85,8 @@ def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
     after = replace(run, fit=fit, samples=known.take(keep), forgotten=tuple(sorted(forgotten)))
     compared = _compare(fit, verify)
     same = [known.ids[at] for at in keep.tolist() if names[at] in gone]
-    notes = (
-        (f"{len(same)} samples that stay have the inputs of forgotten ones: {some(same)}",) if same else ()
-    )
-    return Change(run, after, seconds, *compared, tuple(removed), verify, notes)
+    note = f"{len(same)} samples that stay have the inputs of forgotten ones: {some(same)}"
+    return Change(run, after, seconds, *compared, tuple(removed), verify, (note,) if same else ())
 
 
 def _test_ids(run: SavedRun) -> dict[str, tuple[str, ...]]:
@@ -190,7 +187,7 @@ def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples
             "draws anew what is held out",
         )
     notes = [f"{told}; these are left out" for told in what]
-    notes += [f"{back} samples are such as the run forgot, and are trained on again"] if back else []
+    notes += [f"{back} samples were forgotten before, and are trained on again"] if back else []
     other = _otherwise(values, answers, bare, run.samples.labels)
     if other and not (measured and _by_chance(bare, len(other), len(values))):
         row, at = other[0]
@@ -246,8 +243,8 @@ def _tested_elsewhere(run: SavedRun, new: NewSamples) -> tuple[SavedRun, tuple[s
     task, _ = load_test(run)
     if task is None or run.test is None:
         return run, ()
-    added = set(hash_examples(run.inputs(new.x)))
-    keep = [row for row, name in enumerate(hash_examples(run.inputs(task.test.x))) if name not in added]
+    added = set(run.fingerprints(new.x))
+    keep = [row for row, name in enumerate(run.fingerprints(task.test.x)) if name not in added]
     overlap = len(task.test) - len(keep)
     if not overlap:
         return run, ()

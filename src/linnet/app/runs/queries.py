@@ -24,7 +24,6 @@ from linnet.files import finite, write_text
 from linnet.params import integer
 from linnet.report.reading import Predictions, explanations, facts, name_of, predicted, scored
 from linnet.report.records import Content, Explanation, Neighbor, Notes, TrainingSet
-from linnet.tangent.batch import hash_examples
 
 TABLES = (".csv", ".json")  # the files that rows are written to
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet
@@ -57,8 +56,8 @@ def predict(
 
 def _with_known(run: SavedRun, new: NewSamples) -> NewSamples:
     """Samples with answers, and a note where some of them are those of the training."""
-    trained = set() if new.y is None else set(hash_examples(run.fit.x))
-    known = sum(name in trained for name in hash_examples(run.inputs(new.x))) if trained else 0
+    trained = set() if new.y is None else set(run.fingerprints())
+    known = sum(name in trained for name in run.fingerprints(new.x)) if trained else 0
     if not known:
         return new
     note = (

@@ -243,18 +243,15 @@ def _beyond(run: SavedRun, new: NewSamples) -> list[str]:
         named.append(((table.target,), new.y, known))
     found = []
     for labels, values, own in named:
-        low, high = (
-            np.where(np.abs(end) < 1e-6 * np.ptp(own, 0), 0, end) for end in (own.min(0), own.max(0))
-        )
-        margin = (
-            high - low + 1e-3 * np.maximum(np.abs(low), np.abs(high))
-        )  # as wide as they are, and rounding
+        ends, width = (own.min(0), own.max(0)), np.ptp(own, 0)
+        low, high = (np.where(np.abs(end) < 1e-6 * width, 0, end) for end in ends)  # zero up to rounding
+        margin = width + 1e-3 * np.maximum(np.abs(low), np.abs(high))
         far = (values < low - margin) | (values > high + margin)
         for place in np.flatnonzero(far.any(0)):
             rows = np.flatnonzero(far[:, place])
-            ends = f"{low[place]:.4g} to {high[place]:.4g} of the training"
+            span = f"{low[place]:.4g} to {high[place]:.4g} of the training"
             first = f"first {values[rows[0], place]:.4g} in {new.ids[rows[0]]}"
-            told = f"{len(rows)} of {len(values)} values lie far outside the {ends}, {first}"
+            told = f"{len(rows)} of {len(values)} values lie far outside the {span}, {first}"
             found.append(f"{labels[place]}: {told}: another unit?")
     return found
 
