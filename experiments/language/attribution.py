@@ -1,13 +1,14 @@
 """Which training texts raise or lower a loss: predictions of influence against training on halves of them.
 
     python -m experiments.language.attribution
+    python -m experiments.language.attribution --of peers    # with kronfluence and dattri installed
 
 A small causal transformer learns word by word from news, and is then trained further on other news. Fifty
 times it is trained on a random half of these, and so is its linear model. The linear datamodelling score
 (Park et al. 2023) is the rank correlation, over the halves, of the loss of a text that was not seen with the
 sum of the influences that a method ascribes to the texts of the half: its mean over such texts. The network's
-own losses are told by influence functions along all weights and along few directions, the linear model's by
-its own influence.
+own losses are told by influence functions along all weights and along few directions, by those of other
+libraries, and the linear model's by its own influence.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import linnet
+from experiments.language import peers
 from experiments.locate import find_data_dir
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
@@ -35,8 +37,13 @@ from linnet.fitting import CG
 WORDS, LENGTH, WIDTH = 800, 20, 48
 BEFORE, TEXTS, QUERIES, HALVES = 800, 400, 24, 50
 RATE, BATCH, FIRST, EPOCHS = 2e-3, 32, 12, 6  # of Adam: epochs on the news before, and on those in question
-DAMPING = 0.1  # of the mean eigenvalue of the curvature, as is usual for influence functions
+DAMPING, CG_DAMPING = 0.1, 10.0  # of the mean eigenvalue of the curvature: each the best on another seed
+PULL, SHARE = (
+    1000.0,
+    0.1,
+)  # ridge towards the start, as chosen by unseen texts of another seed; its share
 STEPS = 12  # of conjugate gradients, a product with the curvature each
+AGAIN = 5  # networks over which a method's influences are averaged, trained on the same texts in other orders
 DIRECTIONS = (64, 256, 1024)
 PARAMS, RIDGE = r"second\.linear[12]\..*", 30.0  # the ridge of least loss of the texts before, among 1 and 30
 LIKELIHOOD = linnet.likelihoods.Categorical(axis=-1)
@@ -122,22 +129,27 @@ def timed(make: Callable[[], Tensor]) -> tuple[Tensor, float]:
     return found, time.perf_counter() - begin
 
 
-def of_network(net: Decoder, data: Data, queries: Data) -> dict[str, tuple[Tensor, float]]:
-    """Influences on the network's losses, by several methods."""
+def of_network(
+    net: Decoder, data: Data, queries: Data, pull: float | None = None
+) -> dict[str, tuple[Tensor, float]]:
+    """Influences on the network's losses, by several methods; it may be the optimum with a ridge."""
     lin = linnet.linearize(net)
     rows = LossGradients(lin.function, LIKELIHOOD)
     begin = time.perf_counter()
     g, q = rows.rows(*data), rows.rows(*queries)
     both = time.perf_counter() - begin
     begin = time.perf_counter()
-    curvature = linnet.curvature(net, data, LIKELIHOOD, structure="ekfac", expectation="mc")
-    tau = DAMPING * float(curvature.trace()) / lin.space.dim
-    damped = curvature.damped(tau)
+    curvature = ekfac(net, data)
+    mean = float(curvature.trace()) / lin.space.dim
+    damping, exact_damping = DAMPING * mean, CG_DAMPING * mean
+    if pull is not None:
+        damping, exact_damping = SHARE * pull, pull
+    damped = curvature.damped(damping)
     summed = time.perf_counter() - begin
-    exact = linnet.curvature(net, data, LIKELIHOOD, structure="matrix-free").damped(tau)
 
     def by_cg() -> Tensor:
-        inverse = damped.inverse()
+        exact = linnet.curvature(net, data, LIKELIHOOD, structure="matrix-free").damped(exact_damping)
+        inverse = curvature.damped(exact_damping).inverse()
         return -g @ linnet.solvers.cg(exact, q.T, inverse, tolerance=1e-2, max_steps=STEPS).value
 
     found = {
@@ -154,35 +166,108 @@ def of_network(net: Decoder, data: Data, queries: Data) -> dict[str, tuple[Tenso
             def stored(dim: int = dim, folder: str = folder) -> Tensor:
                 small = linnet.with_sketch(net, curvature, dim=dim)
                 store = linnet.audit.GradientStore(Path(folder) / "rows", small, LIKELIHOOD).add(data)
-                return -store.scores(queries, damping=tau).T
+                return -store.scores(queries, damping=damping).T
 
             one, seconds = timed(stored)
             found[f"gradient store, {dim} directions"] = one, seconds + summed
     return found
 
 
-def network_cell(seed: int, data_dir: str | None) -> dict[str, Any]:
-    """Scores of every method against the network trained on halves."""
+def ekfac(net: Decoder, data: Data) -> Any:
+    """The curvature of a network on the texts that it is trained on."""
+    return linnet.curvature(net, data, LIKELIHOOD, structure="ekfac", expectation="mc")
+
+
+def by_ekfac(net: Decoder, data: Data, queries: Data) -> Tensor:
+    """Influence (N, Q) by EKFAC."""
+    rows, curvature = LossGradients(linnet.linearize(net).function, LIKELIHOOD), ekfac(net, data)
+    damping = DAMPING * float(curvature.trace()) / sum(p.numel() for p in net.parameters())
+    return -rows.rows(*data) @ curvature.damped(damping).inverse().mm(rows.rows(*queries).T)
+
+
+@cache
+def retrained(seed: int, data_dir: str | None) -> tuple[list[Decoder], Decoder, Tensor, Tensor]:
+    """Networks of all texts, the one before; halves, and losses of two networks of each, (2, halves, Q)."""
     before, data, queries = news(data_dir)
     torch.manual_seed(seed)
     start = trained(Decoder(), before, FIRST, seed)
-    net, parts = trained(start, data, EPOCHS, seed), halves(seed)
-    truth = []
+    nets = [trained(start, data, EPOCHS, seed + 10_000 * again) for again in range(AGAIN)]
+    parts, truth = halves(seed), torch.zeros(2, HALVES, len(queries[0]))
     for k, part in enumerate(parts):
-        own = [trained(start, (data[0][part], data[1][part]), EPOCHS, 100 * k + again) for again in range(2)]
-        with torch.no_grad():
-            truth.append(torch.stack([losses(one, queries) for one in own]).mean(0))
+        for again in range(2):
+            own = trained(start, (data[0][part], data[1][part]), EPOCHS, 100 * k + again)
+            with torch.no_grad():
+                truth[again, k] = losses(own, queries)
+    return nets, start, parts, truth
+
+
+def told(found: dict[str, tuple[Tensor, float]], parts: Tensor, truth: Tensor) -> dict[str, Any]:
+    """Scores and seconds of influences by method."""
+    return {name: {"scores": score(one, parts, truth), "took": took} for name, (one, took) in found.items()}
+
+
+def network_cell(seed: int, data_dir: str | None) -> dict[str, Any]:
+    """Scores of every method against the network trained on halves."""
+    _, data, queries = news(data_dir)
+    nets, start, parts, truth = retrained(seed, data_dir)
     with torch.no_grad():
         counts = (queries[1] != -100).sum()
-        first, last = (float(losses(one, queries).sum() / counts) for one in (start, net))
-    found = of_network(net, data, queries)
+        first, last = (float(losses(one, queries).sum() / counts) for one in (start, nets[0]))
+    found = of_network(nets[0], data, queries)
+    several = timed(lambda: torch.stack([by_ekfac(net, data, queries) for net in nets]).mean(0))
+    found[f"EKFAC, {AGAIN} networks"] = several
+    again = [float(spearmanr(*truth[:, :, q]).statistic) for q in range(truth.shape[2])]
     return {
         "loss before": first, "loss after": last,
-        "methods": {
-            name: {"scores": score(one, parts, torch.stack(truth)), "took": seconds}
-            for name, (one, seconds) in found.items()
-        },
+        "methods": told(found, parts, truth.mean(0)) | {"the other training of each half": {"scores": again}},
+        "losses": [[round(float(one), 3) for one in row] for row in truth.mean(0)],
     }  # fmt: skip
+
+
+def optimum(start: Decoder, data: Data) -> Decoder:
+    """A copy at the optimum of the texts' losses with a ridge towards the start, by L-BFGS."""
+    own = Decoder()
+    own.load_state_dict(start.state_dict())
+    origin = [p.detach().clone() for p in own.parameters()]
+    optimizer = torch.optim.LBFGS(
+        own.parameters(), max_iter=200, history_size=20, line_search_fn="strong_wolfe", tolerance_grad=0.1
+    )
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        away = sum((p - q).square().sum() for p, q in zip(own.parameters(), origin, strict=True))
+        loss = losses(own, data).sum() + 0.5 * PULL * away
+        loss.backward()
+        return loss
+
+    optimizer.step(objective)
+    return own.eval()
+
+
+def optimum_cell(seed: int, data_dir: str | None) -> dict[str, Any]:
+    """Scores of every method against the network at its optimum for each half."""
+    before, data, queries = news(data_dir)
+    torch.manual_seed(seed)
+    start = trained(Decoder(), before, FIRST, seed)
+    net, parts = optimum(start, data), halves(seed)
+    refits = [optimum(start, (data[0][part], data[1][part])) for part in parts]
+    with torch.no_grad():
+        truth = torch.stack([losses(one, queries) for one in refits])
+        first, last = (float(losses(one, queries).sum() / (queries[1] != -100).sum()) for one in (start, net))
+    found = of_network(net, data, queries, PULL)
+    return {"loss before": first, "loss after": last, "methods": told(found, parts, truth)}
+
+
+def peers_cell(seed: int, data_dir: str | None) -> dict[str, Any]:
+    """Scores of other libraries' influences against the same."""
+    _, data, queries = news(data_dir)
+    nets, _, parts, truth = retrained(seed, data_dir)
+    found = {
+        "EKFAC by kronfluence": timed(lambda: peers.by_kronfluence(nets[0], data, queries)),
+        "TRAK by dattri": timed(lambda: peers.by_trak(nets[:1], data, queries)),
+        f"TRAK by dattri, {AGAIN} networks": timed(lambda: peers.by_trak(nets, data, queries)),
+    }
+    return {"methods": told(found, parts, truth.mean(0))}
 
 
 # -- the linear model ------------------------------------------------------------------------------
@@ -214,31 +299,53 @@ def linear_cell(seed: int, data_dir: str | None) -> dict[str, Any]:
 # -- the study -------------------------------------------------------------------------------------
 
 
+LOSSES = {  # of what the influences of a kind of cell are
+    "network": "network",
+    "peers": "network",
+    "optimum": "network at an optimum",
+    "linear model": "linear model",
+}
+
+
 def table(cells: Sequence[Cell]) -> str:
     """Markdown: a row a method."""
     rows = []
-    for of in ("network", "linear model"):
+    for of, losses_of in LOSSES.items():
         own = [cell for cell in cells if cell["of"] == of]
         for name in own[0]["methods"] if own else ():
             found = [cell["methods"][name] for cell in own]
             values = [value for one in found for value in one["scores"]]
-            took = sum(one["took"] for one in found) / len(found)
-            rows.append((of, name, with_error(values, 2), f"{took:.1f}"))
+            took = [one["took"] for one in found if "took" in one]
+            seconds = f"{sum(took) / len(took):.1f}" if took else "–"
+            rows.append((losses_of, name, with_error(values, 2), seconds))
     return markdown(("losses of", "influence by", "linear datamodelling score", "seconds"), rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the study."""
-    kinds = {"linear model": linear_cell, "network": network_cell}
+    kinds = {
+        "linear model": linear_cell,
+        "network": network_cell,
+        "peers": peers_cell,
+        "optimum": optimum_cell,
+    }
     options = parser(__doc__ or "")
-    options.add_argument("--of", nargs="+", choices=kinds, default=[*kinds], help="parts (default: both)")
+    options.add_argument(
+        "--of", nargs="+", choices=kinds, default=[kind for kind in kinds if kind != "peers"], help="parts"
+    )
     given = options.parse_args(arguments)
+    if "peers" in given.of:
+        peers.need("kronfluence", "dattri")
     study = Study("language/attribution", given)
     sizes = {"texts": TEXTS, "queries": QUERIES, "halves": HALVES}
+    own = {"network": {"damping": [DAMPING, CG_DAMPING]}, "optimum": {"pull": PULL}}
     cells = [
-        study.cell({"of": of, "seed": seed, **sizes}, partial(kinds[of], seed, given.data_dir))
+        study.cell(
+            {"of": of, "seed": seed, **sizes, **own.get(of, {})}, partial(kinds[of], seed, given.data_dir)
+        )
         for seed in study.seeds
         for of in given.of
+        for compute in (partial(kinds[of], seed, given.data_dir),)
     ]
     study.publish(table(cells), cells)
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.language import attribution, sure
+from experiments.language import attribution, peers, sure
 from experiments.language.facts import made
 from experiments.sources import Images
+from linnet.errors import DataError
 
 
 def test_facts_are_drawn_once_and_wrong_answers_are_wrong() -> None:
@@ -57,6 +58,26 @@ def test_every_method_ascribes_an_influence_to_every_text(small: tuple[Any, Any,
     assert torch.equal(dot.sign(), cosine.sign())
     own = attribution.of_network(net, data, data)["EKFAC"][0].diagonal()
     assert bool((own < 0).all())  # each text lowers its own loss
+    assert torch.allclose(attribution.by_ekfac(net, data, queries), found["EKFAC"], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.long
+def test_at_an_optimum_influence_foretells_what_leaving_a_text_out_does(
+    small: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attribution, "PULL", 30.0)
+    start, data, queries = small
+    net, keep = attribution.optimum(start, data), torch.arange(10) != 3
+    less = attribution.optimum(start, (data[0][keep], data[1][keep]))
+    with torch.no_grad():
+        change = attribution.losses(net, queries) - attribution.losses(less, queries)
+    found = attribution.of_network(net, data, queries, 30.0)["EKFAC and conjugate gradients"][0][3]
+    assert torch.corrcoef(torch.stack([change, found.float()]))[0, 1] > 0.9
+
+
+def test_a_study_with_other_libraries_says_which_are_missing() -> None:
+    with pytest.raises(DataError, match="the package no_such_package is not installed"):
+        peers.need("no_such_package")
 
 
 def test_training_does_not_change_the_network_that_it_starts_from(small: tuple[Any, Any, Any]) -> None:
