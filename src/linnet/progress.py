@@ -192,13 +192,13 @@ def check_log(log: Any) -> Log | None:
     return None if log is None else function("log", log, "a function of a dict of numbers and a step")
 
 
-def tell(log: Log, values: dict[str, float], step: int, after: str) -> None:
+def tell(log: Log, values: dict[str, float], step: int, after: str, name: str = "log=") -> None:
     """Call a user's log; an error that it raises stays the user's own, such as one that stops a run."""
     try:
         log(values, step)
     except Exception as error:
         error.add_note(
-            f"log= raised this at step {step}: {after}. Expected: a function of a dict of numbers and a "
+            f"{name} raised this at step {step}: {after}. Expected: a function of a dict of numbers and a "
             "step. To fix it: mend the function; to go on without its numbers, catch the error inside it."
         )
         raise

@@ -195,6 +195,19 @@ def test_changes_keep_what_folds_noted(fits: tuple[NestedFit, NestedFit]) -> Non
         fit.update((TEST[0][:4], TEST[1][:4]), ridge="loo")
 
 
+def test_examples_that_training_has_seen_keep_their_held_out_outputs(
+    fits: tuple[NestedFit, NestedFit], tmp_path: Path
+) -> None:
+    fit = fits[1]
+    fit.forget(range(20)).save(tmp_path)
+    less = linnet.load(tmp_path / "nested-fit.safetensors", network())
+    back = less.update((DATA[0][:20], DATA[1][:20])).update((DATA[0][30:31], DATA[1][30:31]))
+    assert torch.equal(back.loo(), torch.cat([fit.loo()[20:], fit.loo()[:20], fit.loo()[30:31]]))
+    wider = less.update((TEST[0][:2], torch.tensor([2, 2]))).update((DATA[0][:3], DATA[1][:3]))
+    assert torch.equal(wider.loo()[-3:, :2], fit.loo()[:3])
+    assert not wider.loo()[-3:, 2].any()
+
+
 def test_probabilities_are_calibrated_by_held_out_outputs(fits: tuple[NestedFit, NestedFit]) -> None:
     fit = fits[1]
     confidence = float(fit.predictive(TEST[0]).probs.max(1).values.mean())
@@ -266,8 +279,24 @@ def test_rungs_are_compared_sample_by_sample(fits: tuple[NestedFit, NestedFit]) 
     fewer = ladder([("linear probe", truth * 0.1)], near, targets, 7.0)
     assert fewer[1].gain > fewer[1].gain_error
     assert fewer[0].taken
+    # the better of the two before it is what training has to reach, whichever is fitted
+    ends = [("linear probe", truth * 0.9), ("linearized lower layers", -truth * 0.5)]
+    third = ladder(ends, torch.cat([-truth[:40], truth[40:] * 0.95]), targets, 7.0)
+    assert third[1].taken
+    assert third[2].accuracy > third[1].accuracy
+    assert "than the 100.0 % of the linear probe" in verdict(third)
+    assert verdict(third).startswith("Kept the linearized lower layers: training")
     assert "less error on held-out folds and 20.0" in verdict(fewer)
     assert "points less accuracy" in verdict(fewer)
+
+
+def test_an_error_of_a_log_says_when_it_came() -> None:
+    def log(*_: object) -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        linnet.adapt(network(), DATA, tune=log)
+    assert caught.value.__notes__[0].startswith("tune= raised this at step")
 
 
 def test_one_fold_is_enough_where_training_does_harm(monkeypatch: pytest.MonkeyPatch) -> None:

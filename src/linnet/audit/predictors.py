@@ -14,7 +14,6 @@ from linnet.fitting.position_fit import PositionFit
 from linnet.fitting.solved_fit import SolvedFit
 from linnet.tangent.batch import Inputs, batch_size, require_dense, split
 from linnet.tangent.inputs import known_answers
-from linnet.tree import hash_tensors, tensors_in
 
 BATCH = 128  # examples predicted at once
 
@@ -129,8 +128,3 @@ def class_labels(y: Any, n: int, classes: int, *predictors: Any) -> Tensor:
             remedy="check that y belongs to these outputs",
         )
     return labels.long()
-
-
-def input_hashes(x: Inputs) -> list[str]:
-    """A fingerprint of every example without its label."""
-    return [hash_tensors(tensors_in(part)) for part in split(x, 1)]

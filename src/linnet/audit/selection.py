@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.audit.predictors import check_fit, check_squared, input_hashes, unweighed
+from linnet.audit.predictors import check_fit, check_squared, unweighed
 from linnet.errors import InputError
 from linnet.fitting.arguments import checked_inputs
 from linnet.fitting.linear_fit import LinearFit, SquaredFit
@@ -36,7 +36,7 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, integer
 from linnet.progress import track
 from linnet.shown import Record
-from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.batch import Inputs, batch_size, hash_examples, take
 from linnet.tangent.modes import in_exact_mode
 
 CRITERIA = ("predictive-information", "variance", "information", "uncertainty")
@@ -254,8 +254,8 @@ class _Covariances:
 
 def _check_pool(fit: SquaredFit, pool: Inputs) -> None:
     """Raise if a pool holds what is labeled already."""
-    known = set(input_hashes(fit.x))
-    again = [i for i, name in enumerate(input_hashes(pool)) if name in known]
+    known = set(hash_examples(fit.x))
+    again = [i for i, name in enumerate(hash_examples(pool)) if name in known]
     if again:
         raise InputError(
             f"pool holds {len(again)} training example(s), first at index {again[0]}",

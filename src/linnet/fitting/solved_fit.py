@@ -185,8 +185,13 @@ class SolvedFit(Shown):
         targets = self._targets.taken(keep)
         made = self._changed(targets, system, f"forgot {count_in_words(len(index))}", start)
         if self.trained and self.held_out is not None:
-            made.held_out = self.held_out[keep.to(self.held_out.device)]
+            made._keep_held_out(self, keep.to(self.held_out.device))
         return made
+
+    def _keep_held_out(self, before: Self, keep: Tensor) -> None:
+        """Take the held-out outputs of the examples that were not forgotten."""
+        assert before.held_out is not None
+        self.held_out = before.held_out[keep]
 
     @in_exact_mode
     def update(self, data: Any, ridge: float | str | None = None, *, sample_weight: Any = None) -> Self:

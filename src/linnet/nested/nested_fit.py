@@ -36,7 +36,7 @@ from linnet.nested.export import exported_nested, network_of_probe
 from linnet.nested.features import HEAD, Prior, RandomHeads, kernels_of
 from linnet.nested.search import FREE, Kernels, Rung, Shares, choose, intercept, sampled
 from linnet.params import no_targets, warn
-from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate, take
+from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate, hash_examples, take
 from linnet.tangent.data import Data
 from linnet.tangent.functional import IDLE, Functional, OutputAdapter, copied
 from linnet.tangent.graph import Prototype, Traced
@@ -96,6 +96,7 @@ class NestedFit(SquaredFit):
         super().__init__(prior.network, targets, system, record)
         self.prior = prior
         self.rungs: tuple[Rung, ...] = ()
+        self.dropped: dict[str, Tensor] = {}  # held-out outputs of forgotten examples, by their fingerprints
 
     def _no_sum(self, *_: Any) -> NoReturn:
         """Raise: every fit has features of its own."""
@@ -165,8 +166,10 @@ class NestedFit(SquaredFit):
         """A fit by another system, with what held-out folds told: closed forms cannot find that again."""
         assert isinstance(system, KernelSystem)
         made = NestedFit(self.prior, targets, system, record)
+        if made.n == 1:  # which leaves no residual to tell the noise by
+            made._noise = self.noise
         if self.held_out is not None:
-            made._noise, made.rungs = self._noise, self.rungs
+            made._noise, made.rungs, made.dropped = self._noise, self.rungs, self.dropped
             made._moderation, made._point_temperature = self._moderation, self._point_temperature
         return made
 
@@ -249,7 +252,9 @@ class NestedFit(SquaredFit):
             )
         made = self._made(self.system.widened(len(found)), targets, replace(self.record, classes=named))
         if self.held_out is not None:
-            made.held_out = torch.cat([self.held_out, self.held_out.new_zeros(self.n, len(found))], 1)
+            more = self.held_out.new_zeros(1, len(found))
+            made.held_out = torch.cat([self.held_out, more.expand(self.n, -1)], 1)
+            made.dropped = {name: torch.cat([row, more[0]]) for name, row in self.dropped.items()}
         return made
 
     def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float, sample_weight: Any) -> NestedFit:
@@ -265,9 +270,18 @@ class NestedFit(SquaredFit):
             made.record = replace(made.record, reasons=reasons)
             return made
         made = self._changed(targets, self.system.extended(self._more(x, new)), what, start)
-        if self.held_out is not None:  # the fit before has not seen the new examples
-            made.held_out = torch.cat([self.held_out, self.predict(x).to(self.held_out)])
+        if self.held_out is not None:  # the fit before has not seen the new examples, or training has
+            known = self.dropped | dict(zip(hash_examples(self.x), self.held_out, strict=True))
+            rows = zip(hash_examples(x), self.predict(x).to(self.held_out), strict=True)
+            made.held_out = torch.stack([*self.held_out, *(known.get(name, row) for name, row in rows)])
         return made
+
+    def _keep_held_out(self, before: NestedFit, keep: Tensor) -> None:
+        """Those of the forgotten examples as well: the weights have seen them, should they come again."""
+        super()._keep_held_out(before, keep)
+        assert before.held_out is not None
+        names = hash_examples(take(before.x, ~keep.to(before.targets.device)))
+        self.dropped = before.dropped | dict(zip(names, before.held_out[~keep], strict=True))
 
     # -- elsewhere -------------------------------------------------------------------------------
 
@@ -354,6 +368,7 @@ class NestedFit(SquaredFit):
             "constraints": self.constraints,
             "rows": self.system.problem.examples.rows[HEAD],
             "rungs": self.rungs,
+            "dropped": self.dropped,
             # closed forms cannot find again what held-out folds told
             "calibration": {} if self.held_out is None else {name: getattr(self, name) for name in known},
         }
@@ -527,7 +542,7 @@ def restored_nested(
         problem = problem.given(moved["constraints"], samples=True)
     dual = DualSystem(moved["kernel"], problem.residual, saved["ridge"], beta=moved["beta"])
     fit = NestedFit(prior, targets, KernelSystem(problem, dual), record)
-    fit.held_out, fit.rungs = moved["held_out"], saved["rungs"]
+    fit.held_out, fit.rungs, fit.dropped = moved["held_out"], saved["rungs"], moved.get("dropped", {})
     fit.calibrate(**saved["calibration"])
     return fit
 

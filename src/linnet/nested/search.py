@@ -477,9 +477,9 @@ class Rung:
     name: str  # what it is
     error: float  # mean squared error of the outputs
     accuracy: float | None = None  # share of right classes, 0 to 1; ``None`` for regression
-    gain: float = 0.0  # share of the error of the model before that it takes away
+    gain: float = 0.0  # share of the error of the model before, or the better of those, that it takes away
     gain_error: float = 0.0  # standard error of ``gain``, over samples
-    points: float | None = None  # gain of accuracy over the model before, in percentage points
+    points: float | None = None  # gain of accuracy over that model, in percentage points
     points_error: float | None = None  # its standard error
     taken: bool = False  # whether it is the model that is used
     seconds: float = 0.0  # what it took, on top of the one before; 0 where that is not known apart
@@ -504,14 +504,15 @@ def ladder(
     for name, found in [*before, ("trained lower layers", outputs)]:
         errors.append((found[counting] - truth).square().sum(1))
         rung = Rung(name, float(errors[-1].mean()))
-        if rungs:
-            gain, gain_error = gained(*errors[-2:])
-            rung = replace(rung, gain=gain, gain_error=gain_error)
         if labels is not None:
             right.append(found[counting].argmax(1) == labels[counting])
             rung = replace(rung, accuracy=float(right[-1].double().mean()))
-            if rungs:
-                points, points_error = _points(*right[-2:])
+        if rungs:
+            place = rungs.index(_better(rungs)) if len(rungs) == len(before) else len(rungs) - 1
+            gain, gain_error = gained(errors[place], errors[-1])
+            rung = replace(rung, gain=gain, gain_error=gain_error)
+            if labels is not None:
+                points, points_error = _points(right[place], right[-1])
                 rung = replace(rung, points=points, points_error=points_error)
         rungs.append(rung)
     top = rungs[-1] = replace(rungs[-1], seconds=seconds)
@@ -522,9 +523,14 @@ def ladder(
     return tuple(rungs)
 
 
+def _better(rungs: Sequence[Rung]) -> Rung:
+    """The one with the most right classes, then the least error."""
+    return max(rungs, key=lambda rung: (rung.accuracy or 0.0, -rung.error))
+
+
 def verdict(rungs: Sequence[Rung]) -> str:
     """Recommendation in one sentence."""
-    last, base = rungs[-1], rungs[-2]
+    last, kept, base = rungs[-1], rungs[-2], _better(rungs[:-1])
     sign = "more" if last.gain < 0 else "less"
     told = f"{100 * abs(last.gain):.0f} ± {100 * last.gain_error:.0f} % {sign} error on held-out folds"
     is_clear = last.gain > _CLEAR * last.gain_error
@@ -534,7 +540,7 @@ def verdict(rungs: Sequence[Rung]) -> str:
         told += f" than the {100 * base.accuracy:.1f} % of the {base.name}"
         is_clear = last.points > _CLEAR * last.points_error
     if not last.taken:
-        return f"Kept the {base.name}: training the lower layers gives {told}."
+        return f"Kept the {kept.name}: training the lower layers gives {told}."
     doubt = "" if is_clear else "; whether that is more than chance cannot be told"
     start = f"Use the {last.name}" if is_clear else "Solved at the trained weights"
     return f"{start}: {told}{doubt}."

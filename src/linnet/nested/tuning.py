@@ -32,7 +32,7 @@ from linnet.nested.features import Prior, RandomHeads, kernels_of
 from linnet.nested.nested_fit import NestedFit, problem_of
 from linnet.nested.search import ERRORS, Kernels, Rung, counted, intercept, ladder, verdict
 from linnet.predictive.noise import fit_moderation, fit_temperature
-from linnet.progress import Log, track
+from linnet.progress import Log, tell, track
 from linnet.tangent.batch import take
 
 FOLDS = 3  # networks trained without a third each: twice as many cost twice as much
@@ -136,7 +136,8 @@ class Tuning:
     def tell(self, values: dict[str, float], step: int) -> None:
         """Hand numbers of the run that is under way to the logger, if there is one."""
         if self.log is not None:
-            self.log({**values, "run": self.runs}, (self.runs - 1) * self.steps + step)
+            made = "the network is as it was, and no fit is made"
+            tell(self.log, {**values, "run": self.runs}, (self.runs - 1) * self.steps + step, made, "tune=")
 
     def held_out(self, kernel: Tensor, k: int, targets: Tensor) -> Tensor:
         """Squared errors on fold k by the fit of the others at its best ridge, which are told."""

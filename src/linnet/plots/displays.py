@@ -11,7 +11,7 @@ import numpy as np
 from linnet.errors import DependencyError
 from linnet.params import instance
 from linnet.plots import panels
-from linnet.plots.measures import Array, calibration_error, interval_coverage, reliability_bins
+from linnet.plots.measures import BINS, Array, calibration_error, interval_coverage, reliability_bins
 from linnet.shown import Shown
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def array(values: Any) -> Array:
     return found
 
 
-def calibration(confidence: Array, correct: Array, bins: int = 10) -> Display:
+def calibration(confidence: Array, correct: Array, bins: int = BINS) -> Display:
     """Whether predictions (N,) are right against the probability of the likeliest class, (N,)."""
     error = calibration_error(reliability_bins(confidence, correct, bins))
     return Display(panels.calibration, confidence=confidence, correct=correct, bins=bins, error=error)

@@ -48,7 +48,10 @@ def place_of(confidence: Array, bins: int) -> Array:
     return np.searchsorted(np.linspace(0, 1, bins + 1)[1:-1], np.asarray(confidence, dtype=float))
 
 
-def reliability_bins(confidence: Array, correct: Array, bins: int = 10) -> list[ReliabilityBin]:
+BINS = 15  # as in the source, and in ``linnet.evaluate``
+
+
+def reliability_bins(confidence: Array, correct: Array, bins: int = BINS) -> list[ReliabilityBin]:
     """Bins of equal width over confidence; empty ones are left out."""
     # Source: C. Guo et al., On calibration of modern neural networks, ICML 2017, eqs. 1-3.
     return _binned(np.asarray(confidence, dtype=float), correct, place_of(confidence, bins), bins)

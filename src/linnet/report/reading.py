@@ -132,7 +132,7 @@ def predict(
             try:
                 found = fit.predictive(part)
             except NumericalError as error:
-                note = f"no standard deviations: {error.what}; --std false leaves them out from the start"
+                note = f"no standard deviations: {error.what}"
             else:
                 means.append(found.mean)
                 variances.append(found.variance.clamp_min(0))

@@ -21,6 +21,13 @@ def conv(classes=3, width=8):
         nn.Conv2d(1, width, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(9 * width, classes)
     )
 
+def deep(width=6):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3), nn.ReLU(), nn.Conv2d(width, width, 3, stride=2), nn.ReLU(), nn.Flatten(),
+        nn.Linear(4 * width, 3),
+    )
+
 def mlp(in_features=3, outputs=1):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(in_features, 16), nn.Tanh(), nn.Linear(16, outputs))

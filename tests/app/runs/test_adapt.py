@@ -26,8 +26,9 @@ from linnet.app.runs.adaptation import ending, trained_on
 from linnet.app.runs.folder import load_run, load_test
 from linnet.errors import ModelError
 from linnet.files import load
+from linnet.nested import tuning
 from linnet.nested.nested_fit import NestedFit
-from linnet.nested.search import verdict
+from linnet.nested.search import Rung, ladder, verdict
 from linnet.tree import flatten
 from tests.app.runs.small_tasks import (
     pictures,
@@ -128,6 +129,28 @@ def test_an_interrupted_evaluation_keeps_the_fit(folder: Path, monkeypatch: pyte
     assert len(made) == 1  # the second run goes on from the fit of the first
     assert torch.equal(load_run(folder / "run").fit.system.beta, kept.system.beta)
     assert result(folder / "run")["scores"][0]["accuracy"] > 0.5
+
+
+def test_a_run_of_a_trained_network_that_reads_earlier_layers_opens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        tuning, "ladder", lambda *given: (*ladder(*given)[:-1], Rung("trained", 1.0, taken=True))
+    )
+    assert adapt(folder, "--tune", model="deep") == 0
+    run = load_run(folder / "run")
+    assert run.fit.trained
+    assert run.fit.earlier > 0
+    words = ["--data", str(folder / "pictures.npz"), "--out", str(folder / "p.csv")]
+    assert cli.main(["predict", "--run", str(folder / "run"), *words]) == 0
+    assert (
+        cli.main(["forget", "--run", str(folder / "run"), "--ids", "train/3", "--out", str(folder / "l")])
+        == 0
+    )
+    assert load_run(folder / "l").fit.n == run.fit.n - 1
+    (folder / "run" / "result.json").unlink()  # as after a kill while it was evaluated
+    monkeypatch.setattr(adaptation, "tuned", lambda *_: pytest.fail("trained again"))
+    assert adapt(folder, "--tune", model="deep") == 0
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import http.client
 import io
 import json
@@ -23,8 +24,8 @@ import pytest
 from PIL import Image
 
 from linnet.app.runs.folder import load_run
-from linnet.app.serve.server import LARGEST, Server, Session
-from linnet.errors import InputError
+from linnet.app.serve.server import LARGEST, Server, Session, _with_columns
+from linnet.errors import DataError, InputError
 from tests.app.runs.small_tasks import pictures
 from tests.hangs import HANGS
 
@@ -162,9 +163,23 @@ def test_a_row_is_predicted_with_or_without_the_names_of_its_columns(rows: Brows
     told = rows.json("/predict", b"1,2", status=400)
     assert told["error"] == "the row has 2 values"
     assert about["columns"][0] in told["expected"]
+    assert "the names of all its columns" in told["remedy"]
+    empty_row = rows.json("/predict", b"," * (len(values) - 1), status=400)
+    assert empty_row["error"] == "the row is empty"
     assert "row" in rows.json("/predict", ",".join(["red"] * len(values)).encode(), status=400)["error"]
     assert rows.json("/predict", b" \n", status=400)["error"] == "nothing was sent"
     assert rows.json("/predict", b"\xff\xfe\x00", status=400)["error"] == "the row is not text"
+
+
+def test_a_row_whose_cells_are_quoted_has_as_many_values_as_cells() -> None:
+    columns = ["city", "size, m2", "n"]
+    for row in ('"Paris, FR",100.0,2', "Oslo,100.0,2", '"a;b;c;d;e",1,2', '"Paris, FR";100;2'):
+        named, kept = _with_columns(row, columns).splitlines()
+        mark = ";" if row.count(";") == 2 else ","
+        assert kept == row
+        assert next(csv.reader([named], delimiter=mark)) == columns
+    with pytest.raises(DataError, match="the row has 4 values"):
+        _with_columns("Paris, FR,100.0,2", columns)
 
 
 def test_files_that_are_no_images_and_ids_of_no_sample(images: Browser) -> None:
@@ -192,7 +207,7 @@ def test_only_the_page_may_ask(images: Browser) -> None:
     for headers in (
         {}, {"X_Linnet_Key": "0" * 32}, {"X_Linnet_Key": "é"},
         {**key, "Host": "example.org"}, {**key, "Host": f"evil.example:{server.server_port}"},
-        {**key, "Origin": "http://evil.example"}, {**key, "Origin": "null"},
+        {**key, "Origin": "http://evil.example"}, {**key, "Origin": "null"}, {**key, "Origin": "http://["},
     ):  # fmt: skip
         assert images.ask("POST", "/about", **headers)[0] == 403, headers
     assert images.ask("POST", "/about", **key, Origin=f"http://{here}")[0] == 200

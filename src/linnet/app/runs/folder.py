@@ -34,7 +34,7 @@ from linnet.files import load as load_tree
 from linnet.files import read_json, save, write_json
 from linnet.fitting.last_layer import Appended
 from linnet.machine import find_device
-from linnet.nested.features import with_random_heads
+from linnet.nested.features import RandomHeads, with_random_heads
 from linnet.nested.nested_fit import NestedFit
 from linnet.report.reading import Fit, Predictions, predict, temperatures_of
 from linnet.report.records import Samples
@@ -194,7 +194,9 @@ def interrupted_run(folder: Path, device: str, memory: str | None) -> SavedRun |
 
 def _write_tensors(folder: Path, run: SavedRun) -> dict[str, Any]:
     """Write the files of a run: what its record says of the rest."""
-    function, samples = run.fit.module.function, run.samples
+    module, samples = run.fit.module, run.samples
+    before = module.before if isinstance(module, RandomHeads) else None
+    function = (before or module).function  # as it was before training, if there was any
     network = (function.source or function).model  # in the type that it came in
     save(folder, "model", network.state_dict())
     run.fit.save(folder)

@@ -168,7 +168,8 @@ def prediction_page(
     test = predicted(run.pictured(new.x, new.y, new.ids), found)
     unknown = f"{len(new.ids)} samples were predicted; their answers are not known."
     headline = (unknown,) if new.y is None else ()
-    findings = (*new.findings, *((found.note,) if found.note else ()))
+    notes = (f"{found.note}; --std false leaves them out from the start",) if found.note else ()
+    findings = (*new.findings, *notes)
     warnings = (*run.fit.record.warnings, *findings)
     page = Content(
         title, run.classes, Notes(headline, warnings, facts(run)), scores, test=test, folder=place_of(folder)

@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Any, Generic, TypeVar
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 import numpy as np
 
@@ -78,6 +78,14 @@ class Server(ThreadingHTTPServer):
         """A connection that broke off is nobody's fault."""
 
 
+def _parsed(address: str) -> SplitResult:
+    """The parts of an address; of none at all where it cannot be read."""
+    try:
+        return urlsplit(address)
+    except ValueError:
+        return urlsplit("")
+
+
 class Handler(BaseHTTPRequestHandler):
     """Answers the requests of the page."""
 
@@ -88,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The page."""
-        place = urlsplit(self.path)
+        place = _parsed(self.path)
         if not self._is_ours(parse_qs(place.query).get("key", [""])[0]):
             return
         if place.path != "/":
@@ -120,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         content = self.rfile.read(int(length))
         try:
-            answer = self._answer(urlsplit(self.path).path, content)
+            answer = self._answer(_parsed(self.path).path, content)
         except LinnetError as error:
             told = {"error": error.what, "expected": error.expected, "remedy": error.remedy}
             self._send_json(HTTPStatus.BAD_REQUEST, told)
@@ -157,7 +165,7 @@ class Handler(BaseHTTPRequestHandler):
             return False
         hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
         origin = self.headers.get("Origin")
-        known = self.headers.get("Host") in hosts and (origin is None or urlsplit(origin).netloc in hosts)
+        known = self.headers.get("Host") in hosts and (origin is None or _parsed(origin).netloc in hosts)
         if known and hmac.compare_digest(key.encode(), self.server.key.encode()):
             return True
         self.close_connection = True  # what follows has not been read
@@ -406,14 +414,21 @@ def text_of(content: bytes) -> str:
 def _with_columns(text: str, columns: Sequence[str]) -> str:
     """A row below the names of its columns."""
     lines = [line for line in text.splitlines() if line.strip()]
-    delimiter = max(",;\t", key=lines[-1].count)
+    try:
+        cells = {mark: next(csv.reader(lines[:2][-1:], delimiter=mark)) for mark in ",;\t"}
+    except csv.Error as error:
+        raise DataError(f"the row cannot be read: {error}", "a row of a table", "paste one line") from error
+    delimiter = max(cells, key=lambda mark: (len(cells[mark]) == len(columns), len(cells[mark])))
+    row = cells[delimiter]
+    if not any(cell.strip() for cell in row):
+        raise DataError("the row is empty", f"values of {', '.join(columns)}", "fill in what is known")
     if len(lines) > 1:
         return "\n".join(lines[:2]) + "\n"
-    if lines[0].count(delimiter) != len(columns) - 1:
+    if len(row) != len(columns):
         raise DataError(
-            f"the row has {lines[0].count(delimiter) + 1} values",
-            expected=f"{len(columns)}, of {', '.join(columns)}; or the names of the columns in a line above",
-            remedy="paste a row as it stands in the table, without the answer",
+            f"the row has {len(row)} values",
+            expected=f"{len(columns)}, of {', '.join(columns)}",
+            remedy="paste the first line of the table, with the names of all its columns, above the row",
         )
     named = io.StringIO()
     csv.writer(named, delimiter=delimiter, lineterminator="\n").writerow(columns)
