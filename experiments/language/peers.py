@@ -5,6 +5,7 @@ Nothing else needs the two packages: ``pip install kronfluence dattri``.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -73,7 +74,7 @@ def by_kronfluence(net: nn.Module, data: Data, queries: Data) -> Tensor:
 
     task, arguments = Texts(), FactorArguments(strategy="ekfac")
     shared = {
-        "model": prepare_model(net, task),
+        "model": prepare_model(copy.deepcopy(net), task),
         "state": State(),
         "factor_args": arguments,
         "disable_tqdm": True,
