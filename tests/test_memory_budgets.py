@@ -61,7 +61,9 @@ def small() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
 def test_counts_that_would_run_without_end_are_refused(small: Any, huge: int) -> None:
     net, (x, y) = small
     lin, matrix = linnet.linearize(net), Diagonal(torch.ones(4))
-    posterior = linear_posterior(lin, (x, torch.randn(12, 3)), Gaussian(), "svi")
+    posterior = linear_posterior(
+        lin, (x, torch.randn(12, 3)), Gaussian(), linnet.SVI(training=linnet.Training(epochs=10))
+    )
     calls: list[Callable[[], Any]] = [
         lambda: linnet.evaluate(lambda part: net(part).softmax(-1), (x, y), bins=huge),
         lambda: linnet.spectrum.spectral_density(torch.eye(4), samples=huge),

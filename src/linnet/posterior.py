@@ -41,7 +41,7 @@ from linnet.linear.iterative import CGSettings
 from linnet.linear.label_problem import LabelProblem, room_for_rows
 from linnet.linear.newton import WeightNewton
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import choice, flag, instance, integer, no_targets, number
+from linnet.params import choice, flag, instance, integer, no_targets, number, warn
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import Labels, Link, SampledPredictive
@@ -62,6 +62,7 @@ BATCH = 128  # examples at once
 CG_STEPS = 500  # for each Newton step that is allowed
 START = -5.0  # of v, supplement A
 EPOCHS = 10
+ENOUGH = 2000  # steps of variational inference; the source took 3,900
 FIRST = 16  # Lanczos steps that are tried first
 MOST = 512  # and at most
 ERROR = 1e-2  # of a draw, relative, up to which Lanczos steps are enough
@@ -410,6 +411,12 @@ def maximize_bound(
                 expected="a finite bound",
                 remedy="lower learning_rate=",
             )
+    if how.training is None and total < ENOUGH:
+        warn(
+            f"variational inference by default ended after {total} steps, of {first:g} at most, which seldom "
+            "reach the best mean: compare bounds[-1] with that of more of them, linnet.SVI(training="
+            "linnet.Training(epochs=..., learning_rate=...))"
+        )
     return tuple(bounds)
 
 

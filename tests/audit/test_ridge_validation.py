@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import linnet
 from linnet import audit
 from tests.fitting.problems import ALPHA, Problem, near, problem, rho_for
 
@@ -99,3 +100,29 @@ def test_constrained_dual_fits_keep_their_equations_along_the_path(p: Problem) -
     path = audit.ridge_path(fit, (p.x_test, LABELS), [rho_for(p), 5 * rho_for(p)])
     near(path.outputs[0], fit.predict(p.x_test), 1e-8)
     near(path.outputs[1, 0], p.f0_test[0] + 1, 1e-7)
+
+
+def test_the_ridge_is_never_worse_than_the_best_of_the_grid() -> None:
+    # a curve with two minima between two values of the grid
+    draw = torch.Generator().manual_seed(2118)
+    s = 10 ** torch.randn(3, generator=draw, dtype=torch.float64)
+    a = torch.randn(1, 3, generator=draw, dtype=torch.float64) * 3
+    y = torch.randn(1, 1, generator=draw, dtype=torch.float64) * a.abs().sum(1, keepdim=True) * 0.5
+    net = nn.Linear(3, 1, bias=False).double()
+    net.weight.data.zero_()
+    fit = linnet.fit(linnet.linearize(net), (torch.diag(s.sqrt()), s.sqrt()[:, None]), ridge=1.0)
+    tuned = linnet.audit.tune_ridge(fit, (a, y))
+    path = linnet.audit.ridge_path(fit, (a, y), [tuned.ridge, *torch.logspace(1, 4, 13).tolist()])
+    assert path.loss[0] <= path.loss.min() + 1e-9
+
+
+def test_a_ridge_at_the_end_of_the_grid_is_told() -> None:
+    draw = torch.Generator().manual_seed(7)
+    net = nn.Linear(3, 2).double()
+    x, y, xv, yv = (
+        torch.randn(n, k, generator=draw, dtype=torch.float64) for n, k in ((25, 3), (25, 2), (9, 3), (9, 2))
+    )
+    net.weight.data.zero_(), net.bias.data.zero_()
+    fit = linnet.fit(linnet.linearize(net), (x, y), ridge=0.7)
+    tuned = linnet.audit.tune_ridge(fit, (xv, 0 * yv))  # the best prediction is nothing at all
+    assert any("lowest at the largest ridge" in text for text in tuned.record.warnings)

@@ -198,3 +198,50 @@ def test_copies_follow_their_own_network(way: str, float64: torch.dtype) -> None
         importances.append(its.importance)
     assert all(torch.equal(t, importances[1][name]) for name, t in importances[0].items())
     assert torch.equal(flat(net), flat(other))
+
+
+@pytest.mark.parametrize("way", ["penalty", "add_grad_"])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_the_penalty_is_taken_out_of_gradients_that_were_scaled_or_clipped(
+    way: str, clip: float | None, float64: torch.dtype
+) -> None:
+    found = []
+    for scale in (1.0, 1024.0):
+        torch.manual_seed(1)
+        net = small_network()
+        method, want = SynapticIntelligence(net, strength=C, damping=XI), torch.zeros_like(flat(net))
+        anchor = flat(net)
+        for task in range(2):
+            (x, y), path, start = small_task(task), torch.zeros_like(flat(net)), flat(net)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+            for _ in range(6):
+                optimizer.zero_grad()
+                g = gradient(net, nn.functional.cross_entropy(net(x), y))
+                p = 2 * C * want * (flat(net) - anchor)
+                added = method.penalty() if way == "penalty" else 0.0
+                (scale * (nn.functional.cross_entropy(net(x), y) + added)).backward()
+                for parameter in net.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad /= scale
+                if way == "add_grad_":
+                    method.add_grad_()
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(net.parameters(), clip)
+                    g = g * min(1.0, clip / (float((g + p).norm()) + 1e-6))
+                before = flat(net)
+                optimizer.step()
+                method.after_step()
+                path -= g * (flat(net) - before)
+            method.consolidate()
+            want, anchor = (want + path / ((flat(net) - start) ** 2 + XI)).clamp(min=0), flat(net)
+        got = torch.cat([t.flatten() for t in method.importance.values()])
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
+        found.append(got)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
+
+
+def test_a_strength_cannot_be_changed_afterwards() -> None:
+    method = SynapticIntelligence(small_network(), strength=C)
+    with pytest.raises(InputError, match="of a method that is made"):
+        method.strength = 2.0
+    assert method.strength == C

@@ -161,3 +161,21 @@ def test_criteria_count_the_positions_that_are_there() -> None:
     for found, expected in ((path.evidence, evidence), (path.gcv, gcv), (path.degrees_of_freedom, degrees)):
         assert float(found) == pytest.approx(expected, rel=1e-9)
     assert fit.system.dual.log_evidence() == pytest.approx(evidence, rel=1e-9)
+
+
+def test_losses_at_positions_take_the_labels_of_the_fit() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 4)).double()
+    draw = torch.Generator().manual_seed(1)
+    ids, query = (torch.randint(0, 7, (n, 3), generator=draw) for n in (12, 2))
+    labels, asked = (torch.randint(0, 4, (n, 3), generator=draw) for n in (12, 2))
+    fit = linnet.fit(linnet.linearize(net), (ids, labels), axis=2, ridge=0.5)
+    found = linnet.audit.loss_influence(fit, query, asked)
+    now, less = fit.predict(query), fit.forget([3]).predict(query)
+    targets = 15 * nn.functional.one_hot(asked, 4).flatten(1)
+    assert torch.allclose(found[3], -((targets - now) * (now - less)).sum(1))
+    linnet.audit.influence(fit, query, labels=asked)
+    with pytest.raises(InputError, match="leaves positions out"):
+        linnet.audit.loss_influence(fit, query, asked.masked_fill(asked == 0, -100))
+    with pytest.raises(InputError, match="classes at positions by squared loss"):
+        _ = fit.predictive(query).probs

@@ -68,7 +68,8 @@ def of_process(**options: Any) -> Numbers:
 def of_linear(method: str) -> Numbers:
     """Numbers of a linear posterior."""
     net, x, y, _ = problem()
-    posterior = linear_posterior(linnet.linearize(net), (x, y), L.Categorical(), method)
+    how = linnet.SVI(training=linnet.Training(epochs=10)) if method == "svi" else method
+    posterior = linear_posterior(linnet.linearize(net), (x, y), L.Categorical(), how)
     p = posterior.predictive(x)
     drawn = [] if method == "map" else [posterior.sample(2, 0)]
     return [p.mean, p.probs, p.log_density(y), *drawn]

@@ -189,3 +189,23 @@ def test_an_acquisition_function_is_optimized() -> None:
     some = torch.rand(50, 1, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2 - 1
     assert at.shape == (1, 3)
     assert float(value) >= float(bound(some).detach().max()) - 1e-3
+
+
+@needed
+@quiet
+def test_what_a_model_cannot_be_asked_is_refused_in_words() -> None:
+    oracle = dense(outputs=2)
+    model = botorch_adapter.TangentModel(
+        TangentGP(oracle.model, Gaussian(variance=0.2)).fit(oracle.x, oracle.y)
+    )
+    x, noise = oracle.x_test, torch.rand(4, 2).double()
+    plain, noisy = (model.posterior(x, [1], observation_noise=given).variance for given in (False, noise))
+    assert torch.allclose(noisy, plain + noise[:, 1:])
+    scalar = model.posterior(x, observation_noise=torch.tensor(0.3)).variance
+    assert torch.allclose(scalar, model.posterior(x).variance + 0.3)
+    with pytest.raises(InputError, match="noise= of observations"):
+        model.condition_on_observations(x, torch.zeros(4, 2).double(), noise=noise)
+    with pytest.raises(InputError, match=r"X has shape \(2, 2, 3\)"):
+        model.condition_on_observations(x.view(2, 2, 3), torch.zeros(2, 2, 2).double())
+    with pytest.raises(InputError, match="fantasies"):
+        model.fantasize(x)

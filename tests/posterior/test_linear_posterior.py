@@ -247,6 +247,12 @@ def test_svi_begins_as_the_paper_does() -> None:
     near(found.predictive(x).mean, output_oracle(model, x), 1e-6)
 
 
+def test_svi_by_default_says_when_its_steps_were_few() -> None:
+    model, x, y, likelihood = problem("categorical")
+    with pytest.warns(UserWarning, match=r"ended after 10 steps, of 0\.001 at most"):
+        linear_posterior(linnet.linearize(model), (x, y), likelihood, "svi")
+
+
 def test_svi_is_reproducible() -> None:
     model, x, y, likelihood = problem("categorical")
     lin = linnet.linearize(model)

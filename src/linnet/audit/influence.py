@@ -38,7 +38,7 @@ from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.label_problem import class_targets
 from linnet.linear.preconditioner import CurvatureInverse
 from linnet.linear.problem import Problem
-from linnet.linear.targets import check_arrangement, make_targets
+from linnet.linear.targets import check_arrangement, make_targets, position_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice
 from linnet.shown import Record, frame
@@ -407,13 +407,21 @@ def label_targets(fit: Fitted, x: Inputs, labels: Any) -> Tensor:
         raise InputError(
             f"labels is one value for {n} examples", "one label for each example of x", "pass labels (n,)"
         )
+    scale = fit._targets.scale
     if isinstance(fit, LinearFit):
-        dtype = fit.module.function.dtype
+        dtype, shape = fit.module.function.dtype, fit.module.function.output_shape(x)
+        y, some = position_targets(y, shape, fit._targets.axis, scale)
+        if some is not None:
+            raise InputError(
+                "labels leaves positions out, by -100",
+                expected="a class at every position of the test examples",
+                remedy="pass test examples whose positions all count, or their targets as numbers",
+            )
         check_arrangement(y, fit.module.function.output_shape(x), "labels")
     made = (
         class_targets(y, c, dtype)
         if fit.loss == "cross-entropy"
-        else make_targets(y, c, fit._targets.scale, varied=False, dtype=dtype)
+        else make_targets(y, c, scale, varied=False, dtype=dtype)
     )
     if len(made.values) != n:
         raise InputError(

@@ -29,8 +29,8 @@ from linnet.tangent.functional import OutputAdapter
 class SynapticIntelligence(ContinualMethod):
     """The penalty c Σ Ω (θ − θ̃)² with importances Ω from the path of training.
 
-    At every step of task ν, with g the gradient of the loss alone, without this penalty, and Δθ what the
-    optimizer did to the weights,
+    At every step of task ν, with g the gradient of the loss alone, without this penalty, as the optimizer got
+    it (no longer scaled, clipped if gradients are clipped), and Δθ what it did to the weights,
 
         ω ← ω − g Δθ        and at the task's end        Ω ← max(0, Ω + ω / (Δ² + ξ)),  θ̃ ← θ,  ω ← 0
 
@@ -80,6 +80,7 @@ class SynapticIntelligence(ContinualMethod):
         self._start: Params = {}  # θ where the task began
         self._before: Params = {}  # parameters before the step under way
         self._gradients: Params = {}
+        self._arrived: Params = {}  # the gradients with the penalty's, before they are unscaled or clipped
         self._factor: Tensor | float = 0.0  # how much of the penalty is in the gradients
         self._penalty: Params = {}  # the penalty's own gradients, where the step began
         self._watched: dict[str, weakref.ref[Tensor]] = {}
@@ -177,17 +178,24 @@ class SynapticIntelligence(ContinualMethod):
     def _observe(self, factor: Tensor, gradients: Params) -> None:
         self._factor = self._factor + factor
         self._penalty = {name: gradient.detach() for name, gradient in gradients.items()}
+        for name, gradient in self._gradients.items():
+            self._arrived[name] = gradient.detach().clone()
 
     def _unregularized(self, name: str, gradient: Tensor) -> Tensor:
         """A gradient of the step under way without what the penalty has added to it."""
         if name not in self._penalty:
             return gradient
         own = self._penalty[name].to(gradient)
-        return torch.addcmul(gradient, own, torch.as_tensor(self._factor).to(own), value=-1)
+        factor = torch.as_tensor(self._factor).to(own)
+        arrived = self._arrived.get(name, gradient).to(gradient)
+        if not torch.equal(arrived, gradient) and (squared := arrived.square().sum()) > 0:
+            factor = factor * ((gradient * arrived).sum() / squared)  # unscaled, clipped: the penalty as well
+        return torch.addcmul(gradient, own, factor, value=-1)
 
     def _forget_step(self) -> None:
         """Whatever was noted of a step is done with."""
         self._before, self._gradients, self._penalty, self._factor = {}, {}, {}, 0.0
+        self._arrived = {}
 
     def _watch(self, live: Live) -> None:
         """Follow the gradients of parameters that are not followed yet."""
@@ -206,6 +214,8 @@ class SynapticIntelligence(ContinualMethod):
             self._before[name] = parameter.detach().clone()
         if parameter.grad is not None:
             self._gradients[name] = parameter.grad
+            if self._terms:
+                self._arrived[name] = parameter.grad.detach().clone()
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what hangs on the parameters themselves, which a copy has others of."""

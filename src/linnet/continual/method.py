@@ -127,8 +127,21 @@ class ContinualMethod(Shown, ABC):
                 remedy="pass the network that holds the weights",
             )
         self.model, self.tasks = model, 0
-        self.strength = number("strength", strength, least=0)
+        self._strength = number("strength", strength, least=0)
         self._terms: list[Quadratic] = []  # of the penalty
+
+    @property
+    def strength(self) -> float:
+        """Factor of the penalty, which is in what is remembered of each task."""
+        return self._strength
+
+    @strength.setter
+    def strength(self, value: float) -> None:
+        raise InputError(
+            f"strength={value!r} of a method that is made",
+            expected=f"the strength that it was made with, {self._strength:g}",
+            remedy="make another method with that strength, and consolidate the tasks with it",
+        )
 
     def penalty(self, examples: float | None = None) -> Tensor:
         """The penalty at the current parameters, to be added to the loss.

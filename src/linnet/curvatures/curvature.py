@@ -351,3 +351,14 @@ def default_damping(curvature: Curvature, scale: float) -> float:
             remedy="pass damping=1.0, or check whether the outputs depend on the parameters",
         )
     return DAMPING * mean
+
+
+def require_as_made(curvature: Curvature) -> None:
+    """Raise if a curvature was inverted or damped, where its eigenvalues are to be those of the data."""
+    changed = [words for words in curvature.applied if not words.startswith("scaled")]
+    if changed:
+        raise InputError(
+            f"curvature was changed since it was made: {', '.join(changed)}",
+            expected="the curvature as linnet.curvature returned it",
+            remedy="pass it as it was made; what takes it adds a damping itself",
+        )

@@ -669,7 +669,7 @@ def _merit(made: Finetuned) -> tuple[bool, float]:
 def _warned(made: Finetuned) -> Finetuned:
     """The result; a warning if it diverged."""
     if made.diverged:
-        warn_of_large_steps(made.settings.values["learning_rate"])
+        warn_of_large_steps(made.settings.values["learning_rate"], given=True)
     return made
 
 

@@ -534,11 +534,12 @@ def rank(scores: dict[str, float]) -> float:
     return scores["accuracy"] - 1e-9 * min(loss, 1e6) if "accuracy" in scores else -loss
 
 
-def warn_of_large_steps(learning_rate: float) -> None:
+def warn_of_large_steps(learning_rate: float, given: bool) -> None:
     """Tell the user that the loss went up again."""
+    remedy = "leave it out" if given else "larger batches with batch_size="
     warn(
         f"the training loss went up again with learning_rate={learning_rate:g}: the steps are too large for "
-        "this problem, and the result is not to be trusted; pass a smaller learning_rate=, or leave it out"
+        f"this problem, and the result is not to be trusted; pass a smaller learning_rate=, or {remedy}"
     )
 
 

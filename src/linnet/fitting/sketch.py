@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.curvature import Curvature, default_damping
+from linnet.curvatures.curvature import Curvature, default_damping, require_as_made
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.leading import LayerBasis, leading_basis, random_basis, restored_basis
 from linnet.curvatures.variance import root_rows
@@ -160,6 +160,7 @@ def network_of(model: nn.Module, curvature: Curvature) -> nn.Module:
     model = model.model if isinstance(model, Linearized) else model
     made = 'make one with linnet.curvature(model, data, likelihood, structure="kfac")'
     instance("curvature", curvature, Curvature, "a Curvature that can be inverted", made)
+    require_as_made(curvature)
     network = without_wrapper(model)
     _check_fits(dict(network.named_parameters()), curvature.function.theta)
     return network

@@ -177,12 +177,18 @@ def tune_ridge(fit: LinearFit, validation: Any) -> LinearFit:
     i = int(curve.loss(curve.many(grid)[0]).argmin())
     ridge, edge = float(grid[i]), i in (0, len(grid) - 1)
     if not edge:
-        ridge = _root(curve, float(grid[i - 1]), float(grid[i + 1]))
+        ridge = _root(curve, *(float(grid[i + step]) for step in (-1, 0, 1)))
     where = "; it is at the edge of the grid" if edge else ""
     value, slope = curve.at(ridge)
     said = f"lowest validation loss, {value:.4g} with derivative {slope:.1e} in log ρ{where}"
     reasons = {**fit.record.reasons, "ridge": said}
     warnings = after_change(fit.record.warnings, fit.module.model, fit.x, fit._targets, likely=False)
+    if edge:
+        end = "smallest" if i == 0 else "largest"
+        warnings = (
+            *warnings,
+            f"The validation loss is lowest at the {end} ridge that was tried, {ridge:.3g}.",
+        )
     kept = replace(fit.record, warnings=warnings, seconds=dict(fit.record.seconds))
     record = replace(kept, criterion="validation", reasons=reasons, noise_factor=1.0)
     tuned = fit._made(curve.system(ridge), fit._targets, record)
@@ -190,12 +196,14 @@ def tune_ridge(fit: LinearFit, validation: Any) -> LinearFit:
     return tuned
 
 
-def _root(curve: _Curve, low: float, high: float) -> float:
-    """The zero of dL/d log ρ between two ridges, by regula falsi (Illinois)."""
+def _root(curve: _Curve, low: float, middle: float, high: float) -> float:
+    """The zero of dL/d log ρ beside the best of three ridges, by regula falsi (Illinois)."""
+    least, slope = curve.at(middle)
+    low, high = (low, middle) if slope > 0 else (middle, high)
     a, b = math.log(low), math.log(high)
     da, db = curve.at(low)[1], curve.at(high)[1]
-    if da >= 0 or db <= 0:  # the valley of the grid has its walls elsewhere
-        return low if da >= 0 else high
+    if da >= 0 or db <= 0:  # the curve turns more than once between two of them
+        return middle
     side, before = 0, math.inf
     for _ in range(30):
         c = (a * db - b * da) / (db - da)
@@ -207,7 +215,7 @@ def _root(curve: _Curve, low: float, high: float) -> float:
         else:
             b, db, da = c, dc, da / 2 if side > 0 else da
         side = -1 if dc < 0 else 1
-    return math.exp(c)
+    return math.exp(c) if curve.at(math.exp(c))[0] <= least else middle
 
 
 class _Curve(ABC):
@@ -244,10 +252,13 @@ class _Curve(ABC):
 def _curve(fit: LinearFit, validation: Any) -> _Curve:
     """The curve of a fit."""
     if not isinstance(fit, LinearFit) or fit.system.shared:
+        shared, has_path = isinstance(fit, LinearFit), hasattr(fit, "path")
+        by_path = "call fit.path(), or choose the ridge with ridge='loo'"
+        by_refits = "fit at several ridges and compare the sums of fit.losses() on the validation data"
         raise InputError(
-            f"fit is {type(fit).__name__}" + (' with solver="shared"' if isinstance(fit, LinearFit) else ""),
-            expected='a LinearFit, whose loss is "squared"',
-            remedy="call fit.path() of another fit, or choose its ridge with ridge='loo'",
+            f"fit is {type(fit).__name__}" + (' with solver="shared"' if shared else ""),
+            expected='a LinearFit of the loss "squared" by another solver than "shared"',
+            remedy=by_path if has_path else by_refits,
         )
     x, made = fit._like(*fit._gathered(validation).pair, "the validation data")
     held, by_values = fit.constraints, fit.system.factorized is fit.system

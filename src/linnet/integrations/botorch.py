@@ -52,7 +52,8 @@ class _TangentModel:
         size = X.shape[-2] * len(chosen)
         covariance = covariance.reshape(*X.shape[:-2], size, size)
         if isinstance(observation_noise, Tensor):
-            covariance = covariance + observation_noise.reshape(*X.shape[:-2], size).diag_embed()
+            noise = observation_noise.to(X).expand(*X.shape[:-1], self._outputs)[..., chosen]
+            covariance = covariance + noise.reshape(*X.shape[:-2], size).diag_embed()
         from botorch.posteriors.gpytorch import GPyTorchPosterior
 
         normal = _normal(mean.reshape(*X.shape[:-1], len(chosen)), covariance)
@@ -74,10 +75,26 @@ class _TangentModel:
         each = [one.with_noise() if noisy else one for one in each]
         return torch.stack([p.mean for p in each]), torch.stack([p.joint_covariance for p in each])
 
-    def condition_on_observations(self, X: Tensor, Y: Tensor, **_: Any) -> Any:
-        """The model with more data."""
+    def condition_on_observations(self, X: Tensor, Y: Tensor, noise: Any = None, **_: Any) -> Any:
+        """The model with more data, whose noise is that of the process."""
         # X (m, d), Y (m, C)
+        if noise is not None:
+            raise InputError("noise= of observations", "the noise of the process", "leave noise= out")
+        if X.ndim != 2:
+            raise InputError(
+                f"X has shape {tuple(X.shape)}",
+                expected="one set of points, (m, d): a process is conditioned on one set at a time",
+                remedy="call condition_on_observations for each set",
+            )
         return type(self)(self.gp.update(X.detach().to(self._dtype), Y.detach().to(self._dtype)))
+
+    def fantasize(self, X: Tensor, *_: Any, **__: Any) -> Any:
+        """Refuse: a process is no batch of processes, one a fantasy."""
+        raise InputError(
+            "fantasies of a tangent Gaussian process",
+            expected="an acquisition function that looks at the posterior, such as qLogExpectedImprovement",
+            remedy="take another one in the place of those that look ahead (qKnowledgeGradient, qMES)",
+        )
 
 
 def _normal(mean: Tensor, covariance: Tensor) -> Any:

@@ -122,7 +122,8 @@ def _gradient(predict: Predict, x: Tensor) -> tuple[Tensor, Tensor]:
         raise InputError(
             "predict returns probabilities without a gradient in its inputs",
             expected="a differentiable computation in torch",
-            remedy="remove torch.no_grad(), .detach() and .numpy() from predict",
+            remedy="remove torch.no_grad(), .detach() and .numpy() from predict; what a fit predicts has no "
+            "gradient, what its module returns has: lambda x: fit.module(x).softmax(1)",
         )
     finite = torch.isfinite(gradient.flatten(1)).all(1)
     if not finite.all():

@@ -337,6 +337,9 @@ def average_of(
     if expectation is None:
         expectation = "exact" if structure in ("block", "full") else EXPECTATION
     choice("expectation", expectation, EXPECTATIONS, 'pass "mc" if unsure')
+    if isinstance(structure, str):
+        known = ("kfac", "ekfac", "kfra", "diagonal", "block", "full")
+        choice("structure", structure, known, "use linnet.curvature for what needs all the data at once")
     if structure == "kfra":
         resolve("kfra", expectation, default=EXPECTATION)
         return RunningRecursion(function, likelihood, settings.average, settings.seed)

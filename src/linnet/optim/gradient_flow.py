@@ -191,7 +191,7 @@ class Flow(Shown):
     def _residual(self, time: float) -> Tensor:
         """Y − f_t(X), (N, C) in float64."""
         left = self._spectrum.vectors @ (self._decay(time) * self._spectrum.coordinates)
-        if not torch.isfinite(left).all():
+        if not torch.isfinite(left.square().sum()):
             raise NumericalError(
                 f"gradient descent with learning_rate={self.learning_rate:g} overflows within {time:g} steps",
                 expected=f"a rate below 2/λ_max = {self.stable_rate:.3g}",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from linnet.curvatures.curvature import Curvature, default_damping
+from linnet.curvatures.curvature import Curvature, default_damping, require_as_made
 from linnet.errors import InputError
 from linnet.linalg.operator import require_params
 from linnet.params import choice, instance, number, refuse, tensor
@@ -195,7 +195,9 @@ class KroneckerPreconditioner(Shown):
 def _require_curvature(curvature: Any) -> Curvature:
     """A curvature, or an error."""
     how = 'make one with linnet.curvature(model, data, likelihood, structure="kfac")'
-    return instance("curvature", curvature, Curvature, "a Curvature that can be inverted", how)
+    found = instance("curvature", curvature, Curvature, "a Curvature that can be inverted", how)
+    require_as_made(found)
+    return found
 
 
 def _fitting(curvature: Curvature, module: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -146,9 +146,9 @@ class Noise(TargetModel):
         # leave-one-out predictions.
         if self.temperature is None:
             raise InputError(
-                "a regression has no class probabilities",
-                expected="a fit with integer classes",
-                remedy="use .mean and .variance",
+                "a fit of values, or of classes at positions by squared loss, has no class probabilities",
+                expected="a fit with one integer class for each example",
+                remedy='use .mean and .variance, or fit positions with loss="cross-entropy"',
             )
         spread = self.variance_scale * outputs.variance
         return probabilities(outputs.mean, spread, self.temperature, self.seen)
