@@ -21,7 +21,7 @@ from linnet import optim
 
 IMAGES, TESTED, SIDE, CHANNELS, RATE, STEPS = 300, 2000, 16, 10, 0.004, 4000
 MEASURED = 32  # images on which a kernel or a gap is measured, every ten steps
-DRIFTS, GAPS = (0.02, 0.1), (0.1, 0.3)
+DRIFTS, GAPS = (0.002, 0.01), (0.1, 0.3)
 
 
 def schedule(kind: str, threshold: float, data: Split) -> optim.KernelDrift | optim.OutputGap:
