@@ -557,3 +557,29 @@ def test_labels_that_contradict_are_said_and_hide_no_copies(shape: tuple[int, ..
     with pytest.warns(UserWarning, match="20 of 62 samples are copies of others"):
         fit = linnet.adapt(net, (x, y))
     assert any("have the inputs of others" in line for line in fit.record.warnings) == (len(shape) > 1)
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_the_ridge_of_many_samples_is_found_from_that_of_some(
+    weighed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(150, 6, generator=draw, dtype=torch.float64)
+    y = (x[:, 0] + x[:, 1] + 0.3 * torch.randn(150, generator=draw) > 0).long()
+    weights = torch.rand(150, generator=draw, dtype=torch.float64) + 0.5 if weighed else None
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2)).double()
+    found = []
+    near, whole = search.near_ridge, search.best_ridge
+
+    def both(kernel: Tensor, targets: Targets, known: search.Candidate) -> search.Candidate:
+        found.append((near(kernel, targets, known), whole(kernel, targets, (known.weight, known.earlier))))
+        return found[-1][0]
+
+    monkeypatch.setattr(search, "PILOT", 100)
+    monkeypatch.setattr(search, "near_ridge", both)
+    fit = linnet.adapt(net, (x, y), sample_weight=weights)
+    [(one, other)] = found
+    assert fit.ridge == one.ridge == other.ridge
+    assert torch.allclose(one.errors, other.errors, rtol=1e-6)
+    assert torch.equal(one.right, other.right)
