@@ -23,7 +23,7 @@ from linnet.errors import InputError
 from linnet.files import as_path, write_atomic, write_text
 from linnet.fitting.arguments import BATCH
 from linnet.fitting.head import example_hashes
-from linnet.fitting.last_layer import RECORD
+from linnet.fitting.last_layer import what_is_known
 from linnet.fitting.position_fit import PositionFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.fitting.solved_fit import SolvedFit
@@ -219,12 +219,17 @@ def _free(fit: SolvedFit, gradient: Tensor) -> Tensor:
 def _warnings(fit: SolvedFit, kept: Tensor, lost: Tensor) -> tuple[str, ...]:
     """Warnings on what the certificate does not cover."""
     found = []
-    record = getattr(fit._function.model, RECORD, {})
+    record = what_is_known(fit._function.model)
     seen = record.get("examples", frozenset())
     if record.get("metric"):
         found.append(
             "the network has the metric of a curvature: what that was summed over stays in it, forgotten "
             "examples too if they were part of it"
+        )
+    if record.get("sketch"):
+        found.append(
+            "the network moves along directions that were made of data, forgotten examples too if they were "
+            "part of these: a fit whose directions never saw them can be further away than this says"
         )
     if fit.trained:
         found.append(
@@ -245,6 +250,11 @@ def _warnings(fit: SolvedFit, kept: Tensor, lost: Tensor) -> tuple[str, ...]:
         found.append(
             f"{len(same)} of the examples that stay have the same inputs as forgotten ones, first example "
             f"{same[0]} of the fit before: what they say of these is kept"
+        )
+    if fit.kind == "nested-fit":
+        found.append(
+            "the mean of the features and the scales of the kernels are those of all examples, forgotten "
+            "ones too: the certificate compares with a fit that has the same"
         )
     if fit.record.criterion != "given":
         found.append(

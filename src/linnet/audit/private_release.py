@@ -22,7 +22,7 @@ from torch import Tensor
 from linnet.audit.predictors import check_fit, unweighed
 from linnet.errors import InputError, NumericalError
 from linnet.fitting.arguments import checked_inputs
-from linnet.fitting.last_layer import RECORD
+from linnet.fitting.last_layer import what_is_known
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linalg.factorize import cholesky
 from linnet.linear.dual import DualSystem
@@ -363,7 +363,7 @@ def _releasable(fit: LinearFit, delta: float) -> DualSystem:
     """The equations of a fit that can be released, or an error that says why it cannot."""
     check_fit(fit)
     unweighed(fit, "release")
-    head = getattr(fit.module.model, RECORD, {})
+    head = what_is_known(fit.module.model)
     leaks = [
         (
             fit.record.criterion != "given",
@@ -382,6 +382,12 @@ def _releasable(fit: LinearFit, delta: float) -> DualSystem:
             "the network has the metric of a curvature, which was summed over data",
             "a network that does not depend on the data",
             "release a fit of the network without linnet.with_metric",
+        ),
+        (
+            bool(head.get("sketch")),
+            "the network moves along directions that were made of data, which a release would publish",
+            "a network that does not depend on the data",
+            "release a fit of the network without linnet.with_sketch",
         ),
         (
             fit.constraints is not None,

@@ -143,7 +143,8 @@ def fit(
         memory: Budget such as ``"4GB"``; by default half of what is available.
         sample_weight: w, what each example counts in the loss, (N,), positive; ``"balanced"`` for classes
             that count as much as each other, N in all. 1 by default. A target of weight w has the noise
-            variance σ²/w, and leave-one-out as a criterion of the ridge counts it w times.
+            variance σ²/w, and leave-one-out as a criterion of the ridge counts it w times; probabilities are
+            those of a mean weight of about 1.
 
     Returns:
         The solved fit.

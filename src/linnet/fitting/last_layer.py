@@ -322,6 +322,16 @@ def _ends(function: Functional, x: Inputs, outputs: Tensor) -> bool:
     return bool(error <= torch.finfo(outputs.dtype).eps ** 0.5 * size)
 
 
+def what_is_known(model: nn.Module) -> dict[str, Any]:
+    """What the heads and the coordinates of a network, and of all networks in it, were made of."""
+    records = [getattr(module, RECORD) for module in model.modules() if hasattr(module, RECORD)]
+    examples: frozenset[str] = frozenset().union(*(record.get("examples", ()) for record in records))
+    found: dict[str, Any] = {"examples": examples} if records else {}
+    for flag in ("metric", "sketch"):
+        found |= {flag: True} if any(record.get(flag) for record in records) else {}
+    return found | ({"init": "probe"} if any(record.get("init") == "probe" for record in records) else {})
+
+
 def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
     """The last linear layer of a network, or the one that ``with_head`` put there."""
     linear = _linear_layers(model)
@@ -441,6 +451,7 @@ def with_centered_head(model: nn.Module) -> nn.Module:
     clone = copied(model)
     name, layer = last_linear(clone)
     replace_module(clone, name, CenteredLinear(layer))
-    if hasattr(clone, RECORD) and "folds" not in getattr(clone, RECORD):
-        delattr(clone, RECORD)  # the labels are in the outputs no more
+    for module in clone.modules():
+        if hasattr(module, RECORD) and "folds" not in getattr(module, RECORD):
+            delattr(module, RECORD)  # the labels are in the outputs no more
     return clone

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.fitting.head import example_hashes
-from linnet.fitting.last_layer import RECORD
+from linnet.fitting.last_layer import what_is_known
 from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs, hash_examples
 from linnet.tangent.functional import Functional
@@ -42,7 +42,7 @@ def rounded(error: float, scale: float) -> str:
 
 def head_remarks(model: nn.Module, x: Inputs, y: Tensor) -> tuple[str, ...]:
     """Whether the head has seen the labels that leave-one-out leaves out."""
-    seen = getattr(model, RECORD, {}).get("examples", frozenset())
+    seen = what_is_known(model).get("examples", frozenset())
     again = sum(example in seen for example in example_hashes(x, y)) if seen else 0
     if not again:
         return ()
@@ -168,7 +168,7 @@ def after_change(
     crossed = any(CROSS in line for line in warnings)
     before = [line for line in warnings if HEAD in line] or ([SEEN] if crossed else [])
     found = list(empty_remarks(targets) if likely and targets.axis is None else ())
-    if hasattr(model, RECORD):
+    if what_is_known(model):
         labels = targets.labels
         again = head_remarks(model, x, targets.values if labels is None else labels)
         found += again or ([GONE] if before else [])

@@ -432,7 +432,7 @@ def _made(
     """The sketched network, with what is known of its head."""
     made = SketchedNetwork(network, names, bases, eigenvalues).eval()
     head = {key: value for key, value in getattr(network, RECORD, {}).items() if key != "folds"}
-    setattr(made, RECORD, {"init": "keep", "layer": "", "examples": frozenset(), **head})
+    setattr(made, RECORD, {"init": "keep", "layer": "", "examples": frozenset(), **head, "sketch": True})
     return made
 
 

@@ -100,10 +100,13 @@ class _TangentModel:
 def _normal(mean: Tensor, covariance: Tensor) -> Any:
     """GPyTorch's distribution of outputs (..., q, C)."""
     from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+    from linear_operator import to_linear_operator
 
+    # as an operator it is factorized with a jitter: points may be equal, or more than the kernel has rank
+    lazy = to_linear_operator(covariance)
     if mean.shape[-1] == 1:
-        return MultivariateNormal(mean[..., 0], covariance)
-    return MultitaskMultivariateNormal(mean, covariance, interleaved=True)
+        return MultivariateNormal(mean[..., 0], lazy)
+    return MultitaskMultivariateNormal(mean, lazy, interleaved=True)
 
 
 def _bases() -> tuple[type, ...]:

@@ -116,25 +116,26 @@ def adapt(
     """
     several = isinstance(model, list | tuple)
     models: list[nn.Module] = [*model] if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
-    for place, one in enumerate(models):
-        name = f"model[{place}]" if several else "model"
-        check.instance(name, one, nn.Module, "a torch.nn.Module", "pass the network itself")
-    if not models:
-        check.refuse("model", model, "a network, or a list of some", "pass the network itself")
-    models = [without_wrapper(one) for one in models]
-    check_output(output)
-    seed = check.integer("seed", seed, least=0, most=2**63 - 1)
-    log = tune if callable(tune) else None
-    tunes = log is not None or check.flag("tune", tune)
-    given = requested(weight, earlier, ridge, tunes)
-    if tunes and sample_weight is not None:
-        raise InputError(
-            f"tune={tune!r} with sample_weight=",
-            "samples that count alike in training",
-            "leave one of them out",
-        )
-    device = next((p.device for p in models[0].parameters()), torch.device("cpu"))
-    with sharing("linnet.adapt", device):
+    networks = [one for one in models if isinstance(one, nn.Module)]
+    device = next((p.device for one in networks for p in one.parameters()), torch.device("cpu"))
+    with sharing("linnet.adapt", device):  # what is wrong on one process ends all
+        for place, one in enumerate(models):
+            name = f"model[{place}]" if several else "model"
+            check.instance(name, one, nn.Module, "a torch.nn.Module", "pass the network itself")
+        if not models:
+            check.refuse("model", model, "a network, or a list of some", "pass the network itself")
+        models = [without_wrapper(one) for one in models]
+        check_output(output)
+        seed = check.integer("seed", seed, least=0, most=2**63 - 1)
+        log = tune if callable(tune) else None
+        tunes = log is not None or check.flag("tune", tune)
+        given = requested(weight, earlier, ridge, tunes)
+        if tunes and sample_weight is not None:
+            raise InputError(
+                f"tune={tune!r} with sample_weight=",
+                "samples that count alike in training",
+                "leave one of them out",
+            )
         data = Data.of(data if y is None else (data, y), models[0], memory=memory, text=True)
         arguments: dict[str, Any] = {
             "model": models if several else models[0],

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import ModelError
-from linnet.fitting.last_layer import BELOW, features, last_linear, replace_module, zero_layer
+from linnet.fitting.last_layer import BELOW, RECORD, features, last_linear, replace_module, zero_layer
 from linnet.linalg.operator import ParameterSpace
 from linnet.linear.features import (
     Angles,
@@ -49,6 +49,10 @@ def with_random_heads(model: nn.Module, heads: int, seed: int) -> nn.Module:
     with torch.no_grad():
         new.weight.copy_(draws * old.in_features**-0.5)
     replace_module(clone, name, new)
+    for module in clone.modules():  # the head that was there is gone, and what it was fitted on
+        if known := getattr(module, RECORD, None):
+            kept = {key: value for key, value in known.items() if key in ("layer", "metric", "sketch")}
+            setattr(module, RECORD, kept)
     return clone
 
 

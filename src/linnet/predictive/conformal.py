@@ -115,13 +115,19 @@ class Unseen:
     targets: Tensor  # (N, C)
     labels: Tensor | None  # class indices (N,), or ``None`` for values
     probs: Callable[[Tensor], Tensor]  # probabilities of classes by outputs (N, C)
-    weights: Tensor | None = None  # how often each counts, (N,); once where there are none
+    weights: Tensor | None = None  # of the loss, (N,)
     factor: float = 1.0  # by what errors of values are raised since the ridge was chosen by the same examples
 
     @property
     def count(self) -> float:
-        """How many examples they count as."""
-        return len(self.outputs) if self.weights is None else float(self.weights.sum())
+        """How many examples they count as: with weights as many as tell as much where they are equal."""
+        return len(self.outputs) if self.counts is None else float(self.counts.sum())
+
+    @property
+    def counts(self) -> Tensor | None:
+        """How often each counts, (N,): by its weight, in all (Σw)² / Σw² times."""
+        w = self.weights
+        return None if w is None else w * (w.sum() / w.square().sum())
 
 
 class CoveringModel(PredictiveModel):
@@ -146,10 +152,11 @@ class CoveringModel(PredictiveModel):
 
         The jackknife+, in closed form: no noise model, and no examples set apart. Where new examples are like
         those of the training, it holds at least 2·coverage − 1 of their targets, whatever their distribution,
-        and about ``coverage``; an example of weight w counts w times. The first is proved where nothing was
-        chosen by the same examples, as in ``linnet.fit`` at a ridge that is given. Where the ridge was
-        chosen, errors are raised by the fourth root of ``record.noise_factor``. Where the head was
-        cross-fitted or the lower layers were trained, it is f(x) and the errors on held-out folds.
+        and about ``coverage``; the first is proved where examples count alike and nothing was chosen by them,
+        as in ``linnet.fit`` at a ridge that is given. With weights they count by these, in all as
+        (Σw)² / Σw² examples. Where the ridge was chosen, errors are raised by the fourth root of
+        ``record.noise_factor``. Where the head was cross-fitted or the lower layers were trained, it is f(x)
+        and the errors on held-out folds.
 
         Args:
             x: T examples.
@@ -180,7 +187,7 @@ class CoveringModel(PredictiveModel):
         require_enough(unseen.count, coverage)
         errors = unseen.factor * (unseen.targets.to(unseen.outputs) - unseen.outputs).abs()
         each = self._without_each(self._examples(x))
-        found = [jackknife(left, errors, coverage, unseen.weights) for _, left in each]
+        found = [jackknife(left, errors, coverage, unseen.counts) for _, left in each]
         return torch.cat(found).to(unseen.targets.dtype)
 
     @in_exact_mode
@@ -189,9 +196,9 @@ class CoveringModel(PredictiveModel):
 
         A class is in the set of an example unless the probability of the likelier ones is higher than it was
         for that share of the training examples, each by the fit without it. The likeliest class is always in,
-        so that a fit that is right more often than ``coverage`` holds more; an example of weight w counts w
-        times. Nothing is proved, as the temperature of the probabilities, and mostly the ridge, were chosen
-        by the same examples. Of held-out folds the same is true as in ``interval``.
+        so that a fit that is right more often than ``coverage`` holds more. Nothing is proved, as the
+        temperature of the probabilities, and mostly the ridge, were chosen by the same examples. Of weights
+        and of held-out folds the same is true as in ``interval``.
 
         Args:
             x: T examples.
@@ -238,7 +245,7 @@ class CoveringModel(PredictiveModel):
             many, t, _ = left.shape
             p = unseen.probs(left.flatten(0, 1)).view(many, t, -1)
             of_classes = scores(p, u[begin : begin + t])
-            sets = held(of_classes, own, labels, coverage, by_class, unseen.weights) & known
+            sets = held(of_classes, own, labels, coverage, by_class, unseen.counts) & known
             found.append(sets.scatter(1, unseen.probs(outputs).argmax(1, keepdim=True), True))
             begin += t
         return torch.cat(found)
