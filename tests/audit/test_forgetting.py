@@ -242,3 +242,15 @@ def test_copies_that_stay_are_said(tmp_path: Path) -> None:
     code, said = check(tmp_path, without((x, y), GONE))
     assert code == 0
     assert said["copies of forgotten examples that were kept"] == 1
+
+
+def test_data_are_taken_in_the_forms_that_a_fit_takes(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(2)
+    x, y = torch.randint(0, 5, (N, 3), generator=draw), torch.arange(N) % 2
+    hot = nn.functional.one_hot(y, 2).float()
+    for given in (y, hot):
+        fit = linnet.fit(linnet.linearize(network("make")), (x, given), "cross-entropy", ridge=1.0)
+        forgetting_certificate(fit, GONE, tmp_path)
+        for form in (y, hot):
+            code, said = check(tmp_path, without((x, form), GONE))
+            assert code == 0, said

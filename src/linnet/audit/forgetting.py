@@ -277,7 +277,8 @@ def _write(
             expected="a fit of linnet.fit in the weights of the network as it came, without equations",
             remedy="leave folder= out: the certificate itself holds for every fit",
         )
-    names = verifier.fingerprints(_data(fit))
+    data = _data(fit)
+    names = verifier.fingerprints(data)
     kept, lost = ([names[i] for i in part.tolist()] for part in rows)
     weights: dict[str, Any] = {name: t.detach().cpu().numpy() for name, t in after.delta.items()}
     targets = fit._targets
@@ -286,6 +287,7 @@ def _write(
         "torch": str(torch.__version__),
         "loss": getattr(fit, "loss", "squared"),
         "ridge": fit.ridge,
+        "kinds": {name: part.dtype.kind for name, part in data.items()},
         "axis": targets.axis,
         "scale": targets.scale,
         "output": output,

@@ -50,6 +50,17 @@ def fingerprints(data: Mapping[str, Any]) -> list[str]:
     return [fingerprint({name: part[i] for name, part in data.items()}) for i in range(len(data["y"]))]
 
 
+def as_fitted(data: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
+    """Data as the fit took them: numbers where a network takes numbers, classes where targets were classes."""
+    found = {name: np.asarray(part) for name, part in data.items()}
+    y = found["y"]
+    if kinds.get("y") in ("i", "u") and y.dtype.kind == "f" and np.isin(y, (0, 1)).all():
+        found["y"] = y.argmax(1) if y.ndim == 2 and y.shape[1] > 1 else y.reshape(len(y)).astype("<i8")
+    wanted = {name for name, kind in kinds.items() if name != "y" and kind == "f"}
+    return {name: part.astype("<f8") if name in wanted and part.dtype.kind in "iub" else part
+            for name, part in found.items()}  # fmt: skip
+
+
 def of_network(net: torch.nn.Module) -> str:
     """The fingerprint of everything that a network holds."""
     held = net.state_dict().items()
@@ -95,6 +106,7 @@ def verified(
     about: Mapping[str, Any], net: torch.nn.Module, weights: Any, data: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What is true of a certificate, its displacement of the weights, a network and data."""
+    data = as_fitted(data, about.get("kinds", {}))
     network, own, ridge = of_network(net), fingerprints(data), float(about["ridge"])
     if not 0 < ridge < math.inf:
         raise SystemExit(f"ridge is {ridge}, expected a positive number: the certificate is none")
