@@ -51,7 +51,7 @@ def fingerprints(data: Mapping[str, Any]) -> list[str]:
 
 
 def as_fitted(data: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
-    """Data as the fit took them: numbers where a network takes numbers, classes where targets were classes."""
+    """Data as the fit took them: numbers where the network takes them, classes where targets were classes."""
     found = {name: np.asarray(part) for name, part in data.items()}
     y = found["y"]
     if kinds.get("y") in ("i", "u") and y.dtype.kind == "f" and np.isin(y, (0, 1)).all():
