@@ -25,7 +25,7 @@ from experiments.figures import COLORS, figure, save
 from experiments.optimizer.problems import WIDTHS, autoencoder
 from experiments.sources import images, pixels
 from experiments.study import Study, parser
-from experiments.tables import markdown
+from experiments.tables import markdown, with_error
 from linnet import optim
 from linnet.likelihoods import Bernoulli
 
@@ -104,6 +104,24 @@ def table_rows(cells: Sequence[Any]) -> list[list[str]]:
                 ]
             )
     return rows
+
+
+def by_seed(cells: Sequence[Any]) -> str:
+    """Markdown: training losses of each method at its updates, and momentum's less those without, by seed."""
+    updates = cells[0]["update"]
+    runs = {
+        name: {cell["seed"]: cell["train"] for cell in cells if name_of(cell) == name}
+        for name in dict.fromkeys(map(name_of, cells))
+    }
+    rows = [
+        [name, str(len(own)), *(with_error((run[i] for run in own.values()), 2) for i in range(len(updates)))]
+        for name, own in runs.items()
+    ]
+    (_, plain), (_, other) = runs.items()
+    shared = [seed for seed in plain if seed in other]
+    less = (with_error((other[s][i] - plain[s][i] for s in shared), 2) for i in range(len(updates)))
+    rows.append(["momentum less defaults", str(len(shared)), *less])
+    return markdown(["training loss", "seeds", *(f"after {step:,} updates" for step in updates)], rows)
 
 
 def main(given: Sequence[str] | None = None) -> None:
