@@ -209,3 +209,16 @@ def test_what_a_model_cannot_be_asked_is_refused_in_words() -> None:
         model.condition_on_observations(x.view(2, 2, 3), torch.zeros(2, 2, 2).double())
     with pytest.raises(InputError, match="fantasies"):
         model.fantasize(x)
+
+
+@needed
+@quiet
+def test_points_that_are_equal_or_more_than_the_kernel_has_rank_have_a_posterior() -> None:
+    oracle = dense(outputs=1)
+    model = botorch_adapter.TangentModel(
+        TangentGP(oracle.model, Gaussian(variance=0.2)).fit(oracle.x, oracle.y)
+    )
+    same = torch.stack([oracle.x_test[0]] * 2)
+    many = torch.randn(90, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for points in (same, many):
+        assert bool(model.posterior(points).rsample(torch.Size([3])).isfinite().all())

@@ -172,6 +172,8 @@ NOT_PROTECTED = (
     "the network before the fit, its head included: it is taken to be public",
     "the ridge, the clipping limits and the target scale: they must have been chosen without these data",
     "the number of examples",
+    "a choice of examples by the data, such as summarize() or what mislabeled() names: the guarantee is of "
+    "the examples that were fitted",
     "the fit itself, its temperatures, reports and files: publish the release alone",
     "several releases from the same data: their ε and δ add up",
     "rounding: noise is drawn in floating point from torch's generator, which is not cryptographic, and a "
