@@ -103,6 +103,7 @@ PARTS = {
     "botorch.posteriors.gpytorch": {"GPyTorchPosterior": Posterior},
     "botorch.acquisition": {"LogExpectedImprovement": LogExpectedImprovement},
     "botorch.optim": {"optimize_acqf": optimize_acqf},
+    "linear_operator": {"to_linear_operator": lambda matrix: matrix},
     "gpytorch.distributions": {"MultivariateNormal": Normal, "MultitaskMultivariateNormal": Normal},
 }
 

@@ -25,6 +25,8 @@ from linnet.linalg.structured import Diagonal
 from linnet.params import number
 from linnet.tangent.functional import OutputAdapter
 
+PARALLEL = 1e-6  # share of the squared length of a gradient that may be rounding of another one's multiple
+
 
 class SynapticIntelligence(ContinualMethod):
     """The penalty c Σ Ω (θ − θ̃)² with importances Ω from the path of training.
@@ -104,6 +106,7 @@ class SynapticIntelligence(ContinualMethod):
         """
         live = Live.of(self.model)
         self._watch(live)
+        self._rescale(live)
         first = not self._path
         moved = zeros = False
         for name, before in self._before.items():
@@ -186,11 +189,21 @@ class SynapticIntelligence(ContinualMethod):
         if name not in self._penalty:
             return gradient
         own = self._penalty[name].to(gradient)
-        factor = torch.as_tensor(self._factor).to(own)
-        arrived = self._arrived.get(name, gradient).to(gradient)
-        if not torch.equal(arrived, gradient) and (squared := arrived.square().sum()) > 0:
-            factor = factor * ((gradient * arrived).sum() / squared)  # unscaled, clipped: the penalty as well
-        return torch.addcmul(gradient, own, factor, value=-1)
+        return torch.addcmul(gradient, own, torch.as_tensor(self._factor).to(own), value=-1)
+
+    def _rescale(self, live: Live) -> None:
+        """Multiply what the penalty has added to the gradients by what all gradients were multiplied by."""
+        # Unscaling and clipping do it, which leaves them parallel; averages over processes have the penalty's
+        # as they were.
+        found = torch.zeros(3, dtype=torch.float64)
+        for name, before in self._arrived.items():
+            parameter = live.tensors.get(name)
+            now = self._gradients[name] if parameter is None or parameter.grad is None else parameter.grad
+            a, g = before.double(), now.detach().to(before.device).double()
+            found += torch.stack([(a * a).sum(), (a * g).sum(), (g * g).sum()]).cpu()
+        aa, ag, gg = found.tolist()
+        if aa > 0 and ag != aa and gg - ag * ag / aa <= PARALLEL * gg:
+            self._factor = self._factor * (ag / aa)
 
     def _forget_step(self) -> None:
         """Whatever was noted of a step is done with."""

@@ -7,12 +7,14 @@ with, and talks to nobody else. Nothing is written: forgetting changes the sessi
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hmac
 import io
 import json
 import os
 import secrets
+import socket
 import tempfile
 import threading
 from abc import ABC, abstractmethod
@@ -53,6 +55,9 @@ Run = TypeVar("Run")
 Sample = TypeVar("Sample")
 
 
+LEAVING = 2.0  # seconds that a connection is waited for when the server closes
+
+
 class Server(ThreadingHTTPServer):
     """The server of one session."""
 
@@ -60,6 +65,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, session: Asked[Any, Any], port: int = 0) -> None:
         self.session, self.key = session, secrets.token_hex(16)
+        self.connections: dict[Any, threading.Thread] = {}  # connections, and what answers them
         try:
             super().__init__((HOST, port), Handler)
         except (OSError, OverflowError) as error:
@@ -73,6 +79,22 @@ class Server(ThreadingHTTPServer):
     def address(self) -> str:
         """Where the page is, the key included."""
         return f"http://{HOST}:{self.server_port}/?key={self.key}"
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, which is known while it lasts."""
+        self.connections[request] = threading.current_thread()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.connections.pop(request, None)
+
+    def server_close(self) -> None:
+        """Close the connections too: a thread that is left when Python ends can abort the process."""
+        super().server_close()
+        for connection, thread in list(self.connections.items()):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            thread.join(LEAVING)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that broke off is nobody's fault."""
