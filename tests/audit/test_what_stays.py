@@ -24,19 +24,24 @@ class Scaled(nn.Module):
         return found
 
 
-torch.manual_seed(0)
-NET = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-X, Y = torch.randn(30, 3).double(), torch.arange(30) % 3
+X = torch.randn(30, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.arange(30) % 3
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
 def made(kind: str) -> tuple[nn.Module, str]:
     """A network made of the data, and what is said of it."""
+    net = network()
     if kind == "head":
-        return linnet.with_head(NET, 3, data=(X, Y)), "the head"
-    G = linnet.curvature(NET, (X, Y), linnet.likelihoods.Categorical(), structure="kfac")
+        return linnet.with_head(net, 3, data=(X, Y)), "the head"
+    G = linnet.curvature(net, (X, Y), linnet.likelihoods.Categorical(), structure="kfac")
     if kind == "metric":
-        return linnet.with_metric(NET, G), "the metric of a curvature"
-    return linnet.with_sketch(NET, G, dim=10), "directions that were made of data"
+        return linnet.with_metric(net, G), "the metric of a curvature"
+    return linnet.with_sketch(net, G, dim=10), "directions that were made of data"
 
 
 @pytest.mark.parametrize("wrap", [lambda net: net, Scaled, nn.Sequential])
@@ -51,14 +56,14 @@ def test_what_was_made_of_data_is_found_in_a_network(kind: str, wrap: type[nn.Mo
 
 
 def test_a_sketch_of_the_solver_is_told_too() -> None:
-    fit = linnet.fit(linnet.linearize(NET), (X, Y), ridge=1.0, solver=linnet.fitting.Sketch(dim=12))
+    fit = linnet.fit(linnet.linearize(network()), (X, Y), ridge=1.0, solver=linnet.fitting.Sketch(dim=12))
     [told] = audit.forgetting_certificate(fit, [3]).warnings
     assert "directions that were made of data" in told
 
 
 def test_a_head_that_adapt_replaces_is_not_told_of_and_what_it_measured_is() -> None:
-    plain = linnet.adapt(NET, (X, Y), weight=0.5, ridge=0.1)
-    headed = linnet.adapt(Scaled(linnet.with_head(NET, 3, data=(X, Y))), (X, Y), weight=0.5, ridge=0.1)
+    plain = linnet.adapt(network(), (X, Y), weight=0.5, ridge=0.1)
+    headed = linnet.adapt(Scaled(linnet.with_head(network(), 3, data=(X, Y))), (X, Y), weight=0.5, ridge=0.1)
     for fit in (plain, headed):
         [told] = audit.forgetting_certificate(fit, [3]).warnings
         assert told.startswith("the mean of the features and the scales of the kernels")
