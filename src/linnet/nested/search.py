@@ -429,7 +429,7 @@ def near_ridge(kernel: Tensor, targets: Targets, known: Candidate) -> Candidate:
     """The ridge of lowest leave-one-out error, from that of some of the samples: classes alone."""
     # kernel (N, N). One factorization a ridge, of which three or four are tried, takes half of the time of
     # the eigendecomposition that has them all.
-    kernel, values = _weighed(kernel, targets)
+    (weighed, values), shares = _weighed(kernel, targets), (known.weight, known.earlier)
     tried: dict[int, Candidate] = {}
 
     def error(step: int) -> float:
@@ -438,15 +438,15 @@ def near_ridge(kernel: Tensor, targets: Targets, known: Candidate) -> Candidate:
         if step not in tried:
             ridge = 10 ** (step / PER_DECADE)
             try:
-                residuals = DualSystem(kernel, values, ridge).loo_residuals()
+                residuals = DualSystem(weighed, values, ridge).loo_residuals()
             except NumericalError:  # below the rounding of the kernel
                 return math.inf
-            tried[step] = _judged(values, residuals, targets, (known.weight, known.earlier), ridge)
+            tried[step] = _judged(values, residuals, targets, shares, ridge)
         return tried[step].score
 
     best = round(PER_DECADE * math.log10(known.ridge))
-    while error(best) == math.inf and best < HIGHEST * PER_DECADE:
-        best += 1
+    if error(best) == math.inf:
+        return best_ridge(kernel, targets, shares)
     for way in (-1, 1):
         while error(best + way) < error(best):
             best += way
