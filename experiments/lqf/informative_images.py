@@ -11,7 +11,7 @@ of another class.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +25,11 @@ from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
 
 FIFTH, TESTED = 0.2, 1000
-MEASURES = {  # the columns, and by what they are multiplied
-    "test error of their classes, %": 100,
-    "distance to the nearest of the class, of the median": 1,
-    "nearest is of another class, %": 100,
-    "wrong when left out, %": 100,
+MEASURES = {  # the columns, with their digits and by what they are multiplied
+    "test error of their classes, %": (1, 100),
+    "distance to the nearest of the class, of the median": (2, 1),
+    "nearest is of another class, %": (1, 100),
+    "wrong when left out, %": (1, 100),
 }
 
 
@@ -63,17 +63,14 @@ def table(cells: Sequence[Cell]) -> str:
     for pair in dict.fromkeys(cell["pair"] for cell in cells):
         own = [cell for cell in cells if cell["pair"] == pair]
         name = f"{pair.split(' → ')[1]}, {own[0]['shots']} a class"
-        for which in ("most", "least"):
-            found = [
-                with_error((c[which][key] for c in own), 2 - scale // 100, scale)
-                for key, scale in MEASURES.items()
-            ]
-            rows.append([f"{name}: {which} informative fifth", *found])
-        less = [
-            with_error((c["most"][key] - c["least"][key] for c in own), 2 - scale // 100, scale)
-            for key, scale in MEASURES.items()
-        ]
-        rows.append([f"{name}: difference", *less])
+        fifths: dict[str, Callable[[Cell, str], float]] = {
+            "most informative fifth": lambda cell, key: cell["most"][key],
+            "least informative fifth": lambda cell, key: cell["least"][key],
+            "difference": lambda cell, key: cell["most"][key] - cell["least"][key],
+        }
+        for which, of in fifths.items():
+            found = [with_error((of(c, key) for c in own), *how) for key, how in MEASURES.items()]
+            rows.append([f"{name}: {which}", *found])
     return markdown(["images", *MEASURES], rows)
 
 

@@ -24,12 +24,13 @@ from experiments.sources import images, pixels, pretrained
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 
-WAYS = {  # slope below zero, and what the epoch lowers
-    "ReLU": (0.0, None),
-    "ReLU, an epoch": (0.0, "labels"),
-    "Leaky ReLU": (0.2, None),
-    "Leaky ReLU, an epoch": (0.2, "labels"),
-    "Leaky ReLU, an epoch towards the outputs before": (0.2, "outputs"),
+WAYS = {  # slope below zero, what the epoch leads to, and whether BatchNorm takes new statistics
+    "ReLU": (0.0, None, True),
+    "ReLU, an epoch": (0.0, "labels", True),
+    "Leaky ReLU": (0.2, None, True),
+    "Leaky ReLU, an epoch": (0.2, "labels", True),
+    "Leaky ReLU, an epoch towards the outputs before": (0.2, "outputs", True),
+    "the same with the statistics before": (0.2, "outputs", False),
 }
 BATCH, TESTED, SOURCE_TESTED = 64, 500, 2000
 
@@ -49,7 +50,7 @@ def source(
 def recovered(network: str, way: str, seed: int, data_dir: str | None) -> tuple[nn.Module, float]:
     """A network after surgery, and its accuracy on its own task."""
     model, train, (xt, yt) = source(network, data_dir)
-    slope, towards = WAYS[way]
+    slope, towards, anew = WAYS[way]
     made = linnet.surgery.leaky_relu(model, slope) if slope else model
     if towards is not None:
         made = linnet.surgery.recover(
@@ -57,6 +58,7 @@ def recovered(network: str, way: str, seed: int, data_dir: str | None) -> tuple[
             train,
             model if towards == "outputs" else None,
             training=linnet.Training(steps=-(-len(train[1]) // BATCH), batch_size=BATCH),
+            training_mode=anew,
             seed=seed,
         )
     with torch.no_grad():

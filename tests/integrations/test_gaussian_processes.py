@@ -173,6 +173,12 @@ def test_the_stand_in_is_botorchs_expected_improvement() -> None:
             assert torch.allclose(ours, theirs, rtol=1e-6)
 
 
+def tangent_model(oracle: Any, variance: float) -> Any:
+    """BoTorch's model of the process of a small problem."""
+    gp = TangentGP(oracle.model, Gaussian(variance=variance)).fit(oracle.x, oracle.y)
+    return botorch_adapter.TangentModel(gp)
+
+
 @needed
 @quiet
 def test_an_acquisition_function_is_optimized() -> None:
@@ -180,9 +186,7 @@ def test_an_acquisition_function_is_optimized() -> None:
     from botorch.optim import optimize_acqf
 
     oracle = dense(outputs=1, n=12)
-    model = botorch_adapter.TangentModel(
-        TangentGP(oracle.model, Gaussian(variance=0.05)).fit(oracle.x, oracle.y)
-    )
+    model = tangent_model(oracle, 0.05)
     bound = UpperConfidenceBound(model, beta=1.0)
     bounds = torch.tensor([[-1.0] * 3, [1.0] * 3], dtype=torch.float64)
     at, value = optimize_acqf(bound, bounds, q=1, num_restarts=2, raw_samples=8, options={"maxiter": 20})
@@ -195,9 +199,7 @@ def test_an_acquisition_function_is_optimized() -> None:
 @quiet
 def test_what_a_model_cannot_be_asked_is_refused_in_words() -> None:
     oracle = dense(outputs=2)
-    model = botorch_adapter.TangentModel(
-        TangentGP(oracle.model, Gaussian(variance=0.2)).fit(oracle.x, oracle.y)
-    )
+    model = tangent_model(oracle, 0.2)
     x, noise = oracle.x_test, torch.rand(4, 2).double()
     plain, noisy = (model.posterior(x, [1], observation_noise=given).variance for given in (False, noise))
     assert torch.allclose(noisy, plain + noise[:, 1:])
@@ -215,9 +217,7 @@ def test_what_a_model_cannot_be_asked_is_refused_in_words() -> None:
 @quiet
 def test_points_that_are_equal_or_more_than_the_kernel_has_rank_have_a_posterior() -> None:
     oracle = dense(outputs=1)
-    model = botorch_adapter.TangentModel(
-        TangentGP(oracle.model, Gaussian(variance=0.2)).fit(oracle.x, oracle.y)
-    )
+    model = tangent_model(oracle, 0.2)
     same = torch.stack([oracle.x_test[0]] * 2)
     many = torch.randn(90, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for points in (same, many):

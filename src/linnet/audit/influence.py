@@ -417,7 +417,7 @@ def label_targets(fit: Fitted, x: Inputs, labels: Any) -> Tensor:
                 expected="a class at every position of the test examples",
                 remedy="pass test examples whose positions all count, or their targets as numbers",
             )
-        check_arrangement(y, fit.module.function.output_shape(x), "labels")
+        check_arrangement(y, shape, "labels")
     made = (
         class_targets(y, c, dtype)
         if fit.loss == "cross-entropy"

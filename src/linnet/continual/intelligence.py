@@ -195,13 +195,15 @@ class SynapticIntelligence(ContinualMethod):
         """Multiply what the penalty has added to the gradients by what all gradients were multiplied by."""
         # Unscaling and clipping do it, which leaves them parallel; averages over processes have the penalty's
         # as they were.
-        found = torch.zeros(3, dtype=torch.float64)
+        if not self._arrived:
+            return
+        found, place = [], next(iter(self._arrived.values())).device
         for name, before in self._arrived.items():
             parameter = live.tensors.get(name)
             now = self._gradients[name] if parameter is None or parameter.grad is None else parameter.grad
             a, g = before.double(), now.detach().to(before.device).double()
-            found += torch.stack([(a * a).sum(), (a * g).sum(), (g * g).sum()]).cpu()
-        aa, ag, gg = found.tolist()
+            found.append(torch.stack([(a * a).sum(), (a * g).sum(), (g * g).sum()]).to(place))
+        aa, ag, gg = torch.stack(found).sum(0).tolist()  # read once
         if aa > 0 and ag != aa and gg - ag * ag / aa <= PARALLEL * gg:
             self._factor = self._factor * (ag / aa)
 
