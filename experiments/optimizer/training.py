@@ -23,6 +23,12 @@ CURVATURES: dict[str, dict[str, Any]] = {
     "KFAC, random projection": {"structure": "kfac", "expectation": "random-projection"},
     "KFLR": {"structure": "kfac", "expectation": "exact"},
 }
+FIRST_ORDER: dict[str, Callable[[list[nn.Parameter], float], torch.optim.Optimizer]] = {
+    "Adam": lambda weights, rate: torch.optim.Adam(weights, lr=rate),
+    "SGD": lambda weights, rate: torch.optim.SGD(weights, lr=rate),
+    "SGD with momentum": lambda weights, rate: torch.optim.SGD(weights, lr=rate, momentum=0.9),
+    "Nesterov": lambda weights, rate: torch.optim.SGD(weights, lr=rate, momentum=0.9, nesterov=True),
+}
 Make = Callable[[], nn.Module]
 
 
@@ -87,15 +93,10 @@ def run(task: Task, updates: int, step: Callable[[nn.Module], Callable[[Tensor, 
 
 
 def first_order(task: Task, method: str, rate: float, period: float, updates: int) -> Any:
-    """A run of Adam or SGD with momentum 0.9, its rate halved every ``period`` of the updates."""
+    """A run of a method of ``FIRST_ORDER``, its rate halved every ``period`` of the updates."""
 
     def step(model: nn.Module) -> Callable[[Tensor, Tensor], float]:
-        parameters = list(model.parameters())
-        optimizer: torch.optim.Optimizer = (
-            torch.optim.Adam(parameters, lr=rate)
-            if method == "Adam"
-            else torch.optim.SGD(parameters, lr=rate, momentum=0.9)
-        )
+        optimizer = FIRST_ORDER[method](list(model.parameters()), rate)
         every = max(1, round(period * updates))
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, every, 0.5)
 
@@ -113,11 +114,11 @@ def first_order(task: Task, method: str, rate: float, period: float, updates: in
     return run(task, updates, step)
 
 
-def second_order(task: Task, method: str, updates: int) -> Any:
-    """A run of ``GaussNewton`` with its default settings."""
+def second_order(task: Task, method: str, updates: int, **settings: Any) -> Any:
+    """A run of ``GaussNewton`` with its default settings, or others."""
 
     def step(model: nn.Module) -> Callable[[Tensor, Tensor], float]:
-        optimizer = optim.GaussNewton(model, task.likelihood, **CURVATURES[method])
+        optimizer = optim.GaussNewton(model, task.likelihood, **CURVATURES[method], **settings)
         return lambda x, y: optimizer.step(x, y).loss
 
     return run(task, updates, step)

@@ -19,6 +19,7 @@ from experiments.continual import (
     si_reference,
     split_mnist,
     streams,
+    two_gaussians,
 )
 from experiments.continual.networks import multilayer
 from experiments.continual.streams import classes, fitted, flat_parts, permuted
@@ -216,3 +217,16 @@ def test_linear_stream(words: list[str], tmp_path: Path, monkeypatch: pytest.Mon
     assert full["distance"] < 1e-6
     assert full["residual"] < 1e-6
     assert next(c for c in cells if c["structure"] == "kfac")["distance"] > 1e-3
+
+
+def test_two_gaussians(tmp_path: Path) -> None:
+    two_gaussians.main(["--seeds", "2", "--out", str(tmp_path)])
+    cells = json.loads((tmp_path / "result.json").read_text())["cells"]
+    for structure in two_gaussians.STRUCTURES:
+        for seed in (0, 1):
+            own = [c for c in cells if (c["structure"], c["seed"]) == (structure, seed)]
+            past, new = ([cell[f"from the {of}"] for cell in own] for of in ("past", "new task"))
+            assert past == sorted(past, reverse=True), "with a larger λ the past is kept better"
+            assert new == sorted(new)
+            if structure != "diagonal":
+                assert max(cell["from the product"] for cell in own) < 1e-7

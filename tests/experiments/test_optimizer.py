@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.optimizer import alignment, autoencoders, mixture, problems, relu
+from experiments.optimizer import (
+    alignment,
+    autoencoders,
+    batch_sizes,
+    landscape,
+    mixture,
+    problems,
+    relu,
+    rivals,
+)
 from experiments.optimizer.curves import curves
 from experiments.optimizer.training import grid, loss_at
 from experiments.sources import Images
@@ -123,6 +132,60 @@ def test_relu(tmp_path: Path, digits: Callable[..., Images]) -> None:
     found = result(tmp_path)
     assert {cell["method"] for cell in found["cells"]} == {"KFRA", "KFAC"}
     assert all(cell["train"][-1] > 0 for cell in found["cells"])
+
+
+def test_rivals(tmp_path: Path) -> None:
+    given = ["--data", "curves", *WIDTHS, "--images", "260", "--updates", "2", "--seeds", "2"]
+    rivals.main([*given, "--out", str(tmp_path)])
+    cells = result(tmp_path)["cells"]
+    grid_runs = [cell for cell in cells if cell["method"] == "Nesterov" and cell["seed"] == 0]
+    assert len({(cell["rate"], cell["period"]) for cell in grid_runs}) == 40
+    assert len(rivals.best_runs(cells, "curves", "SGD")) == 2
+    assert {cell["average"] for cell in cells if cell["method"] == "KFAC"} == {True, False}
+    rows = rivals.table(cells).splitlines()[2:]
+    assert [row.split(" | ")[1] for row in rows] == list(rivals.FIRST_ORDER)
+    assert " 0.0 ± 0.0 " in rows[0]
+
+
+def test_batch_sizes(tmp_path: Path, digits: Callable[..., Images]) -> None:
+    given = [*WIDTHS, "--images", "80", "--updates", "3", "--seeds", "1"]
+    batch_sizes.main([*given, "--out", str(tmp_path)])
+    cells = result(tmp_path)["cells"]
+    assert {cell["batch"]: cell["size"][-1] for cell in cells} == {
+        50: 50,
+        250: 250,
+        1000: 1000,
+        "adapted": 50,
+    }
+    assert (tmp_path / "batch_sizes.svg").exists()
+
+
+@pytest.mark.parametrize(("spread", "size"), [(1.0, 100), (0.01, 50)])
+def test_a_batch_grows_when_its_gradient_is_noise(spread: float, size: int) -> None:
+    test, generator = batch_sizes.NormTest(50), torch.Generator().manual_seed(0)
+    for _ in range(batch_sizes.MEMORY):
+        first, second = 0.1 + spread * torch.randn(2, 500, generator=generator)
+        test.observe(first, second)
+    assert test.size == size
+
+
+def test_landscapes_have_what_the_lemmas_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(landscape, "DRAWS", 5)
+    monkeypatch.setattr(landscape, "PLANES", 3)
+    landscape.main(["--seeds", "1", "--out", str(tmp_path)])
+    cells = {cell["activation"]: cell for cell in result(tmp_path)["cells"]}
+    assert cells["ReLU"]["blocks"] == cells["ReLU"]["traces"] == 0
+    assert cells["tanh"]["blocks"] > 0
+    assert sum(cells["ReLU"]["smooth maxima"].values()) == 0
+
+
+def test_maxima_are_smooth_where_no_unit_changes_its_regime() -> None:
+    loss, regimes = torch.zeros(5, 5), torch.zeros(5, 5, 2, dtype=torch.bool)
+    loss[2, 2] = 1.0
+    assert landscape.maxima(loss, regimes) == (1, 1)
+    regimes[1, 3, 0] = True
+    assert landscape.maxima(loss, regimes) == (1, 0)
+    assert landscape.maxima(-loss, regimes) == (0, 0)
 
 
 def test_the_grid_is_the_thesis_or_pruned() -> None:
