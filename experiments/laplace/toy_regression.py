@@ -191,7 +191,7 @@ def draw(study: Study, cells: list[dict[str, Any]], seed: int) -> None:
         ax.set_ylim(-130, 130)
         ax.plot(x, x**3, color="black", lw=1)
         ax.plot(*(part[:, 0].numpy() for part in task.train), ".", color="black", ms=4)
-        if found is None:
+        if found is None or "mean" not in found:  # published cells are without their curves
             continue
         mean = torch.tensor(found["mean"])[::3]
         ax.plot(x, mean, color=COLORS[0], lw=1.2)

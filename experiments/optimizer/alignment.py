@@ -16,6 +16,7 @@ batch 1,000, 2,000 updates.
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,18 @@ from experiments.figures import COLORS, figure, save
 from experiments.optimizer.alignment_study import alignment
 from experiments.optimizer.problems import DATA, WIDTHS, autoencoder, problem
 from experiments.study import Cell, Study, parser
-from experiments.tables import markdown
+from experiments.tables import markdown, with_error
 from linnet import optim
 
 STRUCTURES = ("kfac", "kfra")
 SIXTEENTH = (62, 31, 16, 8)
+STEPS, TOLERANCE = 3000, 1e-2  # of conjugate gradients: cosines are then right to about 0.01
 SHOWN = {"kfac": "KFAC", "kfac*": "KFAC*", "kfra": "KFRA", "kfra*": "KFRA*", "block-diagonal": "exact blocks"}
 
 
 def arguments() -> argparse.ArgumentParser:
     """What the script takes."""
-    found = parser(__doc__ or "", seeds=1)
+    found = parser(__doc__ or "", seeds=3)
     found.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     found.add_argument("--widths", type=int, nargs="+", default=None, help="of the first half")
     found.add_argument("--images", type=int, default=None)
@@ -71,8 +73,8 @@ def measure(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
                 data.likelihood,
                 STRUCTURES,
                 damping=report.tau,
-                options={"steps": args.steps or (250 if full else 100)},
-                tolerance=1e-3,
+                options={"steps": args.steps or STEPS},
+                tolerance=TOLERANCE,
             )
             found["layers"].append({k: v.tolist() for k, v in cosines.by_layer.items()})
             found["whole"].append(cosines.whole)
@@ -100,20 +102,36 @@ def main(given: Sequence[str] | None = None) -> None:
         for name in args.data
         for seed in study.seeds
     ]
-    rows = []
-    for cell in cells:
-        for key, shown in SHOWN.items():
-            whole = sum(found[key] for found in cell["whole"]) / len(cell["whole"])
-            layers: list[str] = []
-            if key in cell["layers"][0]:
-                columns = zip(*(found[key] for found in cell["layers"]), strict=True)
-                layers = [f"{sum(column) / len(column):.2f}" for column in columns]
-            rows.append([cell["data"], shown, f"{whole:.2f}", *layers])
-    count = len(cells[0]["layers"][0]["kfac"])
-    rows = [row + [""] * (count + 3 - len(row)) for row in rows]
-    header = ["data", "update", "whole", *(f"layer {i + 1}" for i in range(count))]
-    study.publish(markdown(header, rows), cells, structures=list(STRUCTURES))
+    study.publish(table(cells), cells, structures=list(STRUCTURES))
     _draw([cell for cell in cells if cell["seed"] == 0], study.out)
+
+
+def mean_cosine(cell: Cell, update: str, layer: int | None = None) -> float:
+    """Of a run: over the places where it was measured, of the whole update or of a layer's."""
+    if layer is None:
+        return statistics.fmean(found[update] for found in cell["whole"])
+    return statistics.fmean(found[update][layer] for found in cell["layers"])
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a data set and update, means over places and seeds; and KFRA's less KFAC's."""
+    rows = []
+    count = len(cells[0]["layers"][0]["kfac"])
+    for name in dict.fromkeys(cell["data"] for cell in cells):
+        own = [cell for cell in cells if cell["data"] == name]
+        for key, shown in SHOWN.items():
+            places = [None, *range(count)] if key in own[0]["layers"][0] else [None]
+            values = [with_error((mean_cosine(cell, key, at) for cell in own), 2) for at in places]
+            rows.append([name, shown, *values, *[""] * (count + 1 - len(values))])
+        for mark in ("", "*"):
+            pair = f"kfra{mark}", f"kfac{mark}"
+            less = [
+                with_error((mean_cosine(c, pair[0], at) - mean_cosine(c, pair[1], at) for c in own), 2)
+                for at in (None, *range(count))
+            ]
+            rows.append([name, f"KFRA{mark} less KFAC{mark}", *less])
+    header = ["data", "update", "whole", *(f"layer {i + 1}" for i in range(count))]
+    return markdown(header, rows)
 
 
 def _draw(cells: Sequence[Cell], folder: Path) -> None:

@@ -177,10 +177,15 @@ class _Study:
         network = Network(_Bound(function, parameters), parameters, None, likelihood, False)
         theta = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
         self.gradient = network.gradient([data])[1] + weight_decay * theta
+        kronecker = _curvature(function, likelihood, "kfac", data, "random-projection", seed=1)
+        self.approximate = Undamped(kronecker, "exact", False).inverse(
+            damping, dict.fromkeys(function.names, weight_decay)
+        )
 
     def full(self) -> tuple[Tensor, float]:
         """(G + (λ + τ)I)⁻¹∇E and the residual."""
-        return self._solve(_Damped(self.product.mm, len(self.gradient), self), self.gradient)
+        every = torch.arange(len(self.gradient), device=self.gradient.device)
+        return self._solve(_Damped(self.product.mm, len(self.gradient), self), every)
 
     def blocks(self) -> tuple[Tensor, float]:
         """The same with the exact block of every layer, each solved by itself, and the worst residual."""
@@ -192,13 +197,14 @@ class _Study:
                 whole[rows] = v
                 return self.product.mm(whole)[rows]
 
-            out[rows], residual = self._solve(_Damped(product, len(rows), self), self.gradient[rows])
+            out[rows], residual = self._solve(_Damped(product, len(rows), self), rows)
             worst = max(worst, residual)
         return out, worst
 
-    def _solve(self, operator: LinearOperator, b: Tensor) -> tuple[Tensor, float]:
-        """Conjugate gradients."""
-        solution = cg(operator, b, tolerance=self.tolerance, max_steps=self.steps)
+    def _solve(self, operator: LinearOperator, rows: Tensor) -> tuple[Tensor, float]:
+        """Conjugate gradients, preconditioned by the damped Kronecker factors."""
+        b, inverse = self.gradient[rows], _Preconditioner(rows, self)
+        solution = cg(operator, b, inverse, tolerance=self.tolerance, max_steps=self.steps)
         assert isinstance(solution.value, Tensor)
         return solution.value, float(solution.residual)
 
@@ -214,6 +220,27 @@ class _Damped(LinearOperator):
     def mm(self, v: Tensor) -> Tensor:
         """(G/N + (λ + τ)I) v."""
         return self.product(v) / self.study.n + self.study.shift * v
+
+    @property
+    def T(self) -> LinearOperator:
+        """Itself."""
+        return self
+
+
+class _Preconditioner(LinearOperator):
+    """The damped Kronecker factors' inverse, for some of the parameters."""
+
+    def __init__(self, rows: Tensor, study: _Study) -> None:
+        self.rows, self.study = rows, study
+        self.shape, self.space = (len(rows), len(rows)), None
+        self.dtype, self.device = study.gradient.dtype, study.gradient.device
+
+    def mm(self, v: Tensor) -> Tensor:
+        """Its product, column by column."""
+        whole = v.new_zeros(len(self.study.gradient), v.shape[1])
+        whole[self.rows] = v
+        times = self.study.approximate.times
+        return torch.stack([times(column) for column in whole.T], 1)[self.rows]
 
     @property
     def T(self) -> LinearOperator:
