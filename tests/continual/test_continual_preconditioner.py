@@ -43,3 +43,32 @@ def test_the_penalty_has_no_steep_direction_left() -> None:
     left = method.preconditioner(examples=2, damping=1e-3)
     product = torch.stack([left.multiply(row) for row in method.precision().dense() / 2])
     assert float(torch.linalg.eigvals(product).real.max()) <= 1e-3 < float(steep)
+
+
+def test_that_of_the_next_task_takes_the_place_of_the_last_ones() -> None:
+    net, method = stream("kfac")
+    optimizer = torch.optim.SGD(
+        [{"params": net[0].parameters()}, {"params": net[2].parameters()}],
+        lr=1.0,
+    )
+    old = method.preconditioner(examples=40, damping=0.5).attach(optimizer)
+    method.consolidate((torch.randn(12, 3).double(), torch.randint(2, (12,))))
+    new = method.preconditioner(examples=12, damping=0.5)
+    handle = new.attach(optimizer)
+    grads = [torch.randn_like(p) for p in net.parameters()]
+    before = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+
+    def moved() -> torch.Tensor:
+        for p, g in zip(net.parameters(), grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        return before - nn.utils.parameters_to_vector(net.parameters()).detach()
+
+    flat = torch.cat([g.flatten() for g in grads])
+    assert_near(moved(), new.multiply(flat))
+    old.remove()  # gone already
+    nn.utils.vector_to_parameters(before.clone(), net.parameters())
+    assert_near(moved(), new.multiply(flat))
+    handle.remove()
+    nn.utils.vector_to_parameters(before.clone(), net.parameters())
+    assert_near(moved(), flat)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,11 @@ from linnet.linalg.operator import require_params
 from linnet.params import choice, instance, number, refuse, tensor
 from linnet.shown import Shown
 from linnet.tangent.linearized import Linearized
+
+# of each optimizer, what is attached to it: the identities of its parameters, and the handle
+_ATTACHED: WeakKeyDictionary[torch.optim.Optimizer, list[tuple[set[int], RemovableHandle]]] = (
+    WeakKeyDictionary()
+)
 
 
 class KroneckerPreconditioner(Shown):
@@ -136,6 +142,9 @@ class KroneckerPreconditioner(Shown):
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Precondition before every ``optimizer.step()``.
 
+        It takes the place of a preconditioner of the same parameters that the optimizer has from before, such
+        as that of an earlier task: gradients are multiplied once.
+
         Args:
             optimizer: Any optimizer. Where its step takes a closure, the gradients are preconditioned each
                 time that the closure has made them.
@@ -173,7 +182,14 @@ class KroneckerPreconditioner(Shown):
             named = {k: preconditioned(v) if k == "closure" else v for k, v in kwargs.items()}
             return tuple(preconditioned(one) for one in args), named
 
-        return optimizer.register_step_pre_hook(before)
+        own = {id(p) for p in self.parameters.values()}
+        others = _ATTACHED.get(optimizer, [])
+        for known, handle in others:
+            if known & own:
+                handle.remove()
+        handle = optimizer.register_step_pre_hook(before)
+        _ATTACHED[optimizer] = [*(one for one in others if not one[0] & own), (own, handle)]
+        return handle
 
     def _require_vector(self, v: Any) -> None:
         """Raise unless v is a vector in parameter space."""
