@@ -170,7 +170,8 @@ def resumable(folder: str | Path, interval: float = INTERVAL) -> Iterator[None]:
     """Keep unfinished sums in a folder, from which the same calls resume after a crash, to the same bits.
 
     Sums over data of :func:`linnet.curvature`, of JᵀJ, ridge paths and sketches of :func:`linnet.fit`, and
-    tiles of Gram matrices are written now and then, whichever call makes them. If the process ends before the
+    tiles of Gram matrices are written now and then, whichever call makes them, and the networks that
+    ``linnet.adapt(..., tune=True)`` trains when each of them is done. If the process ends before the
     block does, however it ends, the same block with the same folder goes on from what was last written. Where
     network, settings or data are others, it says so. The folder goes when the block is done. Iterations such
     as conjugate gradients, and decompositions, begin again.

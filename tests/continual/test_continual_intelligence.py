@@ -245,3 +245,28 @@ def test_a_strength_cannot_be_changed_afterwards() -> None:
     with pytest.raises(InputError, match="of a method that is made"):
         method.strength = 2.0
     assert method.strength == C
+
+
+def test_a_step_that_a_loss_scaler_skips_adds_nothing() -> None:
+    nets = [small_network(), small_network()]
+    nets[1].load_state_dict(nets[0].state_dict())
+    x, y = small_task(0)
+    found = []
+    for skips, net in zip((True, False), nets, strict=True):
+        method = SynapticIntelligence(net, strength=C)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if skips:
+            nn.functional.cross_entropy(net(x), y).backward()
+            for p in net.parameters():
+                assert p.grad is not None
+                p.grad.fill_(torch.inf)  # as after an overflow: the scaler calls no step
+            method.after_step()
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            method.after_step()
+        method.consolidate()
+        found.append(torch.cat([value.flatten() for value in method.importance.values()]))
+    assert bool(found[0].isfinite().all())
+    torch.testing.assert_close(found[0], found[1])

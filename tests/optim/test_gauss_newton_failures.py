@@ -87,8 +87,15 @@ def test_wrong_networks_groups_and_inputs_are_named() -> None:
     assert narrow.loss == pytest.approx(classifier(mlp(), damping=0.1).step(x, y).loss, rel=1e-6)
     state = optimizer.state_dict()
     deep = nn.Sequential(*mlp(), nn.Linear(3, 3)).double()
-    with pytest.raises(InputError, match="size of optimizer's group"):
+    with pytest.raises(InputError, match=r"of this optimizer, 3\.weight \(3, 3\)"):
         classifier(deep).load_state_dict(state)
+    wide = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    with pytest.raises(InputError, match=r"parameters 0\.weight \(6, 4\).*0\.weight \(8, 4\)"):
+        classifier(wide).load_state_dict(state)
+    diagonal = classifier(mlp(), structure="diagonal")
+    with pytest.raises(InputError, match=r"structure 'kfac'.*structure of this optimizer, 'diagonal'"):
+        diagonal.load_state_dict(state)
+    assert math.isfinite(diagonal.step(x, y).loss)
     for wrong in (None, {"gauss_newton": {"tau": 1.0}}):
         with pytest.raises(InputError, match="lacks what GaussNewton keeps"):
             classifier(mlp()).load_state_dict(wrong)  # type: ignore[arg-type]

@@ -215,6 +215,38 @@ def test_takes_back_a_step_that_went_wrong() -> None:
     assert not optimizer.step(x, y).rejected
 
 
+def test_weights_that_were_loaded_are_not_taken_back() -> None:
+    x, y = values()
+    net = mlp()
+    optimizer = regressor(net, damping=1.0)
+    for _ in range(3):
+        optimizer.step(x, y)
+    loaded = {name: 30 * value for name, value in mlp(seed=4).state_dict().items()}
+    net.load_state_dict(loaded)
+    twin = mlp()
+    twin.load_state_dict(loaded)
+    first = regressor(twin).step(x, y).loss
+    report = optimizer.step(x, y)
+    assert not report.rejected
+    assert report.loss == pytest.approx(first, rel=1e-9)
+    assert optimizer.step(x, y).loss < first
+
+
+def test_a_warm_up_that_begins_at_zero_finds_the_same_dampings() -> None:
+    x, y = classes()
+    net, other = mlp(), mlp()
+    optimizer, plain = classifier(net), classifier(other)
+    before = flat(net)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step(x, y)
+    plain.step(x, y)
+    assert torch.equal(flat(net), before)
+    assert (optimizer.tau, optimizer.zeta) == (plain.tau, plain.zeta)
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.step(x, y)
+    assert not torch.equal(flat(net), before)
+
+
 def test_absurd_growth_is_taken_back_at_once_where_it_is_measured() -> None:
     x, y = values()
     net = mlp()

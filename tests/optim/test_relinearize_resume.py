@@ -67,10 +67,26 @@ def test_a_run_may_go_on_with_another_period() -> None:
     assert torch.equal(values(other), values(net))
     torch.testing.assert_close(later.linearization.base(data[0][0]), net(data[0][0]))
     run(later, data[3:])
-    assert (later.steps, later.report.updates) == (6, (5,))
+    assert (later.steps, later.report.updates) == (6, (1, 2, 3, 5))
     back = IterativeLinearization(mlp(), OPTIMIZERS["adam"], period=1)
     back.load_state_dict(later.state_dict())
     assert torch.equal(values(back.model), values(other))
+    run(back, data[:2])
+    assert back.report.updates == (1, 2, 3, 5, 7, 8)
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    training = IterativeLinearization(mlp(), OPTIMIZERS["adam"], period=3)
+    run(training, batches(2, (4,), torch.float64))
+
+    def groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam([{"params": [p]} for p in parameters])
+
+    other = IterativeLinearization(mlp(seed=5), groups, period=3)
+    before = values(other.model)
+    with pytest.raises(WeightsError, match="parameter group"):
+        other.load_state_dict(training.state_dict())
+    assert torch.equal(values(other.model), before)
 
 
 def test_states_of_something_else_are_refused() -> None:

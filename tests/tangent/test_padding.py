@@ -120,6 +120,27 @@ def test_what_is_no_batch_of_its_tokens_is_named(x: Tensor, says: str) -> None:
         linnet.fit(linnet.linearize(net), (x, torch.arange(2)))
 
 
+def test_a_token_beyond_the_vocabulary_is_named_wherever_it_stands() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids, y = torch.randint(8, 20, (12, 4), generator=generator), torch.arange(12) % 3
+    wrong = ids.clone()
+    wrong[9, 2] = 20
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Embedding(20, WIDTH), nn.Flatten(), nn.Linear(4 * WIDTH, 5), nn.Tanh(), nn.Linear(5, 3)
+    )
+    net.config = SimpleNamespace()  # type: ignore[assignment]
+    fit, says = linnet.adapt(net, (ids, y)), "token ids below 20.*tokenizer of this network"
+    for made in (
+        lambda: linnet.adapt(net, (wrong, y)),
+        lambda: fit.predict(wrong),
+        lambda: fit.update((wrong, y)),
+        lambda: linnet.curvature(net, (wrong, y), linnet.likelihoods.Categorical()),
+    ):
+        with pytest.raises(ModelError, match=says):
+            made()
+
+
 def test_padding_without_a_mask_is_said() -> None:
     ids = batch(ROWS)["input_ids"]
     with pytest.warns(UserWarning, match="ends in the network's padding, token 7, and has no mask"):

@@ -120,6 +120,8 @@ class SynapticIntelligence(ContinualMethod):
             unregularized = self._unregularized(name, gradient.detach().to(displacement.dtype))
             path = self._path.get(name)
             path = torch.zeros_like(displacement) if path is None else _like(path, displacement, name)
+            # what has not moved adds nothing, whatever its gradient: a loss scaler skips steps that overflow
+            unregularized = unregularized.masked_fill(displacement == 0, 0)
             self._path[name] = path.addcmul_(unregularized, displacement, value=-1)  # ω − g Δθ
             if first:
                 moved, zeros = moved or bool(displacement.any()), zeros or bool(gradient.any())

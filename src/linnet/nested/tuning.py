@@ -17,11 +17,13 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from linnet.distributed import Share
 from linnet.errors import DataError, NumericalError
 from linnet.fitting.descent import Descent
 from linnet.fitting.head import deal, example_hashes, with_head
@@ -34,6 +36,9 @@ from linnet.nested.search import ERRORS, Kernels, Rung, counted, intercept, ladd
 from linnet.predictive.noise import fit_moderation, fit_temperature
 from linnet.progress import Log, tell, track
 from linnet.tangent.batch import take
+from linnet.tangent.functional import copied
+from linnet.tree import hash_tensors
+from linnet.unfinished import Checkpoint, checkpoint
 
 FOLDS = 3  # networks trained without a third each: twice as many cost twice as much
 RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # of Adam; large transformers to small networks
@@ -52,8 +57,8 @@ RETRAINED = (
 class Tuning:
     """Networks trained from that of a nested fit, with and without folds of its samples."""
 
-    def __init__(self, fit: NestedFit, seed: int, log: Log | None = None) -> None:
-        self.fit, self.seed, self.log = fit, seed, log
+    def __init__(self, fit: NestedFit, seed: int, log: Log | None = None, folder: Path | None = None) -> None:
+        self.fit, self.seed, self.log, self.folder = fit, seed, log, folder
         self.runs = 0
         self.features = fit.prior.network
         self.y = fit.targets if fit.labels is None else fit.labels
@@ -116,7 +121,12 @@ class Tuning:
             start = with_head(features.model, self.fit.system.c, data=(x, y))
             named |= {f"{features.layer}.weight", f"{features.layer}.bias"}
         self.runs += 1
-        network = run(start, x, y, self._ticks, named, None if self.log is None else self.tell)
+        file = self._file(start, rows, rate)
+        network = None if file is None else self._known(start, file)
+        if network is None:
+            network = run(start, x, y, self._ticks, named, None if self.log is None else self.tell)
+            if file is not None:
+                file.note(0, self.steps, {n: p for n, p in network.named_parameters() if n in named})
         if all(bool(p.isfinite().all()) for p in network.parameters()):
             made = features.moved(network)
             if made.phi(x).isfinite().all():
@@ -126,6 +136,30 @@ class Tuning:
             expected="a learning rate at which the network trains",
             remedy="leave tune out",
         )
+
+    def _file(self, start: nn.Module, rows: Tensor, rate: float) -> Checkpoint | None:
+        """Where the trained weights of this run are kept until all runs are done, if anywhere."""
+
+        def identity() -> dict[str, Any]:
+            data = hash_tensors([rows, self.y[rows], *start.parameters()])
+            return {"rate": rate, "steps": self.steps, "seed": self.seed, "network and samples": data}
+
+        if self.folder is None:
+            return checkpoint("training", Share(), identity)
+        return Checkpoint(self.folder / f"{self.runs}.safetensors", identity())
+
+    def _known(self, start: nn.Module, file: Checkpoint) -> nn.Module | None:
+        """The network of a run that was done before an interruption."""
+        found = file.read()
+        if found is None:
+            return None
+        network = copied(start).eval().requires_grad_(False)
+        weights = dict(network.named_parameters())
+        for name, value in found[2].items():
+            weights[name].copy_(value)
+        for _ in range(self.steps):
+            next(self._ticks, None)
+        return network
 
     def kernels(self, features: RandomHeads, share: bool) -> Kernels:
         """The kernels of all samples at a network's weights."""
@@ -170,11 +204,12 @@ def held_out(kernel: Tensor, targets: Tensor, parts: tuple[Tensor, Tensor], ridg
 
 
 @torch.no_grad()
-def tuned(fit: NestedFit, seed: int, log: Log | None = None) -> NestedFit:
+def tuned(fit: NestedFit, seed: int, log: Log | None = None, folder: Path | None = None) -> NestedFit:
     """The nested fit at trained weights where held-out samples say that it is better, else the one given."""
+    # Weights of runs that took long are kept in the folder, or in that of `resumable`, until all are done.
     start = time.perf_counter()
     try:
-        tuning = Tuning(fit, seed, log)
+        tuning = Tuning(fit, seed, log, folder)
         made = _tuned(fit, tuning, start)
         tuning.finish()
     except (DataError, NumericalError) as error:  # the fit that there is stays

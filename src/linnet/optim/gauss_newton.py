@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, cast
 
 import torch
@@ -61,6 +61,7 @@ from linnet.tangent.modes import environment_kept
 from linnet.tangent.preflight import warn_of_scale
 
 RAISE = 4.0  # what a rejected step multiplies τ and ζ by
+SAME = 1e-5  # to which norms of the same weights agree, in whatever order they were summed
 Closure = Callable[[], Any]
 Measured = tuple[float, Tensor, int]
 
@@ -171,6 +172,7 @@ class GaussNewton(torch.optim.Optimizer):
         self.tau, self.zeta = self.damping.tau, self.damping.zeta
         self.steps, self._failures, self._first = 0, 0, math.nan
         self._pending: list[Pair] = []
+        self._left: Sequence[Tensor] = ()  # norms of the parameters after the last step
         self._buffers: dict[str, Tensor] = {}  # of the last good loss, such as running statistics
         self._inverse: Inverse | None = None
         self._saved: Mapping[str, Any] | None = None
@@ -272,6 +274,8 @@ class GaussNewton(torch.optim.Optimizer):
             warn_of_scale(self._running.function, self._network.likelihood, parts[0][0])
         value, gradient, n = self._measure(parts, closure if first is None else None, first)
         rejected = not self._acceptable(value, gradient)
+        if rejected and self._loaded() and math.isfinite(value) and is_finite(gradient):
+            rejected, self._first = False, value
         if rejected:
             self._take_back(value)
             rng = self._network.random_state()
@@ -361,6 +365,12 @@ class GaussNewton(torch.optim.Optimizer):
         assert self.tau is not None
         assert self.zeta is not None
         self.tau, self.zeta, self._inverse = RAISE * self.tau, RAISE * self.zeta, None
+
+    def _loaded(self) -> bool:
+        """Whether the weights are others than the last step left, which then is not to be taken back."""
+        now = torch._foreach_norm([p.detach() for p in self._network.parameters.values()])
+        pairs = zip(self._left, now, strict=True) if self._left else ()
+        return any(not torch.allclose(a, b, rtol=SAME, atol=0, equal_nan=True) for a, b in pairs)
 
     def _adapt(self, objective: float, reduction: float, after: float) -> float | None:
         """ρ (eq. 4.21), and τ moved by it; −∞ if the step was taken back."""
@@ -458,9 +468,12 @@ class GaussNewton(torch.optim.Optimizer):
         return self._spread(lambda p: float(self._group(p)["weight_decay"]))
 
     def _scale(self) -> Tensor | float:
-        """Learning rates relative to the largest, 0 for frozen parameters."""
-        rate = max(float(group["lr"]) for group in self.param_groups) or 1.0
-        return self._spread(lambda p: float(self._group(p)["lr"]) / rate if p.requires_grad else 0.0)
+        """Learning rates relative to the largest, 0 for frozen parameters; alike where all are 0."""
+        # a warm-up that begins at 0 takes no step yet, and its dampings are searched for all the same
+        rate = max(float(group["lr"]) for group in self.param_groups)
+        return self._spread(
+            lambda p: (float(self._group(p)["lr"]) / rate if rate else 1.0) if p.requires_grad else 0.0
+        )
 
     def _penalty(self) -> float:
         """½ Σ λ θ²."""
@@ -484,6 +497,7 @@ class GaussNewton(torch.optim.Optimizer):
             if self.settings.momentum:
                 remember(self.state[p], "step", piece)
         self._move(step)
+        self._left = torch._foreach_norm([p.detach() for p in self._network.parameters.values()])
 
     def _move(self, step: Tensor) -> None:
         """θ ← θ + δ."""
@@ -497,6 +511,11 @@ class GaussNewton(torch.optim.Optimizer):
         # a schedule wraps the step of this optimizer, which is not that of a copy
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
+    def _describe(self) -> dict[str, list[str]]:
+        """What a state belongs to: the curvature's structure, and the parameters with their shapes."""
+        shapes = [f"{name} {tuple(p.shape)}" for name, p in self._network.parameters.items()]
+        return {"structure": [repr(self._running.structure)], "parameters": shapes}
+
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights: groups, dampings, averages, the inverse in use, and the step before.
 
@@ -508,6 +527,7 @@ class GaussNewton(torch.optim.Optimizer):
             **super().state_dict(),
             "gauss_newton": {
                 "likelihood": repr(self._network.likelihood),
+                "network": self._describe(),
                 "tau": self.tau,
                 "zeta": self.zeta,
                 "steps": self.steps,
@@ -531,7 +551,7 @@ class GaussNewton(torch.optim.Optimizer):
         Raises:
             InputError: If the state is of another optimizer.
         """
-        own = checked_state(state_dict, repr(self._network.likelihood))
+        own = checked_state(state_dict, repr(self._network.likelihood), self._describe())
         try:
             super().load_state_dict({k: v for k, v in state_dict.items() if k != "gauss_newton"})
         except ValueError as error:

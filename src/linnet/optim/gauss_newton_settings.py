@@ -162,11 +162,12 @@ def checked_settings(given: GaussNewtonOptions) -> Settings:
 
 # what the state of a GaussNewton holds beside torch's groups and states
 SAVED = {
-    "likelihood", "tau", "zeta", "steps", "failures", "first", "buffers", "modes", "curvature", "inverse",
+    "likelihood", "network", "tau", "zeta", "steps", "failures", "first", "buffers", "modes", "curvature",
+    "inverse",
 }  # fmt: skip
 
 
-def checked_state(state: Any, likelihood: str) -> Mapping[str, Any]:
+def checked_state(state: Any, likelihood: str, network: Mapping[str, list[str]]) -> Mapping[str, Any]:
     """The saved state of a Gauss-Newton optimizer beside torch's groups and states."""
     own = state.get("gauss_newton") if isinstance(state, Mapping) else None
     if not (isinstance(own, Mapping) and set(own) == SAVED):
@@ -181,6 +182,17 @@ def checked_state(state: Any, likelihood: str) -> Mapping[str, Any]:
             expected=f"the likelihood of this optimizer, {likelihood}",
             remedy="make the optimizer as the saved one was, or start without its state",
         )
+    for what, here in network.items():
+        there = own["network"][what]
+        if there != here:
+            saved, wanted = (
+                [one for one in these if one not in those] for these, those in ((there, here), (here, there))
+            )
+            raise InputError(
+                f"state_dict was saved with {what} {', '.join(saved[:3]) or 'in another order'}",
+                expected=f"{what} of this optimizer, {', '.join((wanted or here)[:3])}",
+                remedy="make the optimizer as the saved one was, or start without its state",
+            )
     return own
 
 

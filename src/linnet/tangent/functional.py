@@ -242,8 +242,13 @@ class Functional:
         masks = {name: own for name, own in self.masks.items() if name in params}
         params = {**params, **{name: self._held(name, params[name], own) for name, own in masks.items()}}
         everywhere = {place: value for name, value in params.items() for place in places.get(name, (name,))}
-        with differentiable_kernels(self.recurrent):
-            result = torch.func.functional_call(self.model, everywhere, args, kwargs, tie_weights=False)
+        try:
+            with differentiable_kernels(self.recurrent):
+                result = torch.func.functional_call(self.model, everywhere, args, kwargs, tie_weights=False)
+        except IndexError as error:  # a token beyond the vocabulary, in whatever batch it stands
+            if _of_tokens(self.model, x) is None:
+                raise
+            raise _cannot_run(self, x, error) from error
         outputs = adapt_outputs(result, self.output)
         return outputs if mask is None else outputs * mask
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +27,12 @@ from linnet.app.runs.adaptation import ending, trained_on
 from linnet.app.runs.folder import load_run, load_test
 from linnet.errors import ModelError
 from linnet.files import load
+from linnet.fitting.descent import Descent
 from linnet.nested import tuning
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.search import Rung, ladder, verdict
 from linnet.tree import flatten
+from linnet.unfinished import Checkpoint
 from tests.app.runs.small_tasks import (
     pictures,
     result,
@@ -149,8 +152,37 @@ def test_a_run_of_a_trained_network_that_reads_earlier_layers_opens(
     )
     assert load_run(folder / "l").fit.n == run.fit.n - 1
     (folder / "run" / "result.json").unlink()  # as after a kill while it was evaluated
-    monkeypatch.setattr(adaptation, "tuned", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(adaptation, "tuned", lambda *_, **__: pytest.fail("trained again"))
     assert adapt(folder, "--tune", model="deep") == 0
+
+
+@pytest.mark.parametrize("killed", [2, 4])
+def test_training_goes_on_behind_the_last_run_that_was_done(
+    killed: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "Checkpoint", partial(Checkpoint, interval=0))
+    assert adapt(folder, "--tune", model="deep", out="whole") == 0
+    runs, once = [0], Descent.__call__
+
+    def counted(self: Descent, *given: Any) -> Any:
+        runs[0] += 1
+        if runs[0] == killed:
+            raise KeyboardInterrupt
+        return once(self, *given)
+
+    monkeypatch.setattr(Descent, "__call__", counted)
+    assert adapt(folder, "--tune", model="deep") == 130
+    assert len(list((folder / "run" / "training" / "0").iterdir())) == killed - 1
+    assert adapt(folder, "--tune", model="deep") == 0
+    assert not (folder / "run" / "training").exists()
+    again = runs[0]
+    assert adapt(folder, "--tune", model="deep", out="third") == 0
+    assert again - killed + killed - 1 == runs[0] - again  # none was done twice
+    for name in ("whole", "third"):
+        x = load_run(folder / "run").fit.x
+        one, other = (load_run(folder / out).fit.predict(x) for out in ("run", name))
+        assert torch.equal(one, other)
+        assert load_run(folder / name).fit.rungs[-1].error == load_run(folder / "run").fit.rungs[-1].error
 
 
 @pytest.mark.long
@@ -170,7 +202,7 @@ def test_trained_lower_layers(
         patch.setattr(adaptation, "tuned", interrupt)
         assert again("--tune") == 130
     assert not load_run(run).fit.rungs  # the fit at the original weights is there already
-    monkeypatch.setattr(adaptation, "tuned", lambda *a: (begun.append(a), tuned(*a))[1])
+    monkeypatch.setattr(adaptation, "tuned", lambda *a, **k: (begun.append(a), tuned(*a, **k))[1])
     with monkeypatch.context() as patch:
         patch.setattr(adaptation, "own_score", interrupt)
         assert again("--tune") == 130

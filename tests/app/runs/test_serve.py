@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ import pytest
 from PIL import Image
 
 from linnet.app.runs.folder import load_run
-from linnet.app.serve.server import LARGEST, Server, Session, _with_columns
+from linnet.app.serve.server import LARGEST, Asked, Server, Session, _with_columns
 from linnet.errors import DataError, InputError
-from tests.app.runs.small_tasks import pictures
+from tests.app.runs.small_tasks import linnet, pictures
 from tests.hangs import HANGS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -270,3 +270,69 @@ def test_the_command_serves_until_it_is_interrupted(workshop: Path) -> None:
         assert process.returncode == 0
     finally:
         process.kill()
+
+
+TOKENS = """
+import torch
+from torch import nn
+
+def bag():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(12, 6), nn.Flatten(), nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, 3))
+"""
+
+
+def test_a_run_on_token_ids_takes_whole_numbers(tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(TOKENS)
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 12, (30, 4)), np.arange(30) % 3
+    x[:, 0] = 4 * y + x[:, 0] % 3
+    np.savez(tmp_path / "ids.npz", x_train=x[:24], y_train=y[:24], x_test=x[24:], y_test=y[24:])
+    words = (
+        "--data",
+        tmp_path / "ids.npz",
+        "--model",
+        f"{tmp_path / 'nets.py'}:bag",
+        "--out",
+        tmp_path / "run",
+    )
+    linnet("adapt", *words)
+    session = Session(load_run(tmp_path / "run", trust=True))
+    found = session.predict("", b"4, 1, 2, 3")
+    wanted = load_run(tmp_path / "run", trust=True).predict(np.array([[4, 1, 2, 3]])).probs
+    assert wanted is not None
+    assert found["sample"]["classes"][0]["probability"] == pytest.approx(float(wanted.max()))
+    with pytest.raises(DataError, match=r"4\.5"):
+        session.predict("", b"4.5, 1, 2, 3")
+
+
+class Sums(Asked[tuple[int, ...], int]):
+    """A session whose run is a list of numbers, and whose samples are divided by their sum."""
+
+    def about(self) -> dict[str, Any]:
+        return {}
+
+    def _ids(self, run: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(map(str, run))
+
+    def _without(self, run: tuple[int, ...], ids: Sequence[str]) -> tuple[int, ...]:
+        return tuple(one for one in run if str(one) not in ids)
+
+    def _read(self, name: str, content: bytes) -> int:
+        return int(content)
+
+    def _predicted(self, run: tuple[int, ...], new: int, behind: bool = True) -> dict[str, Any]:
+        return {"value": new / sum(run)}
+
+
+def test_a_request_that_fails_changes_nothing() -> None:
+    session = Sums((1, -1, 2))
+    assert session.predict("", b"6")["sample"] == {"value": 3.0}
+    with pytest.raises(ZeroDivisionError):
+        session.forget(["2"])
+    assert session.forget(["1"]) == {
+        "train": 2, "forgotten": ["1"], "sample": {"value": 6.0}, "before": {"value": 3.0},
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="six"):
+        session.predict("", b"six")
+    assert session.restore()["sample"] == {"value": 3.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from bisect import bisect
 from collections import Counter
@@ -26,8 +27,9 @@ from linnet.app.runs.folder import (
     test_digest,
 )
 from linnet.app.runs.normalization import normalized
-from linnet.app.runs.place import KERNEL_FILE, leave, shared_fit
+from linnet.app.runs.place import KERNEL_FILE, TRAINING, leave, shared_fit
 from linnet.app.runs.trust import absolute_spec
+from linnet.distributed import world
 from linnet.errors import InputError, ModelError
 from linnet.fitting.arguments import Choices
 from linnet.fitting.descent import HEAD_SCALE, fine_tune, held_out_probe
@@ -128,17 +130,17 @@ def adapt(options: AdaptOptions, out: Path, keep: Keep) -> Adaptation:
             found = found[-1:]
             break
     if len(found) == 1:
-        return finished(options, *found[0], keep)
+        return finished(options, *found[0], out, keep)
     fits = [run.fit for _, run, _ in found if isinstance(run.fit, NestedFit)]  # each is: adapt's own
     fit = best_of(fits, [run.network for _, run, _ in found])
     seconds = sum((Counter(begun.stages.seconds) for begun, _, _ in found), Counter[str]())
     begun, run, report = next(one for one in found if one[1].fit is fit)
-    return finished(options, replace(begun, stages=Stages(dict(seconds))), run, report, keep)
+    return finished(options, replace(begun, stages=Stages(dict(seconds))), run, report, out, keep)
 
 
 def adapted(options: AdaptOptions, begun: Started, out: Path, keep: Keep) -> Adaptation:
     """Check, fit, evaluate and compare what has been loaded."""
-    return finished(options, begun, *fitted(options, begun, asked(options), out), keep)
+    return finished(options, begun, *fitted(options, begun, asked(options), out), out, keep)
 
 
 def each_network(options: AdaptOptions) -> list[AdaptOptions]:
@@ -157,15 +159,17 @@ def each_network(options: AdaptOptions) -> list[AdaptOptions]:
 
 
 def finished(
-    options: AdaptOptions, begun: Started, run: SavedRun, report: Preflight, keep: Keep
+    options: AdaptOptions, begun: Started, run: SavedRun, report: Preflight, out: Path, keep: Keep
 ) -> Adaptation:
     """Keep what has been fitted, train its lower layers where that is asked for, evaluate and compare."""
     leave()
     keep(run)
     if options.tune and isinstance(run.fit, NestedFit) and not run.fit.rungs:  # else it was, before a stop
         with begun.stages.measure("training of the lower layers"):
-            run = replace(run, fit=tuned(run.fit, options.seed))
+            folder = out / TRAINING / str(world()[0])  # each process has its own
+            run = replace(run, fit=tuned(run.fit, options.seed, folder=folder))
         keep(run)
+        shutil.rmtree(out / TRAINING, ignore_errors=True)
     return evaluated(run, begun, report, options)
 
 
@@ -280,6 +284,7 @@ def fitted(options: TaskOptions, begun: Started, given: Shares, out: Path) -> tu
     record = Choices("dual", "loo", {}, remarks, classes=task.classes or ())
     file = out / KERNEL_FILE
     discard(file)  # a finished one is of a run that was killed, and may be of other settings
+    shutil.rmtree(out / TRAINING, ignore_errors=True)
     with stages.measure("fit"), shared_fit(options.device, network=module.function, x=x, y=y):
         fit = solved(module, x, targets, options.memory, record, given, file)
     discard(file)

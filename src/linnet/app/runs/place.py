@@ -26,6 +26,7 @@ from linnet.files import close_lock, open_lock, try_lock
 
 RECORD = "run.json"
 KERNEL_FILE = "kernel.npy"
+TRAINING = "training"  # folder of networks that --tune has trained, until all are
 REPLAY = "run.yaml"
 _FILES = (
     RECORD, "model.safetensors", "nested-fit.safetensors", "linear-fit.safetensors",
@@ -105,7 +106,7 @@ def check_unused(out: Path, command: str, settings: str, overwrite: bool) -> Non
 
 def _is_own(name: str) -> bool:
     """Whether linnet writes a file or a folder of this name into a run."""
-    return name in (*_FILES, *_FOLDERS, *_DEMO) or KERNEL_FILE in name or name.startswith("run-")
+    return name in (*_FILES, *_FOLDERS, *_DEMO, TRAINING) or KERNEL_FILE in name or name.startswith("run-")
 
 
 def _same_settings(path: Path, command: str, settings: str) -> bool:
@@ -128,6 +129,7 @@ def clear_run(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
     for path in out.glob("run-*.yaml"):
         path.unlink()
+    shutil.rmtree(out / TRAINING, ignore_errors=True)
     for name in _FOLDERS:
         if any((out / name / file).exists() for file in ("report.html", "result.json")):
             shutil.rmtree(out / name)

@@ -264,21 +264,17 @@ class Asked(ABC, Generic[Run, Sample]):
     def predict(self, name: str, content: bytes) -> dict[str, Any]:
         """Predict one sample."""
         with self._lock:
-            self._sample = self._read(name, content)
-            return self._answer()
+            return self._answer(self._run, self._read(name, content))
 
     def forget(self, ids: Sequence[str]) -> dict[str, Any]:
         """Forget training samples, in this session alone."""
         with self._lock:
-            before = self._run
-            self._run = self._without(before, list(ids))
-            return self._answer(before)
+            return self._answer(self._without(self._run, list(ids)), self._sample, self._run)
 
     def restore(self) -> dict[str, Any]:
         """Take all forgotten samples back."""
         with self._lock:
-            before, self._run = self._run, self._original
-            return self._answer(before)
+            return self._answer(self._original, self._sample, self._run)
 
     def watch(self) -> dict[str, Any] | None:
         """What is known of the samples asked for so far, without their labels; None where nothing is."""
@@ -290,14 +286,15 @@ class Asked(ABC, Generic[Run, Sample]):
         forgotten = [name for name in self._ids(self._original) if name not in set(left)]
         return {"train": len(left), "forgotten": forgotten}
 
-    def _answer(self, before: Run | None = None) -> dict[str, Any]:
-        """The state of the session."""
-        found: dict[str, Any] = self._counts()
-        if self._sample is not None:
-            found["sample"] = self._predicted(self._run, self._sample)
+    def _answer(self, run: Run, sample: Sample | None, before: Run | None = None) -> dict[str, Any]:
+        """The state of the session with a run and a sample, which it keeps once they have been answered."""
+        predicted: dict[str, Any] = {}
+        if sample is not None:
+            predicted["sample"] = self._predicted(run, sample)
             if before is not None:
-                found["before"] = self._predicted(before, self._sample, behind=False)
-        return found
+                predicted["before"] = self._predicted(before, sample, behind=False)
+        self._run, self._sample = run, sample
+        return {**self._counts(), **predicted}
 
 
 class Session(Asked[SavedRun, NewSamples]):
@@ -361,7 +358,9 @@ class Session(Asked[SavedRun, NewSamples]):
                 path.write_text(_with_columns(text, about["columns"]), encoding="utf-8")
             else:
                 path = Path(folder) / "row.npz"
-                np.savez(path, x=_numbers(text, tuple(self._original.fit.x.shape[1:])))
+                known = self._original.fit.x
+                whole = not known.dtype.is_floating_point
+                np.savez(path, x=_numbers(text, tuple(known.shape[1:]), np.int64 if whole else np.float32))
             try:
                 return read_new(path, self._original, prefer="test")
             except LinnetError as error:  # it names a file that nobody has seen
@@ -457,13 +456,15 @@ def _with_columns(text: str, columns: Sequence[str]) -> str:
     return f"{named.getvalue()}{lines[0]}\n"
 
 
-def _numbers(text: str, shape: tuple[int, ...]) -> Array:
-    """Numbers as one sample."""
+def _numbers(text: str, shape: tuple[int, ...], dtype: type[np.generic] = np.float32) -> Array:
+    """Numbers as one sample, whole ones where the samples of the run are: token ids."""
     words = text.replace(",", " ").replace(";", " ").split()
+    whole = issubclass(dtype, np.integer)
     try:
-        values = np.array([float(word) for word in words], dtype=np.float32)
-    except ValueError as error:
-        raise DataError(f"{error}", expected="numbers alone", remedy="separate them by commas") from error
+        values = np.array([int(word) if whole else float(word) for word in words], dtype=dtype)
+    except (ValueError, OverflowError) as error:
+        kind = "whole numbers" if whole else "numbers"
+        raise DataError(f"{error}", expected=f"{kind} alone", remedy="separate them by commas") from error
     if len(values) != int(np.prod(shape)):
         wanted = f"{int(np.prod(shape))}, of shape {shape}"
         raise DataError(f"the row has {len(values)} numbers", expected=wanted, remedy="give one sample")
