@@ -205,44 +205,36 @@ def forgetting(pair: Pair, seed: int, data_dir: str | None) -> dict[str, Any]:
         ]
         for which, data in sets.items()
     }
-    n = len(gone)
+    kinds = {"linear": {which: [outputs] for which, outputs in linear.items()}, "plain": plain}
     found: dict[str, Any] = {}
+    here, there = slice(len(gone)), slice(len(gone), None)  # these images, and test images
     for name, (before, after) in CHANGES.items():
         moved = linear[after] - linear[before]
-        changes = [b - a for a, b in zip(plain[before], plain[after], strict=True)]
-        labels = y[gone] if before == "right" else other[gone]
-        target = ALPHA * F.one_hot(labels, classes)
+        runs = [*zip(plain[before], plain[after], strict=True)]
+        changes = [b - a for a, b in runs]
+        target = ALPHA * F.one_hot(y[gone] if before == "right" else other[gone], classes)
         found[name] = {
-            "correlation": _mean(correlation(moved[n:], one[n:]) for one in changes),
-            "of two": correlation(changes[0][n:], changes[1][n:]),
-            "correlation, these images": _mean(correlation(moved[:n], one[:n]) for one in changes),
-            "of two, these images": correlation(changes[0][:n], changes[1][:n]),
+            "correlation": _mean(correlation(moved[there], one[there]) for one in changes),
+            "of two": correlation(changes[0][there], changes[1][there]),
+            "correlation, these images": _mean(correlation(moved[here], one[here]) for one in changes),
+            "of two, these images": correlation(changes[0][here], changes[1][here]),
             "agreement": {
-                "before": _mean(
-                    _same(a[n:], b[n:]) for a, b in zip(*_ends(plain, before, after), strict=True)
-                ),
-                "before and linear change": _mean(
-                    _same(a[n:] + moved[n:], b[n:]) for a, b in zip(*_ends(plain, before, after), strict=True)
-                ),
-                "linear": _mean(_same(linear[after][n:], b[n:]) for b in plain[after]),
-                "of two": _same(plain[after][0][n:], plain[after][1][n:]),
+                "before": _mean(_same(a[there], b[there]) for a, b in runs),
+                "before and linear change": _mean(_same((a + moved)[there], b[there]) for a, b in runs),
+                "linear": _mean(_same(linear[after][there], b[there]) for _, b in runs),
+                "of two": _same(*(b[there] for _, b in runs)),
             },
             "loss of their labels": {
-                kind: [_mean(loss(one[:n], target) for one in outputs[which]) for which in (before, after)]
-                for kind, outputs in (("linear", {k: [v] for k, v in linear.items()}), ("plain", plain))
+                kind: [_mean(loss(one[here], target) for one in outputs[which]) for which in (before, after)]
+                for kind, outputs in kinds.items()
             },
             "accuracy": {
-                kind: [_mean(accuracy(one[n:], yt) for one in outputs[which]) for which in (before, after)]
-                for kind, outputs in (("linear", {k: [v] for k, v in linear.items()}), ("plain", plain))
+                kind: [_mean(accuracy(one[there], yt) for one in outputs[which]) for which in (before, after)]
+                for kind, outputs in kinds.items()
             },
         }
     exact = float((linear["without"] - again).abs().max() / again.abs().max())
     return {"changes": found, "forget against a fit without": exact}
-
-
-def _ends(plain: Mapping[str, list[Tensor]], before: str, after: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs of the networks before and after."""
-    return plain[before], plain[after]
 
 
 def _mean(values: Any) -> float:
