@@ -118,7 +118,7 @@ PERIODS, ITERATIVE = "iterative_linearization.md", "iterative linearization"
 FACES, OWN = "Olivetti faces (app. E.2)", "sinusoids of the main text (app. E.2)"
 RANDOM, OTHER = (f"fig. 3, from {start} weights" for start in ("random", "another task's"))
 GOOD, STREAM = "fig. A.1, a good ε", "sec. 5 (vi), continual learning"
-LEFT = "sec. 5 (iii), leave-one-out"
+LEFT, OTHERS = "sec. 5 (iii), leave-one-out", "sec. 5 (v), counterfactuals"
 PAIRED = [
     ("lqf.md", r"of the mean diagonal is (\S+ ± \S+) points", "lqf", "fig. 8", "low"),
     ("lqf.md", r"less at a thousandth: (\S+ ± \S+) points", "lqf", "fig. 8", "flat"),
@@ -127,6 +127,7 @@ PAIRED = [
     ("lqf.md", r"given back, is (\S+ ± \S+) points", "lqf", LEFT, "chosen"),
     ("lqf.md", r"less that where evidence does (\S+ ± \S+)\.", "lqf", LEFT, "evidence"),
     ("lqf.md", r"above the test error by (\S+ ± \S+) points", "lqf", LEFT, "told"),
+    ("lqf.md", r"and by (\S+ ± \S+) where they are corrected", "lqf", OTHERS, "answers"),
     ("optimizer.md", r"best long run is (\S+ ± \S+)\.", "curvature", "fig. 4.1, per update", "kfac faces"),
     ("continual.md", r"less SI is (\S+ ± \S+) points", "curvature", "fig. 5.9, diagonal and SI", "less"),
     ("kernels.md", r"in the ResNet by (\S+ ± \S+) cycles", "kernels", "fig. 1", "first"),

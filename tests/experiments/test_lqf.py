@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import linnet
 from experiments.lqf import (
     ablation,
     adam,
     bilinear,
     condition,
+    convex,
+    crops,
     few_shot,
     gap,
     informative,
@@ -25,6 +28,7 @@ from experiments.lqf import (
     pairs,
     plain_loss,
     tasks,
+    uses,
     weight_decay,
 )
 from experiments.sources import HALF, Images
@@ -278,6 +282,126 @@ def test_gap_has_a_row_for_everything_tried(
     rows = {cell["row"] for cell in published(tmp_path)["cells"]}
     assert len(rows) == 21
     assert all(row in (tmp_path / "table.md").read_text() for row in rows)
+
+
+def test_crops_leave_images_out_with_all_their_copies(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crops, "PARAMS", "conv2|fc")
+    monkeypatch.setattr(crops, "SIDE", 6)
+    monkeypatch.setattr(crops, "COPIES", 2)
+    crops.main(arguments(tmp_path), [PAIR])
+    cells = published(tmp_path)["cells"]
+    assert [cell["kind"] for cell in cells] == [*crops.KINDS] * 2
+    assert all(0 <= cell["accuracy"] <= 1 and cell["told"] > 0 for cell in cells)
+    assert (tmp_path / "table.md").read_text().count("±") == 8
+    # the same copies twice, each of half the weight, are what one is; and both are linnet's fit without some
+    model, (x, y), _ = tasks.load(PAIR, 0)
+    lin = informative.part_of(tasks.linear_model(model, (x, y), head="random"), "conv2|fc")
+    ridges = torch.tensor([0.1, 10.0], dtype=torch.float64)
+    goal = (15 * torch.nn.functional.one_hot(y) - lin.base(x)).double()
+    found = [
+        crops.left_out(
+            crops.kernels(lin, x.repeat(copies, 1, 1, 1), x)[0],
+            (goal.repeat(copies, 1), goal),
+            torch.arange(len(y)) % 3,
+            ridges,
+        )
+        for copies in (1, 2)
+    ]
+    assert torch.allclose(found[0], found[1], rtol=1e-4)
+    errors = 0.0
+    for k in range(3):
+        out = torch.arange(len(y)) % 3 == k
+        fit = linnet.fit(lin, (x[~out], y[~out]), ridge=10.0)
+        errors += float((fit.predict(x[out]) - lin.base(x[out]) - goal[out]).double().square().sum()) / len(y)
+    assert float(found[0][1]) == pytest.approx(errors, rel=1e-3)
+
+
+def test_convex_penalties_are_solved_to_optimality(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(20, 60, generator=draw, dtype=torch.float64)
+    target = torch.randn(20, generator=draw, dtype=torch.float64)
+    for ridge in (0.0, 2.0):
+        for (w, missed), strength in zip(
+            convex.path(rows, target, (3.0, 1.0), ridge), (3.0, 1.0), strict=True
+        ):
+            gradient = torch.autograd.functional.jacobian(
+                lambda v, rho=ridge: 0.5 * (target - rows @ v).square().sum() + 0.5 * rho * v.square().sum(),
+                w,
+            )
+            assert missed <= convex.TOLERANCE
+            assert float((gradient[w != 0] + strength * w[w != 0].sign()).abs().max()) < 1.1e-2 * strength
+            assert float(gradient.abs().max()) < 1.011 * strength
+            assert 0 < int((w != 0).sum()) < 60
+    q = torch.linalg.qr(torch.randn(20, 20, generator=draw, dtype=torch.float64))[0]
+    (w, _), inner = convex.path(q, target, (0.5,), 1.0)[0], q.T @ target
+    assert torch.allclose(w, inner.sign() * (inner.abs() - 0.5).clamp_min(0) / 2, atol=5e-3)
+    monkeypatch.setattr(convex, "PARAMS", "conv2|fc")
+    monkeypatch.setattr(convex, "SHOTS", (2, 3))
+    monkeypatch.setattr(convex, "STRENGTHS", (0.5, 0.1, 0.03))
+    convex.main(arguments(tmp_path), [PAIR])
+    cells = published(tmp_path)["cells"]
+    assert len(cells) == 4
+    for cell in cells:
+        assert all(cell[method]["optimality"] <= convex.TOLERANCE for method in convex.METHODS)
+        assert cell["elastic net"]["told"] <= cell["ridge"]["told"]
+        assert cell["L1"]["nonzero"] < cell["weights"]
+
+
+def test_uses_of_a_linear_model_have_numbers(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uses, "PARAMS", "conv2|fc")
+    for name, value in (("TRAINED", 8), ("HELD", 4), ("TESTED", 60), ("PUBLIC", 10), ("VALIDATED", 5)):
+        monkeypatch.setattr(uses, name, value)
+    monkeypatch.setattr(uses, "COUNTS", (20, 30))
+    monkeypatch.setattr(uses, "RIDGES", (10.0, 100.0))
+    monkeypatch.setattr(uses, "PLAIN", {**uses.PLAIN, "steps": 3})
+    uses.halves.cache_clear()
+    uses.features.cache_clear()
+    uses.main(arguments(tmp_path), [PAIR])
+    cells = published(tmp_path)["cells"]
+    held = [cell["ways"] for cell in uses.of_use(cells, "compatibility")]
+    assert all(0 <= one["negative"] <= 1 - one["accuracy"] for ways in held for one in ways.values())
+    groups = [cell["ways"] for cell in uses.of_use(cells, "fairness")]
+    assert len(groups) == 2
+    for cell in uses.of_use(cells, "forgetting"):
+        assert cell["forget against a fit without"] < 1e-4
+        for one in cell["changes"].values():
+            assert all(-1 <= one[key] <= 1 for key in ("correlation", "of two"))
+            assert all(0 <= share <= 1 for share in one["agreement"].values())
+    released = [cell for cell in uses.of_use(cells, "privacy") if "open" in cell]
+    assert len(released) == 2 * 2
+    assert all(len(cell["accuracy"]) == len(uses.EPSILONS) for cell in released)
+    assert (tmp_path / "table.md").read_text().count("|---") >= 4
+
+
+def test_outputs_by_epsilon_are_those_of_releases(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "PUBLIC", 10)
+    uses.halves.cache_clear()
+    uses.features.cache_clear()
+    lin, (fitted, _, _, (xt, _)) = uses.features(PAIR, None)
+    fit = linnet.fit(lin, uses.some(fitted, 20, 0), ridge=5.0, solver="dual")
+    found = uses.at_each(fit, xt, (1.0, 1.0), 3)
+    for epsilon, draw in ((1.0, 0), (30.0, 4), (1000.0, 9)):
+        generator = torch.Generator().manual_seed(3 * uses.DRAWS + draw)
+        made = linnet.audit.release(fit, epsilon, uses.DELTA, clip=(1.0, 1.0), generator=generator)
+        assert torch.allclose(found[epsilon][draw], made.predict(xt)[:, 0], atol=1e-9)
+    uses.halves.cache_clear()
+    uses.features.cache_clear()
+
+
+def test_groups_have_their_shares_of_each_class() -> None:
+    y = torch.arange(20) % 2
+    x, group = uses.grouped((torch.rand(20, 3, 8, 8), y), torch.tensor([0.9, 0.1]))
+    assert group[y == 0].sum() == 9
+    assert group[y == 1].sum() == 1
+    first, second = uses.parted((x, y), 4, 6)
+    assert torch.equal(first[1].bincount(), torch.tensor([4, 4]))
+    assert torch.equal(torch.cat([first[0], second[0]]).sum((1, 2, 3)).sort()[0], x.sum((1, 2, 3)).sort()[0])
 
 
 def test_real_pairs_load(data_directory: Path) -> None:
