@@ -30,7 +30,7 @@ from experiments.tables import chosen, markdown, mean_and_error, with_error
 from linnet import curvature
 from linnet.likelihoods import Categorical
 
-RATES = (0.03, 0.02, 0.015, 0.01)
+RATES = (0.03, 0.02, 0.015, 0.01, 0.005)
 MOST = 1.0  # of η λ
 ANOTHER = 100  # the seed that the rate is chosen on
 STAGES = 8  # of that run, with λ after each
@@ -46,6 +46,7 @@ def arguments() -> argparse.ArgumentParser:
     found.add_argument("--batch", type=int, default=32)
     found.add_argument("--steps", type=int, default=3000)
     found.add_argument("--rates", type=float, nargs="+", default=list(RATES))
+    found.add_argument("--beside", type=float, nargs="*", default=[], help="other rates, run with seed 0")
     found.add_argument("--periods", type=int, nargs="+", default=[1, 10, 100, 1000, 0], help="0 for never")
     return found
 
@@ -89,24 +90,33 @@ def rates(cells: Sequence[Cell]) -> str:
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Markdown: a row a period, differences from K = 1 paired over seeds, in points."""
-    runs = {
-        period: [cell for cell in cells if cell["part"] == "run" and cell["period"] == period]
-        for period in dict.fromkeys(cell.get("period") for cell in cells if cell["part"] == "run")
-    }
+    """Markdown: a row a rate and period, differences from K = 1 paired over seeds, in points."""
+    done = [cell for cell in cells if cell["part"] == "run"]
     rows = []
-    for period, own in runs.items():
+    for rate, period in dict.fromkeys((cell["rate"], cell["period"]) for cell in done):
+        own, plain = (
+            [cell for cell in done if (cell["rate"], cell["period"]) == (rate, k)] for k in (period, 1)
+        )
         less = [
-            with_error((a[key] - b[key] for a, b in zip(own, runs[1], strict=True)), 1, 100)
+            with_error((a[key] - b[key] for a, b in zip(own, plain, strict=True)), 1, 100)
             for key in ("best", "final")
         ]
-        row = [named(period), str(len(own)), f"{own[0]['updates']:,}"]
+        row = [f"{rate:g}", named(period), str(len(own)), f"{own[0]['updates']:,}"]
         row += [with_error(chosen(own, key), 1, 100) for key in ("best", "final", "final train")]
         row += ["", ""] if period == 1 else less
         row.append(with_error((max(run["linear"]) for run in own), 1, 100))
         ends = [value for value in chosen(own, "rate times sharpness") if value is not None]
         rows.append([*row, shown(own), with_error(ends, 2)])
-    header = ["K", "seeds", "feature updates", "best test %", "test %", "train %", "best test less K = 1's"]
+    header = [
+        "rate",
+        "K",
+        "seeds",
+        "feature updates",
+        "best test %",
+        "test %",
+        "train %",
+        "best test less K = 1's",
+    ]
     more = ["test less K = 1's", "best test % of the linear model", "loss trained on", "η λ at the end"]
     return markdown([*header, *more], rows)
 
@@ -130,7 +140,8 @@ def main(given: Sequence[str] | None = None) -> None:
         for rate in args.rates
     ]
     rate = max((c["rate"] for c in cells if c["largest"] < MOST), default=min(args.rates))
-    for seed in study.seeds:
+    settings = [(rate, seed) for seed in study.seeds] + [(other, 0) for other in args.beside]
+    for rate, seed in settings:
         for period in [k or None for k in args.periods]:
             plan = Plan(period, args.steps, rate, args.batch, seed=seed)
             cells.append(
@@ -146,7 +157,8 @@ def main(given: Sequence[str] | None = None) -> None:
 def draw(cells: Sequence[Cell], study: Study) -> None:
     """Test accuracy over the steps, means over seeds."""
     picture, axis = figure(width=4.2)
-    own = [cell for cell in cells if cell["part"] == "run"]
+    done = [cell for cell in cells if cell["part"] == "run"]
+    own = [cell for cell in done if cell["rate"] == done[0]["rate"]]
     for color, period in zip(COLORS, dict.fromkeys(cell["period"] for cell in own), strict=False):
         runs = [cell for cell in own if cell["period"] == period]
         accuracies = zip(*chosen(runs, "test"), strict=False)  # a run that diverged is shorter
