@@ -7,8 +7,8 @@ where the layer is a linear map, of its inputs and output gradients, with severa
 of the weights inside ``nn.RNN``, for which there is no such rule, from the moments of their gradients of each
 example.
 
-Adam and SGD with momentum have a rate from eight, chosen on another seed: once for as many updates, and once,
-with or without decay, for about as many seconds.
+Adam and SGD with momentum have a rate from ten and eight, chosen on another seed: once for as many updates,
+and once, with or without decay, for about as many seconds.
 
     python -m experiments.optimizer.sequences --threads 1
 """
@@ -32,9 +32,11 @@ from experiments.tables import markdown, with_error
 from linnet import curvature
 from linnet.likelihoods import Categorical
 
-FIRST = {"Adam": RATES, "SGD with momentum": tuple(2.0**-k for k in range(1, 9))}
-FACTORS = {"nn.RNN": 45, "transformer": 5}  # first-order updates in the time of one with curvature, about
-SECOND = {"nn.RNN": ("nn.RNN", "unrolled"), "transformer": ("transformer",)}
+FIRST = {"Adam": (2.0**-4, 2.0**-5, *RATES), "SGD with momentum": tuple(2.0**-k for k in range(1, 9))}
+FACTORS = {"nn.RNN": 45, "transformer": 5}  # lengths of the first-order methods' long runs
+SECOND = {"nn.RNN": ("unrolled", "nn.RNN"), "transformer": ("transformer",)}  # what is compared with first
+LONG = {"unrolled": 8}  # with curvature, where it takes about as many seconds
+AFTER = {"update": "as many updates", "clock": "as many seconds"}
 ANOTHER = 100  # the seed that rates are chosen on
 
 
@@ -93,9 +95,9 @@ def arguments() -> argparse.ArgumentParser:
     found.add_argument("--networks", nargs="+", choices=tuple(SECOND), default=list(SECOND))
     found.add_argument("--width", type=int, default=64)
     found.add_argument("--images", type=int, default=4000)
-    found.add_argument("--test", type=int, default=5000)
+    found.add_argument("--test", type=int, default=2000)
     found.add_argument("--batch", type=int, default=250)
-    found.add_argument("--updates", type=int, default=60, help="with curvature")
+    found.add_argument("--updates", type=int, default=40, help="with curvature")
     found.add_argument("--factor", type=int, default=None, help="first-order updates for each of these")
     return found
 
@@ -140,22 +142,20 @@ class Sequences:
 
     def _what(self, name: str, method: str, seed: int, updates: int) -> dict[str, Any]:
         """What all runs depend on."""
-        args = self.args
+        args, part = self.args, "tuning" if seed == ANOTHER else "run"
         size = {"width": args.width, "images": args.images, "tested": args.test, "batch": args.batch}
-        return {"network": name, "method": method, "seed": seed, "updates": updates, **size}
+        return {"part": part, "network": name, "method": method, "seed": seed, "updates": updates, **size}
 
-    def second(self, name: str) -> list[Cell]:
-        """Runs with curvature."""
-        updates, found = self.args.updates, []
-        for seed in self.study.seeds:
-            what = self._what(name, "GaussNewton", seed, updates)
+    def second(self, name: str) -> Iterator[Cell]:
+        """Runs with curvature, of each length."""
+        for updates in dict.fromkeys((self.args.updates, self.args.updates * LONG.get(name, 1))):
+            for seed in self.study.seeds:
 
-            def compute(seed: int = seed) -> dict[str, Any]:
-                run = self.run(name, seed, lambda task: second_order(task, "KFAC", updates))
-                return run | ({"layers": self.layers(name)} if seed == 0 else {})
+                def compute(seed: int = seed, updates: int = updates) -> dict[str, Any]:
+                    run = self.run(name, seed, lambda task: second_order(task, "KFAC", updates))
+                    return run | ({"layers": self.layers(name)} if seed == 0 else {})
 
-            found.append(self.study.cell(what, compute))
-        return found
+                yield self.study.cell(self._what(name, "GaussNewton", seed, updates), compute)
 
     def first(self, name: str, method: str) -> Iterator[Cell]:
         """Runs on another seed that choose a rate, and those of the chosen rates, for each length."""
@@ -185,45 +185,44 @@ def decades(one: float, other: float) -> float:
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Markdown: losses, and their ratio to ``GaussNewton``'s on the first form of a network, by seed."""
-    rows = []
+    """Markdown: losses after as many updates and seconds, and their ratio to ``GaussNewton``'s, by seed."""
+    rows, done = [], [cell for cell in cells if cell["part"] == "run"]
     for base, forms in SECOND.items():
-        runs = {
-            form: {c["seed"]: c for c in cells if (c["network"], c["method"]) == (form, "GaussNewton")}
-            for form in forms
-        }
-        curved = runs[base]
-        for form, own in runs.items():
-            row = [form, "GaussNewton, kfac", "defaults", f"{next(iter(own.values()))['updates']:,}"]
-            pairs = [(cell["final"], curved[seed]["final"]) for seed, cell in own.items()]
-            rows.append(row + shown(list(own.values()), pairs, form == base))
-        for method in FIRST:
-            own = [c for c in cells if (c["network"], c["method"]) == (base, method) and c["seed"] != ANOTHER]
-            for count in sorted({cell["updates"] for cell in own}):
-                same = [cell for cell in own if cell["updates"] == count]
-                key = "update" if count == min(cell["updates"] for cell in own) else "clock"
+        names = {(form, "GaussNewton"): "GaussNewton" + f", {form}" * (len(forms) > 1) for form in forms}
+        names |= {(base, method): method for method in FIRST}
+        for key, choose in (("update", min), ("clock", max)):
+            curved: dict[int, Cell] = {}
+            for (form, method), name in names.items():
+                own = [c for c in done if (c["network"], c["method"]) == (form, method)]
+                if not own:
+                    continue
+                count = choose(cell["updates"] for cell in own)
+                runs = [cell for cell in own if cell["updates"] == count]
+                curved = curved or {cell["seed"]: cell for cell in runs}
                 pairs = [
                     (loss_at(cell, key, curved[cell["seed"]][key][-1]), curved[cell["seed"]]["final"])
-                    for cell in same
+                    for cell in runs
                 ]
-                row = [base, method, setting(same[0]), f"{count:,}"]
-                rows.append(row + shown(same, pairs, False))
-    header = ["network", "method", "setting", "updates", "CPU s", "loss", "test %"]
-    return markdown([*header, "log₁₀ loss less GaussNewton's"], rows)
+                rows.append([base, AFTER[key], name, setting(runs[0]), f"{count:,}", *shown(runs, pairs)])
+    header = ["network", "compared after", "method", "setting", "updates", "CPU s", "loss", "test %"]
+    return markdown([*header, "log₁₀ loss less the first row's"], rows)
 
 
-def shown(runs: Sequence[Cell], pairs: Sequence[tuple[float, float]], itself: bool) -> list[str]:
+def shown(runs: Sequence[Cell], pairs: Sequence[tuple[float, float]]) -> list[str]:
     """The seconds, losses and accuracies of some runs, and their losses beside those of ``GaussNewton``."""
+    ratios = [decades(one, other) for one, other in pairs]
     return [
         with_error((cell["clock"][-1] for cell in runs), 1),
         with_error((one for one, _ in pairs), 4),
         with_error((cell["test"] for cell in runs), 1, 100),
-        "" if itself else with_error((decades(one, other) for one, other in pairs), 2),
+        with_error(ratios, 2) if any(ratios) else "",
     ]
 
 
 def setting(cell: Cell) -> str:
     """A rate and its decay."""
+    if "rate" not in cell:
+        return "defaults"
     decay = "" if cell["period"] == 1 else f", halved every {cell['period']:.0%}"
     return f"rate 2^{round(math.log2(cell['rate']))}{decay}"
 
@@ -232,8 +231,8 @@ def layers(cells: Sequence[Cell]) -> str:
     """Markdown: how the curvature of each layer is kept."""
     rows = [
         [cell["network"], f"`{one['layer']}`", f"{one['size']:,}", one["kept"], one["note"]]
-        for cell in cells
-        for one in cell.get("layers", [])
+        for cell in {cell["network"]: cell for cell in cells if "layers" in cell}.values()
+        for one in cell["layers"]
     ]
     return markdown(["network", "layer", "parameters", "kept as", "remark"], rows)
 
@@ -259,7 +258,7 @@ def draw(cells: Sequence[Cell], study: Study) -> None:
     for line, name in zip(axes.reshape(-1, 2), names, strict=True):
         longest: dict[str, Cell] = {}
         for cell in cells:
-            if cell["seed"] == 0 and cell["network"] in (name, *SECOND[name]):
+            if cell["part"] == "run" and cell["seed"] == 0 and cell["network"] in (name, *SECOND[name]):
                 form = "" if cell["network"] == name else f", {cell['network']}"
                 longest[cell["method"] + form] = cell  # the long run comes last
         for axis, key in zip(line, ("clock", "update"), strict=True):
