@@ -1,4 +1,4 @@
-"""Networks of Goldwaser and Ge: LeNet with wider convolutions, ResNet-18 with or without BatchNorm, MLP."""
+"""Networks of Goldwaser and Ge (LeNet with wider convolutions, ResNet-18, MLP), and a transformer."""
 
 from __future__ import annotations
 
@@ -91,3 +91,50 @@ def mlp(width: int = 50, layers: int = 5, seed: int = 0) -> nn.Sequential:
     for a, b in pairwise(sizes):
         parts += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*parts[:-1]).double()
+
+
+class Patches(nn.Module):
+    """The squares of an image as a sequence: (N, C, H, W) to (N, number of squares, numbers in each)."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.side = side
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Row after row."""
+        squares = x.unfold(2, self.side, self.side).unfold(3, self.side, self.side)
+        return squares.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+
+
+class Transformer(nn.Module):
+    """A pre-norm transformer with learned positions, whose mean over tokens is classified.
+
+    Args:
+        tokens: Of a sequence.
+        inputs: Numbers of a token.
+        width: Of the network; feed-forward layers are twice as wide.
+        heads: Of attention.
+        blocks: How many.
+    """
+
+    def __init__(self, tokens: int, inputs: int, width: int = 32, heads: int = 4, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Linear(inputs, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(tokens, width))
+        each = (
+            nn.TransformerEncoderLayer(width, heads, 2 * width, 0.0, batch_first=True, norm_first=True)
+            for _ in range(blocks)
+        )
+        self.blocks = nn.Sequential(*each, nn.LayerNorm(width))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of the classes."""
+        scores: Tensor = self.head(self.blocks(self.embed(x) + self.positions).mean(1))
+        return scores
+
+
+def vision_transformer(side: int = 16, patch: int = 4, width: int = 32, seed: int = 0) -> nn.Sequential:
+    """Two blocks of four heads on the squares of a color image."""
+    torch.manual_seed(seed)
+    return nn.Sequential(Patches(patch), Transformer((side // patch) ** 2, 3 * patch**2, width))

@@ -20,8 +20,9 @@ from experiments.iterative_linearization import (
     solutions,
     stability,
     training,
+    transformer,
 )
-from experiments.iterative_linearization.networks import lenet, resnet18
+from experiments.iterative_linearization.networks import lenet, resnet18, vision_transformer
 from experiments.iterative_linearization.training import Plan, Split, train
 from experiments.sources import Images
 
@@ -227,3 +228,32 @@ def test_stability(tmp_path: Path) -> None:
     cells = result(tmp_path, "stability.svg")
     assert [c["updates"] for c in cells[:2]] == [40, 4]
     assert all(v > 0 for c in cells for v in c["sharpness"])
+
+
+def test_transformer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer, "STAGES", 2)
+    monkeypatch.setattr(transformer, "PRODUCTS", 3)
+    sizes = ["--width", "8", "--images", "30", "--test", "20", "--batch", "10", "--steps", "8"]
+    given = ["--rates", "0.5", "0.02", "0.01", "--periods", "1", "4", "0", "--seeds", "2", "--device", "cpu"]
+    for _ in range(2):  # the second time from the stored cells
+        transformer.main([*given, *sizes, "--out", str(tmp_path)])
+    cells = result(tmp_path, "transformer.svg")
+    tried, runs = cells[:3], cells[3:]
+    assert [cell["updates"] for cell in runs] == [8, 2, 0] * 2
+    below = [cell["rate"] for cell in tried if cell["largest"] < transformer.MOST]
+    assert {cell["rate"] for cell in runs} == {max(below)}
+
+
+def test_patches_are_the_squares_of_the_image() -> None:
+    x = torch.arange(3 * 4 * 4.0).view(1, 3, 4, 4)
+    found = vision_transformer(4, 2).get_submodule("0")(x)
+    assert torch.equal(found[0, 1], x[0, :, :2, 2:].reshape(-1))
+    assert found.shape == (1, 4, 12)
+
+
+def test_the_largest_eigenvalue_is_that_of_another_way() -> None:
+    model = lenet(3, 16).eval()
+    x = torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    assert transformer.sharpness(model, x) == pytest.approx(
+        stability.sharpness(model, x, None, 20)[0], rel=1e-3
+    )

@@ -20,6 +20,7 @@ from experiments.optimizer import (
     problems,
     relu,
     rivals,
+    sequences,
 )
 from experiments.optimizer.curves import curves
 from experiments.optimizer.training import grid, loss_at
@@ -48,7 +49,7 @@ def digits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Images]:
         y = torch.arange(80) % 10
         return Images(x, y, x[:10], y[:10], 10)
 
-    for module in (problems, mixture, relu):
+    for module in (problems, mixture, relu, sequences):
         monkeypatch.setattr(module, "images", read)
     return read
 
@@ -186,6 +187,28 @@ def test_maxima_are_smooth_where_no_unit_changes_its_regime() -> None:
     regimes[1, 3, 0] = True
     assert landscape.maxima(loss, regimes) == (1, 0)
     assert landscape.maxima(-loss, regimes) == (0, 0)
+
+
+def test_the_recurrent_network_and_its_unrolled_form_are_one_function() -> None:
+    one, other = (sequences.network(name, 8, 3) for name in ("nn.RNN", "unrolled"))
+    x = torch.randn(5, 28, 28, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(one(x), other(x), atol=1e-6)
+    assert sum(p.numel() for p in one.parameters()) == sum(p.numel() for p in other.parameters())
+
+
+def test_sequences(tmp_path: Path, digits: Callable[..., Images]) -> None:
+    sizes = {"images": 40, "test": 10, "batch": 20, "width": 8, "updates": 2, "factor": 2, "seeds": 2}
+    given = [f"--{name}={value}" for name, value in sizes.items()]
+    sequences.main([*given, "--device", "cpu", "--out", str(tmp_path)])
+    found = result(tmp_path)["cells"]
+    assert (tmp_path / "sequences.svg").exists()
+    chosen = [cell for cell in found if cell["part"] == "run"]
+    assert len(chosen) == 2 * (4 + 2 * 2 * 2)  # seeds, with curvature, and networks, methods and lengths
+    assert all(cell["final"] > 0 for cell in chosen)
+    layers = {(c["network"], one["layer"]): one for c in found for one in c.get("layers", [])}
+    assert layers["unrolled", "state"]["note"] == "28 uses taken as independent"
+    assert "no rule for rnn_tanh" in layers["nn.RNN", "rnn.weight_hh_l0"]["note"]
+    assert layers["transformer", "blocks.0.self_attn"]["kept"] == "kfac"
 
 
 def test_the_grid_is_the_thesis_or_pruned() -> None:
