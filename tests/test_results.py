@@ -128,7 +128,6 @@ PAIRED = [
     ("lqf.md", r"less that where evidence does (\S+ ± \S+)\.", "lqf", LEFT, "evidence"),
     ("lqf.md", r"above the test error by (\S+ ± \S+) points", "lqf", LEFT, "told"),
     ("lqf.md", r"and by (\S+ ± \S+) where they are corrected", "lqf", OTHERS, "answers"),
-    ("optimizer.md", r"best long run is (\S+ ± \S+)\.", "curvature", "fig. 4.1, per update", "kfac faces"),
     ("continual.md", r"less SI is (\S+ ± \S+) points", "curvature", "fig. 5.9, diagonal and SI", "less"),
     ("kernels.md", r"in the ResNet by (\S+ ± \S+) cycles", "kernels", "fig. 1", "first"),
     ("kernels.md", r"above that of u 256 by (\S+ ± \S+) points", "kernels", "fig. 1", "learned"),
@@ -190,6 +189,14 @@ PAIRED += [
         (r"below that at 0\.01 by (\S+ ± \S+), below", "fig. 6, error", "lower"),
         (r"below that at 0\.1 by (\S+ ± \S+) and", "fig. 6, error", "lower tenth"),
         (r"and below that at 1 by (\S+ ± \S+)\.", "fig. 6, error", "lower one"),
+    )
+]
+PAIRED += [
+    ("optimizer.md", sentence, "curvature", "fig. 4.1, KFRA and KFAC", name)
+    for sentence, name in (
+        (r"less KFAC's is (\S+ ± \S+) on CURVES", "curves"),
+        (r"on CURVES, (\S+ ± \S+) on MNIST", "mnist"),
+        (r"on MNIST and (\S+ ± \S+) on FACES", "faces"),
     )
 ]
 PAIRED += [

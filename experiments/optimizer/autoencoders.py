@@ -25,7 +25,7 @@ from experiments.figures import COLORS, figure, save
 from experiments.optimizer.problems import DATA, WIDTHS, Problem, autoencoder, problem, reduced
 from experiments.optimizer.training import RATES, Task, first_order, grid, loss_at, second_order
 from experiments.study import Cell, Study, parser
-from experiments.tables import markdown, mean_and_error
+from experiments.tables import markdown, with_error
 
 SECOND = ("KFRA", "KFAC", "KFAC, random projection")
 FIRST = ("Adam", "SGD with momentum")
@@ -114,76 +114,62 @@ def main(given: Sequence[str] | None = None) -> None:
     """Run the study."""
     args = arguments().parse_args(given)
     study = Study("optimizer/autoencoders", args)
-    rows, cells, drawn, verdicts = [], [], {}, {}
+    cells: list[Cell] = []
+    drawn = {}
     for name in args.data:
         comparison = Comparison(study, name, args)
         second = {m: [comparison.second(m, seed) for seed in study.seeds] for m in SECOND}
         first = {m: comparison.tuned(m) for m in FIRST}
         drawn[name] = {**second, **{m: best for m, (_, best) in first.items()}}
-        cells += [
-            c for runs in [*second.values(), *(every + best for every, best in first.values())] for c in runs
-        ]
-        verdicts[name] = _rows(rows, name, comparison, second, first)
-    header = [
-        "data",
-        "method",
-        "updates",
-        "loss",
-        "CPU s",
-        "best first-order loss, same updates",
-        "same seconds",
-    ]
-    unique = list(
-        {
-            str((c["data"], c["method"], c["seed"], c["updates"], c.get("rate"), c.get("period"))): c
-            for c in cells
-        }.values()
-    )
-    study.publish(
-        markdown(header, rows),
-        unique,
-        widths=list(WIDTHS if args.full else reduced(False)),
-        verdicts=verdicts,
-    )
+        for runs in [*second.values(), *(every + best for every, best in first.values())]:
+            cells += [cell for cell in runs if cell not in cells]
+    study.publish(table(cells), cells, widths=list(WIDTHS if args.full else reduced(False)))
     _draw(drawn, study.out / "autoencoders.svg")
 
 
-def _rows(
-    rows: list[list[str]],
-    name: str,
-    comparison: Comparison,
-    second: dict[str, list[Cell]],
-    first: dict[str, tuple[list[Cell], list[Cell]]],
-) -> dict[str, Any]:
-    """Add a data set's rows; who was lower."""
-    every = [cell for runs, best in first.values() for cell in [*runs, *best]]
-    verdict = {}
-    for method, runs in second.items():
-        loss, seconds = mean_and_error(c["final"] for c in runs), mean_and_error(c["clock"][-1] for c in runs)
-        same_updates = min(loss_at(cell, "update", comparison.updates) for cell in every)
-        same_time = min(loss_at(cell, "clock", seconds[0]) for cell in every)
-        rows.append(
-            [
-                name,
-                method,
-                str(comparison.updates),
-                _pm(loss),
-                f"{seconds[0]:.1f}",
-                f"{same_updates:.2f}",
-                f"{same_time:.2f}",
-            ]
-        )
-        verdict[method] = {"per update": loss[0] < same_updates, "per second": loss[0] < same_time}
-    for method, (_, best) in first.items():
-        loss, seconds = mean_and_error(c["final"] for c in best), mean_and_error(c["clock"][-1] for c in best)
-        setting = f"{method}, rate 2^{_power(best[0]['rate'])}, halved every {best[0]['period']:.0%}"
-        rows.append([name, setting, str(comparison.long), _pm(loss), f"{seconds[0]:.1f}", "", ""])
-    return verdict
+def best_of(cells: Sequence[Cell], method: str) -> list[Cell]:
+    """Of one data set the runs of a first-order method at the best setting of its long runs, by seed."""
+    runs = [cell for cell in cells if cell["method"] == method]
+    long = max(cell["updates"] for cell in runs)
+    grid_runs = [cell for cell in runs if cell["updates"] == long and cell["seed"] == 0]
+    best = min(grid_runs, key=lambda cell: loss_at(cell, "update", long))
+    setting = {key: best[key] for key in ("updates", "rate", "period")}
+    return sorted((c for c in runs if setting.items() <= c.items()), key=lambda cell: int(cell["seed"]))
 
 
-def _pm(value: tuple[float, float]) -> str:
-    """Mean ± standard error."""
-    return f"{value[0]:.2f}" if value[1] != value[1] else f"{value[0]:.2f} ± {value[1]:.2f}"
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a data set and method; losses less those of Adam's best setting, paired by seed."""
+    rows = []
+    for name in dict.fromkeys(cell["data"] for cell in cells):
+        own = [cell for cell in cells if cell["data"] == name]
+        adam = best_of(own, "Adam")
+        for method in dict.fromkeys(cell["method"] for cell in own):
+            first = method in FIRST
+            runs = best_of(own, method) if first else [c for c in own if c["method"] == method]
+            pairs = [] if first else list(zip(runs, adam, strict=True))
+            shown = method
+            if first:
+                shown += f", rate 2^{_power(runs[0]['rate'])}, halved every {runs[0]['period']:.0%}"
+            less = (
+                with_error((a["final"] - loss_at(b, key, a[key][-1]) for a, b in pairs), 1) if pairs else ""
+                for key in ("update", "clock")
+            )
+            loss, clock = (
+                with_error(numbers, 2 - i)
+                for i, numbers in enumerate(([c["final"] for c in runs], [c["clock"][-1] for c in runs]))
+            )
+            rows.append([name, shown, str(len(runs)), str(runs[0]["updates"]), loss, clock, *less])
+    header = [
+        "data",
+        "method",
+        "seeds",
+        "updates",
+        "loss",
+        "CPU s",
+        "less Adam's, same updates",
+        "same seconds",
+    ]
+    return markdown(header, rows)
 
 
 def _power(rate: float) -> int:

@@ -34,6 +34,7 @@ from linnet.tangent.trace import Trace, weighed_trace
 
 PROBES = 3  # examples traced at once to prove a plan
 HIDDEN = "it is read where no operation is seen"
+APART = "it meets a tensor that is not made of x: x.new_zeros(...) is followed, torch.zeros(...) is not"
 TRIES = 8  # groups of probes looked at before a vanishing gradient is left unproven
 
 Key = tuple[tuple[str, ...], int]  # sources of a use, and how many uses of the same sources came before
@@ -204,7 +205,7 @@ def _find_layouts(found: _Draft, probe: Trace, gradients: Mapping[Any, Tensor | 
                 known[same] = find_layout(own, axes, probe.n)
             layout = known[same]
             if layout is None:
-                reason = "examples are mixed where it is used"
+                reason = "examples are mixed where it is used" if axes else APART
                 found.exact.update(dict.fromkeys(use.sources, reason))
             else:
                 use.layout = found.layouts[key] = layout
