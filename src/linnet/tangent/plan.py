@@ -34,7 +34,7 @@ from linnet.tangent.trace import Trace, weighed_trace
 
 PROBES = 3  # examples traced at once to prove a plan
 HIDDEN = "it is read where no operation is seen"
-APART = "it meets a tensor that is not made of x: x.new_zeros(...) is followed, torch.zeros(...) is not"
+APART = "it meets a constant that is not known to belong to the examples, as x.new_zeros(len(x), ...) is"
 TRIES = 8  # groups of probes looked at before a vanishing gradient is left unproven
 
 Key = tuple[tuple[str, ...], int]  # sources of a use, and how many uses of the same sources came before

@@ -166,9 +166,16 @@ class _UseRecorder(TorchFunctionMode):
             return
         if tracked:
             self._record(name, args, kwargs, tracked, produced)
-        if tracked or has_data:
+        if tracked or has_data or self._begins_states(name, produced):
             for t in produced:
                 t._linnet_data = True  # type: ignore[attr-defined]
+
+    def _begins_states(self, name: str, produced: list[Tensor]) -> bool:
+        """Whether these are zeros for every example: the state that a recurrent network begins with."""
+        found = produced[0]
+        if name != "zeros" or found.ndim < 2 or not found.is_floating_point():
+            return False
+        return found.shape[0] == self.n or (found.ndim > 2 and found.shape[1] == self.n)  # (layers, N, width)
 
     def _repeats_for_examples(self, name: str, tracked: list[Tensor], produced: list[Tensor]) -> bool:
         """Whether a parameter is spread over the examples here (a class token, a query)."""
