@@ -106,11 +106,16 @@ def main(given: Sequence[str] | None = None) -> None:
     _draw([cell for cell in cells if cell["seed"] == 0], study.out)
 
 
-def mean_cosine(cell: Cell, update: str, layer: int | None = None) -> float:
-    """Of a run: over the places where it was measured, of the whole update or of a layer's."""
+def mean_cosine(cell: Cell, update: str, layer: int | slice | None = None) -> float:
+    """Of a run: over the places where it was measured, of the whole update, of a layer's or of several."""
     if layer is None:
         return statistics.fmean(found[update] for found in cell["whole"])
+    if isinstance(layer, slice):
+        return statistics.fmean(statistics.fmean(found[update][layer]) for found in cell["layers"])
     return statistics.fmean(found[update][layer] for found in cell["layers"])
+
+
+EVERY = slice(None)
 
 
 def table(cells: Sequence[Cell]) -> str:
@@ -120,17 +125,17 @@ def table(cells: Sequence[Cell]) -> str:
     for name in dict.fromkeys(cell["data"] for cell in cells):
         own = [cell for cell in cells if cell["data"] == name]
         for key, shown in SHOWN.items():
-            places = [None, *range(count)] if key in own[0]["layers"][0] else [None]
+            places = [None, EVERY, *range(count)] if key in own[0]["layers"][0] else [None]
             values = [with_error((mean_cosine(cell, key, at) for cell in own), 2) for at in places]
-            rows.append([name, shown, *values, *[""] * (count + 1 - len(values))])
+            rows.append([name, shown, *values, *[""] * (count + 2 - len(values))])
         for mark in ("", "*"):
             pair = f"kfra{mark}", f"kfac{mark}"
             less = [
                 with_error((mean_cosine(c, pair[0], at) - mean_cosine(c, pair[1], at) for c in own), 2)
-                for at in (None, *range(count))
+                for at in (None, EVERY, *range(count))
             ]
             rows.append([name, f"KFRA{mark} less KFAC{mark}", *less])
-    header = ["data", "update", "whole", *(f"layer {i + 1}" for i in range(count))]
+    header = ["data", "update", "whole", "layers, mean", *(f"layer {i + 1}" for i in range(count))]
     return markdown(header, rows)
 
 
