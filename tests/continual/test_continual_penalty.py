@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -316,6 +317,22 @@ def test_a_state_does_not_change_afterwards_and_must_fit(float64: torch.dtype) -
         EWC(net, Categorical()).load_state_dict(state)
     with pytest.raises(InputError, match="the state has no state"):
         method.load_state_dict({key: value for key, value in state.items() if key != "state"})
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_state_that_is_not_whole_changes_nothing(name: str) -> None:
+    net = small_network()
+    method, other = MAKERS[name](net), MAKERS[name](net)
+    for one in (method, other):
+        one.after_step() if hasattr(one, "after_step") else None
+    state = copy.deepcopy(method.state_dict())
+    state["tasks"] = 7
+    state["state"].popitem()
+    before = other.penalty().item(), len(other._terms)
+    with pytest.raises(InputError, match="not whole"):
+        other.load_state_dict(state)
+    assert other.tasks == 0
+    assert (other.penalty().item(), len(other._terms)) == before
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError
+from linnet.fitting.descent import Descent
 from linnet.linear.features import arc_cosine
 from linnet.linear.targets import make_targets
 from linnet.nested import nested_fit
@@ -21,6 +22,7 @@ from linnet.nested.search import Rung, ladder, verdict
 from linnet.nested.stages import Staged
 from linnet.nested.tuning import FOLDS, Tuning
 from linnet.tangent.functional import Functional
+from linnet.unfinished import resumable
 
 BIAS = 1e4
 STEPS = 240
@@ -351,3 +353,25 @@ def test_trained_layers_are_recommended_where_the_gain_is_significant(
     told = verdict([Rung("linear probe", 1.0, 0.8), trained])
     assert told.startswith(begins)
     assert "+" not in told
+
+
+def test_trained_networks_are_kept_inside_resumable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, once, runs = linnet.adapt(network(), DATA, tune=True), Descent.__call__, [0]
+
+    def stopped(descent: Descent, *given: Any) -> Any:
+        runs[0] += 1
+        if runs[0] == 4:
+            raise KeyboardInterrupt
+        return once(descent, *given)
+
+    monkeypatch.setattr(Descent, "__call__", stopped)
+    with pytest.raises(KeyboardInterrupt), resumable(tmp_path / "kept", interval=0):
+        linnet.adapt(network(), DATA, tune=True)
+    with pytest.raises(InputError, match="another"), resumable(tmp_path / "kept", interval=0):
+        linnet.adapt(network(), (0.9 * DATA[0], DATA[1]), tune=True)
+    assert runs[0] == 4  # none was trained on the other inputs
+    with resumable(tmp_path / "kept", interval=0):
+        found = linnet.adapt(network(), DATA, tune=True)
+    assert torch.equal(found.predict(TEST[0]), whole.predict(TEST[0]))
+    assert [rung.error for rung in found.rungs] == [rung.error for rung in whole.rungs]
+    assert not (tmp_path / "kept").exists()

@@ -92,6 +92,12 @@ def test_wrong_networks_groups_and_inputs_are_named() -> None:
     wide = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     with pytest.raises(InputError, match=r"parameters 0\.weight \(6, 4\).*0\.weight \(8, 4\)"):
         classifier(wide).load_state_dict(state)
+    with pytest.raises(InputError, match=r"0\.weight \(6, 4\) float64.*0\.weight \(6, 4\) float32"):
+        classifier(mlp().float()).load_state_dict(state)
+    grouped = classifier(net := mlp())
+    grouped.add_param_group({"params": list(net[0].parameters())})
+    with pytest.raises(InputError, match=r"in group 0.*in group 1"):
+        grouped.load_state_dict(state)
     diagonal = classifier(mlp(), structure="diagonal")
     with pytest.raises(InputError, match=r"structure 'kfac'.*structure of this optimizer, 'diagonal'"):
         diagonal.load_state_dict(state)

@@ -232,6 +232,87 @@ def test_weights_that_were_loaded_are_not_taken_back() -> None:
     assert optimizer.step(x, y).loss < first
 
 
+def test_weights_turned_around_are_not_taken_back() -> None:
+    x, y = values()
+    net = mlp()
+    optimizer = regressor(net, damping=0.01)
+    for _ in range(30):
+        optimizer.step(x, y)
+    with torch.no_grad():
+        for p in net[2].parameters():
+            p.mul_(-30)
+    twin = copy.deepcopy(net)
+    report = optimizer.step(x, y)
+    assert not report.rejected
+    assert report.loss == pytest.approx(regressor(twin).step(x, y).loss)
+
+
+def test_an_absurd_step_is_taken_back_though_a_mask_was_put_on_it() -> None:
+    x, y = values()
+    net = mlp()
+    optimizer = regressor(net, damping=Damping(1.0, 1.0, tau_period=0))
+    mask = torch.arange(24).view(6, 4) % 3 > 0
+    reports = []
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = 1e4 if step == 2 else 1.0
+        reports.append(optimizer.step(x, y))
+        with torch.no_grad():
+            net[0].weight.mul_(mask)
+    assert [one.rejected for one in reports] == [False, False, False, True]
+    assert reports[3].loss < 2 * reports[0].loss
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "full"])
+def test_a_running_optimizer_goes_back_to_a_checkpoint_bit_by_bit(structure: str) -> None:
+    x, y = values()
+    net = mlp()
+    optimizer = regressor(net, structure=structure)
+    for _ in range(3):
+        optimizer.step(x, y)
+    optimizer.param_groups[0]["lr"] = 30.0
+    optimizer.step(x, y)
+    kept = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    found = []
+    for _ in range(2):
+        optimizer.param_groups[0]["lr"] = 1.0
+        report = optimizer.step(x, y)
+        found.append((report.rejected, report.loss, flat(net)))
+        net.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])
+    assert found[0][:2] == found[1][:2]
+    assert torch.equal(found[0][2], found[1][2])
+
+
+@pytest.mark.parametrize("way", ["empty", "frozen"])
+def test_the_rate_is_that_of_parameters_that_move(way: str) -> None:
+    x, y = values()
+    net, other = mlp(), mlp()
+    optimizer, plain = regressor(net, damping=0.1), regressor(other, damping=0.1, lr=0.1)
+    if way == "frozen":
+        for one in (net, other):
+            one[0].requires_grad_(False)
+    moving = [p for p in net.parameters() if p.requires_grad]
+    optimizer.add_param_group({"params": moving, "lr": 0.1})
+    assert optimizer.step(x, y).step_norm == pytest.approx(plain.step(x, y).step_norm, rel=1e-9)
+
+
+def test_states_go_between_compiled_networks_and_plain_ones() -> None:
+    x, y = classes()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
+    optimizer = classifier(torch.compile(net, backend="eager"))
+    for _ in range(3):
+        optimizer.step(x, y)
+    optimizer.param_groups[0]["lr"] = 1e200
+    optimizer.step(x, y)
+    plain = classifier(net)
+    plain.load_state_dict(optimizer.state_dict())
+    plain.param_groups[0]["lr"] = 1.0
+    report = plain.step(x, y)
+    assert report.rejected
+    assert math.isfinite(report.loss)
+
+
 def test_a_warm_up_that_begins_at_zero_finds_the_same_dampings() -> None:
     x, y = classes()
     net, other = mlp(), mlp()

@@ -102,6 +102,45 @@ def test_states_of_something_else_are_refused() -> None:
 # --- bad input ------------------------------------------------------------------------------------
 
 
+def other_optimizer(state: dict[str, Any]) -> None:
+    parameters = [nn.Parameter(torch.zeros_like(t)) for t in state["model"].values()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    state["optimizer"] = optimizer.state_dict()
+
+
+BROKEN: dict[str, Any] = {
+    "of another optimizer": other_optimizer,
+    "without groups": lambda state: state.update(optimizer={}),
+    "without a parameter": lambda state: state["linearization"].popitem(),
+    "of other shapes": lambda state: state.update(
+        linearization={name: t[:1] for name, t in state["linearization"].items()}
+    ),
+    "without a schedule": lambda state: state.update(schedule={}),
+    "without numbers": lambda state: state.update(steps="many"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_state_that_is_broken_changes_nothing(what: str) -> None:
+    data = batches(5, (4,), torch.float64)
+    training, other = (IterativeLinearization(mlp(seed=s), OPTIMIZERS["adam"], period=3) for s in (0, 5))
+    run(training, data[:4])
+    run(other, data[:2])
+    twin = IterativeLinearization(mlp(seed=5), OPTIMIZERS["adam"], period=3)
+    run(twin, data[:2])
+    state = copy.deepcopy(training.state_dict())
+    BROKEN[what](state)
+    with pytest.raises(WeightsError):
+        other.load_state_dict(state)
+    for one in (other, twin):
+        run(one, data[2:])
+    assert torch.equal(values(other.model), values(twin.model))
+    assert other.report == twin.report
+
+
 def test_whole_floats_are_periods() -> None:
     assert IterativeLinearization(mlp(), None, 1e6).report.schedule == "Every(1000000)"
 

@@ -32,7 +32,7 @@ class SynapticIntelligence(ContinualMethod):
     """The penalty c Σ Ω (θ − θ̃)² with importances Ω from the path of training.
 
     At every step of task ν, with g the gradient of the loss alone, without this penalty, as the optimizer got
-    it (no longer scaled, clipped if gradients are clipped), and Δθ what it did to the weights,
+    it (no longer scaled, and clipped if all are clipped together), and Δθ what it did to the weights,
 
         ω ← ω − g Δθ        and at the task's end        Ω ← max(0, Ω + ω / (Δ² + ξ)),  θ̃ ← θ,  ω ← 0
 

@@ -305,10 +305,19 @@ class ContinualMethod(Shown, ABC):
                 expected="what state_dict() returned, whole",
                 remedy="save it again; torch.save(method.state_dict(), path) keeps all of it",
             )
-        self.tasks = int(state["tasks"])
         device = next(iter(Live.of(self.model).tensors.values())).device
         learned = from_plain(state["state"])
-        self._load(map_tensors(lambda t: t.detach().to(device, copy=True), learned))
+        kept = dict(self.__dict__)
+        try:
+            self._load(map_tensors(lambda t: t.detach().to(device, copy=True), learned))
+            self.tasks = int(state["tasks"])
+        except (KeyError, TypeError, ValueError) as error:
+            self.__dict__.update(kept)
+            raise InputError(
+                f"the state is not whole: {type(error).__name__} {error}",
+                expected="what state_dict() returned, whole",
+                remedy="save it again; torch.save(method.state_dict(), path) keeps all of it",
+            ) from error
 
     def _observe(self, factor: Tensor, gradients: Params) -> None:
         """The penalty's gradient, by parameter, has entered ``.grad`` times a factor."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.distributed import Share
-from linnet.errors import DataError, NumericalError
+from linnet.errors import DataError, LinnetError, NumericalError
 from linnet.fitting.descent import Descent
 from linnet.fitting.head import deal, example_hashes, with_head
 from linnet.fitting.last_layer import bared
@@ -37,7 +37,7 @@ from linnet.predictive.noise import fit_moderation, fit_temperature
 from linnet.progress import Log, tell, track
 from linnet.tangent.batch import take
 from linnet.tangent.functional import copied
-from linnet.tree import hash_tensors
+from linnet.tree import hash_tensors, tensors_in
 from linnet.unfinished import Checkpoint, checkpoint
 
 FOLDS = 3  # networks trained without a third each: twice as many cost twice as much
@@ -141,7 +141,9 @@ class Tuning:
         """Where the trained weights of this run are kept until all runs are done, if anywhere."""
 
         def identity() -> dict[str, Any]:
-            data = hash_tensors([rows, self.y[rows], *start.parameters()])
+            data = hash_tensors(
+                [rows, *tensors_in(take(self.fit.x, rows)), self.y[rows], *start.parameters()]
+            )
             return {"rate": rate, "steps": self.steps, "seed": self.seed, "network and samples": data}
 
         if self.folder is None:
@@ -150,7 +152,12 @@ class Tuning:
 
     def _known(self, start: nn.Module, file: Checkpoint) -> nn.Module | None:
         """The network of a run that was done before an interruption."""
-        found = file.read()
+        try:
+            found = file.read()
+        except LinnetError:
+            if self.folder is None:  # of `resumable`, which says so
+                raise
+            return None  # of another run, or damaged: it is written anew
         if found is None:
             return None
         network = copied(start).eval().requires_grad_(False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack, cast
 
 import torch
@@ -61,7 +61,6 @@ from linnet.tangent.modes import environment_kept
 from linnet.tangent.preflight import warn_of_scale
 
 RAISE = 4.0  # what a rejected step multiplies τ and ζ by
-SAME = 1e-5  # to which norms of the same weights agree, in whatever order they were summed
 Closure = Callable[[], Any]
 Measured = tuple[float, Tensor, int]
 
@@ -172,7 +171,7 @@ class GaussNewton(torch.optim.Optimizer):
         self.tau, self.zeta = self.damping.tau, self.damping.zeta
         self.steps, self._failures, self._first = 0, 0, math.nan
         self._pending: list[Pair] = []
-        self._left: Sequence[Tensor] = ()  # norms of the parameters after the last step
+        self._left: list[Tensor] = []  # the parameters after the last step
         self._buffers: dict[str, Tensor] = {}  # of the last good loss, such as running statistics
         self._inverse: Inverse | None = None
         self._saved: Mapping[str, Any] | None = None
@@ -274,7 +273,7 @@ class GaussNewton(torch.optim.Optimizer):
             warn_of_scale(self._running.function, self._network.likelihood, parts[0][0])
         value, gradient, n = self._measure(parts, closure if first is None else None, first)
         rejected = not self._acceptable(value, gradient)
-        if rejected and self._loaded() and math.isfinite(value) and is_finite(gradient):
+        if rejected and math.isfinite(value) and is_finite(gradient) and self._moved_by_others():
             rejected, self._first = False, value
         if rejected:
             self._take_back(value)
@@ -301,7 +300,7 @@ class GaussNewton(torch.optim.Optimizer):
         self._first = value if math.isnan(self._first) else self._first
         assert self.tau is not None
         assert self.zeta is not None
-        rate = max(float(group["lr"]) for group in self.param_groups)
+        rate = self._rate()
         step, reduction = combined(direction, rate * alpha), model.change(rate * alpha, self.tau)
         due = self.damping.tau_period and self.steps % self.damping.tau_period == 0
         reference = score() if due and loss is not None else objective  # the same measure before and after
@@ -366,11 +365,18 @@ class GaussNewton(torch.optim.Optimizer):
         assert self.zeta is not None
         self.tau, self.zeta, self._inverse = RAISE * self.tau, RAISE * self.zeta, None
 
-    def _loaded(self) -> bool:
-        """Whether the weights are others than the last step left, which then is not to be taken back."""
-        now = torch._foreach_norm([p.detach() for p in self._network.parameters.values()])
-        pairs = zip(self._left, now, strict=True) if self._left else ()
-        return any(not torch.allclose(a, b, rtol=SAME, atol=0, equal_nan=True) for a, b in pairs)
+    def _moved_by_others(self) -> bool:
+        """Whether others have moved the weights further since the last step than that step had."""
+        # Loaded weights are not to be taken back; a step that went wrong is, though a mask was put on it.
+        if not self._left:
+            return False
+        parameters = [p.detach() for p in self._network.parameters.values()]
+        before = [self.state[p]["before"] for p in self._network.parameters.values()]
+        others, own = (
+            sum(float((a - b).double().square().sum()) for a, b in zip(these, those, strict=True))
+            for these, those in ((parameters, self._left), (self._left, before))
+        )
+        return others > own
 
     def _adapt(self, objective: float, reduction: float, after: float) -> float | None:
         """ρ (eq. 4.21), and τ moved by it; −∞ if the step was taken back."""
@@ -467,10 +473,15 @@ class GaussNewton(torch.optim.Optimizer):
         """λ."""
         return self._spread(lambda p: float(self._group(p)["weight_decay"]))
 
+    def _rate(self) -> float:
+        """The largest learning rate of a parameter that moves."""
+        moving = (g for g in self.param_groups if any(p.requires_grad for p in g["params"]))
+        return max((float(group["lr"]) for group in moving), default=0.0)
+
     def _scale(self) -> Tensor | float:
         """Learning rates relative to the largest, 0 for frozen parameters; alike where all are 0."""
         # a warm-up that begins at 0 takes no step yet, and its dampings are searched for all the same
-        rate = max(float(group["lr"]) for group in self.param_groups)
+        rate = self._rate()
         return self._spread(
             lambda p: (float(self._group(p)["lr"]) / rate if rate else 1.0) if p.requires_grad else 0.0
         )
@@ -497,7 +508,7 @@ class GaussNewton(torch.optim.Optimizer):
             if self.settings.momentum:
                 remember(self.state[p], "step", piece)
         self._move(step)
-        self._left = torch._foreach_norm([p.detach() for p in self._network.parameters.values()])
+        self._left = [p.detach().clone() for p in self._network.parameters.values()]
 
     def _move(self, step: Tensor) -> None:
         """θ ← θ + δ."""
@@ -513,8 +524,12 @@ class GaussNewton(torch.optim.Optimizer):
 
     def _describe(self) -> dict[str, list[str]]:
         """What a state belongs to: the curvature's structure, and the parameters with their shapes."""
-        shapes = [f"{name} {tuple(p.shape)}" for name, p in self._network.parameters.items()]
-        return {"structure": [repr(self._running.structure)], "parameters": shapes}
+        group = {id(p): i for i, one in enumerate(self.param_groups) for p in one["params"]}
+        parameters = [
+            f"{name} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')} in group {group[id(p)]}"
+            for name, p in self._network.parameters.items()
+        ]
+        return {"structure": [repr(self._running.structure)], "parameters": parameters}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights: groups, dampings, averages, the inverse in use, and the step before.
@@ -558,6 +573,6 @@ class GaussNewton(torch.optim.Optimizer):
             raise InputError(str(error), "groups as here", "make it as the saved one was") from error
         self.tau, self.zeta = own["tau"], own["zeta"]
         self.steps, self._failures, self._first = own["steps"], own["failures"], own["first"]
-        self._inverse, self._pending, self._saved = None, [], copy.deepcopy(own)
+        self._inverse, self._pending, self._saved, self._left = None, [], copy.deepcopy(own), []
         self._buffers = {name: b.clone() for name, b in own["buffers"].items()}
         self._once.load_modes(own["modes"])

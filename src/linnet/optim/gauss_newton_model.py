@@ -32,7 +32,13 @@ from linnet.likelihoods.likelihood import Likelihood, training_nll
 from linnet.optim.gauss_newton_settings import Settings, check_gradients, check_loss
 from linnet.params import call, choice
 from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate, on_device, split, take
-from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs, call_arguments
+from linnet.tangent.functional import (
+    Functional,
+    OutputAdapter,
+    adapt_outputs,
+    call_arguments,
+    without_wrapper,
+)
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.modes import in_exact_mode
 
@@ -135,12 +141,12 @@ class Network:
 
     def remember_buffers(self, kept: dict[str, Tensor]) -> None:
         """Copy all buffers into a dictionary."""
-        for name, b in self.model.named_buffers():
+        for name, b in without_wrapper(self.model).named_buffers():
             remember(kept, name, b)
 
     def restore_buffers(self, kept: Mapping[str, Tensor]) -> None:
         """Put buffers back: statistics that saw outputs of bad weights are as bad as these."""
-        for name, b in self.model.named_buffers():
+        for name, b in without_wrapper(self.model).named_buffers():
             if name in kept:
                 b.copy_(kept[name])
 

@@ -13,6 +13,7 @@ Source: Goldwaser, Ge, "Understanding sparse feature updates in deep networks us
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from linnet.distributed import all_sum, apart, collective, from_first, world
-from linnet.errors import InputError, ModelError, NumericalError, WeightsError
+from linnet.errors import InputError, LinnetError, ModelError, NumericalError, WeightsError
 from linnet.fitting.fit import fit
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.solver import Solver
@@ -844,20 +845,33 @@ class IterativeLinearization(Shown):
                 expected="the state of a trainer with the same make_optimizer",
                 remedy="make the trainer as the saved one was made",
             )
-        kept = {name: value.clone() for name, value in tensors_by_name(self._network).items()}
+        kept, known = copy.deepcopy(self.state_dict()), self.schedule.known
         try:
-            self._network.load_state_dict(state["model"])
-            if self.optimizer is not None:
-                self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError) as error:
-            with torch.no_grad():
-                for name, value in tensors_by_name(self._network).items():
-                    value.copy_(kept[name])
+            self._require_groups(state["optimizer"])
+            self._load(state)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, LinnetError) as error:
+            self._load(kept)
+            self.schedule.known = known
+            told = (str(error).splitlines() or [""])[-1].strip()
             raise WeightsError(
-                f"the state does not fit the trainer: {str(error).splitlines()[-1].strip()}",
+                f"the state does not fit the trainer: {told or type(error).__name__}",
                 expected="the state of a trainer of the same architecture with the same make_optimizer",
                 remedy="make the trainer as the saved one was made",
             ) from error
+
+    def _require_groups(self, state: Any) -> None:
+        """Raise unless the settings of the saved parameter groups are those of this optimizer's."""
+        if self.optimizer is None:
+            return
+        for own, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=False):
+            if lacks := sorted(set(own) - set(saved)):
+                raise ValueError(f"its parameter groups have no {', '.join(lacks)}")
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Take everything from a state."""
+        self._network.load_state_dict(state["model"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
         if self._lin is not None:
             self._lin.relinearize(at=state["linearization"] or self._network)
         self.steps, self._age = int(state["steps"]), int(state["age"]) if state["linearization"] else 0

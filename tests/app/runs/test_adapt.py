@@ -156,33 +156,59 @@ def test_a_run_of_a_trained_network_that_reads_earlier_layers_opens(
     assert adapt(folder, "--tune", model="deep") == 0
 
 
-@pytest.mark.parametrize("killed", [2, 4])
+class Stopped:
+    """Training that is interrupted before a run, and the runs that were begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs, self.before = 0, 0
+        once = Descent.__call__
+
+        def counted(descent: Descent, *given: Any) -> Any:
+            self.runs += 1
+            if self.runs == self.before:
+                raise KeyboardInterrupt
+            return once(descent, *given)
+
+        monkeypatch.setattr(tuning, "Checkpoint", partial(Checkpoint, interval=0))
+        monkeypatch.setattr(Descent, "__call__", counted)
+
+
+@pytest.mark.parametrize("way", ["interrupted", "killed", "of two networks"])
 def test_training_goes_on_behind_the_last_run_that_was_done(
-    killed: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "Checkpoint", partial(Checkpoint, interval=0))
-    assert adapt(folder, "--tune", model="deep", out="whole") == 0
-    runs, once = [0], Descent.__call__
-
-    def counted(self: Descent, *given: Any) -> Any:
-        runs[0] += 1
-        if runs[0] == killed:
-            raise KeyboardInterrupt
-        return once(self, *given)
-
-    monkeypatch.setattr(Descent, "__call__", counted)
-    assert adapt(folder, "--tune", model="deep") == 130
-    assert len(list((folder / "run" / "training" / "0").iterdir())) == killed - 1
-    assert adapt(folder, "--tune", model="deep") == 0
+    other = ["--model", f"{folder / 'nets.py'}:conv"] if way == "of two networks" else []
+    again, stopped = partial(adapt, folder, "--tune", *other, model="deep"), Stopped(monkeypatch)
+    assert again(out="whole") == 0
+    whole, stopped.before = stopped.runs, stopped.runs + 4
+    assert again() == 130
+    assert len(list((folder / "run" / "training" / "0").iterdir())) == 3
+    if way == "killed":  # and no settings were written
+        (folder / "run" / "run.yaml").unlink()
+    assert again() == 0
+    assert stopped.runs == 2 * whole + 1
     assert not (folder / "run" / "training").exists()
-    again = runs[0]
-    assert adapt(folder, "--tune", model="deep", out="third") == 0
-    assert again - killed + killed - 1 == runs[0] - again  # none was done twice
-    for name in ("whole", "third"):
-        x = load_run(folder / "run").fit.x
-        one, other = (load_run(folder / out).fit.predict(x) for out in ("run", name))
-        assert torch.equal(one, other)
-        assert load_run(folder / name).fit.rungs[-1].error == load_run(folder / "run").fit.rungs[-1].error
+    one, two = (load_run(folder / out).fit for out in ("run", "whole"))
+    assert torch.equal(one.predict(one.x), two.predict(one.x))
+    assert one.rungs[-1].error == two.rungs[-1].error
+
+
+@pytest.mark.parametrize("part", ["x_train", "y_train"])
+def test_an_interrupted_run_of_other_data_begins_anew(
+    part: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = Stopped(monkeypatch)
+    stopped.before = 2
+    assert adapt(folder, "--tune", model="deep") == 130
+    file = folder / "pictures.npz"
+    arrays = dict(np.load(file))
+    arrays[part] = 255 - arrays[part] if part == "x_train" else (arrays[part] + 1) % 3
+    np.savez(file, **arrays)
+    assert adapt(folder, "--tune", model="deep") == 0
+    assert adapt(folder, "--tune", model="deep", out="fresh") == 0
+    one, two = (load_run(folder / out).fit for out in ("run", "fresh"))
+    assert torch.equal(one.x, two.x)
+    assert torch.equal(one.predict(one.x), two.predict(one.x))
 
 
 @pytest.mark.long
