@@ -351,7 +351,7 @@ DIFFERENCES = [
     (FAST, r"(\S+ ± \S+) above full Laplace on energy", uci("wine")),
     (FAST, r"on boston \(ahead by (\S+ ± \S+)\)", uci("boston")),
     (FAST, r"errors of the difference \((\S+ ± \S+) and", sinusoids(10)),
-    (FAST, r"and (\S+ ± \S+) behind tanh\)", sinusoids(100)),
+    (FAST, r"and (\S+ ± \S+) behind tanh, with a first task", sinusoids(100)),
     (FAST, r"is ahead of it by (\S+ ± \S+)\. Its error", uci("concrete", FULL, BARE)),
 ]
 
