@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from experiments.figures import COLORS, figure, save
+from experiments.optimizer.autoencoders import best_of
 from experiments.optimizer.problems import WIDTHS, chain, reduced
 from experiments.optimizer.training import RATES, Task, first_order, grid, loss_at, second_order
 from experiments.sources import images, pixels
 from experiments.study import Cell, Study, parser
-from experiments.tables import markdown, mean_and_error
+from experiments.tables import markdown, mean_and_error, with_error
 from linnet.likelihoods import mixture_of_classifiers
 
 SECOND = {"KFAC": "Fisher, sampled labels", "KFLR": "Gauss-Newton, exact", "KFRA": "Gauss-Newton, recursion"}
@@ -116,32 +117,8 @@ def main(given: Sequence[str] | None = None) -> None:
     mixture = Mixture(study, args)
     runs = {method: mixture.second(method) for method in SECOND}
     every, adam = mixture.adam()
-    rows = []
-    for method, matrix in SECOND.items():
-        loss, clock = (
-            mean_and_error(v)
-            for v in ([c["final"] for c in runs[method]], [c["clock"][-1] for c in runs[method]])
-        )
-        same = [
-            min(loss_at(cell, key, limit) for cell in [*every, *adam])
-            for key, limit in (("update", mixture.updates), ("clock", clock[0]))
-        ]
-        rows.append(
-            [
-                method,
-                matrix,
-                str(mixture.updates),
-                _pm(loss),
-                f"{clock[0]:.1f}",
-                *(f"{value:.2e}" for value in same),
-            ]
-        )
-    loss, clock = mean_and_error(c["final"] for c in adam), mean_and_error(c["clock"][-1] for c in adam)
-    setting = f"rate 2^{round(math.log2(adam[0]['rate']))}, halved every {adam[0]['period']:.0%}"
-    rows.append(["Adam", setting, str(mixture.long), _pm(loss), f"{clock[0]:.1f}", "", ""])
-    header = ["method", "matrix", "updates", "loss", "CPU s", "best Adam, same updates", "same seconds"]
     cells = [*(c for found in runs.values() for c in found), *every, *adam[1:]]
-    study.publish(markdown(header, rows), cells)
+    study.publish(table(cells), cells)
     picture, axes = figure(2, 1)
     for axis, key in zip(axes, ("clock", "update"), strict=True):
         for color, (method, found) in zip(COLORS, {**runs, "Adam": adam}.items(), strict=False):
@@ -154,6 +131,37 @@ def main(given: Sequence[str] | None = None) -> None:
         )
     axes[0].legend()
     save(picture, study.out / "mixture.svg")
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a method; decades of the loss below Adam's best setting and KFAC, paired by seed."""
+    of = {method: [cell for cell in cells if cell["method"] == method] for method in SECOND}
+    adam = best_of(cells, "Adam")
+    rows = []
+    for method, matrix in SECOND.items():
+        pairs = list(zip(of[method], adam, strict=True))
+        below = [
+            with_error((decades(loss_at(b, key, a[key][-1]), a["final"]) for a, b in pairs), 1)
+            for key in ("update", "clock")
+        ]
+        kfac = (decades(b["final"], a["final"]) for a, b in zip(of[method], of["KFAC"], strict=True))
+        ahead = "" if method == "KFAC" else with_error(kfac, 1)
+        rows.append([method, matrix, *_ends(of[method]), *below, ahead])
+    setting = f"rate 2^{round(math.log2(adam[0]['rate']))}, halved every {adam[0]['period']:.0%}"
+    rows.append(["Adam", setting, *_ends(adam), "", "", ""])
+    header = ["method", "matrix", "seeds", "updates", "loss", "CPU s"]
+    return markdown([*header, "decades below Adam, same updates", "same seconds", "below KFAC"], rows)
+
+
+def decades(larger: float, smaller: float) -> float:
+    """Powers of ten between two losses."""
+    return math.log10(larger / smaller)
+
+
+def _ends(runs: Sequence[Cell]) -> list[str]:
+    """Seeds, updates, last loss and seconds."""
+    seconds = with_error((cell["clock"][-1] for cell in runs), 1)
+    return [str(len(runs)), str(runs[0]["updates"]), _pm(mean_and_error(c["final"] for c in runs)), seconds]
 
 
 def _pm(value: tuple[float, float]) -> str:
