@@ -193,6 +193,16 @@ def test_training_goes_on_behind_the_last_run_that_was_done(
     assert one.rungs[-1].error == two.rungs[-1].error
 
 
+def test_networks_of_a_killed_run_go_with_the_next_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = Stopped(monkeypatch)
+    stopped.before = 3
+    assert adapt(folder, "--tune", model="deep") == 130
+    (folder / "run" / "run.yaml").unlink()
+    assert adapt(folder, model="deep") == 0
+    assert not (folder / "run" / "training").exists()
+    assert not load_run(folder / "run").fit.trained
+
+
 @pytest.mark.parametrize("part", ["x_train", "y_train"])
 def test_an_interrupted_run_of_other_data_begins_anew(
     part: str, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -169,7 +169,7 @@ def finished(
             folder = out / TRAINING / str(world()[0])  # each process has its own
             run = replace(run, fit=tuned(run.fit, options.seed, folder=folder))
         keep(run)
-        shutil.rmtree(out / TRAINING, ignore_errors=True)
+    shutil.rmtree(out / TRAINING, ignore_errors=True)
     return evaluated(run, begun, report, options)
 
 
