@@ -160,7 +160,7 @@ def draw(path: Path) -> None:
     generator = torch.Generator().manual_seed(1000)
     for axis, of in zip(axes, PLANES_OF, strict=True):
         loss, _ = surface("ReLU", of, generator)
-        axis.imshow(loss.log().T, origin="lower", extent=(-REACH, REACH, -REACH, REACH))
+        axis.imshow(loss.log().T.numpy(), origin="lower", extent=(-REACH, REACH, -REACH, REACH))
         axis.set(title=of, xlabel="x", ylabel="y")
     save(picture, path)
 
