@@ -171,7 +171,7 @@ class GaussNewton(torch.optim.Optimizer):
         self.tau, self.zeta = self.damping.tau, self.damping.zeta
         self.steps, self._failures, self._first = 0, 0, math.nan
         self._pending: list[Pair] = []
-        self._left: list[Tensor] = []  # the parameters after the last step
+        self._left: dict[str, Tensor] = {}  # the parameters after the last step
         self._buffers: dict[str, Tensor] = {}  # of the last good loss, such as running statistics
         self._inverse: Inverse | None = None
         self._saved: Mapping[str, Any] | None = None
@@ -370,12 +370,11 @@ class GaussNewton(torch.optim.Optimizer):
         # Loaded weights are not to be taken back; a step that went wrong is, though a mask was put on it.
         if not self._left:
             return False
-        parameters = [p.detach() for p in self._network.parameters.values()]
-        before = [self.state[p]["before"] for p in self._network.parameters.values()]
-        others, own = (
-            sum(float((a - b).double().square().sum()) for a, b in zip(these, those, strict=True))
-            for these, those in ((parameters, self._left), (self._left, before))
-        )
+        others = own = 0.0
+        for name, p in self._network.parameters.items():
+            left = self._left[name]
+            others += float((p.detach() - left).double().square().sum())
+            own += float((left - self.state[p]["before"]).double().square().sum())
         return others > own
 
     def _adapt(self, objective: float, reduction: float, after: float) -> float | None:
@@ -508,7 +507,8 @@ class GaussNewton(torch.optim.Optimizer):
             if self.settings.momentum:
                 remember(self.state[p], "step", piece)
         self._move(step)
-        self._left = [p.detach().clone() for p in self._network.parameters.values()]
+        for name, p in self._network.parameters.items():
+            remember(self._left, name, p.detach())
 
     def _move(self, step: Tensor) -> None:
         """θ ← θ + δ."""
@@ -573,6 +573,6 @@ class GaussNewton(torch.optim.Optimizer):
             raise InputError(str(error), "groups as here", "make it as the saved one was") from error
         self.tau, self.zeta = own["tau"], own["zeta"]
         self.steps, self._failures, self._first = own["steps"], own["failures"], own["first"]
-        self._inverse, self._pending, self._saved, self._left = None, [], copy.deepcopy(own), []
+        self._inverse, self._pending, self._saved, self._left = None, [], copy.deepcopy(own), {}
         self._buffers = {name: b.clone() for name, b in own["buffers"].items()}
         self._once.load_modes(own["modes"])

@@ -493,19 +493,13 @@ class IterativeLinearization(Shown):
         self.steps, self._age, self._log = 0, 0, check_log(log)
         self._batch: Inputs | None = None
         self._updates: list[int] = []
-        self._counted = 0  # steps whose updates are in the list, where K = 1
         self._measured: list[tuple[int, str, float]] = []
         self._lin: Linearized | None = None if self._is_plain else self._linearized()
         self._waiting: RemovableHandle | None = None  # for another loop to take a step
 
     def _shown(self) -> dict[str, Any]:
         known = {"P": sum(p.numel() for p in self._parameters.values()), "schedule": repr(self.schedule)}
-        return {
-            **known,
-            "steps": self.steps,
-            "new features": len(self._all_updates()),
-            "report": str(self.report),
-        }
+        return {**known, "steps": self.steps, "new features": len(self._updates), "report": str(self.report)}
 
     # -- training --------------------------------------------------------------------------------
 
@@ -600,13 +594,14 @@ class IterativeLinearization(Shown):
         """One step more."""
         self.steps += 1
         known = len(self._measured)
-        if not self._is_plain:
+        if self._is_plain:
+            self._updates.append(self.steps)
+        else:
             self._age += 1
             self._finish_step(loss)
         if self._log is not None and not (self._shared and world()[0]):
             measured = {kind: value for _, kind, value in self._measured[known:]}
-            updates = len(self._updates) + (self.steps - self._counted if self._is_plain else 0)
-            values = {"loss": loss, "feature updates": float(updates), **measured}
+            values = {"loss": loss, "feature updates": float(len(self._updates)), **measured}
             tell(self._log, values, self.steps, "the step is complete, the weights are the new ones")
 
     def _evaluate(self, closure: Closure, fresh: bool = True) -> Tensor:
@@ -737,7 +732,6 @@ class IterativeLinearization(Shown):
         self.relinearize()
         if self._is_plain:
             self._lin = None
-            self._updates.pop()  # it is counted as a step
         return solved
 
     # -- what it knows ---------------------------------------------------------------------------
@@ -781,14 +775,9 @@ class IterativeLinearization(Shown):
     @property
     def report(self) -> LinearizationReport:
         """Feature updates so far, with their measurements."""
-        updates = tuple(self._all_updates())
         return LinearizationReport(
-            repr(self.schedule), self.steps, updates, tuple(self._measured), self._notes()
+            repr(self.schedule), self.steps, tuple(self._updates), tuple(self._measured), self._notes()
         )
-
-    def _all_updates(self) -> list[int]:
-        """The steps after which features were updated: every one, where K = 1, since the state was loaded."""
-        return [*self._updates, *(range(self._counted + 1, self.steps + 1) if self._is_plain else ())]
 
     def _notes(self) -> tuple[str, ...]:
         """Remarks on what the network's mode means for the numbers."""
@@ -816,7 +805,7 @@ class IterativeLinearization(Shown):
             "schedule": {"name": repr(self.schedule), "known": self.schedule.known},
             "steps": self.steps,
             "age": self._age,
-            "updates": self._all_updates(),
+            "updates": list(self._updates),
             "measured": list(self._measured),
         }
 
@@ -876,7 +865,6 @@ class IterativeLinearization(Shown):
             self._lin.relinearize(at=state["linearization"] or self._network)
         self.steps, self._age = int(state["steps"]), int(state["age"]) if state["linearization"] else 0
         self._updates, self._measured = list(state["updates"]), list(state["measured"])
-        self._counted = self.steps
         same = state["schedule"]["name"] == repr(self.schedule)
         place = next(iter(self._parameters.values())).device
         self.schedule.known = map_tensors(lambda t: t.to(place), state["schedule"]["known"]) if same else {}

@@ -359,8 +359,7 @@ class Session(Asked[SavedRun, NewSamples]):
             else:
                 path = Path(folder) / "row.npz"
                 known = self._original.fit.x
-                whole = not known.dtype.is_floating_point
-                np.savez(path, x=_numbers(text, tuple(known.shape[1:]), np.int64 if whole else np.float32))
+                np.savez(path, x=_numbers(text, tuple(known.shape[1:]), not known.is_floating_point()))
             try:
                 return read_new(path, self._original, prefer="test")
             except LinnetError as error:  # it names a file that nobody has seen
@@ -456,12 +455,14 @@ def _with_columns(text: str, columns: Sequence[str]) -> str:
     return f"{named.getvalue()}{lines[0]}\n"
 
 
-def _numbers(text: str, shape: tuple[int, ...], dtype: type[np.generic] = np.float32) -> Array:
+def _numbers(text: str, shape: tuple[int, ...], whole: bool) -> Array:
     """Numbers as one sample, whole ones where the samples of the run are: token ids."""
     words = text.replace(",", " ").replace(";", " ").split()
-    whole = issubclass(dtype, np.integer)
     try:
-        values = np.array([int(word) if whole else float(word) for word in words], dtype=dtype)
+        if whole:
+            values = np.array([int(word) for word in words], dtype=np.int64)
+        else:
+            values = np.array([float(word) for word in words], dtype=np.float32)
     except (ValueError, OverflowError) as error:
         kind = "whole numbers" if whole else "numbers"
         raise DataError(f"{error}", expected=f"{kind} alone", remedy="separate them by commas") from error
