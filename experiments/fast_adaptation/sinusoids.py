@@ -148,8 +148,9 @@ def draw(study: Study, cells: list[dict[str, Any]]) -> None:
     task = Sinusoid(1000)
     points = task.drawn(POINTS)
     for row, activation in zip(axes, ("tanh", "relu"), strict=True):
-        cell = next((c for c in cells if c["activation"] == activation and "curves" in c), None)
-        if cell is None or cell["seed"] != 0:  # published cells are without their curves
+        own = (c for c in cells if c["activation"] == activation and c["seed"] == 0)
+        cell = next((c for c in own if "curves" in c), None)
+        if cell is None:  # published cells are without their curves
             continue
         for ax, name in zip(row, shown, strict=True):
             mean, deviation = (torch.tensor(cell["curves"][name][k]) for k in ("mean", "deviation"))

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vjp
 
 from experiments.figures import COLORS, figure, save
 from experiments.iterative_linearization.networks import lenet
 from experiments.iterative_linearization.training import Split, accuracy, cifar
 from experiments.study import Study, parser
 from experiments.tables import markdown
-from linnet import optim
+from linnet import curvature, optim
 from linnet.errors import NumericalError
+from linnet.likelihoods import Categorical
 
 # name: (what sets K, K or the gap, rate, batch, seed of the order of the batches)
 RUNS: dict[str, tuple[str, float, float, int, int]] = {
@@ -68,23 +68,13 @@ def sharpness(model: nn.Module, x: Tensor, start: Tensor | None, steps: int) -> 
     Returns:
         The eigenvalue and its vector.
     """
-    theta = {name: p.detach() for name, p in model.named_parameters()}
-    sizes = [p.numel() for p in theta.values()]
-    v = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0)).to(x) if start is None else start
-
-    def network(parameters: dict[str, Tensor]) -> Tensor:
-        found: Tensor = functional_call(model, parameters, (x,))
-        return found
-
-    outputs, back, *_ = vjp(network, theta)
-    probabilities, value = outputs.softmax(1), 0.0
+    labels = torch.zeros(len(x), dtype=torch.long, device=x.device)  # the matrix does not depend on them
+    G = curvature(model, (x, labels), Categorical(), structure="matrix-free")
+    v = torch.randn(G.shape[0], generator=torch.Generator().manual_seed(0)).to(x) if start is None else start
+    value = 0.0
     for _ in range(steps):
         v = v / v.norm()
-        pieces = {name: part.view_as(theta[name]) for name, part in zip(theta, v.split(sizes), strict=True)}
-        moved = jvp(network, (theta,), (pieces,))[1]
-        # Λ J v for Λ = diag p − p pᵀ
-        weighed = probabilities * (moved - (probabilities * moved).sum(1, keepdim=True)) / len(x)
-        product = torch.cat([part.reshape(-1) for part in back(weighed)[0].values()])
+        product = G.mv(v) / len(x)
         value, v = float(v @ product), product
     return value, v
 

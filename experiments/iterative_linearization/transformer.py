@@ -18,17 +18,15 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from experiments.figures import COLORS, figure, save
 from experiments.iterative_linearization.networks import vision_transformer
 from experiments.iterative_linearization.period import named
+from experiments.iterative_linearization.stability import sharpness
 from experiments.iterative_linearization.training import Plan, Split, cifar, shown, train
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, mean_and_error, with_error
-from linnet import curvature
-from linnet.likelihoods import Categorical
 
 RATES = (0.03, 0.02, 0.015, 0.01, 0.005)
 MOST = 1.0  # of η λ
@@ -51,23 +49,18 @@ def arguments() -> argparse.ArgumentParser:
     return found
 
 
-def sharpness(model: nn.Module, x: Tensor) -> float:
-    """λ, by power iteration."""
-    labels = torch.zeros(len(x), dtype=torch.long, device=x.device)  # the matrix does not depend on them
-    G = curvature(model, (x, labels), Categorical(), structure="matrix-free")
-    v = torch.randn(G.shape[0], generator=torch.Generator().manual_seed(0)).to(x)
-    for _ in range(PRODUCTS):
-        v = G.mv(v / v.norm())
-    return float(v.norm()) / len(x)
+def measured(model: nn.Module, rate: float, data: Split) -> float:
+    """η λ."""
+    return rate * sharpness(model, data.x[:LOOKED_AT], None, PRODUCTS)[0]
 
 
 def tried(rate: float, data: Split, args: argparse.Namespace) -> dict[str, Any]:
     """A run with K = 1, and η λ on the way."""
     model = vision_transformer(16, 4, args.width, ANOTHER).to(args.device).eval()
-    found: dict[str, Any] = {"rate times sharpness": [rate * sharpness(model, data.x[:LOOKED_AT])]}
+    found: dict[str, Any] = {"rate times sharpness": [measured(model, rate, data)]}
     for stage in range(STAGES):
         run = train(model, data, Plan(1, args.steps // STAGES, rate, args.batch, seed=ANOTHER + stage))
-        found["rate times sharpness"].append(rate * sharpness(model, data.x[:LOOKED_AT]))
+        found["rate times sharpness"].append(measured(model, rate, data))
     return found | {"largest": max(found["rate times sharpness"]), "loss": run["loss"][-1]}
 
 
@@ -75,7 +68,7 @@ def compute(plan: Plan, seed: int, data: Split, width: int) -> dict[str, Any]:
     """A run, and η λ at its end."""
     model = vision_transformer(16, 4, width, seed)
     found = train(model, data, plan)
-    ended = None if found["diverged"] else plan.rate * sharpness(model, data.x[:LOOKED_AT])
+    ended = None if found["diverged"] else measured(model, plan.rate, data)
     return found | {"rate times sharpness": ended}
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.lqf.crops import first_classes
+from experiments.lqf.crops import solved
 from experiments.lqf.informative import part_of
-from experiments.lqf.tasks import PAIRS, Pair, accuracy, linear_model, load
+from experiments.lqf.tasks import PAIRS, Pair, accuracy, first_classes, linear_model, load, place_in_class
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
 
@@ -93,9 +93,7 @@ def path(rows: Tensor, target: Tensor, strengths: Sequence[float], ridge: float)
 
 def ridge_weights(rows: Tensor, target: Tensor, ridges: Tensor) -> Tensor:
     """Jᵀ(K + ρI)⁻¹t for each ρ, (R, P)."""
-    values, vectors = torch.linalg.eigh(rows @ rows.T)
-    inner = (vectors.T @ target)[None] / (values.clamp_min(0)[None] + ridges[:, None])
-    return inner @ vectors.T @ rows
+    return solved(rows @ rows.T, target, ridges) @ rows
 
 
 def by_folds(
@@ -118,7 +116,7 @@ def compute(pair: Pair, shots: int, seed: int, data_dir: str | None) -> dict[str
     rows = lin.jacobian(x).reshape(len(y) * classes, -1).double()
     known = torch.nn.functional.one_hot(y, classes)
     target = (ALPHA * known - lin.base(x)).double().flatten()
-    fold = ((known.cumsum(0).gather(1, y[:, None])[:, 0] - 1) % min(shots, 3)).repeat_interleave(classes)
+    fold = (place_in_class(y) % min(shots, 3)).repeat_interleave(classes)
     ridges = RIDGES * float(rows.square().sum(1).mean())
     errors = {"ridge": by_folds(partial(ridge_weights, ridges=ridges), rows, target, fold)}
     ridge = float(ridges[errors["ridge"].argmin()])

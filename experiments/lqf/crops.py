@@ -22,7 +22,7 @@ from torch.nn.functional import one_hot
 
 import linnet
 from experiments.lqf.informative import part_of
-from experiments.lqf.tasks import Data, Pair, accuracy, linear_model, load
+from experiments.lqf.tasks import Pair, accuracy, first_classes, linear_model, load, place_in_class
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 
@@ -35,14 +35,8 @@ PAIRS = (  # the side is that of the images before they are cropped
 )
 KINDS = ("none", "center", "random-crop", "resized-crop")
 NAMES = ("whole images", "center crops", "random crops", "random resized crops")
-SIDE, CLASSES, COPIES, FOLDS, TESTED, ALPHA = 32, 5, 3, 4, 1000, 15.0
+SIDE, COPIES, FOLDS, TESTED, ALPHA = 32, 3, 4, 1000, 15.0
 DECADES = torch.linspace(-4, 4, 33, dtype=torch.float64)  # of ridges around the mean diagonal of the kernel
-
-
-def first_classes(data: Data) -> Data:
-    """The images of the first classes."""
-    x, y = data
-    return x[y < CLASSES], y[y < CLASSES]
 
 
 def compute(pair: Pair, kind: str, seed: int, data_dir: str | None) -> dict[str, Any]:
@@ -59,7 +53,7 @@ def compute(pair: Pair, kind: str, seed: int, data_dir: str | None) -> dict[str,
     kernel, rows = kernels(lin, shown, known)
     target, goal = (ALPHA * one_hot(part[1]) - lin.base(part[0]) for part in ((shown, labels), (known, y)))
     ridges = kernel.diagonal()[: target.numel()].mean().item() / copies * 10**DECADES
-    fold = (one_hot(y).cumsum(0).gather(1, y[:, None])[:, 0] - 1) % FOLDS
+    fold = place_in_class(y) % FOLDS
     errors = left_out(kernel, (target.double(), goal.double()), fold, ridges)
     best = ridges[errors.argmin()]
     square = kernel[: target.numel(), : target.numel()]

@@ -55,6 +55,21 @@ class Pair:
         return f"{self.network} → {target} {self.side}"
 
 
+Data = tuple[Tensor, Tensor]
+
+
+def place_in_class(y: Tensor) -> Tensor:
+    """The how many-th of its class each sample is, from 0."""
+    known = nn.functional.one_hot(y)
+    return (known.cumsum(0) * known).sum(1) - 1
+
+
+def first_classes(data: Data, classes: int = 5) -> Data:
+    """The samples of the first classes."""
+    x, y = data
+    return x[y < classes], y[y < classes]
+
+
 PAIRS = (
     Pair("resnet20", "eurosat_1000_500", 32, 5),
     Pair("resnet20", "flowers_64", 32, 10),
@@ -73,7 +88,6 @@ FULL_PAIRS = (
     Pair("mobilenet", "flowers_160", 160, 15),
     Pair("mobilenet", "eurosat_1000_500", 64, 100),
 )
-Data = tuple[Tensor, Tensor]
 
 
 @lru_cache(maxsize=2)

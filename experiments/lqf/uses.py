@@ -29,14 +29,23 @@ from torch.nn import functional as F
 
 import linnet
 from experiments.lqf.informative import part_of
-from experiments.lqf.tasks import PAIRS, Data, Pair, accuracy, finetune, linear_model, load
+from experiments.lqf.tasks import (
+    PAIRS,
+    Data,
+    Pair,
+    accuracy,
+    finetune,
+    first_classes,
+    linear_model,
+    load,
+    place_in_class,
+)
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
 from linnet.audit.private_release import gaussian_noise
 
 PARAMS = r"layer3\.2|fc|linear"  # last block and head
 ALPHA = 15.0  # of one-hot targets
-CLASSES = 5  # the first ones of each set
 TRAINED, HELD, TESTED = 20, 10, 1000  # images a class to train and to hold; test images of all classes
 WEIGHTS = (0.1, 1.0, 10.0)  # of the penalty for leaving the old outputs
 SHARES = (0.25, 0.5, 0.75)  # of the old outputs in a mean with the new ones
@@ -48,7 +57,6 @@ DELTA = 1e-5
 LARGE = ("fashion_mnist", "notmnist_test10k", "mnist")  # sets with enough images to release
 COUNTS = (100, 300, 1000, 2000)  # images that are released
 RIDGES = (0.0625, 0.25, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)  # over κ², the squared limit of Jacobians
-LARGE = ("fashion_mnist", "notmnist_test10k", "mnist")  # sets with enough images
 DRAWS = 10  # of the noise, for each set of images
 PUBLIC, VALIDATED = 200, 50  # images a class to choose the ridge with, none of which are released
 
@@ -56,8 +64,7 @@ PUBLIC, VALIDATED = 200, 50  # images a class to choose the ridge with, none of 
 def parted(train: Data, *counts: int) -> list[Data]:
     """The first images of each class, the next ones, and so on."""
     x, y = train
-    known = F.one_hot(y)
-    place = (known.cumsum(0) * known).sum(1) - 1
+    place = place_in_class(y)
     edges = [0, *torch.tensor(counts).cumsum(0).tolist()]
     masks = [(low <= place) & (place < high) for low, high in pairwise(edges)]
     return [(x[mask], y[mask]) for mask in masks]
@@ -66,7 +73,7 @@ def parted(train: Data, *counts: int) -> list[Data]:
 def drawn(pair: Pair, seed: int, data_dir: str | None, per_class: int) -> tuple[nn.Module, Data, Data]:
     """The network and the images of the first classes, to train and to test."""
     model, *both = load(pair, seed, data_dir, per_class, TESTED)
-    train, test = ((x[y < CLASSES], y[y < CLASSES]) for x, y in both)
+    train, test = map(first_classes, both)
     return model, train, test
 
 
@@ -122,8 +129,7 @@ def blurred(x: Tensor) -> Tensor:
 def grouped(data: Data, shares: Tensor) -> tuple[Tensor, Tensor]:
     """Images of which a share of each class is blurred, and which ones are."""
     x, y = data
-    known = F.one_hot(y, len(shares))
-    place = ((known.cumsum(0) * known).sum(1) - 0.5) / known.sum(0)[y]
+    place = (place_in_class(y) + 0.5) / torch.bincount(y, minlength=len(shares))[y]
     group = place < shares[y]
     return torch.where(group[:, None, None, None], blurred(x), x), group.long()
 

@@ -19,7 +19,7 @@ import torch
 
 import linnet
 from experiments.lqf.informative import part_of
-from experiments.lqf.tasks import PAIRS, Pair, accuracy, linear_model, load
+from experiments.lqf.tasks import PAIRS, Pair, accuracy, linear_model, load, place_in_class
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 
@@ -32,8 +32,7 @@ WAYS = ("start", "gradient", "grid", "leave-one-out", "leave-one-out, all images
 def compute(pair: Pair, seed: int, data_dir: str | None) -> dict[str, Any]:
     """Test accuracy and ridge of each way to choose it."""
     model, (x, y), (xt, yt) = load(pair, seed, data_dir, SHOTS, tested=TESTED)
-    known = torch.nn.functional.one_hot(y)
-    held = (known.cumsum(0) * known).sum(1) <= VALIDATED  # the first of each class
+    held = place_in_class(y) < VALIDATED  # the first of each class
     lin = part_of(linear_model(model, (x, y), head="random", seed=seed), PARAMS)
     validation, rest = (x[held], y[held]), (x[~held], y[~held])
     left_out = linnet.fit(lin, rest, ridge="loo")

@@ -32,6 +32,7 @@ from linnet import optim
 
 STRUCTURES = ("kfac", "kfra")
 SIXTEENTH = (62, 31, 16, 8)
+EVERY = slice(None)  # layer
 STEPS, TOLERANCE = 3000, 1e-2  # of conjugate gradients: cosines are then right to about 0.01
 SHOWN = {"kfac": "KFAC", "kfac*": "KFAC*", "kfra": "KFRA", "kfra*": "KFRA*", "block-diagonal": "exact blocks"}
 
@@ -113,9 +114,6 @@ def mean_cosine(cell: Cell, update: str, layer: int | slice | None = None) -> fl
     if isinstance(layer, slice):
         return statistics.fmean(statistics.fmean(found[update][layer]) for found in cell["layers"])
     return statistics.fmean(found[update][layer] for found in cell["layers"])
-
-
-EVERY = slice(None)
 
 
 def table(cells: Sequence[Cell]) -> str:

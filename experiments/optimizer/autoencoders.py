@@ -23,7 +23,7 @@ from typing import Any
 
 from experiments.figures import COLORS, figure, save
 from experiments.optimizer.problems import DATA, WIDTHS, Problem, autoencoder, problem, reduced
-from experiments.optimizer.training import RATES, Task, first_order, grid, loss_at, second_order
+from experiments.optimizer.training import RATES, Task, ended, first_order, grid, loss_at, second_order
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
 
@@ -133,7 +133,7 @@ def best_of(cells: Sequence[Cell], method: str) -> list[Cell]:
     runs = [cell for cell in cells if cell["method"] == method]
     long = max(cell["updates"] for cell in runs)
     grid_runs = [cell for cell in runs if cell["updates"] == long and cell["seed"] == 0]
-    best = min(grid_runs, key=lambda cell: loss_at(cell, "update", long))
+    best = min(grid_runs, key=ended)
     setting = {key: best[key] for key in ("updates", "rate", "period")}
     return sorted((c for c in runs if setting.items() <= c.items()), key=lambda cell: int(cell["seed"]))
 

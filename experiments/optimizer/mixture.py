@@ -25,7 +25,7 @@ from torch import Tensor
 from experiments.figures import COLORS, figure, save
 from experiments.optimizer.autoencoders import best_of
 from experiments.optimizer.problems import WIDTHS, chain, reduced
-from experiments.optimizer.training import RATES, Task, first_order, grid, loss_at, second_order
+from experiments.optimizer.training import RATES, Task, decades, first_order, grid, loss_at, second_order
 from experiments.sources import images, pixels
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, mean_and_error, with_error
@@ -151,11 +151,6 @@ def table(cells: Sequence[Cell]) -> str:
     rows.append(["Adam", setting, *_ends(adam), "", "", ""])
     header = ["method", "matrix", "seeds", "updates", "loss", "CPU s"]
     return markdown([*header, "decades below Adam, same updates", "same seconds", "below KFAC"], rows)
-
-
-def decades(larger: float, smaller: float) -> float:
-    """Powers of ten between two losses."""
-    return math.log10(larger / smaller)
 
 
 def _ends(runs: Sequence[Cell]) -> list[str]:

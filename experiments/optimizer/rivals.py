@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from experiments.optimizer.problems import DATA, autoencoder, problem, reduced
-from experiments.optimizer.training import DECAYS, FIRST_ORDER, RATES, Task, first_order, second_order
+from experiments.optimizer.autoencoders import best_of
+from experiments.optimizer.problems import DATA, Problem, autoencoder, problem, reduced
+from experiments.optimizer.training import DECAYS, FIRST_ORDER, RATES, Task, ended, first_order, second_order
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
 
@@ -46,18 +48,15 @@ class Runs:
 
     def __init__(self, study: Study, name: str, args: argparse.Namespace) -> None:
         self.study, self.name, self.args = study, name, args
-        self._task: Task | None = None
+        self._problem: Problem | None = None
 
-    def _tasked(self, seed: int) -> Task:
+    def _task(self, seed: int) -> Task:
         """The problem with a seed; data are read when the first cell is computed."""
-        if self._task is None:
-            found = problem(self.name, self.args.images, self.args.data_dir)
-            x = found.x.to(self.args.device)
-            self._task = Task(lambda: autoencoder(x.shape[1]), x, x, found.likelihood, BATCH, 0)
-        x, likelihood = self._task.x, self._task.likelihood
-        return Task(
-            lambda: autoencoder(x.shape[1], self.args.widths, "tanh", seed), x, x, likelihood, BATCH, seed
-        )
+        if self._problem is None:
+            self._problem = problem(self.name, self.args.images, self.args.data_dir)
+        x, widths = self._problem.x.to(self.args.device), self.args.widths
+        make = partial(autoencoder, x.shape[1], widths, "tanh", seed)
+        return Task(make, x, x, self._problem.likelihood, BATCH, seed)
 
     def _what(self, method: str, seed: int, **more: Any) -> dict[str, Any]:
         """What a run depends on."""
@@ -70,7 +69,7 @@ class Runs:
         updates = self.args.updates
         return self.study.cell(
             self._what(method, seed, average=average, updates=updates),
-            lambda: ends(second_order(self._tasked(seed), method, updates, **settings)),
+            lambda: ends(second_order(self._task(seed), method, updates, **settings)),
         )
 
     def first(self, method: str, rate: float, period: float, seed: int) -> Cell:
@@ -78,7 +77,7 @@ class Runs:
         updates = 5 * self.args.updates
         return self.study.cell(
             self._what(method, seed, rate=rate, period=period, updates=updates),
-            lambda: ends(first_order(self._tasked(seed), method, rate, period, updates)),
+            lambda: ends(first_order(self._task(seed), method, rate, period, updates)),
         )
 
 
@@ -87,23 +86,9 @@ def ends(run: dict[str, Any]) -> dict[str, Any]:
     return {"final": run["final"], "clock": run["clock"][-1], "done": run["update"][-1]}
 
 
-def ranked(cells: Sequence[Cell]) -> list[Cell]:
-    """Runs of a grid, the best first; those that diverged are left out."""
-    return sorted(
-        (cell for cell in cells if cell["final"] is not None), key=lambda cell: float(cell["final"])
-    )
-
-
 def of(cells: Sequence[Cell], **where: Any) -> list[Cell]:
     """The cells that agree with this."""
     return [cell for cell in cells if all(cell.get(key) == value for key, value in where.items())]
-
-
-def best_runs(cells: Sequence[Cell], name: str, method: str) -> list[Cell]:
-    """The runs of a method at its best setting of the grid, by seed."""
-    best = ranked(of(cells, data=name, method=method, seed=0))[0]
-    runs = of(cells, data=name, method=method, rate=best["rate"], period=best["period"])
-    return sorted(runs, key=lambda cell: int(cell["seed"]))
 
 
 def less(ours: Sequence[Cell], theirs: Sequence[Cell]) -> str:
@@ -126,13 +111,14 @@ def table(cells: Sequence[Cell]) -> str:
     """Markdown: the first-order methods, at their best settings, over the grid, and Adam by default."""
     rows = []
     for name in dict.fromkeys(cell["data"] for cell in cells):
-        adam = best_runs(cells, name, "Adam")
+        own = of(cells, data=name)
+        adam = best_of(own, "Adam")
         for method in FIRST_ORDER:
-            runs = best_runs(cells, name, method)
-            grid = [c for c in ranked(of(cells, data=name, method=method, seed=0)) if c["rate"] != DEFAULT[0]]
+            runs = best_of(own, method)
+            grid = [c for c in sorted(of(own, method=method, seed=0), key=ended) if c["rate"] != DEFAULT[0]]
             means = [f"{statistics.fmean(cell['final'] for cell in grid[:n]):.1f}" for n in (10, 20)]
             setting = f"{runs[0]['rate']:.2g}, {runs[0]['period']:.0%}"
-            default = of(cells, data=name, method=method, rate=DEFAULT[0])
+            default = of(own, method=method, rate=DEFAULT[0])
             by_default = with_error((cell["final"] for cell in default), 1)
             loss = with_error((cell["final"] for cell in runs), 1)
             rows.append([name, method, setting, loss, less(runs, adam), *means, by_default])
@@ -151,7 +137,7 @@ def main(given: Sequence[str] | None = None) -> None:
         cells += [runs.second(*way, seed) for way in ways for seed in study.seeds]
         for method in FIRST_ORDER:
             grid = [runs.first(method, rate, period, 0) for rate in RATES for period in DECAYS]
-            best = ranked(grid)[0]
+            best = min(grid, key=ended)
             cells += grid
             cells += [runs.first(method, best["rate"], best["period"], seed) for seed in study.seeds[1:]]
         cells += [runs.first("Adam", *DEFAULT, seed) for seed in study.seeds]

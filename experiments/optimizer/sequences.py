@@ -25,7 +25,16 @@ from torch import Tensor, nn
 
 from experiments.figures import COLORS, figure, save
 from experiments.iterative_linearization.networks import Transformer
-from experiments.optimizer.training import RATES, Task, first_order, grid, loss_at, second_order
+from experiments.optimizer.training import (
+    RATES,
+    Task,
+    decades,
+    ended,
+    first_order,
+    grid,
+    loss_at,
+    second_order,
+)
 from experiments.sources import images, pixels
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
@@ -174,14 +183,9 @@ class Sequences:
         tried = [one(ANOTHER, long, rate, period) for rate, period in settings]
         yield from (*screened, *tried)
         for runs, count in ((screened, updates), (tried, long)):
-            best = min(runs, key=lambda cell: math.inf if cell["final"] is None else cell["final"])
+            best = min(runs, key=ended)
             for seed in self.study.seeds:
                 yield one(seed, count, best["rate"], best["period"])
-
-
-def decades(one: float, other: float) -> float:
-    """log₁₀ of a ratio of losses."""
-    return math.log10(one) - math.log10(other)
 
 
 def table(cells: Sequence[Cell]) -> str:

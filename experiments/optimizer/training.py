@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -138,6 +139,16 @@ def grid(full: bool, screened: Sequence[tuple[float, float | None]]) -> list[tup
         return [(rate, period) for rate in RATES for period in DECAYS]
     good = sorted((loss, rate) for rate, loss in screened if loss is not None)[:2]
     return [(rate, period) for _, rate in good for period in (1.0, 0.25)]
+
+
+def ended(cell: dict[str, Any]) -> float:
+    """The last loss of a run; infinite if it diverged."""
+    return float("inf") if cell["final"] is None else float(cell["final"])
+
+
+def decades(larger: float, smaller: float) -> float:
+    """Powers of ten between two losses."""
+    return math.log10(larger / smaller)
 
 
 def loss_at(cell: dict[str, Any], key: str, limit: float) -> float:

@@ -141,7 +141,7 @@ def test_rivals(tmp_path: Path) -> None:
     cells = result(tmp_path)["cells"]
     grid_runs = [cell for cell in cells if cell["method"] == "Nesterov" and cell["seed"] == 0]
     assert len({(cell["rate"], cell["period"]) for cell in grid_runs}) == 40
-    assert len(rivals.best_runs(cells, "curves", "SGD")) == 2
+    assert len(rivals.best_of(rivals.of(cells, data="curves"), "SGD")) == 2
     assert {cell["average"] for cell in cells if cell["method"] == "KFAC"} == {True, False}
     rows = rivals.table(cells).splitlines()[2:]
     assert [row.split(" | ")[1] for row in rows] == list(rivals.FIRST_ORDER)
