@@ -5,10 +5,11 @@
 
 Every draw is fitted by its probe, by ``linnet.adapt``, and at trained weights whatever the folds say. Beside
 the three test accuracies a cell has what is known before any training: samples, classes, features, accuracies
-and errors by leave-one-out, the effective number of parameters. A logistic model of a few of these, fitted to
-the development tasks, says how probable it is that training gains a point; it is judged on tasks that had no
-part in it, and on networks that are left out of its fit, beside the rule of ``linnet.adapt(tune=True)``,
-which has to train on folds to decide.
+and errors by leave-one-out, the effective number of parameters; and what ten steps of it show: the held-out
+error, how far the kernel of the features has drifted, and how far the network is from its linearization. A
+logistic model of a few of these, fitted to the development tasks, says how probable it is that training gains
+a point; it is judged on tasks that had no part in it, and on networks that are left out of its fit, beside
+the rule of ``linnet.adapt(tune=True)``, which has to train on folds to decide.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from experiments.adapt.tasks import NETWORKS, Network, Task, pools, samples
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
 from linnet.nested import tuning
+from linnet.spectrum.kernel_matrix import kernel_distance
+from linnet.tangent.batch import take
+from linnet.tangent.jacobian import linearity_gap
 
 POOL, TESTED = 3000, 1000
 WORTH = 1.0  # points of test accuracy that training must gain to be worth its time
@@ -42,6 +46,7 @@ TERMS: dict[str, Callable[[Cell], float]] = {
     "gain of earlier layers left out": lambda cell: cell["adapt left out"] - cell["probe left out"],
 }
 PENALTY = 0.1  # of the squared coefficients, per cell
+STEPS, RATES, SEEN = 10, (1e-4, 1e-3), 32  # of the look ahead: of Adam, and samples on which f is compared
 
 
 def measured(network: Network, task: Task, shots: int, seed: int, data_dir: str | None) -> dict[str, Any]:
@@ -56,10 +61,10 @@ def measured(network: Network, task: Task, shots: int, seed: int, data_dir: str 
         for part, rows in ((found.train_x, at), (found.test_x, test))
     )
     data, truth = (x, found.train_y[at]), found.test_y[test]
-    begin = time.perf_counter()
+    begin = time.process_time()
     probe = linnet.adapt(model, data, weight=0, seed=seed)
     fit = linnet.adapt(model, data, seed=seed)
-    middle = time.perf_counter()
+    middle = time.process_time()
     values = torch.linalg.eigvalsh(fit.system.kernel)
     about = {
         "n": len(at), "classes": found.classes, "width": fit.module.width,
@@ -68,14 +73,51 @@ def measured(network: Network, task: Task, shots: int, seed: int, data_dir: str 
         "error left out": float((fit.loo() - fit.targets).square().mean() / fit.targets.var()),
         "probe": _right(probe.predict(xt), truth), "adapt": _right(fit.predict(xt), truth),
     }  # fmt: skip
+    begun = time.process_time()
+    about |= after_steps(fit, seed)
+    begin_training = time.process_time()
     with whatever_folds_say():
         trained = tuning.tuned(fit, seed)
     top = trained.rungs[-1]
     return {
         **about, "trained": _right(trained.predict(xt), truth), "folds gain": top.gain,
         "folds error": top.gain_error, "folds points": top.points,
-        "fit seconds": middle - begin, "training seconds": time.perf_counter() - middle,
+        "fit seconds": middle - begin, "ten steps seconds": begin_training - begun,
+        "training seconds": time.process_time() - begin_training,
     }  # fmt: skip
+
+
+def after_steps(fit: Any, seed: int) -> dict[str, float]:
+    """What a few steps of training without a third of the samples show, at the better of two rates."""
+    tries = tuning.Tuning(fit, seed)
+    tries.steps = STEPS
+    parts, targets, some = tries.parts(0), fit.targets.double(), take(fit.x, slice(0, SEEN))
+    start = tries.features
+
+    def kernel_of(network: Any) -> Tensor:
+        phi = network.phi(fit.x)
+        centered: Tensor = phi - phi.mean(0)
+        return centered @ centered.T
+
+    def held(network: Any) -> tuple[float, float]:
+        kernel = tries.kernels(network, share=False).mixed(0.0, fit.earlier, tries.bias)[0]
+        found = tuning.held_out(kernel, targets, parts, tuning.RIDGES)
+        means = (found - targets[parts[1]]).square().sum(2).mean(1)
+        best = int(means.argmin())
+        return float(means[best]), _right(found[best], fit.labels[parts[1]])
+
+    first, (error, right) = kernel_of(start), held(start)
+    ahead = []
+    for rate in RATES:
+        network = tries.trained(parts[0], rate)
+        after = held(network)
+        moved = {name: t - start.function.theta[name] for name, t in network.function.theta.items()}
+        ahead.append({
+            "ten steps gain": 1 - after[0] / error, "ten steps points": after[1] - right,
+            "ten steps rate": rate, "drift": kernel_distance(first, kernel_of(network)),
+            "gap": linearity_gap(start.function, some, moved),
+        })  # fmt: skip
+    return max(ahead, key=lambda one: one["ten steps gain"])
 
 
 def _right(outputs: Tensor, y: Tensor) -> float:
@@ -201,13 +243,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     several = ["resnet20", "lite0", "minilm6", "minilm", "mobilenet"]
     options.add_argument("--networks", nargs="+", default=several, choices=list(NETWORKS))
     options.add_argument("--shots", nargs="+", type=int, default=[5, 20])
+    options.add_argument("--tasks", nargs="+", help="names of tasks (default: all)")
     given = options.parse_args(arguments)
     study, cells = Study("adapt/suffices", given), []
     for seed in study.seeds:
         for part in given.sets:
             for key in given.networks:
                 network = NETWORKS[key]
-                for task in suited(part, network):
+                for task in (t for t in suited(part, network) if not given.tasks or t.name in given.tasks):
                     found = found_of(task, given.data_dir)
                     fewest = int(found.train_y[pools(found, POOL, TESTED)[0]].bincount().min())
                     for shots in (s for s in given.shots if s < fewest and s * found.classes <= 600):
