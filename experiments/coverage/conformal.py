@@ -4,13 +4,16 @@ Simulated: how far errors are to be raised where the ridge is chosen by the same
 raised errors stand those with a ridge chosen anew without each sample, which leaves two out at every ridge.
 Values: samples of UCI sets behind a random network. Beside the jackknife+ are the Gaussian interval of
 ``predictive(x).with_noise()`` and split conformal prediction, which fits half of the samples and takes the
-errors on the others. Classes: samples of image and text sets behind trained networks, with the accuracy, the
-size of the sets, and how often the right class is held in the class where that is least often. Widths are
-relative to split conformal's, of simulated tasks to what the root mean squared error asks for.
+errors on the others. Peers: full conformal prediction of the same ridge regression, MAPIE's intervals by five
+folds and by a split, and crepes' by a split, around the same fits. Classes: samples of image and text sets
+behind trained networks, with the accuracy, the size of the sets, and how often the right class is held in the
+class where that is least often. Widths are relative to split conformal's, of simulated tasks to what the root
+mean squared error asks for.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -115,6 +118,86 @@ def values(way: str, data: tuple[Tensor, Tensor], n: int, seed: int) -> dict[str
     return compared(ends, y[n:], 2 * split)
 
 
+def full(fit: Any, x: Tensor) -> Tensor:
+    """Intervals of full conformal prediction for some examples, (T, 1, 2), in closed form."""
+    # With (x, y) added the residuals are, but for one factor, βᵢ − aᵢu of the training examples and u of the
+    # new one, u = (y − f) / s: y is held unless u is larger than too many of the others.
+    # Source: Nouretdinov, Melluish and Vovk, ICML 2001, on ridge regression confidence machines.
+    kernel, beta, n = fit.system.kernel.double(), fit.system.beta.double().flatten(), fit.n
+    cross = torch.cat(list(fit.system.kernel_to_train(x))).double().view(-1, n)
+    prediction, held_at_most = fit.predictive(x), rank(n, COVERAGE)
+    a = torch.linalg.solve(kernel + fit.ridge * torch.eye(n, dtype=torch.float64), cross.T).T
+    s = fit.ridge * (1 + prediction.variance.flatten().double() / fit.noise)
+    ends = []
+    for t in range(len(cross)):
+        edges = torch.cat([beta / (a[t] - 1), beta / (a[t] + 1)])
+        edges = edges[edges.isfinite()].sort().values
+        # at an edge the examples tie; it is held where no more are below, in absolute value, than may be
+        larger = (beta - a[t] * edges[:, None]).abs() >= edges[:, None].abs() * (1 - 1e-12)
+        inside = edges[(~larger).sum(1) < held_at_most]
+        ends.append(torch.stack([inside.min(), inside.max()]) * s[t])
+    middle, factor = prediction.mean.double().flatten()[:, None], fit._unseen().factor
+    return (middle + factor * torch.stack(ends))[:, None]
+
+
+def around(way: str, seed: int) -> Any:
+    """The same fit as an estimator of scikit-learn, for those that fit it to parts."""
+    from sklearn.base import BaseEstimator, RegressorMixin
+
+    class Fitted(RegressorMixin, BaseEstimator):  # type: ignore[misc]
+        def fit(self, X: Any, y: Any) -> Any:
+            x, t = torch.as_tensor(X), torch.as_tensor(y)[:, None]
+            self.fit_ = fitted(way, network(x.shape[1], seed), (x, t))
+            return self
+
+        def predict(self, X: Any) -> Any:
+            return self.fit_.predict(torch.as_tensor(X))[:, 0].numpy()
+
+    return Fitted()
+
+
+def beside_peers(way: str, data: tuple[Tensor, Tensor], n: int, seed: int) -> dict[str, float]:
+    """Coverage, width relative to our split, and seconds, of intervals around the same fits."""
+    import crepes
+    from mapie.regression import CrossConformalRegressor, SplitConformalRegressor
+
+    x, y = data[0].numpy(), data[1].numpy()
+    own, rest, half = (x[:n], y[:n]), (x[n // 2 : n], y[n // 2 : n]), (x[: n // 2], y[: n // 2])
+    new, truth = x[n:], data[1][n:, None]
+
+    def ours(_: Any = None) -> Any:
+        return fitted(way, network(x.shape[1], seed), (data[0][:n], data[1][:n, None]))
+
+    def crossed() -> Any:
+        given = CrossConformalRegressor(around(way, seed), confidence_level=COVERAGE, method="plus", cv=5)
+        return given.fit_conformalize(*own).predict_interval(new)[1][:, :, 0]
+
+    def split() -> Any:
+        given = SplitConformalRegressor(around(way, seed), confidence_level=COVERAGE, prefit=False)
+        return given.fit(*half).conformalize(*rest).predict_interval(new)[1][:, :, 0]
+
+    def wrapped() -> Any:
+        given = crepes.WrapRegressor(around(way, seed))
+        given.fit(*half)
+        given.calibrate(*rest)
+        return given.predict_int(new, confidence=COVERAGE)
+
+    ways = {
+        "jackknife+": lambda: ours().interval(data[0][n:], COVERAGE)[:, 0],
+        "full": lambda: full(ours(), data[0][n:])[:, 0],
+        "MAPIE, five folds": crossed,
+        "MAPIE, split": split,
+        "crepes, split": wrapped,
+    }
+    ends, seconds = {}, {}
+    for name, made in ways.items():
+        begin = time.perf_counter()
+        ends[name] = torch.as_tensor(made())[:, None]
+        seconds[f"{name} seconds"] = time.perf_counter() - begin
+    wide = float((ends["MAPIE, split"][..., 1] - ends["MAPIE, split"][..., 0]).mean())
+    return compared(ends, truth, wide) | seconds
+
+
 @lru_cache(maxsize=1)
 def task(key: str, name: str, data_dir: str | None) -> tuple[Any, ...]:
     """A trained network, its pool of samples and test samples."""
@@ -168,6 +251,25 @@ def intervals(cells: Sequence[Cell]) -> str:
     return markdown(header, rows)
 
 
+PEERS = ("jackknife+", "full", "MAPIE, five folds", "MAPIE, split", "crepes, split")
+PEER_COUNTS = (20, 50, 100, 200)
+
+
+def peers(cells: Sequence[Cell]) -> str:
+    """Markdown: a row for each way to choose the ridge, number of samples and kind of interval."""
+    header = ("ridge by", "N", "interval", "held %", "median width by the split's", "seconds")
+    rows = []
+    for way in WAYS:
+        for n in PEER_COUNTS:
+            own = [cell for cell in cells if (cell["part"], cell["way"], cell["n"]) == ("peers", way, n)]
+            for name in PEERS if own else ():
+                held = with_error(chosen(own, f"{name} covered"), 1, 100)
+                wide = f"{torch.tensor(chosen(own, f'{name} width')).median():.2f}"
+                seconds = mean_and_error(chosen(own, f"{name} seconds"))[0]
+                rows.append((way, str(n), name, held, wide, f"{seconds:.2f}"))
+    return markdown(header, rows)
+
+
 def sets(cells: Sequence[Cell]) -> str:
     """Markdown: a row a network, task and number of samples."""
     keys = ("covered", "size", "least", "covered by class", "size by class", "least by class")
@@ -186,7 +288,7 @@ def sets(cells: Sequence[Cell]) -> str:
     return markdown(header, rows)
 
 
-PARTS = ("simulated", "values", "classes")
+PARTS = ("simulated", "values", "classes", "peers")
 
 
 def main() -> None:
@@ -200,6 +302,8 @@ def main() -> None:
         n, seed, folder = what["n"], what["seed"], given.data_dir
         if what["part"] == "classes":
             return classes(what["key"], what["task"], n, seed, folder)
+        if what["part"] == "peers":
+            return beside_peers(what["way"], measured(what["task"], n, seed, folder), n, seed)
         if what["part"] == "values":
             return values(what["way"], measured(what["task"], n, seed, folder), n, seed)
         return raised(what["way"], simulated(what["task"], what["noise"], n, seed), n, seed)
@@ -215,10 +319,18 @@ def main() -> None:
             for key, name in TASKS:
                 at = {"key": key, "network": NETWORKS[key].name, "task": name}
                 every.append({"part": "classes", **at, **where})
+    every += [
+        {"part": "peers", "way": way, "task": name, "n": n, "seed": seed}
+        for n in PEER_COUNTS
+        for seed in study.seeds
+        for way in WAYS
+        for name in UCI
+    ]
     every = [what for what in every if what["part"] in given.parts]
     every.sort(key=lambda what: str(what["task"]))  # a network and its samples are read once
     cells = [study.cell(what, partial(compute, what)) for what in every]
-    study.publish("\n\n".join([simulations(cells), intervals(cells), sets(cells)]), cells)
+    parts = [simulations(cells), intervals(cells), sets(cells), peers(cells)]
+    study.publish("\n\n".join(parts), cells)
 
 
 if __name__ == "__main__":

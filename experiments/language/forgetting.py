@@ -4,15 +4,16 @@
 
 SmolLM2-135M-Instruct with LoRA in its last layers learns five facts of each of some made-up persons, and is
 then to forget a tenth of the persons. The linear model of the adapter is fitted to all of them, made to
-forget, and compared with the fit that never saw them; the adapter itself is trained on all, and on the rest,
-and forgets by gradient ascent (Maini et al. 2024) and by negative preference optimization (Zhang et al.
-2024). Scores are those of TOFU: probabilities of answers, their truth ratios, and the two-sample test of
-these against the model that never saw the facts.
+forget, and compared with the fit that never saw them, once and again at the weights that it ends with; the
+adapter itself is trained on all, and on the rest, and forgets by gradient ascent (Maini et al. 2024) and by
+negative preference optimization (Zhang et al. 2024). Scores are those of TOFU: probabilities of answers,
+their truth ratios, and the two-sample test of these against the model that never saw the facts.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -112,11 +113,16 @@ def probabilities(losses: Losses, data: dict[str, Tensor]) -> Tensor:
     return (-losses(data) / (data["labels"] != -100).sum(1)).exp()
 
 
-def reworded(losses: Losses, language: Language, facts: Sequence[Fact]) -> tuple[float, list[float]]:
-    """The mean probability of answers to questions in other words, and the truth ratios."""
+def reworded(losses: Losses, language: Language, facts: Sequence[Fact]) -> dict[str, Any]:
+    """Of answers to questions in other words: mean probability, mean nats a token, and truth ratios."""
     right = probabilities(losses, language.asked(facts, "paraphrase"))
     wrong = [probabilities(losses, language.asked(facts, "paraphrase", k)) for k in range(5)]
-    return float(right.mean()), (torch.stack(wrong).mean(0) / right.clamp_min(1e-12)).tolist()
+    ratios = (torch.stack(wrong).mean(0) / right.clamp_min(1e-12)).tolist()
+    return {
+        "paraphrase": float(right.mean()),
+        "held-out loss": float(-right.log().mean()),
+        "truth ratios": ratios,
+    }
 
 
 def scores(losses: Losses, language: Language, news: dict[str, Tensor]) -> dict[str, Any]:
@@ -128,7 +134,7 @@ def scores(losses: Losses, language: Language, news: dict[str, Tensor]) -> dict[
     }
     for name, own in parts.items():
         found[f"{name}: answer"] = float(probabilities(losses, language.asked(own)).mean())
-        found[f"{name}: paraphrase"], found[f"{name}: truth ratios"] = reworded(losses, language, own)
+        found |= {f"{name}: {key}": value for key, value in reworded(losses, language, own).items()}
     counts = (news["labels"][:, 1:] != -100).sum()
     found["general loss"] = float(losses(news).sum() / counts)
     return found
@@ -228,7 +234,7 @@ def adapter_cells(language: Language, data: dict[str, Tensor], news: dict[str, T
         for rate in UNLEARNING:
             for step, at in enumerate(islice(adapter.trained(start, gone, rate, loss_of), LOOKED_AT[-1]), 1):
                 if step in LOOKED_AT:
-                    ratios = reworded(adapter.elsewhere(at), language, facts)[1]
+                    ratios = reworded(adapter.elsewhere(at), language, facts)["truth ratios"]
                     p = quality({"gone: truth ratios": ratios}, wanted)
                     best = max(best, (p, {"at": at, "rate": rate, "steps": step}), key=lambda one: one[0])
         seconds, one = time.perf_counter() - begin, best[1]
@@ -244,20 +250,35 @@ class Linear:
     """The linear model of the adapter, its fits kept in files, so that a run goes on where it was."""
 
     def __init__(
-        self, language: Language, data: dict[str, Tensor], given: argparse.Namespace, folder: Path
+        self,
+        language: Language,
+        data: dict[str, Tensor],
+        given: argparse.Namespace,
+        folder: Path,
+        model: torch.nn.Module | None = None,
     ) -> None:
         self.language, self.data, self.given, self.folder = language, data, given, folder
+        self.model = language.model if model is None else model
         # at its start an adapter's B is zero, so that the derivative in A vanishes
-        self.lin = linnet.linearize(language.model, params="lora_B")
+        self.lin = linnet.linearize(self.model, params="lora_B" if model is None else "lora")
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
         """A fit from its file, or made and written."""
         place = self.folder / name
         if place.exists():
-            return linnet.load(place, self.language.model)
+            return linnet.load(place, self.model)
         fit = make()
         fit.save(place)
         return fit
+
+    def again(self, fit: Any, name: str) -> Linear:
+        """The linear model at the weights that a fit ends with."""
+        own = {key for key, _ in self.model.named_parameters() if "lora_" in key}
+        shared = {id(p): p for key, p in self.model.named_parameters() if key not in own}
+        model = copy.deepcopy(self.model, shared)
+        for key, moved in fit.module.delta.items():
+            model.get_parameter(key).data.add_(moved.detach())
+        return Linear(self.language, self.data, self.given, self.folder.parent / name, model)
 
     def fitted(self, rows: Sequence[int]) -> Any:
         """The optimum of some facts."""
@@ -310,6 +331,28 @@ def linear_cells(linear: Linear, news: dict[str, Tensor]) -> dict[str, Any]:
     return found
 
 
+def relinearized_cells(linear: Linear, news: dict[str, Tensor], times: int) -> dict[str, Any]:
+    """The linear model at the weights that the last one ends with: of all facts, and of those that stay."""
+    # What the first has learned stays in its weights when the second forgets.
+    language, found = linear.language, {}
+    fit, less = linear.all, linear.never
+    one = other = linear
+    for k in range(1, times + 1):
+        folder = f"{linear.folder.name}-again-{k}"
+        one, other = one.again(fit, f"{folder}-all"), other.again(less, f"{folder}-rest")
+        fit, less = one.all, other.never
+        fits = {"all facts": fit, "forgotten": one.less, "never saw them": less}
+        for name, own in fits.items():
+            took = own.record.seconds.get("change", own.record.seconds["solve"])
+            newton = own.record.reasons["newton"]
+            found[f"linearized {k + 1} times, {name}"] = {
+                **scores(own.losses, language, news),
+                "took": took,
+                "newton": newton,
+            }
+    return found
+
+
 # -- the study -------------------------------------------------------------------------------------
 
 
@@ -326,6 +369,7 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
         "reworded",
         "kept answers",
         "reworded",
+        "reworded, nats a token",
         "forget quality p",
         "general loss",
         "seconds",
@@ -339,7 +383,8 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
             percents = [f"{100 * one[key]:.1f}" for key in
                         ("gone: answer", "gone: paraphrase", "rest: answer", "rest: paraphrase")]  # fmt: skip
             took = f"{one['took']:.0f}" if "took" in one else "–"
-            rows.append((name, *percents, p, f"{one['general loss']:.3f}", took))
+            held = f"{(one['gone: held-out loss'] + one['rest: held-out loss']) / 2:.2f}"
+            rows.append((name, *percents, held, p, f"{one['general loss']:.3f}", took))
     return markdown(header, rows)
 
 
@@ -350,9 +395,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument(
         "--layers", type=int, default=1, help="last layers with an adapter (default %(default)s)"
     )
-    kinds = ("start", "adapter", "linear")
+    kinds = ("start", "adapter", "linear", "relinearized")
     options.add_argument("--of", nargs="+", default=list(kinds), choices=kinds, help="parts (default: all)")
     options.add_argument("--ridge", type=float, default=0.1)
+    options.add_argument("--times", type=int, default=2, help="linear models after the first")
     options.add_argument(
         "--tolerance", type=float, default=1e-5, help="of the gradient (default %(default)s)"
     )
@@ -379,6 +425,11 @@ def computed(study: Study, given: argparse.Namespace, seed: int) -> list[dict[st
         ("start", {}, start),
         ("adapter", trained, lambda: adapter_cells(language, data, news)),
         ("linear", solved, lambda: linear_cells(linear, news)),
+        (
+            "relinearized",
+            {**solved, "times": given.times},
+            lambda: relinearized_cells(linear, news, given.times),
+        ),
     ]
     return [
         study.cell({**sizes, "of": of, **more}, lambda make=make: {"models": make()})  # type: ignore[misc]

@@ -172,6 +172,8 @@ def test_what_is_not_so_is_found(tmp_path: Path) -> None:
     np.savez(tmp_path / "displacement.npz", **weights)
     assert not check(tmp_path, without(data, GONE))[1]["displacement"]
     about = json.loads((tmp_path / "certificate.json").read_text())
+    assert about["linnet"] == linnet.__version__
+    assert len(about["forgotten positions"]) == len(about["forgotten"])
     about["displacement"] = fingerprint(weights)
     (tmp_path / "certificate.json").write_text(json.dumps(about))
     code, said = check(tmp_path, without(data, GONE))

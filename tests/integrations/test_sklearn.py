@@ -215,6 +215,8 @@ class TestClassifier:
         model = LinnetClassifier(random_state=0).fit(X, names(X))
         sets = model.predict_set(X, coverage=0.8)
         np.testing.assert_array_equal(sets, model.fit_.sets(model.inputs(X), 0.8))
+        own = model.predict_set(X, coverage=0.8, by_class=True)
+        np.testing.assert_array_equal(own, model.fit_.sets(model.inputs(X), 0.8, by_class=True))
         assert sets.dtype == bool
         assert sets[np.arange(60), np.searchsorted(model.classes_, names(X))].mean() > 0.8
         with pytest.raises(NotFittedError):

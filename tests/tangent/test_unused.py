@@ -184,6 +184,15 @@ def test_a_fit_says_it_again() -> None:
     assert first.record.warnings == second.record.warnings != ()
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_merged_adapters_alone_are_refused(call: str) -> None:
+    net = network(lambda: Merged(4, 6))
+    for name, p in net.named_parameters():
+        p.requires_grad_(name in ("0.a", "0.b"))
+    with pytest.raises(ModelError, match="merged into the weights.*unmerge_adapter"):
+        CALLS[call](net)
+
+
 @pytest.mark.parametrize(
     "between", [(LayerDrop(),), (Chained(0.0),), (Chained(0.5),), (nn.BatchNorm1d(6), nn.Dropout(0.5))]
 )

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linnet import __version__
 from linnet.audit import verify_certificate as verifier
 from linnet.audit.predictors import unweighed
 from linnet.errors import InputError
@@ -284,6 +285,7 @@ def _write(
     targets = fit._targets
     about = {
         "format": verifier.FORMAT,
+        "linnet": __version__,
         "torch": str(torch.__version__),
         "loss": getattr(fit, "loss", "squared"),
         "ridge": fit.ridge,
@@ -295,6 +297,7 @@ def _write(
         "displacement": verifier.fingerprint(weights),
         "retained": kept,
         "forgotten": lost,
+        "forgotten positions": rows[1].tolist(),
         "gradient": found.gradient,
         "distance": found.distance,
         "relative distance": found.relative_distance,

@@ -292,6 +292,13 @@ def settle_unused(function: Functional, x: Inputs, names: Iterable[str]) -> None
     moving = _in_training(function, take(x, slice(0, min(2, batch_size(x)))), unused)
     if moving:
         _refuse_mode(function, moving, "depends on {} in training mode alone")
+    if _merged(function) and len(function.cache.unused) + len(unused) == len(function.names):
+        raise ModelError(
+            f"the adapters are merged into the weights of model ({type(function.model).__name__}): no "
+            f"output depends on the {len(function.names)} selected parameter(s)",
+            expected="adapters that are computed in each pass",
+            remedy="call model.unmerge_adapter() first, or select the weights that they were merged into",
+        )
     function.cache.unused += unused
     warnings.warn(unused_remark(function), stacklevel=2)
 
@@ -359,13 +366,18 @@ def _words(code: CodeType) -> Iterator[str]:
             yield part
 
 
+def _merged(function: Functional) -> bool:
+    """Whether adapters are part of the weights that they adapt."""
+    return any(getattr(module, "merged", False) is True for module in function.model.modules())
+
+
 def unused_remark(function: Functional) -> str:
     """A sentence on selected parameters that no output depends on, as far as passes have shown."""
     unused = function.cache.unused
     if not unused:
         return ""
-    merged = any(getattr(module, "merged", False) is True for module in function.model.modules())
-    told = "; adapters are merged into the weights (peft: model.unmerge_adapter())" if merged else ""
+    told = "; adapters are merged into the weights (peft: model.unmerge_adapter())"
+    told = told if _merged(function) else ""
     first = f"the outputs do not depend on {len(unused)} selected parameter(s), first {unused[0]!r}"
     return f"{first}: their derivatives are zero{told}"
 
