@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from linnet.continual import (
     OnlineLaplace,
     SynapticIntelligence,
 )
-from linnet.errors import LinnetError, ModelError
+from linnet.errors import InputError, LinnetError, ModelError
 from linnet.likelihoods import Categorical
 from tests.continual.continual_cases import MAKERS, Maker, moved_away
 
@@ -201,3 +203,66 @@ def test_importance_follows_heads() -> None:
     method.consolidate()
     assert set(method.importance) == {n for n, _ in net.named_parameters()}
     assert all(t.min() >= 0 for t in method.importance.values())
+
+
+# -- names ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_parts_that_are_compiled_keep_their_penalty(make: str) -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    method = MAKERS[make](net)
+    train(net, method, task(0, classes=3), 3)
+    method.consolidate(task(0, classes=3))
+    moved_away(net)
+    before, state = method.penalty(), method.state_dict()
+    net[0] = torch.compile(net[0], backend="eager")  # type: ignore[assignment]
+    torch.testing.assert_close(method.penalty(), before)
+    other = MAKERS[make](net)
+    other.load_state_dict(state)
+    torch.testing.assert_close(other.penalty(), before)
+    train(net, method, task(1, classes=3), 3)
+    method.consolidate(task(1, classes=3))
+    assert {name for block in method._terms[-1].precision.blocks for name in block.layer.names} == {
+        f"{i}.{name}" for i in (0, 2) for name in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_parameter_that_has_another_name_is_refused(make: str) -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    method = MAKERS[make](net)
+    train(net, method, task(0, classes=3), 3)
+    method.consolidate(task(0, classes=3))
+    nn.utils.parametrizations.weight_norm(net[0])
+    with pytest.raises(ModelError, match=r"'0\.weight'.*keep their names"):
+        method.penalty()
+
+
+class Served(Heads):
+    """Tasks are served by copies that share the parameters."""
+
+    def at(self, task: int) -> Heads:
+        """One that serves a task."""
+        found = copy.copy(self)
+        found.task = task
+        return found
+
+
+def test_the_network_that_prepare_returns_is_taken() -> None:
+    net = Served(2)
+    method = EWC(net, Categorical())
+    method.consolidate(task(0), prepare=lambda network: network.at(1))  # type: ignore[operator]
+    names = {name for block in method._terms[0].precision.blocks for name in block.layer.names}
+    assert "heads.1.weight" in names
+    assert "heads.0.weight" not in names
+    with pytest.raises(InputError, match="prepare returned a Linear"):
+        method.consolidate(task(0), prepare=lambda network: nn.Linear(4, 2))
+    net.kept = net(task(0)[0])  # type: ignore[assignment]
+    with pytest.raises(ModelError, match="holds no tensors of an earlier pass"):
+        method.consolidate(task(0), prepare=lambda network: None)
+
+
+def test_a_lazy_network_is_refused() -> None:
+    with pytest.raises(ModelError, match="lazy parameter"):
+        SynapticIntelligence(nn.LazyLinear(3))

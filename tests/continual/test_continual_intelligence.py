@@ -270,3 +270,174 @@ def test_a_step_that_a_loss_scaler_skips_adds_nothing() -> None:
         found.append(torch.cat([value.flatten() for value in method.importance.values()]))
     assert bool(found[0].isfinite().all())
     torch.testing.assert_close(found[0], found[1])
+
+
+def learned(ways: str, steps: int = 3) -> dict[str, Tensor]:
+    """Ω after two tasks, the second with a head of its own and a layer that was frozen before."""
+    torch.manual_seed(3)
+    net = nn.ModuleDict({"body": nn.Linear(4, 6), "h0": nn.Linear(6, 3), "late": nn.Linear(6, 6)})
+    net["late"].requires_grad_(False)
+    method = SynapticIntelligence(net, strength=20.0, damping=XI)
+    for task in range(2):
+        x, y = small_task(task)
+        if task:
+            net["h1"] = nn.Linear(6, 3)
+            net["late"].requires_grad_(True)
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(
+                net[f"h{task}"](net["late"](torch.tanh(net["body"](x)))), y % 3
+            )
+            if ways == "penalty":
+                (loss + method.penalty()).backward()
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]
+                method.add_grad_()
+            optimizer.step()
+            method.after_step()
+        method.consolidate()
+    return method.importance
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_first_step_of_what_is_new_counts(steps: int, float64: torch.dtype) -> None:
+    one, other = learned("penalty", steps), learned("add_grad_", steps)
+    assert one.keys() == other.keys() >= {"h1.weight", "late.weight"}
+    assert all(float(one[name].sum()) > 0 for name in ("h1.weight", "late.weight"))
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, msg=name)
+
+
+class Perturbed(torch.optim.SGD):
+    """A step by the gradient at a point nearby, as sharpness-aware minimization takes it."""
+
+    def step(self, closure: Any = None) -> Any:
+        kept = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad, alpha=0.05)
+        with torch.enable_grad():
+            found = closure()
+        with torch.no_grad():
+            for p, before in zip(self.param_groups[0]["params"], kept, strict=True):
+                p.copy_(before)
+        super().step()
+        return found
+
+
+def path_of(way: str, thrown: bool) -> Tensor:
+    """Ω of two tasks in which gradients are thrown away, or of the same training by hand."""
+    torch.manual_seed(0)
+    net = small_network()
+    method = SynapticIntelligence(net, strength=50.0, damping=XI)
+    for task in range(2):
+        x, y = small_task(task)
+        optimizer = (Perturbed if way == "nearby" else torch.optim.SGD)(net.parameters(), lr=0.01)
+
+        def closure(x: Tensor = x, y: Tensor = y, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad(set_to_none=way != "zeros")
+            loss = nn.functional.cross_entropy(net(x), y)
+            if way == "add_grad_":
+                loss.backward()
+                method.add_grad_()
+            else:
+                (loss + method.penalty()).backward()
+            return loss
+
+        for _ in range(5):
+            for _ in range(1 + (thrown and task)):
+                closure()
+            optimizer.step(closure) if way == "nearby" else optimizer.step()
+            method.after_step()
+        method.consolidate()
+    return torch.cat([value.flatten() for value in method.importance.values()])
+
+
+@pytest.mark.parametrize("way", ["penalty", "zeros", "add_grad_"])
+def test_gradients_that_are_thrown_away_count_once(way: str, float64: torch.dtype) -> None:
+    torch.testing.assert_close(path_of(way, True), path_of(way, False))
+
+
+def test_a_step_by_gradients_nearby(float64: torch.dtype) -> None:
+    torch.manual_seed(0)
+    net = small_network()
+    omega, anchor = torch.zeros_like(flat(net)), flat(net)
+    for task in range(2):
+        x, y = small_task(task)
+        path, start = torch.zeros_like(omega), flat(net)
+        for _ in range(5):
+            before = flat(net)
+
+            at = before
+            for _ in range(2):
+                torch.nn.utils.vector_to_parameters(at, net.parameters())
+                alone = gradient(net, nn.functional.cross_entropy(net(x), y))
+                both = alone + 2 * 50.0 * omega * (at - anchor)
+                at = before + 0.05 * both
+            torch.nn.utils.vector_to_parameters(before - 0.01 * both, net.parameters())
+            path -= alone * (flat(net) - before)
+        omega = (omega + path / ((flat(net) - start) ** 2 + XI)).clamp(min=0)
+        anchor = flat(net)
+    torch.testing.assert_close(path_of("nearby", False), omega)
+
+
+class Owner(nn.Module):
+    """A network that holds its method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.method = SynapticIntelligence(self)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_a_network_that_holds_its_method_is_copied(way: Any) -> None:
+    net = way(Owner())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (net.layer(torch.ones(2, 4)).square().sum() + net.method.penalty()).backward()
+        optimizer.step()
+        net.method.after_step()
+    net.method.consolidate()
+    assert float(net.method.importance["layer.weight"].sum()) > 0
+
+
+def test_a_step_inside_backward_needs_the_method_first() -> None:
+    net = nn.Linear(2, 1)
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in net.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(step)  # type: ignore[arg-type]
+    method = SynapticIntelligence(net)
+    net(torch.ones(3, 2)).square().sum().backward()
+    with pytest.raises(InputError, match="before hooks that step in backward"):
+        method.after_step()
+
+
+@pytest.mark.parametrize("way", ["penalty", "add_grad_"])
+def test_embeddings_with_sparse_gradients(way: str, float64: torch.dtype) -> None:
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        net = nn.Embedding(5, 3, sparse=sparse).double()
+        method, optimizer = SynapticIntelligence(net, 5.0, XI), torch.optim.SGD(net.parameters(), 0.1)
+        for ids in (torch.tensor([0, 1, 1]), torch.tensor([1, 3])):
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss = net(ids).square().sum()
+                if way == "penalty":
+                    (loss + method.penalty()).backward()
+                else:
+                    loss.backward()
+                    method.add_grad_()
+                optimizer.step()
+                method.after_step()
+            method.consolidate()
+        found.append(method.importance["weight"])
+    torch.testing.assert_close(found[0], found[1])

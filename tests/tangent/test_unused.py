@@ -189,7 +189,7 @@ def test_merged_adapters_alone_are_refused(call: str) -> None:
     net = network(lambda: Merged(4, 6))
     for name, p in net.named_parameters():
         p.requires_grad_(name in ("0.a", "0.b"))
-    with pytest.raises(ModelError, match="merged into the weights.*unmerge_adapter"):
+    with pytest.raises(ModelError, match=r"merged into the weights.*unmerge_adapter"):
         CALLS[call](net)
 
 

@@ -16,7 +16,7 @@ from linnet.continual.quadratic import (
     PenaltyBlock,
     check_merge,
     computing_type,
-    same_random_state,
+    own_name,
     unwrapped,
 )
 from linnet.curvatures.build import check_options, watched
@@ -30,13 +30,14 @@ from linnet.curvatures.settings import (
     word_of,
 )
 from linnet.curvatures.stream import Batches
-from linnet.errors import InputError
+from linnet.errors import InputError, ModelError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.params import call, function
 from linnet.tangent.batch import Inputs, concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import random_kept
 
 OUTPUTS = "shifted."  # where a shifted network keeps the network itself
 
@@ -114,7 +115,7 @@ class CurvatureMethod(ContinualMethod, ABC):
         options = self._options.copy()
         if adapter is not None:
             options["output"] = adapter
-        with same_random_state(data), torch.enable_grad():
+        with random_kept(data), torch.enable_grad():
             if isinstance(network, Linearized) and not isinstance(self._likelihood, Gaussian):
                 network, data = _at_delta(network, data)
                 options["params"] = [OUTPUTS + name for name in network.function.names]
@@ -141,15 +142,33 @@ class CurvatureMethod(ContinualMethod, ABC):
         if prepare is not None:
             expected = "a function that makes a network serve the task"
             function("prepare", prepare, expected)
-            network = copy.deepcopy(network)
-            call("prepare", prepare, network, expected=expected)
+            try:
+                network = copy.deepcopy(network)
+            except RuntimeError as error:  # torch copies no tensor that has a history
+                raise ModelError(
+                    f"model ({type(network).__name__}) cannot be copied for prepare=: {error}",
+                    expected="a network that holds no tensors of an earlier pass",
+                    remedy="set what it keeps of a pass to None before consolidate()",
+                ) from error
+            made = call("prepare", prepare, network, expected=expected)
+            if isinstance(made, nn.Module) and made is not network:
+                names = {name for name, _ in network.named_parameters()}
+                if not {name for name, _ in made.named_parameters()} <= names:
+                    raise InputError(
+                        f"prepare returned a {type(made).__name__} with parameters of other names",
+                        expected="the network itself, or one with its parameters",
+                        remedy="change the copy in place and return nothing",
+                    )
+                network = made
         return network, self._options.get("output") if output is None else output
 
 
 def _renamed(block: PenaltyBlock) -> PenaltyBlock:
     """A block with the network's own parameter names."""
-    shapes = {name.removeprefix(OUTPUTS): shape for name, shape in block.layer.shapes_by_name.items()}
-    name = block.layer.name.removeprefix(OUTPUTS)
+    shapes = {
+        own_name(name.removeprefix(OUTPUTS)): shape for name, shape in block.layer.shapes_by_name.items()
+    }
+    name = own_name(block.layer.name.removeprefix(OUTPUTS))
     return replace(block, layer=replace(block.layer, name=name, shapes_by_name=shapes))
 
 

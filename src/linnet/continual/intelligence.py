@@ -25,6 +25,7 @@ from linnet.linalg.structured import Diagonal
 from linnet.params import number
 from linnet.tangent.functional import OutputAdapter
 
+NOTHING = 0.0  # of the penalty is in the gradients
 PARALLEL = 1e-6  # share of the squared length of a gradient that may be rounding of another one's multiple
 
 
@@ -83,7 +84,7 @@ class SynapticIntelligence(ContinualMethod):
         self._before: Params = {}  # parameters before the step under way
         self._gradients: Params = {}
         self._arrived: Params = {}  # the gradients with the penalty's, before they are unscaled or clipped
-        self._factor: Tensor | float = 0.0  # how much of the penalty is in the gradients
+        self._factor: Tensor | float = NOTHING  # how much of the penalty is in the gradients
         self._penalty: Params = {}  # the penalty's own gradients, where the step began
         self._watched: dict[str, weakref.ref[Tensor]] = {}
         self._watch(Live.of(model))
@@ -113,7 +114,7 @@ class SynapticIntelligence(ContinualMethod):
             parameter = live.tensors.get(name)
             if parameter is None or parameter.shape != before.shape:
                 continue
-            gradient = self._gradients[name] if parameter.grad is None else parameter.grad
+            gradient = self._gradient(name, parameter)
             if name not in self._start:
                 self._start[name] = _theta(live, name, before).clone()
             displacement = _difference(parameter.detach(), before)
@@ -180,11 +181,35 @@ class SynapticIntelligence(ContinualMethod):
             number("examples", examples, above=0)
         return 1.0
 
+    def _gradient(self, name: str, parameter: Tensor | None) -> Tensor:
+        """The gradient that a step was made with."""
+        now = self._gradients.get(name) if parameter is None or parameter.grad is None else parameter.grad
+        if now is None:
+            raise InputError(
+                f"no gradient of {name!r} is left in after_step()",
+                expected="gradients that this method sees before the optimizer's step clears them",
+                remedy="make the method before hooks that step in backward are registered",
+            )
+        return now.to_dense() if now.is_sparse else now
+
     def _observe(self, factor: Tensor, gradients: Params) -> None:
+        if self._is_reset(Live.of(self.model)):
+            self._begin_again()
         self._factor = self._factor + factor
         self._penalty = {name: gradient.detach() for name, gradient in gradients.items()}
         for name, gradient in self._gradients.items():
             self._arrived[name] = gradient.detach().clone()
+
+    def _is_reset(self, live: Live) -> bool:
+        """Whether gradients that were noted were set to zero or thrown away without a step."""
+        noted = [(live.tensors[n], g) for n, g in self._gradients.items() if n in live.tensors]
+        if any(parameter.grad is not gradient for parameter, gradient in noted):
+            return True
+        return bool(noted) and self._factor is not NOTHING and not any(bool(g.any()) for _, g in noted)
+
+    def _begin_again(self) -> None:
+        """A pass whose gradients were thrown away is done with: a closure's, or one of a loss that is NaN."""
+        self._gradients, self._arrived, self._factor = {}, {}, NOTHING
 
     def _unregularized(self, name: str, gradient: Tensor) -> Tensor:
         """A gradient of the step under way without what the penalty has added to it."""
@@ -202,7 +227,7 @@ class SynapticIntelligence(ContinualMethod):
         found, place = [], next(iter(self._arrived.values())).device
         for name, before in self._arrived.items():
             parameter = live.tensors.get(name)
-            now = self._gradients[name] if parameter is None or parameter.grad is None else parameter.grad
+            now = self._gradient(name, parameter)
             a, g = before.double(), now.detach().to(before.device).double()
             found.append(torch.stack([(a * a).sum(), (a * g).sum(), (g * g).sum()]).to(place))
         aa, ag, gg = torch.stack(found).sum(0).tolist()  # read once
@@ -211,11 +236,11 @@ class SynapticIntelligence(ContinualMethod):
 
     def _forget_step(self) -> None:
         """Whatever was noted of a step is done with."""
-        self._before, self._gradients, self._penalty, self._factor = {}, {}, {}, 0.0
+        self._before, self._gradients, self._penalty, self._factor = {}, {}, {}, NOTHING
         self._arrived = {}
 
-    def _watch(self, live: Live) -> None:
-        """Follow the gradients of parameters that are not followed yet."""
+    def _watch(self, live: Live, arrived: bool = False) -> None:
+        """Follow the gradients of parameters that are not followed yet, and note those that have arrived."""
         if self.strength == 0:
             return
         for name, parameter in live.tensors.items():
@@ -224,11 +249,15 @@ class SynapticIntelligence(ContinualMethod):
                 handle = parameter.register_post_accumulate_grad_hook(_noting(weakref.ref(self), name))
                 weakref.finalize(self, handle.remove)
                 self._watched[name] = weakref.ref(parameter)
+                if arrived and parameter.grad is not None:
+                    self._note(name, parameter)
 
     def _note(self, name: str, parameter: Tensor) -> None:
         """A gradient has arrived: keep where the parameter is before the step, and the gradient itself."""
         if name not in self._before:
             self._before[name] = parameter.detach().clone()
+        if self._gradients.get(name, parameter.grad) is not parameter.grad:
+            self._begin_again()
         if parameter.grad is not None:
             self._gradients[name] = parameter.grad
             if self._terms:
@@ -241,10 +270,11 @@ class SynapticIntelligence(ContinualMethod):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over the state of a method, and follow the gradients of this one's network."""
         self.__dict__.update(state)
-        self._watch(Live.of(self.model))
+        if hasattr(self.model, "_parameters"):  # not of a network that holds it, which is not made yet
+            self._watch(Live.of(self.model))
 
     def _active(self) -> list[Quadratic]:
-        self._watch(Live.of(self.model))
+        self._watch(Live.of(self.model), arrived=True)
         return super()._active()
 
     def _settings(self) -> dict[str, Any]:

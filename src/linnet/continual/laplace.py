@@ -19,7 +19,6 @@ from linnet.continual.quadratic import (
     PenaltyPrecision,
     Quadratic,
     require_shape,
-    same_random_state,
     unwrapped,
     value_and_gradient,
 )
@@ -35,6 +34,7 @@ from linnet.tangent.batch import Inputs, is_data_set
 from linnet.tangent.data import Data, in_pieces
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import random_kept
 from linnet.tangent.selection import Selector, select_parameters
 
 PriorMean = float | str | Mapping[str, Tensor] | None
@@ -53,9 +53,9 @@ class OnlineLaplace(CurvatureMethod):
     penalty.
 
     λ = 1 is Bayes' rule. Other libraries scale differently: with N₀ examples of old tasks and N of the new
-    one, on a loss that is a mean over examples, λ here is λ N₀/N with averaged Fisher and the factor ½
-    (Kirkpatrick et al. 2017; van de Ven), λ N₀/(2N) without the ½ (Mammoth), and λ b N₀/(2N) with squared
-    gradients of batches of b (Avalanche); see :func:`convert_strength`.
+    one, on a loss that is a mean over examples, the λ here is written as λ N₀/N where the Fisher matrix is a
+    mean and there is a factor ½ (Kirkpatrick et al. 2017; van de Ven), as λ N₀/(2N) without the ½ (Mammoth),
+    and as λ b N₀/(2N) with squared gradients of batches of b (Avalanche); :func:`convert_strength` goes back.
 
     Args:
         model: The network; training goes on with it, and wrappers are looked through. For a ``Linearized``
@@ -252,7 +252,10 @@ class OnlineLaplace(CurvatureMethod):
         device, nll = next(iter(live.tensors.values())).device, 0.0
         passes = passes_of(self._options.get("passes"))
         share = Share.of(passes.shard)
-        with collective("the likelihood of a task", share.world > 1), same_random_state(data):
+        with (
+            collective("the likelihood of a task", share.world > 1),
+            random_kept(data),
+        ):
             data = held(data, passes.memory)
             for batch in Batches(data, device, passes.block, share):
                 if batch.y is None:

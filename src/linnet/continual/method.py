@@ -13,16 +13,18 @@ for task in tasks:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from linnet.continual.quadratic import (
     Live,
     Quadratic,
     computing_type,
+    own_name,
     penalty,
     unwrapped,
     value_and_gradient,
@@ -120,6 +122,13 @@ class ContinualMethod(Shown, ABC):
     """
 
     def __init__(self, model: nn.Module, strength: float) -> None:
+        unmade = next((n for n, p in unwrapped(model).named_parameters() if is_lazy(p)), None)
+        if unmade is not None:
+            raise ModelError(
+                f"model ({type(unwrapped(model)).__name__}) has a lazy parameter without a shape, {unmade!r}",
+                expected="a network whose parameters have shapes",
+                remedy="call it once on an example first",
+            )
         if not Live.of(model).tensors:
             raise ModelError(
                 f"model ({type(unwrapped(model)).__name__}) has no floating-point parameter",
@@ -194,6 +203,8 @@ class ContinualMethod(Shown, ABC):
                 continue
             if tensor.grad is None:
                 tensor.grad = gradient / divisor
+            elif tensor.grad.is_sparse:  # of an embedding, whose rows all have a penalty
+                tensor.grad = torch.add(gradient / divisor, tensor.grad)
             else:
                 tensor.grad.add_(gradient, alpha=1 / divisor)
         self._observe(torch.full((), 1 / divisor), gradients)
@@ -207,13 +218,16 @@ class ContinualMethod(Shown, ABC):
     ) -> None:
         """Remember a task that has been learned; parameters, buffers and random state stay as they are.
 
+        What requires no gradient now is not remembered, unless that is all of the network.
+
         Args:
             data: The task's training data: an (x, y) pair, a ``Dataset``, a ``DataLoader`` or batches.
             output: How to take this task's outputs from what the network returns, as in
                 :func:`linnet.linearize`; for instance ``lambda heads: heads[task]``. By default as the
                 method was told when it was made.
             prepare: Called with a copy of the network to make it serve this task, for networks that hold
-                the task as a state; for instance ``lambda net: net.select(task)``.
+                the task as a state; for instance ``lambda net: net.select(task)``. A network that it
+                returns, with the same parameters, is taken in place of the copy.
 
         Raises:
             InputError: If the method lacks what it needs to know of the task.
@@ -331,6 +345,21 @@ class ContinualMethod(Shown, ABC):
         """The terms that add anything."""
         return [term for term in self._terms if self.strength > 0 and term.precision.names]
 
+    def _require_kept(self, missing: Collection[str]) -> None:
+        """Raise if parameters have other names now in modules that are still there; heads may go."""
+        modules = dict(unwrapped(self.model).named_modules()) if missing else {}
+        modules = {own_name(name): module for name, module in modules.items()}
+        for name in sorted(missing):
+            owner, _, own = name.rpartition(".")
+            if owner in modules and any(True for _ in modules[owner].parameters()):
+                raise ModelError(
+                    f"parameter {name!r}, which is remembered, is not in the network any more, whose module "
+                    f"{owner!r} ({type(modules[owner]).__name__}) has parameters without {own!r}",
+                    expected="parameters that keep their names",
+                    remedy="parametrize or replace a module before the first task is consolidated, or give "
+                    "what replaces it another name",
+                )
+
     def _ready(self) -> tuple[list[Quadratic], Live]:
         """The terms and the parameters, in one place."""
         live = Live.of(self.model)
@@ -342,6 +371,7 @@ class ContinualMethod(Shown, ABC):
             self.to(some.device, kind)
             quadratics = self._active()
         known = {name for term in quadratics for name in term.precision.names}
+        self._require_kept(known - set(live.tensors))
         if known and not known & set(live.tensors):
             raise ModelError(
                 f"none of the {len(known)} parameters that are remembered is in the network, such as "

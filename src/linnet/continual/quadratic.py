@@ -12,16 +12,14 @@ whose δ is what is trained.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from linnet.curvatures.layers import Layer, Part
 from linnet.errors import InputError, ModelError
@@ -45,6 +43,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def own_name(name: str) -> str:
+    """The name of a parameter as it is without parts of the network that are compiled."""
+    return name.replace("_orig_mod.", "")
+
+
 @dataclass(frozen=True, eq=False)
 class Live:
     """The parameters as they are now."""
@@ -59,7 +62,7 @@ class Live:
         network = unwrapped(model)
         if isinstance(network, Linearized):
             return cls(network.delta, network.theta0)
-        return cls({n: p for n, p in network.named_parameters() if p.is_floating_point()})
+        return cls({own_name(n): p for n, p in network.named_parameters() if p.is_floating_point()})
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Live:
         """The same with other tensors in place of some."""
@@ -100,22 +103,6 @@ def require_shape(shape: tuple[int, ...], before: tuple[int, ...], name: str) ->
             expected="parameters that keep their shape",
             remedy="give new classes a head of their own, and what replaces a parameter a new name",
         )
-
-
-@contextlib.contextmanager
-def same_random_state(data: Any) -> Iterator[None]:
-    """Random generators as they were, once the block is left: reading a loader draws from them."""
-    generators: list[torch.Generator] = []
-    if isinstance(data, DataLoader):
-        own = (data.generator, getattr(data.sampler, "generator", None))
-        generators = [g for g in own if isinstance(g, torch.Generator)]
-    states = [g.get_state() for g in generators]
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
 
 
 MERGES = ("svd", "kl", "count", "exact")

@@ -368,7 +368,7 @@ def items_of(data: Any) -> Iterator[Any]:
     """What data yield, from the beginning; no random stream moves."""
     if is_data_set(data) and not isinstance(data, IterableDataset):
         return (data[i] for i in range(len(data)))
-    with random_kept(data, getattr(data, "sampler", None)):
+    with random_kept(data):
         return iter(data)
 
 

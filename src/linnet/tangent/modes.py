@@ -218,8 +218,9 @@ def _usable(x: Any) -> Any:
 
 @contextlib.contextmanager
 def random_kept(*sources: Any) -> Iterator[None]:
-    """The random streams of the process, and those of some generators, as they were."""
-    own = [g for g in (getattr(source, "generator", None) for source in sources) if g is not None]
+    """The random streams of the process, and those of samplers and loaders, as they were."""
+    every = (*sources, *(getattr(source, "sampler", None) for source in sources))
+    own = [g for g in (getattr(source, "generator", None) for source in every) if g is not None]
     mine = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
     python, array = random.getstate(), np.random.get_state()  # noqa: NPY002 - samplers draw from it
     try:
