@@ -76,8 +76,9 @@ def avalanche_loop(net: nn.Module, plugin: Any, seed: int) -> None:
 def lightning_loop(net: nn.Module, callback: Any, seed: int, accumulate: int = 1) -> None:
     """The order of automatic optimization: backward, on_before_optimizer_step, step, on_train_batch_end."""
     x, y = small_task(seed)
-    trainer = SimpleNamespace(train_dataloader=DataLoader(TensorDataset(x, y), batch_size=24))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(x, y), batch_size=24)
+    trainer = SimpleNamespace(train_dataloader=loader, optimizers=[optimizer])
     for batch in range(4 * accumulate):
         if batch % accumulate == 0:
             optimizer.zero_grad()
