@@ -399,6 +399,10 @@ def check_command(*, options: TaskOptions, batch: int = 8) -> dict[str, Any]:
     Args:
         batch: Samples to try the network on.
     """
+    if options.data.suffix == TEXTS:
+        from linnet.app.runs import adapter
+
+        return _told(*adapter.check(options))
     from linnet.app.runs.adaptation import check_task
 
     return _told(*check_task(options, batch))

@@ -66,7 +66,8 @@ class TaskOptions(NetworkOptions):
     """A network and the data of a task.
 
     Args:
-        data: The data: an image folder with one folder per class, an ``.npz`` archive or a table.
+        data: The data: an image folder with one folder per class, an ``.npz`` archive, a table, or a
+            ``.jsonl`` file of texts for a language model, ``hf:FOLDER``.
     """
 
     data: Path

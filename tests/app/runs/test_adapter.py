@@ -128,6 +128,22 @@ def test_what_a_run_says_of_itself(shop: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.long
+def test_a_check_says_what_a_fit_takes(shop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "--model", f"hf:{shop / 'net'}", "--data", shop / "facts.jsonl"]
+    linnet(*words)
+    said = capsys.readouterr().out
+    assert said.startswith("ready: linnet adapt takes this network and these texts")
+    linnet(*words, "--json")
+    told = json.loads(capsys.readouterr().out)
+    run = json.loads((shop / "run" / "result.json").read_text())
+    assert told["parameters"] == run["fit"]["parameters"]
+    assert (told["train"], told["tokens"]) == (run["train"], run["tokens"])
+    assert told["seconds"]["product"] > 0
+    assert told["bytes"]["texts"] > 0
+    linnet(*words, "--shots", 3, code=2)
+    assert "no meaning for texts" in capsys.readouterr().err
+
+
 def test_the_ridge_is_chosen_by_texts_held_out(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "RIDGES", (3.0, 0.3))
     run = adapt(shop, "chosen", "--ridge", "auto", "--model-args.r", 2, "--model-args.layers", 2)

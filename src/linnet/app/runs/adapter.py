@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.app.options import TEXTS, AdaptOptions, RunOptions, listed
-from linnet.app.runs.adaptation import Stages
+from linnet.app.options import TEXTS, AdaptOptions, RunOptions, TaskOptions, listed
+from linnet.app.runs.adaptation import Stages, seconds_each
 from linnet.app.runs.changes import unused
 from linnet.app.runs.folder import ADAPTER, Origin, check_files, read_record, understood, write_run
 from linnet.app.runs.place import RECORD, check_file, check_free, check_out, clear_run, leave, writing
@@ -32,21 +32,24 @@ from linnet.errors import DataError, FileFormatError, InputError, LinnetError, M
 from linnet.files import load as load_tree
 from linnet.files import read_json, require_file, save, write_json
 from linnet.fitting.fit import fit as fit_linear
-from linnet.fitting.position_fit import PositionFit
+from linnet.fitting.position_fit import PositionFit, position_problem
 from linnet.integrations.language import language_model
 from linnet.integrations.text import PAIRS, RECORDS, tokenized, unnamed
 from linnet.machine import find_device
+from linnet.memory import format_bytes
 from linnet.params import instance, integer, number
 from linnet.progress import waiting
 from linnet.report.numbers import duration
 from linnet.saved import load
 from linnet.tangent.batch import IGNORED, MASK
+from linnet.tangent.data import Data
 from linnet.tangent.linearized import linearize
-from linnet.tree import hash_tensors
+from linnet.tree import hash_tensors, tensors_in
 
 Told = tuple[dict[str, Any], list[str]]  # a result, and lines for people
 RIDGES = (10.0, 1.0, 0.1, 0.01, 0.001)  # tried from the largest on, as long as the next one is better
 AFFORDABLE = 100  # texts on which the ridge is chosen, and that are held out: that takes ten fits or more
+TIMED = 8  # texts on which a product is timed
 FEW, PARTS = 20, 10  # texts that are each held out alone; parts of more that are held out together
 ALONE = 0.1  # the ridge of a single text
 GIVEN = "as given"  # why the ridge is what it is
@@ -345,6 +348,37 @@ def rows_of(texts: Texts, batch: dict[str, Tensor], **losses: Tensor) -> list[di
     values = zip(*(column.tolist() for column in columns.values()), strict=True)
     named = zip(texts.ids, map(_said, texts.records), values, strict=True)
     return [{"id": name, "text": text, **dict(zip(columns, row, strict=True))} for name, text, row in named]
+
+
+def check(options: TaskOptions) -> Told:
+    """Whether an adapter can be fitted to texts, what of them is kept, and how long a product takes."""
+    given = AdaptOptions(**{one.name: getattr(options, one.name) for one in fields(options)})
+    spec, device = _checked(given, False), find_device(options.device)
+    network, tokenizer, told = _built(spec, dict(options.model_args or {}), options.seed)
+    texts = read_texts(options.data, tokenizer, "train")
+    batch, lin = _batch(texts, tokenizer), linearize(network.to(device), params="lora")
+    few = {name: part[:TIMED] for name, part in batch.items()}
+    x, y = Data.of(few, lin.function).pair
+    problem = position_problem(lin.function, x, y, -1, options.memory)
+    product, v = problem.hessian(problem.base), torch.ones(lin.space.dim, device=device)
+    each = seconds_each(lambda _: product.mv(v).sum().item(), y)
+    kept = problem.base.nbytes + sum(t.nbytes for t in tensors_in(problem.x))
+    weights = sum(t.nbytes for t in {id(t): t for t in network.state_dict().values()}.values())
+    n, tokens, width = len(texts.ids), int(_tokens(batch["labels"]).sum()), batch["input_ids"].shape[1]
+    size, seconds = {"network": weights, "texts": kept * n // len(y)}, each * n
+    result: dict[str, Any] = {
+        "command": "check", "ok": True, "train": n, "tokens": tokens, "longest": width, "network": told,
+        "parameters": lin.space.dim, "bytes": size, "seconds": {"product": seconds},
+    }  # fmt: skip
+    tries = len(RIDGES) * (1 + (n if n <= FEW else PARTS))
+    return result, [
+        "ready: linnet adapt takes this network and these texts",
+        f"texts: {n}, with {tokens} tokens to learn, the longest of {width}",
+        f"network: {told}; {lin.space.dim:,} weights take part",
+        f"memory: {format_bytes(weights)} for the network, {format_bytes(size['texts'])} kept of the texts",
+        f"time: about {duration(seconds)} for a product with the curvature; a fit takes some 30 to 300",
+        f"without --ridge up to {tries} fits of at most {AFFORDABLE} texts choose it, each from the last",
+    ]
 
 
 # Folders
