@@ -361,30 +361,36 @@ def quality(one: dict[str, Any], wanted: dict[str, Any]) -> float:
     return float(ks_2samp(one["gone: truth ratios"], wanted["gone: truth ratios"]).pvalue)
 
 
+SCORES = ("gone: answer", "gone: paraphrase", "rest: answer", "rest: paraphrase")
+HELD = ("gone: held-out loss", "rest: held-out loss")
+
+
 def table(cells: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a row a model."""
-    header = (
-        "model",
-        "forgotten answers",
-        "reworded",
-        "kept answers",
-        "reworded",
-        "reworded, nats a token",
-        "forget quality p",
-        "general loss",
-        "seconds",
-    )
-    rows = []
+    """Markdown: a row a model, means over seeds, and the p-value of each."""
+    header = ["model", "forgotten answers", "reworded", "kept answers", "reworded", "reworded, nats a token"]
+    header += ["forget quality p", "general loss", "seconds"]
+    known: dict[str, list[tuple[dict[str, Any], dict[str, Any] | None]]] = {}
     for cell in cells:
         models = cell["models"]
         for name, one in models.items():
             wanted = models.get(f"{name.split(',')[0]}, never saw them")
-            p = "–" if wanted is None or wanted is one else f"{quality(one, wanted):.2g}"
-            percents = [f"{100 * one[key]:.1f}" for key in
-                        ("gone: answer", "gone: paraphrase", "rest: answer", "rest: paraphrase")]  # fmt: skip
-            took = f"{one['took']:.0f}" if "took" in one else "–"
-            held = f"{(one['gone: held-out loss'] + one['rest: held-out loss']) / 2:.2f}"
-            rows.append((name, *percents, held, p, f"{one['general loss']:.3f}", took))
+            known.setdefault(name, []).append((one, wanted))
+    rows = []
+    for name, every in known.items():
+        mean = {
+            key: sum(one[key] for one, _ in every) / len(every)
+            for key in (*SCORES, *HELD, "general loss", "took")
+            if key in every[0][0]
+        }
+        tested = [quality(one, wanted) for one, wanted in every if wanted is not None and wanted is not one]
+        rows.append([
+            name,
+            *(f"{100 * mean[key]:.1f}" for key in SCORES),
+            f"{sum(mean[key] for key in HELD) / 2:.2f}" if HELD[0] in mean else "–",
+            " and ".join(f"{p:.2g}" for p in tested) or "–",
+            f"{mean['general loss']:.3f}",
+            f"{mean['took']:.0f}" if "took" in mean else "–",
+        ])  # fmt: skip
     return markdown(header, rows)
 
 
