@@ -5,10 +5,11 @@ raised errors stand those with a ridge chosen anew without each sample, which le
 Values: samples of UCI sets behind a random network. Beside the jackknife+ are the Gaussian interval of
 ``predictive(x).with_noise()`` and split conformal prediction, which fits half of the samples and takes the
 errors on the others. Peers: full conformal prediction of the same ridge regression, MAPIE's intervals by five
-folds and by a split, and crepes' by a split, around the same fits. Classes: samples of image and text sets
-behind trained networks, with the accuracy, the size of the sets, and how often the right class is held in the
-class where that is least often. Widths are relative to split conformal's, of simulated tasks to what the root
-mean squared error asks for.
+folds and by a split, and crepes' by a split, around the same fits. Shift: new inputs that are likelier far
+along the first direction of the training's, with and without ``shift=``. Classes: samples of image and text
+sets behind trained networks, with the accuracy, the size of the sets, and how often the right class is held
+in the class where that is least often. Widths are relative to split conformal's, of simulated tasks to what
+the root mean squared error asks for.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ TASKS = (
     ("minilm6", "emotions"),
 )
 POOL, TESTS = 3000, 1000
+SHIFT_COUNTS, TILT, TESTED = (50, 200), 1.0, 300  # of new inputs exp(x) times as likely at x deviations
 
 
 def chosen_anew(fit: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,6 +200,37 @@ def beside_peers(way: str, data: tuple[Tensor, Tensor], n: int, seed: int) -> di
     return compared(ends, truth, wide) | seconds
 
 
+def shifted(way: str, data: tuple[Tensor, Tensor], n: int, seed: int) -> dict[str, float]:
+    """Coverage and width where new inputs are likelier far along the first direction of the training's."""
+    # Source of the tilt: Tibshirani, Barber, Candès and Ramdas, NeurIPS 2019, section 2.3
+    from sklearn.linear_model import LogisticRegression
+
+    x, y = data[0], data[1][:, None]
+    direction = torch.linalg.svd(x[:n] - x[:n].mean(0), full_matrices=False)[2][0]
+    along = x @ direction
+    ratio = (TILT * (along - along[:n].mean()) / along[:n].std()).exp()
+    drawn = n + torch.multinomial(ratio[n:], TESTED, True, generator=torch.Generator().manual_seed(seed))
+    new, truth = x[drawn], y[drawn]
+    fit = fitted(way, network(x.shape[1], seed), (x[:n], y[:n]))
+    both = torch.cat([x[:n], new]).numpy()
+    told = LogisticRegression(max_iter=1000).fit(both, [0] * n + [1] * len(new)).predict_proba(both)
+    odds = torch.as_tensor(told[:, 1] / told[:, 0])
+    ends = {
+        "as it is": fit.interval(new, COVERAGE),
+        "ratio known": fit.interval(new, COVERAGE, shift=(ratio[:n], ratio[drawn])),
+        "by a classifier": fit.interval(new, COVERAGE, shift=(odds[:n], odds[n:])),
+    }
+    found = {}
+    for name, each in ends.items():
+        low, high = each.unbind(2)
+        found[f"{name} covered"] = float(((low <= truth) & (truth <= high)).double().mean())
+        bounded = (high - low).isfinite()
+        found[f"{name} bounded"] = float(bounded.double().mean())
+        found[f"{name} width"] = float((high - low)[bounded].mean()) if bounded.any() else float("nan")
+    found["numbers"] = float(ratio[:n].sum().square() / ratio[:n].square().sum())
+    return found
+
+
 @lru_cache(maxsize=1)
 def task(key: str, name: str, data_dir: str | None) -> tuple[Any, ...]:
     """A trained network, its pool of samples and test samples."""
@@ -251,6 +284,26 @@ def intervals(cells: Sequence[Cell]) -> str:
     return markdown(header, rows)
 
 
+SHIFTS = ("as it is", "ratio known", "by a classifier")
+
+
+def shifts(cells: Sequence[Cell]) -> str:
+    """Markdown: a row for each way to choose the ridge and number of samples, where inputs have shifted."""
+    header = ["ridge by", "N", "N in effect", *(f"{name}: held %" for name in SHIFTS)]
+    header += [f"{name}: bounded %" for name in SHIFTS[1:]]
+    rows = []
+    for way in WAYS:
+        for n in SHIFT_COUNTS:
+            where = {"part": "shift", "way": way, "n": n}
+            if not (effect := chosen(cells, "numbers", **where)):
+                continue
+            held = [with_error(chosen(cells, f"{name} covered", **where), 1, 100) for name in SHIFTS]
+            bounded = [chosen(cells, f"{name} bounded", **where) for name in SHIFTS[1:]]
+            shares = [f"{100 * mean_and_error(one)[0]:.0f}" for one in bounded]
+            rows.append([way, str(n), f"{mean_and_error(effect)[0]:.0f}", *held, *shares])
+    return markdown(header, rows)
+
+
 PEERS = ("jackknife+", "full", "MAPIE, five folds", "MAPIE, split", "crepes, split")
 PEER_COUNTS = (20, 50, 100, 200)
 
@@ -288,7 +341,7 @@ def sets(cells: Sequence[Cell]) -> str:
     return markdown(header, rows)
 
 
-PARTS = ("simulated", "values", "classes", "peers")
+PARTS = ("simulated", "values", "classes", "peers", "shift")
 
 
 def main() -> None:
@@ -302,6 +355,8 @@ def main() -> None:
         n, seed, folder = what["n"], what["seed"], given.data_dir
         if what["part"] == "classes":
             return classes(what["key"], what["task"], n, seed, folder)
+        if what["part"] == "shift":
+            return shifted(what["way"], measured(what["task"], n, seed, folder), n, seed)
         if what["part"] == "peers":
             return beside_peers(what["way"], measured(what["task"], n, seed, folder), n, seed)
         if what["part"] == "values":
@@ -320,8 +375,9 @@ def main() -> None:
                 at = {"key": key, "network": NETWORKS[key].name, "task": name}
                 every.append({"part": "classes", **at, **where})
     every += [
-        {"part": "peers", "way": way, "task": name, "n": n, "seed": seed}
-        for n in PEER_COUNTS
+        {"part": part, "way": way, "task": name, "n": n, "seed": seed}
+        for part, counts in (("peers", PEER_COUNTS), ("shift", SHIFT_COUNTS))
+        for n in counts
         for seed in study.seeds
         for way in WAYS
         for name in UCI
@@ -329,7 +385,7 @@ def main() -> None:
     every = [what for what in every if what["part"] in given.parts]
     every.sort(key=lambda what: str(what["task"]))  # a network and its samples are read once
     cells = [study.cell(what, partial(compute, what)) for what in every]
-    parts = [simulations(cells), intervals(cells), sets(cells), peers(cells)]
+    parts = [simulations(cells), intervals(cells), sets(cells), peers(cells), shifts(cells)]
     study.publish("\n\n".join(parts), cells)
 
 

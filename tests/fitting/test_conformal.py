@@ -291,3 +291,79 @@ def test_the_number_of_examples_that_a_coverage_needs(coverage: float) -> None:
     n = conformal.needed(coverage)
     assert conformal.rank(n, coverage) == n
     assert conformal.rank(n - 1, coverage) > n - 1
+
+
+# -- inputs that are distributed otherwise ---------------------------------------------------------
+
+
+def weighted_place(values: Tensor, weights: Tensor, new: float, share: float) -> float:
+    """The least value that enough weight does not exceed, with a point of weight ``new`` at infinity."""
+    total = float(weights.sum()) + new
+    for place in values.argsort():
+        if float(weights[values <= values[place]].sum()) >= share * total - 1e-9:
+            return float(values[place])
+    return math.inf
+
+
+@pytest.mark.parametrize("kind", ["fit", "adapt"])
+def test_intervals_for_other_inputs(kind: str) -> None:
+    data, (x, _) = values(19), values(5, 7)
+    fit = KINDS[kind](network(2), data)
+    own, left = without_each(fit, x)
+    off, known = (data[1] - own).abs(), data[0][:, 0].exp()
+    new = torch.cat([x[:4, 0].exp(), torch.tensor([1e3]).double()])
+    found = fit.interval(x, 0.7, shift=(7 * known, 7 * new))
+    for t in range(5):
+        for c in range(2):
+            high = weighted_place(left[:, t, c] + off[:, c], known, float(new[t]), 0.7)
+            low = -weighted_place(off[:, c] - left[:, t, c], known, float(new[t]), 0.7)
+            assert found[t, c].tolist() == pytest.approx([low, high], abs=1e-8)
+    assert found[4].isinf().all()  # nothing is like it
+    same = torch.ones(19), torch.ones(5)
+    torch.testing.assert_close(fit.interval(x, 0.7, shift=same), fit.interval(x, 0.7))
+
+
+@pytest.mark.parametrize("by_class", [False, True])
+def test_sets_for_other_inputs(by_class: bool) -> None:
+    data, (x, _) = classes(40), classes(60, 7)
+    fit = linnet.adapt(network(3), data)
+    shift = torch.ones(40), torch.ones(60)
+    plain = fit.sets(x, 0.8, by_class=by_class)
+    assert torch.equal(fit.sets(x, 0.8, by_class=by_class, shift=shift), plain)
+    fit.memory = "20KB"  # some at a time
+    shift = data[0][:, 0].exp(), torch.cat([x[:59, 0].exp(), torch.tensor([1e6]).double()])
+    found = fit.sets(x, 0.8, by_class=by_class, shift=shift)
+    fit.memory = None
+    assert torch.equal(fit.sets(x, 0.8, by_class=by_class, shift=shift), found)
+    assert found[59].all()  # nothing is like it
+    assert not torch.equal(found[:59], plain[:59])
+
+
+@pytest.mark.long
+def test_what_is_known_of_other_inputs_keeps_the_promise() -> None:
+    layer, held = nn.Linear(4, 1).double(), {"plain": [], "shifted": []}  # type: ignore[var-annotated]
+    for seed in range(60):
+        (x, new), (y, truth) = draws(seed, 60)
+        fit = linnet.fit(linnet.linearize(layer), (x, y), ridge=1.0)
+        known, ratio = x[:, 0].exp(), new[:, 0].exp()  # the new inputs are those of larger x, where noise is
+        drawn = torch.multinomial(ratio, 100, True, generator=torch.Generator().manual_seed(seed))
+        new, truth, ratio = new[drawn], truth[drawn], ratio[drawn]
+        for name, shift in (("plain", None), ("shifted", (known, ratio))):
+            ends = fit.interval(new, 0.8, shift=shift)[:, 0]
+            held[name].append(float(((ends[:, :1] <= truth) & (truth <= ends[:, 1:])).double().mean()))
+    assert np.mean(held["plain"]) < 0.75
+    assert np.mean(held["shifted"]) == pytest.approx(0.8, abs=4 * np.std(held["shifted"]) / 60**0.5 + 0.01)
+
+
+@pytest.mark.parametrize(
+    "shift",
+    [
+        1.0, (torch.ones(19),), (torch.ones(18), torch.ones(5)), (torch.ones(19), torch.zeros(5)),
+        (torch.ones(19), "b"), (torch.ones(19), torch.full((5,), math.nan)),
+        (torch.ones(19).bool(), torch.ones(5)), (torch.ones(19), torch.ones(5, 1)),
+    ],
+)  # fmt: skip
+def test_a_shift_that_cannot_be(shift: object) -> None:
+    fit = linnet.adapt(network(2), values(19))
+    with pytest.raises(InputError, match=r"shift.*a pair of positive numbers"):
+        fit.interval(values(5, 7)[0], 0.7, shift=shift)

@@ -103,7 +103,7 @@ _NAMES = {
     "layer "
     "form link matrix merge method name neighbors of parametrization pin predict prior psd "
     "recipe reduction root schedule score search sharing solver source space structure structures "
-    "to variant keep preconditioner loss names mode like metric sample_weight",
+    "to variant keep preconditioner loss names mode like metric sample_weight shift",
     "made": "ax curvature fit forgotten lin likelihood moment param_group report seen description "
     "augmentation operator memory device dtype candidates gram directions pooling training run inference "
     "passes",

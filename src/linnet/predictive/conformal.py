@@ -11,14 +11,15 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.params import flag, integer, number
+from linnet.params import flag, integer, number, refuse, tensor
 from linnet.predictive.model import PredictiveModel
-from linnet.tangent.batch import Inputs, hash_examples
+from linnet.tangent.batch import Inputs, batch_size, hash_examples
 from linnet.tangent.modes import in_exact_mode
 
 ROUNDING = 1e-9  # of a share of a count: 0.7 of ten is seven
@@ -50,12 +51,48 @@ def require_enough(n: float, coverage: float) -> None:
         )
 
 
-def jackknife(left: Tensor, errors: Tensor, coverage: float, weights: Tensor | None = None) -> Tensor:
-    """Lower and upper ends of intervals, (T, C, 2), by the outputs of each fit without one example."""
-    # left (N, T, C) or (1, T, C), errors (N, C) ≥ 0, weights (N,): how often each example counts
-    # Source: Barber et al., Annals of Statistics 49 (2021), equation (1.4)
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """How often examples count: by their weights in the loss, and where new inputs are others than these."""
+
+    known: Tensor  # of the training examples, (N,)
+    new: Tensor  # of the new ones beside these, (T,), or (1,) for all
+
+    def part(self, begin: int, end: int) -> Counts:
+        """For some of the new examples."""
+        return self if len(self.new) == 1 else Counts(self.known, self.new[begin:end])
+
+
+def counts_of(weights: Tensor | None, shift: Any, n: int, t: int) -> Counts | None:
+    """How often N training and T new examples count; ``None`` where each counts once."""
+    # weights (N,)
+    if shift is None:
+        return None if weights is None else Counts(weights, weights.new_ones(1))
+    expected = f"a pair of positive numbers, one of each training example ({n},) and of each of x ({t},)"
+    remedy = "pass how many times likelier each input is among the new ones than among those of the training"
+    if not isinstance(shift, tuple | list) or len(shift) != 2:
+        refuse("shift", shift, expected, remedy)
+    found = []
+    for given, length in zip(shift, (n, t), strict=True):
+        one = tensor("shift", given, expected, remedy).detach()
+        if one.dtype == torch.bool or one.shape != (length,) or not bool((one.isfinite() & (one > 0)).all()):
+            refuse("shift", given, expected, remedy)
+        found.append(one.double())
+    known, new = found
+    mean = known.mean()
+    known, new = known / mean, new / mean
     if weights is not None:
-        below, upper = (_least(sign * left + errors[:, None], weights, coverage) for sign in (-1, 1))
+        known = known.to(weights.device) * weights
+    return Counts(known, new.to(known.device))
+
+
+def jackknife(left: Tensor, errors: Tensor, coverage: float, counts: Counts | None = None) -> Tensor:
+    """Lower and upper ends of intervals, (T, C, 2), by the outputs of each fit without one example."""
+    # left (N, T, C) or (1, T, C), errors (N, C) ≥ 0
+    # Source: Barber et al., Annals of Statistics 49 (2021), equation (1.4); with other inputs Prinster, Liu
+    # and Saria, NeurIPS 2022
+    if counts is not None:
+        below, upper = (_least(sign * left + errors[:, None], counts, coverage) for sign in (-1, 1))
         return torch.stack([-below, upper], 2)
     n = len(errors)
     above = rank(n, coverage)
@@ -64,12 +101,14 @@ def jackknife(left: Tensor, errors: Tensor, coverage: float, weights: Tensor | N
     return torch.stack([lower, upper], 2)
 
 
-def _least(values: Tensor, weights: Tensor, coverage: float) -> Tensor:
-    """The least value that examples of enough weight do not exceed, one more among them, (T, C)."""
-    # values (N, T, C), weights (N,)
+def _least(values: Tensor, counts: Counts, coverage: float) -> Tensor:
+    """The least value that examples of enough weight do not exceed, the new one among them, (T, C)."""
+    # values (N, T, C)
     ordered, order = values.sort(0)
-    fewer = weights.to(values)[order].cumsum(0) < coverage * (weights.sum() + 1) - ROUNDING
-    return ordered.gather(0, fewer.sum(0, keepdim=True))[0]
+    weights, new = counts.known.to(values), counts.new.to(values)[:, None]
+    fewer = weights[order].cumsum(0) < coverage * (weights.sum() + new) - ROUNDING
+    every = torch.cat([ordered, torch.full_like(ordered[:1], math.inf)])  # where all together are not enough
+    return every.gather(0, fewer.sum(0, keepdim=True))[0]
 
 
 def drawn(x: Inputs, seed: int) -> list[float]:
@@ -88,22 +127,23 @@ def scores(p: Tensor, draws: Tensor) -> Tensor:
 
 
 def held(
-    left: Tensor, own: Tensor, labels: Tensor, coverage: float, by_class: bool, weights: Tensor | None = None
+    left: Tensor, own: Tensor, labels: Tensor, coverage: float, by_class: bool, counts: Counts | None = None
 ) -> Tensor:
     """The classes that are no more unusual for an example than others were for theirs, (T, C) bool."""
-    # left (N, T, C) or (1, T, C): scores of classes by each fit without one example; own, labels and
-    # weights, how often each example counts, (N,)
-    # Source: Romano, Sesia and Candès, NeurIPS 2020, equation (13)
+    # left (N, T, C) or (1, T, C): scores of classes by each fit without one example; own and labels (N,)
+    # Source: Romano, Sesia and Candès, NeurIPS 2020, equation (13); with other inputs Tibshirani, Barber,
+    # Candès and Ramdas, NeurIPS 2019
     beyond = own[:, None, None] < left  # (N, T, C)
+    new = 1 if counts is None else counts.new.to(own)[:, None]
 
     def total(of: Tensor) -> Tensor:
         """How often examples count that something is true of."""
-        return of.sum(0) if weights is None else torch.tensordot(weights.to(own), of.to(own), 1)
+        return of.sum(0) if counts is None else torch.tensordot(counts.known.to(own), of.to(own), 1)
 
     if not by_class:
-        return total(beyond) < coverage * (total(torch.ones_like(own)) + 1) - ROUNDING
+        return total(beyond) < coverage * (total(torch.ones_like(own)) + new) - ROUNDING
     of_class = labels[:, None] == torch.arange(left.shape[2], device=labels.device)  # (N, C)
-    return total(beyond & of_class[:, None]) < coverage * (total(of_class) + 1) - ROUNDING
+    return total(beyond & of_class[:, None]) < coverage * (total(of_class) + new) - ROUNDING
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +187,7 @@ class CoveringModel(PredictiveModel):
         # the second (1, t, C), the same outputs, where only held-out folds are known
 
     @in_exact_mode
-    def interval(self, x: Inputs, coverage: float = 0.9) -> Tensor:
+    def interval(self, x: Inputs, coverage: float = 0.9, *, shift: Any = None) -> Tensor:
         """Intervals that hold new targets as often as ``coverage`` says, by the fits without each example.
 
         The jackknife+, in closed form: no noise model, and no examples set apart. Where new examples are like
@@ -161,9 +201,13 @@ class CoveringModel(PredictiveModel):
         Args:
             x: T examples.
             coverage: Share of new targets that are to be held, above 0 and below 1.
+            shift: Where the new inputs are distributed otherwise than those of the training: how many times
+                likelier each input is among the new ones, in any unit, as a pair, of the training examples
+                (N,) and of x (T,). Known, or by a classifier of the two: p / (1 − p).
 
         Returns:
-            Lower and upper ends, (T, C, 2), of each output alone.
+            Lower and upper ends, (T, C, 2), of each output alone; infinite where ``shift`` leaves too little
+            that is like the example.
 
         Raises:
             DataError: If x is empty or not finite.
@@ -171,7 +215,8 @@ class CoveringModel(PredictiveModel):
                 for it: coverage / (1 − coverage) are needed.
 
         Source:
-            Barber, Candès, Ramdas and Tibshirani, Annals of Statistics 49 (2021), equation (1.4).
+            Barber, Candès, Ramdas and Tibshirani, Annals of Statistics 49 (2021), equation (1.4); with
+            ``shift`` Prinster, Liu and Saria, NeurIPS 2022.
 
         Example:
             >>> import linnet
@@ -186,12 +231,18 @@ class CoveringModel(PredictiveModel):
             raise InputError("interval() of a fit of classes", "a fit of values", "take sets() for classes")
         require_enough(unseen.count, coverage)
         errors = unseen.factor * (unseen.targets.to(unseen.outputs) - unseen.outputs).abs()
-        each = self._without_each(self._examples(x))
-        found = [jackknife(left, errors, coverage, unseen.counts) for _, left in each]
+        x, found, begin = self._examples(x), [], 0
+        counts = counts_of(unseen.counts, shift, len(errors), batch_size(x))
+        for _, left in self._without_each(x):
+            end = begin + left.shape[1]
+            found.append(jackknife(left, errors, coverage, counts and counts.part(begin, end)))
+            begin = end
         return torch.cat(found).to(unseen.targets.dtype)
 
     @in_exact_mode
-    def sets(self, x: Inputs, coverage: float = 0.9, by_class: bool = False, seed: int = 0) -> Tensor:
+    def sets(
+        self, x: Inputs, coverage: float = 0.9, by_class: bool = False, seed: int = 0, *, shift: Any = None
+    ) -> Tensor:
         """Sets of classes that hold the right one as often as ``coverage`` says, by the fits without each.
 
         A class is in the set of an example unless the probability of the likelier ones is higher than it was
@@ -207,6 +258,7 @@ class CoveringModel(PredictiveModel):
                 coverage / (1 − coverage) examples are then in every set.
             seed: Of the draws by which the last class of a set is in it or not; those of an example are the
                 same wherever it comes.
+            shift: As in ``interval``.
 
         Returns:
             Whether each class is in the set, (T, C) of bool. Classes without an example are in none.
@@ -237,6 +289,7 @@ class CoveringModel(PredictiveModel):
         x, n, labels = self._examples(x), len(unseen.outputs), unseen.labels
         if not by_class:
             require_enough(unseen.count, coverage)
+        counts = counts_of(unseen.counts, shift, n, batch_size(x))
         u = unseen.outputs.new_tensor(drawn(unseen.x, seed) + drawn(x, seed))[:, None]
         p = unseen.probs(unseen.outputs)
         own = scores(p, u[:n]).gather(1, labels[:, None])[:, 0]
@@ -245,7 +298,8 @@ class CoveringModel(PredictiveModel):
             many, t, _ = left.shape
             p = unseen.probs(left.flatten(0, 1)).view(many, t, -1)
             of_classes = scores(p, u[begin : begin + t])
-            sets = held(of_classes, own, labels, coverage, by_class, unseen.counts) & known
+            some = counts and counts.part(begin - n, begin - n + t)
+            sets = held(of_classes, own, labels, coverage, by_class, some) & known
             found.append(sets.scatter(1, unseen.probs(outputs).argmax(1, keepdim=True), True))
             begin += t
         return torch.cat(found)
