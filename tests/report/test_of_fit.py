@@ -16,7 +16,7 @@ from torch import nn
 import linnet
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.pages import Page
-from linnet.report.numbers import number
+from linnet.report.numbers import number, percent
 from linnet.report.of_fit import page as report_of
 from linnet.report.of_fit import pictures
 
@@ -71,6 +71,11 @@ def test_the_page_of_classes_holds_the_numbers_of_the_fit(kind: str) -> None:
     assert 'src="data:image/png' in page.html
     assert "<h1>Three levels</h1>" in page.html
     assert "middle" in page.html
+    sets = fit.sets(TEST, 0.9)
+    held = percent(float(sets.gather(1, TEST_Y[:, None]).double().mean()))
+    assert (
+        f"hold it for {held} of 30 test samples; they are of {sets.sum(1).double().mean():.1f}" in page.html
+    )
     if kind != "cg":
         first = shown["test"]["explanations"][0]
         influence = fit.influence(TEST[first["position"]][None])[:, 0, first["predicted"]]
@@ -89,7 +94,11 @@ def test_one_output_of_two_classes_is_pushed_towards_the_predicted_one() -> None
 
 def test_the_page_of_values_holds_their_error() -> None:
     fit = fitted("values")
-    shown = report_of(fit, (TEST, TEST_VALUES)).numbers
+    page = report_of(fit, (TEST, TEST_VALUES))
+    low, high = fit.interval(TEST, 0.9)[:, 0].unbind(1)
+    held = percent(float(((low <= TEST_VALUES) & (high >= TEST_VALUES)).double().mean()))
+    assert f"each training sample, hold {held} of those of 30 test samples" in page.html
+    shown = page.numbers
     rmse = float((fit.predict(TEST)[:, 0] - TEST_VALUES).square().mean().sqrt())
     assert shown["comparison"][0]["rmse"] == pytest.approx(rmse, rel=1e-5)
     assert shown["classes"] is None

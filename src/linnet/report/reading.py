@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linnet import __version__
 from linnet.audit.mislabel import mislabeled
-from linnet.errors import InputError, NumericalError
+from linnet.errors import InputError, LinnetError, NumericalError
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linalg.factorize import decomposing
@@ -26,7 +26,7 @@ from linnet.nested.nested_fit import NestedFit
 from linnet.plots.measures import Array, calibration_error, ranking, reliability_bins
 from linnet.predictive.noise import probabilities
 from linnet.progress import track, waiting
-from linnet.report.numbers import number
+from linnet.report.numbers import number, percent
 from linnet.report.records import (
     Comparison,
     DoubtedLabel,
@@ -44,6 +44,7 @@ from linnet.tangent.batch import Inputs, batch_size, split
 
 Fit: TypeAlias = LinearFit | SoftmaxFit | NestedFit
 PROBE = "linear probe"
+_HELD, _COVERAGE = 300, 0.9  # test samples for which sets or intervals are made, and what these are to hold
 _MOST = 10**9  # bytes of kernel between new and training samples held at once
 
 
@@ -300,7 +301,35 @@ def held_out(
     if explain and in_closed_form(run.fit):
         chosen = _telling(found, samples.labels, run.classes is not None)
         explained = explanations(run, x[chosen], chosen, found)
-    return predicted(samples, found, explained)
+    held = held_in_words(run, samples, x) if explain else ""
+    return replace(predicted(samples, found, explained), held=held)
+
+
+def held_in_words(run: FittedTask, samples: Samples, x: Array) -> str:
+    """How many test samples sets of classes, or intervals, hold that are to hold nine in ten."""
+    if samples.labels is None or not len(x):
+        return ""
+    answers, inputs = np.asarray(samples.labels)[:_HELD], run.inputs(x[:_HELD])
+    of, asked = f"{number(len(answers))} test samples", percent(_COVERAGE, 0)
+    try:
+        if run.classes is not None:
+            sets = _numpy(run.fit.sets(inputs, _COVERAGE).double())
+            share, size = float(sets[np.arange(len(sets)), answers].mean()), float(sets.sum(1).mean())
+            return (
+                f"Sets of classes that are to hold the right one for {asked} of samples, by the fits without "
+                f"each training sample, hold it for {percent(share)} of {of}; they are of {size:.1f} classes "
+                f"on average, of {len(run.classes)}."
+            )
+        ends = run.fit.interval(inputs, _COVERAGE).double()
+    except LinnetError:  # such as of too few samples, or of positions with a class each
+        return ""
+    low, high = (_numpy(run.scale.inverse(one) if run.scale else one) for one in ends.unbind(2))
+    truth = answers.reshape(low.shape)
+    share = float(((low <= truth) & (truth <= high)).mean())
+    return (
+        f"Intervals that are to hold {asked} of values, by the fits without each training sample, hold "
+        f"{percent(share)} of those of {of}."
+    )
 
 
 def predicted(samples: Samples, found: Predictions, explained: tuple[Explanation, ...] = ()) -> HeldOutSet:

@@ -210,6 +210,7 @@ class HeldOutSet:
     explanations: tuple[Explanation, ...] = ()
     # unit of the uncertainty; `"%"` where it is the probability of a wrong prediction, in [0, 1]
     unit: str = ""
+    held: str = ""  # how many test samples sets or intervals hold that are to hold nine in ten
 
     def predicted(self) -> Array | None:
         """The most probable class of each sample, (N,), or None without probabilities."""
