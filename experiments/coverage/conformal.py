@@ -310,16 +310,18 @@ PEER_COUNTS = (20, 50, 100, 200)
 
 def peers(cells: Sequence[Cell]) -> str:
     """Markdown: a row for each way to choose the ridge, number of samples and kind of interval."""
-    header = ("ridge by", "N", "interval", "held %", "median width by the split's", "seconds")
+    header = ("ridge by", "N", "interval", "held %", "median width", "mean width", "seconds")
     rows = []
     for way in WAYS:
         for n in PEER_COUNTS:
-            own = [cell for cell in cells if (cell["part"], cell["way"], cell["n"]) == ("peers", way, n)]
+            where = {"part": "peers", "way": way, "n": n}
+            own = [cell for cell in cells if where.items() <= cell.items()]
             for name in PEERS if own else ():
                 held = with_error(chosen(own, f"{name} covered"), 1, 100)
-                wide = f"{torch.tensor(chosen(own, f'{name} width')).median():.2f}"
+                width = chosen(own, f"{name} width")
+                middle, mean = f"{torch.tensor(width).median():.2f}", f"{mean_and_error(width)[0]:.2f}"
                 seconds = mean_and_error(chosen(own, f"{name} seconds"))[0]
-                rows.append((way, str(n), name, held, wide, f"{seconds:.2f}"))
+                rows.append((way, str(n), name, held, middle, mean, f"{seconds:.2f}"))
     return markdown(header, rows)
 
 
