@@ -504,8 +504,8 @@ class JacobianOperator(Bidirectional):
 class NormalOperator(LinearOperator):
     """JᵀJ over a data set, P × P: one JVP and one VJP a batch, in one pass over the data."""
 
-    def __init__(self, jacobian: JacobianOperator, on_pass: Callable[[], None] | None = None) -> None:
-        self.jacobian, self.on_pass = jacobian, on_pass
+    def __init__(self, jacobian: JacobianOperator) -> None:
+        self.jacobian = jacobian
         self.shape = (jacobian.shape[1], jacobian.shape[1])
         self.dtype, self.device, self.space = jacobian.dtype, jacobian.device, jacobian.space
 
@@ -519,8 +519,6 @@ class NormalOperator(LinearOperator):
             for _, part in own_parts(self.jacobian.x, self.jacobian.block):
                 require_finite_product(function, part, total, [v])
         share_sum([total])
-        if self.on_pass is not None:
-            self.on_pass()
         return total
 
     @property

@@ -279,29 +279,12 @@ def _is_transpose(view: Tensor, leaf: Tensor) -> bool:
     )
 
 
-def _without_override_check(composite: Callable[..., Any]) -> Callable[..., Any]:
-    """The same Python function, but its own call is not intercepted; the calls inside it are."""
-    assert isinstance(composite, types.FunctionType)
-    scope = {**composite.__globals__, "has_torch_function": lambda *_: False}
-    return (
-        types.FunctionType(
-            composite.__code__, scope, composite.__name__, composite.__defaults__, composite.__closure__
-        )
-        if composite.__kwdefaults__ is None
-        else _with_keyword_defaults(composite, scope)
-    )
-
-
-def _with_keyword_defaults(composite: types.FunctionType, scope: dict[str, Any]) -> Callable[..., Any]:
-    """As above for a function with keyword-only defaults."""
-    clone = types.FunctionType(
-        composite.__code__, scope, composite.__name__, composite.__defaults__, composite.__closure__
-    )
-    clone.__kwdefaults__ = composite.__kwdefaults__
-    return clone
-
-
-_attention_body = _without_override_check(F.multi_head_attention_forward)
+# the same Python function, but its own call is not intercepted; the calls inside it are
+_attention_body = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda *_: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
 
 
 def channels_last(x: Tensor) -> Tensor:
