@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from linnet.errors import InputError, ModelError
 from linnet.fitting.head import Probe, with_head
@@ -26,6 +25,7 @@ from linnet.params import call, choice, instance, integer, number, refuse, tenso
 from linnet.tangent.batch import split, take
 from linnet.tangent.data import Data
 from linnet.tangent.functional import Functional
+from linnet.tangent.modes import CallMode
 from linnet.tangent.selection import require_module
 
 ROOTS = ("newton-schulz", "eigen")
@@ -204,19 +204,14 @@ class BilinearNetwork(nn.Module):
         return found
 
 
-class _Tap(TorchFunctionMode):
+class _Tap(CallMode):
     """Keeps the input of the last global average pooling."""
 
     found: Tensor | None = None
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        kinds: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result; the input of a pooling is kept."""
+        result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         x = args[0] if args else None
         if name in _POOLS and isinstance(x, Tensor) and x.ndim == 4 and x.shape[2:].numel() > 1:

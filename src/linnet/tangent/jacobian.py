@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
 
 from linnet.distributed import all_rows, share_sum
 from linnet.errors import InputError
@@ -42,7 +41,7 @@ from linnet.tangent.forward_mode import (
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
 from linnet.tangent.independence import require_independence, require_own_rows
-from linnet.tangent.modes import differentiable_kernels, first_order, in_exact_mode
+from linnet.tangent.modes import CallMode, differentiable_kernels, first_order, in_exact_mode
 from linnet.tangent.nonfinite import refuse_derivative, require_finite_derivative
 from linnet.tree import tensors_in
 
@@ -127,7 +126,7 @@ def find_folds(function: Functional, x: Inputs) -> dict[int, Normalization]:
     }
 
 
-class _FoldWatcher(TorchFunctionMode):
+class _FoldWatcher(CallMode):
     """Notes what becomes of the results of convolutions."""
 
     def __init__(self, theta: Params) -> None:
@@ -136,10 +135,8 @@ class _FoldWatcher(TorchFunctionMode):
         self.names = {id(t): name for name, t in self.params.items()}
         self.consumers: dict[int, list[Normalization | None]] = {}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result, and who reads the results of convolutions."""
         result = func(*args, **kwargs)
         if not tensors_in(result):
             return result  # a property such as the shape
@@ -182,17 +179,15 @@ class _Pending:
     inputs: tuple[Dual, Dual, Dual]  # input, weight, bias
 
 
-class Folding(TorchFunctionMode):
+class Folding(CallMode):
     """Runs a pass in forward mode with the tangents of normalizations folded."""
 
     def __init__(self, folds: dict[int, Normalization], params: Params) -> None:
         super().__init__()
         self.folds, self.params, self.seen, self.closed = folds, params, 0, 0
 
-    def __torch_function__(
-        self, func: Callable[..., Any], kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result, with the tangent of a normalization folded."""
         name = getattr(func, "__name__", "")
         if name in CONVOLUTIONS:
             return self._convolve(func, *args, **kwargs)

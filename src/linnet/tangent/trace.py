@@ -22,12 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from linnet.tangent.batch import Inputs, batch_size, example_shapes
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import STRIDES_KEPT, Functional
-from linnet.tangent.modes import first_order, in_exact_mode
+from linnet.tangent.modes import CallMode, first_order, in_exact_mode
 from linnet.tangent.operations import REPEATING, describe
 from linnet.tangent.rules import Operand, Result, Use
 from linnet.tree import map_tensors, tensors_in
@@ -124,7 +123,7 @@ _MOVING = {
 }
 
 
-class _UseRecorder(TorchFunctionMode):
+class _UseRecorder(CallMode):
     """Notes uses while the network runs."""
 
     def __init__(self, n: int) -> None:
@@ -134,14 +133,8 @@ class _UseRecorder(TorchFunctionMode):
         self.unhandled: dict[str, set[str]] = {}
         self.moved = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        kinds: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result, marked, and a use noted."""
         if func is F.multi_head_attention_forward:
             with self:  # a composite: look inside
                 return _attention_body(*args, **kwargs)
