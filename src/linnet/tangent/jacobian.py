@@ -39,7 +39,7 @@ from linnet.tangent.forward_mode import (
     random_direction,
 )
 from linnet.tangent.functional import Functional
-from linnet.tangent.gradients import batched_grad
+from linnet.tangent.gradients import pulled_back
 from linnet.tangent.independence import require_independence, require_own_rows
 from linnet.tangent.modes import CallMode, differentiable_kernels, first_order, in_exact_mode
 from linnet.tangent.nonfinite import refuse_derivative, require_finite_derivative
@@ -413,12 +413,7 @@ def vjp_columns(function: Functional, x: Inputs, u: Tensor, checked: bool = True
     columns = u[None] if u.ndim == 2 else u.movedim(2, 0)
     if not value.requires_grad or not u.numel():
         return u.new_zeros(function.space.dim, *u.shape[2:])
-    grads = batched_grad(value, list(leaves.values()), columns, keep=False)
-    parts = [
-        leaf.new_zeros(columns.shape[0], leaf.numel()) if g is None else g.reshape(columns.shape[0], -1)
-        for g, leaf in zip(grads, leaves.values(), strict=True)
-    ]
-    flat = torch.cat(parts, 1)
+    flat = pulled_back(value, list(leaves.values()), columns)
     if checked:
         require_finite_product(function, x, flat, [u])
     return flat[0] if u.ndim == 2 else flat.T
