@@ -29,6 +29,7 @@ from linnet.tangent.modes import CallMode
 from linnet.tangent.selection import require_module
 
 ROOTS = ("newton-schulz", "eigen")
+BATCH = 64  # examples whose channels are compared at once
 _POOLS = frozenset({"adaptive_avg_pool2d", "avg_pool2d", "mean"})
 
 
@@ -350,10 +351,10 @@ def _maps(network: BilinearNetwork, x: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _principal_channels(network: BilinearNetwork, x: Any, channels: int, batch: int = 64) -> nn.Module:
+def _principal_channels(network: BilinearNetwork, x: Any, channels: int) -> nn.Module:
     """A 1 x 1 convolution to the leading principal components of the channels."""
     total: Tensor | float = 0.0
-    for part in split(x, batch):
+    for part in split(x, BATCH):
         z = _maps(network, part).flatten(2).double()
         centered = z - z.mean(2, keepdim=True)
         total = total + (centered @ centered.transpose(1, 2)).sum(0)
