@@ -60,7 +60,7 @@ from linnet.params import seed as checked_seed
 from linnet.progress import Log
 from linnet.solvers.lanczos import power_method
 from linnet.tangent.batch import Inputs, concatenate, made_up
-from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.functional import Functional, OutputAdapter, without_wrapper
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector, require_module, select_parameters, selected
@@ -350,7 +350,7 @@ class Prepared:
         self.call, self.examples, self.view = call, examples, view
         self.notes: list[str] = []  # what was done, one sentence each
         model, recipe = call.model, call.recipe
-        network: nn.Module = getattr(model, "_orig_mod", model)
+        network = without_wrapper(model)
         if recipe.leaky:
             network = leaky_relu(network, recipe.slope)
             self.notes += _surgery_notes(network, len(report(network).replaced), recipe.slope)

@@ -26,7 +26,7 @@ from linnet.errors import InputError, ModelError
 from linnet.params import flag, instance, number
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs
-from linnet.tangent.functional import Functional, OutputAdapter, check_output
+from linnet.tangent.functional import Functional, OutputAdapter, check_output, without_wrapper
 from linnet.tangent.modes import CallMode, without_recomputation
 from linnet.tangent.selection import require_module
 
@@ -329,7 +329,7 @@ def leaky_relu(
         >>> leaky_relu(net)[1], net[1]
         (LeakyReLU(negative_slope=0.2), ReLU())
     """
-    model = getattr(model, "_orig_mod", model)
+    model = without_wrapper(model)
     _check(model, slope, keep, clamps)
     check_output(output)
     function = Functional(model, output=output, params=None) if example is not None else None
