@@ -51,7 +51,8 @@ class Gaussian(IndependentComponents):
         if not isinstance(variance, Tensor | Sequence):
             variance = number("variance", variance, above=0, remedy=remedy)
         expected = "a positive number, or one for each output (C,)"
-        noise = positive_numbers("variance", variance, expected, remedy).to("cpu", torch.float64, copy=True)
+        found = positive_numbers("variance", variance, expected, remedy)
+        noise = found.detach().to("cpu", torch.float64, copy=True)
         if noise.ndim > 1:
             refuse("variance", variance, expected, remedy)
         self.noise, self.axis, self.masked = noise, require_axis(axis), flag("masked", masked)
