@@ -93,6 +93,10 @@ def test_choice_knows_a_slip() -> None:
         (lambda v: params.flag("shard", v), [*WRONG, 1, 0]),
         (lambda v: params.integer("steps", v, most=100), [*WRONG, True, 1.0, -1, 0, torch.tensor(1.0), "1"]),
         (lambda v: params.number("ridge", v, above=0), [*WRONG, True, "1", 0, -1.0]),
+        (
+            lambda v: params.positive_numbers("ridges", v, "positive numbers"),
+            [*WRONG, True, [True], [1.0, 0.0], [1.0, math.inf]],
+        ),
         (lambda v: params.choice("solver", v, ("dual", "cg")), [*WRONG, "daul", True]),
         (lambda v: params.path("file", v), [None, "", 3, b"x", "a\0b", "a" * 5000, [], Path, Odd()]),
         (lambda v: params.function("predict", v, "a function"), [None, 3, "sin", int, torch.zeros(1)]),
@@ -118,6 +122,7 @@ def test_values_come_back() -> None:
     assert params.flag("shard", False) is False
     assert params.path("file", "a/b") == Path("a/b")
     assert params.tensor("y", np.arange(2), "numbers").tolist() == [0, 1]
+    assert params.positive_numbers("ridges", [1, 0.5], "positive numbers").tolist() == [1, 0.5]
 
 
 def test_unknown_keywords_are_named() -> None:

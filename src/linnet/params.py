@@ -283,6 +283,15 @@ def tensor(name: str, value: Any, expected: str, remedy: str | None = None, conv
     return found
 
 
+def positive_numbers(name: str, value: Any, expected: str, remedy: str | None = None) -> Tensor:
+    """A dense tensor of positive finite numbers, at least one."""
+    found = tensor(name, value, expected, remedy)
+    numbers = found.detach().to("cpu", torch.float64)
+    if found.dtype == torch.bool or not ((numbers > 0) & numbers.isfinite()).all() or not numbers.numel():
+        refuse(name, value, expected, remedy)
+    return found
+
+
 def own(value: Any) -> Any:
     """What a caller gave, in memory that nobody else writes to."""
     if isinstance(value, Mapping):

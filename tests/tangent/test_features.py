@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from linnet.tangent import features as features_module
 from linnet.tangent.capture import capture
-from linnet.tangent.features import KernelFeatures, Treatment, TreatmentChanged, choose, reduce
+from linnet.tangent.features import KernelFeatures, Treatment, TreatmentChanged, outline, reduce
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram
 from linnet.tangent.tiles import kernel_tile
@@ -27,6 +27,12 @@ NETS = [
     "contractions", "gpt2-eager", "padding-index", "decoder", "upsampler", "transposed-convs",
 ]  # fmt: skip
 
+
+def cheapest(captured: Any, names: list[str], pairs: tuple[int, int], form: Any) -> Treatment:
+    found = outline(captured, names, pairs, form)
+    return found.treatment(found.cheapest)
+
+
 TWO_WAYS = ("tied-transpose", "contractions")  # weights read as they are and transposed have no common form
 
 
@@ -39,7 +45,7 @@ def test_both_ways_give_the_same_kernel(name: str, factors: bool, monkeypatch: p
     animal = case(name)
     function = Functional(animal.model(), output=animal.output)
     captured = capture(function, animal.x1)
-    treatment = choose(captured, function.names, (4, 3), "full")
+    treatment = cheapest(captured, function.names, (4, 3), "full")
     if name not in TWO_WAYS:
         assert bool(treatment.factored) == factors
     assert not treatment.riding or factors
@@ -52,7 +58,7 @@ def test_both_ways_give_the_same_kernel(name: str, factors: bool, monkeypatch: p
 
 def chosen(model: nn.Module, x: Tensor, pairs: tuple[int, int], outputs: Any = "full") -> Treatment:
     function = Functional(model)
-    return choose(capture(function, x, outputs), function.names, pairs, outputs)
+    return cheapest(capture(function, x, outputs), function.names, pairs, outputs)
 
 
 def test_the_cheaper_way_is_taken() -> None:
@@ -72,7 +78,7 @@ def test_a_bias_rides_with_its_weight_and_alone_without_it() -> None:
     x = real(3, 50, dtype=torch.float32)
     assert chosen(model, x, (9, 9)).riding["0.bias"] == "0.weight"
     function = Functional(model, ["0.bias"])
-    treatment = choose(capture(function, x), function.names, (9, 9), "full")
+    treatment = cheapest(capture(function, x), function.names, (9, 9), "full")
     assert treatment == Treatment({}, {})
 
 
@@ -101,7 +107,7 @@ def reduced(name: str) -> tuple[Functional, Any, Treatment, KernelFeatures]:
     animal = case(name)
     function = Functional(animal.model(), output=animal.output)
     captured = capture(function, animal.x1)
-    treatment = choose(captured, function.names, (100, 100), "full")
+    treatment = cheapest(captured, function.names, (100, 100), "full")
     return function, captured, treatment, reduce(captured, function.names, treatment)
 
 
@@ -141,7 +147,7 @@ class Toggles(nn.Module):
 def test_a_use_that_comes_later_is_noticed() -> None:
     torch.manual_seed(0)
     function = Functional(Toggles().double())
-    treatment = choose(capture(function, real(3, 40)), function.names, (9, 9), "full")
+    treatment = cheapest(capture(function, real(3, 40)), function.names, (9, 9), "full")
     assert treatment.factored["layer.weight"] == 1
     with pytest.raises(TreatmentChanged) as change:
         reduce(capture(function, real(2, 41)), function.names, treatment)

@@ -293,7 +293,8 @@ def test_a_bias_does_not_ride_with_a_transposed_convolution(
         nn.ConvTranspose1d(8, 6, 1, stride), nn.Tanh(), nn.Flatten(), nn.Linear(18, 2)
     ).double()
     function, x = Functional(model), real(3, 8, length)
-    treatment = features.choose(capture(function, x), function.names, (3, 3), "full")
+    found = features.outline(capture(function, x), function.names, (3, 3), "full")
+    treatment = found.treatment(found.cheapest)
     assert set(treatment.factored) == {"0.weight", "3.weight"}
     assert treatment.riding == {"3.bias": "3.weight"}
     j = jacobian_oracle(model, x)

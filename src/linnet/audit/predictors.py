@@ -18,12 +18,12 @@ from linnet.tangent.inputs import known_answers
 BATCH = 128  # examples predicted at once
 
 
-def check_fit(fit: Any, name: str = "fit") -> LinearFit:
+def check_fit(fit: Any) -> LinearFit:
     """Raise unless an argument is a linear fit of the squared loss."""
     if not isinstance(fit, LinearFit) or fit.system.shared:
         expected = "a LinearFit: this is about weights δ that solve one system of equations"
         how = 'linnet.fit(lin, data), whose loss is "squared" and whose outputs share their weights'
-        _refuse(fit, name, expected, f'{how}: any solver but "shared"')
+        _refuse(fit, expected, f'{how}: any solver but "shared"')
     return fit
 
 
@@ -34,31 +34,31 @@ def unweighed(fit: SolvedFit, what: str) -> None:
         raise InputError(f"{what} of a fit with sample_weight=", expected, "fit the examples alike")
 
 
-def check_squared(fit: Any, name: str = "fit") -> SquaredFit:
+def check_squared(fit: Any) -> SquaredFit:
     """Raise unless an argument is a fit of the squared loss."""
     if not isinstance(fit, SquaredFit):
         maker = 'linnet.adapt(model, data) or linnet.fit(lin, data), whose loss is "squared"'
-        _refuse(fit, name, "a fit of the squared loss, whose covariances do not depend on labels", maker)
+        _refuse(fit, "a fit of the squared loss, whose covariances do not depend on labels", maker)
     return fit
 
 
-def check_fitted(fit: Any, name: str = "fit") -> Fitted:
+def check_fitted(fit: Any) -> Fitted:
     """Raise unless an argument is a fit, of ``linnet.fit`` or ``linnet.adapt``."""
     if isinstance(fit, PositionFit):
         raise InputError(
-            f"{name} is {type(fit).__name__}, with a class at every position",
+            f"fit is {type(fit).__name__}, with a class at every position",
             expected="a fit with one class or target for each example",
             remedy="losses(), held_out_losses() and influence() of the fit say which examples are odd",
         )
     if not isinstance(fit, Fitted):
-        _refuse(fit, name, "a fit", "linnet.adapt(model, data) or linnet.fit(lin, data)")
+        _refuse(fit, "a fit", "linnet.adapt(model, data) or linnet.fit(lin, data)")
     return fit
 
 
-def _refuse(fit: Any, name: str, expected: str, maker: str) -> NoReturn:
+def _refuse(fit: Any, expected: str, maker: str) -> NoReturn:
     """Raise the error of an argument that is not the fit that is expected."""
     how = f" of solver={fit.solver!r}" if isinstance(fit, LinearFit) else ""
-    raise InputError(f"{name} is {type(fit).__name__}{how}", expected, f"make one with {maker}")
+    raise InputError(f"fit is {type(fit).__name__}{how}", expected, f"make one with {maker}")
 
 
 @torch.no_grad()

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from linnet.curvatures.layers import Layer
 from linnet.linalg.operator import Params
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
-from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.modes import CallMode, in_exact_mode
 from linnet.tangent.rules import Captured, Operand, Result, Use
 
 
@@ -127,7 +126,7 @@ class ChainPass:
         return moved.view_as(self.outputs)
 
 
-class _Cut(TorchFunctionMode):
+class _Cut(CallMode):
     """Cuts the history of a forward pass at the layers: only activations are left in it."""
 
     def __init__(self, layers: Sequence[Sequence[Tensor]]) -> None:
@@ -136,19 +135,14 @@ class _Cut(TorchFunctionMode):
         self.inputs: list[Tensor] = []
         self.results: list[Tensor] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        kinds: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result, of the next of the layers without its history."""
         if func is not F.linear or len(self.inputs) >= len(self.layers):
-            return func(*args, **(kwargs or {}))
-        bound = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
+            return func(*args, **kwargs)
+        bound = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
         own = [id(t) for t in (bound["weight"], bound.get("bias")) if t is not None]
         if own != self.layers[len(self.inputs)]:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         with torch.no_grad():
             result = func(bound["input"].detach(), bound["weight"], bound.get("bias"))
         self.inputs.append(bound["input"])

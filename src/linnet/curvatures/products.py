@@ -32,7 +32,7 @@ from linnet.tangent.batch import Inputs, batch_size, example_shapes, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
-from linnet.tangent.gradients import batched_grad
+from linnet.tangent.gradients import pulled_back, side_by_side
 from linnet.tangent.jacobian import jvp, jvp_path
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
 from linnet.tangent.rules import OUTER, Captured, Use, UseFactors, factors
@@ -120,8 +120,14 @@ class _OuterProducts:
     def __call__(self, f: Tensor, t: Tensor, place: slice) -> Tensor:
         if self.made is None:
             self.made = self.columns(f)
-        s, flat = self.made.flatten(2), t.flatten(2)
-        return torch.einsum("snc,snk->knc", s, torch.einsum("snc,knc->snk", s, flat)).reshape(t.shape)
+        return _outer_products(self.made, t)
+
+
+def _outer_products(s: Tensor, t: Tensor) -> Tensor:
+    """Σ_j s_j s_jᵀ t of every example."""
+    # s (S, N, ...), t (K, N, ...)
+    s, flat = s.flatten(2), t.flatten(2)
+    return torch.einsum("snc,snk->knc", s, torch.einsum("snc,knc->snk", s, flat)).reshape(t.shape)
 
 
 def _rows_pay(function: Functional, x: Inputs, columns: int, vectors: int) -> bool:
@@ -164,7 +170,7 @@ def _by_tangents(function: Functional, x: Inputs, v: Tensor, weigh: Weigh) -> Te
             f, tangent = jvp(function, x, leaves)
         u = weigh(f.detach(), tangent.detach()[None], slice(0, f.shape[0]))[0]
         # Jv is linear in v: its gradient in v along u is Jᵀu
-        parts.append(_gradient(tangent, leaves, u[None])[:, 0])
+        parts.append(pulled_back(tangent, list(leaves.values()), u[None])[0])
     return torch.stack(parts, 1)
 
 
@@ -185,20 +191,7 @@ def _by_double_backward(function: Functional, x: Inputs, v: Tensor, weigh: Weigh
         (t,) = torch.autograd.grad([g for g, _ in pairs], u, [w for _, w in pairs], retain_graph=True)
         tangents.append(t)
     weighed = weigh(f.detach(), torch.stack(tangents), slice(0, f.shape[0]))
-    return _gradient(f, leaves, weighed)
-
-
-def _gradient(value: Tensor, leaves: Params, cotangents: Tensor) -> Tensor:
-    """The transposed derivative of a value in the leaves, (P, K) for K cotangents."""
-    k = cotangents.shape[0]
-    if not value.requires_grad:
-        return cotangents.new_zeros(sum(leaf.numel() for leaf in leaves.values()), k)
-    grads = batched_grad(value, list(leaves.values()), cotangents, keep=False)
-    parts = [
-        leaf.new_zeros(leaf.numel(), k) if g is None else g.reshape(k, -1).T
-        for g, leaf in zip(grads, leaves.values(), strict=True)
-    ]
-    return torch.cat(parts)
+    return pulled_back(f, list(leaves.values()), weighed).T
 
 
 # --- by rows --------------------------------------------------------------------------------------
@@ -538,8 +531,7 @@ def _along(
         retain_graph=True,
         allow_unused=True,
     )
-    pairs = zip(second, inputs, strict=True)
-    return torch.cat([(torch.zeros_like(t) if g is None else g).reshape(-1) for g, t in pairs])
+    return side_by_side(second, inputs)
 
 
 def _require_second(gradient: list[tuple[Tensor, str]]) -> None:
@@ -576,9 +568,7 @@ class FisherOperator(ColumnOperator):
     def _weigh(self, f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
         if self.likelihood.canonical:  # the Fisher information of the outputs is Λ
             return self.likelihood.product(f, t, y)
-        s = self.likelihood.fisher_root(f, y).flatten(2)
-        # Σ_j s_j (s_jᵀ t)
-        return torch.einsum("jnc,jnk->knc", s, torch.einsum("jnc,knc->jnk", s, t.flatten(2))).reshape(t.shape)
+        return _outer_products(self.likelihood.fisher_root(f, y), t)
 
 
 class FiniteDifferenceFisher(SummedOperator):
@@ -660,8 +650,7 @@ class FiniteDifferenceFisher(SummedOperator):
         if not divergence.requires_grad:  # the outputs depend on no parameter
             return torch.zeros_like(step)
         grads = torch.autograd.grad(divergence, list(leaves.values()), allow_unused=True)
-        pairs = zip(grads, leaves.values(), strict=True)
-        return torch.cat([(torch.zeros_like(t) if g is None else g).reshape(-1) for g, t in pairs])
+        return side_by_side(grads, leaves.values())
 
 
 @in_exact_mode

@@ -188,7 +188,7 @@ class RunningAverage(Shown, ABC):
             ModelError: If a value is not finite.
         """
         if isinstance(model, nn.Module):
-            model = tensors_by_name(getattr(model, "_orig_mod", model))
+            model = tensors_by_name(model)
         require_params(model, "model")
         self.function.moved(model, in_place=True, plans=True)
 

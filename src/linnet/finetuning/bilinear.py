@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from linnet.errors import InputError, ModelError
 from linnet.fitting.head import Probe, with_head
@@ -26,9 +25,11 @@ from linnet.params import call, choice, instance, integer, number, refuse, tenso
 from linnet.tangent.batch import split, take
 from linnet.tangent.data import Data
 from linnet.tangent.functional import Functional
+from linnet.tangent.modes import CallMode
 from linnet.tangent.selection import require_module
 
 ROOTS = ("newton-schulz", "eigen")
+BATCH = 64  # examples whose channels are compared at once
 _POOLS = frozenset({"adaptive_avg_pool2d", "avg_pool2d", "mean"})
 
 
@@ -204,19 +205,14 @@ class BilinearNetwork(nn.Module):
         return found
 
 
-class _Tap(TorchFunctionMode):
+class _Tap(CallMode):
     """Keeps the input of the last global average pooling."""
 
     found: Tensor | None = None
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        kinds: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result; the input of a pooling is kept."""
+        result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         x = args[0] if args else None
         if name in _POOLS and isinstance(x, Tensor) and x.ndim == 4 and x.shape[2:].numel() > 1:
@@ -355,10 +351,10 @@ def _maps(network: BilinearNetwork, x: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _principal_channels(network: BilinearNetwork, x: Any, channels: int, batch: int = 64) -> nn.Module:
+def _principal_channels(network: BilinearNetwork, x: Any, channels: int) -> nn.Module:
     """A 1 x 1 convolution to the leading principal components of the channels."""
     total: Tensor | float = 0.0
-    for part in split(x, batch):
+    for part in split(x, BATCH):
         z = _maps(network, part).flatten(2).double()
         centered = z - z.mean(2, keepdim=True)
         total = total + (centered @ centered.transpose(1, 2)).sum(0)

@@ -58,8 +58,9 @@ from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import instance, no_targets, tensor, warn
 from linnet.params import seed as checked_seed
 from linnet.progress import Log
+from linnet.solvers.lanczos import power_method
 from linnet.tangent.batch import Inputs, concatenate, made_up
-from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.functional import Functional, OutputAdapter, without_wrapper
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector, require_module, select_parameters, selected
@@ -349,7 +350,7 @@ class Prepared:
         self.call, self.examples, self.view = call, examples, view
         self.notes: list[str] = []  # what was done, one sentence each
         model, recipe = call.model, call.recipe
-        network: nn.Module = getattr(model, "_orig_mod", model)
+        network = without_wrapper(model)
         if recipe.leaky:
             network = leaky_relu(network, recipe.slope)
             self.notes += _surgery_notes(network, len(report(network).replaced), recipe.slope)
@@ -534,15 +535,15 @@ def largest_eigenvalue(
     """Of A JᵀJ/N, by power iteration; A is the preconditioner, if there is one."""
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(lin.base(x).shape, generator=generator, dtype=torch.float64).to(lin.function.dtype)
-    u, value = u.to(lin.function.device), 0.0
-    for _ in range(steps):
-        v = lin.vjp(x, u / u.norm(), like="flat")
+    u = u.to(lin.function.device)
+
+    def product(u: Tensor) -> Tensor:
+        """J A Jᵀ u."""
+        v = lin.vjp(x, u, like="flat")
         assert isinstance(v, Tensor)
-        u = lin.jvp(x, v if before is None else before.multiply(v))  # J A Jᵀ u
-        value = float(u.norm())
-        if value == 0:
-            break
-    return value / u.shape[0]
+        return lin.jvp(x, v if before is None else before.multiply(v))
+
+    return power_method(product, u / u.norm(), steps) / u.shape[0]
 
 
 # -- runs ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linnet.distributed import all_rows
 from linnet.errors import InputError
-from linnet.params import number, refuse, tensor
+from linnet.params import number, positive_numbers, refuse, tensor
 from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
 from linnet.tangent.data import examples
 from linnet.tangent.linearized import Linearized
@@ -31,11 +31,8 @@ def check_ridge(ridge: Any) -> None:
 def ridge_grid(ridges: Any) -> Tensor:
     """Ridges given by the user, (R,)."""
     remedy = "leave ridges= out for a grid around the scale of the kernel"
-    grid = tensor("ridges", ridges, "positive numbers", remedy).to(torch.float64, copy=True).flatten()
-    booleans = isinstance(ridges, bool) or (isinstance(ridges, Tensor) and ridges.dtype == torch.bool)
-    if booleans or grid.numel() == 0 or not ((grid > 0) & grid.isfinite()).all():
-        refuse("ridges", ridges, "positive numbers", remedy)
-    return grid
+    found = positive_numbers("ridges", ridges, "positive numbers", remedy)
+    return found.to(torch.float64, copy=True).flatten()
 
 
 def positions(indices: Any, n: int, leave: int = 1) -> Tensor:

@@ -19,7 +19,7 @@ from linnet.linear.targets import make_targets
 from linnet.progress import Log, track
 from linnet.tangent.batch import Inputs, on_device, split, take
 from linnet.tangent.data import Data
-from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs, call_arguments, copied
+from linnet.tangent.functional import Functional, OutputAdapter, called, copied
 from linnet.training import cosine, stream, train
 
 CLIP = 1.0  # largest norm of a gradient; keeps a high rate from destroying a small network
@@ -101,8 +101,7 @@ class Descent:
 
 def outputs_of(module: nn.Module, x: Inputs, output: OutputAdapter = None) -> Tensor:
     """Outputs (N, C) of a module for one batch of any structure, with gradients."""
-    arguments, keywords = call_arguments(on_device(x, next(module.parameters()).device))
-    value = adapt_outputs(module(*arguments, **keywords), output)
+    value = called(module, on_device(x, next(module.parameters()).device), output)
     return value.reshape(value.shape[0], -1)
 
 

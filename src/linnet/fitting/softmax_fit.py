@@ -37,6 +37,7 @@ from linnet.linear.targets import Targets, weighed_targets
 from linnet.params import choice
 from linnet.progress import track
 from linnet.shown import Record
+from linnet.solvers.lanczos import power_method
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -280,17 +281,11 @@ def softmax_grid(gram: Tensor, equations: int, dtype: torch.dtype) -> Tensor:
 
 
 def _largest(gram: Tensor) -> float:
-    """The largest eigenvalue, from below, by the power method."""
+    """The largest eigenvalue, from below."""
     v = torch.ones(gram.shape[0], dtype=gram.dtype, device=gram.device)
     v[1::2] = 0.5
-    size = 0.0
-    for _ in range(POWER_STEPS):
-        v = gram @ v
-        size = float(v.norm())
-        if size == 0 or not math.isfinite(size):
-            return 0.0
-        v = v / size
-    return size
+    size = power_method(gram.matmul, v, POWER_STEPS)
+    return size if math.isfinite(size) else 0.0
 
 
 def solutions(system: FactorNewton, ridges: Tensor) -> Iterator[FactorNewton]:

@@ -19,6 +19,7 @@ from linnet.linear.iterative import CGSettings, Iterative, Reused, accepted
 from linnet.linear.preconditioner import precondition
 from linnet.linear.problem import Memory, Problem
 from linnet.solvers.cg import relative_residual
+from linnet.solvers.lanczos import power_method
 from linnet.solvers.solution import Solution, Status
 from linnet.tangent.batch import take
 from linnet.tangent.jacobian import JacobianOperator, NormalOperator
@@ -27,7 +28,6 @@ from linnet.training import shuffled, train
 BATCH = 28  # examples of a step at first; Achille et al., CVPR 2021, section 4
 MOMENTUM = 0.9
 POWER_STEPS = 20  # for the largest eigenvalue, from below, of which the rate takes about half the limit
-LEAST = 1e-30  # of the norm of an iterate of the power method
 
 
 def solve_stochastically(
@@ -99,11 +99,7 @@ class _Descent:
         return gradient if self.preconditioner is None else self.preconditioner.mv(gradient)
 
     def _top(self, right: Tensor) -> float:
-        """The largest eigenvalue of A (JᵀJ + ρI), by the power method."""
+        """The largest eigenvalue of A (JᵀJ + ρI)."""
         generator = torch.Generator(device=right.device).manual_seed(0)
         v = torch.randn(right.shape, generator=generator, dtype=right.dtype, device=right.device)
-        norm = v.norm()
-        for _ in range(POWER_STEPS):
-            v = self._preconditioned(self.matrix.mv(v / norm.clamp_min(LEAST)))
-            norm = v.norm()
-        return float(norm)
+        return power_method(lambda v: self._preconditioned(self.matrix.mv(v)), v / v.norm(), POWER_STEPS)

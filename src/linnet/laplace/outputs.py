@@ -56,6 +56,7 @@ from linnet.tree import map_tensors, tensors_in
 # layer has several, such as tokens. Covariances are formed for a few examples at a time.
 
 BLOCK = 128  # examples at once
+RUN = 256  # examples at once under drawn weights
 FORMED = 1 << 21  # numbers in the covariances that are formed at once
 
 
@@ -325,11 +326,11 @@ def _contracted(function: Functional, x: Inputs, v: dict[str, Tensor]) -> Tensor
 
 
 def sampled_outputs(
-    covariance: Curvature, x: Inputs, samples: int, generator: torch.Generator | int | None, block: int = 256
+    covariance: Curvature, x: Inputs, samples: int, generator: torch.Generator | int | None
 ) -> Tensor:
     """Outputs of networks whose weights are drawn from N(θ*, M), (S, N, C)."""
     drawn = _drawn(covariance, samples, make_generator(generator))
-    return outputs_under(covariance.function, drawn, samples, x, block)
+    return outputs_under(covariance.function, drawn, samples, x)
 
 
 class Draws:
@@ -357,9 +358,7 @@ class Draws:
         yield from found
 
 
-def outputs_under(
-    function: Functional, draws: Iterable[Tensor], samples: int, x: Inputs, block: int = 256
-) -> Tensor:
+def outputs_under(function: Functional, draws: Iterable[Tensor], samples: int, x: Inputs) -> Tensor:
     """Outputs of networks with given weights, (S, N, C)."""
     check_finite(x, "x")
     c = function.check_runs(map_tensors(lambda t: t.detach(), take(x, slice(0, 1)))).numel()
@@ -373,10 +372,7 @@ def outputs_under(
     theta = function.space.to_flat(function.theta)
     with torch.set_grad_enabled(requires_gradient(x)):
         return torch.cat(
-            [
-                torch.stack([_run(function, theta + row.to(theta), x, block) for row in drawn])
-                for drawn in draws
-            ]
+            [torch.stack([_run(function, theta + row.to(theta), x) for row in drawn]) for drawn in draws]
         )
 
 
@@ -387,10 +383,10 @@ def _drawn(covariance: Curvature, samples: int, source: torch.Generator | None) 
         yield covariance.sample(min(at_once, samples - start), source)
 
 
-def _run(function: Functional, weights: Tensor, x: Inputs, block: int) -> Tensor:
+def _run(function: Functional, weights: Tensor, x: Inputs) -> Tensor:
     """f(θ, x) with other weights, (N, C)."""
     params = function.space.to_params(weights)
-    return torch.cat([function.flat(params, part) for part in split(x, block)])
+    return torch.cat([function.flat(params, part) for part in split(x, RUN)])
 
 
 # -- linearized ------------------------------------------------------------------------------------

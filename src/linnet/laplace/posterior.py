@@ -33,7 +33,7 @@ from linnet.linalg.kronecker import Kronecker
 from linnet.linalg.operator import ParameterSpace
 from linnet.linalg.structured import Dense, StructuredOperator
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import refuse, shown, tensor
+from linnet.params import positive_numbers, refuse, shown, tensor
 from linnet.predictive.sampled import Labels
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
@@ -423,10 +423,8 @@ def relative_noise(likelihood: Likelihood, variances: Any) -> Tensor | None:
             expected="a Gaussian likelihood of one variance",
             remedy="leave noise_variance= out",
         )
-    given = tensor("noise_variance", variances, "positive numbers").to(torch.float64).flatten()
-    if isinstance(variances, bool) or not given.numel() or not bool(((given > 0) & given.isfinite()).all()):
-        refuse("noise_variance", variances, "positive numbers")
-    return given / float(likelihood.noise)
+    given = positive_numbers("noise_variance", variances, "positive numbers")
+    return given.to(torch.float64).flatten() / float(likelihood.noise)
 
 
 def with_noise(likelihood: Likelihood, factor: float) -> Likelihood:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from linnet.curvatures.settings import CurvatureOptions
-from linnet.errors import InputError, ModelError, NumericalError
+from linnet.errors import ModelError, NumericalError
 from linnet.laplace.laplace import Laplace
 from linnet.laplace.posterior import FORMS
 from linnet.likelihoods.likelihood import Likelihood, training_nll
@@ -24,7 +24,7 @@ from linnet.linalg.random import Seed, make_generator
 from linnet.params import call, choice, instance, integer, refuse
 from linnet.tangent.batch import Inputs, batch_size, on_device, take
 from linnet.tangent.data import Data, as_pair
-from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
+from linnet.tangent.functional import called
 from linnet.training import shuffled, train
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -106,7 +106,8 @@ def train_with_evidence(
         The posterior at the final weights, tuned.
 
     Raises:
-        InputError: If a number is not positive, or the network's result is no tensor.
+        InputError: If a number is not positive.
+        ModelError: If the network's result is no tensor.
         NumericalError: If the training diverges.
 
     Example:
@@ -140,7 +141,7 @@ def train_with_evidence(
 
     def gradient(batch: tuple[Inputs, Tensor]) -> None:
         x, y = batch
-        f = _outputs(model, on_device(x, place), options.get("output"))
+        f = called(model, on_device(x, place), options.get("output"))
         # −1/n of the log posterior, in which every example counts s times, over s
         loss = training_nll(la.likelihood, f, y).mean() + penalty(model) / (la.data_scale * n)
         loss.backward()
@@ -181,22 +182,6 @@ def _batches(data: Any, size: int, source: torch.Generator | None) -> Iterator[t
     x, y = data
     for index in shuffled(len(y), size, source):
         yield take(x, index), y[index.to(y.device)]
-
-
-def _outputs(model: nn.Module, x: Inputs, output: OutputAdapter) -> Tensor:
-    """The network's outputs, with gradients."""
-    args, kwargs = call_arguments(x)
-    result = model(*args, **kwargs)
-    if output is not None:
-        return adapt_outputs(result, output)
-    result = getattr(result, "logits", result)
-    if not isinstance(result, Tensor):
-        raise InputError(
-            f"the network returns {type(result).__name__}",
-            expected="a tensor, or an object with .logits",
-            remedy="wrap the network in a module that returns its outputs",
-        )
-    return result[:, None] if result.ndim == 1 else result
 
 
 class _Penalty:

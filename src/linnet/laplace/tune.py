@@ -19,7 +19,7 @@ from linnet.laplace.outputs import Draws, outputs_under
 from linnet.laplace.posterior import Groups, Hyper, Posterior, with_noise
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.params import choice, integer, own, refuse, tensor, warn
+from linnet.params import choice, integer, own, positive_numbers, warn
 from linnet.params import seed as checked_seed
 from linnet.predictive.sampled import Labels, SampledPredictive, log_density
 from linnet.solvers.lbfgs import minimize
@@ -308,13 +308,7 @@ class Grid:
             value = getattr(self, name)
             if value is None:
                 continue
-            found = tensor(name, value, VALUES).to(torch.float64).flatten()
-            if (
-                isinstance(value, bool)
-                or not found.numel()
-                or not bool(((found > 0) & found.isfinite()).all())
-            ):
-                refuse(name, value, VALUES)
+            positive_numbers(name, value, VALUES)
             object.__setattr__(self, name, own(value))
 
 

@@ -25,7 +25,7 @@ from linnet.likelihoods.likelihood import (
     require_tensor,
 )
 from linnet.linalg.random import normal
-from linnet.params import choice, flag, number, refuse, tensor
+from linnet.params import choice, flag, number, positive_numbers, refuse
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -51,13 +51,9 @@ class Gaussian(IndependentComponents):
         if not isinstance(variance, Tensor | Sequence):
             variance = number("variance", variance, above=0, remedy=remedy)
         expected = "a positive number, or one for each output (C,)"
-        noise = tensor("variance", variance, expected, remedy).detach().to("cpu", torch.float64, copy=True)
-        if (
-            noise.numel() == 0
-            or noise.ndim > 1
-            or not bool((noise > 0).all())
-            or not bool(noise.isfinite().all())
-        ):
+        found = positive_numbers("variance", variance, expected, remedy)
+        noise = found.detach().to("cpu", torch.float64, copy=True)
+        if noise.ndim > 1:
             refuse("variance", variance, expected, remedy)
         self.noise, self.axis, self.masked = noise, require_axis(axis), flag("masked", masked)
 

@@ -538,9 +538,9 @@ def _first_space(operators: Sequence[LinearOperator]) -> ParameterSpace | None:
     return spaces[0] if spaces else None
 
 
-def require_scalar(scalar: float | Tensor, name: str = "the operator's multiplier") -> float:
+def require_scalar(scalar: float | Tensor) -> float:
     """A finite real number, or an error."""
-    return number(name, scalar, remedy="pass a number such as 0.1")
+    return number("the operator's multiplier", scalar, remedy="pass a number such as 0.1")
 
 
 def require_damping(tau: float, name: str = "the damping") -> float:

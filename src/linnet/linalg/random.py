@@ -17,13 +17,13 @@ Seed = torch.Generator | int | None
 PLANNED = 1 << 24  # numbers from which a draw is compared with the memory that is free: 64 MB in float32
 
 
-def make_generator(seed: Seed, name: str = "seed") -> torch.Generator | None:
+def make_generator(seed: Seed) -> torch.Generator | None:
     """A generator from whatever the caller gave."""
     if seed is None or isinstance(seed, torch.Generator):
         return seed
     if isinstance(seed, bool | Tensor) or not hasattr(type(seed), "__index__"):
-        refuse(name, seed, "a torch.Generator, an integer seed or None")
-    return torch.Generator().manual_seed(checked_seed(name, seed))
+        refuse("seed", seed, "a torch.Generator, an integer seed or None")
+    return torch.Generator().manual_seed(checked_seed("seed", seed))
 
 
 def require_room(shape: Sequence[int], item: int, device: torch.device, what: str = "random numbers") -> None:

@@ -25,7 +25,7 @@ from linnet.linear.constraints import Conditioned, Confined, Constraints, forwar
 from linnet.linear.features import Examples, Features, Tangent
 from linnet.linear.formed_rows import FormedRows, Rows
 from linnet.tangent.batch import Inputs, concatenate, hash_examples, observed, take
-from linnet.tangent.functional import Functional, adapt_outputs, call_arguments
+from linnet.tangent.functional import Functional, called
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.tree import hash_tensors, tensors_in
 from linnet.unfinished import Resumed, checkpoint, summing
@@ -350,8 +350,7 @@ class _Whitened(nn.Module):
 
     def forward(self, x: Any, weights: Tensor) -> Tensor:
         """The outputs f(x) ∘ w, (N, C)."""
-        args, kwargs = call_arguments(x)
-        value = adapt_outputs(self.network(*args, **kwargs), self.output)
+        value = called(self.network, x, self.output)
         return value.reshape(value.shape[0], -1) * weights
 
 

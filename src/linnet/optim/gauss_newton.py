@@ -55,7 +55,7 @@ from linnet.params import number, tensor
 from linnet.progress import tell
 from linnet.tangent.batch import Inputs, batch_size, concatenate
 from linnet.tangent.data import examples, owned
-from linnet.tangent.functional import Functional, tensors_by_name
+from linnet.tangent.functional import Functional, tensors_by_name, without_wrapper
 from linnet.tangent.inputs import taken
 from linnet.tangent.modes import environment_kept
 from linnet.tangent.preflight import warn_of_scale
@@ -161,7 +161,7 @@ class GaussNewton(torch.optim.Optimizer):
         number("weight_decay", weight_decay, least=0)
         shared = isinstance(model, nn.parallel.DistributedDataParallel)
         called = cast(nn.Module, model.module) if shared else model
-        network: nn.Module = getattr(called, "_orig_mod", called)  # torch.compile's wrapper
+        network = without_wrapper(called)
         function = Functional(network, self.settings.params, self.settings.output)
         parameters = parameters_of(network, function.names)
         self._raw = network

@@ -35,8 +35,7 @@ from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate, 
 from linnet.tangent.functional import (
     Functional,
     OutputAdapter,
-    adapt_outputs,
-    call_arguments,
+    called,
     without_wrapper,
 )
 from linnet.tangent.jacobian import jvp
@@ -99,8 +98,7 @@ class Network:
 
     def losses(self, x: Inputs, y: Tensor) -> Tensor:
         """ℓ of every example, (N,); NaN where the outputs are not finite."""
-        args, kwargs = call_arguments(on_device(x, next(iter(self.parameters.values())).device))
-        f = adapt_outputs(self.model(*args, **kwargs), self.output)
+        f = called(self.model, on_device(x, next(iter(self.parameters.values())).device), self.output)
         try:
             return training_nll(self.likelihood, f.to(_wide(f)), y)
         except NumericalError:  # a step too far, which the optimizer takes back

@@ -15,6 +15,7 @@ from linnet.errors import InputError
 from linnet.linalg.operator import require_params
 from linnet.params import choice, instance, number, refuse, tensor
 from linnet.shown import Shown
+from linnet.tangent.functional import without_wrapper
 from linnet.tangent.linearized import Linearized
 
 # of each optimizer, what is attached to it: the identities of its parameters, and the handle
@@ -221,7 +222,7 @@ def _fitting(curvature: Curvature, module: nn.Module | Mapping[str, Tensor]) -> 
     if isinstance(module, Linearized):
         given: Mapping[str, Tensor] = module.delta
     elif isinstance(module, nn.Module):
-        given = dict(getattr(module, "_orig_mod", module).named_parameters())
+        given = dict(without_wrapper(module).named_parameters())
     else:
         require_params(module, "module")
         given = module

@@ -38,7 +38,7 @@ from linnet.shown import Record, Shown
 from linnet.spectrum.kernel_matrix import check_kernel, kernel_distance
 from linnet.tangent.batch import Inputs, check_examples
 from linnet.tangent.data import owned
-from linnet.tangent.functional import OutputAdapter, check_output, tensors_by_name
+from linnet.tangent.functional import OutputAdapter, check_output, tensors_by_name, without_wrapper
 from linnet.tangent.inputs import tensorize
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.rules import Form
@@ -475,7 +475,7 @@ class IterativeLinearization(Shown):
         flag("record_gap", record_gap)
         self.model, self.schedule = model, schedule_of(period)
         self.output, self.record_gap = output, record_gap
-        network: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+        network = without_wrapper(model)
         self._shared = False
         if isinstance(network, nn.parallel.DistributedDataParallel):
             network, self._shared = network.module, world()[1] > 1

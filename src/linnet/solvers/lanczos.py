@@ -9,6 +9,7 @@ which the textbook recurrence leaves out and floating point needs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -298,3 +299,16 @@ def _new_block(w: Tensor, basis: Tensor, room: int) -> Tensor:
     for _ in range(3):
         w = torch.linalg.qr(w - basis @ (basis.T @ w)).Q
     return w
+
+
+LEAST = 1e-30  # of the norm of an iterate of the power method
+
+
+def power_method(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> float:
+    """The largest eigenvalue of a positive semi-definite matrix, from below, by the power method."""
+    v, norm = start, start.norm()
+    for _ in range(steps):
+        v = product(v)
+        norm = v.norm()
+        v = v / norm.clamp_min(LEAST)
+    return float(norm)

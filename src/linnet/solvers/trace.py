@@ -40,7 +40,7 @@ def hutchinson(operator: LinearOperator, samples: int, seed: Seed = None) -> Est
         >>> hutchinson(Diagonal(torch.tensor([1.0, 2.0])), samples=2, seed=0).mean
         3.0
     """
-    samples = _checked(operator, samples, least=1)
+    samples = _checked(operator, samples)
     parts = [(z * operator.mm(z)).sum(0) for z in _probes(operator, samples, seed)]
     return Estimate.of(torch.cat(parts))
 
@@ -77,7 +77,7 @@ def slq(
         >>> round(slq(A, torch.sqrt, samples=2, steps=2, seed=0).mean, 4)
         3.0
     """
-    samples = _checked(operator, samples, least=1)
+    samples = _checked(operator, samples)
     params.function("function", function, "a function of eigenvalues, such as torch.sqrt")
     blocks = _probes(operator, samples, make_generator(seed))
     return Estimate.of(torch.cat([_quadrature(operator, z, function, steps) for z in blocks]))
@@ -135,7 +135,7 @@ def _probes(operator: LinearOperator, samples: int, seed: Seed) -> Iterator[Tens
         yield signs((operator.shape[0], columns), seed, operator.dtype, operator.device)
 
 
-def _checked(operator: LinearOperator, samples: int, least: int) -> int:
+def _checked(operator: LinearOperator, samples: int) -> int:
     """The number of samples, of a square operator."""
     require_square(operator)
-    return integer("samples", samples, least, remedy=f"pass samples={max(10, least)}")
+    return integer("samples", samples, remedy="pass samples=10")

@@ -12,7 +12,6 @@ the input.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -28,7 +27,7 @@ from linnet.solvers.lanczos import eigenpairs
 from linnet.spectrum.kernel_matrix import KERNELS, tangent_of
 from linnet.tangent.batch import EMPTY, check_finite, require_dense, split
 from linnet.tangent.functional import Functional
-from linnet.tangent.gradients import batched_grad
+from linnet.tangent.gradients import pulled_back
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -238,7 +237,7 @@ class MixedDerivative(Bidirectional):
                 (g,) = torch.autograd.grad(f, x, create_graph=True, allow_unused=True, retain_graph=True)
                 u = self._column_block(v, c).T.reshape(k, 1, *points.shape[1:]).expand(k, *points.shape)
                 target = c if self.kind == "trace" else 0
-                parts[target] += _pulled(g, list(leaves.values()), u).T
+                parts[target] += pulled_back(g, list(leaves.values()), u, keep=True).T
         return torch.cat(parts) / self.points.shape[0]
 
     @in_exact_mode
@@ -257,7 +256,7 @@ class MixedDerivative(Bidirectional):
                 )
                 target = c if self.kind == "full" else 0
                 for g, direction in zip(gradients, directions.values(), strict=True):
-                    pulled = _pulled(g, [x], direction.movedim(-1, 0))
+                    pulled = pulled_back(g, [x], direction.movedim(-1, 0), keep=True)
                     parts[target] += pulled.reshape(k, points.shape[0], -1).sum(1).T
         return torch.cat(parts) / self.points.shape[0]
 
@@ -308,19 +307,6 @@ def _refuse(name: str, why: str, cause: Exception | None = None) -> NoReturn:
         expected="a network that torch can differentiate twice",
         remedy="replace the operation that has no second derivative",
     ) from cause
-
-
-def _pulled(value: Tensor | None, inputs: Sequence[Tensor], u: Tensor) -> Tensor:
-    """Gradients of ⟨value, u_k⟩ in the inputs side by side, (K, Σ sizes); zero where there are none."""
-    k = u.shape[0]
-    grads: Sequence[Tensor | None] = [None] * len(inputs)
-    if value is not None and value.requires_grad:
-        grads = batched_grad(value, inputs, u)
-    parts = [
-        t.new_zeros(k, t.numel()) if g is None else g.detach().reshape(k, -1)
-        for g, t in zip(grads, inputs, strict=True)
-    ]
-    return torch.cat(parts, 1)
 
 
 def _points(function: Functional, at: Any) -> Tensor:

@@ -350,17 +350,15 @@ class FunctionValues:
         return result[0] if self.single else result
 
 
-def function_values(
-    y: Tensor, shape: tuple[int, ...], form: str, dtype: torch.dtype, name: str = "y"
-) -> FunctionValues:
+def function_values(y: Tensor, shape: tuple[int, ...], form: str, dtype: torch.dtype) -> FunctionValues:
     """Targets of the user as functions of the kernel's space."""
     # y (N,)
     c = torch.Size(shape).numel()
     is_vector = form == "full" and c > 1
     if y.is_complex():
-        raise InputError(f"{name} has type {y.dtype}", "real values", "pass real and imaginary parts apart")
+        raise InputError(f"y has type {y.dtype}", "real values", "pass real and imaginary parts apart")
     if not y.is_floating_point():
-        y = _classes(y, c, name) if is_vector else _signs(y, name)
+        y = _classes(y, c) if is_vector else _signs(y)
     y = y.to(dtype)
     if y.ndim > 1 and form == "full" and tuple(y.shape[1:]) == shape:  # as the outputs themselves
         return FunctionValues(y.reshape(y.shape[0], c, 1), True)
@@ -372,7 +370,7 @@ def function_values(
     if not is_vector and y.ndim == 3 and y.shape[1] == 1 and y.shape[2]:
         return FunctionValues(y, False)
     raise InputError(
-        f"{name} has shape {tuple(y.shape)} for a network with {c} outputs and form={form!r}",
+        f"y has shape {tuple(y.shape)} for a network with {c} outputs and form={form!r}",
         expected=f"(N, {c}), or (N, {c}, T) for T functions"
         if is_vector
         else "(N,), or (N, T) for T functions",
@@ -382,7 +380,7 @@ def function_values(
     )
 
 
-def _signs(y: Tensor, name: str) -> Tensor:
+def _signs(y: Tensor) -> Tensor:
     """Two classes as −1 and 1."""
     found = y.unique().tolist()
     if set(found) <= {-1, 1}:
@@ -391,26 +389,26 @@ def _signs(y: Tensor, name: str) -> Tensor:
         return 2 * y.double() - 1
     some = ", ".join(str(value) for value in found[:5])
     raise InputError(
-        f"{name} holds the integers {some}{', …' if len(found) > 5 else ''} for a scalar-valued function",
+        f"y holds the integers {some}{', …' if len(found) > 5 else ''} for a scalar-valued function",
         expected="two classes, 0 and 1 or −1 and 1",
         remedy='pass float targets, or form="full" with a network that has one output for each class',
     )
 
 
-def _classes(y: Tensor, c: int, name: str) -> Tensor:
+def _classes(y: Tensor, c: int) -> Tensor:
     """Classes (N,) as e_y − 1/C, (N, C)."""
     labels = y[:, 0].long() if y.ndim == 2 and y.shape[1] == 1 else y.long()
     if labels.ndim != 1:
         raise InputError(
-            f"{name} has integers of shape {tuple(y.shape)}",
+            f"y has integers of shape {tuple(y.shape)}",
             expected="one class for each example, (N,)",
-            remedy=f"convert values with {name}.float()",
+            remedy="convert values with y.float()",
         )
     wrong = (labels < 0) | (labels >= c)
     if wrong.any():
         i = int(wrong.nonzero()[0])
         raise DataError(
-            f"{name} holds {int(wrong.sum())} label(s) out of range, first {int(labels[i])} at index {i}",
+            f"y holds {int(wrong.sum())} label(s) out of range, first {int(labels[i])} at index {i}",
             expected=f"classes 0 to {c - 1}, because the network has {c} outputs",
             remedy="give the network a head of the right size with linnet.with_head(model, classes)",
         )

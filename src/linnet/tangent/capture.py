@@ -84,7 +84,9 @@ def _run(
         size = columns or max(last - first, 1)
         starts = range(first, last, size) or range(first, first + 1)
         return run, [partial(_identity_rows, outputs, i, min(i + size, last)) for i in starts]
-    u = cotangents(outputs) if callable(cotangents) else _cotangents(outputs, cotangents)
+    if isinstance(cotangents, str):
+        cotangents = outputs.new_ones(1, *outputs.shape)
+    u = cotangents(outputs) if callable(cotangents) else cotangents
     if isinstance(u, list):
         return run, u
     return run, [partial(_same, part) for part in u.split(columns or max(len(u), 1))]
@@ -213,21 +215,6 @@ def _planned_uses(run: Trace, plan: DerivativePlan) -> list[tuple[Key, Use]]:
     ]
 
 
-def _cotangents(outputs: Tensor, wanted: Tensor | Form | range) -> Tensor:
-    """Cotangents (K, N, C), in whichever way they were requested."""
-    if isinstance(wanted, Tensor):
-        return wanted
-    if isinstance(wanted, range):
-        return _identity_rows(outputs, wanted.start, wanted.stop)
-    return output_cotangents(outputs, wanted)
-
-
-def output_cotangents(outputs: Tensor, kind: Form) -> Tensor:
-    """One cotangent for each output, (C, N, C), or one for their sum, (1, N, C)."""
-    n, c = outputs.shape
-    return outputs.new_ones(1, n, c) if kind == "sum" else _identity_rows(outputs, 0, c)
-
-
 @in_exact_mode
 def capture_bytes(function: Functional, x: Inputs, cotangents: int) -> int:
     """Predicted bytes of one captured example."""
@@ -269,7 +256,7 @@ def planned(function: Functional, x: Inputs, run: Trace) -> Captured:
     """The uses of a pass as the plan takes them; gradients are left out unless they decide something."""
     plan = plan_for(function, run, x)
     if plan.unproven or plan.exact or run.moved:
-        return _capture(function, x, run, _cotangents(run.outputs.detach(), "sum"))
+        return _capture(function, x, run, run.outputs.new_ones(1, *run.outputs.shape))
     pairs = _planned_uses(run, plan)
     for key, use in pairs:
         use.layout = plan.layouts[key]

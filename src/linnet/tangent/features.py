@@ -246,18 +246,6 @@ def _multiplications(captured: Captured) -> float:
     return total
 
 
-def choose(
-    captured: Captured,
-    names: Sequence[str],
-    pairs: tuple[int, int],
-    form: Form,
-    formed: Collection[str] = (),
-) -> Treatment:
-    """Decide for each parameter between gradients and factors, by counting multiplications."""
-    found = outline(captured, names, pairs, form, formed)
-    return found.treatment(found.cheapest)
-
-
 def _can_factor(uses: list[Use]) -> bool:
     """Whether all uses have the outer-product form in one orientation, with the same groups."""
     if not uses or not all(use.kind in OUTER and use.direct for use in uses):

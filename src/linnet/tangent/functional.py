@@ -588,6 +588,12 @@ def call_arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (x,), {}
 
 
+def called(module: nn.Module, x: Inputs, output: OutputAdapter = None) -> Tensor:
+    """What a network returns for a batch on its device, as a tensor (N, ...)."""
+    args, kwargs = call_arguments(x)
+    return adapt_outputs(module(*args, **kwargs), output)
+
+
 def check_output(output: Any) -> None:
     """Raise unless it says how to take outputs from what a network returns."""
     if not (output is None or isinstance(output, str) or callable(output)):

@@ -80,6 +80,22 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
     return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
 
 
+def side_by_side(found: Iterable[Tensor | None], leaves: Iterable[Tensor], *lead: int) -> Tensor:
+    """Gradients in some leaves, flattened side by side, (*lead, P); zeros where there is none."""
+    pairs = zip(found, leaves, strict=True)
+    parts = [t.new_zeros(*lead, t.numel()) if g is None else g.reshape(*lead, t.numel()) for g, t in pairs]
+    return torch.cat(parts, -1)
+
+
+def pulled_back(value: Tensor | None, leaves: Sequence[Tensor], u: Tensor, keep: bool = False) -> Tensor:
+    """Gradients of ⟨value, u_k⟩ in some leaves, flattened side by side, (K, P)."""
+    # u (K, *value.shape)
+    grads: Sequence[Tensor | None] = [None] * len(leaves)
+    if value is not None and value.requires_grad:
+        grads = batched_grad(value, leaves, u, keep)
+    return side_by_side(grads, leaves, len(u))
+
+
 def recorded(function: Functional, x: Inputs, names: Iterable[str] | None = None) -> tuple[Tensor, Params]:
     """f₀(x) (n, C) with its history, and the parameters that are its leaves."""
     theta = function.theta

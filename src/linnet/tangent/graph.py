@@ -28,13 +28,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 
 from linnet.errors import LinnetError, ModelError
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.forward_mode import Params, jvps_double_backward
 from linnet.tangent.functional import FAILURES, OutputAdapter, adapt_outputs, call_arguments
-from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
+from linnet.tangent.modes import CallMode, differentiable_kernels, has_recurrence, in_exact_mode
 from linnet.tree import map_tensors, tensors_in
 
 Axis = tuple[int, int]  # which of the input tensors, and its dimension
@@ -449,15 +448,15 @@ class NetworkGraph:
         return {f"of.{place}": owners[id(p)] for place, p in every if id(p) in owners}
 
 
-class _Paddings(TorchFunctionMode):
+class _Paddings(CallMode):
     """How much inputs of layers are padded by, call by call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Any] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result; a padding is noted."""
         if func is nn.functional.pad:
             self.found.append(tuple(kwargs["pad"] if "pad" in kwargs else args[1]))
         return func(*args, **kwargs)

@@ -52,7 +52,7 @@ from linnet.tangent.batch import (
     with_padding,
     yields,
 )
-from linnet.tangent.functional import FAILURES, Functional, adapt_outputs, call_arguments
+from linnet.tangent.functional import FAILURES, Functional, adapt_outputs, call_arguments, without_wrapper
 from linnet.tangent.modes import random_kept
 from linnet.tree import map_tensors, tensors_in
 
@@ -373,10 +373,7 @@ def admit(network: Functional | nn.Module, x: Inputs, said: DataNotes | None = N
 
 def _module_of(network: Functional | nn.Module) -> nn.Module:
     """The modules of a network."""
-    if isinstance(network, Functional):
-        return network.model
-    found: nn.Module = getattr(network, "_orig_mod", network)  # torch.compile's wrapper
-    return found
+    return network.model if isinstance(network, Functional) else without_wrapper(network)
 
 
 def _change_of(network: Functional | nn.Module) -> _InputRules | None:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
 
 from linnet.distributed import all_rows, share_sum
 from linnet.errors import InputError
@@ -40,9 +39,9 @@ from linnet.tangent.forward_mode import (
     random_direction,
 )
 from linnet.tangent.functional import Functional
-from linnet.tangent.gradients import batched_grad
+from linnet.tangent.gradients import pulled_back
 from linnet.tangent.independence import require_independence, require_own_rows
-from linnet.tangent.modes import differentiable_kernels, first_order, in_exact_mode
+from linnet.tangent.modes import CallMode, differentiable_kernels, first_order, in_exact_mode
 from linnet.tangent.nonfinite import refuse_derivative, require_finite_derivative
 from linnet.tree import tensors_in
 
@@ -127,7 +126,7 @@ def find_folds(function: Functional, x: Inputs) -> dict[int, Normalization]:
     }
 
 
-class _FoldWatcher(TorchFunctionMode):
+class _FoldWatcher(CallMode):
     """Notes what becomes of the results of convolutions."""
 
     def __init__(self, theta: Params) -> None:
@@ -136,10 +135,8 @@ class _FoldWatcher(TorchFunctionMode):
         self.names = {id(t): name for name, t in self.params.items()}
         self.consumers: dict[int, list[Normalization | None]] = {}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result, and who reads the results of convolutions."""
         result = func(*args, **kwargs)
         if not tensors_in(result):
             return result  # a property such as the shape
@@ -182,17 +179,15 @@ class _Pending:
     inputs: tuple[Dual, Dual, Dual]  # input, weight, bias
 
 
-class Folding(TorchFunctionMode):
+class Folding(CallMode):
     """Runs a pass in forward mode with the tangents of normalizations folded."""
 
     def __init__(self, folds: dict[int, Normalization], params: Params) -> None:
         super().__init__()
         self.folds, self.params, self.seen, self.closed = folds, params, 0, 0
 
-    def __torch_function__(
-        self, func: Callable[..., Any], kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result, with the tangent of a normalization folded."""
         name = getattr(func, "__name__", "")
         if name in CONVOLUTIONS:
             return self._convolve(func, *args, **kwargs)
@@ -418,12 +413,7 @@ def vjp_columns(function: Functional, x: Inputs, u: Tensor, checked: bool = True
     columns = u[None] if u.ndim == 2 else u.movedim(2, 0)
     if not value.requires_grad or not u.numel():
         return u.new_zeros(function.space.dim, *u.shape[2:])
-    grads = batched_grad(value, list(leaves.values()), columns, keep=False)
-    parts = [
-        leaf.new_zeros(columns.shape[0], leaf.numel()) if g is None else g.reshape(columns.shape[0], -1)
-        for g, leaf in zip(grads, leaves.values(), strict=True)
-    ]
-    flat = torch.cat(parts, 1)
+    flat = pulled_back(value, list(leaves.values()), columns)
     if checked:
         require_finite_product(function, x, flat, [u])
     return flat[0] if u.ndim == 2 else flat.T
@@ -504,8 +494,8 @@ class JacobianOperator(Bidirectional):
 class NormalOperator(LinearOperator):
     """JᵀJ over a data set, P × P: one JVP and one VJP a batch, in one pass over the data."""
 
-    def __init__(self, jacobian: JacobianOperator, on_pass: Callable[[], None] | None = None) -> None:
-        self.jacobian, self.on_pass = jacobian, on_pass
+    def __init__(self, jacobian: JacobianOperator) -> None:
+        self.jacobian = jacobian
         self.shape = (jacobian.shape[1], jacobian.shape[1])
         self.dtype, self.device, self.space = jacobian.dtype, jacobian.device, jacobian.space
 
@@ -519,8 +509,6 @@ class NormalOperator(LinearOperator):
             for _, part in own_parts(self.jacobian.x, self.jacobian.block):
                 require_finite_product(function, part, total, [v])
         share_sum([total])
-        if self.on_pass is not None:
-            self.on_pass()
         return total
 
     @property

@@ -13,6 +13,7 @@ import math
 import os
 import random
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -112,19 +113,25 @@ def differentiable_kernels(recurrent: bool) -> Iterator[None]:
             torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
-class _HiddenRows(TorchFunctionMode):
+class CallMode(TorchFunctionMode, ABC):
+    """Sees every call of a torch function inside its block."""
+
+    @abstractmethod
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the call returns."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.called(func, args, kwargs or {})
+
+
+class _HiddenRows(CallMode):
     """Attention whose derivatives are right where a mask hides every position from a row."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        kinds: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result, of attention with its derivatives right."""
         if func is scaled_dot_product_attention:
             func = _attention_without_nan
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _attention_without_nan(

@@ -21,14 +21,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from linnet.errors import InputError, ModelError
 from linnet.params import flag, instance, number
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs
-from linnet.tangent.functional import Functional, OutputAdapter, check_output
-from linnet.tangent.modes import without_recomputation
+from linnet.tangent.functional import Functional, OutputAdapter, check_output, without_wrapper
+from linnet.tangent.modes import CallMode, without_recomputation
 from linnet.tangent.selection import require_module
 
 _WORDS = frozenset({"relu", "relu_", "relu6", "hardtanh", "hardtanh_", "threshold", "threshold_"})
@@ -89,17 +88,11 @@ class Leaking:
     """Base of every class made by surgery."""
 
 
-class _Leak(TorchFunctionMode):
+class _Leak(CallMode):
     """Replaces calls of rectifiers while the network runs."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        kinds: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result, with a slope below zero where a rectifier is called."""
         slope, clamps = _SLOPE.get()
         found = None if slope is None else _rectifier(func, args, kwargs)
         if found is None or slope is None:
@@ -336,7 +329,7 @@ def leaky_relu(
         >>> leaky_relu(net)[1], net[1]
         (LeakyReLU(negative_slope=0.2), ReLU())
     """
-    model = getattr(model, "_orig_mod", model)
+    model = without_wrapper(model)
     _check(model, slope, keep, clamps)
     check_output(output)
     function = Functional(model, output=output, params=None) if example is not None else None

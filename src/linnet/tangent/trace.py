@@ -22,12 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from linnet.tangent.batch import Inputs, batch_size, example_shapes
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import STRIDES_KEPT, Functional
-from linnet.tangent.modes import first_order, in_exact_mode
+from linnet.tangent.modes import CallMode, first_order, in_exact_mode
 from linnet.tangent.operations import REPEATING, describe
 from linnet.tangent.rules import Operand, Result, Use
 from linnet.tree import map_tensors, tensors_in
@@ -124,7 +123,7 @@ _MOVING = {
 }
 
 
-class _UseRecorder(TorchFunctionMode):
+class _UseRecorder(CallMode):
     """Notes uses while the network runs."""
 
     def __init__(self, n: int) -> None:
@@ -134,14 +133,8 @@ class _UseRecorder(TorchFunctionMode):
         self.unhandled: dict[str, set[str]] = {}
         self.moved = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        kinds: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result, marked, and a use noted."""
         if func is F.multi_head_attention_forward:
             with self:  # a composite: look inside
                 return _attention_body(*args, **kwargs)
@@ -279,29 +272,12 @@ def _is_transpose(view: Tensor, leaf: Tensor) -> bool:
     )
 
 
-def _without_override_check(composite: Callable[..., Any]) -> Callable[..., Any]:
-    """The same Python function, but its own call is not intercepted; the calls inside it are."""
-    assert isinstance(composite, types.FunctionType)
-    scope = {**composite.__globals__, "has_torch_function": lambda *_: False}
-    return (
-        types.FunctionType(
-            composite.__code__, scope, composite.__name__, composite.__defaults__, composite.__closure__
-        )
-        if composite.__kwdefaults__ is None
-        else _with_keyword_defaults(composite, scope)
-    )
-
-
-def _with_keyword_defaults(composite: types.FunctionType, scope: dict[str, Any]) -> Callable[..., Any]:
-    """As above for a function with keyword-only defaults."""
-    clone = types.FunctionType(
-        composite.__code__, scope, composite.__name__, composite.__defaults__, composite.__closure__
-    )
-    clone.__kwdefaults__ = composite.__kwdefaults__
-    return clone
-
-
-_attention_body = _without_override_check(F.multi_head_attention_forward)
+# the same Python function, but its own call is not intercepted; the calls inside it are
+_attention_body = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda *_: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
 
 
 def channels_last(x: Tensor) -> Tensor:

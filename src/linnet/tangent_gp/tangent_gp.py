@@ -35,6 +35,7 @@ from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
 from linnet.tangent.data import Data, examples, owned
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs
+from linnet.tangent.gradients import side_by_side
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import given_network, identity, matching_function, require_same_outputs
@@ -592,10 +593,7 @@ def _rows(function: Functional, x: Inputs) -> tuple[Tensor, Tensor]:
             outputs.append(value)
             for one in value:
                 grads = torch.autograd.grad(one, list(leaves.values()), create_graph=True, allow_unused=True)
-                pairs = zip(grads, leaves.values(), strict=True)
-                rows.append(
-                    torch.cat([(torch.zeros_like(t) if g is None else g).flatten() for g, t in pairs])
-                )
+                rows.append(side_by_side(grads, leaves.values()))
     return torch.stack(outputs), torch.stack(rows)
 
 
