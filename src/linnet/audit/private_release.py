@@ -24,9 +24,9 @@ from linnet.errors import InputError, NumericalError
 from linnet.fitting.arguments import checked_inputs
 from linnet.fitting.last_layer import what_is_known
 from linnet.fitting.linear_fit import LinearFit
-from linnet.linalg.factorize import cholesky
 from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.newton import KernelNewton
 from linnet.params import choice, instance, number
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs
@@ -35,7 +35,7 @@ from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
-STEPS = 200  # of Newton's method, or of a bisection: until the interval has no number left inside
+STEPS = 200  # of a bisection: until the interval has no number left inside
 
 
 def privacy_delta(noise: float, sensitivity: float, epsilon: float) -> float:
@@ -71,11 +71,6 @@ def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-TOLERANCE = 1e-12  # of the gradient, relative to its two parts
-ENOUGH = 1e-4  # share of the slope by which a step must lower the objective
-HALVINGS = 50
-
-
 def jacobian_scales(blocks: Tensor, limit: float, eps: float) -> Tensor:
     """s_i = min(1, κ/‖J_i‖), with ‖J_i‖² the largest eigenvalue of K_ii."""
     # blocks (N, C, C)
@@ -95,12 +90,6 @@ def _factors(e: Tensor, limit: float) -> Tensor:
     return factors
 
 
-def _losses(e: Tensor, limit: float) -> Tensor:
-    """Σ h(e_i)."""
-    norms = e.norm(dim=1)
-    return torch.where(norms <= limit, 0.5 * norms**2, limit * norms - 0.5 * limit**2).sum()
-
-
 def _roots(e: Tensor, limit: float) -> Tensor:
     """Square roots of the Hessians of h: I, or √(τ/‖e‖) (I − êêᵀ) where clipped, (N, C, C)."""
     eye = torch.eye(e.shape[1], dtype=e.dtype, device=e.device).expand(len(e), -1, -1)
@@ -110,62 +99,53 @@ def _roots(e: Tensor, limit: float) -> Tensor:
     return torch.where((factors < 1)[:, None, None], outside, eye)
 
 
+@dataclass(frozen=True, eq=False)
+class _Clipped:
+    """The problem of Newton's method with Huber's function h of the residuals, Σ h(r_i − f_i)."""
+
+    residual: Tensor  # r, (N, C)
+    limit: float  # τ
+
+    @property
+    def base(self) -> Tensor:
+        """Zero: residuals are those of the network, (N, C)."""
+        return torch.zeros_like(self.residual)
+
+    @property
+    def n(self) -> int:
+        """N."""
+        return len(self.residual)
+
+    @property
+    def c(self) -> int:
+        """C."""
+        return self.residual.shape[1]
+
+    def losses(self, f: Tensor) -> Tensor:
+        """h(r_i − f_i), (N,)."""
+        norms, limit = (self.residual - f).norm(dim=1), self.limit
+        return torch.where(norms <= limit, 0.5 * norms**2, limit * norms - 0.5 * limit**2)
+
+    def gradient(self, f: Tensor) -> Tensor:
+        """In the outputs, (N, C)."""
+        return -clip_rows(self.residual - f, self.limit)
+
+    def roots(self, f: Tensor) -> Tensor:
+        """Of the Hessians in the outputs, (N, C, C)."""
+        return _roots(self.residual - f, self.limit)
+
+
 def clipped_optimum(kernel: Tensor, residual: Tensor, ridge: float, limit: float) -> Tensor:
     """β of the optimum, by Newton's method on a strongly convex objective, (N, C)."""
     # kernel (N·C, N·C), residual (N, C)
-    n, c = residual.shape
-    beta = torch.zeros_like(residual)
-    product = torch.zeros_like(residual)  # Kβ
-
-    def value(b: Tensor, p: Tensor) -> float:
-        return float(_losses(residual - p, limit) + 0.5 * ridge * (b * p).sum())
-
-    reached = torch.inf
-    for _ in range(STEPS):
-        e = residual - product
-        pull = clip_rows(e, limit)
-        v = ridge * beta - pull  # ∇F = JᵀS v
-        kv = (kernel @ v.reshape(-1)).view(n, c)
-        scale = _norm(pull, (kernel @ pull.reshape(-1)).view(n, c))
-        reached = _norm(v, kv) / scale if scale > 0 else 0.0
-        if reached <= TOLERANCE:
-            return beta
-        eta = _direction(kernel, _roots(e, limit), v, kv, ridge)
-        moved = (kernel @ eta.reshape(-1)).view(n, c)
-        slope, before, step = float((kv * eta).sum()), value(beta, product), 1.0
-        rounding = 1e-14 * abs(before)
-        for _ in range(HALVINGS):
-            if value(beta + step * eta, product + step * moved) <= before + ENOUGH * step * slope + rounding:
-                break
-            step /= 2
-        beta, product = beta + step * eta, product + step * moved
-    if reached <= 1e-8:
-        return beta
-    raise NumericalError(
-        f"the clipped fit stopped at a relative gradient of {reached:.1e} after {STEPS} Newton steps",
-        expected=f"at most {TOLERANCE:g}",
-        remedy="use a larger ridge",
-    )
-
-
-def _norm(v: Tensor, kv: Tensor) -> float:
-    """‖JᵀS v‖."""
-    return float((v * kv).sum().clamp_min(0).sqrt())
-
-
-def _direction(kernel: Tensor, roots: Tensor, v: Tensor, kv: Tensor, ridge: float) -> Tensor:
-    """η = −(ρI + ΛK)⁻¹ v = −(v − R B⁻¹ R K v)/ρ with Λ = R², B = ρI + R K R."""
-    n, c = v.shape
-    half = torch.einsum("nij,njk->nik", roots, kernel.view(n, c, n * c)).reshape(n * c, n, c)
-    matrix = torch.einsum("anj,njk->ank", half, roots).reshape(n * c, n * c)
-    matrix = (matrix + matrix.T) / 2
-    matrix.diagonal().add_(ridge)
-    right = torch.einsum("nij,nj->ni", roots, kv).reshape(-1, 1)
-    solved = torch.cholesky_solve(right, cholesky(matrix, "clipped kernel + ridge")).view(n, c)
-    return -(v - torch.einsum("nij,nj->ni", roots, solved)) / ridge
+    problem: Any = _Clipped(residual, limit)  # all that Newton's method asks of one
+    found: KernelNewton = KernelNewton(problem, kernel, ridge)
+    found.require(EXACT)
+    return found.beta
 
 
 NEIGHBORS = ("replace", "remove")
+EXACT = 1e-8  # of the gradient at the start: what may be left of it
 INEXACT = 1e-3  # of the sensitivity: how far the solution may be from the optimum; paid for in the noise
 PROTECTED = "δ, and whatever is computed from it and from public data, such as predictions"
 NOT_PROTECTED = (
