@@ -39,12 +39,20 @@ from linnet.tangent.jacobian import linearity_gap
 
 POOL, TESTED = 3000, 1000
 WORTH = 1.0  # points of test accuracy that training must gain to be worth its time
-# What the logistic model is told, each standardized over the development tasks. Chosen on these.
+# What may foretell that training gains, known before any of it and after ten steps.
 TERMS: dict[str, Callable[[Cell], float]] = {
-    "accuracy left out": lambda cell: cell["adapt left out"] / 100,
     "samples a class": lambda cell: float(np.log(cell["n"] / cell["classes"])),
+    "features by samples": lambda cell: float(np.log(cell["width"] / cell["n"])),
+    "effective parameters by samples": lambda cell: cell["parameters"] / cell["n"],
+    "accuracy left out": lambda cell: cell["adapt left out"] / 100,
+    "error left out": lambda cell: cell["error left out"],
     "gain of earlier layers left out": lambda cell: cell["adapt left out"] - cell["probe left out"],
+    "ten steps: fall of the held-out error": lambda cell: cell["ten steps gain"],
+    "ten steps: held-out points": lambda cell: cell["ten steps points"],
+    "ten steps: drift of the kernel": lambda cell: cell["drift"],
+    "ten steps: linearity gap": lambda cell: cell["gap"],
 }
+CHOSEN = ("ten steps: linearity gap",)  # by the development tasks, each left out of the fit
 PENALTY = 0.1  # of the squared coefficients, per cell
 STEPS, RATES, SEEN = 10, (1e-4, 1e-3), 32  # of the look ahead: of Adam, and samples on which f is compared
 
@@ -138,9 +146,9 @@ def by_folds(cell: Cell) -> bool:
     return bool(cell["folds points"] >= 0 and cell["folds gain"] > -cell["folds error"])
 
 
-def fitted(cells: Sequence[Cell]) -> Callable[[Cell], float]:
+def fitted(cells: Sequence[Cell], terms: Sequence[str] = CHOSEN) -> Callable[[Cell], float]:
     """The probability that training gains a point, by logistic regression on some cells."""
-    rows = np.array([[term(cell) for term in TERMS.values()] for cell in cells])
+    rows = np.array([[TERMS[name](cell) for name in terms] for cell in cells])
     center, spread = rows.mean(0), rows.std(0) + 1e-9
     x = (rows - center) / spread
     y = np.array([gained(cell) >= WORTH for cell in cells], float)
@@ -149,25 +157,34 @@ def fitted(cells: Sequence[Cell]) -> Callable[[Cell], float]:
         f = x @ w[:-1] + w[-1]
         return float((np.logaddexp(0, f) - y * f).mean() + PENALTY / 2 * w[:-1] @ w[:-1])
 
-    w = minimize(loss, np.zeros(len(TERMS) + 1), method="BFGS").x
+    w = minimize(loss, np.zeros(len(terms) + 1), method="BFGS").x
 
     def probability(cell: Cell) -> float:
-        own = (np.array([term(cell) for term in TERMS.values()]) - center) / spread
+        own = (np.array([TERMS[name](cell) for name in terms]) - center) / spread
         return float(1 / (1 + np.exp(-(own @ w[:-1] + w[-1]))))
 
     return probability
 
 
-def judged(cells: Sequence[Cell], told: Callable[[Cell], float]) -> dict[str, float]:
+def judged(pairs: Sequence[tuple[Cell, float]]) -> dict[str, float]:
     """Brier score of probabilities, and of a constant; the area under the curve."""
-    p = np.array([told(cell) for cell in cells])
-    y = np.array([gained(cell) >= WORTH for cell in cells], float)
+    p = np.array([told for _, told in pairs])
+    y = np.array([gained(cell) >= WORTH for cell, _ in pairs], float)
     ahead = [float(a > b) + 0.5 * float(a == b) for a in p[y == 1] for b in p[y == 0]]
     return {
         "brier": float(((p - y) ** 2).mean()),
         "constant": float(((y.mean() - y) ** 2).mean()),
         "area": float(np.mean(ahead)) if ahead else float("nan"),
     }
+
+
+def left_out(cells: Sequence[Cell], of: str, terms: Sequence[str] = CHOSEN) -> list[tuple[Cell, float]]:
+    """Cells with the probability by those of other tasks, or other networks."""
+    found = []
+    for name in dict.fromkeys(cell[of] for cell in cells):
+        told = fitted([cell for cell in cells if cell[of] != name], terms)
+        found += [(cell, told(cell)) for cell in cells if cell[of] == name]
+    return found
 
 
 def policies(cells: Sequence[Cell], told: Callable[[Cell], float]) -> dict[str, tuple[list[float], float]]:
@@ -186,8 +203,9 @@ def policies(cells: Sequence[Cell], told: Callable[[Cell], float]) -> dict[str, 
         trains = [
             name == "by folds (tune=True)" or way(cell) == "trained" for cell in cells
         ]  # folds have to train
+        looked = "ten steps seconds" if name == "by the predictor" else None
         seconds = [
-            cell["fit seconds"] + cell["training seconds"] * trained
+            cell["fit seconds"] + (cell[looked] if looked else 0.0) + cell["training seconds"] * trained
             for cell, trained in zip(cells, trains, strict=True)
         ]
         found[name] = regret, float(np.mean(seconds))
@@ -208,32 +226,53 @@ def table(cells: Sequence[Cell]) -> str:
     return markdown(header, rows)
 
 
-def scores(cells: Sequence[Cell]) -> str:
-    """Markdown: how well the predictor does on cells that had no part in its fit."""
+def terms_table(cells: Sequence[Cell]) -> str:
+    """Markdown: what each term foretells of development tasks left out, alone and with the chosen one."""
     known = [cell for cell in cells if cell["set"] != "reported"]
-    parts: list[tuple[str, list[Cell], Callable[[Cell], float]]] = [
-        ("reported tasks", [cell for cell in cells if cell["set"] == "reported"], fitted(known))
-    ]
-    for network in dict.fromkeys(cell["network"] for cell in cells):
-        others = [cell for cell in known if cell["network"] != network]
-        own = [cell for cell in cells if cell["network"] == network]
-        if others and own:
-            parts.append((f"{network}, left out", own, fitted(others)))
+    every = [(name,) for name in TERMS] + [(*CHOSEN, name) for name in TERMS if name not in CHOSEN]
     rows = []
-    for name, own, told in parts:
-        if own:
-            one, share = judged(own, told), np.mean([gained(cell) >= WORTH for cell in own])
-            numbers = (f"{one['brier']:.2f}", f"{one['constant']:.2f}", f"{one['area']:.2f}")
-            rows.append((name, str(len(own)), f"{100 * share:.0f} %", *numbers))
-    header = (
-        "judged on",
-        "draws",
-        "training gains a point",
-        "Brier score",
-        "of a constant",
-        "area under the curve",
-    )
-    return markdown(header, rows)
+    for terms in every:
+        one = judged(left_out(known, "task", terms))
+        rows.append((" and ".join(terms), f"{one['brier']:.3f}", f"{one['area']:.2f}"))
+    constant = judged([(cell, 0.5) for cell in known])["constant"]
+    rows.append(("nothing (the share of draws)", f"{constant:.3f}", "–"))
+    return markdown(("told", "Brier score", "area under the curve"), rows)
+
+
+def scores(cells: Sequence[Cell]) -> str:
+    """Markdown: how well the predictor does on cells that had no part in its fit, and the folds beside it."""
+    known = [cell for cell in cells if cell["set"] != "reported"]
+    reported, told = [cell for cell in cells if cell["set"] == "reported"], fitted(known)
+    parts = [
+        ("development tasks, each left out", left_out(known, "task")),
+        ("development, each network left out", left_out(known, "network")),
+        ("reported tasks", [(cell, told(cell)) for cell in reported]),
+    ]
+    rows = []
+    for name, pairs in (part for part in parts if part[1]):
+        one, share = judged(pairs), np.mean([gained(cell) >= WORTH for cell, _ in pairs])
+        agree = [
+            100 * np.mean([way(cell, p) == (gained(cell) >= WORTH) for cell, p in pairs])
+            for way in (lambda _, p: p > 0.5, lambda cell, _: by_folds(cell))
+        ]
+        numbers = (f"{one['brier']:.2f}", f"{one['constant']:.2f}", f"{one['area']:.2f}")
+        rows.append((name, str(len(pairs)), f"{100 * share:.0f}", *numbers, *(f"{a:.0f}" for a in agree)))
+    header = ["judged on", "draws", "training gains a point, %", "Brier score", "of a constant"]
+    return markdown([*header, "area under the curve", "predictor is right, %", "folds are right, %"], rows)
+
+
+def each(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a draw, ordered by the gap."""
+    header = ["tasks", "network", "task", "a class", "linearity gap", "drift", "probe", "adapt", "trained"]
+    rows = [
+        [
+            cell["set"], cell["network"], cell["task"], str(cell["shots"]), f"{cell['gap']:.2f}",
+            f"{cell['drift']:.2f}", *(f"{cell[way]:.1f}" for way in ("probe", "adapt", "trained")),
+            f"{gained(cell):.1f}",
+        ]
+        for cell in sorted(cells, key=lambda cell: float(cell["gap"]))
+    ]  # fmt: skip
+    return markdown([*header, "training gains"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -257,7 +296,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         where = {"set": part, "network": network.name, "task": task.name}
                         run = partial(measured, network, task, shots, seed, given.data_dir)
                         cells.append(study.cell({**where, "shots": shots, "seed": seed}, run))
-    study.publish(f"{table(cells)}\n\n{scores(cells)}", cells)
+    tables = terms_table(cells), scores(cells), table(cells), each(cells)
+    study.publish("\n\n".join(tables), cells)
 
 
 if __name__ == "__main__":
