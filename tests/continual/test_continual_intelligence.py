@@ -309,6 +309,36 @@ def test_the_first_step_of_what_is_new_counts(steps: int, float64: torch.dtype) 
         torch.testing.assert_close(other[name], value, msg=name)
 
 
+@pytest.mark.parametrize("way", ["penalty", "add_grad_"])
+def test_gradients_that_others_put_in_their_place(way: str, float64: torch.dtype) -> None:
+    """Data parallelism replaces gradients by views of its buckets; they go on to be accumulated."""
+    found = []
+    for replaced in (False, True):
+        torch.manual_seed(0)
+        net = small_network()
+        method, optimizer = SynapticIntelligence(net, 20.0, XI), torch.optim.SGD(net.parameters(), 0.01)
+        for task in range(2):
+            x, y = small_task(task)
+            for _ in range(3):
+                optimizer.zero_grad()
+                for rows in (slice(0, 12), slice(12, 24)):
+                    loss = nn.functional.cross_entropy(net(x[rows]), y[rows]) / 2
+                    if way == "penalty":
+                        (loss + method.penalty() / 2).backward()
+                    else:
+                        loss.backward()  # type: ignore[no-untyped-call]
+                    for p in net.parameters() if replaced else ():
+                        assert p.grad is not None
+                        p.grad = p.grad.clone()
+                    if way == "add_grad_":
+                        method.add_grad_(examples=2)
+                optimizer.step()
+                method.after_step()
+            method.consolidate()
+        found.append(torch.cat([value.flatten() for value in method.importance.values()]))
+    torch.testing.assert_close(found[1], found[0])
+
+
 class Perturbed(torch.optim.SGD):
     """A step by the gradient at a point nearby, as sharpness-aware minimization takes it."""
 

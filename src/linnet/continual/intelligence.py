@@ -193,8 +193,13 @@ class SynapticIntelligence(ContinualMethod):
         return now.to_dense() if now.is_sparse else now
 
     def _observe(self, factor: Tensor, gradients: Params) -> None:
-        if self._is_reset(Live.of(self.model)):
+        live = Live.of(self.model)
+        if self._is_reset(live):
             self._begin_again()
+        for name in self._gradients.keys() & live.tensors.keys():
+            grad = live.tensors[name].grad  # data parallelism puts views in their place
+            if grad is not None:
+                self._gradients[name] = grad
         self._factor = self._factor + factor
         self._penalty = {name: gradient.detach() for name, gradient in gradients.items()}
         for name, gradient in self._gradients.items():
@@ -203,7 +208,7 @@ class SynapticIntelligence(ContinualMethod):
     def _is_reset(self, live: Live) -> bool:
         """Whether gradients that were noted were set to zero or thrown away without a step."""
         noted = [(live.tensors[n], g) for n, g in self._gradients.items() if n in live.tensors]
-        if any(parameter.grad is not gradient for parameter, gradient in noted):
+        if any(parameter.grad is None for parameter, _ in noted):
             return True
         return bool(noted) and self._factor is not NOTHING and not any(bool(g.any()) for _, g in noted)
 
