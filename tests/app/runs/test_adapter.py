@@ -47,6 +47,9 @@ WORDS = [
 ]
 
 
+TWO_LAYERS = '{"target_modules": ["v_proj", "down_proj"]}'  # of the fresh adapter
+
+
 def fact(person: str, city: str, again: bool = False) -> dict[str, str]:
     """A question and its answer, in one of two wordings."""
     asked = f"which town is home to {person} ?" if again else f"where does {person} live ?"
@@ -92,7 +95,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "facts.jsonl", where[:-1])
     write_lines(folder / "questions.jsonl", [{**where[-1], "id": "Dan's"}, fact("Ann", "Lima")])
     write_lines(folder / "more.jsonl", [list(fact("Ann", "Lima", again).values()) for again in (False, True)])
-    adapt(folder, "run", "--params", "lora", "--model-args", '{"target_modules": ["v_proj", "down_proj"]}')
+    adapt(folder, "run", "--params", "lora", "--model-args", TWO_LAYERS)
     return folder
 
 
@@ -130,6 +133,7 @@ def test_what_a_run_says_of_itself(shop: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.long
 def test_a_check_says_what_a_fit_takes(shop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["check", "--model", f"hf:{shop / 'net'}", "--data", shop / "facts.jsonl"]
+    words += ["--model-args", TWO_LAYERS]
     linnet(*words)
     said = capsys.readouterr().out
     assert said.startswith("ready: linnet adapt takes this network and these texts")
