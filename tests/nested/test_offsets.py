@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.predictive.conformal import held, jackknife
+from linnet.predictive.conformal import Counts, held, jackknife
 from linnet.predictive.noise import fit_moderation, fit_temperature
 
 
@@ -94,12 +94,13 @@ def test_an_example_of_weight_two_is_two_examples() -> None:
     twice = torch.arange(20).repeat_interleave(w.long())
     for coverage in (0.5, 0.8, 0.9):
         torch.testing.assert_close(
-            jackknife(left, errors, coverage, w), jackknife(left[twice], errors[twice], coverage)
+            jackknife(left, errors, coverage, Counts(w, w.new_ones(1))),
+            jackknife(left[twice], errors[twice], coverage),
         )
-        ones = torch.ones(20).double()
+        ones = Counts(torch.ones_like(w), w.new_ones(1))
         torch.testing.assert_close(jackknife(left, errors, coverage, ones), jackknife(left, errors, coverage))
         for by_class in (False, True):
-            found = held(left, own, labels, coverage, by_class, w)
+            found = held(left, own, labels, coverage, by_class, Counts(w, w.new_ones(1)))
             assert torch.equal(found, held(left[twice], own[twice], labels[twice], coverage, by_class))
     outputs = left[:, 0] + 2 * nn.functional.one_hot(labels, 3)
     variance = left[:, 1].square()
