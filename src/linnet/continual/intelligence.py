@@ -241,8 +241,8 @@ class SynapticIntelligence(ContinualMethod):
 
     def _forget_step(self) -> None:
         """Whatever was noted of a step is done with."""
-        self._before, self._gradients, self._penalty, self._factor = {}, {}, {}, NOTHING
-        self._arrived = {}
+        self._before, self._penalty = {}, {}
+        self._begin_again()
 
     def _watch(self, live: Live, arrived: bool = False) -> None:
         """Follow the gradients of parameters that are not followed yet, and note those that have arrived."""

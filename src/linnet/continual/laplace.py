@@ -252,10 +252,7 @@ class OnlineLaplace(CurvatureMethod):
         device, nll = next(iter(live.tensors.values())).device, 0.0
         passes = passes_of(self._options.get("passes"))
         share = Share.of(passes.shard)
-        with (
-            collective("the likelihood of a task", share.world > 1),
-            random_kept(data),
-        ):
+        with collective("the likelihood of a task", share.world > 1), random_kept(data):
             data = held(data, passes.memory)
             for batch in Batches(data, device, passes.block, share):
                 if batch.y is None:

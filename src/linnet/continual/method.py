@@ -18,7 +18,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from linnet.continual.quadratic import (
     Live,
@@ -34,7 +33,7 @@ from linnet.linalg.operator import Params
 from linnet.params import choice, instance, number, real_type
 from linnet.params import device as checked_device
 from linnet.shown import Shown, some
-from linnet.tangent.functional import OutputAdapter
+from linnet.tangent.functional import OutputAdapter, require_values
 from linnet.tree import from_plain, map_tensors, to_plain
 
 SCALES = ("linnet", "averaged", "mammoth", "avalanche")
@@ -122,13 +121,7 @@ class ContinualMethod(Shown, ABC):
     """
 
     def __init__(self, model: nn.Module, strength: float) -> None:
-        unmade = next((n for n, p in unwrapped(model).named_parameters() if is_lazy(p)), None)
-        if unmade is not None:
-            raise ModelError(
-                f"model ({type(unwrapped(model)).__name__}) has a lazy parameter without a shape, {unmade!r}",
-                expected="a network whose parameters have shapes",
-                remedy="call it once on an example first",
-            )
+        require_values(unwrapped(model))
         if not Live.of(model).tensors:
             raise ModelError(
                 f"model ({type(unwrapped(model)).__name__}) has no floating-point parameter",

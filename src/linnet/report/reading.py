@@ -305,30 +305,41 @@ def held_out(
     return replace(predicted(samples, found, explained), held=held)
 
 
+def holding(run: FittedTask, x: Array, answers: Array | None, coverage: float) -> tuple[Array, float | None]:
+    """Sets of classes (T, C), or ends of intervals (T, C, 2) in units of the data; the share they hold."""
+    inputs = run.inputs(x)
+    if run.classes is not None:
+        sets = run.fit.sets(inputs, coverage).cpu().numpy()
+        share = None if answers is None else float(sets[np.arange(len(sets)), answers].mean())
+        return sets, share
+    ends = run.fit.interval(inputs, coverage).double()
+    both = [_numpy(run.scale.inverse(one) if run.scale else one) for one in ends.unbind(2)]
+    if answers is None:
+        return np.stack(both, 2), None
+    low, high = both
+    truth = np.asarray(answers).reshape(low.shape)
+    return np.stack(both, 2), float(((low <= truth) & (truth <= high)).mean())
+
+
 def held_in_words(run: FittedTask, samples: Samples, x: Array) -> str:
     """How many test samples sets of classes, or intervals, hold that are to hold nine in ten."""
     if samples.labels is None or not len(x):
         return ""
-    answers, inputs = np.asarray(samples.labels)[:_HELD], run.inputs(x[:_HELD])
-    of, asked = f"{number(len(answers))} test samples", percent(_COVERAGE, 0)
+    answers = np.asarray(samples.labels)[:_HELD]
     try:
-        if run.classes is not None:
-            sets = _numpy(run.fit.sets(inputs, _COVERAGE).double())
-            share, size = float(sets[np.arange(len(sets)), answers].mean()), float(sets.sum(1).mean())
-            return (
-                f"Sets of classes that are to hold the right one for {asked} of samples, by the fits without "
-                f"each training sample, hold it for {percent(share)} of {of}; they are of {size:.1f} classes "
-                f"on average, of {len(run.classes)}."
-            )
-        ends = run.fit.interval(inputs, _COVERAGE).double()
+        found, share = holding(run, x[:_HELD], answers, _COVERAGE)
     except LinnetError:  # such as of too few samples, or of positions with a class each
         return ""
-    low, high = (_numpy(run.scale.inverse(one) if run.scale else one) for one in ends.unbind(2))
-    truth = answers.reshape(low.shape)
-    share = float(((low <= truth) & (truth <= high)).mean())
+    asked, held, of = percent(_COVERAGE, 0), percent(share), f"{number(len(answers))} test samples"
+    if run.classes is None:
+        return (
+            f"Intervals that are to hold {asked} of values, by the fits without each training sample, hold "
+            f"{held} of those of {of}."
+        )
     return (
-        f"Intervals that are to hold {asked} of values, by the fits without each training sample, hold "
-        f"{percent(share)} of those of {of}."
+        f"Sets of classes that are to hold the right one for {asked} of samples, by the fits without each "
+        f"training sample, hold it for {held} of {of}; they are of {found.sum(1).mean():.1f} classes on "
+        f"average, of {len(run.classes)}."
     )
 
 

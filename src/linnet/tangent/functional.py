@@ -539,6 +539,11 @@ def _require_usable(model: nn.Module) -> None:
             expected="a network of Python modules",
             remedy="pass the network that torch.jit.script or torch.jit.trace was given",
         )
+    require_values(model)
+
+
+def require_values(model: nn.Module) -> None:
+    """Raise on a parameter or buffer without a shape or without numbers."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise ModelError(

@@ -43,6 +43,7 @@ from linnet.report.numbers import duration
 from linnet.saved import load
 from linnet.tangent.batch import IGNORED, MASK
 from linnet.tangent.data import Data
+from linnet.tangent.functional import tensors_by_name
 from linnet.tangent.linearized import linearize
 from linnet.tree import hash_tensors, tensors_in
 
@@ -363,7 +364,7 @@ def check(options: TaskOptions) -> Told:
     product, v = problem.hessian(problem.base), torch.ones(lin.space.dim, device=device)
     each = seconds_each(lambda _: product.mv(v).sum().item(), y)
     kept = problem.base.nbytes + sum(t.nbytes for t in tensors_in(problem.x))
-    weights = sum(t.nbytes for t in {id(t): t for t in network.state_dict().values()}.values())
+    weights = sum(t.nbytes for t in tensors_by_name(network).values())
     n, tokens, width = len(texts.ids), int(_tokens(batch["labels"]).sum()), batch["input_ids"].shape[1]
     size, seconds = {"network": weights, "texts": kept * n // len(y)}, each * n
     result: dict[str, Any] = {
@@ -376,7 +377,7 @@ def check(options: TaskOptions) -> Told:
         f"texts: {n}, with {tokens} tokens to learn, the longest of {width}",
         f"network: {told}; {lin.space.dim:,} weights take part",
         f"memory: {format_bytes(weights)} for the network, {format_bytes(size['texts'])} kept of the texts",
-        f"time: about {duration(seconds)} for a product with the curvature; a fit takes some 30 to 300",
+        f"time: about {duration(seconds)} for a product with the curvature; a fit takes tens to hundreds",
         f"without --ridge up to {tries} fits of at most {AFFORDABLE} texts choose it, each from the last",
     ]
 

@@ -22,7 +22,7 @@ from linnet.app.runs.samples import NewSamples, answer_in_words, find_samples, n
 from linnet.errors import InputError
 from linnet.files import finite, write_text
 from linnet.params import integer
-from linnet.report.reading import Predictions, explanations, facts, name_of, predicted, scored
+from linnet.report.reading import Predictions, explanations, facts, holding, name_of, predicted, scored
 from linnet.report.records import Content, Explanation, Neighbor, Notes, TrainingSet
 
 TABLES = (".csv", ".json")  # the files that rows are written to
@@ -98,18 +98,12 @@ def _endings(values: Array) -> list[str]:
 
 def held_rows(run: SavedRun, new: NewSamples, coverage: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The classes or interval that are to hold each answer, as cells of a table; and how many they hold."""
-    x, share = run.inputs(new.x), None
+    found, share = holding(run, new.x, new.y, coverage)
     rows: list[dict[str, Any]]
     if run.classes is not None:
-        sets = run.fit.sets(x, coverage).cpu().numpy()
-        if new.y is not None:
-            share = float(sets[np.arange(len(sets)), new.y].mean())
-        rows = [{"set": [name for name, held in zip(run.classes, row, strict=True) if held]} for row in sets]
-        return rows, {"coverage": coverage, "share": share, "mean_size": float(sets.sum(1).mean())}
-    ends = run.fit.interval(x, coverage).double().cpu().unbind(2)
-    low, high = ((run.scale.inverse(one) if run.scale else one).numpy() for one in ends)
-    if new.y is not None:
-        share = float(((low <= new.y) & (new.y <= high)).mean())
+        rows = [{"set": [name for name, held in zip(run.classes, row, strict=True) if held]} for row in found]
+        return rows, {"coverage": coverage, "share": share, "mean_size": float(found.sum(1).mean())}
+    low, high = found[..., 0], found[..., 1]
     rows = [{} for _ in low]
     for row, down, up in zip(rows, low.tolist(), high.tolist(), strict=True):
         for column, end in enumerate(_endings(low)):
