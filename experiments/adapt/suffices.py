@@ -33,6 +33,7 @@ from experiments.adapt.tasks import NETWORKS, Network, Task, pools, samples
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
 from linnet.nested import tuning
+from linnet.nested.features import kernels_of
 from linnet.spectrum.kernel_matrix import kernel_distance
 from linnet.tangent.batch import take
 from linnet.tangent.jacobian import linearity_gap
@@ -103,9 +104,7 @@ def after_steps(fit: Any, seed: int) -> dict[str, float]:
     start = tries.features
 
     def kernel_of(network: Any) -> Tensor:
-        phi = network.phi(fit.x)
-        centered: Tensor = phi - phi.mean(0)
-        return centered @ centered.T
+        return kernels_of(network.phi(fit.x), network.width).head
 
     def held(network: Any) -> tuple[float, float]:
         kernel = tries.kernels(network, share=False).mixed(0.0, fit.earlier, tries.bias)[0]

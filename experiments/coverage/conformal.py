@@ -93,12 +93,13 @@ def raised(way: str, data: tuple[Tensor, Tensor], n: int, seed: int) -> dict[str
 
 
 def compared(every: dict[str, Tensor], y: Tensor, asked: float) -> dict[str, float]:
-    """Coverage of intervals (T, 1, 2) of each kind, and their mean width relative to another."""
+    """Coverage of intervals (T, 1, 2) of each kind, and the mean width of bounded ones by another."""
     found = {}
     for name, ends in every.items():
         low, high = ends.unbind(2)
         found[f"{name} covered"] = float(((low <= y) & (y <= high)).double().mean())
-        found[f"{name} width"] = float((high - low).mean()) / asked
+        wide = high - low
+        found[f"{name} width"] = float(wide[wide.isfinite()].mean()) / asked
     return found
 
 
@@ -167,7 +168,7 @@ def beside_peers(way: str, data: tuple[Tensor, Tensor], n: int, seed: int) -> di
     own, rest, half = (x[:n], y[:n]), (x[n // 2 : n], y[n // 2 : n]), (x[: n // 2], y[: n // 2])
     new, truth = x[n:], data[1][n:, None]
 
-    def ours(_: Any = None) -> Any:
+    def ours() -> Any:
         return fitted(way, network(x.shape[1], seed), (data[0][:n], data[1][:n, None]))
 
     def crossed() -> Any:
@@ -220,15 +221,11 @@ def shifted(way: str, data: tuple[Tensor, Tensor], n: int, seed: int) -> dict[st
         "ratio known": fit.interval(new, COVERAGE, shift=(ratio[:n], ratio[drawn])),
         "by a classifier": fit.interval(new, COVERAGE, shift=(odds[:n], odds[n:])),
     }
-    found = {}
-    for name, each in ends.items():
-        low, high = each.unbind(2)
-        found[f"{name} covered"] = float(((low <= truth) & (truth <= high)).double().mean())
-        bounded = (high - low).isfinite()
-        found[f"{name} bounded"] = float(bounded.double().mean())
-        found[f"{name} width"] = float((high - low)[bounded].mean()) if bounded.any() else float("nan")
-    found["numbers"] = float(ratio[:n].sum().square() / ratio[:n].square().sum())
-    return found
+    bounded = {
+        f"{name} bounded": float(each.isfinite().all(2).double().mean()) for name, each in ends.items()
+    }
+    numbers = float(ratio[:n].sum().square() / ratio[:n].square().sum())
+    return compared(ends, truth, 1.0) | bounded | {"numbers": numbers}
 
 
 @lru_cache(maxsize=1)

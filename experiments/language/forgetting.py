@@ -302,6 +302,12 @@ class Linear:
         return self.kept("never", lambda: self.fitted(self.language.rest))
 
 
+def told_of(fit: Any, language: Language, news: dict[str, Tensor]) -> dict[str, Any]:
+    """Scores of a fit, its seconds, and its steps."""
+    took = fit.record.seconds.get("change", fit.record.seconds["solve"])
+    return {**scores(fit.losses, language, news), "took": took, "newton": fit.record.reasons["newton"]}
+
+
 def linear_cells(linear: Linear, news: dict[str, Tensor]) -> dict[str, Any]:
     """The linear model of all facts, after forgetting, and of a fit that never saw them."""
     language, found = linear.language, {}
@@ -311,13 +317,7 @@ def linear_cells(linear: Linear, news: dict[str, Tensor]) -> dict[str, Any]:
         "linear, never saw them": linear.never,
     }
     for name, fit in fits.items():
-        took = fit.record.seconds.get("change", fit.record.seconds["solve"])
-        about = {
-            "took": took,
-            "certificate": fit.summary()["certificate"],
-            "newton": fit.record.reasons["newton"],
-        }
-        found[name] = {**scores(fit.losses, language, news), **about}
+        found[name] = {**told_of(fit, language, news), "certificate": fit.summary()["certificate"]}
     facts = [language.facts[i] for i in (*language.gone[:COMPARED], *language.rest[:COMPARED])]
     asked = language.asked(facts)
     one, other = (
@@ -343,13 +343,7 @@ def relinearized_cells(linear: Linear, news: dict[str, Tensor], times: int) -> d
         fit, less = one.all, other.never
         fits = {"all facts": fit, "forgotten": one.less, "never saw them": less}
         for name, own in fits.items():
-            took = own.record.seconds.get("change", own.record.seconds["solve"])
-            newton = own.record.reasons["newton"]
-            found[f"linearized {k + 1} times, {name}"] = {
-                **scores(own.losses, language, news),
-                "took": took,
-                "newton": newton,
-            }
+            found[f"linearized {k + 1} times, {name}"] = told_of(own, language, news)
     return found
 
 
