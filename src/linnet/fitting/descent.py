@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,9 +18,10 @@ from linnet.fitting.head import linear_probe
 from linnet.fitting.last_layer import features
 from linnet.linear.targets import make_targets
 from linnet.progress import Log, track
-from linnet.tangent.batch import Inputs, on_device, split, take
+from linnet.tangent.batch import Inputs, on_device, take
 from linnet.tangent.data import Data
 from linnet.tangent.functional import Functional, OutputAdapter, called, copied
+from linnet.tangent.sequences import ignores_padding, in_parts, shortened
 from linnet.training import cosine, stream, train
 
 CLIP = 1.0  # largest norm of a gradient; keeps a high rate from destroying a small network
@@ -69,10 +71,12 @@ class Descent:
         n = len(y)
         batches = stream(n, self.batch, lambda _: torch.randperm(n, generator=generator))
         loss_on = contrast_of if self.contrast else loss_of
+        short = ignores_padding(partial(outputs_of, network), x)
 
         def gradient(rows: Tensor) -> Tensor:
             rows = rows.to(y.device)
-            loss = loss_on(outputs_of(network, take(x, rows)), y[rows])
+            part = take(x, rows)
+            loss = loss_on(outputs_of(network, shortened(part) if short else part), y[rows])
             loss.backward()
             nn.utils.clip_grad_norm_(weights, CLIP)
             return loss.detach()
@@ -130,7 +134,7 @@ def contrast_of(features: Tensor, y: Tensor) -> Tensor:
 @torch.no_grad()
 def score_of(network: nn.Module, x: Inputs, y: Tensor) -> float:
     """Accuracy less a hair of the loss, so that ties go to the surer; −∞ after divergence."""
-    outputs = torch.cat([outputs_of(network, part) for part in split(x, 256)])
+    outputs = in_parts(partial(outputs_of, network), x, 256)
     loss = float(loss_of(outputs, y))
     if not math.isfinite(loss):
         return -math.inf
@@ -162,7 +166,7 @@ class FineTuned:
     def predict(self, x: Inputs, batch: int = 256) -> Tensor:
         """Outputs of the network, (T, C)."""
         function = Functional(self.model)
-        return torch.cat([function.flat(function.theta, part) for part in split(x, batch)])
+        return in_parts(partial(function.flat, function.theta), x, batch)
 
 
 def fine_tune(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.utils import skip_init
 
 from linnet.errors import InputError, LinnetError, ModelError
 from linnet.params import instance, refuse
-from linnet.tangent.batch import MASK, Inputs, counted, mask_of, split, take
+from linnet.tangent.batch import MASK, Inputs, counted, mask_of, take
 from linnet.tangent.functional import (
     Functional,
     OutputAdapter,
@@ -25,6 +26,7 @@ from linnet.tangent.functional import (
     without_wrapper,
 )
 from linnet.tangent.selection import Selector, owner, selected
+from linnet.tangent.sequences import in_parts
 
 L = TypeVar("L", bound=nn.Module)
 HIDDEN, POOLER = "last_hidden_state", "pooler"  # as encoders of transformers call them
@@ -190,12 +192,18 @@ def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
     last_linear(function.model)  # raises where there is none
     outputs, call = _last_call(function, few)
     if call and _same(call[1], outputs):
-        calls = [_last_call(function, part)[1] for part in split(x, batch)]
-        return torch.cat([one[0].flatten(1) for one in calls if one])
+        return in_parts(lambda part: _head_inputs(function, part), x, batch)
     if not _ends(function, few, outputs):
         _refuse(model, giving(function, few, outputs), _ending(function, few, outputs))
     function = Functional(bared(model))
-    return torch.cat([function.flat(function.theta, part) for part in split(x, batch)])
+    return in_parts(partial(function.flat, function.theta), x, batch)
+
+
+def _head_inputs(function: Functional, x: Inputs) -> Tensor:
+    """Inputs of the last linear layer, (n, D), as the network calls it."""
+    call = _last_call(function, x)[1]
+    assert call is not None
+    return call[0].flatten(1)
 
 
 def _last_call(function: Functional, x: Inputs) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:

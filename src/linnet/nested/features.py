@@ -14,7 +14,7 @@ features. It is the same for every class: the kernel of C outputs is K ⊗ I, N 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -35,9 +35,10 @@ from linnet.linear.features import (
 )
 from linnet.nested.search import Kernels, Mixture
 from linnet.nested.stages import Beside, Staged, earlier_layers
-from linnet.tangent.batch import Inputs, split
+from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import IDLE, Functional, copied
 from linnet.tangent.selection import Selector, owner, selected
+from linnet.tangent.sequences import in_parts
 
 
 def with_random_heads(model: nn.Module, heads: int, seed: int) -> nn.Module:
@@ -116,7 +117,7 @@ class RandomHeads:
         """φ(x) and ψ(x) side by side, (N, D + E), in float64."""
         self.earlier(x)
         reader = self.reader
-        return torch.cat([reader.flat(reader.theta, part) for part in split(x, BATCH)]).double()
+        return in_parts(partial(reader.flat, reader.theta), x, BATCH).double()
 
     @property
     def reading(self) -> Staged:

@@ -128,6 +128,13 @@ def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
     return map_tensors(part, x)
 
 
+def same_places(part: Tensor, t: Tensor) -> Tensor:
+    """A part of every row of a tensor, whose rows are at the same places."""
+    if t in _CUT:
+        _CUT[part] = _CUT[t]
+    return part
+
+
 def place_of(x: Inputs, i: int) -> int:
     """The place of an example among those that a batch was cut from, as far as that is known."""
     tensor: Tensor | None = next((t for t in tensors_in(x) if t.ndim > 0), None)
