@@ -525,6 +525,11 @@ def look_at_answers(browser: Browser, shop: Path) -> None:
     def sent(question: str, answer: str = "") -> bytes:
         return json.dumps({"question": question, "answer": answer}).encode()
 
+    offered = browser.json("/samples")["samples"]
+    assert [one["id"] for one in offered] == [f"train/{i}" for i in range(6)]
+    assert all(one["question"].endswith("?") and one["answer"] for one in offered)
+    tried = browser.json("/predict", sent(offered[0]["question"], offered[0]["answer"]))["sample"]
+    assert tried["given"]
     own = browser.json("/predict", sent("where does Ann live ?"))["sample"]
     assert own["answer"] == "Oslo"
     assert [token["text"] for token in own["tokens"]] == ["Oslo", "<end>"]

@@ -91,6 +91,19 @@ def png(label: int, seed: int = 7) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.parametrize("kind", ["images", "rows"])
+def test_test_samples_are_offered_and_predicted(kind: str, request: pytest.FixtureRequest) -> None:
+    browser: Browser = request.getfixturevalue(kind)
+    offered = browser.json("/samples")["samples"]
+    assert 1 < len(offered) <= 12
+    assert all((one["picture"] is not None) == (kind == "images") for one in offered)
+    for one in (offered[0], offered[-1]):
+        found = browser.json("/try", one["id"].encode())["sample"]
+        assert found["findings"][0] == f"Its label is {one['label']}."
+    refused = browser.json("/try", b"../../etc/passwd", status=400)
+    assert "none of the samples that are offered" in refused["error"]
+
+
 def test_an_image_is_predicted_explained_and_its_samples_forgotten(images: Browser, workshop: Path) -> None:
     about = images.json("/about")
     assert (about["kind"], about["classes"]) == ("image", ["across", "along", "slanted"])

@@ -20,6 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -31,8 +32,9 @@ import numpy as np
 
 from linnet.app.data import ImageTransform
 from linnet.app.data.folder import SUFFIXES, UNDAMAGED
+from linnet.app.data.task import SampleSet
 from linnet.app.runs.changes import forget
-from linnet.app.runs.folder import SavedRun
+from linnet.app.runs.folder import SavedRun, load_test
 from linnet.app.runs.samples import NewSamples, answer_in_words, read_new
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.files import finite
@@ -50,6 +52,7 @@ _PIXELS = 96
 # the accuracy is about a tenth.
 _WINDOW, _ENOUGH = 200, 20
 _LISTED = 10  # classes whose probabilities are shown
+_OFFERED = 12  # test samples that may be tried
 Array = np.ndarray[Any, Any]
 Run = TypeVar("Run")
 Sample = TypeVar("Sample")
@@ -166,6 +169,10 @@ class Handler(BaseHTTPRequestHandler):
             return session.about()
         if path == "/predict":
             return session.predict(unquote(self.headers.get("X-Name", "")), content)
+        if path == "/samples":
+            return {"samples": session.samples()}
+        if path == "/try":
+            return session.tried(content.decode("utf-8", "replace"))
         if path == "/restore":
             return session.restore()
         if path == "/watch":
@@ -266,6 +273,14 @@ class Asked(ABC, Generic[Run, Sample]):
         with self._lock:
             return self._answer(self._run, self._read(name, content))
 
+    def samples(self) -> list[dict[str, Any]]:
+        """Some of the run's own samples that may be tried; none by default."""
+        return []
+
+    def tried(self, name: str) -> dict[str, Any]:
+        """Predict one of the run's own samples."""
+        raise InputError(f"{name!r} is none of the samples that are offered", "one of the page")
+
     def forget(self, ids: Sequence[str]) -> dict[str, Any]:
         """Forget training samples, in this session alone."""
         with self._lock:
@@ -310,6 +325,42 @@ class Session(Asked[SavedRun, NewSamples]):
             found = super().predict(name, content)
             assert self._sample is not None
             self._seen.append(self._sample.x[0])
+            return {**found, "watched": len(self._seen) >= _ENOUGH}
+
+    @cached_property
+    def _offered(self) -> SampleSet | None:
+        """Test samples to try, spread evenly over all; None where there are none any more."""
+        task, _ = load_test(self._original)
+        if task is None:
+            return None
+        places = np.linspace(0, len(task.test) - 1, min(_OFFERED, len(task.test)))
+        return task.test.take(places.round().astype(np.int64))
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Some of the run's test samples, with their answers."""
+        with self._lock:
+            part, run = self._offered, self._original
+            if part is None:
+                return []
+            images = part.x if run.samples.images is not None else None
+            return [
+                {
+                    "id": name,
+                    "label": answer_in_words(part.y[at], run.classes),
+                    "picture": None if images is None else thumbnail(images[at], _PIXELS),
+                }
+                for at, name in enumerate(part.ids)
+            ]
+
+    def tried(self, name: str) -> dict[str, Any]:
+        """Predict a test sample that is offered."""
+        with self._lock:
+            part = self._offered
+            if part is None or name not in part.ids:
+                return super().tried(name)
+            one = part.take(np.array([part.ids.index(name)]))
+            label = answer_in_words(one.y[0], self._original.classes)
+            found = self._answer(self._run, NewSamples(one.x, one.y, one.ids, (f"Its label is {label}.",)))
             return {**found, "watched": len(self._seen) >= _ENOUGH}
 
     def watch(self) -> dict[str, Any]:

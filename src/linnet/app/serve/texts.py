@@ -18,6 +18,7 @@ from linnet.tangent.batch import IGNORED, MASK
 
 _MOST = 24  # tokens of an answer of the network's own
 _BEHIND = 8  # training texts shown on each side of an answer
+_OFFERED = 6  # training texts that may be asked about
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,15 @@ class TextSession(Asked[AdapterRun, Question]):
     def about(self) -> dict[str, Any]:
         """What the page shows before anything is asked."""
         return {"name": self.name, "kind": "text", "classes": None, **self._counts()}
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Some of the training texts, by how they begin."""
+        texts = self._original.texts
+        halves = [_halves(record) for record in texts.records[:_OFFERED]]
+        return [
+            {"id": name, "question": question, "answer": answer}
+            for name, (question, answer) in zip(texts.ids, halves, strict=False)
+        ]
 
     def _ids(self, run: AdapterRun) -> tuple[str, ...]:
         return run.texts.ids
@@ -118,6 +128,19 @@ def _spoken(run: AdapterRun, *told: str) -> list[Any]:
         return [*told]
     roles = talk[-2]["role"] if len(talk) > 1 else "user", talk[-1]["role"]
     return [[{"role": role, "content": text}] for role, text in zip(roles, told, strict=False)]
+
+
+def _halves(record: Any) -> tuple[str, str]:
+    """The question and the answer of a text, or its beginning and the rest."""
+    if isinstance(record, str):
+        words = record.split()
+        return " ".join(words[: len(words) // 2 or 1]), " ".join(words[len(words) // 2 or 1 :])
+    first, second = record if isinstance(record, tuple) else (record[:-1], record[-1:])
+    told = [
+        part if isinstance(part, str) else str(part[-1]["content"]) if part else ""
+        for part in (first, second)
+    ]
+    return told[0].strip(), told[1].strip()
 
 
 def _outputs(run: AdapterRun, ids: Tensor) -> Tensor:
