@@ -40,6 +40,7 @@ from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.nonfinite import require_finite_products
 from linnet.tangent.rules import Captured
+from linnet.tangent.sequences import in_parts
 from linnet.tangent.trace import forward_trace, trace
 from linnet.tree import map_tensors, tensors_in
 
@@ -245,7 +246,7 @@ def differentiable_moments(
 
 def plain_outputs(function: Functional, x: Inputs) -> Tensor:
     """f(θ*, x) without gradients, (N, C)."""
-    return torch.cat([function.check_runs(part).flatten(1) for part in split(without_graph(x), MOST)])
+    return in_parts(lambda part: function.check_runs(part).flatten(1), without_graph(x), MOST)
 
 
 def without_graph(x: Inputs) -> Inputs:

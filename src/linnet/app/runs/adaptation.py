@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,10 @@ from linnet.report.reading import (
 )
 from linnet.report.records import Comparison, Content
 from linnet.report.verdict import TRY, score_in_words
-from linnet.tangent.batch import hash_examples, split
+from linnet.tangent.batch import hash_examples
 from linnet.tangent.functional import OWN_SHAPE, Functional
 from linnet.tangent.preflight import LEFT_OUT, Preflight, preflight
+from linnet.tangent.sequences import in_parts
 from linnet.tangent.store import discard
 
 Array = np.ndarray[Any, Any]
@@ -405,7 +407,7 @@ def _plain_predictions(task: TaskData, outputs: Tensor, temperature: float | Non
 def _outputs(model: nn.Module, begun: Started) -> Tensor:
     """Outputs of a network for the test samples, batch by batch."""
     function, x = Functional(model), begun.task.tensors("test")[0].to(begun.device)
-    return torch.cat([function.flat(function.theta, part) for part in split(x, 128)])
+    return in_parts(partial(function.flat, function.theta), x, 128)
 
 
 def seconds_each(work: Callable[[Tensor], object], x: Tensor) -> float:
