@@ -560,8 +560,9 @@ def test_labels_that_contradict_are_said_and_hide_no_copies(shape: tuple[int, ..
 
 
 @pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("judges", [60, 2000])
 def test_the_ridge_of_many_samples_is_found_from_that_of_some(
-    weighed: bool, monkeypatch: pytest.MonkeyPatch
+    judges: int, weighed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = torch.Generator().manual_seed(3)
     x = torch.randn(150, 6, generator=draw, dtype=torch.float64)
@@ -573,13 +574,17 @@ def test_the_ridge_of_many_samples_is_found_from_that_of_some(
     near, whole = search.near_ridge, search.best_ridge
 
     def both(kernel: Tensor, targets: Targets, known: search.Candidate) -> search.Candidate:
-        found.append((near(kernel, targets, known), whole(kernel, targets, (known.weight, known.earlier))))
-        return found[-1][0]
+        one, shares = near(kernel, targets, known), (known.weight, known.earlier)
+        found.extend([one, whole(kernel, targets, shares), whole(kernel, targets, shares, one.ridge)])
+        return one
 
     monkeypatch.setattr(search, "PILOT", 100)
+    monkeypatch.setattr(search, "JUDGES", judges)
     monkeypatch.setattr(search, "near_ridge", both)
     fit = linnet.adapt(net, (x, y), sample_weight=weights)
-    [(one, other)] = found
-    assert fit.ridge == one.ridge == other.ridge
-    assert torch.allclose(one.errors, other.errors, rtol=1e-6)
-    assert torch.equal(one.right, other.right)
+    one, best, there = found
+    assert fit.ridge == one.ridge
+    assert judges < 150 or one.ridge == best.ridge
+    order = search.sampled(150, 150)[-judges:]  # every class has several samples
+    assert torch.allclose(one.errors, there.errors[order], rtol=1e-6)
+    assert torch.equal(one.right, there.right[order])
