@@ -65,8 +65,7 @@ def in_parts(run: Run, x: Inputs, size: int) -> Tensor:
     length = lengths(x)
     if length is None or not ignores_padding(run, x):
         return torch.cat([run(part) for part in split(x, size)])
-    order = length.argsort(
-        descending=True, stable=True
-    )  # the longest first: memory that fails, fails at once
+    # the longest first: memory that does not suffice fails at once
+    order = length.argsort(descending=True, stable=True)
     found = torch.cat([run(shortened(take(x, rows))) for rows in order.split(size)])
     return torch.empty_like(found).index_copy_(0, order.to(found.device), found)
