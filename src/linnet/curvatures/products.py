@@ -25,7 +25,7 @@ from linnet.curvatures.stream import Batch, Batches
 from linnet.distributed import all_sum, collective
 from linnet.errors import DataError, ModelError
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.linalg.operator import LinearOperator, ParameterSpace, require_fit
+from linnet.linalg.operator import ParameterSpace, SymmetricOperator, require_fit
 from linnet.linalg.random import normal
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, split, take
@@ -352,7 +352,7 @@ def _by_shape(pair: UseFactors, k: int) -> tuple[int, int, int, int]:
 # The Gauss-Newton matrix as an operator, and the base class of sums over a data set.
 
 
-class SummedOperator(LinearOperator, ABC):
+class SummedOperator(SymmetricOperator, ABC):
     """A symmetric P x P matrix that is a sum over the examples of a data set."""
 
     # A product, with however many vectors, is one pass over the data; under `torch.distributed` each process
@@ -386,11 +386,6 @@ class SummedOperator(LinearOperator, ABC):
                 all_sum([total])
         self.passes += 1
         return total
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self
 
 
 class ColumnOperator(SummedOperator):

@@ -26,7 +26,7 @@ from linnet.errors import InputError, MemoryBudgetError
 from linnet.fitting.last_layer import RECORD
 from linnet.fitting.solver import Sketch, sketch_bytes
 from linnet.likelihoods.gaussian import Gaussian
-from linnet.linalg.operator import LinearOperator, ParameterSpace
+from linnet.linalg.operator import ParameterSpace, SymmetricOperator
 from linnet.linear.iterative import Reused
 from linnet.linear.normal_system import NormalSystem
 from linnet.linear.preconditioner import frozen_curvature
@@ -486,7 +486,7 @@ def restored_sketch(network: nn.Module, state: Mapping[str, Any]) -> SketchedNet
     return _made(network, state["parameters"], state["bases"], state["eigenvalues"])
 
 
-class DeflatedInverse(LinearOperator):
+class DeflatedInverse(SymmetricOperator):
     """H (ΦᵀΦ + ρI)⁻¹ Hᵀ + (I − H Hᵀ)/(μ + ρ): (JᵀJ + ρI)⁻¹ along H, a multiple of I elsewhere."""
 
     # μ is the least ‖J v‖² of the directions v: those that were left out have about that much and less.
@@ -506,11 +506,6 @@ class DeflatedInverse(LinearOperator):
         solved = self.system.solve(along).to(along) - self._rest * along
         columns = [self.space.to_flat(small._moved(column)) for column in solved.T]
         return self._rest * v + torch.stack(columns, 1)
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self
 
 
 def deflated(

@@ -6,12 +6,12 @@ parameter space, Params. Sums, multiples, products and transposes of operators a
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor
@@ -337,6 +337,15 @@ def unflatten(operator: LinearOperator, flat: Tensor, like: Vector) -> Vector:
     """Undo ``flatten``: a flat vector (n,) or (n, K) in the kind of another vector."""
     # flat (n,)
     return flat if operator.space is None else operator.space.in_kind(flat, like)
+
+
+class SymmetricOperator(LinearOperator, ABC):
+    """An operator that is its own transpose."""
+
+    @property
+    def T(self) -> Self:
+        """Itself."""
+        return self
 
 
 class Bidirectional(LinearOperator):

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.distributed import Share, current, share_sum
 from linnet.errors import ModelError
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import SymmetricOperator
 from linnet.memory import Plan, parse_bytes
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import capture, capture_bytes
@@ -219,7 +219,7 @@ def form_rows(function: Functional, x: Inputs) -> Tensor:
     return out
 
 
-class FormedNormal(LinearOperator):
+class FormedNormal(SymmetricOperator):
     """JᵀJ, P x P, by formed rows."""
 
     def __init__(self, jacobian: JacobianOperator, memory: str | int | None = None) -> None:
@@ -245,11 +245,6 @@ class FormedNormal(LinearOperator):
             own = FormedRows(jacobian.function, x, jacobian.outputs, self.memory) if batch_size(x) else ()
             self._own[share] = own
         return self._own[share]
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self
 
 
 # -- directions ------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from linnet.distributed import current, share_sum
 from linnet.errors import DataError, InputError
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, SymmetricOperator
 from linnet.linear.constraints import Constraints
 from linnet.linear.features import Examples, Features
 from linnet.linear.problem import LinearModel, Memory
@@ -142,7 +142,7 @@ class LabelProblem(LinearModel):
         return replace(self, x=x, base=base, y=y, formed=formed)
 
 
-class OutputHessian(LinearOperator):
+class OutputHessian(SymmetricOperator):
     """Σᵢ Jᵢᵀ Λᵢ Jᵢ over the data, P × P: the Hessian of the loss in δ."""
 
     # outputs (N, ...)
@@ -181,11 +181,6 @@ class OutputHessian(LinearOperator):
             total += weighted(problem.function, take(problem.x, own), v, weigh)
         share_sum([total])
         return total
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self
 
 
 def room_for_rows(function: Functional, memory: Memory = None) -> int:

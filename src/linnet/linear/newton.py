@@ -36,7 +36,7 @@ from torch import Tensor
 from linnet.curvatures.expectation import Expectation
 from linnet.errors import NumericalError
 from linnet.linalg.factorize import cholesky, require_finite
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, SymmetricOperator
 from linnet.linear.constraints import Constraints
 from linnet.linear.iterative import STAGNATED, CGSettings, accepted, solve_columns
 from linnet.linear.kernel_system import SHARE, kernel_fits
@@ -795,7 +795,7 @@ class WeightNewton(InWeights):
         return WeightNewton(problem, self.ridge, self.settings, self._delta, *given)
 
 
-class _WithoutEach(LinearOperator):
+class _WithoutEach(SymmetricOperator):
     """H less an example's own part, another example for each of K vectors."""
 
     def __init__(self, hessian: LinearOperator, own: list[LinearOperator]) -> None:
@@ -807,8 +807,3 @@ class _WithoutEach(LinearOperator):
         """The product of each vector with its own matrix, (P, K) to (P, K)."""
         own = [one.mm(v[:, k : k + 1]) for k, one in enumerate(self.own)]
         return self.hessian.mm(v) - torch.cat(own, 1)
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self
