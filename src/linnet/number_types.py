@@ -31,6 +31,11 @@ _TYPES = {
 }  # fmt: skip
 
 
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums and penalties are computed: the given one, and at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 @dataclass(frozen=True)
 class Precision:
     """Types of numbers; ``None`` where linnet chooses."""
@@ -41,12 +46,11 @@ class Precision:
 
     def kept(self, dtype: torch.dtype) -> torch.dtype:
         """The type in which gradients are kept."""
-        return torch.promote_types(dtype, torch.float32) if self.capture is None else _TYPES[self.capture]
+        return wide_type(dtype) if self.capture is None else _TYPES[self.capture]
 
     def added(self, dtype: torch.dtype) -> torch.dtype:
         """The type in which an entry of a kernel is summed over parameters."""
-        wide = torch.promote_types(dtype, torch.float32)
-        wide = torch.promote_types(wide, self.kept(dtype))
+        wide = torch.promote_types(wide_type(dtype), self.kept(dtype))
         return torch.float64 if self.sums == "float64" else wide
 
     def coarser(self, dtype: torch.dtype) -> bool:

@@ -37,9 +37,9 @@ from linnet.curvatures.moments import (
     without_padding,
 )
 from linnet.curvatures.sums import ROWS_AT_ONCE, Gradients, Sums, layer_rows, second_moment
-from linnet.curvatures.sums import wide as wide_type
 from linnet.distributed import Share, all_same
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen, eigenbases
+from linnet.number_types import wide_type
 from linnet.tangent.rules import UseFactors
 
 

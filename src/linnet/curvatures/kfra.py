@@ -23,10 +23,11 @@ from linnet.curvatures.expectation import Expectation, batch_generator
 from linnet.curvatures.layers import Layer, Part, find_layers
 from linnet.curvatures.moments import input_moment
 from linnet.curvatures.stream import Batch
-from linnet.curvatures.sums import second_moment, wide
+from linnet.curvatures.sums import second_moment
 from linnet.errors import ModelError
 from linnet.likelihoods.likelihood import IndependentComponents, Likelihood
 from linnet.linalg.kronecker import Kronecker
+from linnet.number_types import wide_type
 from linnet.tangent.batch import take
 from linnet.tangent.capture import capture
 from linnet.tangent.functional import Functional
@@ -45,7 +46,7 @@ class RecursionSums:
         self.function, self.expectation, self.probes = function, expectation, probes
         captured = capture(function, batch.x, "sum")
         self.layers = _chain(captured, find_layers(captured, function.names, {}))
-        kind = wide(function.dtype)
+        kind = wide_type(function.dtype)
         self.tensors = {"count": torch.zeros((), dtype=torch.float64, device=function.device)}
         for i, layer in enumerate(self.layers):
             d, c = _sizes(layer)

@@ -22,6 +22,7 @@ from linnet.errors import InputError, NumericalError
 from linnet.linalg.factorize import eigh
 from linnet.linalg.operator import LinearOperator
 from linnet.memory import Plan, parse_bytes, require
+from linnet.number_types import wide_type
 from linnet.params import choice, flag, integer, tensor
 from linnet.progress import waiting
 from linnet.shown import Record
@@ -390,7 +391,7 @@ def eigenfunctions(
 
 def _fits(function: Functional, rows: int, k: int, memory: str | int | None) -> bool:
     """Whether the Gram matrix fits the memory, or is needed whole."""
-    size = rows * rows * torch.promote_types(function.dtype, torch.float32).itemsize
+    size = rows * rows * wide_type(function.dtype).itemsize
     return size <= 0.8 * parse_bytes(memory, function.device) or 4 * k > rows
 
 

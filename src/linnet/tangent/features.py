@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from linnet.number_types import wide_type
 from linnet.tangent.rules import OUTER, Captured, Form, Use, UseFactors, factors
 
 SMALL_PRODUCT_PENALTY = 3.0  # batched small products reach about a third of the rate of one large one
@@ -206,7 +207,7 @@ def outline(
         for name in names
         if uses.get(name) and uses[name][0].kind == "shift"
     }
-    kept = kept or torch.promote_types(captured.outputs.dtype, torch.float32)
+    kept = kept or wide_type(captured.outputs.dtype)
     hollow = KernelFeatures(
         captured.n,
         captured.k,
@@ -332,7 +333,7 @@ def reduce(
     formed = [name for name in names if name not in treatment.factored and name not in treatment.riding]
     uses = captured.by_parameter()
     biased = set(treatment.riding.values())
-    kept = kept or torch.promote_types(captured.outputs.dtype, torch.float32)
+    kept = kept or wide_type(captured.outputs.dtype)
     layers = {
         name: FactoredWeight(_joined(uses[name], captured.n, kept), name in biased)
         for name in names
