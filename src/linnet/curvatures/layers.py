@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from linnet.linalg.structured import StructuredOperator
 from linnet.tangent.rules import Captured, Use, UseFactors, factors
 from linnet.tree import node
 
+_Side = TypeVar("_Side")
 PRODUCTS = ("linear", "conv", "conv-transposed")
 
 
@@ -98,6 +100,15 @@ class Layer:
         columns = torch.Size(self.shapes[0][1:]).numel()
         return (rows + self.biased, columns) if self.transposed else (rows, columns + self.biased)
 
+    def ordered(self, inputs: _Side, gradients: _Side) -> tuple[_Side, _Side]:
+        """What belongs to inputs and gradients in the order of the matrix, or the other way round."""
+        return (inputs, gradients) if self.transposed else (gradients, inputs)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """d, with the one of a bias, and c of one group."""
+        return self.ordered(*self.matrix)
+
     def homogeneous(self, a: Tensor) -> Tensor:
         """Inputs with a one for the bias, if the layer has one, (..., d + 1)."""
         # a (..., d)
@@ -123,6 +134,15 @@ class Layer:
         length = matrix.shape[axis] - 1
         weight, bias = matrix.narrow(axis, 0, length), matrix.select(axis, length)
         return [weight.reshape(*batch, *self.shapes[0]), bias.reshape(*batch, *self.shapes[1])]
+
+    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Rows (size, ...) parameter by parameter."""
+        pieces: tuple[Tensor, ...] = flat.split([torch.Size(shape).numel() for shape in self.shapes])
+        return pieces
+
+    def shaped(self, flat: Tensor) -> list[Tensor]:
+        """A vector (size,) in the shapes of the parameters."""
+        return [piece.reshape(shape) for piece, shape in zip(self.split(flat), self.shapes, strict=True)]
 
 
 def find_layers(captured: Captured, names: Sequence[str], reasons: Mapping[str, str]) -> tuple[Layer, ...]:
@@ -299,8 +319,7 @@ class Part:
             matrices = rows.T.reshape(rows.shape[1], self.layer.groups, rows_, columns)
             pieces = [piece.flatten(1).T for piece in self.layer.part(matrices)]
         else:
-            sizes = [torch.Size(shape).numel() for shape in self.layer.shapes]
-            pieces = list(rows.split(sizes))
+            pieces = list(self.layer.split(rows))
         for name, piece in zip(self.layer.names, pieces, strict=True):
             out[space.slices[name]] = piece
 
