@@ -40,6 +40,7 @@ from linnet.errors import DataError, InputError, LinnetError, ModelError, Proces
 from linnet.memory import assumed, parse_bytes
 from linnet.number_types import current as precision_in_force
 from linnet.progress import waiting
+from linnet.shown import first_line
 
 __all__ = ["apart", "sharing"]
 
@@ -499,7 +500,7 @@ def _carried(exchange: Callable[..., _Result], *args: Any, **options: Any) -> _R
         return exchange(*args, **options)
     except RuntimeError as error:
         rank, size = world()
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         first = re.sub(r"^\[\S+\] ", "", first)  # without the line of torch's source
         first = re.split(r"(?<=[^.])\.\s", first)[0][:_SHOWN]  # nor its advice
         gone = ProcessGroupError(

@@ -28,6 +28,7 @@ from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.operator import ParameterSpace, SymmetricOperator, require_fit
 from linnet.linalg.random import normal
 from linnet.progress import track
+from linnet.shown import first_line
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.forward_mode import Params
@@ -467,9 +468,9 @@ class HessianOperator(SummedOperator):
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            network = type(self.function.model).__name__
             raise ModelError(
-                f"{type(self.function.model).__name__} has no usable second derivative in torch: {first}",
+                f"{network} has no usable second derivative in torch: {first_line(error)}",
                 expected="operations that can be differentiated twice",
                 remedy="take the Gauss-Newton matrix, which needs first derivatives alone",
             ) from error

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from linnet.number_types import wide_type
+from linnet.shown import first_line
 
 PIECE = 1 << 20  # numbers of a gradient that are read at once where reading copies them
 SMALL = 1 << 16  # numbers of a gradient that is kept as it is
@@ -189,7 +190,7 @@ def _try(
         # training differentiates J v in v: that must work as well
         _differentiable_in_direction(jvp, function, at, direction)
     except RuntimeError as error:
-        return _first_line(error)
+        return first_line(error)[:160]
     agrees = reference is None or _agrees(tangent, *reference)
     return None if agrees else "disagrees with reverse mode"
 
@@ -244,7 +245,3 @@ _PATHS: tuple[tuple[JvpPath, Callable[[Function, Params, Params], tuple[Tensor, 
     ("forward", jvp_forward),
     ("double-backward", jvp_double_backward),
 )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
