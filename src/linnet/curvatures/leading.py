@@ -23,6 +23,7 @@ from linnet.curvatures.sums import layer_rows
 from linnet.errors import InputError
 from linnet.linalg.factorize import eigh
 from linnet.linalg.kronecker import KroneckerEigen
+from linnet.linalg.operator import unit_columns
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.rules import Captured, Use, factors, padded
@@ -288,9 +289,7 @@ def _columns(vectors: Tensor | None, like: Tensor | None, index: Tensor, n: int)
     if vectors is not None:
         return vectors[:, :, index].contiguous()
     assert like is not None
-    unit = like.new_zeros(1, n, len(index))
-    unit[0, index, torch.arange(len(index), device=index.device)] = 1
-    return unit
+    return unit_columns(n, index, like)[None]
 
 
 def random_basis(curvature: Curvature, dim: int, seed: int) -> list[LayerBasis]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from linnet.distributed import share_sum
 from linnet.errors import LinnetError, MemoryBudgetError, ModelError, NumericalError, ProcessGroupError
 from linnet.fitting.remarks import rounded
+from linnet.linalg.operator import unit_columns
 from linnet.linear.dual import DualSystem
 from linnet.linear.newton import FactorNewton, KernelNewton, WeightNewton
 from linnet.linear.normal_newton import NormalNewton
@@ -266,9 +267,7 @@ def softmax_accuracy(
     # index (k,), gap (N, C)
     c, size = dual.c, len(dual.kernel)
     rows = (index[:, None] * c + torch.arange(c, device=index.device)).flatten()
-    unit = torch.zeros(size, len(rows), dtype=dual.kernel.dtype, device=dual.kernel.device)
-    unit[rows, torch.arange(len(rows), device=rows.device)] = 1
-    columns = dual.weighted(unit)
+    columns = dual.weighted(unit_columns(size, rows, dual.kernel))
     own = (dual.kernel[rows] @ columns / dual.ridge).view(len(index), c, len(index), c)
     own = own.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     roots = dual.roots[index]

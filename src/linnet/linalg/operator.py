@@ -348,6 +348,13 @@ class SymmetricOperator(LinearOperator, ABC):
         return self
 
 
+def unit_columns(n: int, index: Tensor, like: Tensor) -> Tensor:
+    """Some columns of the identity matrix, (n, k)."""
+    unit = like.new_zeros(n, len(index))
+    unit[index, torch.arange(len(index), device=index.device)] = 1
+    return unit
+
+
 class Bidirectional(LinearOperator):
     """An operator with a product of its own in each direction."""
 

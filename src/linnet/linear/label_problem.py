@@ -29,7 +29,7 @@ from linnet.linear.features import Examples, Features
 from linnet.linear.problem import LinearModel, Memory
 from linnet.linear.targets import Targets, make_targets
 from linnet.memory import parse_bytes
-from linnet.tangent.batch import Inputs, concatenate, take
+from linnet.tangent.batch import Inputs, all_but, concatenate, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import jacobian
 
@@ -102,9 +102,7 @@ class LabelProblem(LinearModel):
     def without(self, index: Tensor) -> LabelProblem:
         """The problem without some examples."""
         # index (k,)
-        keep = torch.ones(len(self.base), dtype=torch.bool, device=self.base.device)
-        keep[index] = False
-        return self.taken(keep.nonzero()[:, 0])
+        return self.taken(all_but(self.n, index.to(self.base.device)).nonzero()[:, 0])
 
     def taken(self, index: Tensor) -> LabelProblem:
         """The problem of some of the examples."""

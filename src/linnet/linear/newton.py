@@ -48,7 +48,7 @@ from linnet.linear.system import Solved
 from linnet.memory import parse_bytes
 from linnet.progress import track
 from linnet.solvers.nystrom import nystrom_preconditioner
-from linnet.tangent.batch import Inputs, batch_size, split
+from linnet.tangent.batch import Inputs, all_but, batch_size, split
 from linnet.tree import hash_tensors, tensors_in
 
 STEPS = 100  # of Newton's method: from any start a few tens suffice in float64
@@ -504,8 +504,7 @@ class KernelNewton(FactorNewton):
     def removed(self, index: Tensor) -> KernelNewton:
         """The solution without some examples, from the present one."""
         # index (k,)
-        keep = torch.ones(self.n, dtype=torch.bool, device=self.kernel.device)
-        keep[index] = False
+        keep = all_but(self.n, index.to(self.kernel.device))
         rows = keep.repeat_interleave(self.c)
         return self._changed(self.problem.without(index), self.kernel[rows][:, rows], self.beta[keep])
 

@@ -315,6 +315,13 @@ def split(x: Inputs, size: int) -> Iterator[Inputs]:
         yield x if size >= n else take(x, slice(start, min(start + size, n)))
 
 
+def all_but(n: int, index: Tensor) -> Tensor:
+    """Which of n examples are not among some, (n,)."""
+    keep = torch.ones(n, dtype=torch.bool, device=index.device)
+    keep[index] = False
+    return keep
+
+
 def own_parts(x: Inputs, size: int) -> Iterator[tuple[slice, Inputs]]:
     """Consecutive batches of the examples that this process has a share in."""
     share = current()
