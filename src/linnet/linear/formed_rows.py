@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
@@ -209,13 +209,14 @@ class _Joined(Rows):
 
 
 @torch.no_grad()
-def form_rows(function: Functional, x: Inputs) -> Tensor:
-    """J(x), (n·C, P), for examples that are differentiated at once."""
-    captured = capture(function, x)
-    n, c = captured.outputs.shape
-    out = torch.empty(n * c, function.space.dim, dtype=function.dtype, device=function.device)
+def form_rows(function: Functional, x: Inputs, cotangents: Tensor | Literal["full"] = "full") -> Tensor:
+    """J(x), (n·C, P), or J(x)ᵀ times cotangents, (n·K, P), for examples that are differentiated at once."""
+    # cotangents (K, n, C)
+    captured = capture(function, x, cotangents)
+    rows = captured.n * captured.k
+    out = torch.empty(rows, function.space.dim, dtype=function.dtype, device=function.device)
     for name, place in function.space.slices.items():
-        out[:, place] = captured.rows(name).reshape(n * c, -1)
+        out[:, place] = captured.rows(name).reshape(rows, -1)
     return out
 
 
