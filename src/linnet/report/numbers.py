@@ -13,7 +13,7 @@ from linnet.plots.panels import SUPERSCRIPTS
 _SPACE = "\u202f"  # narrow, and never a line break
 FEW = 20  # test samples below which shares of them are not judged
 _BINS = 10  # of confidence
-_Z = NormalDist().inv_cdf(0.975)  # standard errors of a 95 % interval to each side, 1.96
+Z = NormalDist().inv_cdf(0.975)  # standard errors of a 95 % interval to each side, 1.96
 
 
 def mean_and_error(values: Array) -> tuple[float, float]:
@@ -29,7 +29,7 @@ def share_error(share: float, count: int | None) -> float | None:
     if not count:
         return None
     low, high = wilson_interval(share * count, count)
-    return (high - low) / (2 * _Z)
+    return (high - low) / (2 * Z)
 
 
 def calibration_and_error(confidence: Array, correct: Array) -> tuple[float, float]:
