@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -365,20 +366,14 @@ def _flat(part: Callable[[], Tensor]) -> Tensor:
 
 def require_runs(function: Functional, x: Inputs) -> Trace:
     """Raise if the network cannot run on x, or not with finite activations."""
-    run = _traced(function, x)
+    run = None
+    with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        run = weighed_trace(function, x)
     if run is None:
         function.check_runs(x)  # says why
         run = weighed_trace(function, x)
     require_finite_pass(run)
     return run
-
-
-def _traced(function: Functional, x: Inputs) -> Trace | None:
-    """A traced pass, if the network can run on x."""
-    try:
-        return weighed_trace(function, x)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-        return None
 
 
 def require_finite_pass(captured: Captured | Trace) -> None:

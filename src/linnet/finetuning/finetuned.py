@@ -117,17 +117,13 @@ class Finetuned(PredictiveModel):
         integer("batch", batch)
         x = examples(self.module.function if isinstance(self.module, Linearized) else self.module, x)
         view, device = self.settings.augmentation.evaluation, next(self.module.parameters()).device
+        adapter = None if isinstance(self.module, Linearized) else self.output  # it has the adapter inside
         was_training = self.module.training
         self.module.eval()
         parts = [on_device(view(part), device) for part in split(x, batch)]
-        found = torch.cat([outputs_of(self.module, part, self._adapter) for part in parts])
+        found = torch.cat([outputs_of(self.module, part, adapter) for part in parts])
         self.module.train(was_training)
         return found
-
-    @property
-    def _adapter(self) -> OutputAdapter:
-        """A linearized network has the adapter inside."""
-        return None if isinstance(self.module, Linearized) else self.output
 
     def predictive(self, x: Inputs) -> Predictive:
         """Not known: training leaves one network.

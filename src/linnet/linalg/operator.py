@@ -217,13 +217,10 @@ class LinearOperator(Shown):
         """A v for a vector or several, or the composition with another operator."""
         if isinstance(other, LinearOperator):
             return Composition(self, other)
-        product = self._multiply(flatten(self, other))
+        flat = flatten(self, other)
+        product = self.mv(flat) if flat.ndim == 1 else self.mm(flat)
         keeps_kind = self.space is not None and self.shape[0] == self.shape[1]
         return self.space.in_kind(product, other) if self.space is not None and keeps_kind else product
-
-    def _multiply(self, flat: Tensor) -> Tensor:
-        """The product with one vector (n,) or several (n, K)."""
-        return self.mv(flat) if flat.ndim == 1 else self.mm(flat)
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
         """A + B."""

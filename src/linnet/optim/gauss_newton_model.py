@@ -235,7 +235,10 @@ class LinearizedBatch:
         exact = torch.float64 if k > 1 else wide_type(gradient.dtype)
         stacked = torch.stack([d.to(exact) for d in directions]) if k > 1 else directions[0].to(exact)[None]
         squared = (stacked @ stacked.T).double()
-        decayed = _weighed(stacked, self.decay, squared)
+        if isinstance(self.decay, Tensor):
+            decayed = ((stacked * self.decay) @ stacked.T).double()
+        else:
+            decayed = self.decay * squared
         curved = total[:-1].view(k, k) / total[-1] + decayed
         return QuadraticModel((stacked @ gradient.to(exact)).double(), (curved + curved.T) / 2, squared)
 
@@ -312,14 +315,6 @@ def given_gradient(
     if network.shared:  # means over processes of equal weight are what DistributedDataParallel makes
         all_sum([sums])
     return float(sums[0] / sums[1]), flat, int(sums[1])
-
-
-def _weighed(stacked: Tensor, decay: Tensor | float, squared: Tensor) -> Tensor:
-    """d_iᵀ diag(λ) d_j, (K, K), float64, where d_iᵀ d_j is known."""
-    weighed: Tensor = (
-        ((stacked * decay) @ stacked.T).double() if isinstance(decay, Tensor) else decay * squared
-    )
-    return weighed
 
 
 EXPECTATION = "mc"  # of the factored structures: one backward pass a batch, however many outputs there are

@@ -354,7 +354,8 @@ def leaky_relu(
     setattr(clone, RECORD, SurgeryReport(slope, (), ()))
     if function is not None:
         calls, passed = _watch(clone, example, output)
-        replaced, left = _counted(replaced, calls), left + passed
+        replaced += [Activation(where, func, "leaky_relu", n) for (where, func), n in calls.items()]
+        left += passed
     setattr(clone, RECORD, SurgeryReport(slope, tuple(replaced), tuple(left)))
     return clone
 
@@ -521,9 +522,3 @@ def _watch(
         CALLS.reset(token)
     remedy = "may guard a root or a logarithm; clamps=True replaces it"
     return calls, [Activation(where, f"{func}(min=0)", remedy, n) for (where, func), n in left.items()]
-
-
-def _counted(modules: list[Activation], calls: dict[tuple[str, str], int]) -> list[Activation]:
-    """Modules and counted calls in one list."""
-    functions = [Activation(where, func, "leaky_relu", n) for (where, func), n in calls.items()]
-    return modules + functions
