@@ -39,6 +39,7 @@ from linnet import errors, tree
 from linnet.errors import DataError, InputError, LinnetError, ModelError, ProcessGroupError
 from linnet.memory import assumed, parse_bytes
 from linnet.number_types import current as precision_in_force
+from linnet.params import holding
 from linnet.progress import waiting
 from linnet.shown import first_line
 
@@ -112,14 +113,9 @@ def current() -> Share:
     return _share.get() or Share()
 
 
-@contextlib.contextmanager
-def with_share(share: Share) -> Iterator[None]:
+def with_share(share: Share) -> contextlib.AbstractContextManager[None]:
     """Work of which this process has a given share, without telling the others."""
-    token = _share.set(share)
-    try:
-        yield
-    finally:
-        _share.reset(token)
+    return holding(_share, share)
 
 
 @contextlib.contextmanager
@@ -172,12 +168,8 @@ def apart() -> Iterator[None]:
         ...     world()
         (0, 1)
     """
-    token, alone = _apart.set(True), _share.set(None)
-    try:
+    with holding(_apart, True), holding(_share, None):
         yield
-    finally:
-        _apart.reset(token)
-        _share.reset(alone)
 
 
 @contextlib.contextmanager

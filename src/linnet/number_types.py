@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from linnet.params import choice
+from linnet.params import choice, holding
 
 CAPTURE = ("bfloat16", "tf32", "float32", "float64")
 SUMS = ("float32", "float64")
@@ -141,11 +141,9 @@ def precision(
 @contextlib.contextmanager
 def _in_effect(wanted: dict[str, Any]) -> Iterator[Precision]:
     """Types in force, beside those of the ``with`` statements around."""
-    token = _chosen.set(replace(_chosen.get(), **wanted))
-    try:
-        yield _chosen.get()
-    finally:
-        _chosen.reset(token)
+    types = replace(_chosen.get(), **wanted)
+    with holding(_chosen, types):
+        yield types
 
 
 # -- NVIDIA's TF32 -----------------------------------------------------------------------------------
