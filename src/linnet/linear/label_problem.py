@@ -27,9 +27,9 @@ from linnet.linalg.operator import LinearOperator, SymmetricOperator
 from linnet.linear.constraints import Constraints
 from linnet.linear.features import Examples, Features
 from linnet.linear.problem import LinearModel, Memory
-from linnet.linear.targets import Targets, make_targets
+from linnet.linear.targets import Targets, make_targets, require_finite_rows
 from linnet.memory import parse_bytes
-from linnet.tangent.batch import Inputs, all_but, concatenate, take
+from linnet.tangent.batch import Inputs, all_but, concatenate, require_some, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import jacobian
 
@@ -252,19 +252,8 @@ def _probabilities(y: Tensor, outputs: int) -> Tensor:
             expected=f"integer classes (N,), or probabilities (N, {outputs})",
             remedy='convert classes with y.long(); for regression targets pass loss="squared"',
         )
-    if values.shape[0] == 0:
-        raise DataError(
-            "y is empty: it holds 0 examples",
-            expected="at least one example",
-            remedy="check the path and the split that the data come from",
-        )
-    if not torch.isfinite(values).all():
-        bad = int((~torch.isfinite(values).all(1)).nonzero()[0])
-        raise DataError(
-            f"y is not finite at index {bad}",
-            expected="probabilities",
-            remedy="drop or repair these examples",
-        )
+    require_some(values, "y")
+    require_finite_rows(values, "probabilities")
     sums = values.double().sum(1)
     wrong = (values < 0).any(1) | (values > 1 + SUMS).any(1)
     if outputs > 1:
