@@ -628,8 +628,8 @@ class FiniteDifferenceFisher(SummedOperator):
         moved = self.function.space.to_params(first * direction)
         few = slice(0, min(PROBED, batch.size))
         g = _outputs(self.function, {name: t + moved[name] for name, t in theta.items()}, take(batch.x, few))
-        motion = _root_mean_square(g.double() - f[few].double())
-        size = _root_mean_square(f[few]) or 1.0
+        motion = root_mean_square(g.double() - f[few].double())
+        size = root_mean_square(f[few]) or 1.0
         longest: float = norm * torch.finfo(f.dtype).eps ** (
             1 / 3
         )  # for directions that hardly move the outputs
@@ -667,6 +667,6 @@ def held_fixed(function: Functional, v: Tensor) -> Tensor:
     return held
 
 
-def _root_mean_square(t: Tensor) -> float:
+def root_mean_square(t: Tensor) -> float:
     """√ of the mean of squares."""
     return float(t.double().square().mean().sqrt())

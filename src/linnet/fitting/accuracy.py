@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor
 
+from linnet.curvatures.products import root_mean_square
 from linnet.distributed import share_sum
 from linnet.errors import LinnetError, MemoryBudgetError, ModelError, NumericalError, ProcessGroupError
 from linnet.fitting.remarks import rounded
@@ -156,7 +157,7 @@ def squared_accuracy(
     weights = torch.linalg.solve(blocks, columns)
     left = beta.reshape(-1) - torch.einsum("kcn,kc->kn", columns, e)
     off = 0.0 if gap is None else float(weights.norm(dim=2).max()) * float(gap.norm())
-    scale = max(_root_mean_square(system.residual), _root_mean_square(e), FAMILIAR * rounding.base)
+    scale = max(root_mean_square(system.residual), root_mean_square(e), FAMILIAR * rounding.base)
     return _accuracy(weights, (beta.reshape(-1), left), system.diagonal(), rounding, (scale, off))
 
 
@@ -173,7 +174,7 @@ def shared_accuracy(system: DualSystem, rounding: Rounding, index: Tensor) -> Ac
     sizes = (left.square() * diagonal[:, None]).sum(1)
     worst = sizes.argmax(1)[:, None, None].expand(-1, system.n, 1)
     most = (beta.square() * diagonal[:, None]).sum(0).argmax()
-    scale = max(_root_mean_square(system.residual), _root_mean_square(e), FAMILIAR * rounding.base)
+    scale = max(root_mean_square(system.residual), root_mean_square(e), FAMILIAR * rounding.base)
     solutions = beta[:, most], left.gather(2, worst)[:, :, 0]
     return _accuracy((columns / own[:, None])[:, None], solutions, diagonal, rounding, (scale, 0.0))
 
@@ -221,10 +222,10 @@ def normal_accuracy(system: NormalSystem | NormalNewton, rounding: Rounding, ind
     gain = torch.linalg.matrix_norm(torch.linalg.inv(rest), 2)  # (I − h)⁻¹ of an example left out
     if isinstance(system, NormalNewton):
         own = MOVING * own + float(system.next_change().norm())
-        scale = max(1.0, _root_mean_square(system.outputs - system.base))
+        scale = max(1.0, root_mean_square(system.outputs - system.base))
     else:
         left_out = torch.linalg.solve(rest, system.ridge * beta[index])
-        sizes = _root_mean_square(system.residual), _root_mean_square(left_out)
+        sizes = root_mean_square(system.residual), root_mean_square(left_out)
         scale = max(*sizes, FAMILIAR * rounding.base)
     shown = torch.finfo(rounding.dtype).eps * scale + rounding.outputs
     predictions = SAFETY * float(own.max()) + shown
@@ -278,16 +279,11 @@ def softmax_accuracy(
     reach = float(weights.norm(dim=2).max())
     left_over = SAFETY * reach * float(dual.next_change().norm())
     off = left_over if gap is None else left_over + reach * float(gap.norm())
-    scale = max(1.0, _root_mean_square(dual.outputs - dual.base))
+    scale = max(1.0, root_mean_square(dual.outputs - dual.base))
     found = _accuracy(weights, (beta, left), dual.kernel.diagonal().clamp_min(0), rounding, (scale, 0.0))
     predictions, without = MOVING * found.predictions, MOVING * found.leave_one_out + left_over
     influence = predictions + without + left_over
     return replace(found, predictions=predictions + off, leave_one_out=without, influence=influence)
-
-
-def _root_mean_square(values: Tensor) -> float:
-    """√ of the mean square."""
-    return float(values.double().square().mean().sqrt())
 
 
 def _accuracy(

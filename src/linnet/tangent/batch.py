@@ -182,6 +182,13 @@ def counted(mask: Tensor) -> Tensor:
     return kept
 
 
+def masked_mean(states: Tensor, mask: Tensor) -> Tensor:
+    """The mean over the positions that count, (N, D)."""
+    # states (N, T, D), mask (N, T)
+    counts = counted(mask)[..., None].to(states)
+    return (states * counts).sum(1) / counts.sum(1)
+
+
 def tokens_counted(x: Inputs) -> Tensor | None:
     """Which positions of sequences are no padding, by the mask in the batch, (N, T)."""
     x, _ = observed(x)
