@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -367,7 +366,7 @@ def _flat(part: Callable[[], Tensor]) -> Tensor:
 def require_runs(function: Functional, x: Inputs) -> Trace:
     """Raise if the network cannot run on x, or not with finite activations."""
     run = None
-    with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+    with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         run = weighed_trace(function, x)
     if run is None:
         function.check_runs(x)  # says why

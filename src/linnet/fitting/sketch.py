@@ -32,7 +32,7 @@ from linnet.linear.normal_system import NormalSystem
 from linnet.linear.preconditioner import frozen_curvature
 from linnet.linear.problem import Memory, Problem
 from linnet.memory import parse_bytes
-from linnet.params import instance, integer, number, refuse
+from linnet.params import integer, number, refuse
 from linnet.params import seed as checked_seed
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, split, take
@@ -158,11 +158,8 @@ def network_of(model: nn.Module, curvature: Curvature) -> nn.Module:
     if not isinstance(model, nn.Module):
         refuse("model", model, "a network, or a Linearized", "pass the network itself")
     model = model.model if isinstance(model, Linearized) else model
-    made = 'make one with linnet.curvature(model, data, likelihood, structure="kfac")'
-    instance("curvature", curvature, Curvature, "a Curvature that can be inverted", made)
-    require_as_made(curvature)
     network = without_wrapper(model)
-    _check_fits(dict(network.named_parameters()), curvature.function.theta)
+    _check_fits(dict(network.named_parameters()), require_as_made(curvature).function.theta)
     return network
 
 
