@@ -66,7 +66,7 @@ def assumed_rounding(function: Functional, base: float) -> Rounding:
 
 @torch.no_grad()
 def measured_rounding(
-    function: Functional, x: Inputs, base: float, memory: str | int | None = None, count: int = PROBED
+    function: Functional, x: Inputs, base: float, memory: str | int | None = None
 ) -> Rounding:
     """Rounding errors of a network on a few examples, by computing them in float64 as well."""
     # Kernels are those of the types of `linnet.precision` that the network has.
@@ -80,7 +80,7 @@ def measured_rounding(
     n = batch_size(x)
     # as many whose kernels and their difference, six matrices in float64, take an eighth of the budget
     fitting = math.isqrt(budget // (8 * 6 * 8)) // low.output_shape(x).numel()
-    count = max(1, min(count, fitting))
+    count = max(1, min(PROBED, fitting))
     few = take(x, torch.arange(min(n, count)) * (n // min(n, count)))
     try:
         high = low.in_float64()

@@ -42,12 +42,12 @@ def calibration_and_error(confidence: Array, correct: Array) -> tuple[float, flo
     return mean_and_error(np.copysign(1.0, gap)[place] * (correct - confidence))
 
 
-def calibration_by_chance(confidence: Array, draws: int = 200) -> tuple[float, float]:
+def calibration_by_chance(confidence: Array) -> tuple[float, float]:
     """Mean and 95 % quantile of the calibration error where predictions are right as often as they say."""
     confidence = np.asarray(confidence, dtype=float)
     place, generator = place_of(confidence, _BINS), np.random.default_rng(0)
     found = []
-    for _ in range(draws):
+    for _ in range(200):
         off: Array = (generator.random(len(confidence)) < confidence) - confidence
         found.append(np.abs(np.bincount(place, off, minlength=_BINS)).sum() / len(confidence))
     return float(np.mean(found)), float(np.quantile(found, 0.95))
