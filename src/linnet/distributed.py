@@ -39,7 +39,9 @@ from linnet import errors, tree
 from linnet.errors import DataError, InputError, LinnetError, ModelError, ProcessGroupError
 from linnet.memory import assumed, parse_bytes
 from linnet.number_types import current as precision_in_force
+from linnet.params import holding
 from linnet.progress import waiting
+from linnet.shown import first_line
 
 __all__ = ["apart", "sharing"]
 
@@ -111,14 +113,9 @@ def current() -> Share:
     return _share.get() or Share()
 
 
-@contextlib.contextmanager
-def with_share(share: Share) -> Iterator[None]:
+def with_share(share: Share) -> contextlib.AbstractContextManager[None]:
     """Work of which this process has a given share, without telling the others."""
-    token = _share.set(share)
-    try:
-        yield
-    finally:
-        _share.reset(token)
+    return holding(_share, share)
 
 
 @contextlib.contextmanager
@@ -171,12 +168,8 @@ def apart() -> Iterator[None]:
         ...     world()
         (0, 1)
     """
-    token, alone = _apart.set(True), _share.set(None)
-    try:
+    with holding(_apart, True), holding(_share, None):
         yield
-    finally:
-        _apart.reset(token)
-        _share.reset(alone)
 
 
 @contextlib.contextmanager
@@ -499,7 +492,7 @@ def _carried(exchange: Callable[..., _Result], *args: Any, **options: Any) -> _R
         return exchange(*args, **options)
     except RuntimeError as error:
         rank, size = world()
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         first = re.sub(r"^\[\S+\] ", "", first)  # without the line of torch's source
         first = re.split(r"(?<=[^.])\.\s", first)[0][:_SHOWN]  # nor its advice
         gone = ProcessGroupError(

@@ -17,6 +17,7 @@ from torch.func import functional_call
 from linnet.distribution import APPLICATION, LIBRARY, install_command, namesake
 from linnet.errors import InputError, ModelError
 from linnet.memory import available_bytes
+from linnet.shown import first_line
 from linnet.tangent.forward_mode import probe_jvp
 from linnet.tangent.modes import differentiable_kernels, has_recurrence
 
@@ -68,7 +69,7 @@ def find_device(name: str) -> torch.device:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise InputError(
-            f"device is {name!r}, which does not work here ({_first_line(error)})",
+            f"device is {name!r}, which does not work here ({first_line(error)})",
             expected=f"one of {', '.join(map(str, _devices()))}",
             remedy="linnet doctor says what works on this machine",
         ) from error
@@ -141,7 +142,7 @@ def _optional(name: str) -> dict[str, Any]:
             "works": False,
             "version": version,
             "use": use,
-            "reason": _first_line(error),
+            "reason": first_line(error),
             "remedy": remedy,
         }
     return {"works": True, "version": version, "use": use, "reason": "", "remedy": ""}
@@ -172,8 +173,3 @@ def _derivatives() -> dict[str, tuple[str | None, str]]:
             "weight norm": (nn.utils.parametrizations.weight_norm(nn.Linear(8, 3)), (vector,)),
         }
     return {name: probe(layer.eval(), inputs) for name, (layer, inputs) in layers.items()}
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

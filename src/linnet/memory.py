@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from linnet.errors import InputError, MemoryBudgetError
-from linnet.params import shown
+from linnet.params import holding, shown
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -144,14 +144,9 @@ def _read_number(path: Path) -> int | None:
 _assumed: ContextVar[int | None] = ContextVar("linnet_assumed_memory", default=None)
 
 
-@contextmanager
-def assumed(amount: int) -> Iterator[None]:
+def assumed(amount: int) -> AbstractContextManager[None]:
     """A budget to take where none is given, such as that of the process of several that has the least."""
-    token = _assumed.set(amount)
-    try:
-        yield
-    finally:
-        _assumed.reset(token)
+    return holding(_assumed, amount)
 
 
 def parse_bytes(amount: str | int | None, device: torch.device | str = "cpu") -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from linnet.params import choice
+from linnet.params import choice, holding
 
 CAPTURE = ("bfloat16", "tf32", "float32", "float64")
 SUMS = ("float32", "float64")
@@ -29,6 +29,11 @@ TF32_EPS = 2.0**-10  # spacing of TF32's numbers at 1
 _TYPES = {
     "bfloat16": torch.bfloat16, "tf32": torch.float32, "float32": torch.float32, "float64": torch.float64
 }  # fmt: skip
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums and penalties are computed: the given one, and at least float32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,11 @@ class Precision:
 
     def kept(self, dtype: torch.dtype) -> torch.dtype:
         """The type in which gradients are kept."""
-        return torch.promote_types(dtype, torch.float32) if self.capture is None else _TYPES[self.capture]
+        return wide_type(dtype) if self.capture is None else _TYPES[self.capture]
 
     def added(self, dtype: torch.dtype) -> torch.dtype:
         """The type in which an entry of a kernel is summed over parameters."""
-        wide = torch.promote_types(dtype, torch.float32)
-        wide = torch.promote_types(wide, self.kept(dtype))
+        wide = torch.promote_types(wide_type(dtype), self.kept(dtype))
         return torch.float64 if self.sums == "float64" else wide
 
     def coarser(self, dtype: torch.dtype) -> bool:
@@ -137,11 +141,9 @@ def precision(
 @contextlib.contextmanager
 def _in_effect(wanted: dict[str, Any]) -> Iterator[Precision]:
     """Types in force, beside those of the ``with`` statements around."""
-    token = _chosen.set(replace(_chosen.get(), **wanted))
-    try:
-        yield _chosen.get()
-    finally:
-        _chosen.reset(token)
+    types = replace(_chosen.get(), **wanted)
+    with holding(_chosen, types):
+        yield types
 
 
 # -- NVIDIA's TF32 -----------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ import operator
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -350,3 +351,13 @@ def known(caller: str, options: Collection[str], allowed: Collection[str]) -> No
             expected=f"one of {', '.join(sorted(allowed))}" if allowed else "no keywords",
             remedy=f"did you mean {close[0]}=?" if close else f"leave {name}= out",
         )
+
+
+@contextlib.contextmanager
+def holding(variable: ContextVar[_Kind], value: _Kind) -> Iterator[None]:
+    """Give a context variable a value, and give back the one before, whatever is raised inside."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

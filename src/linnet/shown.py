@@ -155,3 +155,8 @@ def some(names: Sequence[str], most: int = 8) -> str:
     """The first names of a list, and how many more there are."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or what kind it is where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -26,7 +26,7 @@ from torch import Tensor
 from linnet.distributed import Share, agree, world
 from linnet.errors import InputError
 from linnet.files import load, remove_partial, save
-from linnet.params import number, path
+from linnet.params import holding, number, path
 from linnet.progress import waiting
 
 INTERVAL = 15.0  # seconds between writes
@@ -199,11 +199,8 @@ def resumable(folder: str | Path, interval: float = INTERVAL) -> Iterator[None]:
     place = path("folder", folder, 'pass folder="runs/sums"')
     own = SumsFolder(place, number("interval", interval, least=0))
     own.open()
-    token = _folder.set(own)
-    try:
+    with holding(_folder, own):
         yield
-    finally:
-        _folder.reset(token)
     own.close()
 
 

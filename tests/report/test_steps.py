@@ -81,7 +81,7 @@ def test_classes_are_distrusted_where_the_test_shows_it() -> None:
     run = with_tests(predicted, labels)
     (worst,) = distrusted(run)
     assert CLASSES[worst.index] == "c"
-    assert (worst.predicted, worst.right, worst.tested, worst.found) == (60, 40, 40, 40)
+    assert (worst.predicted, worst.right, worst.tested) == (60, 40, 40)
     step = next_steps(run)[0]
     assert step.title == "Do not trust this class"
     assert shlex.split(step.command)[:2] == ["linnet", "explain"]

@@ -48,6 +48,7 @@ from linnet.likelihoods import from_description
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.factorize import cholesky
 from linnet.memory import Plan, parse_bytes, require
+from linnet.number_types import wide_type
 from linnet.params import choice, flag, integer, number, part_of, real_type, refuse
 from linnet.progress import track
 from linnet.shown import Shown, some
@@ -589,7 +590,7 @@ class GradientStore(Shown):
     @property
     def _dtype(self) -> torch.dtype:
         """The type that is computed in: the network's, and at least float32."""
-        return torch.promote_types(self.function.dtype, torch.float32)
+        return wide_type(self.function.dtype)
 
     def _solved(self, queries: Any, damping: float | None, metric: str) -> Tensor:
         """(Ĝ + λI)⁻¹ φ of the queries, (Q, D)."""

@@ -32,7 +32,7 @@ from linnet.fitting.arguments import checked_inputs, positions
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linear.dual import DualSystem
-from linnet.linear.formed_rows import FormedRows
+from linnet.linear.formed_rows import FormedRows, form_rows
 from linnet.linear.iterative import CGSettings, Effort, Iterative, Reused
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.label_problem import class_targets
@@ -44,7 +44,6 @@ from linnet.params import choice
 from linnet.shown import Record, frame
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
-from linnet.tangent.capture import capture
 from linnet.tangent.functional import Functional
 from linnet.tangent.inputs import known_answers
 from linnet.tangent.modes import in_exact_mode
@@ -550,13 +549,8 @@ def _through_changes(fit: LinearFit, tests: int, memory: str | int | None) -> bo
 
 def _gradients(function: Functional, x: Inputs, cotangents: Tensor) -> Tensor:
     """J(x)ᵀu for each example, (T, P)."""
-    t = batch_size(x)
-    out = torch.empty(t, function.space.dim, dtype=function.dtype, device=function.device)
-    start = 0
-    for part in split(x, TOGETHER):
-        n = batch_size(part)
-        captured = capture(function, part, cotangents[None, start : start + n])
-        for name, place in function.space.slices.items():
-            out[start : start + n, place] = captured.rows(name).reshape(n, -1)
-        start += n
+    out = torch.empty(batch_size(x), function.space.dim, dtype=function.dtype, device=function.device)
+    parts = zip(out.split(TOGETHER), split(x, TOGETHER), cotangents.split(TOGETHER), strict=True)
+    for place, part, u in parts:
+        place.copy_(form_rows(function, part, u[None]))
     return out

@@ -36,7 +36,7 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, integer
 from linnet.progress import track
 from linnet.shown import Record
-from linnet.tangent.batch import Inputs, batch_size, hash_examples, take
+from linnet.tangent.batch import Inputs, all_but, batch_size, hash_examples, take
 from linnet.tangent.modes import in_exact_mode
 
 CRITERIA = ("predictive-information", "variance", "information", "uncertainty")
@@ -347,9 +347,7 @@ def summarize(
         )
     else:
         indices, scores = _greedy(fit.system.dual, n, memory)
-    left = torch.ones(fit.n, dtype=torch.bool, device=indices.device)
-    left[indices] = False
-    rest = left.nonzero()[:, 0]
+    rest = all_but(fit.n, indices).nonzero()[:, 0]
     small = fit.forget(rest)
     distance = (small.predict(fit.x) - fit.predict(fit.x)).double().square().sum(1).mean()
     return Summary(indices, rest, scores, float(distance), small)

@@ -15,7 +15,6 @@ from linnet.continual.method import ContinualMethod, Prepare
 from linnet.continual.quadratic import (
     PenaltyBlock,
     check_merge,
-    computing_type,
     own_name,
     unwrapped,
 )
@@ -33,6 +32,7 @@ from linnet.curvatures.stream import Batches
 from linnet.errors import InputError, ModelError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
+from linnet.number_types import wide_type
 from linnet.params import call, function
 from linnet.tangent.batch import Inputs, concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
@@ -126,7 +126,7 @@ class CurvatureMethod(ContinualMethod, ABC):
                 expected="a structure that can be kept",
                 remedy='pass structure="kfac" or "diagonal"',
             )
-        kind = computing_type(found.dtype)
+        kind = wide_type(found.dtype)
         blocks = [PenaltyBlock.of(part, strength, found.made.examples, kind) for part in found.parts]
         return tuple(_renamed(block) for block in blocks)
 

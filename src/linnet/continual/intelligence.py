@@ -15,13 +15,13 @@ from linnet.continual.quadratic import (
     PenaltyBlock,
     PenaltyPrecision,
     Quadratic,
-    computing_type,
     require_shape,
 )
 from linnet.curvatures.layers import Layer
 from linnet.errors import InputError
 from linnet.linalg.operator import Params
 from linnet.linalg.structured import Diagonal
+from linnet.number_types import wide_type
 from linnet.params import number
 from linnet.tangent.functional import OutputAdapter
 
@@ -307,13 +307,13 @@ def _noting(method: weakref.ref[SynapticIntelligence], name: str) -> Callable[[T
 
 def _theta(live: Live, name: str, tensor: Tensor) -> Tensor:
     """θ where the trained tensor had this value."""
-    value = tensor.to(computing_type(tensor.dtype))
+    value = tensor.to(wide_type(tensor.dtype))
     return value + live.origins[name].to(value) if name in live.origins else value
 
 
 def _difference(after: Tensor, before: Tensor) -> Tensor:
     """The change of a parameter by a step, in the memory of the old value where the types agree."""
-    kind = computing_type(before.dtype)
+    kind = wide_type(before.dtype)
     return torch.sub(after, before, out=before) if before.dtype == kind else (after - before).to(kind)
 
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from linnet.continual.quadratic import (
     Live,
     Quadratic,
-    computing_type,
     own_name,
     penalty,
     unwrapped,
@@ -30,6 +29,7 @@ from linnet.continual.quadratic import (
 )
 from linnet.errors import InputError, ModelError
 from linnet.linalg.operator import Params
+from linnet.number_types import wide_type
 from linnet.params import choice, instance, number, real_type
 from linnet.params import device as checked_device
 from linnet.shown import Shown, some
@@ -359,7 +359,7 @@ class ContinualMethod(Shown, ABC):
         some = next(iter(live.tensors.values()))
         quadratics = self._active()
         mu = next((m for term in quadratics for m in term.anchor.values()), None)
-        kind = computing_type(some.dtype)
+        kind = wide_type(some.dtype)
         if mu is not None and (mu.device != some.device or mu.dtype != kind):
             self.to(some.device, kind)
             quadratics = self._active()

@@ -27,6 +27,7 @@ from linnet.linalg.kronecker import Kronecker, KroneckerEigen, merge
 from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import Params
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
+from linnet.number_types import wide_type
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import require_module
 from linnet.tree import map_tensors, node, tensors_in
@@ -76,7 +77,7 @@ class Live:
     def values(self) -> Params:
         """Copies of all θ, without history, at least float32."""
         return {
-            name: self.theta(name).detach().to(computing_type(t.dtype), copy=True)
+            name: self.theta(name).detach().to(wide_type(t.dtype), copy=True)
             for name, t in self.tensors.items()
         }
 
@@ -88,11 +89,6 @@ class Live:
                 require_shape(tuple(self.tensors[name].shape), tuple(mu.shape), name)
                 found[name] = self.theta(name).to(mu.dtype) - mu
         return found
-
-
-def computing_type(dtype: torch.dtype) -> torch.dtype:
-    """The type that penalties are computed in: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def require_shape(shape: tuple[int, ...], before: tuple[int, ...], name: str) -> None:

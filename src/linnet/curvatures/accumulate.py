@@ -16,13 +16,13 @@ from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.kfac import EigenvalueSums, KroneckerSums
 from linnet.curvatures.moments import InputMoment
 from linnet.curvatures.stream import Batch, Batches
-from linnet.curvatures.sums import BlockSums, DiagonalSums, Gradients, Sums, Totals, second_moment, wide
+from linnet.curvatures.sums import BlockSums, DiagonalSums, Gradients, Sums, Totals, second_moment
 from linnet.distributed import all_sum, gathered
 from linnet.errors import ModelError
 from linnet.likelihoods.custom import Custom
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.memory import Plan, require
-from linnet.number_types import products_in
+from linnet.number_types import products_in, wide_type
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, tokens_counted
 from linnet.tangent.capture import capture_bytes, capture_parts
@@ -63,14 +63,14 @@ class OutputLayer:
     @cached_property
     def inputs(self) -> Tensor:
         """â of all positions, (M, D)."""
-        a = self.a.flatten(0, -2).to(wide(self.a.dtype))
+        a = self.a.flatten(0, -2).to(wide_type(self.a.dtype))
         return F.pad(a, (0, 1), value=1.0) if self.biased else a
 
     @cached_property
     def counted(self) -> Tensor:
         """Inputs a of the positions that have a label, (M', d)."""
         mask = None if self.y is None else self.likelihood.mask(self.y)
-        a = self.a.flatten(0, -2).to(wide(self.a.dtype))
+        a = self.a.flatten(0, -2).to(wide_type(self.a.dtype))
         return a if mask is None else a[mask.flatten()]
 
     def parts(self, numbers: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
@@ -266,7 +266,7 @@ class Accumulator:
             return False
         if f.ndim > 2 and tokens_counted(batch.x) is not None:  # whose positions do not all count
             return False
-        kept = f.to(wide(f.dtype))
+        kept = f.to(wide_type(f.dtype))
         add_output_layer(self.sums, OutputLayer(a, kept, y, likelihood, len(layer.names) > 1))
         self._show(f, y)
         return True
@@ -365,7 +365,9 @@ def _flat(part: Callable[[], Tensor]) -> Tensor:
 
 def require_runs(function: Functional, x: Inputs) -> Trace:
     """Raise if the network cannot run on x, or not with finite activations."""
-    run = _traced(function, x)
+    run = None
+    with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        run = weighed_trace(function, x)
     if run is None:
         function.check_runs(x)  # says why
         run = weighed_trace(function, x)
@@ -373,20 +375,12 @@ def require_runs(function: Functional, x: Inputs) -> Trace:
     return run
 
 
-def _traced(function: Functional, x: Inputs) -> Trace | None:
-    """A traced pass, if the network can run on x."""
-    try:
-        return weighed_trace(function, x)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-        return None
-
-
 def require_finite_pass(captured: Captured | Trace) -> None:
     """Raise if an activation or the outputs are not finite, naming the first layer that read one."""
     read = [(use, use.a) for use in captured.uses if use.a is not None and use.a.is_floating_point()]
     distinct = {(a.data_ptr(), a.shape, a.stride()): a for _, a in read}
     # A sum is finite only if all terms are, and reads them once; should it overflow, the terms are looked at.
-    total = sum((a.sum(dtype=wide(a.dtype)) for a in distinct.values()), captured.outputs.sum())
+    total = sum((a.sum(dtype=wide_type(a.dtype)) for a in distinct.values()), captured.outputs.sum())
     if bool(torch.isfinite(total)):
         return
     for use, a in read:

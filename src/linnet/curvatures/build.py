@@ -43,7 +43,7 @@ from linnet.distributed import Share, agree, collective, least
 from linnet.errors import InputError, ModelError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.lowrank import LowRankMatrix
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, unit_columns
 from linnet.linalg.structured import Dense
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, known, no_targets
@@ -139,8 +139,7 @@ def _dense(product: SummedOperator, layer: Layer) -> Tensor:
     matrix = torch.empty(len(rows), len(rows), dtype=product.dtype, device=product.device)
     for start in range(0, len(rows), COLUMNS):
         own = rows[start : start + COLUMNS]
-        unit = torch.zeros(space.dim, len(own), dtype=product.dtype, device=product.device)
-        unit[own, torch.arange(len(own), device=own.device)] = 1
+        unit = unit_columns(space.dim, own, matrix)
         matrix[:, start : start + len(own)] = product.mm(unit)[rows]
     return (matrix + matrix.T) / 2
 

@@ -20,6 +20,7 @@ from linnet.files import save
 from linnet.linalg.kronecker import Kronecker, factored_damping
 from linnet.linalg.operator import LinearOperator, require_fit
 from linnet.linalg.structured import StructuredOperator
+from linnet.params import instance
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.matching import given_network, identity, matching_function, require_witness, witness
@@ -353,12 +354,15 @@ def default_damping(curvature: Curvature, scale: float) -> float:
     return DAMPING * mean
 
 
-def require_as_made(curvature: Curvature) -> None:
-    """Raise if a curvature was inverted or damped, where its eigenvalues are to be those of the data."""
-    changed = [words for words in curvature.applied if not words.startswith("scaled")]
+def require_as_made(curvature: Any) -> Curvature:
+    """A curvature that was not inverted or damped, where its eigenvalues are to be those of the data."""
+    how = 'make one with linnet.curvature(model, data, likelihood, structure="kfac")'
+    found = instance("curvature", curvature, Curvature, "a Curvature that can be inverted", how)
+    changed = [words for words in found.applied if not words.startswith("scaled")]
     if changed:
         raise InputError(
             f"curvature was changed since it was made: {', '.join(changed)}",
             expected="the curvature as linnet.curvature returned it",
             remedy="pass it as it was made; what takes it adds a damping itself",
         )
+    return found

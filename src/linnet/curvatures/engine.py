@@ -37,12 +37,13 @@ from linnet.curvatures.kfra import RecursionSums, counted
 from linnet.curvatures.layers import Layer, Part, find_layers
 from linnet.curvatures.settings import WIDEST
 from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
-from linnet.curvatures.sums import Sums, total_bytes, wide
+from linnet.curvatures.sums import Sums, total_bytes
 from linnet.curvatures.treatments import Structure, by_layer, make_sums, sides, treatment
 from linnet.distributed import Share, all_sum, least
 from linnet.errors import InputError
 from linnet.linalg.factorize import eigh_bytes
 from linnet.memory import Plan, parse_bytes, require
+from linnet.number_types import wide_type
 from linnet.progress import track
 from linnet.tangent.batch import take
 from linnet.tangent.capture import planned
@@ -282,7 +283,7 @@ def _memory(
     few = [*largest[:5], ("the other layers", sum(size for _, size in largest[5:]))]
     corrected = {_key(a): a.layer.size for plan in plans for a in plan if a.how == "ekfac"}
     if corrected:
-        few.append(("eigenvalues", sum(corrected.values()) * wide(function.dtype).itemsize))
+        few.append(("eigenvalues", sum(corrected.values()) * wide_type(function.dtype).itemsize))
     passing = max(_added(sums), _decomposed(sums, corrected))
     few.append(("what a batch adds, or eigenvectors in the making", passing))
     if function.precision.sums == "float64":

@@ -165,19 +165,13 @@ def exact_passes(layers: Sequence[Layer], columns: int) -> float:
         if not layer.factored:
             forward += layer.size
             continue
-        c, d = _sizes(layer)
+        d, c = layer.widths
+        d -= layer.biased
         forward += layer.form.positions * layer.groups * c * d
         moments += layer.form.positions * layer.groups * c * c
     if not forward:
         return 0.0
     return (forward + columns * (forward + moments)) / (3 * forward)
-
-
-def _sizes(layer: Layer) -> tuple[int, int]:
-    """Outputs and inputs of one group of a layer with factors."""
-    rows, columns = layer.matrix
-    c, d = (columns, rows) if layer.transposed else (rows, columns)
-    return c, d - layer.biased
 
 
 def by_cost(exact: Expectation, passes: float) -> tuple[Expectation, str]:

@@ -37,9 +37,9 @@ from linnet.curvatures.moments import (
     without_padding,
 )
 from linnet.curvatures.sums import ROWS_AT_ONCE, Gradients, Sums, layer_rows, second_moment
-from linnet.curvatures.sums import wide as wide_type
 from linnet.distributed import Share, all_same
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen, eigenbases
+from linnet.number_types import wide_type
 from linnet.tangent.rules import UseFactors
 
 
@@ -56,9 +56,7 @@ class KroneckerSums(Sums):
     ) -> None:
         self.layer, self.sharing, self.wide = layer, sharing, frozenset(wide)
         self._reached: list[Tensor] = []  # positions that the columns of the batch in hand reach
-        rows, columns = layer.matrix
-        d, c = (rows, columns) if layer.transposed else (columns, rows)
-        r, kind = layer.groups, wide_type(dtype)
+        (d, c), r, kind = layer.widths, layer.groups, wide_type(dtype)
         shapes = {
             side: (r, size) if side in self.wide else (r, size, size)
             for side, size in (("inputs", d), ("gradients", c))
@@ -119,8 +117,7 @@ class KroneckerSums(Sums):
 
     def block(self) -> Kronecker | KroneckerEigen:
         """B ⊗ A, or A ⊗ B for a weight stored with its inputs first."""
-        inputs, gradients = self.factors()
-        left, right = (inputs, gradients) if self.layer.transposed else (gradients, inputs)
+        left, right = self.layer.ordered(*self.factors())
         if self.layer.groups == 1:
             left, right = left[0], right[0]
         return _product(left, right, self.layer)
@@ -191,10 +188,9 @@ class EigenvalueSums(Sums):
         left, right = self.basis.left_vectors, self.basis.right_vectors
         if self.layer.groups == 1:
             left, right = (None if side is None else side[None] for side in (left, right))
-        self.input_basis, self.gradient_basis = (left, right) if self.layer.transposed else (right, left)
+        self.input_basis, self.gradient_basis = self.layer.ordered(left, right)
         self._turned: list[Tensor] = []  # rotated inputs of the batch in hand
-        rows, columns = self.layer.matrix
-        d, c = (rows, columns) if self.layer.transposed else (columns, rows)
+        d, c = self.layer.widths
         self.tensors = {"values": self.basis.values.new_zeros(self.layer.groups, c, d)}
 
     def add(self, gradients: Gradients) -> None:

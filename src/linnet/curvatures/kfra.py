@@ -23,10 +23,11 @@ from linnet.curvatures.expectation import Expectation, batch_generator
 from linnet.curvatures.layers import Layer, Part, find_layers
 from linnet.curvatures.moments import input_moment
 from linnet.curvatures.stream import Batch
-from linnet.curvatures.sums import second_moment, wide
+from linnet.curvatures.sums import second_moment
 from linnet.errors import ModelError
 from linnet.likelihoods.likelihood import IndependentComponents, Likelihood
 from linnet.linalg.kronecker import Kronecker
+from linnet.number_types import wide_type
 from linnet.tangent.batch import take
 from linnet.tangent.capture import capture
 from linnet.tangent.functional import Functional
@@ -45,10 +46,10 @@ class RecursionSums:
         self.function, self.expectation, self.probes = function, expectation, probes
         captured = capture(function, batch.x, "sum")
         self.layers = _chain(captured, find_layers(captured, function.names, {}))
-        kind = wide(function.dtype)
+        kind = wide_type(function.dtype)
         self.tensors = {"count": torch.zeros((), dtype=torch.float64, device=function.device)}
         for i, layer in enumerate(self.layers):
-            d, c = _sizes(layer)
+            d, c = layer.widths
             zeros = torch.zeros(d, d, dtype=kind, device=function.device)
             self.tensors |= {f"inputs {i}": zeros, f"slopes {i}": zeros.new_zeros(c, c)}
         self._last = len(self.layers) - 1
@@ -106,7 +107,7 @@ class RecursionSums:
                 curvature = (weight.T @ curvature @ weight) * self.tensors[f"slopes {i}"] / count
             curvature = (curvature + curvature.T) / 2
             inputs = self.tensors[f"inputs {i}"] / count
-            left, right = (inputs, curvature) if layer.transposed else (curvature, inputs)
+            left, right = layer.ordered(inputs, curvature)
             found[layer.names[0]] = Part(
                 layer, Kronecker(left, right, name=f"curvature of {layer.name}"), "kfra"
             )
@@ -170,12 +171,6 @@ def _not_a_chain(layer: Layer, why: str) -> ModelError:
         expected="a feed-forward chain of linear layers with elementwise activations between them",
         remedy='use structure="kfac" with expectation="exact" or "mc", which take any network',
     )
-
-
-def _sizes(layer: Layer) -> tuple[int, int]:
-    """D (with the one of a bias) and c of a linear layer."""
-    rows, columns = layer.matrix
-    return (rows, columns) if layer.transposed else (columns, rows)
 
 
 def counted(

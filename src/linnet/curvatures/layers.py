@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,11 @@ from linnet.errors import ModelError
 from linnet.linalg.kronecker import Kronecker, eigenbases
 from linnet.linalg.operator import ParameterSpace
 from linnet.linalg.structured import StructuredOperator
+from linnet.tangent.features import sizes
 from linnet.tangent.rules import Captured, Use, UseFactors, factors
 from linnet.tree import node
 
+_Side = TypeVar("_Side")
 PRODUCTS = ("linear", "conv", "conv-transposed")
 
 
@@ -98,6 +101,15 @@ class Layer:
         columns = torch.Size(self.shapes[0][1:]).numel()
         return (rows + self.biased, columns) if self.transposed else (rows, columns + self.biased)
 
+    def ordered(self, inputs: _Side, gradients: _Side) -> tuple[_Side, _Side]:
+        """What belongs to inputs and gradients in the order of the matrix, or the other way round."""
+        return (inputs, gradients) if self.transposed else (gradients, inputs)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """d, with the one of a bias, and c of one group."""
+        return self.ordered(*self.matrix)
+
     def homogeneous(self, a: Tensor) -> Tensor:
         """Inputs with a one for the bias, if the layer has one, (..., d + 1)."""
         # a (..., d)
@@ -123,6 +135,15 @@ class Layer:
         length = matrix.shape[axis] - 1
         weight, bias = matrix.narrow(axis, 0, length), matrix.select(axis, length)
         return [weight.reshape(*batch, *self.shapes[0]), bias.reshape(*batch, *self.shapes[1])]
+
+    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Rows (size, ...) parameter by parameter."""
+        pieces: tuple[Tensor, ...] = flat.split([torch.Size(shape).numel() for shape in self.shapes])
+        return pieces
+
+    def shaped(self, flat: Tensor) -> list[Tensor]:
+        """A vector (size,) in the shapes of the parameters."""
+        return [piece.reshape(shape) for piece, shape in zip(self.split(flat), self.shapes, strict=True)]
 
 
 def find_layers(captured: Captured, names: Sequence[str], reasons: Mapping[str, str]) -> tuple[Layer, ...]:
@@ -166,25 +187,22 @@ def _layer(
     if not own:
         return Layer(name, shapes, why="no gradient seen")
     kinds = sorted({use.kind for use in own})
-    count, positions = len(own), _positions(own, captured.n)
+    count, looked_up = len(own), kinds == ["embedding"] and len(names) == 1
     if not all(use.direct for use in own):
         return Layer(name, shapes, Form(uses=count), "used through a function of it")
-    if kinds == ["embedding"] and len(names) == 1:
-        return Layer(name, shapes, Form("embedding", 1, True, positions, count), "embedding")
-    if not all(use.kind in PRODUCTS for use in own) or not _one_form(own):
+    forms = {(use.options.get("groups", 1), _stored_transposed(use)) for use in own}
+    if not looked_up and (len(forms) > 1 or not all(use.kind in PRODUCTS for use in own)):
         return Layer(name, shapes, Form(uses=count), " and ".join(kinds))
-    groups, transposed = own[0].options.get("groups", 1), _stored_transposed(own[0])
+    positions = sum(sizes(use, captured.n)[0] for use in own)
+    if looked_up:
+        return Layer(name, shapes, Form("embedding", 1, True, positions, count), "embedding")
+    ((groups, transposed),) = forms
     return Layer(name, shapes, Form("product", groups, transposed, positions, count), kinds[0])
 
 
 def _stored_transposed(use: Use) -> bool:
     """Whether the weight is stored with its input features first."""
     return use.kind == "conv-transposed" or bool(use.options.get("transposed"))
-
-
-def _one_form(own: Sequence[Use]) -> bool:
-    """Whether all uses have the outer-product form in one orientation, with the same groups."""
-    return len({(_stored_transposed(use), use.options.get("groups", 1)) for use in own}) == 1
 
 
 def _plain_biases(names: tuple[str, ...], uses: Mapping[str, list[Use]]) -> bool:
@@ -201,21 +219,6 @@ def _plain_biases(names: tuple[str, ...], uses: Mapping[str, list[Use]]) -> bool
         and biases[0].target.numel() == outputs
         and not weight.options.get("left")
     )
-
-
-def _positions(own: Sequence[Use], n: int) -> int:
-    """S of one example over all uses."""
-    total = 0
-    for use in own:
-        if use.kind == "conv-transposed":
-            assert use.a is not None
-            total += use.a.shape[0] // n * use.a.shape[2:].numel()
-        elif use.kind == "conv":
-            total += use.shape[0] // n * use.shape[2:].numel()
-        elif use.kind in ("linear", "embedding"):
-            features = use.shape[-2] if use.options.get("left") else use.shape[-1]
-            total += use.shape.numel() // (features * n)
-    return total
 
 
 def _common(names: tuple[str, ...]) -> str:
@@ -299,8 +302,7 @@ class Part:
             matrices = rows.T.reshape(rows.shape[1], self.layer.groups, rows_, columns)
             pieces = [piece.flatten(1).T for piece in self.layer.part(matrices)]
         else:
-            sizes = [torch.Size(shape).numel() for shape in self.layer.shapes]
-            pieces = list(rows.split(sizes))
+            pieces = list(self.layer.split(rows))
         for name, piece in zip(self.layer.names, pieces, strict=True):
             out[space.slices[name]] = piece
 

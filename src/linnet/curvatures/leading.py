@@ -23,6 +23,7 @@ from linnet.curvatures.sums import layer_rows
 from linnet.errors import InputError
 from linnet.linalg.factorize import eigh
 from linnet.linalg.kronecker import KroneckerEigen
+from linnet.linalg.operator import unit_columns
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.rules import Captured, Use, factors, padded
@@ -94,7 +95,7 @@ class ProductBasis(LayerBasis):
 
     def _of_use(self, use: Use, n: int) -> Tensor:
         """One use's part: its inputs and gradients are turned, and multiplied at the pairs."""
-        on_a, on_g = (self.left, self.right) if self.layer.transposed else (self.right, self.left)
+        on_a, on_g = self.layer.ordered(self.left, self.right)
         if use.kind == "conv":
             a, g = self._turned_convolution(use, n, on_a, on_g)
         else:
@@ -106,7 +107,7 @@ class ProductBasis(LayerBasis):
         k, _, r, s, q = g.shape
         if r == s == 1:
             row, column = self.index // self.right.shape[2], self.index % self.right.shape[2]
-            of_a, of_g = (row, column) if self.layer.transposed else (column, row)
+            of_a, of_g = self.layer.ordered(row, column)
             return (g[:, :, 0, 0].index_select(2, of_g) * a[:, 0, 0].index_select(1, of_a)).transpose(0, 1)
         lines = g.permute(1, 2, 0, 4, 3).reshape(n * r, k * q, s)
         whole = (lines @ a.reshape(n * r, s, -1)).view(n, r, k, q, -1)
@@ -162,7 +163,7 @@ class DenseBasis(LayerBasis):
     def displacement(self, coordinates: Tensor) -> list[Tensor]:
         """Vectors times the coordinates."""
         moved = (self.vectors @ coordinates.to(self.vectors.dtype)).to(coordinates.dtype)
-        return _parted(moved, self.layer)
+        return self.layer.shaped(moved)
 
 
 @node()
@@ -208,7 +209,7 @@ class EntryBasis(LayerBasis):
     def displacement(self, coordinates: Tensor) -> list[Tensor]:
         """The coordinates at their places, zero elsewhere."""
         moved = coordinates.new_zeros(self.layer.size).index_add(0, self.index, coordinates)
-        return _parted(moved, self.layer)
+        return self.layer.shaped(moved)
 
 
 PIECE = 1 << 20  # eigenvalues that are searched at once
@@ -224,12 +225,6 @@ def restored_basis(kind: str, layer: Layer, tensors: Mapping[str, Tensor]) -> La
 def _flat(parts: Sequence[Tensor]) -> Tensor:
     """Columns of the parameters of a layer, one parameter after the other, (P_l, M)."""
     return torch.cat([part.flatten(0, -2) for part in parts])
-
-
-def _parted(flat: Tensor, layer: Layer) -> list[Tensor]:
-    """A vector in a layer's parameters, parameter by parameter."""
-    sizes = [torch.Size(shape).numel() for shape in layer.shapes]
-    return [piece.view(shape) for piece, shape in zip(flat.split(sizes), layer.shapes, strict=True)]
 
 
 def leading_basis(curvature: Curvature, dim: int) -> tuple[list[LayerBasis], Tensor]:
@@ -294,9 +289,7 @@ def _columns(vectors: Tensor | None, like: Tensor | None, index: Tensor, n: int)
     if vectors is not None:
         return vectors[:, :, index].contiguous()
     assert like is not None
-    unit = like.new_zeros(1, n, len(index))
-    unit[0, index, torch.arange(len(index), device=index.device)] = 1
-    return unit
+    return unit_columns(n, index, like)[None]
 
 
 def random_basis(curvature: Curvature, dim: int, seed: int) -> list[LayerBasis]:

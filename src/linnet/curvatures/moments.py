@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from linnet.curvatures.sums import BLOCK, second_moment, wide
+from linnet.curvatures.sums import BLOCK, second_moment
+from linnet.number_types import wide_type
 from linnet.tangent.rules import Use, UseFactors, padded, patches, windows
 
 FEW_CHANNELS = 256  # channels up to which products example by example are large enough to be fast
@@ -69,21 +70,21 @@ def _moment(x: Tensor, diagonal: bool) -> Tensor:
 def weighted_input_moment(f: UseFactors, weight: Tensor, diagonal: bool = False) -> InputMoment:
     """Moments of the inputs over the positions that count."""
     # weight (N, 1, S)
-    a = f.a.to(wide(f.a.dtype))
+    a = f.a.to(wide_type(f.a.dtype))
     flat = (a * weight[..., None]).transpose(0, 1).flatten(1, 2)  # (R, N·S, d)
     return InputMoment(_moment(flat.mT, diagonal), flat.sum(1), float(weight[:, 0].sum()))
 
 
 def output_moment(f: UseFactors, diagonal: bool = False) -> Tensor:
     """Σ g gᵀ over columns, examples and positions of factors, (R, c, c), or its diagonal (R, c)."""
-    g = f.g.to(wide(f.g.dtype))
+    g = f.g.to(wide_type(f.g.dtype))
     return _moment(g.permute(2, 4, 0, 1, 3).flatten(2), diagonal)
 
 
 def input_moment(use: Use, diagonal: bool = False) -> InputMoment:
     """Moments of a use's inputs over all examples and positions."""
     assert use.a is not None
-    a = use.a.to(wide(use.a.dtype))
+    a = use.a.to(wide_type(use.a.dtype))
     if use.kind == "conv":
         return _patch_moment(a, use.target.shape[2:], use.options, diagonal)
     if use.kind == "conv-transposed":
@@ -109,7 +110,7 @@ def shared_input_moment(use: Use, known: dict[Any, InputMoment], diagonal: bool 
 def gradient_moment(use: Use, diagonal: bool = False) -> Tensor:
     """Σ g gᵀ over columns, examples and positions, (R, c, c), or its diagonal (R, c)."""
     assert use.g is not None
-    g = use.g.to(wide(use.g.dtype))
+    g = use.g.to(wide_type(use.g.dtype))
     if use.kind == "conv":
         g = g.flatten(0, 1)
         return pixel_moment(g.unflatten(1, (use.options["groups"], -1)).flatten(3), diagonal)

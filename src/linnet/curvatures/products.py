@@ -25,9 +25,10 @@ from linnet.curvatures.stream import Batch, Batches
 from linnet.distributed import all_sum, collective
 from linnet.errors import DataError, ModelError
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.linalg.operator import LinearOperator, ParameterSpace, require_fit
+from linnet.linalg.operator import ParameterSpace, SymmetricOperator, require_fit
 from linnet.linalg.random import normal
 from linnet.progress import track
+from linnet.shown import first_line
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.forward_mode import Params
@@ -352,7 +353,7 @@ def _by_shape(pair: UseFactors, k: int) -> tuple[int, int, int, int]:
 # The Gauss-Newton matrix as an operator, and the base class of sums over a data set.
 
 
-class SummedOperator(LinearOperator, ABC):
+class SummedOperator(SymmetricOperator, ABC):
     """A symmetric P x P matrix that is a sum over the examples of a data set."""
 
     # A product, with however many vectors, is one pass over the data; under `torch.distributed` each process
@@ -386,11 +387,6 @@ class SummedOperator(LinearOperator, ABC):
                 all_sum([total])
         self.passes += 1
         return total
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self
 
 
 class ColumnOperator(SummedOperator):
@@ -472,9 +468,9 @@ class HessianOperator(SummedOperator):
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            network = type(self.function.model).__name__
             raise ModelError(
-                f"{type(self.function.model).__name__} has no usable second derivative in torch: {first}",
+                f"{network} has no usable second derivative in torch: {first_line(error)}",
                 expected="operations that can be differentiated twice",
                 remedy="take the Gauss-Newton matrix, which needs first derivatives alone",
             ) from error
@@ -632,8 +628,8 @@ class FiniteDifferenceFisher(SummedOperator):
         moved = self.function.space.to_params(first * direction)
         few = slice(0, min(PROBED, batch.size))
         g = _outputs(self.function, {name: t + moved[name] for name, t in theta.items()}, take(batch.x, few))
-        motion = _root_mean_square(g.double() - f[few].double())
-        size = _root_mean_square(f[few]) or 1.0
+        motion = root_mean_square(g.double() - f[few].double())
+        size = root_mean_square(f[few]) or 1.0
         longest: float = norm * torch.finfo(f.dtype).eps ** (
             1 / 3
         )  # for directions that hardly move the outputs
@@ -671,6 +667,6 @@ def held_fixed(function: Functional, v: Tensor) -> Tensor:
     return held
 
 
-def _root_mean_square(t: Tensor) -> float:
+def root_mean_square(t: Tensor) -> float:
     """√ of the mean of squares."""
     return float(t.double().square().mean().sqrt())

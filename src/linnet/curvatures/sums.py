@@ -18,6 +18,7 @@ from torch import Tensor
 
 from linnet.curvatures.layers import Layer, as_found, layer_factors
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
+from linnet.number_types import wide_type
 from linnet.tangent.rules import Captured, UseFactors, factors, outer_rows
 
 BLOCK = 128  # rows at once in a product that is symmetric: the half above the diagonal is not computed
@@ -95,11 +96,6 @@ def layer_rows(captured: Captured, layer: Layer) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which sums are kept: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 # -- block -----------------------------------------------------------------------------------------
 #
 # Exact blocks of the Gauss-Newton matrix, Σ_n Σ_k (∂ u_nkᵀf / ∂θ)(∂ u_nkᵀf / ∂θ)ᵀ.
@@ -112,7 +108,9 @@ class BlockSums(Sums):
 
     def __init__(self, layer: Layer, dtype: torch.dtype, device: torch.device) -> None:
         self.layer = layer
-        self.tensors = {"products": torch.zeros(layer.size, layer.size, dtype=wide(dtype), device=device)}
+        self.tensors = {
+            "products": torch.zeros(layer.size, layer.size, dtype=wide_type(dtype), device=device)
+        }
 
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
@@ -139,7 +137,7 @@ class DiagonalSums(Sums):
     def __init__(self, layer: Layer, dtype: torch.dtype, device: torch.device) -> None:
         self.layer = layer
         self._by_rows = False  # whether the batch in hand has nothing but per-example gradients
-        self.tensors = {"squares": torch.zeros(layer.size, dtype=wide(dtype), device=device)}
+        self.tensors = {"squares": torch.zeros(layer.size, dtype=wide_type(dtype), device=device)}
 
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""

@@ -42,9 +42,7 @@ def resolve(structure: str, expectation: str, default: str = "exact") -> tuple[s
 def sides(layer: Layer) -> dict[str, int]:
     """Rows of the Kronecker factors that a layer can have."""
     if layer.factored:
-        rows, columns = layer.matrix
-        d, c = (rows, columns) if layer.transposed else (columns, rows)
-        return {"inputs": d, "gradients": c}
+        return dict(zip(("inputs", "gradients"), layer.widths, strict=True))
     rows = layer.shapes[0][0] if layer.shapes[0] else 1
     return {"left": rows, "right": layer.size // max(1, rows)}
 

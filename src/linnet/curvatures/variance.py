@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from linnet.curvatures.layers import Layer, Part, as_found, layer_factors
+from linnet.curvatures.layers import Part, as_found, layer_factors
 from linnet.curvatures.stream import usable
 from linnet.curvatures.sums import ROWS_AT_ONCE, layer_rows, looked_up
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
@@ -254,7 +254,8 @@ class _Form:
         right: Tensor | None
         values: Tensor | None
         if isinstance(operator, Diagonal):
-            return cls(None, None, _diagonal_values(operator.values, layer))
+            matrix = layer.join(layer.shaped(operator.values))
+            return cls(None, None, matrix.mT if layer.transposed else matrix)
         if isinstance(operator, Kronecker):
             left, right, values = operator.left, operator.right, None
         else:
@@ -262,9 +263,8 @@ class _Form:
             left, right, values = operator.left_vectors, operator.right_vectors, operator.values
         if layer.groups == 1:
             left, right, values = (None if t is None else t[None] for t in (left, right, values))
-        if layer.transposed:
-            left, right, values = right, left, None if values is None else values.mT
-        return cls(right, left, values)
+        values = values.mT if values is not None and layer.transposed else values
+        return cls(*layer.ordered(left, right), values)
 
     def covariance(self, parts: list[UseFactors]) -> Tensor:
         """(N, C, C) from the factors of all uses."""
@@ -353,11 +353,3 @@ def _formed(
         total = rows if total is None else total.add_(rows)
     assert total is not None
     return total.view(n, r, k, c, -1)
-
-
-def _diagonal_values(values: Tensor, layer: Layer) -> Tensor:
-    """A diagonal, parameter after parameter, as (R, c, d) of the matrix [W b]."""
-    sizes = [torch.Size(shape).numel() for shape in layer.shapes]
-    shaped = [v.reshape(shape) for v, shape in zip(values.split(sizes), layer.shapes, strict=True)]
-    matrix = layer.join(shaped)
-    return matrix.mT if layer.transposed else matrix

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from linnet.errors import InputError, ModelError
 from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import last_linear, replace_module, zero_layer
+from linnet.linalg.factorize import signed
 from linnet.linalg.random import Seed
 from linnet.params import call, choice, instance, integer, number, refuse, tensor
 from linnet.tangent.batch import split, take
@@ -359,9 +360,8 @@ def _principal_channels(network: BilinearNetwork, x: Any, channels: int) -> nn.M
         centered = z - z.mean(2, keepdim=True)
         total = total + (centered @ centered.transpose(1, 2)).sum(0)
     assert isinstance(total, Tensor)
-    vectors = torch.linalg.eigh(total).eigenvectors[:, -channels:].flip(1)
-    signs = vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
+    vectors = signed(torch.linalg.eigh(total).eigenvectors[:, -channels:].flip(1))
     weight = next(network.body.parameters())
     layer = zero_layer(nn.Conv2d, total.shape[0], channels, 1, like=weight, bias=False)
-    layer.weight.data = (vectors * signs).T.reshape(channels, -1, 1, 1).to(weight)
+    layer.weight.data = vectors.T.reshape(channels, -1, 1, 1).to(weight)
     return layer

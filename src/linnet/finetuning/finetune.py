@@ -529,9 +529,7 @@ def frozen_curvature(lin: Linearized, call: Call, examples: ExampleSet, view: Au
 
 
 @torch.no_grad()
-def largest_eigenvalue(
-    lin: Linearized, x: Inputs, before: KroneckerPreconditioner | None = None, steps: int = 12
-) -> float:
+def largest_eigenvalue(lin: Linearized, x: Inputs, before: KroneckerPreconditioner | None = None) -> float:
     """Of A JᵀJ/N, by power iteration; A is the preconditioner, if there is one."""
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(lin.base(x).shape, generator=generator, dtype=torch.float64).to(lin.function.dtype)
@@ -543,7 +541,7 @@ def largest_eigenvalue(
         assert isinstance(v, Tensor)
         return lin.jvp(x, v if before is None else before.multiply(v))
 
-    return power_method(product, u / u.norm(), steps) / u.shape[0]
+    return power_method(product, u / u.norm(), steps=12) / u.shape[0]
 
 
 # -- runs ------------------------------------------------------------------------------------------

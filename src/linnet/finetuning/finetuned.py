@@ -117,17 +117,13 @@ class Finetuned(PredictiveModel):
         integer("batch", batch)
         x = examples(self.module.function if isinstance(self.module, Linearized) else self.module, x)
         view, device = self.settings.augmentation.evaluation, next(self.module.parameters()).device
+        adapter = None if isinstance(self.module, Linearized) else self.output  # it has the adapter inside
         was_training = self.module.training
         self.module.eval()
         parts = [on_device(view(part), device) for part in split(x, batch)]
-        found = torch.cat([outputs_of(self.module, part, self._adapter) for part in parts])
+        found = torch.cat([outputs_of(self.module, part, adapter) for part in parts])
         self.module.train(was_training)
         return found
-
-    @property
-    def _adapter(self) -> OutputAdapter:
-        """A linearized network has the adapter inside."""
-        return None if isinstance(self.module, Linearized) else self.output
 
     def predictive(self, x: Inputs) -> Predictive:
         """Not known: training leaves one network.
@@ -195,9 +191,7 @@ def restored_finetuned(
         network.load_state_dict(saved["network"])
     except RuntimeError as error:
         raise WeightsError(
-            f"{path} does not fit the network ({str(error).splitlines()[-1].strip()})",
-            expected="a network of the architecture that was fine-tuned",
-            remedy="pass the network that was given to linnet.finetune",
+            f"{path} does not fit the network ({str(error).splitlines()[-1].strip()})", *_OTHER[1:]
         ) from error
     _check_kinds(network, saved["modules"], path)
     module: nn.Module = network.to(next(model.parameters()).device)
@@ -223,11 +217,7 @@ def _check_kinds(network: nn.Module, saved: dict[str, str] | None, path: Path) -
     names = [name for name in {**(saved or {}), **found} if saved and saved.get(name) != found.get(name)]
     if saved and names:
         was, now = saved.get(names[0], "missing"), found.get(names[0], "missing")
-        raise WeightsError(
-            f"{path} does not fit the network: {names[0]} was {was} and is {now}",
-            expected="a network of the architecture that was fine-tuned",
-            remedy="pass the network that was given to linnet.finetune",
-        )
+        raise WeightsError(f"{path} does not fit the network: {names[0]} was {was} and is {now}", *_OTHER[1:])
 
 
 def _rebuilt(model: nn.Module, settings: FinetunedSettings, tensors: dict[str, Tensor]) -> nn.Module:

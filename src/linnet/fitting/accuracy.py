@@ -22,9 +22,11 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor
 
+from linnet.curvatures.products import root_mean_square
 from linnet.distributed import share_sum
 from linnet.errors import LinnetError, MemoryBudgetError, ModelError, NumericalError, ProcessGroupError
 from linnet.fitting.remarks import rounded
+from linnet.linalg.operator import unit_columns
 from linnet.linear.dual import DualSystem
 from linnet.linear.newton import FactorNewton, KernelNewton, WeightNewton
 from linnet.linear.normal_newton import NormalNewton
@@ -64,7 +66,7 @@ def assumed_rounding(function: Functional, base: float) -> Rounding:
 
 @torch.no_grad()
 def measured_rounding(
-    function: Functional, x: Inputs, base: float, memory: str | int | None = None, count: int = PROBED
+    function: Functional, x: Inputs, base: float, memory: str | int | None = None
 ) -> Rounding:
     """Rounding errors of a network on a few examples, by computing them in float64 as well."""
     # Kernels are those of the types of `linnet.precision` that the network has.
@@ -78,7 +80,7 @@ def measured_rounding(
     n = batch_size(x)
     # as many whose kernels and their difference, six matrices in float64, take an eighth of the budget
     fitting = math.isqrt(budget // (8 * 6 * 8)) // low.output_shape(x).numel()
-    count = max(1, min(count, fitting))
+    count = max(1, min(PROBED, fitting))
     few = take(x, torch.arange(min(n, count)) * (n // min(n, count)))
     try:
         high = low.in_float64()
@@ -155,7 +157,7 @@ def squared_accuracy(
     weights = torch.linalg.solve(blocks, columns)
     left = beta.reshape(-1) - torch.einsum("kcn,kc->kn", columns, e)
     off = 0.0 if gap is None else float(weights.norm(dim=2).max()) * float(gap.norm())
-    scale = max(_root_mean_square(system.residual), _root_mean_square(e), FAMILIAR * rounding.base)
+    scale = max(root_mean_square(system.residual), root_mean_square(e), FAMILIAR * rounding.base)
     return _accuracy(weights, (beta.reshape(-1), left), system.diagonal(), rounding, (scale, off))
 
 
@@ -172,7 +174,7 @@ def shared_accuracy(system: DualSystem, rounding: Rounding, index: Tensor) -> Ac
     sizes = (left.square() * diagonal[:, None]).sum(1)
     worst = sizes.argmax(1)[:, None, None].expand(-1, system.n, 1)
     most = (beta.square() * diagonal[:, None]).sum(0).argmax()
-    scale = max(_root_mean_square(system.residual), _root_mean_square(e), FAMILIAR * rounding.base)
+    scale = max(root_mean_square(system.residual), root_mean_square(e), FAMILIAR * rounding.base)
     solutions = beta[:, most], left.gather(2, worst)[:, :, 0]
     return _accuracy((columns / own[:, None])[:, None], solutions, diagonal, rounding, (scale, 0.0))
 
@@ -220,10 +222,10 @@ def normal_accuracy(system: NormalSystem | NormalNewton, rounding: Rounding, ind
     gain = torch.linalg.matrix_norm(torch.linalg.inv(rest), 2)  # (I − h)⁻¹ of an example left out
     if isinstance(system, NormalNewton):
         own = MOVING * own + float(system.next_change().norm())
-        scale = max(1.0, _root_mean_square(system.outputs - system.base))
+        scale = max(1.0, root_mean_square(system.outputs - system.base))
     else:
         left_out = torch.linalg.solve(rest, system.ridge * beta[index])
-        sizes = _root_mean_square(system.residual), _root_mean_square(left_out)
+        sizes = root_mean_square(system.residual), root_mean_square(left_out)
         scale = max(*sizes, FAMILIAR * rounding.base)
     shown = torch.finfo(rounding.dtype).eps * scale + rounding.outputs
     predictions = SAFETY * float(own.max()) + shown
@@ -266,9 +268,7 @@ def softmax_accuracy(
     # index (k,), gap (N, C)
     c, size = dual.c, len(dual.kernel)
     rows = (index[:, None] * c + torch.arange(c, device=index.device)).flatten()
-    unit = torch.zeros(size, len(rows), dtype=dual.kernel.dtype, device=dual.kernel.device)
-    unit[rows, torch.arange(len(rows), device=rows.device)] = 1
-    columns = dual.weighted(unit)
+    columns = dual.weighted(unit_columns(size, rows, dual.kernel))
     own = (dual.kernel[rows] @ columns / dual.ridge).view(len(index), c, len(index), c)
     own = own.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     roots = dual.roots[index]
@@ -279,16 +279,11 @@ def softmax_accuracy(
     reach = float(weights.norm(dim=2).max())
     left_over = SAFETY * reach * float(dual.next_change().norm())
     off = left_over if gap is None else left_over + reach * float(gap.norm())
-    scale = max(1.0, _root_mean_square(dual.outputs - dual.base))
+    scale = max(1.0, root_mean_square(dual.outputs - dual.base))
     found = _accuracy(weights, (beta, left), dual.kernel.diagonal().clamp_min(0), rounding, (scale, 0.0))
     predictions, without = MOVING * found.predictions, MOVING * found.leave_one_out + left_over
     influence = predictions + without + left_over
     return replace(found, predictions=predictions + off, leave_one_out=without, influence=influence)
-
-
-def _root_mean_square(values: Tensor) -> float:
-    """√ of the mean square."""
-    return float(values.double().square().mean().sqrt())
 
 
 def _accuracy(

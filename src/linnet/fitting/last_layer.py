@@ -15,7 +15,7 @@ from torch.nn.utils import skip_init
 
 from linnet.errors import InputError, LinnetError, ModelError
 from linnet.params import instance, refuse
-from linnet.tangent.batch import MASK, Inputs, counted, mask_of, take
+from linnet.tangent.batch import MASK, Inputs, mask_of, masked_mean, take
 from linnet.tangent.functional import (
     Functional,
     OutputAdapter,
@@ -101,8 +101,7 @@ def taken(result: Any, output: OutputAdapter, mask: Tensor | None = None) -> Ten
             expected="a number for every position",
             remedy=f"pass output=, for example output=lambda r: r.{HIDDEN}[:, 0]",
         )
-    counts = counted(mask)[..., None].to(hidden)
-    return (hidden * counts).sum(1) / counts.sum(1)
+    return masked_mean(hidden, mask)
 
 
 def _hidden(result: Any, output: OutputAdapter) -> Tensor | None:

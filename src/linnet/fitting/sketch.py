@@ -26,13 +26,13 @@ from linnet.errors import InputError, MemoryBudgetError
 from linnet.fitting.last_layer import RECORD
 from linnet.fitting.solver import Sketch, sketch_bytes
 from linnet.likelihoods.gaussian import Gaussian
-from linnet.linalg.operator import LinearOperator, ParameterSpace
+from linnet.linalg.operator import ParameterSpace, SymmetricOperator
 from linnet.linear.iterative import Reused
 from linnet.linear.normal_system import NormalSystem
 from linnet.linear.preconditioner import frozen_curvature
 from linnet.linear.problem import Memory, Problem
 from linnet.memory import parse_bytes
-from linnet.params import instance, integer, number, refuse
+from linnet.params import integer, number, refuse
 from linnet.params import seed as checked_seed
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, split, take
@@ -158,11 +158,8 @@ def network_of(model: nn.Module, curvature: Curvature) -> nn.Module:
     if not isinstance(model, nn.Module):
         refuse("model", model, "a network, or a Linearized", "pass the network itself")
     model = model.model if isinstance(model, Linearized) else model
-    made = 'make one with linnet.curvature(model, data, likelihood, structure="kfac")'
-    instance("curvature", curvature, Curvature, "a Curvature that can be inverted", made)
-    require_as_made(curvature)
     network = without_wrapper(model)
-    _check_fits(dict(network.named_parameters()), curvature.function.theta)
+    _check_fits(dict(network.named_parameters()), require_as_made(curvature).function.theta)
     return network
 
 
@@ -486,7 +483,7 @@ def restored_sketch(network: nn.Module, state: Mapping[str, Any]) -> SketchedNet
     return _made(network, state["parameters"], state["bases"], state["eigenvalues"])
 
 
-class DeflatedInverse(LinearOperator):
+class DeflatedInverse(SymmetricOperator):
     """H (ΦᵀΦ + ρI)⁻¹ Hᵀ + (I − H Hᵀ)/(μ + ρ): (JᵀJ + ρI)⁻¹ along H, a multiple of I elsewhere."""
 
     # μ is the least ‖J v‖² of the directions v: those that were left out have about that much and less.
@@ -506,11 +503,6 @@ class DeflatedInverse(LinearOperator):
         solved = self.system.solve(along).to(along) - self._rest * along
         columns = [self.space.to_flat(small._moved(column)) for column in solved.T]
         return self._rest * v + torch.stack(columns, 1)
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self
 
 
 def deflated(

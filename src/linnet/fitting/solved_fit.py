@@ -23,7 +23,7 @@ from linnet.linear.newton import NewtonSystem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
 from linnet.shown import Shown
-from linnet.tangent.batch import Inputs, example_shapes, take
+from linnet.tangent.batch import Inputs, all_but, example_shapes, take
 from linnet.tangent.data import Data, require_padding
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
@@ -180,8 +180,7 @@ class SolvedFit(Shown):
         chosen = indices if classes is None else self._of_classes(classes)
         index = positions(chosen, self.n).to(self._function.device)
         start = time.perf_counter()
-        system, keep = self.system.removed(index), torch.ones(self.n, dtype=torch.bool)
-        keep[index.cpu()] = False
+        system, keep = self.system.removed(index), all_but(self.n, index.cpu())
         targets = self._targets.taken(keep)
         made = self._changed(targets, system, f"forgot {count_in_words(len(index))}", start)
         if self.trained and self.held_out is not None:

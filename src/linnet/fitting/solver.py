@@ -420,12 +420,11 @@ def choose_solver(size: Size, asked: Solving) -> tuple[str, str]:
     plans = {"dual": size.dual_memory(), "primal": size.primal_memory()}
     needed = format_bytes(plans["dual"].peak)
     fitting = {name: plan for name, plan in plans.items() if plan.peak <= size.budget}
-    operations = size.operations()
+    operations, smallest = size.operations(), min(plans.values(), key=lambda plan: plan.peak)
     if not fitting and size.loss == "squared" and size.default_dim():
         budget = format_bytes(size.budget)
-        return "sketch", f"the exact model would need {_least(plans)} of a budget of {budget}"
+        return "sketch", f"the exact model would need {format_bytes(smallest.peak)} of a budget of {budget}"
     if size.searched and not fitting:
-        smallest = min(plans.values(), key=lambda plan: plan.peak)
         require(smallest, ['give the ridge as a number, so that solver="cg" can be used', "raise memory="])
     if not fitting:
         require(size.iterated_memory(settings), SMALLER)
@@ -442,11 +441,6 @@ def choose_solver(size: Size, asked: Solving) -> tuple[str, str]:
     if operations["cg"] < operations[best]:
         return "cg", f"faster: {best} {counts} by conjugate gradients"
     return best, f"exact and faster: {counts} by conjugate gradients"
-
-
-def _least(plans: dict[str, Plan]) -> str:
-    """The memory of the smallest plan."""
-    return format_bytes(min(plan.peak for plan in plans.values()))
 
 
 def affordable(function: Functional, x: Inputs, settings: CGSettings, memory: Memory) -> CGSettings:

@@ -388,7 +388,8 @@ def _mixture_nll(f: Tensor, y: Tensor) -> Tensor:
 
 def _label_tensor(support: Iterable[Any]) -> Tensor:
     """All labels in one tensor (L, ...)."""
-    if isinstance(support, str | bytes | Mapping) or not (_axes(support) and isinstance(support, Iterable)):
+    single = isinstance(support, Tensor) and support.ndim == 0
+    if single or isinstance(support, str | bytes | Mapping) or not isinstance(support, Iterable):
         refuse("support", support, "all labels that there are, in a list", "leave support= out")
     labels = list(support)
     if not labels:
@@ -407,11 +408,6 @@ def _label_tensor(support: Iterable[Any]) -> Tensor:
     if not bool(found.isfinite().all()):
         refuse("support", support, "finite numbers", "leave out labels that are not finite")
     return found
-
-
-def _axes(support: Any) -> bool:
-    """Whether it is no tensor without an axis."""
-    return not isinstance(support, Tensor) or support.ndim > 0
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -191,6 +191,12 @@ def eigh(matrix: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:
     return pair[0].to(matrix), pair[1].to(matrix)
 
 
+def signed(vectors: Tensor) -> Tensor:
+    """Each column with its entry of largest size positive."""
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    return vectors * torch.where(largest < 0, -1.0, 1.0).to(vectors)
+
+
 def eigh_bytes(n: int, item: int) -> int:
     """Bytes that ``eigh`` takes beside the matrix of n rows and what it finds."""
     return n * n * (3 * item if n < _LARGE else 24 if item == 8 else 32)

@@ -6,12 +6,12 @@ parameter space, Params. Sums, multiples, products and transposes of operators a
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor
@@ -217,13 +217,10 @@ class LinearOperator(Shown):
         """A v for a vector or several, or the composition with another operator."""
         if isinstance(other, LinearOperator):
             return Composition(self, other)
-        product = self._multiply(flatten(self, other))
+        flat = flatten(self, other)
+        product = self.mv(flat) if flat.ndim == 1 else self.mm(flat)
         keeps_kind = self.space is not None and self.shape[0] == self.shape[1]
         return self.space.in_kind(product, other) if self.space is not None and keeps_kind else product
-
-    def _multiply(self, flat: Tensor) -> Tensor:
-        """The product with one vector (n,) or several (n, K)."""
-        return self.mv(flat) if flat.ndim == 1 else self.mm(flat)
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
         """A + B."""
@@ -337,6 +334,22 @@ def unflatten(operator: LinearOperator, flat: Tensor, like: Vector) -> Vector:
     """Undo ``flatten``: a flat vector (n,) or (n, K) in the kind of another vector."""
     # flat (n,)
     return flat if operator.space is None else operator.space.in_kind(flat, like)
+
+
+class SymmetricOperator(LinearOperator, ABC):
+    """An operator that is its own transpose."""
+
+    @property
+    def T(self) -> Self:
+        """Itself."""
+        return self
+
+
+def unit_columns(n: int, index: Tensor, like: Tensor) -> Tensor:
+    """Some columns of the identity matrix, (n, k)."""
+    unit = like.new_zeros(n, len(index))
+    unit[index, torch.arange(len(index), device=index.device)] = 1
+    return unit
 
 
 class Bidirectional(LinearOperator):

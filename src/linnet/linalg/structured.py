@@ -20,6 +20,7 @@ from linnet.linalg.operator import (
     LinearOperator,
     ParameterSpace,
     Scaled,
+    SymmetricOperator,
     Vector,
     flatten,
     require_damping,
@@ -32,7 +33,7 @@ from linnet.params import integer, refuse, tensor
 from linnet.tree import node
 
 
-class StructuredOperator(LinearOperator):
+class StructuredOperator(SymmetricOperator):
     """A symmetric positive semi-definite matrix M with closed forms."""
 
     # A subclass defines the abstract methods; all others follow from them.
@@ -70,11 +71,6 @@ class StructuredOperator(LinearOperator):
     @abstractmethod
     def diagonal(self) -> Tensor:
         """``diag M``, shape (n,)."""
-
-    @property
-    def T(self) -> StructuredOperator:
-        """M itself."""
-        return self
 
     def __mul__(self, scalar: float) -> LinearOperator:
         """``c M``, with the structure kept for c ≥ 0."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.linalg.factorize import cholesky
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import SymmetricOperator
 from linnet.linear.features import Examples, Features, Memory, Weights
 from linnet.linear.targets import Targets, make_targets
 from linnet.memory import Plan, parse_bytes, require
@@ -462,7 +462,7 @@ class Conditioned(Features):
         return Confined(self)
 
 
-class Confined(LinearOperator):
+class Confined(SymmetricOperator):
     """P = I − Wᵀ F W, the symmetric root of I − WᵀW, and the least displacement Wᵀg of the equations."""
 
     def __init__(self, given: Conditioned) -> None:
@@ -481,11 +481,6 @@ class Confined(LinearOperator):
         columns = self.columns.to(v)
         moved: Tensor = columns @ (self.inner.to(v) @ (columns.T @ v))
         return v - moved
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self
 
 
 def impose(

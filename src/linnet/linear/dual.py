@@ -23,13 +23,14 @@ from torch import Tensor
 from linnet.distributed import current
 from linnet.errors import NumericalError
 from linnet.linalg.factorize import cholesky, eigenvalue_error, eigh, shared_eigh
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, unit_columns
 from linnet.linalg.random import Seed, make_generator, signs
 from linnet.params import choice, number
 from linnet.predictive.noise import golden_section
 from linnet.shown import Record, frame
 from linnet.solvers.lanczos import tridiagonalize
 from linnet.solvers.solution import Estimate
+from linnet.tangent.batch import all_but
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -429,12 +430,9 @@ class DualSystem:
     def removed(self, index: Tensor) -> DualSystem:
         """The solution without some examples: β_R − M_RS (M_SS)⁻¹ β_S."""
         # index (k,)
-        keep = torch.ones(self.n, dtype=torch.bool, device=index.device)
-        keep[index] = False
+        keep = all_but(self.n, index)
         s, r = self._rows(index), self._rows(keep.nonzero()[:, 0])
-        unit = torch.zeros(self.kernel.shape[0], len(s), dtype=self.kernel.dtype, device=self.kernel.device)
-        unit[s, torch.arange(len(s), device=s.device)] = 1
-        columns = self.solve(unit)  # M_·S
+        columns = self.solve(unit_columns(len(self.kernel), s, self.kernel))  # M_·S
         b = _columns(self.beta, self.kernel)
         correction = torch.linalg.solve(columns[s], b[s])
         beta = b[r] - columns[r] @ correction

@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.distributed import Share, current, share_sum
 from linnet.errors import ModelError
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import SymmetricOperator
 from linnet.memory import Plan, parse_bytes
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import capture, capture_bytes
@@ -209,17 +209,18 @@ class _Joined(Rows):
 
 
 @torch.no_grad()
-def form_rows(function: Functional, x: Inputs) -> Tensor:
-    """J(x), (n·C, P), for examples that are differentiated at once."""
-    captured = capture(function, x)
-    n, c = captured.outputs.shape
-    out = torch.empty(n * c, function.space.dim, dtype=function.dtype, device=function.device)
+def form_rows(function: Functional, x: Inputs, cotangents: Tensor | Literal["full"] = "full") -> Tensor:
+    """J(x), (n·C, P), or J(x)ᵀ times cotangents, (n·K, P), for examples that are differentiated at once."""
+    # cotangents (K, n, C)
+    captured = capture(function, x, cotangents)
+    rows = captured.n * captured.k
+    out = torch.empty(rows, function.space.dim, dtype=function.dtype, device=function.device)
     for name, place in function.space.slices.items():
-        out[:, place] = captured.rows(name).reshape(n * c, -1)
+        out[:, place] = captured.rows(name).reshape(rows, -1)
     return out
 
 
-class FormedNormal(LinearOperator):
+class FormedNormal(SymmetricOperator):
     """JᵀJ, P x P, by formed rows."""
 
     def __init__(self, jacobian: JacobianOperator, memory: str | int | None = None) -> None:
@@ -245,11 +246,6 @@ class FormedNormal(LinearOperator):
             own = FormedRows(jacobian.function, x, jacobian.outputs, self.memory) if batch_size(x) else ()
             self._own[share] = own
         return self._own[share]
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self
 
 
 # -- directions ------------------------------------------------------------------------------------

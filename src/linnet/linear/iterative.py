@@ -32,7 +32,7 @@ from linnet.distributed import current
 from linnet.errors import NumericalError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, SymmetricOperator
 from linnet.linalg.structured import Dense
 from linnet.linear.constraints import Constraints
 from linnet.linear.dual import Measure, by_matrix, by_quadrature
@@ -215,7 +215,7 @@ class BatchedDifferences(SummedOperator):
 # K̃ and J̃ᵀJ̃ of a linear model as operators.
 
 
-class KernelProducts(LinearOperator):
+class KernelProducts(SymmetricOperator):
     """K̃ = J̃ J̃ᵀ over the data, (N·C) × (N·C): one VJP and one JVP a pass, K̃ is not formed."""
 
     def __init__(self, problem: Problem) -> None:
@@ -229,11 +229,6 @@ class KernelProducts(LinearOperator):
         """J̃ (J̃ᵀ v): (N·C, K) to (N·C, K)."""
         self.passes += 1
         return self.problem.push(self.problem.pull(v))
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self
 
 
 def stored_kernel(problem: Problem, memory: Memory) -> Dense:

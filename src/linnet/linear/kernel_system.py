@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from linnet.linalg.operator import unit_columns
 from linnet.linear.constraints import Constraints, by_output
 from linnet.linear.dual import Along, DualSystem, Measure, RidgePath, from_eigenvalues, joined
 from linnet.linear.problem import Memory, Problem
@@ -381,8 +382,7 @@ class KernelSystem(System):
         """M_i· of some examples, (k, C, N·C)."""
         kernel, c = self.dual.kernel, self.c
         rows = (index[:, None] * c + torch.arange(c, device=index.device)).flatten()
-        unit = torch.zeros(len(kernel), len(rows), dtype=kernel.dtype, device=kernel.device)
-        unit[rows, torch.arange(len(rows), device=rows.device)] = 1
+        unit = unit_columns(len(kernel), rows, kernel)
         return self.dual.solve(unit).T.reshape(len(index), c, len(kernel))
 
     def diagonal(self) -> Tensor:

@@ -23,13 +23,13 @@ from linnet.distributed import current, share_sum
 from linnet.errors import DataError, InputError
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, SymmetricOperator
 from linnet.linear.constraints import Constraints
 from linnet.linear.features import Examples, Features
 from linnet.linear.problem import LinearModel, Memory
-from linnet.linear.targets import Targets, make_targets
+from linnet.linear.targets import Targets, make_targets, require_finite_rows
 from linnet.memory import parse_bytes
-from linnet.tangent.batch import Inputs, concatenate, take
+from linnet.tangent.batch import Inputs, all_but, concatenate, require_some, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import jacobian
 
@@ -102,9 +102,7 @@ class LabelProblem(LinearModel):
     def without(self, index: Tensor) -> LabelProblem:
         """The problem without some examples."""
         # index (k,)
-        keep = torch.ones(len(self.base), dtype=torch.bool, device=self.base.device)
-        keep[index] = False
-        return self.taken(keep.nonzero()[:, 0])
+        return self.taken(all_but(self.n, index.to(self.base.device)).nonzero()[:, 0])
 
     def taken(self, index: Tensor) -> LabelProblem:
         """The problem of some of the examples."""
@@ -142,7 +140,7 @@ class LabelProblem(LinearModel):
         return replace(self, x=x, base=base, y=y, formed=formed)
 
 
-class OutputHessian(LinearOperator):
+class OutputHessian(SymmetricOperator):
     """Σᵢ Jᵢᵀ Λᵢ Jᵢ over the data, P × P: the Hessian of the loss in δ."""
 
     # outputs (N, ...)
@@ -181,11 +179,6 @@ class OutputHessian(LinearOperator):
             total += weighted(problem.function, take(problem.x, own), v, weigh)
         share_sum([total])
         return total
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self
 
 
 def room_for_rows(function: Functional, memory: Memory = None) -> int:
@@ -259,19 +252,8 @@ def _probabilities(y: Tensor, outputs: int) -> Tensor:
             expected=f"integer classes (N,), or probabilities (N, {outputs})",
             remedy='convert classes with y.long(); for regression targets pass loss="squared"',
         )
-    if values.shape[0] == 0:
-        raise DataError(
-            "y is empty: it holds 0 examples",
-            expected="at least one example",
-            remedy="check the path and the split that the data come from",
-        )
-    if not torch.isfinite(values).all():
-        bad = int((~torch.isfinite(values).all(1)).nonzero()[0])
-        raise DataError(
-            f"y is not finite at index {bad}",
-            expected="probabilities",
-            remedy="drop or repair these examples",
-        )
+    require_some(values, "y")
+    require_finite_rows(values, "probabilities")
     sums = values.double().sum(1)
     wrong = (values < 0).any(1) | (values > 1 + SUMS).any(1)
     if outputs > 1:

@@ -36,7 +36,7 @@ from torch import Tensor
 from linnet.curvatures.expectation import Expectation
 from linnet.errors import NumericalError
 from linnet.linalg.factorize import cholesky, require_finite
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, SymmetricOperator
 from linnet.linear.constraints import Constraints
 from linnet.linear.iterative import STAGNATED, CGSettings, accepted, solve_columns
 from linnet.linear.kernel_system import SHARE, kernel_fits
@@ -48,7 +48,7 @@ from linnet.linear.system import Solved
 from linnet.memory import parse_bytes
 from linnet.progress import track
 from linnet.solvers.nystrom import nystrom_preconditioner
-from linnet.tangent.batch import Inputs, batch_size, split
+from linnet.tangent.batch import Inputs, all_but, batch_size, split
 from linnet.tree import hash_tensors, tensors_in
 
 STEPS = 100  # of Newton's method: from any start a few tens suffice in float64
@@ -504,8 +504,7 @@ class KernelNewton(FactorNewton):
     def removed(self, index: Tensor) -> KernelNewton:
         """The solution without some examples, from the present one."""
         # index (k,)
-        keep = torch.ones(self.n, dtype=torch.bool, device=self.kernel.device)
-        keep[index] = False
+        keep = all_but(self.n, index.to(self.kernel.device))
         rows = keep.repeat_interleave(self.c)
         return self._changed(self.problem.without(index), self.kernel[rows][:, rows], self.beta[keep])
 
@@ -795,7 +794,7 @@ class WeightNewton(InWeights):
         return WeightNewton(problem, self.ridge, self.settings, self._delta, *given)
 
 
-class _WithoutEach(LinearOperator):
+class _WithoutEach(SymmetricOperator):
     """H less an example's own part, another example for each of K vectors."""
 
     def __init__(self, hessian: LinearOperator, own: list[LinearOperator]) -> None:
@@ -807,8 +806,3 @@ class _WithoutEach(LinearOperator):
         """The product of each vector with its own matrix, (P, K) to (P, K)."""
         own = [one.mm(v[:, k : k + 1]) for k, one in enumerate(self.own)]
         return self.hessian.mm(v) - torch.cat(own, 1)
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self

@@ -22,6 +22,7 @@ from linnet.linear.label_problem import LabelProblem
 from linnet.linear.newton import ARRIVED, STALLED, STEPS, TOLERANCE, Direction, FactorNewton, InWeights
 from linnet.linear.normal_system import add_gram, mirrored, reached
 from linnet.linear.problem import Memory
+from linnet.tangent.batch import all_but
 
 ROWS = 4096  # of J that are taken to float64 at once
 
@@ -180,9 +181,7 @@ class NormalNewton(InWeights, FactorNewton):
     def removed(self, index: Tensor) -> NormalNewton:
         """The solution without some examples, from the present one."""
         # index (k,)
-        keep = torch.ones(self.n, dtype=torch.bool, device=index.device)
-        keep[index] = False
-        return self._changed(self.problem.without(index), self._rows.without(keep))
+        return self._changed(self.problem.without(index), self._rows.without(all_but(self.n, index)))
 
     def extended(self, more: LabelProblem) -> NormalNewton:
         """The solution with more examples, from the present one."""

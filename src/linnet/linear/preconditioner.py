@@ -24,7 +24,7 @@ from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.linalg.lowrank import LowRankMatrix
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, SymmetricOperator
 from linnet.linalg.random import make_generator
 from linnet.linalg.structured import Dense
 from linnet.linear.problem import Problem
@@ -84,7 +84,7 @@ def precondition(
     return CurvatureInverse.of(name, problem.scaled_jacobian, ridge)
 
 
-class CurvatureInverse(LinearOperator):
+class CurvatureInverse(SymmetricOperator):
     """(G̃ + τI)⁻¹ with τ = ρ + tr G̃ / P, for vectors of the network's type."""
 
     def __init__(self, curvature: Curvature, ridge: float, dtype: torch.dtype) -> None:
@@ -106,11 +106,6 @@ class CurvatureInverse(LinearOperator):
     def mm(self, v: Tensor) -> Tensor:
         """The product, in the curvature's own type."""
         return self.inverse.mm(v.to(self.inverse.dtype)).to(self.dtype)
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self
 
 
 def frozen_curvature(

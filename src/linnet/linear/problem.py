@@ -24,7 +24,7 @@ from linnet.distributed import current
 from linnet.linear.constraints import Conditioned, Confined, Constraints, forward
 from linnet.linear.features import Examples, Features, Tangent
 from linnet.linear.formed_rows import FormedRows, Rows
-from linnet.tangent.batch import Inputs, concatenate, hash_examples, observed, take
+from linnet.tangent.batch import Inputs, all_but, concatenate, hash_examples, observed, take
 from linnet.tangent.functional import Functional, called
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.tree import hash_tensors, tensors_in
@@ -318,8 +318,7 @@ class Problem(LinearModel):
 
     def without(self, index: Tensor) -> Problem:
         """The problem without some of the examples."""
-        keep = torch.ones(self.n, dtype=torch.bool, device=self.residual.device)
-        keep[index.to(keep.device)] = False
+        keep = all_but(self.n, index.to(self.residual.device))
         known = vars(self).get("kept rows")
         return replace(self.taken(keep.nonzero()[:, 0]), known=known and known.without(keep))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from linnet.errors import DataError, InputError
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import number, refuse, tensor
-from linnet.tangent.batch import IGNORED
+from linnet.tangent.batch import IGNORED, require_some
 from linnet.tree import node
 
 ALPHA = 15.0  # Achille et al., CVPR 2021, eq. (3)
@@ -125,12 +125,7 @@ def make_targets(
             remedy="pass axis= to linnet.fit for a class at every position, axis=-1 for outputs (N, T, C); "
             "y.argmax(1) for one-hot labels, or y.float() for targets (N, C)",
         )
-    if labels.numel() == 0:
-        raise DataError(
-            "y is empty: it holds 0 examples",
-            expected="at least one example",
-            remedy="check the path and the split that the data come from",
-        )
+    require_some(labels, "y")
     negative = labels < 0
     if negative.any():
         first = int(negative.nonzero()[0])
@@ -375,11 +370,17 @@ def _regression(y: Tensor, outputs: int) -> Tensor:
             expected=f"float targets (N, {outputs}), or integer classes (N,)",
             remedy="convert class labels to integers with y.long(), or give the network a head of that size",
         )
-    if not torch.isfinite(values).all():
-        bad = int((~torch.isfinite(values).all(1)).nonzero()[0])
+    require_finite_rows(values, "finite targets")
+    return values
+
+
+def require_finite_rows(values: Tensor, expected: str) -> None:
+    """Raise ``DataError`` naming the first example whose targets are not finite."""
+    # values (N, C)
+    finite = torch.isfinite(values).all(1)
+    if not finite.all():
         raise DataError(
-            f"y is not finite at index {bad}",
-            expected="finite targets",
+            f"y is not finite at index {int((~finite).nonzero()[0])}",
+            expected=expected,
             remedy="drop or repair these examples",
         )
-    return values

@@ -24,7 +24,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from linnet.fitting.last_layer import PADDING, Appended, bared, last_linear, masked
 from linnet.linear.features import arc_cosine
-from linnet.tangent.batch import MASK, Inputs, counted, take
+from linnet.tangent.batch import MASK, Inputs, masked_mean, take
 from linnet.tangent.functional import FAILURES, Functional, adapt_outputs
 from linnet.tree import tensors_in
 
@@ -205,8 +205,7 @@ def pooled(a: Tensor, channels_first: bool, mask: Tensor | None, image: bool) ->
         if a.ndim == 3 and image:
             a = _as_map(a)
         if a.ndim == 3 and mask is not None and mask.shape == a.shape[:2]:
-            counts = counted(mask)[..., None].to(a)
-            return (a * counts).sum(1) / counts.sum(1)
+            return masked_mean(a, mask)
         a = a.movedim(-1, 1)
     # as wide for images of every size: the grid of a map of one place has that place in all its parts
     if a.ndim == 4 and a.shape[1] * GRID**2 <= WIDEST:

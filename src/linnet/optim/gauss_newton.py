@@ -285,7 +285,8 @@ class GaussNewton(torch.optim.Optimizer):
                 self._first = value
         self._failures += rejected
         self._network.remember_buffers(self._buffers)
-        objective, decay = value + self._penalty(), self._decay()
+        objective = value + self._penalty()
+        decay = self._spread(lambda p: float(self._group(p)["weight_decay"]))
         if isinstance(decay, Tensor) or decay:
             gradient = gradient + decay * parameters_to_vector(self._network.parameters.values())
         function, shared = self._running.function, self._network.shared
@@ -467,10 +468,6 @@ class GaussNewton(torch.optim.Optimizer):
             return values[0]
         sized = zip(values, self._network.parameters.values(), strict=True)
         return torch.cat([p.new_full((p.numel(),), v) for v, p in sized])
-
-    def _decay(self) -> Tensor | float:
-        """λ."""
-        return self._spread(lambda p: float(self._group(p)["weight_decay"]))
 
     def _rate(self) -> float:
         """The largest learning rate of a parameter that moves."""

@@ -18,6 +18,7 @@ from linnet.linalg.factorize import cholesky
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen, factored_damping, kron_mm
 from linnet.linalg.operator import ParameterSpace
 from linnet.linalg.structured import StructuredOperator
+from linnet.number_types import wide_type
 from linnet.optim.gauss_newton_model import QuadraticModel
 from linnet.optim.gauss_newton_settings import Damping
 from linnet.tangent.modes import in_exact_mode
@@ -50,7 +51,7 @@ class Inverse:
     def times(self, g: Tensor) -> Tensor:
         """The inverse times a gradient, (P,)."""
         # g (P,)
-        wide = g.to(torch.promote_types(g.dtype, torch.float32))  # factors are no narrower
+        wide = g.to(wide_type(g.dtype))  # factors are no narrower
         out = torch.zeros_like(wide)
         with torch.autocast(g.device.type, enabled=False):  # inverses are not for half precision
             for part, block in self.blocks:

@@ -29,6 +29,7 @@ from linnet.curvatures.treatments import Structure, resolve
 from linnet.distributed import agree, all_sum
 from linnet.errors import InputError, LinnetError, ModelError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, training_nll
+from linnet.number_types import wide_type
 from linnet.optim.gauss_newton_settings import Settings, check_gradients, check_loss
 from linnet.params import call, choice
 from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate, on_device, split, take
@@ -49,7 +50,7 @@ def is_finite(v: Tensor) -> bool:
 
 def norm_of(v: Tensor) -> float:
     """‖v‖, in float32 or wider."""
-    return float(v.to(torch.promote_types(v.dtype, torch.float32)).norm())
+    return float(v.to(wide_type(v.dtype)).norm())
 
 
 def remember(state: dict[str, Any], key: str, value: Tensor) -> None:
@@ -100,7 +101,7 @@ class Network:
         """ℓ of every example, (N,); NaN where the outputs are not finite."""
         f = called(self.model, on_device(x, next(iter(self.parameters.values())).device), self.output)
         try:
-            return training_nll(self.likelihood, f.to(_wide(f)), y)
+            return training_nll(self.likelihood, f.to(wide_type(f.dtype)), y)
         except NumericalError:  # a step too far, which the optimizer takes back
             return torch.full((len(f),), math.nan, device=f.device)
 
@@ -231,10 +232,13 @@ class LinearizedBatch:
         if self.shared:
             all_sum([total])
         # two directions may be nearly parallel, and the determinant of their Gram matrix cancels
-        exact = torch.float64 if k > 1 else _wide(gradient)
+        exact = torch.float64 if k > 1 else wide_type(gradient.dtype)
         stacked = torch.stack([d.to(exact) for d in directions]) if k > 1 else directions[0].to(exact)[None]
         squared = (stacked @ stacked.T).double()
-        decayed = _weighed(stacked, self.decay, squared)
+        if isinstance(self.decay, Tensor):
+            decayed = ((stacked * self.decay) @ stacked.T).double()
+        else:
+            decayed = self.decay * squared
         curved = total[:-1].view(k, k) / total[-1] + decayed
         return QuadraticModel((stacked @ gradient.to(exact)).double(), (curved + curved.T) / 2, squared)
 
@@ -311,19 +315,6 @@ def given_gradient(
     if network.shared:  # means over processes of equal weight are what DistributedDataParallel makes
         all_sum([sums])
     return float(sums[0] / sums[1]), flat, int(sums[1])
-
-
-def _weighed(stacked: Tensor, decay: Tensor | float, squared: Tensor) -> Tensor:
-    """d_iᵀ diag(λ) d_j, (K, K), float64, where d_iᵀ d_j is known."""
-    weighed: Tensor = (
-        ((stacked * decay) @ stacked.T).double() if isinstance(decay, Tensor) else decay * squared
-    )
-    return weighed
-
-
-def _wide(f: Tensor) -> torch.dtype:
-    """At least float32, whatever autocast left."""
-    return torch.promote_types(f.dtype, torch.float32)
 
 
 EXPECTATION = "mc"  # of the factored structures: one backward pass a batch, however many outputs there are
@@ -459,7 +450,7 @@ class OnePass:
     def _short(self, chain: ChainPass, y: Tensor) -> tuple[float, Tensor, int]:
         """The result of :meth:`Network.gradient`, from the pass."""
         likelihood, f = self.network.likelihood, chain.outputs
-        wide = f.to(torch.promote_types(f.dtype, torch.float32))
+        wide = f.to(wide_type(f.dtype))
         n = len(f)
         loss = float(likelihood.nll(wide, y).double().sum()) / n
         found = chain.gradient(likelihood.gradient(wide, y).to(f.dtype))

@@ -72,7 +72,7 @@ class KroneckerPreconditioner(Shown):
         reduction: str = "mean",
         inversion: str = "exact",
     ) -> None:
-        _require_curvature(curvature)
+        require_as_made(curvature)
         choice("reduction", reduction, ("mean", "sum"))
         choice("inversion", inversion, ("exact", "factored"))
         self.inversion = inversion
@@ -96,7 +96,7 @@ class KroneckerPreconditioner(Shown):
         Raises:
             InputError: If the damping is not a positive number.
         """
-        _fitting(_require_curvature(curvature), self.parameters)
+        _fitting(require_as_made(curvature), self.parameters)
         self.damping = default_damping(curvature, self._scale) if damping is None else damping
         number(
             "damping", self.damping, above=0, remedy="leave damping= out for a tenth of the mean eigenvalue"
@@ -207,14 +207,6 @@ class KroneckerPreconditioner(Shown):
         instance("optimizer", optimizer, torch.optim.Optimizer, "a torch optimizer or None")
         groups = [group for group in optimizer.param_groups if group.get("precondition", True)]
         return {self._names[id(p)] for group in groups for p in group["params"] if id(p) in self._names}
-
-
-def _require_curvature(curvature: Any) -> Curvature:
-    """A curvature, or an error."""
-    how = 'make one with linnet.curvature(model, data, likelihood, structure="kfac")'
-    found = instance("curvature", curvature, Curvature, "a Curvature that can be inverted", how)
-    require_as_made(found)
-    return found
 
 
 def _fitting(curvature: Curvature, module: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.linalg.random import Seed, normal, require_room
+from linnet.number_types import wide_type
 from linnet.params import integer
 from linnet.shown import Shown, frame, outputs
 from linnet.tangent.modes import in_exact_mode
@@ -293,7 +294,7 @@ class GaussianPredictive(Predictive):
 def symmetric_root(covariance: Tensor) -> Tensor:
     """V √λ, also of singular matrices, with rounding errors below zero removed."""
     # covariance (..., C, C)
-    values, vectors = torch.linalg.eigh(covariance.to(torch.promote_types(covariance.dtype, torch.float32)))
+    values, vectors = torch.linalg.eigh(covariance.to(wide_type(covariance.dtype)))
     root: Tensor = vectors * values.clamp_min(0).sqrt()[..., None, :]
     return root
 

@@ -13,7 +13,7 @@ from linnet.plots.panels import SUPERSCRIPTS
 _SPACE = "\u202f"  # narrow, and never a line break
 FEW = 20  # test samples below which shares of them are not judged
 _BINS = 10  # of confidence
-_Z = NormalDist().inv_cdf(0.975)  # standard errors of a 95 % interval to each side, 1.96
+Z = NormalDist().inv_cdf(0.975)  # standard errors of a 95 % interval to each side, 1.96
 
 
 def mean_and_error(values: Array) -> tuple[float, float]:
@@ -29,7 +29,7 @@ def share_error(share: float, count: int | None) -> float | None:
     if not count:
         return None
     low, high = wilson_interval(share * count, count)
-    return (high - low) / (2 * _Z)
+    return (high - low) / (2 * Z)
 
 
 def calibration_and_error(confidence: Array, correct: Array) -> tuple[float, float]:
@@ -42,12 +42,12 @@ def calibration_and_error(confidence: Array, correct: Array) -> tuple[float, flo
     return mean_and_error(np.copysign(1.0, gap)[place] * (correct - confidence))
 
 
-def calibration_by_chance(confidence: Array, draws: int = 200) -> tuple[float, float]:
+def calibration_by_chance(confidence: Array) -> tuple[float, float]:
     """Mean and 95 % quantile of the calibration error where predictions are right as often as they say."""
     confidence = np.asarray(confidence, dtype=float)
     place, generator = place_of(confidence, _BINS), np.random.default_rng(0)
     found = []
-    for _ in range(draws):
+    for _ in range(200):
         off: Array = (generator.random(len(confidence)) < confidence) - confidence
         found.append(np.abs(np.bincount(place, off, minlength=_BINS)).sum() / len(confidence))
     return float(np.mean(found)), float(np.quantile(found, 0.95))

@@ -25,9 +25,8 @@ class ClassRecord:
 
     index: int  # the class
     predicted: int  # how often it was predicted
-    right: int  # how often that was right
+    right: int  # how often that was right, hence how many of its test samples were predicted so
     tested: int  # how many test samples are of this class
-    found: int  # how many of these were predicted so
 
 
 def class_records(run: Content) -> list[ClassRecord]:
@@ -45,7 +44,6 @@ def class_records(run: Content) -> list[ClassRecord]:
             int((predicted == c).sum()),
             int(((predicted == c) & (labels == c)).sum()),
             int((labels == c).sum()),
-            int(((labels == c) & (predicted == c)).sum()),
         )
         for c in range(len(run.classes))
     ]
@@ -111,7 +109,8 @@ def _look_at_labels(run: Content) -> NextStep | None:
     if not doubted:
         return None
     chosen = doubted[:_LABELS]
-    text = f"{_counted(len(doubted), 'training label')} look{'' if len(doubted) > 1 else 's'} wrong"
+    count = len(doubted)
+    text = f"{number(count)} training label{'s' * (count != 1)} look{'' if count > 1 else 's'} wrong"
     if train.by_chance is not None:
         text += f"; by chance alone {number(train.by_chance, 2)} would"
         if len(doubted) < train.by_chance + 2 * max(train.by_chance, 1.0) ** 0.5:
@@ -221,11 +220,6 @@ def _look_behind(run: Content) -> NextStep | None:
 def _these(count: int, noun: str) -> str:
     """A number of things at hand."""
     return f"this {noun}" if count == 1 else f"these {count} {noun}s"
-
-
-def _counted(count: int, noun: str) -> str:
-    """A number of things."""
-    return f"{number(count)} {noun}{'s' * (count != 1)}"
 
 
 def _listed(parts: list[str]) -> str:

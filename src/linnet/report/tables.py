@@ -127,7 +127,7 @@ def _classes(run: Content) -> PageTable | None:
         return part / whole if whole else None, whole
 
     rows = [
-        (r.index, r.tested, of(r.found, r.tested), r.predicted, of(r.right, r.predicted))
+        (r.index, r.tested, of(r.right, r.tested), r.predicted, of(r.right, r.predicted))
         for r in class_records(run)
     ]
     columns = (

@@ -16,6 +16,7 @@ import numpy as np
 from linnet.plots.measures import Array, interval_coverage
 from linnet.report.numbers import (
     FEW,
+    Z,
     calibration_and_error,
     calibration_by_chance,
     duration,
@@ -30,8 +31,7 @@ from linnet.report.numbers import (
 from linnet.report.records import Comparison, Content, HeldOutSet, RidgeChoice, TrainingSet
 
 Answer = Literal["use", "weak", "unclear", "do not use", ""]
-_Z = NormalDist().inv_cdf(0.975)  # standard errors of a 95 % interval to each side, 1.96
-_SEEN = _Z + NormalDist().inv_cdf(0.8)  # standard errors of a difference that four tests of five would show
+_SEEN = Z + NormalDist().inv_cdf(0.8)  # standard errors of a difference that four tests of five would show
 _USEFUL = 0.1  # share of a constant's mistakes that a fit avoids if it is of any use
 TRY = "Try the full run"  # how the verdict of a quick run begins, where the full one is likely better
 _CLEAR = 2.0  # standard errors from which a difference counts
@@ -84,7 +84,7 @@ def paired(change: Array, least: float = 0.0) -> Difference:
     error = math.sqrt(squares - total**2 / (count + 2)) / count
     size = max(abs(total / count), least)
     needed = math.ceil(_SEEN**2 * squares / (count * size**2)) if size else 0
-    return Difference(total / count, error, abs(total) > _Z * math.sqrt(squares), needed)
+    return Difference(total / count, error, abs(total) > Z * math.sqrt(squares), needed)
 
 
 def paired_values(change: Array, least: float = 0.0) -> Difference:
@@ -93,7 +93,7 @@ def paired_values(change: Array, least: float = 0.0) -> Difference:
     spread = float(change.std(ddof=1)) if count > 1 else math.inf
     free = max(count - 1, 1)
     # the quantile of t, in powers of one over its degrees of freedom (Fisher and Cornish 1960)
-    edge = _Z + (_Z**3 + _Z) / (4 * free) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * free**2)
+    edge = Z + (Z**3 + Z) / (4 * free) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * free**2)
     size, error = max(abs(mean), least), spread / math.sqrt(count)
     needed = math.ceil((_SEEN * spread / size) ** 2) if size and count > 1 else 0
     return Difference(mean, error, abs(mean) > edge * error, needed)
@@ -108,7 +108,7 @@ class ConstantAnswer:
 
     def judged(self) -> Answer:
         """Whether the method is of use."""
-        most = self.change.value + _Z * self.change.error
+        most = self.change.value + Z * self.change.error
         is_useful = most >= _USEFUL * self.loss
         if self.change.clear and self.change.value > 0:
             return "use" if is_useful else "weak"
@@ -151,7 +151,7 @@ def gain(run: Content) -> Gain | None:
     if first is None or second is None or len(first) != len(second):
         errors = [score_error(run, row) for row in (own, other)]
         error = None if None in errors else math.hypot(*(one or 0.0 for one in errors))
-        return Gain(other, value, error, error is None or abs(value) > _Z * error)
+        return Gain(other, value, error, error is None or abs(value) > Z * error)
     change = second - first
     found = paired(change, _LEAST) if shares else paired_values(change)
     if not shares and own.rmse and other.rmse:  # d√m = dm / 2√m

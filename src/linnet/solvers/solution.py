@@ -14,7 +14,7 @@ from torch import Tensor
 
 from linnet.distributed import Share, all_same, current, from_first, sum_numbers, with_share
 from linnet.errors import NumericalError
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import LinearOperator, SymmetricOperator
 from linnet.params import refuse, tensor
 from linnet.shown import Record
 from linnet.tree import node
@@ -144,7 +144,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 
-class _SharedProducts(LinearOperator):
+class _SharedProducts(SymmetricOperator):
     """The matrix, telling the other processes what is multiplied."""
 
     def __init__(self, matrix: LinearOperator, share: Share) -> None:
@@ -162,11 +162,6 @@ class _SharedProducts(LinearOperator):
         all_same([v])
         with with_share(self.share):
             return self.matrix.mm(v)
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self
 
 
 def solved_by_first(matrix: LinearOperator, solve: Callable[[LinearOperator], R], share: Share) -> R:

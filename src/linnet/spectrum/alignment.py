@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from linnet.distributed import shared_call
 from linnet.memory import Plan, parse_bytes, require
+from linnet.number_types import wide_type
 from linnet.progress import track
 from linnet.spectrum.kernel_matrix import (
     FunctionValues,
@@ -169,7 +170,7 @@ def _prepare(
     function = tangent_of(model)
     x, y = Data.of(data, function, memory=memory, keep=False).pair
     shape = check_inputs(function, x)
-    wide = torch.promote_types(function.dtype, torch.float32)
+    wide = wide_type(function.dtype)
     values = function_values(y, shape, form, wide)
     return _Task(function, x, torch.Size(shape).numel(), form), values
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
+from linnet.linalg.factorize import signed
 from linnet.linalg.operator import Bidirectional
 from linnet.linalg.random import Seed, normal
 from linnet.params import choice, integer
@@ -162,9 +163,7 @@ def anisotropy_directions(
     found = solution.require(f"Lanczos for {k} anisotropy directions").vectors
     # M V = U S Wᵀ: singular values of M itself on the space that was found, and its own basis V W
     _, values, w = torch.linalg.svd(mixed.mm(found), full_matrices=False)
-    directions = (found @ w.T).T
-    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
-    directions = directions * torch.where(largest < 0, -1.0, 1.0).to(directions)
+    directions = signed(found @ w.T).T
     copies = [mixed.outputs] if form == "full" and mixed.outputs > 1 else []
     shaped = directions.reshape(k, *copies, *points.shape[1:])
     return AnisotropyDirections(values, shaped, solution.residual, mismatch)

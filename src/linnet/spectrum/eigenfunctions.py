@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from linnet.distributed import shared_call
 from linnet.errors import InputError, NumericalError
-from linnet.linalg.factorize import eigh
+from linnet.linalg.factorize import eigh, signed
 from linnet.linalg.operator import LinearOperator
 from linnet.memory import Plan, parse_bytes, require
+from linnet.number_types import wide_type
 from linnet.params import choice, flag, integer, tensor
 from linnet.progress import waiting
 from linnet.shown import Record
@@ -383,14 +384,14 @@ def eigenfunctions(
     else:
         matrix = flat_gram(_gram(function, x, form=form, memory=memory, progress=progress))
         pairs = _decompose(matrix, k, method, memory, progress)
-    vectors = _signed(pairs.vectors).reshape(n, *([q] if q > 1 else []), -1)
+    vectors = signed(pairs.vectors).reshape(n, *([q] if q > 1 else []), -1)
     kept = owned(x, memory)
     return Eigenfunctions(function, kept, pairs.values / n, vectors, form, pairs.method, pairs.residual)
 
 
 def _fits(function: Functional, rows: int, k: int, memory: str | int | None) -> bool:
     """Whether the Gram matrix fits the memory, or is needed whole."""
-    size = rows * rows * torch.promote_types(function.dtype, torch.float32).itemsize
+    size = rows * rows * wide_type(function.dtype).itemsize
     return size <= 0.8 * parse_bytes(memory, function.device) or 4 * k > rows
 
 
@@ -470,9 +471,3 @@ def energy_concentration(
     function_values(y, check_inputs(function, x), form, function.dtype)  # before the long computation
     found = eigenfunctions(Linearized(function), x, k, form, method=method, gram=gram, memory=memory)
     return found.energy_concentration(y, squared=squared)
-
-
-def _signed(vectors: Tensor) -> Tensor:
-    """Each column with its entry of largest size positive."""
-    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
-    return vectors * torch.where(largest < 0, -1.0, 1.0).to(vectors)

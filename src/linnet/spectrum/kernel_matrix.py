@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from linnet.distributed import shared_call
 from linnet.errors import DataError, InputError, NumericalError
-from linnet.linalg.operator import FunctionOperator, LinearOperator
+from linnet.linalg.operator import FunctionOperator, LinearOperator, SymmetricOperator
 from linnet.params import choice
 from linnet.tangent.batch import Inputs, batch_size, check_examples, require_dense, take
 from linnet.tangent.functional import Functional
@@ -276,7 +276,7 @@ def _check_source(source: object, x: Inputs | None, name: str) -> None:
         )
 
 
-class KernelOperator(LinearOperator):
+class KernelOperator(SymmetricOperator):
     """K = JJᵀ on a data set without forming it: vector-Jacobian products, then Jacobian-vector products."""
 
     # A product with one vector costs two passes over the data (2 C for `"trace"`) and no memory for K.
@@ -313,11 +313,6 @@ class KernelOperator(LinearOperator):
         pulled = self.jacobian.T.mm(u.flatten(0, 1))
         with torch.no_grad():
             return self.jacobian.mm(pulled).view(u.shape)
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self
 
 
 # -- function values -------------------------------------------------------------------------------

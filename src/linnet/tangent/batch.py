@@ -182,6 +182,13 @@ def counted(mask: Tensor) -> Tensor:
     return kept
 
 
+def masked_mean(states: Tensor, mask: Tensor) -> Tensor:
+    """The mean over the positions that count, (N, D)."""
+    # states (N, T, D), mask (N, T)
+    counts = counted(mask)[..., None].to(states)
+    return (states * counts).sum(1) / counts.sum(1)
+
+
 def tokens_counted(x: Inputs) -> Tensor | None:
     """Which positions of sequences are no padding, by the mask in the batch, (N, T)."""
     x, _ = observed(x)
@@ -313,6 +320,13 @@ def split(x: Inputs, size: int) -> Iterator[Inputs]:
     n = batch_size(x)
     for start in range(0, n, size):
         yield x if size >= n else take(x, slice(start, min(start + size, n)))
+
+
+def all_but(n: int, index: Tensor) -> Tensor:
+    """Which of n examples are not among some, (n,)."""
+    keep = torch.ones(n, dtype=torch.bool, device=index.device)
+    keep[index] = False
+    return keep
 
 
 def own_parts(x: Inputs, size: int) -> Iterator[tuple[slice, Inputs]]:

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from linnet.number_types import wide_type
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.coordinates import kernel_part, moved_network, pulled_parts
 from linnet.tangent.forward_mode import handed_over, sketch
@@ -125,7 +126,7 @@ def _capture(function: Functional, x: Inputs, run: Trace, u: Tensor, last: bool 
 
 def _require_finite(function: Functional, x: Inputs, gradients: Sequence[Tensor | None]) -> None:
     """Raise if a gradient is not finite; all sums are read in one wait for the device."""
-    sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients if g is not None]
+    sums = [g.sum(dtype=wide_type(g.dtype)) for g in gradients if g is not None]
     if sums and not bool(torch.stack([part.double() for part in sums]).sum().isfinite()):
         require_finite_derivative(function, x, *(g for g in gradients if g is not None))
 

@@ -633,7 +633,8 @@ def _gathered(
                 shortest = _shorter(shortest, inputs, len(own))
         x, y = gathered.whole()
         if network is not None and shortest is not None:
-            _check_padding(network, *shortest, x)
+            one, place, _ = shortest
+            _require_alike(network, one, take(x, slice(place, place + 1)))
     else:
         ((x, y),) = pairs(data, said, parting)
         if are_alike(x) and y.ndim and len(x) == len(y) and (network is None or len(x[0]) != len(y)):
@@ -669,11 +670,6 @@ def _shorter(before: tuple[Inputs, int, int] | None, x: Inputs, n: int) -> tuple
     if before is None or x[key].shape[1] < before[0][key].shape[1]:
         return map_tensors(torch.clone, take(x, slice(0, 1))), seen, seen + n
     return before[0], before[1], seen + n
-
-
-def _check_padding(network: Functional | nn.Module, one: Inputs, place: int, _: int, x: Inputs) -> None:
-    """Raise if an example that was filled up has other outputs than before."""
-    _require_alike(network, one, take(x, slice(place, place + 1)))
 
 
 def require_padding(network: Functional | nn.Module, old: Inputs, new: Inputs) -> None:

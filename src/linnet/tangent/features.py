@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from linnet.number_types import wide_type
 from linnet.tangent.rules import OUTER, Captured, Form, Use, UseFactors, factors
 
 SMALL_PRODUCT_PENALTY = 3.0  # batched small products reach about a third of the rate of one large one
@@ -206,7 +207,7 @@ def outline(
         for name in names
         if uses.get(name) and uses[name][0].kind == "shift"
     }
-    kept = kept or torch.promote_types(captured.outputs.dtype, torch.float32)
+    kept = kept or wide_type(captured.outputs.dtype)
     hollow = KernelFeatures(
         captured.n,
         captured.k,
@@ -241,7 +242,7 @@ def _multiplications(captured: Captured) -> float:
     total = 0.0
     for use in {use.place: use for use in captured.uses if use.kind in OUTER}.values():
         if use.kind != "embedding":
-            s, d, c, r = _sizes(use, captured.n)
+            s, d, c, r = sizes(use, captured.n)
             total += s * d * c * r
     return total
 
@@ -268,7 +269,7 @@ def _costs(uses: list[Use], n: int, pairs: tuple[int, int], form: Form) -> Costs
     product = pairs[0] * pairs[1]
     s = d = c = r = 0
     for use in uses:
-        s_u, d_u, c_u, r = _sizes(use, n)
+        s_u, d_u, c_u, r = sizes(use, n)
         s, d, c = s + s_u, d_u, c_u
     assert uses[0].g is not None
     k = uses[0].g.shape[0]
@@ -283,7 +284,7 @@ def _costs(uses: list[Use], n: int, pairs: tuple[int, int], form: Form) -> Costs
     )
 
 
-def _sizes(use: Use, n: int) -> tuple[int, int, int, int]:
+def sizes(use: Use, n: int) -> tuple[int, int, int, int]:
     """Positions s, input features d, output features c and groups r of one use."""
     target = use.target.shape
     if use.kind == "conv":
@@ -308,7 +309,7 @@ def _weight_of_bias(name: str, uses: dict[str, list[Use]], factored: Collection[
     for weight in sorted(factored):
         if uses[weight][0].kind in ("embedding", "conv-transposed"):  # g of the bias is another one
             continue
-        c = _sizes(uses[weight][0], 1)[2] * _sizes(uses[weight][0], 1)[3]
+        c = sizes(uses[weight][0], 1)[2] * sizes(uses[weight][0], 1)[3]
         same = [use.place for use in uses[weight]] == edges
         if (
             same
@@ -332,7 +333,7 @@ def reduce(
     formed = [name for name in names if name not in treatment.factored and name not in treatment.riding]
     uses = captured.by_parameter()
     biased = set(treatment.riding.values())
-    kept = kept or torch.promote_types(captured.outputs.dtype, torch.float32)
+    kept = kept or wide_type(captured.outputs.dtype)
     layers = {
         name: FactoredWeight(_joined(uses[name], captured.n, kept), name in biased)
         for name in names

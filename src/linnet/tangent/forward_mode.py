@@ -18,6 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from linnet.number_types import wide_type
+from linnet.shown import first_line
+
 PIECE = 1 << 20  # numbers of a gradient that are read at once where reading copies them
 SMALL = 1 << 16  # numbers of a gradient that is kept as it is
 COLUMNS = 16  # of a sketch: its norm is a tenth of what it stands for in one of 10¹¹ matrices of rank one
@@ -96,7 +99,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def sketch(g: Tensor) -> Tensor:
     """A gradient times a fixed random matrix: as long as it is and linear in it, in 16 numbers a row."""
     g = g.detach().squeeze()
-    g = g.to(torch.promote_types(g.dtype, torch.float32)).reshape(len(g) if g.ndim else 1, -1)
+    g = g.to(wide_type(g.dtype)).reshape(len(g) if g.ndim else 1, -1)
     if g.shape[1] <= COLUMNS or g.numel() <= SMALL:
         return g.clone()
     # the numbers of its entries, hashed where the gradient is: numbers from -1 to 1, of variance 1/3
@@ -187,7 +190,7 @@ def _try(
         # training differentiates J v in v: that must work as well
         _differentiable_in_direction(jvp, function, at, direction)
     except RuntimeError as error:
-        return _first_line(error)
+        return first_line(error)[:160]
     agrees = reference is None or _agrees(tangent, *reference)
     return None if agrees else "disagrees with reverse mode"
 
@@ -242,7 +245,3 @@ _PATHS: tuple[tuple[JvpPath, Callable[[Function, Params, Params], tuple[Tensor, 
     ("forward", jvp_forward),
     ("double-backward", jvp_double_backward),
 )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

@@ -20,6 +20,7 @@ from linnet.linalg.factorize import is_finite, read
 from linnet.linalg.operator import ParameterSpace
 from linnet.memory import reuse_freed_memory
 from linnet.number_types import Precision, current
+from linnet.shown import first_line
 from linnet.tangent.batch import (
     SHARED,
     TARGETS,
@@ -361,7 +362,7 @@ def _cannot_run(function: Functional, x: Inputs, error: Exception) -> ModelError
     kinds = ", ".join(
         f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)} on {t.device}" for t in tensors_in(x)
     )
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first = first_line(error)
     shared = ambiguity(x)
     told = f"model ({type(function.model).__name__}) cannot run on x ({kinds or type(x).__name__}): {first}"
     together = batch_statistics(function.model)

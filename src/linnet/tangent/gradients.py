@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from linnet.linalg.factorize import read
+from linnet.number_types import wide_type
 from linnet.tangent.batch import Inputs, split
 from linnet.tangent.forward_mode import Params, sketch
 from linnet.tangent.functional import Functional
@@ -170,7 +171,7 @@ def _summed(run: Trace, name: str, uses: Sequence[Use]) -> Tensor | None:
 
 def _norm(t: Tensor) -> Tensor:
     """The Euclidean norm, summed in double precision where single might overflow or lose digits."""
-    norm: Tensor = torch.linalg.vector_norm(t.detach(), dtype=torch.promote_types(t.dtype, torch.float32))
+    norm: Tensor = torch.linalg.vector_norm(t.detach(), dtype=wide_type(t.dtype))
     return norm
 
 

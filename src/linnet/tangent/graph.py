@@ -30,6 +30,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from linnet.errors import LinnetError, ModelError
+from linnet.shown import first_line
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.forward_mode import Params, jvps_double_backward
 from linnet.tangent.functional import FAILURES, OutputAdapter, adapt_outputs, call_arguments
@@ -646,5 +647,4 @@ ELSEWHERE = "leave that layer out of params= of linnet.linearize, or keep the fi
 
 def _untraceable(what: str, error: Exception, expected: str, remedy: str) -> ModelError:
     """The error of a network that torch cannot trace."""
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return ModelError(f"{what}: {first[:200]}", expected, remedy)
+    return ModelError(f"{what}: {first_line(error)[:200]}", expected, remedy)

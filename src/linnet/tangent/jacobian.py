@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from linnet.distributed import all_rows, share_sum
 from linnet.errors import InputError
 from linnet.linalg.factorize import is_finite
-from linnet.linalg.operator import Bidirectional, LinearOperator, Vector
+from linnet.linalg.operator import Bidirectional, SymmetricOperator, Vector
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
 from linnet.tangent.capture import capture, capture_bytes
@@ -491,7 +491,7 @@ class JacobianOperator(Bidirectional):
         return total
 
 
-class NormalOperator(LinearOperator):
+class NormalOperator(SymmetricOperator):
     """JᵀJ over a data set, P × P: one JVP and one VJP a batch, in one pass over the data."""
 
     def __init__(self, jacobian: JacobianOperator) -> None:
@@ -510,8 +510,3 @@ class NormalOperator(LinearOperator):
                 require_finite_product(function, part, total, [v])
         share_sum([total])
         return total
-
-    @property
-    def T(self) -> LinearOperator:
-        """Itself."""
-        return self

@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from linnet.params import holding
 from linnet.tree import map_tensors, tensors_in
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -86,11 +87,8 @@ def first_order() -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
-    token = _FIRST_ORDER.set(True)
-    try:
+    with holding(_FIRST_ORDER, True):
         yield
-    finally:
-        _FIRST_ORDER.reset(token)
 
 
 @contextlib.contextmanager

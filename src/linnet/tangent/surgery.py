@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
-from linnet.params import flag, instance, number
+from linnet.params import flag, holding, instance, number
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional, OutputAdapter, check_output, without_wrapper
@@ -148,12 +148,8 @@ def _is_zero(value: Any) -> bool:
 @contextmanager
 def _leaking(slope: float | None, clamps: bool) -> Iterator[None]:
     """Run with rectifiers replaced, or left alone inside where they are replaced."""
-    token = _SLOPE.set((slope, clamps))
-    try:
-        with _Leak(), without_recomputation():
-            yield
-    finally:
-        _SLOPE.reset(token)
+    with holding(_SLOPE, (slope, clamps)), _Leak(), without_recomputation():
+        yield
 
 
 def _inside(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -354,7 +350,8 @@ def leaky_relu(
     setattr(clone, RECORD, SurgeryReport(slope, (), ()))
     if function is not None:
         calls, passed = _watch(clone, example, output)
-        replaced, left = _counted(replaced, calls), left + passed
+        replaced += [Activation(where, func, "leaky_relu", n) for (where, func), n in calls.items()]
+        left += passed
     setattr(clone, RECORD, SurgeryReport(slope, tuple(replaced), tuple(left)))
     return clone
 
@@ -514,16 +511,7 @@ def _watch(
     for name, module in function.model.named_modules():
         module.register_forward_pre_hook(enter(name))
         module.register_forward_hook(leave)
-    token = CALLS.set(note)
-    try:
+    with holding(CALLS, note):
         function.check_runs(example)
-    finally:
-        CALLS.reset(token)
     remedy = "may guard a root or a logarithm; clamps=True replaces it"
     return calls, [Activation(where, f"{func}(min=0)", remedy, n) for (where, func), n in left.items()]
-
-
-def _counted(modules: list[Activation], calls: dict[tuple[str, str], int]) -> list[Activation]:
-    """Modules and counted calls in one list."""
-    functions = [Activation(where, func, "leaky_relu", n) for (where, func), n in calls.items()]
-    return modules + functions

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from linnet.distributed import owners
+from linnet.number_types import wide_type
 from linnet.tangent.features import FactoredWeight, KernelFeatures
 from linnet.tangent.rules import Form
 
@@ -127,7 +128,7 @@ def own_tile(features: KernelFeatures, accumulate: torch.dtype | None = None) ->
 
 def own_traces(features: KernelFeatures) -> Tensor:
     """The trace of K of every example with itself, (N,); no K is formed."""
-    total = features.rows.to(_wide(features.rows)).square().sum((1, 2))
+    total = features.rows.to(wide_type(features.rows.dtype)).square().sum((1, 2))
     for i in range(features.n if features.layers else 0):
         own = features.part(i, i + 1)
         for layer in own.layers.values():
@@ -150,18 +151,13 @@ def _rows_tile(left: Tensor, right: Tensor, form: Form, accumulate: torch.dtype 
 
 def _product(left: Tensor, right: Tensor, accumulate: torch.dtype | None) -> Tensor:
     """Left rightᵀ; if asked, in chunks of columns that are added in a wider type."""
-    accumulate = accumulate or _wide(left)
+    accumulate = accumulate or wide_type(left.dtype)
     if accumulate == left.dtype:
         return left @ right.mT
     total = torch.zeros(*left.shape[:-1], right.shape[-2], dtype=accumulate, device=left.device)
     for start in range(0, left.shape[-1], CHUNK):
         total += _times(left[..., start : start + CHUNK], right[..., start : start + CHUNK])
     return total
-
-
-def _wide(t: Tensor) -> torch.dtype:
-    """The type of sums of a tensor's numbers, at least float32."""
-    return torch.promote_types(t.dtype, torch.float32)
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
@@ -187,7 +183,7 @@ def _input_gram(left: FactoredWeight, right: FactoredWeight) -> Tensor:
     """a_ns·a_mt (+ 1 for a bias), (R, N·S, M·T)."""
     a1, a2 = left.factors.a, right.factors.a  # (N, R, S, d)
     if left.factors.is_embedding:
-        gram = (a1.flatten()[:, None] == a2.flatten()).to(_wide(left.factors.g))[None]
+        gram = (a1.flatten()[:, None] == a2.flatten()).to(wide_type(left.factors.g.dtype))[None]
     else:
         gram = _times(_by_group(a1), _by_group(a2))
     return gram.add_(1) if left.bias else gram

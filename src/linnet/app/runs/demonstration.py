@@ -26,7 +26,7 @@ from linnet.fitting.descent import nearest_class_mean
 from linnet.plots.measures import ranking
 from linnet.progress import track
 from linnet.report.reading import contradiction
-from linnet.report.records import Comparison, DoubtedLabel, TrainingSet
+from linnet.report.records import Comparison
 from linnet.training import train
 
 Array = np.ndarray[Any, Any]
@@ -161,7 +161,7 @@ def forget_flipped(files: Files, out: Path, seed: int) -> tuple[Recall, dict[str
     result, page = report_change(change, "forget", out / "forgotten", "Probable label errors, forgotten")
     assert page.train is not None
     told = tuple(replace(s, flipped=s.sample in wrong) for s in page.train.suspects)
-    page = replace(page, train=_with_truth(page.train, told))
+    page = replace(page, train=replace(page.train, suspects=told, flipped=FLIPPED))
     save_run(out / "forgotten", change.after)
     write(out / "forgotten", result, page)
     return recall, result
@@ -172,8 +172,3 @@ def _forget_doubtful(found: Adaptation, wrong: tuple[int, ...]) -> tuple[Change,
     order, ids = ranking(contradiction(found.run.fit).cpu().numpy()), found.run.samples.ids
     recall = Recall(tuple(ids[i] for i in wrong), tuple(ids[i] for i in order[:FLIPPED]))
     return forget(found.run, recall.inspected, verify=True), recall
-
-
-def _with_truth(train: TrainingSet, told: tuple[DoubtedLabel, ...]) -> TrainingSet:
-    """The training part, where the flipped labels are known."""
-    return replace(train, suspects=told, flipped=FLIPPED)

@@ -148,7 +148,8 @@ def write_export(run: SavedRun, path: Path, variance: bool, merge: bool = False)
             exported, free = _traced(whole, _sized(example, run))
         else:
             made, free = _in_onnx(whole, _sized(example, run), outputs)
-        told = {"input": _told_input(example, run, free), "columns": _columns(run), "outputs": outputs}
+        columns = None if run.columns is None else list(run.columns.labels)
+        told = {"input": _told_input(example, run, free), "columns": columns, "outputs": outputs}
         told["classes"] = None if run.classes is None else list(run.classes)
         if path.suffix.lower() == ".pt2":
             extra = {RECORD: json.dumps(told, indent=1)}
@@ -258,11 +259,6 @@ def _sized(example: Tensor, run: SavedRun) -> Prototype:
     if not isinstance(before, ImageTransform):
         return like
     return like.rigid() if before.size else Prototype(example, frozenset({(0, 3)}))
-
-
-def _columns(run: SavedRun) -> list[str] | None:
-    """Names of the numbers of a row, in their order; ``None`` for other samples."""
-    return None if run.columns is None else list(run.columns.labels)
 
 
 def _told_input(example: Tensor, run: SavedRun, free: Sequence[FreeSize]) -> str:

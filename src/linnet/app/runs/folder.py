@@ -313,7 +313,8 @@ class _Known:
         if temperatures is not None:
             moderated, point, share = map(float, temperatures)
             temperatures = moderated, point, share
-        transforms = _transform(record["transform"]), _scale(record["scale"])
+        scale = None if record["scale"] is None else Standardize(**record["scale"])
+        transforms = _transform(record["transform"]), scale
         classes = None if record["classes"] is None else tuple(record["classes"])
         return cls(origin, classes, transforms, None if test is None else _source(test), temperatures)
 
@@ -335,11 +336,6 @@ def _transform(record: dict[str, Any] | None) -> ImageTransform | Standardize | 
         return None
     values = {key: value for key, value in record.items() if key != "kind"}
     return ImageTransform(**values) if record["kind"] == "ImageTransform" else Standardize(**values)
-
-
-def _scale(record: dict[str, Any] | None) -> Standardize | None:
-    """The scale of targets that a record describes."""
-    return None if record is None else Standardize(**record)
 
 
 def _read_record(folder: Path) -> tuple[dict[str, Any], _Known]:
