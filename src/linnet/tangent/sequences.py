@@ -23,7 +23,7 @@ def lengths(x: Inputs) -> Tensor | None:
     mask = x.get(MASK) if isinstance(x, Mapping) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point() or 0 in mask.shape:
         return None
-    return (counted(mask) * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)
+    return mask.shape[1] - counted(mask).flip(1).byte().argmax(1)  # of equals the first is taken
 
 
 def shortened(x: Inputs) -> Inputs:
