@@ -51,7 +51,7 @@ MARGIN = (
 PILOT = 1000
 # Samples whose leave-one-out errors tell near ridges apart, which have most of their noise in common.
 JUDGES = 2000
-FAR = 1.0  # ridge of some samples beyond which that of all is looked for everywhere
+FAR = 1.0  # ridge of some samples that says little of where that of all is: every decade is tried
 ERRORS = 1.0  # standard errors by which derivatives must reduce the leave-one-out error
 LOO = "squared error on training samples left out of the fit"
 LESS = f"less {LOO}"
@@ -260,8 +260,8 @@ def choose(kernels: Kernels, targets: Targets, given: Shares = FREE) -> Choice:
     shares = taken.weight, taken.earlier
     final = taken
     if pilot:
-        # A large ridge says little of where that of all samples is; values need every one for their noise.
-        whole = given.ridge is not None or targets.classes is None or taken.ridge > FAR or taken.edge
+        # values need every ridge for their noise
+        whole = given.ridge is not None or targets.classes is None or taken.edge
         every = kernels.mixed(*shares)[0]
         if whole:
             final = best_ridge(every, targets, shares, given.ridge)
@@ -455,7 +455,10 @@ def near_ridge(kernel: Tensor, targets: Targets, known: Candidate) -> Candidate:
             tried[step] = Candidate(*shares, ridge, residuals.square().sum(1), right)
         return tried[step].score
 
-    best = round(PER_DECADE * math.log10(known.ridge))
+    starts = [round(PER_DECADE * math.log10(known.ridge))]
+    if known.ridge > FAR:
+        starts += range(LOW * PER_DECADE, HIGH * PER_DECADE + 1, PER_DECADE)
+    best = min(starts, key=error)
     if error(best) == math.inf:
         return best_ridge(kernel, targets, shares)
     for way in (-1, 1):
