@@ -261,7 +261,7 @@ def choose(kernels: Kernels, targets: Targets, given: Shares = FREE) -> Choice:
     final = taken
     if pilot:
         # values need every ridge for their noise
-        whole = given.ridge is not None or targets.classes is None or taken.edge
+        whole = given.ridge is not None or targets.classes is None or taken.edge == "smallest"
         every = kernels.mixed(*shares)[0]
         if whole:
             final = best_ridge(every, targets, shares, given.ridge)
