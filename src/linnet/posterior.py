@@ -265,7 +265,7 @@ class LinearPosterior(PredictiveModel):
         # delta (P,) or (P, S)
         function = self._problem.function
         delta = delta.to(device=function.device, dtype=function.dtype)
-        f0 = in_parts(lambda part: function.check_runs(part).flatten(1), x, BATCH)
+        f0 = in_parts(function.model, lambda part: function.check_runs(part).flatten(1), x, BATCH)
         moved = torch.cat([jvp_columns(function, part, delta) for part in split(x, BATCH)])
         moved = moved if moved.ndim == 2 else moved.movedim(2, 0)
         return f0 + moved if self._centered else moved
@@ -356,7 +356,7 @@ def linear_posterior(
     instance("method", how, (Newton, SVI), '"map", "svi", "laplace", a linnet.Newton or a linnet.SVI')
     function = lin.function
     x, y = Data.of(data, function, missing=takes_missing(likelihood)).pair
-    f0 = in_parts(function.check_runs, x, BATCH)
+    f0 = in_parts(function.model, function.check_runs, x, BATCH)
     y = likelihood.check(f0, y)
     warn_of_scale(function, likelihood, x, f0)
     mean = f0 if base else torch.zeros_like(f0)

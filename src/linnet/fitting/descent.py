@@ -71,7 +71,7 @@ class Descent:
         n = len(y)
         batches = stream(n, self.batch, lambda _: torch.randperm(n, generator=generator))
         loss_on = contrast_of if self.contrast else loss_of
-        short = ignores_padding(partial(outputs_of, network), x)
+        short = ignores_padding(network, partial(outputs_of, network), x)
 
         def gradient(rows: Tensor) -> Tensor:
             rows = rows.to(y.device)
@@ -134,7 +134,7 @@ def contrast_of(features: Tensor, y: Tensor) -> Tensor:
 @torch.no_grad()
 def score_of(network: nn.Module, x: Inputs, y: Tensor) -> float:
     """Accuracy less a hair of the loss, so that ties go to the surer; −∞ after divergence."""
-    outputs = in_parts(partial(outputs_of, network), x, 256)
+    outputs = in_parts(network, partial(outputs_of, network), x, 256)
     loss = float(loss_of(outputs, y))
     if not math.isfinite(loss):
         return -math.inf
@@ -166,7 +166,7 @@ class FineTuned:
     def predict(self, x: Inputs, batch: int = 256) -> Tensor:
         """Outputs of the network, (T, C)."""
         function = Functional(self.model)
-        return in_parts(partial(function.flat, function.theta), x, batch)
+        return in_parts(function.model, partial(function.flat, function.theta), x, batch)
 
 
 def fine_tune(

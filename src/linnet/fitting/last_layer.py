@@ -191,11 +191,11 @@ def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
     last_linear(function.model)  # raises where there is none
     outputs, call = _last_call(function, few)
     if call and _same(call[1], outputs):
-        return in_parts(lambda part: _head_inputs(function, part), x, batch)
+        return in_parts(function.model, lambda part: _head_inputs(function, part), x, batch)
     if not _ends(function, few, outputs):
         _refuse(model, giving(function, few, outputs), _ending(function, few, outputs))
     function = Functional(bared(model))
-    return in_parts(partial(function.flat, function.theta), x, batch)
+    return in_parts(function.model, partial(function.flat, function.theta), x, batch)
 
 
 def _head_inputs(function: Functional, x: Inputs) -> Tensor:

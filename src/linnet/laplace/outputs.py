@@ -246,7 +246,7 @@ def differentiable_moments(
 
 def plain_outputs(function: Functional, x: Inputs) -> Tensor:
     """f(θ*, x) without gradients, (N, C)."""
-    return in_parts(lambda part: function.check_runs(part).flatten(1), without_graph(x), MOST)
+    return in_parts(function.model, lambda part: function.check_runs(part).flatten(1), without_graph(x), MOST)
 
 
 def without_graph(x: Inputs) -> Inputs:

@@ -117,7 +117,7 @@ class RandomHeads:
         """φ(x) and ψ(x) side by side, (N, D + E), in float64."""
         self.earlier(x)
         reader = self.reader
-        return in_parts(partial(reader.flat, reader.theta), x, BATCH).double()
+        return in_parts(reader.model, partial(reader.flat, reader.theta), x, BATCH).double()
 
     @property
     def reading(self) -> Staged:

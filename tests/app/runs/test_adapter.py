@@ -20,7 +20,7 @@ import torch
 from linnet.app.options import RunOptions
 from linnet.app.runs import adapter
 from linnet.app.serve.server import Server
-from linnet.app.serve.texts import TextSession
+from linnet.app.serve.texts import TextSession, _halves
 from linnet.errors import DataError
 from linnet.files import read_json, write_json
 from linnet.integrations.language import language_model
@@ -552,6 +552,27 @@ def look_at_answers(browser: Browser, shop: Path) -> None:
     for body in (b"", b"[]", b'{"question": 1, "answer": ""}', sent(" "), sent("where is Atlantis ?")):
         assert browser.json("/predict", body, status=400)["error"]
     assert browser.json("/forget", b'["train/70"]', status=400)["error"]
+
+
+@pytest.mark.parametrize(
+    ("record", "halves"),
+    [
+        ("def f(x):\n    return x\n\nf(1)", ("def f(x):\n    return", " x\n\nf(1)")),
+        (("2 + 2 =", " 4"), ("2 + 2 =", " 4")),
+        (([{"role": "user", "content": "U"}], [{"role": "assistant", "content": "A"}]), ("U", "A")),
+        ([{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}], ("U", "A")),
+        ("無空白", None),  # a space would come between
+        (("2+2=", "4"), None),
+        (("", " a"), None),
+        ([{"role": "assistant", "content": "A"}], None),
+        ([{"role": one, "content": one} for one in ("system", "user", "assistant")], None),
+        ([{"role": "user", "content": [{"text": "U"}]}, {"role": "assistant", "content": None}], None),
+    ],
+)
+def test_what_the_page_offers_is_the_text(record: Any, halves: tuple[str, str] | None) -> None:
+    assert _halves(record) == halves
+    if isinstance(record, str) and halves is not None:
+        assert "".join(halves) == record
 
 
 def test_another_tokenizer_is_noticed(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,7 +99,8 @@ def test_test_samples_are_offered_and_predicted(kind: str, request: pytest.Fixtu
     assert all((one["picture"] is not None) == (kind == "images") for one in offered)
     for one in (offered[0], offered[-1]):
         found = browser.json("/try", one["id"].encode())["sample"]
-        assert found["findings"][0] == f"Its label is {one['label']}."
+        known = "label" if kind == "images" else "target"
+        assert found["findings"][0] == f"Its {known} is {one['label']}."
     refused = browser.json("/try", b"../../etc/passwd", status=400)
     assert "none of the samples that are offered" in refused["error"]
 

@@ -407,7 +407,7 @@ def _plain_predictions(task: TaskData, outputs: Tensor, temperature: float | Non
 def _outputs(model: nn.Module, begun: Started) -> Tensor:
     """Outputs of a network for the test samples, batch by batch."""
     function, x = Functional(model), begun.task.tensors("test")[0].to(begun.device)
-    return in_parts(partial(function.flat, function.theta), x, 128)
+    return in_parts(function.model, partial(function.flat, function.theta), x, 128)
 
 
 def seconds_each(work: Callable[[Tensor], object], x: Tensor) -> float:

@@ -342,7 +342,10 @@ class Session(Asked[SavedRun, NewSamples]):
             part, run = self._offered, self._original
             if part is None:
                 return []
-            images = part.x if run.samples.images is not None else None
+            try:
+                images = part.x if run.samples.images is not None else None
+            except LinnetError:  # the files have changed since
+                return []
             return [
                 {
                     "id": name,
@@ -359,8 +362,9 @@ class Session(Asked[SavedRun, NewSamples]):
             if part is None or name not in part.ids:
                 return super().tried(name)
             one = part.take(np.array([part.ids.index(name)]))
-            label = answer_in_words(one.y[0], self._original.classes)
-            found = self._answer(self._run, NewSamples(one.x, one.y, one.ids, (f"Its label is {label}.",)))
+            classes = self._original.classes
+            told = f"Its {'target' if classes is None else 'label'} is {answer_in_words(one.y[0], classes)}."
+            found = self._answer(self._run, NewSamples(one.x, one.y, one.ids, (told,)))
             return {**found, "watched": len(self._seen) >= _ENOUGH}
 
     def watch(self) -> dict[str, Any]:

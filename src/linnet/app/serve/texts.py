@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -39,11 +41,9 @@ class TextSession(Asked[AdapterRun, Question]):
     def samples(self) -> list[dict[str, Any]]:
         """Some of the training texts, by how they begin."""
         texts = self._original.texts
-        halves = [_halves(record) for record in texts.records[:_OFFERED]]
-        return [
-            {"id": name, "question": question, "answer": answer}
-            for name, (question, answer) in zip(texts.ids, halves, strict=False)
-        ]
+        halves = zip(texts.ids, map(_halves, texts.records), strict=True)
+        told = ({"id": name, "question": both[0], "answer": both[1]} for name, both in halves if both)
+        return list(islice(told, _OFFERED))
 
     def _ids(self, run: AdapterRun) -> tuple[str, ...]:
         return run.texts.ids
@@ -130,17 +130,25 @@ def _spoken(run: AdapterRun, *told: str) -> list[Any]:
     return [[{"role": role, "content": text}] for role, text in zip(roles, told, strict=False)]
 
 
-def _halves(record: Any) -> tuple[str, str]:
-    """The question and the answer of a text, or its beginning and the rest."""
+def _halves(record: Any) -> tuple[str, str] | None:
+    """A question and an answer that together are the text; None where the page could not ask for it."""
     if isinstance(record, str):
-        words = record.split()
-        return " ".join(words[: len(words) // 2 or 1]), " ".join(words[len(words) // 2 or 1 :])
-    first, second = record if isinstance(record, tuple) else (record[:-1], record[-1:])
-    told = [
-        part if isinstance(part, str) else str(part[-1]["content"]) if part else ""
-        for part in (first, second)
-    ]
-    return told[0].strip(), told[1].strip()
+        place = next((m.start() for m in re.finditer(r"\s", record) if m.start() >= len(record) // 2), 0)
+        record = record[:place], record[place:]
+    elif isinstance(record, tuple) and isinstance(record[0], list):
+        record = [*record[0], *record[1]]
+    if isinstance(record, list):
+        told = [one.get("content") for one in record]
+        return (told[0], told[1]) if len(told) == 2 and _is_asked(told) else None
+    first, second = record
+    if not _is_asked(record) or not (first[-1:].isspace() or second[:1].isspace()):
+        return None
+    return first, second
+
+
+def _is_asked(parts: Sequence[Any]) -> bool:
+    """Whether all are texts with something to read."""
+    return all(isinstance(part, str) and part.strip() for part in parts)
 
 
 def _outputs(run: AdapterRun, ids: Tensor) -> Tensor:
