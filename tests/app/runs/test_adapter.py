@@ -559,14 +559,14 @@ def look_at_answers(browser: Browser, shop: Path) -> None:
     [
         ("def f(x):\n    return x\n\nf(1)", ("def f(x):\n    return", " x\n\nf(1)")),
         (("2 + 2 =", " 4"), ("2 + 2 =", " 4")),
-        (([{"role": "user", "content": "U"}], [{"role": "assistant", "content": "A"}]), ("U", "A")),
-        ([{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}], ("U", "A")),
+        (([{"role": "user", "content": "U"}], [{"role": "model", "content": "A"}]), ("U", "A")),
+        ([{"role": "user", "content": "U"}, {"role": "model", "content": "A"}], ("U", "A")),
         ("無空白", None),  # a space would come between
         (("2+2=", "4"), None),
         (("", " a"), None),
-        ([{"role": "assistant", "content": "A"}], None),
-        ([{"role": one, "content": one} for one in ("system", "user", "assistant")], None),
-        ([{"role": "user", "content": [{"text": "U"}]}, {"role": "assistant", "content": None}], None),
+        ([{"role": "model", "content": "A"}], None),
+        ([{"role": one, "content": one} for one in ("system", "user", "model")], None),
+        ([{"role": "user", "content": [{"text": "U"}]}, {"role": "model", "content": None}], None),
     ],
 )
 def test_what_the_page_offers_is_the_text(record: Any, halves: tuple[str, str] | None) -> None:
