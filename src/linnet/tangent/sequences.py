@@ -62,10 +62,12 @@ def ignores_padding(network: nn.Module, run: Run, x: Inputs) -> bool:
         return False
     if found.shape != whole.shape or not whole.is_floating_point():
         return False
-    # column by column: an offset, or one large feature, hides nothing; where all are constant nothing is told
-    spread, off = whole.amax(0) - whole.amin(0), (found - whole).abs().amax(0)
-    rounding = min(DIGITS * torch.finfo(whole.dtype).eps, SPREAD) * whole.abs().amax(0)
-    return bool((spread > 0).any() and ((off <= rounding) & (off <= SPREAD * spread)).all())
+    # Column by column, or by the median column where one is small beside the others, whose rounding it has:
+    # an offset, or one large feature, hides nothing. Where all columns are constant nothing is told.
+    size, spread = whole.abs().amax(0), whole.amax(0) - whole.amin(0)
+    off, digits = (found - whole).abs().amax(0), min(DIGITS * torch.finfo(whole.dtype).eps, SPREAD)
+    bound = torch.minimum(digits * size.clamp_min(size.median()), SPREAD * spread.clamp_min(spread.median()))
+    return bool((spread > 0).any() and (off <= bound).all())
 
 
 @torch.no_grad()
