@@ -592,3 +592,13 @@ def test_the_ridge_of_many_samples_is_found_from_that_of_some(
     order = search.sampled(150, 150)[-judges:]  # every class has several samples
     assert torch.allclose(one.errors, there.errors[order], rtol=1e-6)
     assert torch.equal(one.right, there.right[order])
+
+
+def test_many_classes_of_one_sample_each_take_the_ridge_of_highest_evidence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, _ = samples(48)
+    whole = linnet.adapt(NET, (x, torch.arange(48)))
+    monkeypatch.setattr(search, "PILOT", 24)
+    monkeypatch.setattr(search, "near_ridge", lambda *_: pytest.fail("leave-one-out says nothing here"))
+    assert linnet.adapt(NET, (x, torch.arange(48))).ridge == whole.ridge

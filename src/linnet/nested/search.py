@@ -260,8 +260,9 @@ def choose(kernels: Kernels, targets: Targets, given: Shares = FREE) -> Choice:
     shares = taken.weight, taken.earlier
     final = taken
     if pilot:
-        # values need every ridge for their noise
+        # values need every ridge for their noise, and classes of one sample each the evidence
         whole = given.ridge is not None or targets.classes is None or taken.edge == "smallest"
+        whole |= not bool(counted(targets).any())
         every = kernels.mixed(*shares)[0]
         if whole:
             final = best_ridge(every, targets, shares, given.ridge)
