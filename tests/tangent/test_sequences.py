@@ -109,6 +109,16 @@ def test_an_offset_hides_no_padding_and_constant_outputs_tell_nothing() -> None:
     assert not ignores_padding(net, lambda part: net(**part), x)
 
 
+def test_long_texts_are_asked_about_too() -> None:
+    def run(part: dict[str, Tensor]) -> Tensor:
+        mask = part["attention_mask"]  # padding behind ten words and more is seen
+        return net(**part) + (mask.sum(1, keepdim=True) > 10) * mask.shape[1]
+
+    x, net = texts(), Words()
+    assert not ignores_padding(net, run, x)
+    torch.testing.assert_close(in_parts(net, run, x, 8), run(x))
+
+
 def test_few_texts_are_not_asked_about() -> None:
     net, x = Words(), texts(3)
     net.seen = 0
