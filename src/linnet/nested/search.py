@@ -430,9 +430,10 @@ def best_ridge(
 
 def near_ridge(kernel: Tensor, targets: Targets, known: Candidate) -> Candidate:
     """The ridge of lowest leave-one-out error, from that of some of the samples: classes alone."""
-    # kernel (N, N). One Cholesky factor a ridge, of which three or four are tried, takes a thirtieth of the
-    # eigendecomposition that has them all. Of the inverse it has the last block by itself, (L L^T)^-1 being
-    # L_SS^-T L_SS^-1 there: so samples drawn at random stand last, and judge.
+    # kernel (N, N). The Cholesky factor of one ridge takes a thirtieth of the eigendecomposition that has
+    # every ridge; three or four are tried, or a dozen where the known one tells little. The last block of
+    # the inverse needs that of the factor alone, (L_SS L_SSᵀ)⁻¹: so samples drawn at random stand last, and
+    # judge.
     (weighed, values), shares = _weighed(kernel, targets), (known.weight, known.earlier)
     order, counting = sampled(len(values), len(values)).to(values.device), counted(targets)
     order = torch.cat([order[~counting[order]], order[counting[order]]])

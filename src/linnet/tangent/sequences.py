@@ -23,7 +23,7 @@ DIGITS, SPREAD = 100.0, 0.01  # rounding units of a column, and share of its spr
 
 
 def lengths(x: Inputs) -> Tensor | None:
-    """Positions up to the last one that counts, (N,), of texts that a mask of 0 and 1 is the only one of."""
+    """Positions up to the last one that counts, (N,), of texts with a mask of 0 and 1 and no other mask."""
     mask = x.get(MASK) if isinstance(x, Mapping) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point() or mask.shape[1] < 2:
         return None
@@ -75,10 +75,9 @@ def ignores_padding(network: nn.Module, run: Run, x: Inputs) -> bool:
 @torch.no_grad()
 def in_parts(network: nn.Module, run: Run, x: Inputs, size: int) -> Tensor:
     """Outputs of many examples, which go through a network some at a time."""
-    if not ignores_padding(network, run, x):
-        return torch.cat([run(part) for part in split(x, size)])
     length = lengths(x)
-    assert length is not None
+    if length is None or not ignores_padding(network, run, x):
+        return torch.cat([run(part) for part in split(x, size)])
     # the longest first: memory that does not suffice fails at once
     order = length.argsort(descending=True, stable=True)
     found = torch.cat([run(shortened(take(x, rows))) for rows in order.split(size)])

@@ -364,8 +364,7 @@ class Session(Asked[SavedRun, NewSamples]):
             one = part.take(np.array([part.ids.index(name)]))
             classes = self._original.classes
             told = f"Its {'target' if classes is None else 'label'} is {answer_in_words(one.y[0], classes)}."
-            found = self._answer(self._run, NewSamples(one.x, one.y, one.ids, (told,)))
-            return {**found, "watched": len(self._seen) >= _ENOUGH}
+            return self._answer(self._run, NewSamples(one.x, one.y, one.ids, (told,)))
 
     def watch(self) -> dict[str, Any]:
         """The accuracy to expect of the samples asked for so far, and whether they have drifted."""
