@@ -19,7 +19,9 @@ Run = Callable[[Inputs], Tensor]  # outputs (n, ...) of a batch
 ALONG = (TOKENS, MASK, "token_type_ids", "position_ids")  # what is cut with the text
 ASKED = 4  # examples that are asked
 PAYS = 8  # times what the question costs must be saved
-DIGITS, SPREAD = 100.0, 0.01  # rounding units of a column, and share of its spread, that may differ
+# What may differ of a column: rounding units of its size, where encoders of six layers need up to 160, and a
+# share of its spread, where they need 2e-5.
+DIGITS, SPREAD = 1000.0, 1e-3
 
 
 def lengths(x: Inputs) -> Tensor | None:
