@@ -88,6 +88,7 @@ MAY_TAKE_MORE: dict[str, str] = {
 MAY_ANSWER_MORE: dict[str, str] = {
     "linnet.linear.system.System": "every formula of the posterior of a linear model, stated once",
     "linnet.linear.kernel_system.KernelSystem": "the same, for which it has a shorter way",
+    "linnet.linear.normal_system.NormalSystem": "the same in weights, of one network and of features",
 }
 
 PARAMETERS_A_CONSTRUCTOR = 8

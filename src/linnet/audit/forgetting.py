@@ -30,6 +30,7 @@ from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.fitting.solved_fit import SolvedFit
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.linear.kernel_system import whitened_kernel
+from linnet.linear.normal_system import NormalSystem
 from linnet.params import instance
 from linnet.shown import Record
 from linnet.tangent.batch import hash_examples, take
@@ -151,6 +152,14 @@ def _slope(fit: SolvedFit, f: Tensor, rows: Tensor) -> Tensor:
 def _in_samples(fit: Any, after: Any, kept: Tensor) -> tuple[float, float, float]:
     """The same for features that outputs share: of a gradient Φᵀe the norm is √(eᵀKe), of δ = Φᵀβ √(βᵀKβ)."""
     problem = fit.system.problem.taken(kept)
+    if isinstance(fit.system, NormalSystem):
+        delta = after.system.solution
+        gradient, right = fit.ridge * delta, torch.zeros_like(delta)
+        for place, rows in problem.rows():
+            r = problem.residual[place].to(rows)
+            gradient = gradient + rows.T @ (rows @ delta - r)
+            right += rows.T @ r
+        return float(gradient.norm()), float(right.norm()), float(delta.norm())
     kernel = problem.basis.kernel(problem.basis.examples(problem.x), fit.memory).double()
     kernel = whitened_kernel(kernel, problem)
     # of its own examples in the order of the fit before, which `_retained` compared
@@ -251,6 +260,11 @@ def _warnings(fit: SolvedFit, kept: Tensor, lost: Tensor) -> tuple[str, ...]:
         found.append(
             f"{len(same)} of the examples that stay have the same inputs as forgotten ones, first example "
             f"{same[0]} of the fit before: what they say of these is kept"
+        )
+    if (landmarks := getattr(getattr(fit, "prior", None), "landmarks", None)) is not None:
+        found.append(
+            f"{len(landmarks.psi):,} of the samples are landmarks, forgotten ones too where they were drawn: "
+            "what earlier layers make of their inputs stays in the features, their labels do not"
         )
     if fit.kind == "nested-fit":
         found.append(

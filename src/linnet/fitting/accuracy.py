@@ -188,6 +188,9 @@ def normal_accuracy(system: NormalSystem | NormalNewton, rounding: Rounding, ind
     newton = isinstance(system, NormalNewton)
     c, beta = system.c, system.beta.double()
     delta = system.eta if isinstance(system, NormalNewton) else system.solution
+    if delta.ndim == 2:  # of shared features that of the output with the largest weights
+        c, most = 1, int(delta.square().sum(0).argmax())
+        delta, beta = delta[:, most], beta[:, most : most + 1]
     example = 32 * c * (len(delta) + ROWS)  # bytes of its rows, of what is solved and multiplied
     index = index[: max(1, parse_bytes(system.memory, beta.device) // (2 * example))]
     if isinstance(system, NormalNewton):
@@ -333,7 +336,7 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
     elif isinstance(system, NormalNewton):
         found, outputs = normal_accuracy(system, rounding, index), system.outputs
     elif system.problem.basis.shared:  # in weights δ is summed in float64 and predicts no worse than K
-        return shared_accuracy(system.dual, rounding, index)
+        return _shared_accuracy(system, rounding, index)
     elif isinstance(system, NormalSystem):
         found = normal_accuracy(system, rounding, index)
         outputs = fit.targets.to(system.beta) - system.left_over
@@ -346,6 +349,13 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
     few = index[:PROBED]
     off = float((fit.predict(take(fit.x, few)).to(outputs) - outputs[few]).abs().max())
     return replace(found, predictions=found.predictions + SAFETY / 2 * off)
+
+
+def _shared_accuracy(system: Any, rounding: Rounding, index: Tensor) -> Accuracy:
+    """The estimate for features that all outputs share, in samples or in weights."""
+    if isinstance(system, NormalSystem):
+        return normal_accuracy(system, rounding, index)
+    return shared_accuracy(system.dual, rounding, index)
 
 
 def _memory(fit: Any) -> str | int | None:
@@ -504,8 +514,7 @@ def _at(fit: Any, ridge: float, rounding: Rounding) -> Accuracy | None:
             assert isinstance(moved, NormalNewton)
             return normal_accuracy(moved, rounding, observed(fit))
         if moved.problem.basis.shared:
-            assert moved.dual is not None
-            return shared_accuracy(moved.dual, rounding, observed(fit))
+            return _shared_accuracy(moved, rounding, observed(fit))
         return squared_accuracy(moved, rounding, observed(fit))
     except NumericalError:
         return None

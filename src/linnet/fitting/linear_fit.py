@@ -38,6 +38,7 @@ from linnet.fitting.fitted import Fitted
 from linnet.linear.dual import RidgePath
 from linnet.linear.features import Heads, Weights
 from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.normal_system import NormalSystem
 from linnet.linear.problem import Problem
 from linnet.linear.saved import system_state
 from linnet.linear.system import System
@@ -125,11 +126,12 @@ class SquaredFit(Fitted):
     def _outputs(self, x: Inputs) -> Tensor:
         """f(x) of shared features: by a kernel that is kept, in weights, or by K(x, X)."""
         system, start = self.system, self._start(x)
-        assert isinstance(system, KernelSystem)
+        assert isinstance(system, KernelSystem | NormalSystem)
         found, held = system.predicted(x), system.problem.held
         if found is None and self._weights is not None:
             found, held = self._weights(x), None
         if found is None:
+            assert isinstance(system, KernelSystem)
             found = torch.cat([system.mean(cross) for cross in system.kernel_to_train(x)])
         if held is not None:
             found = found + held.shift(held.examples(x))

@@ -47,7 +47,7 @@ class Examples(NamedTuple):
     rows: tuple[Tensor | None, ...] = (None,)  # φ of each term of a sum, (N, D)
     given: Tensor | None = None  # G, what equations on outputs take from each output, (N, C, q)
 
-    def taken(self, index: Tensor) -> Examples:
+    def taken(self, index: Tensor | slice) -> Examples:
         """Some of the examples."""
         *rows, given = (None if part is None else part[index] for part in (*self.rows, self.given))
         return Examples(take(self.x, index), tuple(rows), given)
@@ -66,6 +66,7 @@ class Features(ABC):
 
     shared: ClassVar[bool] = True  # whether one kernel serves all outputs
     finite: bool = False  # whether they can be written as a model in weights
+    rooted: bool = False  # whether Φ(x) itself is formed, so that many examples can be solved for in weights
     exact: ClassVar[bool] = False  # whether their kernel has no rounding errors
 
     def examples(self, x: Inputs) -> Examples:
@@ -83,6 +84,18 @@ class Features(ABC):
     @abstractmethod
     def own(self, x: Inputs, memory: Memory = None) -> Tensor:
         """K(x_i, x_i), (T,) or (T, C, C)."""
+
+    def root(self, of: Examples) -> Tensor:
+        """Φ(x) of shared features that are formed, a row an example, (N, D)."""
+        raise InputError(
+            f"Φ(x) of {type(self).__name__}",
+            expected="features that are formed",
+            remedy="take the kernel",
+        )
+
+    def left(self, of: Examples) -> Tensor | None:
+        """K(x_i, x_i) less |Φ(x_i)|² of features that stand for more, (N,); None of others."""
+        return None
 
     def rounded(self, x: Inputs, memory: Memory = None) -> Tensor:
         """K(x_i, x_i) of what rounding errors are relative to, (T,) or (T, C, C)."""
@@ -242,6 +255,24 @@ class Computed(Features):
 class Explicit(Computed):
     """Features φ(x) that are computed, such as the inputs of a last layer: k(x, x') = φ(x)ᵀφ(x')."""
 
+    # Of a kernel along some samples f = φᵀw + e, with e(x) of the variance that the last features lack, and
+    # independent of all data: the deterministic training conditional of Quiñonero-Candela and Rasmussen, JMLR
+    # 2005, section 5.
+
+    width: int | None = None  # of the features before those of a kernel along some samples
+    share: float = 0.0  # k(x, x) of that kernel
+    rooted = True
+
+    def root(self, of: Examples) -> Tensor:
+        """φ(x), (N, D)."""
+        return self._rows(of)
+
+    def left(self, of: Examples) -> Tensor | None:
+        """The variance of e(x), (N,)."""
+        if self.width is None:
+            return None
+        return (self.share - self._rows(of)[:, self.width :].square().sum(1)).clamp_min(0)
+
     def _between(self, rows: Tensor, others: Tensor) -> Tensor:
         """The kernel of two sets of features, (N, M)."""
         return rows @ others.T
@@ -315,7 +346,12 @@ class Constant(Features):
 
     device: torch.device
     finite = True
+    rooted = True
     exact = True
+
+    def root(self, of: Examples) -> Tensor:
+        """1, (N, 1)."""
+        return torch.ones(batch_size(of.x), 1, dtype=torch.float64, device=self.device)
 
     def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
         """1, (N, N)."""
@@ -356,6 +392,21 @@ class WeightedSum(Features):
     def finite(self) -> bool:  # type: ignore[override]
         """Whether all kinds can be written as models in weights."""
         return all(one.finite for _, one in self.terms)
+
+    @property
+    def rooted(self) -> bool:  # type: ignore[override]
+        """Whether the features of all kinds are formed."""
+        return all(one.rooted for _, one in self.terms)
+
+    def root(self, of: Examples) -> Tensor:
+        """√w_t φ_t(x) side by side, (N, D)."""
+        return torch.cat([weight**0.5 * one.root(part) for weight, one, part in self._each(of)], 1)
+
+    def left(self, of: Examples) -> Tensor | None:
+        """Σ w_t of what those of each kind leave."""
+        each = [(weight, one.left(part)) for weight, one, part in self._each(of)]
+        found = [weight * left for weight, left in each if left is not None]
+        return _total(iter(found)) if found else None
 
     def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
         """k(x, x), (N, N)."""

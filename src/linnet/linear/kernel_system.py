@@ -15,8 +15,8 @@ from torch import Tensor
 from linnet.linalg.operator import unit_columns
 from linnet.linear.constraints import Constraints, by_output
 from linnet.linear.dual import Along, DualSystem, Measure, RidgePath, from_eigenvalues, joined
-from linnet.linear.problem import Memory, Problem
-from linnet.linear.system import System
+from linnet.linear.problem import Memory, Problem, widened
+from linnet.linear.system import System, apart
 from linnet.linear.targets import Targets
 from linnet.memory import parse_bytes
 from linnet.tangent.batch import Inputs, hash_examples, split, take
@@ -242,11 +242,9 @@ class KernelSystem(System):
 
     def widened(self, count: int) -> KernelSystem:
         """The same kernel of all outputs, and more outputs whose targets are zero."""
-        problem = self.problem
-        residual = torch.cat([problem.residual, problem.residual.new_zeros(problem.n, count)], 1)
-        dual = DualSystem(self.dual.kernel, residual, self.ridge, factor=self.dual.factor)
-        weights = None if problem.weights is None else problem.weights[:, :1].expand(residual.shape)
-        return KernelSystem(replace(problem, residual=residual, weights=weights), dual, self.memory)
+        problem = widened(self.problem, count)
+        dual = DualSystem(self.dual.kernel, problem.residual, self.ridge, factor=self.dual.factor)
+        return KernelSystem(problem, dual, self.memory)
 
     # -- kernels of other inputs -----------------------------------------------------------------
 
@@ -324,8 +322,7 @@ class KernelSystem(System):
         found = self.covariances(x1, x2)
         if not self._apart:
             return found
-        eye = torch.eye(self.c, dtype=found.dtype, device=found.device)
-        return torch.einsum("ts,cd->tcsd", found, eye)
+        return apart(found, self.c)
 
     def covariances(self, x1: Inputs, x2: Inputs) -> Tensor:
         """As ``between``, and of a kernel that all outputs share without them, (T, S)."""

@@ -4,10 +4,14 @@ J̃ᵀJ̃ is summed over the data, so that examples may be many where weights ar
 c = Vᵀ J̃ᵀr̃ and Z = J̃V every ridge follows from one more pass over the data:
 
     J̃δ = Z (c/(λ + ρ)),    H_ii = Z_i diag(1/(λ + ρ)) Z_iᵀ,    r̃ᵀ M r̃ = (‖r̃‖² − Σ c²/(λ + ρ))/ρ
+
+Features Φ (N, D) that all outputs share stand in the place of J, with a solution (D, C), a column an output.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -15,6 +19,7 @@ import torch
 from torch import Tensor
 
 from linnet.distributed import all_rows, current, share_sum
+from linnet.errors import InputError
 from linnet.linalg.factorize import cholesky, eigenvalue_error, shared_eigh
 from linnet.linear.constraints import Constraints
 from linnet.linear.dual import (
@@ -28,11 +33,12 @@ from linnet.linear.dual import (
     log_target_noise,
     ridge_grid_of,
 )
-from linnet.linear.kernel_system import KernelSystem, kernel_fits
-from linnet.linear.problem import Memory, Problem
-from linnet.linear.system import Solved, System, require_digits
+from linnet.linear.kernel_system import SHARE, KernelSystem, KnownRows, kernel_fits
+from linnet.linear.problem import ROWS, Memory, Problem, widened
+from linnet.linear.system import Solved, System, apart, require_digits
 from linnet.linear.targets import Targets
-from linnet.tangent.batch import Inputs, batch_size
+from linnet.memory import parse_bytes
+from linnet.tangent.batch import Inputs, batch_size, hash_examples
 
 TILE = 512  # columns of a tile of J̃ᵀJ̃: large enough for products at full speed, half of them left out
 PRODUCTS = 1 << 24  # numbers in the products of eigencoordinates that are formed at once
@@ -40,9 +46,9 @@ PANELS = 16  # in which a symmetric matrix is sent: ½ (1 + 1/16) of its numbers
 
 
 class NormalSystem(System):
-    """A solution by the matrix J̃ᵀJ̃ (P, P)."""
+    """A solution by the matrix J̃ᵀJ̃ (P, P), or Φ̃ᵀΦ̃ (D, D) of features that all outputs share."""
 
-    # matrices (P, P)
+    # matrices (P, P), and (P,) or (D, C)
 
     def __init__(
         self,
@@ -58,6 +64,7 @@ class NormalSystem(System):
         self.ridge = float(ridge)
         self.work = {"factorizations": 1} if work is None else work
         self._spectrum, self._negative = spectrum, 0.0
+        self._known = KnownRows()
 
     @classmethod
     def solved(
@@ -94,8 +101,9 @@ class NormalSystem(System):
 
     @cached_property
     def solution(self) -> Tensor:
-        """δ in float64."""
-        return torch.cholesky_solve(self.right[:, None], self.factor)[:, 0]
+        """δ in float64, or the weights (D, C) of shared features."""
+        right = self.right.view(len(self.right), -1)
+        return torch.cholesky_solve(right, self.factor).view_as(self.right)
 
     @property
     def delta(self) -> Tensor:
@@ -119,7 +127,7 @@ class NormalSystem(System):
 
     def certificate(self) -> float:
         """‖(J̃ᵀJ̃ + ρI)δ − J̃ᵀr̃‖ / ‖J̃ᵀr̃‖; by products with J itself where J̃ᵀJ̃ was summed in float32."""
-        if self.function.precision.sums == "float32":
+        if self.function.precision.sums == "float32" and not self.shared:
             moved = self.problem.pull(self.problem.push(self.solution[:, None].to(self.function.dtype)))[
                 :, 0
             ].double()
@@ -133,13 +141,14 @@ class NormalSystem(System):
         """The eigenvalues of J̃ᵀJ̃, which are those of K̃ but for zeros."""
         values, vectors = self.spectrum
         problem = self.problem
-        values, masses = by_primal(values, (vectors.T @ self.right) ** 2, problem.squared)
+        masses = (vectors.T @ self.right.view(len(values), -1)).square().sum(1)
+        values, masses = by_primal(values, masses, problem.squared)
         return from_eigenvalues(values, masses, problem.squared, problem.count, problem.log_noise)
 
     @cached_property
     def kernel_form(self) -> KernelSystem | None:
         """The same solution by its kernel, for what asks for that very matrix."""
-        if not kernel_fits(self.function, self.n * self.c, self.memory):
+        if not kernel_fits(self.function, self.n * self.problem.each, self.memory):
             return None
         return KernelSystem.solved(self.problem, self.ridge, self.memory)
 
@@ -163,6 +172,12 @@ class NormalSystem(System):
 
     def given(self, constraints: Constraints, ridge: float | None = None) -> NormalSystem:
         """The sums in the weights that equations on outputs leave: P J̃ᵀJ̃ P; anew where others were before."""
+        if self.shared:
+            raise InputError(
+                f"equations on outputs of a fit of {self.n:,} samples in the weights of its features",
+                expected="a fit by its kernel",
+                remedy="fit fewer samples",
+            )
         ridge = self.ridge if ridge is None else ridge
         problem = self.problem.given(constraints, False, self.memory)
         if (at := problem.confined) is None or self.problem.held is not None:
@@ -174,10 +189,23 @@ class NormalSystem(System):
     def with_residual(self, residual: Tensor) -> NormalSystem:
         """The same matrix for other targets."""
         problem, change = replace(self.problem, residual=residual), residual - self.problem.residual
+        if self.shared:
+            right = self.right.clone()
+            for place, rows in problem.own_rows(self.memory):
+                right += rows.T @ change[place].to(right)
+            return self._moved(problem, right)
         right = self.right + problem.pull(change.reshape(-1, 1))[:, 0].double()
-        return NormalSystem(
-            problem, (self.normal, right), self.ridge, self.memory, dict(self.work), self._spectrum
-        )
+        return self._moved(problem, right)
+
+    def widened(self, count: int) -> NormalSystem:
+        """The same shared features, and more outputs whose targets are zero."""
+        problem = widened(self.problem, count)
+        return self._moved(problem, torch.cat([self.right, self.right.new_zeros(len(self.right), count)], 1))
+
+    def _moved(self, problem: Problem, right: Tensor) -> NormalSystem:
+        """The same matrix for other targets, of which Jᵀr is known."""
+        matrices = self.normal, right
+        return NormalSystem(problem, matrices, self.ridge, self.memory, dict(self.work), self._spectrum)
 
     def removed(self, index: Tensor) -> NormalSystem:
         """Without some examples: the sums less theirs, or anew where most of them go."""
@@ -198,6 +226,12 @@ class NormalSystem(System):
 
     def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
         """ρ VᵀV with V = L⁻¹ J(x)ᵀ."""
+        if self.shared:
+            if joint:
+                return apart(self.covariances(x, x), self.c)
+            variance = self.shared_variance(x)
+            assert variance is not None
+            return variance[:, None, None] * torch.eye(self.c, dtype=variance.dtype, device=variance.device)
         blocks, n, c = [], batch_size(x), self.c
         for _, rows in self.problem.form(x, self.memory):
             half = torch.linalg.solve_triangular(self.factor, rows.double().T, upper=False)
@@ -207,6 +241,54 @@ class NormalSystem(System):
             return self.ridge * torch.cat(blocks)
         v = torch.cat(blocks, 1)
         return self.ridge * (v.T @ v).view(n, c, n, c)
+
+    def predicted(self, x: Inputs) -> Tensor:
+        """Φ(x) W of shared features, (T, C)."""
+        return torch.cat([rows @ self.solution for rows, _ in self._formed(x)])
+
+    def shared_variance(self, x: Inputs) -> Tensor | None:
+        """ρ ‖L⁻¹ φ(x)‖² of shared features, and what those leave that stand for more, (T,)."""
+        if not self.shared:
+            return None
+        return torch.cat([self.ridge * self._half(r).square().sum(0) + left for r, left in self._formed(x)])
+
+    def covariances(self, x1: Inputs, x2: Inputs) -> Tensor:
+        """ρ Φ(x1) H⁻¹ Φ(x2)ᵀ of shared features, (T, S)."""
+        first = torch.cat([self._half(rows) for rows, _ in self._formed(x1)], 1)
+        if x1 is not x2:
+            return self.ridge * first.T @ torch.cat([self._half(rows) for rows, _ in self._formed(x2)], 1)
+        found = self.ridge * first.T @ first
+        found.diagonal().add_(torch.cat([left for _, left in self._formed(x1)]))
+        return found
+
+    def loo_variances(self) -> Tensor:
+        """As of every system, and what features leave that stand for more."""
+        found, problem = super().loo_variances(), self.problem
+        if self.shared and (left := problem.basis.left(problem.examples)) is not None:
+            return found + left[:, None, None] / self.ridge
+        return found
+
+    def _formed(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
+        """Φ of examples and what it leaves, block by block; kept of those that were asked for last."""
+        names = hash_examples(x)
+        if (known := self._known.find(names)) is not None:
+            yield from ((rows[:, :-1], rows[:, -1]) for rows in known.split(ROWS))
+            return
+        kept: list[Tensor] = []
+        room = int(SHARE * parse_bytes(self.memory, self.function.device)) // (8 * len(self.normal))
+        for part in self.problem.parts(x, self.memory):
+            rows, left = self.problem.basis.root(part), self.problem.basis.left(part)
+            left = torch.zeros_like(rows[:, 0]) if left is None else left
+            yield rows, left
+            if len(names) <= room:
+                kept.append(torch.cat([rows, left[:, None]], 1))
+        if kept:
+            self._known.keep(names, torch.cat(kept))
+
+    def _half(self, rows: Tensor) -> Tensor:
+        """L⁻¹ Jᵀ of rows."""
+        found: Tensor = torch.linalg.solve_triangular(self.factor, rows.double().T, upper=False)
+        return found
 
     @cached_property
     def _leverages(self) -> Tensor:
@@ -219,25 +301,33 @@ class NormalSystem(System):
             turn = vectors * (values + self.ridge).rsqrt()  # V (λ + ρ)^(-1/2)
         parts = []
         for _, rows in self.own_rows():
-            half = (rows @ turn.to(rows)).view(-1, self.c, rows.shape[1])
+            half = (rows @ turn.to(rows)).view(-1, self.problem.each, rows.shape[1])
             parts.append((half @ half.mT).double())
-        rest = torch.eye(self.c, dtype=torch.float64, device=self.function.device) - torch.cat(parts)
-        require_digits(rest, 16 * torch.finfo(self.function.dtype).eps, self.ridge)
+        eye = torch.eye(self.problem.each, dtype=torch.float64, device=self.function.device)
+        rest = eye - torch.cat(parts)
+        # features that are formed count as exact
+        kind = torch.float64 if self.shared else self.function.dtype
+        require_digits(rest, 16 * torch.finfo(kind).eps, self.ridge)
         return rest / self.ridge
 
     def again(self) -> NormalSystem:
         """Summed again."""
-        return NormalSystem.solved(replace(self.problem, known=None), self.ridge, self.memory)
+        return NormalSystem.solved(replace(self.problem, known=None, formed=None), self.ridge, self.memory)
 
     def reach(self, e: Tensor) -> Tensor:
         """By one pass over the examples."""
+        if self.shared:
+            one = reached(self, self.normal, torch.ones_like(e[:, :1]))
+            return one * e.square().sum(1)
         return reached(self, self.normal, e)
 
     def grid(self) -> Tensor:
         """Ridges around the mean of the kernel's diagonal, above its rounding, (R,)."""
         values = self.spectrum[0]
         rounding = max(self._negative, len(values) * torch.finfo(values.dtype).eps * float(values.max()))
-        return ridge_grid_of(float(values.sum()) / self.problem.count or 1.0, rounding, values.device)
+        copies = self.c // self.problem.each
+        scale = copies * float(values.sum()) / self.problem.count
+        return ridge_grid_of(scale or 1.0, rounding, values.device)
 
     def along_path(self, x: Inputs) -> Along:
         """J(x) V of the eigenvectors V of J̃ᵀJ̃."""
@@ -259,31 +349,36 @@ class NormalSystem(System):
         values, vectors = self.spectrum
         count, squared = self.problem.count, self.problem.squared
         grid = ridges.to(values)
-        coordinates = vectors.T @ self.right
+        copies = self.c // self.problem.each  # of every eigenvalue: C where outputs share features, else 1
+        coordinates = vectors.T @ self.right.view(len(values), copies)
         inverse = 1 / (values + grid[:, None])  # (R, P)
-        quadratic = (squared - (coordinates**2 * inverse).sum(1)).clamp_min(0) / grid
-        logdet = (values + grid[:, None]).log().sum(1) + (count - len(values)) * grid.log()
-        degrees = (values * inverse).sum(1)
+        quadratic = (squared - (coordinates.square().sum(1) * inverse).sum(1)).clamp_min(0) / grid
+        logdet = copies * (values + grid[:, None]).log().sum(1)
+        logdet = logdet + (count - copies * len(values)) * grid.log()
+        degrees = copies * (values * inverse).sum(1)
         noise = grid * quadratic / count
         evidence = at_best_noise(grid, noise, count, logdet) - 0.5 * self.problem.log_noise
         error, left, right, asked = torch.zeros(4, len(grid)).to(grid)
-        eye = torch.eye(self.c, dtype=values.dtype, device=values.device)
-        solutions = (inverse * coordinates).T  # (P, R)
-        one, two = torch.tril_indices(self.c, self.c, device=values.device)
+        each = self.problem.each
+        eye = torch.eye(each, dtype=values.dtype, device=values.device)
+        solutions = (inverse[:, :, None] * coordinates).permute(1, 2, 0)  # (P, copies, R)
+        one, two = torch.tril_indices(each, each, device=values.device)
         sums = {"error": error, "left": left, "right": right, "asked": asked}
         labels = self.problem.scaled(targets.values)
         given = {"ridges": grid, "labels": labels}
         for place, rows in self.problem.summed_rows("path", sums, self.memory, **given):
-            z = (rows @ vectors.to(rows)).view(-1, self.c, len(values))
+            z = (rows @ vectors.to(rows)).view(-1, each, len(values))
             r, t = self.residual[place].double(), labels[place].to(values)
-            rest = r[:, :, None] - (z @ solutions.to(z)).double()  # (n, C, R)
+            fitted = (z.flatten(0, 1) @ solutions.flatten(1).to(z)).double()
+            rest = r[:, :, None] - fitted.view(len(z), self.c, len(grid))  # (n, C, R)
             # every block of the hat matrix at every ridge in one product: (n · C(C+1)/2, P) times (P, R)
             size = max(1, PRODUCTS // (len(one) * len(values)))
             halves = [(part[:, one] * part[:, two]) @ inverse.T.to(z) for part in z.split(size)]
-            hat = z.new_zeros(len(z), self.c, self.c, len(grid))
+            hat = z.new_zeros(len(z), each, each, len(grid))
             hat[:, one, two] = hat[:, two, one] = torch.cat(halves)
             blocks = eye - hat.permute(3, 0, 1, 2).double()  # ρ M_ii
-            out = torch.linalg.solve(blocks, rest.permute(2, 0, 1))
+            out = rest.permute(2, 0, 1)
+            out = out / blocks[..., 0] if each < self.c else torch.linalg.solve(blocks, out)
             error += out.square().sum((1, 2))
             left += rest.square().sum((0, 1))
             if targets.classes is not None:
@@ -300,17 +395,30 @@ class NormalSystem(System):
         return replace(path, target_noise=(asked / self.n).exp().cpu())
 
 
+def evidence_and_noise(system: NormalSystem) -> tuple[float, float]:
+    """The evidence at the noise that is best for it, less Σ log σ_i²/2, and that noise, by the factor."""
+    count, copies, ridge = system.problem.count, system.c // system.problem.each, system.ridge
+    quadratic = (system.problem.squared - float((system.right * system.solution).sum())) / ridge
+    noise = max(ridge * quadratic / count, 0.0)
+    logdet = 2 * copies * float(system.factor.diagonal().log().sum())
+    logdet += (count - copies * len(system.factor)) * math.log(ridge)
+    facts = torch.tensor([ridge, noise, logdet], dtype=torch.float64)
+    return float(at_best_noise(facts[0], facts[1], count, facts[2])), noise
+
+
 def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:
     """J̃ᵀJ̃ and J̃ᵀr̃, in float64; each process of several sums its share of the examples, (P, P)."""
-    p, device = problem.function.space.dim, problem.function.device
+    p, device, shared = problem.function.space.dim, problem.function.device, problem.basis.shared
+    if shared:
+        p = problem.basis.root(problem.examples.taken(slice(0, 1))).shape[1]
     normal = torch.zeros(p, p, dtype=torch.float64, device=device)
-    right = normal.new_zeros(p)
+    right = normal.new_zeros(p, problem.c) if shared else normal.new_zeros(p)
     for place, rows in problem.summed_rows("normal", {"normal": normal, "right": right}, memory):
         wide = rows.double()  # a product rounded to float32 would be 1/ρ times as far off as the rows are
         narrow = rows.float() if problem.function.precision.sums == "float32" else None
         # in float32 where the caller has asked for it, and the check of rounding counts it
         add_gram(normal, wide if narrow is None else narrow)
-        right += wide.T @ problem.residual[place].reshape(-1).double()
+        right += (wide.T @ problem.residual[place].reshape(len(wide), -1).double()).view_as(right)
     share_sum([right])
     _sum_triangle(normal)
     return mirrored(normal), right
@@ -335,10 +443,10 @@ def add_gram(total: Tensor, rows: Tensor) -> None:
 
 def reached(system: Solved, normal: Tensor, e: Tensor) -> Tensor:
     """‖J d_i‖² of the change d_i = H⁻¹ J_iᵀ e_i of the weights by each example, (N,)."""
-    # normal (P, P) = JᵀJ, e (N, C)
+    # normal (P, P) = JᵀJ, e (N, C), or (N, 1) of shared features
     parts = []
     for place, rows in system.own_rows():
-        each = rows.view(-1, system.c, rows.shape[1])
+        each = rows.view(-1, e.shape[1], rows.shape[1])
         solved = system.solve(torch.einsum("ncp,nc->pn", each, e[place].to(each)))
         parts.append((solved * (normal @ solved)).sum(0))
     return torch.cat(parts)

@@ -24,13 +24,25 @@ from linnet.distributed import current
 from linnet.linear.constraints import Conditioned, Confined, Constraints, forward
 from linnet.linear.features import Examples, Features, Tangent
 from linnet.linear.formed_rows import FormedRows, Rows
-from linnet.tangent.batch import Inputs, all_but, concatenate, hash_examples, observed, take
+from linnet.memory import parse_bytes
+from linnet.tangent.batch import (
+    Inputs,
+    all_but,
+    batch_size,
+    concatenate,
+    hash_examples,
+    observed,
+    split,
+    take,
+)
 from linnet.tangent.functional import Functional, called
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.tree import hash_tensors, tensors_in
 from linnet.unfinished import Resumed, checkpoint, summing
 
 Memory = str | int | None
+ROWS = 1024  # examples whose features are multiplied at a time
+SHARE = 0.1  # of the budget that features of other examples may take at a time
 
 
 class LinearModel(ABC):
@@ -50,6 +62,11 @@ class LinearModel(ABC):
     def basis(self) -> Features:
         """What the model is linear in."""
         return Tangent(self.function) if self.features is None else self.features
+
+    @property
+    def each(self) -> int:
+        """Rows of an example: C of J, one of features that outputs share."""
+        return 1 if self.basis.shared else self.c
 
     @property
     def held(self) -> Conditioned | None:
@@ -102,9 +119,22 @@ class LinearModel(ABC):
         return rows if self.confined is None else self.confined.mm(rows.T).T
 
     def form(self, x: Inputs, memory: Memory = None) -> Iterator[tuple[slice, Tensor]]:
-        """The rows of other examples: the place of n of them and (n·C, P), block by block."""
+        """The rows of other examples: the place of n of them and (n·C, P) or (n, D), block by block."""
+        if self.basis.shared:
+            start = 0
+            for part in self.parts(x, memory):
+                yield slice(start, start := start + batch_size(part.x)), self.basis.root(part)
+            return
         for place, rows in FormedRows(self.function, x, self.c, memory, keep=False):
             yield place, self.confine(rows)
+
+    def parts(self, x: Inputs, memory: Memory = None) -> Iterator[Examples]:
+        """Other examples with their shared features, ``ROWS`` at a time."""
+        width = self.basis.root(self.examples.taken(slice(0, 1))).shape[1]
+        room = int(SHARE * parse_bytes(memory, self.function.device)) // (8 * width)
+        for several in split(x, max(ROWS, room)):
+            of = self.basis.examples(several)
+            yield from (of.taken(place) for place in places(of))
 
     def moved(self, v: Tensor) -> Tensor:
         """J v, or J P v, for columns v, (P, K) to (N·C, K)."""
@@ -231,7 +261,12 @@ class Problem(LinearModel):
         return self.pulled(self.weighed(u))
 
     def rows(self, memory: Memory = None, begun: Resumed | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """J̃, as many examples at a time as the memory budget allows."""
+        """J̃, as many examples at a time as the memory budget allows, or Φ̃ of shared features."""
+        if self.basis.shared:
+            for place in places(self.examples, 0 if begun is None else begun[0]):
+                rows = self.basis.root(self.examples.taken(place))
+                yield place, rows if self.weights is None else rows * self.weights[place, :1].to(rows)
+            return
         found = self._rows(memory)
         for place, rows in iter(found) if begun is None else found.after(*begun):
             yield place, self.weighed(self.confine(rows), place.start)
@@ -279,12 +314,19 @@ class Problem(LinearModel):
         noise = [] if self.weights is None else [self.weights]
         noise += [] if self.constraints is None else [self.constraints.factor]
         types = self.function.precision
-        return ({} if types.sums is None else {"types": str(types)}) | {
-            "number of examples": self.n,
-            "network": self.function.fingerprint(),
-            "x": hash_tensors(tensors_in(self.x)),
-            "targets": hash_tensors([self.residual, *noise]),
-        }
+        shared = self.basis.shared
+        rows = [self.basis.root(self.examples.taken(slice(0, ROWS)))] if shared else []
+        known = {"features": hash_tensors(rows)} if shared else {}
+        return (
+            known
+            | ({} if types.sums is None else {"types": str(types)})
+            | {
+                "number of examples": self.n,
+                "network": self.function.fingerprint(),
+                "x": hash_tensors(tensors_in(self.x)),
+                "targets": hash_tensors([self.residual, *noise]),
+            }
+        )
 
     def taken(self, index: Tensor) -> Problem:
         """The problem of some of the examples."""
@@ -338,6 +380,19 @@ class Problem(LinearModel):
         one, two = self.weights, other.weights
         alike = (one is None) == (two is None) and (one is None or two is None or torch.equal(one, two))
         return alike and hash_examples(self.x) == hash_examples(other.x)
+
+
+def widened(problem: Problem, count: int) -> Problem:
+    """The same examples with more outputs, whose targets are zero."""
+    residual = torch.cat([problem.residual, problem.residual.new_zeros(problem.n, count)], 1)
+    weights = None if problem.weights is None else problem.weights[:, :1].expand(residual.shape)
+    return replace(problem, residual=residual, weights=weights)
+
+
+def places(of: Examples, first: int = 0) -> list[slice]:
+    """The places of ``ROWS`` examples each, from one on."""
+    n = batch_size(of.x)
+    return [slice(start, min(start + ROWS, n)) for start in range(first, n, ROWS)]
 
 
 class _Whitened(nn.Module):

@@ -136,8 +136,9 @@ class Solved(ABC):
         """J(x) and H⁻¹ J(x)ᵀ block by block."""
         del what
         for _, rows in self.problem.form(x, memory or self.memory):
-            n = len(rows) // self.c
-            yield rows.view(n, self.c, -1), self.solve(rows.T).view(-1, n, self.c)
+            each = self.problem.each
+            n = len(rows) // each
+            yield rows.view(n, each, -1), self.solve(rows.T).view(-1, n, each)
 
     def shared_variance(self, x: Inputs) -> Tensor | None:
         """The variance λ Var[f(x)] of outputs that are apart and have the same, (T,); None of others."""
@@ -161,6 +162,8 @@ class Solved(ABC):
             formed = self.problem.form(x1, self.memory)
             parts.append(torch.cat([rows.to(columns) @ columns for _, rows in formed]).double())
         whole = self.ridge * torch.cat(parts, 1)
+        if self.problem.basis.shared:
+            return apart(whole, self.c)
         return whole.view(batch_size(x1), self.c, batch_size(x2), self.c)
 
     def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
@@ -173,6 +176,10 @@ class Solved(ABC):
             columns, t = solved.flatten(1), len(rows)
             parts = []
             for place, own in self.own_rows():  # Σ_d first: it makes the product C times smaller
+                if self.problem.basis.shared:
+                    moved = own.to(columns) @ columns
+                    parts.append((moved[:, :, None] * e[place, None].to(moved)).flatten(1))
+                    continue
                 each = own.view(-1, self.c, own.shape[1])
                 moved = torch.einsum("ncp,nc->np", each, e[place].to(each))
                 parts.append(moved.to(columns) @ columns)
@@ -308,7 +315,8 @@ class System(Solved):
         for rows, solved in self.solved_rows(x, "influence"):
             columns, t = solved.flatten(1), len(rows)
             product = torch.cat([own.to(columns) @ columns for _, own in self.own_rows()])  # (N·C, t·C)
-            yield product.T.reshape(t, self.c, self.n, self.c)
+            shape = (t, self.n) if self.problem.basis.shared else (t, self.c, self.n, self.c)
+            yield product.T.reshape(shape)
 
     def own_rows(self) -> Iterator[tuple[slice, Tensor]]:
         """J̃ of the training examples: the place of n of them and their rows (n·C, P), block by block."""
@@ -368,6 +376,8 @@ class System(Solved):
         if (form := self._elsewhere) is not None:
             return form.loo_residuals()
         blocks, beta = self.inverse_blocks(), self.beta
+        if blocks.shape[1] < self.c:
+            return beta / blocks[:, 0]
         residuals: Tensor = torch.linalg.solve(blocks, beta.to(blocks))
         return residuals
 
@@ -378,15 +388,22 @@ class System(Solved):
     def loo_variances(self) -> Tensor:
         """Cov[f(x_i)] in units of the noise without example i: ((M_ii)⁻¹ − ρI)/ρ, (N, C, C)."""
         blocks = self.inverse_blocks()
-        eye = torch.eye(self.c, dtype=blocks.dtype, device=blocks.device)
+        each = blocks.shape[1]  # 1 where outputs share features
+        eye = torch.eye(each, dtype=blocks.dtype, device=blocks.device)
         found: Tensor = torch.linalg.inv(blocks) / self.ridge - eye
         w = self.problem.weights
-        return found if w is None else found / w[:, :, None] / w[:, None]
+        return found if w is None else found / w[:, :each, None] / w[:, None, :each]
 
     def noise(self) -> float:
         """The noise s of highest evidence at this ridge: ρ r̃ᵀβ / n."""
         product = (self.residual.double() * self.beta.double()).sum()
         return float(self.ridge * product / self.problem.count)
+
+
+def apart(found: Tensor, outputs: int) -> Tensor:
+    """Covariances (T, S) of every output by itself as those between outputs, (T, C, S, C)."""
+    eye = torch.eye(outputs, dtype=found.dtype, device=found.device)
+    return torch.einsum("ts,cd->tcsd", found, eye)
 
 
 def require_digits(rest: Tensor, error: float, ridge: float) -> None:

@@ -36,8 +36,9 @@ from linnet.fitting.export import (
     in_weights,
 )
 from linnet.fitting.last_layer import bared, last_linear, replace_module, zero_layer
-from linnet.linear.features import Weights, angular_kernel
+from linnet.linear.features import Weights, angular_kernel, arc_cosine
 from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.normal_system import NormalSystem
 from linnet.memory import Plan, parse_bytes, require
 from linnet.nested.features import HEAD, Prior
 from linnet.nested.stages import Alike, Headed
@@ -47,6 +48,31 @@ from linnet.tangent.graph import Prototype, Traced, plain_module
 from linnet.tangent.graph_rows import module_with_rows
 from linnet.tangent.jacobian import jacobian
 from linnet.tangent.modes import in_exact_mode
+
+Solution = KernelSystem | NormalSystem
+
+
+class Formed(nn.Module):
+    """A network that returns the features of many samples' fits, (N, D + M) in float64."""
+
+    center: Tensor
+    psi: Tensor
+    root: Tensor
+
+    def __init__(self, prior: Prior) -> None:
+        super().__init__()
+        assert prior.landmarks is not None
+        self.reader, self.width = prior.network.reader.model, prior.network.width
+        self.scale, self.share, self.reads_last = prior.scale, prior.share**0.5, bool(prior.width)
+        self.register_buffer("center", prior.center)
+        self.register_buffer("psi", prior.landmarks.psi)
+        self.register_buffer("root", prior.landmarks.root)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """φ, scaled and less its mean, where it takes part, and g(ψ)."""
+        phi, psi = self.reader(*args, **kwargs).to(self.psi.dtype).tensor_split([self.width], 1)
+        alike = self.share * (arc_cosine(psi @ self.psi.T) @ self.root)
+        return torch.cat([(phi - self.center) * self.scale, alike], 1) if self.reads_last else alike
 
 
 class _Remaining(NamedTuple):
@@ -63,6 +89,8 @@ class _Remaining(NamedTuple):
     # what features known by their kernel add to |g̃|²: a constant, and so much of each entry of k̃
     constant: float = 0.0
     each: float = 0.0
+    # of features along landmarks: which are the last, and σ²/ρ times what they are without end, and 1
+    partial: tuple[int, float, float] | None = None
 
     def features(self, found: Tensor, j: Tensor) -> Tensor:
         """g̃ and k̃, (N, D + H·P + M), from φ and k (N, D + M) and J (N, H·P)."""
@@ -109,6 +137,9 @@ class _WithVariance(nn.Module):
         held = (g @ rest.factor).square().sum(1)
         length = rest.length(g, phi.shape[1] - len(rest.center))
         variance = (rest.prior * length - held).clamp_min(0) if rest.prior else held
+        if rest.partial is not None:
+            first, whole, unit = rest.partial
+            variance = variance + (whole - unit * phi[:, first:].square().sum(1)).clamp_min(0).to(held)
         each = (variance + rest.least).to(mean.dtype)
         return mean, each[:, None].expand(mean.shape)
 
@@ -129,7 +160,7 @@ class _Rounded(nn.Module):
 @in_exact_mode
 @torch.no_grad()
 def exported_nested(
-    prior: Prior, system: KernelSystem, like: Prototype, noise: float | None, kind: torch.dtype | None
+    prior: Prior, system: Solution, like: Prototype, noise: float | None, kind: torch.dtype | None
 ) -> Traced:
     """An adapted network as a plain module."""
     function, problem = prior.network.function, system.problem
@@ -140,7 +171,7 @@ def exported_nested(
         "fit with linnet.fit, which has one direction for all outputs",
     ]
     require(basis.plan(system.c, system.memory, ["the same in the module"]), remedies)
-    found = basis.weights(problem.examples, system.coefficients.double(), system.memory)
+    found = prior.weights(system)
     exact = _exact(prior, system)
     weight, bias = (part.to(exact) for part in _layer(prior, found))
     network, names = _reading(prior, rows, exact)
@@ -163,8 +194,10 @@ def exported_nested(
     return plain_module(network, directions, _Rounded(moved, function.dtype), like)
 
 
-def _exact(prior: Prior, system: KernelSystem) -> torch.dtype:
+def _exact(prior: Prior, system: Solution) -> torch.dtype:
     """The type in which the kernel of earlier layers is summed: float64 where rounding would show."""
+    if prior.landmarks is not None:
+        return torch.float64
     # where it may add a tenth of the error at which a fit itself is made again in float64
     function, beta = prior.network.function, system.beta
     outputs = system.problem.unscaled(system.residual) - system.left_over
@@ -176,6 +209,8 @@ def _exact(prior: Prior, system: KernelSystem) -> torch.dtype:
 
 def _layer(prior: Prior, found: Weights) -> tuple[Tensor, Tensor]:
     """The linear layer on φ and k as the network gives them, from the one on scaled φ less their mean."""
+    if prior.landmarks is not None:
+        return found.layers[0][1], found.bias
     weight, alike = found.layers[0][1].tensor_split([prior.network.width], 1)
     weight = weight * prior.scale
     return torch.cat([weight, alike], 1), found.bias - weight @ prior.center
@@ -185,6 +220,8 @@ def _reading(prior: Prior, rows: Tensor, exact: torch.dtype) -> tuple[nn.Module,
     """The network that returns φ and k, and the names of the weights below the head."""
     # rows (N, D + E)
     function = prior.network.function
+    if prior.landmarks is not None:
+        return Formed(prior), [f"reader.{name}" for name in prior.network.read_names]
     if not prior.mixture.earlier:
         return bared(function.model), function.names
     psi = rows[:, prior.network.width :].to(exact)
@@ -203,9 +240,10 @@ def _remaining(prior: Prior, rows: Tensor, posterior: ExportedPosterior) -> _Rem
     """The posterior of the features beside the intercept."""
     # rows (N, D) or (N, D + E)
     function, h, mixture = prior.network.function, prior.network.heads, prior.mixture
-    rows, psi = rows.tensor_split([prior.network.width], 1)
+    formed = prior.landmarks is not None
+    rows, psi = rows.tensor_split([rows.shape[1] if formed else prior.network.width], 1)
     (n, d), p = rows.shape, h * function.space.dim if mixture.weight else 0
-    known = n if mixture.earlier else 0  # columns of the kernel of earlier layers
+    known = n if mixture.earlier and not formed else 0  # columns of the kernel of earlier layers
     what = f"variance of {d} features and {h} heads on {function.space.dim} weights, {n} examples"
     columns = d + p + known
     items = (*held_by_factor(columns, n, h), ("training rows", 8 * n * columns))
@@ -224,9 +262,13 @@ def _remaining(prior: Prior, rows: Tensor, posterior: ExportedPosterior) -> _Rem
     total, drawn = g.sum(0), (1 - (1 - share * n) ** 0.5) / n
     g -= total * drawn  # Q G
     found = prior.center.double(), prior.scale * head, of_rows
-    if not mixture.earlier:
+    if formed:
+        found = torch.zeros_like(rows[0]), 1.0, of_rows
+    if not known:
         factor, of_prior = in_weights(g.T @ g, posterior) if d + p <= n else in_examples(g, posterior)
-        return _Remaining(*found, total * share, factor, of_prior, share * posterior.noise)
+        made = _Remaining(*found, total * share, factor, of_prior, share * posterior.noise)
+        unit = posterior.noise / posterior.ridge
+        return made._replace(partial=(prior.width, unit * prior.share, unit)) if formed else made
     s, alike = head**2 * prior.share, angular_kernel(psi, psi)
     q = torch.eye(n).to(alike) - drawn
     kernel = g @ g.T + s * (q @ alike @ q)
@@ -238,7 +280,7 @@ def _remaining(prior: Prior, rows: Tensor, posterior: ExportedPosterior) -> _Rem
 
 @in_exact_mode
 @torch.no_grad()
-def network_of_probe(prior: Prior, system: KernelSystem) -> nn.Module:
+def network_of_probe(prior: Prior, system: Solution) -> nn.Module:
     """The network with the probe for its last layer, or behind it and what earlier layers give."""
     if prior.mixture.weight:
         raise InputError(
@@ -246,9 +288,9 @@ def network_of_probe(prior: Prior, system: KernelSystem) -> nn.Module:
             expected="weight 0: otherwise every output has weights of its own below the head",
             remedy="adapt with weight=0, or export() the linear model",
         )
-    examples, rows = system.problem.examples, system.problem.examples.rows[HEAD]
+    rows = system.problem.examples.rows[HEAD]
     assert rows is not None
-    weight, bias = _layer(prior, system.problem.basis.weights(examples, system.coefficients.double()))
+    weight, bias = _layer(prior, prior.weights(system))
     exact = _exact(prior, system)
     network = _reading(prior, rows, exact)[0]
     old = last_linear(prior.network.function.model)[1]

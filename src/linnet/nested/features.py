@@ -13,7 +13,7 @@ features. It is the same for every class: the kernel of C outputs is K ⊗ I, N 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -31,11 +31,15 @@ from linnet.linear.features import (
     Features,
     Heads,
     WeightedSum,
+    Weights,
     angular_kernel,
 )
-from linnet.nested.search import Kernels, Mixture
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.normal_system import NormalSystem
+from linnet.nested.landmarks import Landmarks
+from linnet.nested.search import BIAS, Kernels, Mixture, scale_of_rows
 from linnet.nested.stages import Beside, Staged, earlier_layers
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.functional import IDLE, Functional, copied
 from linnet.tangent.selection import Selector, owner, selected
 from linnet.tangent.sequences import in_parts
@@ -154,11 +158,19 @@ def kernels_of(found: Tensor, width: int) -> Kernels:
     return Kernels(head @ head.T, angular_kernel(early, early) if early.shape[1] else None)
 
 
+def read(features: RandomHeads, x: Inputs, earlier: bool) -> Tensor:
+    """φ(x), and ψ(x) beside it where earlier layers may take part and are there, (N, D) or (N, D + E)."""
+    found = features.staged(x) if earlier else features.phi(x)
+    # the features of the last layer, divided by their lengths, are no other layer's
+    return found if features.stages else found[:, : features.width]
+
+
 # -- prior -----------------------------------------------------------------------------------------
 # What an adapted network is linear in: an intercept, the features of its last layer, the layers below.
 
 
 BATCH = 64  # samples at a time, whose maps at several layers are held
+TOGETHER = 2048  # samples at a time, whose ψ are held where only their kernel with landmarks is kept
 HEAD = 1  # the place of the computed features among the terms
 
 
@@ -169,6 +181,7 @@ class Prior:
     network: RandomHeads
     center: Tensor  # mean of φ over the samples that the fit was made on, (D,)
     mixture: Mixture  # how the kernels are added
+    landmarks: Landmarks | None = None  # samples along which earlier layers take part, where samples are many
 
     @property
     def scale(self) -> float:
@@ -182,23 +195,74 @@ class Prior:
 
     def rows(self, x: Inputs) -> Tensor:
         """φ, scaled and less its mean, and behind it ψ where it takes part, (N, D) or (N, D + E)."""
+        if self.landmarks is not None:
+            return self._in_blocks(x)
         return self.scaled(self.network.staged(x) if self.mixture.earlier else self.network.phi(x))
+
+    def _in_blocks(self, x: Inputs) -> Tensor:
+        """The same, so many samples at a time."""
+        start, made = 0, self.center.new_empty(0)
+        for part in split(x, TOGETHER):
+            block = self.scaled(self.network.staged(part))
+            made = made if start else block.new_empty(batch_size(x), block.shape[1])
+            made[start : start + len(block)] = block
+            start += len(block)
+        return made
+
+    @property
+    def width(self) -> int:
+        """How many of the rows' columns are φ: none of many samples where earlier layers alone take part."""
+        return 0 if self.landmarks is not None and not self.scale else self.network.width
 
     def scaled(self, found: Tensor) -> Tensor:
         """The same of features as the network gives them."""
         # found (N, D) or (N, D + E)
         phi, psi = found.tensor_split([self.network.width], 1)
         phi = (phi - self.center) * self.scale
-        return torch.cat([phi, psi], 1) if self.mixture.earlier else phi
+        if self.landmarks is None:
+            return torch.cat([phi, psi], 1) if self.mixture.earlier else phi
+        alike = self.landmarks(psi).mul_(self.share**0.5)
+        return torch.cat([phi, alike], 1) if self.width else alike
 
     @property
     def features(self) -> WeightedSum:
         """κ + (1 − w) ((1 − e)/m_head K_head + e/m_early K_early) + w/m_body K_body."""
         mixed = self.mixture
         head: Features = Explicit(self.rows)
-        if mixed.earlier:
+        if self.landmarks is not None:
+            head = Explicit(self.rows, self.width, self.share)
+        elif mixed.earlier:
             head = Angles(self.rows, self.network.width, self.share)
         terms = [(mixed.bias, Constant(self.center.device)), (1 - mixed.weight, head)]
         if mixed.weight:
             terms.append((mixed.weight / mixed.body, self.network.body))
         return WeightedSum(tuple(terms))
+
+    def weights(self, system: KernelSystem | NormalSystem) -> Weights:
+        """A solution as a model in weights of the rows and of the layers below."""
+        if isinstance(system, NormalSystem):
+            first, rest = system.solution.double().tensor_split([1])
+            return Weights(self.mixture.bias**0.5 * first[0], [(self.rows, rest.T)])
+        problem = system.problem
+        return problem.basis.weights(problem.examples, system.coefficients.double(), system.memory)
+
+
+def prior_of_many(
+    features: RandomHeads, x: Inputs, found: Tensor, earlier: float, bias: float = BIAS
+) -> tuple[Prior, Tensor]:
+    """The prior of many samples at a share of earlier layers, and their rows (N, D + M)."""
+    # found (M, D + E): φ and ψ of the landmarks
+    center = torch.zeros_like(found[0, : features.width])
+    landmarks = Landmarks.of(found[:, features.width :]) if earlier else None
+    plain = Mixture(0.0, earlier, 1 - earlier or 1.0, earlier or 1.0, 1.0, bias)
+    prior = Prior(features, center, plain, landmarks)
+    rows = prior.rows(x)
+    head, early = rows.tensor_split([prior.width], 1)
+    if prior.width:
+        prior = replace(prior, center=head.mean(0))
+        head -= prior.center
+    of_head, of_early = (scale_of_rows(part) if part.shape[1] else 1.0 for part in (head, early))
+    prior = replace(prior, mixture=replace(plain, head=of_head, early=of_early))
+    head *= prior.scale
+    early *= prior.share**0.5
+    return prior, rows

@@ -10,6 +10,7 @@ where they fit a share of the memory, and not otherwise.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,22 +20,41 @@ import torch
 from torch import Tensor, nn
 
 from linnet import tree
-from linnet.errors import DataError, FileFormatError, InputError, ModelError
+from linnet.errors import DataError, FileFormatError, InputError, ModelError, NumericalError
 from linnet.fitting.accuracy import TOLERANCE
 from linnet.fitting.arguments import Choices, count_in_words
 from linnet.fitting.last_layer import HIDDEN, Appended
 from linnet.fitting.linear_fit import SquaredFit
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.remarks import rounded, unused_remarks
-from linnet.linear.dual import DualSystem
+from linnet.linear.dual import DualSystem, log_target_noise
 from linnet.linear.features import Examples
 from linnet.linear.kernel_system import KernelSystem, whitened_kernel
+from linnet.linear.normal_system import NormalSystem, evidence_and_noise, summed
 from linnet.linear.problem import Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets, understood, weighed_targets
+from linnet.memory import Plan, parse_bytes, require
 from linnet.nested.export import exported_nested, network_of_probe
-from linnet.nested.features import HEAD, Prior, RandomHeads, kernels_of
-from linnet.nested.search import FREE, Kernels, Rung, Shares, choose, intercept, sampled
+from linnet.nested.features import HEAD, TOGETHER, Prior, RandomHeads, kernels_of, prior_of_many, read
+from linnet.nested.landmarks import LANDMARKS, MANY
+from linnet.nested.search import (
+    BIAS,
+    FREE,
+    JUDGES,
+    PER_DECADE,
+    PILOT,
+    Candidate,
+    Choice,
+    Kernels,
+    Rung,
+    Shares,
+    choose,
+    counted,
+    intercept,
+    least_near,
+    sampled,
+)
 from linnet.params import no_targets, warn
 from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate, hash_examples, take
 from linnet.tangent.data import Data
@@ -89,10 +109,12 @@ class NestedFit(SquaredFit):
     """
 
     module: RandomHeads
-    system: KernelSystem
+    system: KernelSystem | NormalSystem
     kind = "nested-fit"
 
-    def __init__(self, prior: Prior, targets: Targets, system: KernelSystem, record: Choices) -> None:
+    def __init__(
+        self, prior: Prior, targets: Targets, system: KernelSystem | NormalSystem, record: Choices
+    ) -> None:
         super().__init__(prior.network, targets, system, record)
         self.prior = prior
         self.rungs: tuple[Rung, ...] = ()
@@ -144,7 +166,12 @@ class NestedFit(SquaredFit):
             return found
         # What the intercept costs by its prior, (1ᵀβ)²/1ᵀM1, would be taken for noise where values are not
         # about zero.
-        dual, root = self.system.dual, self._targets.every_weight.sqrt().to(self.system.beta)[:, None]
+        system, root = self.system, self._targets.every_weight.sqrt().to(self.system.beta)[:, None]
+        if isinstance(system, NormalSystem):  # its weight comes first, and 1ᵀM1 = (1 − ρ H⁻¹₁₁)/κ
+            unit = torch.eye(len(system.normal), 1).to(system.solution)
+            cost = system.solution[0].square().sum() / (1 - system.ridge * system.solve(unit)[0, 0])
+            return max(found - self.ridge * float(cost) / self._targets.values.numel(), 0.0)
+        dual = system.dual
         if dual.shared:
             cost = (root.T @ dual.beta).square().sum() / (root.T @ dual.solve(root))
         else:  # equations on outputs tie them to one another
@@ -164,7 +191,7 @@ class NestedFit(SquaredFit):
 
     def _made(self, system: System, targets: Targets, record: Choices) -> NestedFit:
         """A fit by another system, with what held-out folds told: closed forms cannot find that again."""
-        assert isinstance(system, KernelSystem)
+        assert isinstance(system, KernelSystem | NormalSystem)
         made = NestedFit(self.prior, targets, system, record)
         if made.n == 1:  # which leaves no residual to tell the noise by
             made._noise = self.noise
@@ -177,6 +204,8 @@ class NestedFit(SquaredFit):
         """Eigenvalues of H K H, the kernel without the intercept, which would hide all others; N − 1."""
         if self.constraints is not None:
             return super()._eigenvalues()
+        if isinstance(self.system, NormalSystem):
+            return self._of_rows()
         kernel = self.system.kernel
         if (w := self.system.problem.weights) is not None:
             kernel = kernel / w[:, :1] / w[:, 0]
@@ -185,12 +214,21 @@ class NestedFit(SquaredFit):
         values: Tensor = torch.linalg.eigvalsh(kernel)
         return values[1:].clamp_min(0)
 
+    def _of_rows(self) -> Tensor:
+        """The same of many samples: the eigenvalues that are not zero, of the features' covariance."""
+        rows = self.system.problem.examples.rows[HEAD]
+        assert rows is not None
+        mean = rows.mean(0)
+        gram = sum((part.T @ part for part in rows.split(TOGETHER)), -len(rows) * torch.outer(mean, mean))
+        found: Tensor = torch.linalg.eigvalsh(gram)
+        return found.clamp_min(0)
+
     def _grid(self) -> Tensor:
         """Seven decades of ridges around the mean of the kernel's diagonal, and the fit's own, (R,)."""
         decades = torch.logspace(-4, 3, 29, dtype=torch.float64)
         own = torch.tensor([self.ridge], dtype=torch.float64)
         found: Tensor = torch.cat([decades, own]).unique()
-        return found.to(self.system.kernel.device)
+        return found.to(self.system.residual.device)
 
     # -- changes ---------------------------------------------------------------------------------
 
@@ -363,8 +401,8 @@ class NestedFit(SquaredFit):
             "center": self.prior.center,
             "mixture": self.prior.mixture,
             "ridge": self.ridge,
-            "beta": self.system.beta,
-            "kernel": self.system.kernel,
+            **self._solved_state(),
+            "landmarks": self.prior.landmarks,
             "constraints": self.constraints,
             "rows": self.system.problem.examples.rows[HEAD],
             "rungs": self.rungs,
@@ -372,6 +410,13 @@ class NestedFit(SquaredFit):
             # closed forms cannot find again what held-out folds told
             "calibration": {} if self.held_out is None else {name: getattr(self, name) for name in known},
         }
+
+    def _solved_state(self) -> dict[str, Any]:
+        """The equations and their solution."""
+        system = self.system
+        if isinstance(system, NormalSystem):
+            return {"normal": system.normal, "right": system.right}
+        return {"kernel": system.kernel, "beta": system.beta}
 
 
 def problem_of(prior: Prior, data: tuple[Inputs, Tensor], targets: Targets) -> Problem:
@@ -384,17 +429,22 @@ def problem_of(prior: Prior, data: tuple[Inputs, Tensor], targets: Targets) -> P
     return problem.weighing(targets.weights)
 
 
-def rounding_remarks(prior: Prior, rows: Tensor, kernels: Kernels, system: KernelSystem) -> tuple[str, ...]:
+def rounding_remarks(
+    prior: Prior, rows: Tensor, kernels: Kernels, system: KernelSystem | NormalSystem
+) -> tuple[str, ...]:
     """Whether the rounding of features and gradients leaves errors in predictions."""
     # rows (N, D) or (N, D + E)
     # An entry of the body's kernel is wrong by ε √(K_aa K_bb), and a feature by ε of its size, independently.
     # What all samples have in common takes part in no prediction, as the sum of β is zero; its rounding does.
     mixture, function = prior.mixture, prior.network.function
     eps, beta = function.precision.eps(function.dtype, function.device), system.coefficients.square()
-    head, early = rows.tensor_split([prior.network.width], 1)
-    of_head = head.square() @ (head + prior.center * prior.scale).square().mean(0)
+    head, early = rows.tensor_split([prior.width], 1)
+    of_head = rows.new_zeros(len(rows))
+    if prior.width:
+        of_head += _squares(head, _mean_square(head, prior.center * prior.scale))
     if mixture.earlier:  # the slope of κ is at most 1
-        of_head = of_head + prior.share**2 * (early.square() @ early.square().mean(0))
+        share = 1.0 if prior.landmarks is not None else prior.share
+        of_head += share**2 * _squares(early, _mean_square(early))
     error = (1 - mixture.weight) ** 2 * (of_head @ beta + of_head.mean() * beta.sum(0))
     if mixture.weight and kernels.body is not None:
         of_body = kernels.body.diagonal()
@@ -407,6 +457,18 @@ def rounding_remarks(prior: Prior, rows: Tensor, kernels: Kernels, system: Kerne
     if told or largest <= TOLERANCE * scale:
         return told
     return (f"{rounded(largest, scale)}; model.double() keeps more digits",)
+
+
+def _mean_square(rows: Tensor, shift: Tensor | float = 0.0) -> Tensor:
+    """The mean over samples of (r + s)², (D,)."""
+    # rows (N, D), shift (D,)
+    return torch.stack([(part + shift).square().sum(0) for part in rows.split(TOGETHER)]).sum(0) / len(rows)
+
+
+def _squares(rows: Tensor, weights: Tensor) -> Tensor:
+    """Σ_d w_d r_id², (N,)."""
+    # rows (N, D), weights (D,)
+    return torch.cat([part.square() @ weights for part in rows.split(TOGETHER)])
 
 
 def size_remarks(targets: Tensor, kind: torch.dtype, other: float) -> tuple[str, ...]:
@@ -437,37 +499,29 @@ def solved(
     given: Shares = FREE,
     file: Path | None = None,
 ) -> NestedFit:
-    """Form the kernels, choose what is not given, solve."""
+    """Form the kernels, or the features of many samples, choose what is not given, solve."""
     if given.weight:
         features.require_body()
-    start = time.perf_counter()
-    found = features.staged(x) if reads_earlier(given) else features.phi(x)
-    if not features.stages:  # the features of the last layer, divided by their lengths, are no other layer's
-        if given.earlier:
-            raise ModelError(
-                f"earlier={given.earlier!r} for a network without a layer before the last that can be read",
-                expected="layers that take the examples on the first axis",
-                remedy="leave earlier= out",
-            )
-        found = found[:, : features.width]
-    kernels = kernels_of(found, features.width)
-    kernels = _with_derivatives(features, x, targets, kernels, given, memory, file)
-    seconds = {"kernel": time.perf_counter() - start}
-    start = time.perf_counter()
-    choice = choose(kernels, targets, given)
-    bias = intercept(targets, choice.taken.ridge)
-    kernel, mixture = kernels.mixed(choice.taken.weight, choice.taken.earlier, bias)
-    prior = Prior(features, found[:, : features.width].mean(0), mixture)
-    rows = prior.scaled(found)
-    problem = problem_of(prior, (x, rows), targets)
-    dual = DualSystem(whitened_kernel(kernel, problem), problem.residual, choice.taken.ridge)
-    system = KernelSystem(problem, dual, memory)
-    seconds["solve"] = time.perf_counter() - start
+    many = batch_size(x) > MANY and not given.weight
+    made = (
+        _in_weights(features, x, targets, memory, given)
+        if many
+        else _in_samples(features, x, targets, memory, given, file)
+    )
+    prior, choice, kernels, system, seconds = made
+    rows = system.problem.examples.rows[HEAD]
+    assert rows is not None
     averaged = {"features": AVERAGED} if getattr(features.model, "averaged", False) else {}
     told = rounding_remarks(prior, rows, kernels, system)
     told_of = {k: v.replace("lower layers", features.below) for k, v in choice.reasons().items()}
+    if many:
+        told_of["solver"] = f"in the weights of {rows.shape[1]:,} features, as samples are more than {MANY:,}"
+        if prior.landmarks is not None:
+            landmarks = f"along {len(prior.landmarks.psi):,} of the samples"
+            told_of["solver"] += f"; the kernel of earlier layers {landmarks}"
     record = replace(
         record,
+        solver="primal" if many else "dual",
         criterion="loo" if given.ridge is None else "given",
         reasons={**record.reasons, **averaged, **told_of},
         warnings=(*record.warnings, *choice.warnings(), *told, *unused_remarks(features.function)),
@@ -476,6 +530,155 @@ def solved(
     )
     features.function.known = KnownInputs.of(x, record.columns, features.function.token)
     return NestedFit(prior, targets, system, record)
+
+
+Made = tuple[Prior, Choice, Kernels, KernelSystem | NormalSystem, dict[str, float]]
+
+
+def _in_samples(
+    features: RandomHeads,
+    x: Inputs,
+    targets: Targets,
+    memory: str | int | None,
+    given: Shares,
+    file: Path | None,
+) -> Made:
+    """By the kernel of all samples."""
+    start = time.perf_counter()
+    found = _read(features, x, given)
+    kernels = kernels_of(found, features.width)
+    kernels = _with_derivatives(features, x, targets, kernels, given, memory, file)
+    seconds = {"kernel": time.perf_counter() - start}
+    start = time.perf_counter()
+    choice = choose(kernels, targets, given)
+    bias = intercept(targets, choice.taken.ridge)
+    kernel, mixture = kernels.mixed(choice.taken.weight, choice.taken.earlier, bias)
+    prior = Prior(features, found[:, : features.width].mean(0), mixture)
+    problem = problem_of(prior, (x, prior.scaled(found)), targets)
+    dual = DualSystem(whitened_kernel(kernel, problem), problem.residual, choice.taken.ridge)
+    system = KernelSystem(problem, dual, memory)
+    return prior, choice, kernels, system, seconds | {"solve": time.perf_counter() - start}
+
+
+def _in_weights(
+    features: RandomHeads, x: Inputs, targets: Targets, memory: str | int | None, given: Shares
+) -> Made:
+    """In the weights of the features: those of earlier layers along some of the samples."""
+    start, n = time.perf_counter(), batch_size(x)
+    order = sampled(n, n).to(targets.values.device)
+    some = order[:LANDMARKS]
+    found = _read(features, take(x, some), given)
+    kernels = kernels_of(found[:PILOT], features.width)
+    choice = replace(choose(kernels, targets.taken(some[:PILOT]), given), pilot=PILOT)
+    earlier = choice.taken.earlier
+    width = features.width * (earlier < 1) + len(some) * (earlier > 0)
+    items = (
+        ("features of the samples", 8 * n * width),
+        ("their products", 4 * 8 * width**2),
+        ("features of earlier layers", 2 * 8 * len(some) * found.shape[1]),
+    )
+    plan = Plan(f"{n:,} samples and {width:,} features", parse_bytes(memory, found.device), items)
+    require(plan, ["adapt with earlier=0, the linear probe", "adapt to fewer samples", "raise memory="])
+    prior, rows = prior_of_many(features, x, found, earlier)
+    seconds = {"kernel": time.perf_counter() - start}
+    start = time.perf_counter()
+    judges = order[LANDMARKS:]  # of the others: a landmark has an error that is a little less
+    judges = judges[counted(targets)[judges]][:JUDGES]
+    taken, system = _least(prior, (x, rows), targets, choice, given, judges, memory)
+    prior = replace(prior, mixture=replace(prior.mixture, bias=intercept(targets, taken.ridge)))
+    system = _with_intercept(system, prior, targets)
+    seconds["solve"] = time.perf_counter() - start
+    return prior, replace(choice, taken=taken), kernels, system, seconds
+
+
+def _least(
+    prior: Prior,
+    data: tuple[Inputs, Tensor],
+    targets: Targets,
+    choice: Choice,
+    given: Shares,
+    judges: Tensor,
+    memory: str | int | None,
+) -> tuple[Candidate, NormalSystem]:
+    """The ridge of least error on samples left out, and the solution there, of values about their mean."""
+    values, labels = targets.values.double(), targets.labels
+    if targets.classes is None:
+        w = targets.every_weight[:, None].to(values)
+        values = values - (w * values).sum(0) / w.sum()
+    problem = problem_of(prior, data, replace(targets, values=values))
+    system = NormalSystem(problem, summed(problem, memory), choice.taken.ridge, memory)
+    rows = problem.basis.root(Examples(judges, (None, data[1][judges])))
+    if problem.weights is not None:
+        rows = rows * problem.weights[judges, :1]
+    known = problem.residual[judges]
+    left: dict[float, tuple[Tensor, Tensor, NormalSystem]] = {}
+
+    def at(ridge: float) -> Candidate:
+        moved = system.at(ridge)
+        half = torch.linalg.solve_triangular(moved.factor, rows.T, upper=False)
+        rest = 1 - half.square().sum(0)
+        residuals = (known - rows @ moved.solution) / rest[:, None]
+        left[ridge] = residuals, 1 / rest, moved
+        right = None if labels is None else (known - residuals).argmax(1) == labels[judges]
+        return Candidate(0.0, choice.taken.earlier, ridge, residuals.square().sum(1), right)
+
+    if given.ridge is not None:
+        taken = at(given.ridge)
+    else:
+        found = least_near(choice.taken, at) if len(judges) else choice.taken
+        if found is None:
+            raise NumericalError(
+                "the products of the features are rounding alone",
+                expected="a network whose outputs change with its inputs",
+                remedy="look whether signals vanish in it, or scale inputs as for its training",
+            )
+        taken = found
+    if targets.classes is None and given.ridge is None:
+        for step in range(-PER_DECADE, PER_DECADE + 1):
+            with suppress(NumericalError):
+                at(taken.ridge * 10 ** (step / PER_DECADE))
+        taken = replace(taken, noise_factor=_noise_factor(left, taken.ridge))
+    return taken, left[taken.ridge][2] if taken.ridge in left else system.at(taken.ridge)
+
+
+def _noise_factor(left: dict[float, tuple[Tensor, Tensor, NormalSystem]], ridge: float) -> float:
+    """By what the noise of values is raised since the ridge was chosen, by what is left at several ridges."""
+    every = [left[one] for one in sorted(left)]
+    evidence, noise = torch.tensor([evidence_and_noise(one) for _, _, one in every], dtype=torch.float64).T
+    if not bool((noise > 0).all()) or not len(every[0][1]):
+        return 1.0
+    residuals = torch.stack([out for out, _, _ in every])
+    spread = torch.stack([one for _, one, _ in every])
+    count = every[0][2].problem.count
+    asked = log_target_noise((evidence.to(spread), noise.to(spread)), count, residuals, spread)
+    place = sorted(left).index(ridge)
+    return float(asked[place].mean().exp()) / float(noise[place])
+
+
+def _with_intercept(system: NormalSystem, prior: Prior, targets: Targets) -> NormalSystem:
+    """The same features with another prior variance of the intercept, fitted to the values as they are."""
+    problem = replace(system.problem, features=prior.features)
+    if (factor := (prior.mixture.bias / BIAS) ** 0.5) != 1:
+        normal, right = system.normal.clone(), system.right.clone()
+        normal[0] *= factor
+        normal[:, 0] *= factor
+        right[0] *= factor
+        system = NormalSystem(problem, (normal, right), system.ridge, system.memory)
+    if targets.classes is not None:
+        return system
+    return system.with_residual(problem.scaled(targets.values.double()))
+
+
+def _read(features: RandomHeads, x: Inputs, given: Shares) -> Tensor:
+    """φ(x), and ψ(x) beside it where it may take part, (N, D) or (N, D + E)."""
+    found = read(features, x, reads_earlier(given))
+    if given.earlier and not features.stages:
+        raise ModelError(
+            f"earlier={given.earlier!r} for a network without a layer before the last that can be read",
+            expected="layers that take the examples on the first axis",
+            remedy="leave earlier= out",
+        )
+    return found
 
 
 def reads_earlier(given: Shares) -> bool:
@@ -535,13 +738,18 @@ def restored_nested(
     moved = tree.map_tensors(lambda t: t.to(features.function.device), saved)
     x, targets, rows = moved["x"], moved["targets"], moved["rows"]
     features.function.known = KnownInputs.of(x, record.columns, features.function.token)
-    prior = Prior(features, moved["center"], saved["mixture"])
+    prior = Prior(features, moved["center"], saved["mixture"], moved.get("landmarks"))
     require_same_outputs(prior.rows, x, rows, path, OTHER)
     problem = problem_of(prior, (x, rows), targets)
     if moved["constraints"] is not None:
         problem = problem.given(moved["constraints"], samples=True)
-    dual = DualSystem(moved["kernel"], problem.residual, saved["ridge"], beta=moved["beta"])
-    fit = NestedFit(prior, targets, KernelSystem(problem, dual), record)
+    system: KernelSystem | NormalSystem
+    if "normal" in saved:
+        system = NormalSystem(problem, (moved["normal"], moved["right"]), saved["ridge"])
+    else:
+        dual = DualSystem(moved["kernel"], problem.residual, saved["ridge"], beta=moved["beta"])
+        system = KernelSystem(problem, dual)
+    fit = NestedFit(prior, targets, system, record)
     fit.held_out, fit.rungs, fit.dropped = moved["held_out"], saved["rungs"], moved.get("dropped", {})
     fit.calibrate(**saved["calibration"])
     return fit

@@ -9,7 +9,7 @@ w = e = 0 the model is ridge regression on the features with an intercept, the l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -371,8 +371,18 @@ def right_together(kernel: Tensor, targets: Targets, ridge: float) -> Tensor:
 def scale_of(kernel: Tensor) -> float:
     """The mean of a kernel's diagonal after the mean of its features is taken out; 1 for a constant one."""
     # kernel (N, N)
-    found = float(kernel.diagonal().mean() - kernel.mean())
-    return found if found > 1e-12 * float(kernel.diagonal().abs().mean()) else 1.0
+    return _spread(float(kernel.diagonal().mean()), float(kernel.mean()))
+
+
+def scale_of_rows(rows: Tensor) -> float:
+    """The same of the kernel that is the products of some rows."""
+    # rows (N, D); as the rows are
+    return _spread(float(rows.square().sum()) / len(rows), float(rows.mean(0).square().sum()))
+
+
+def _spread(square: float, mean: float) -> float:
+    """The mean square of features less that of their mean; 1 of constant ones."""
+    return square - mean if square - mean > 1e-12 * abs(square) else 1.0
 
 
 def best_ridge(
@@ -428,48 +438,56 @@ def best_ridge(
     return replace(found, noise_factor=path.noise_factor(found.ridge))
 
 
-def near_ridge(kernel: Tensor, targets: Targets, known: Candidate) -> Candidate:
-    """The ridge of lowest leave-one-out error, from that of some of the samples: classes alone."""
-    # kernel (N, N). The Cholesky factor of one ridge takes a thirtieth of the eigendecomposition that has
-    # every ridge; three or four are tried, or a dozen where the known one tells little. The last block of
-    # the inverse needs that of the factor alone, (L_SS L_SSᵀ)⁻¹: so samples drawn at random stand last, and
-    # judge.
-    (weighed, values), shares = _weighed(kernel, targets), (known.weight, known.earlier)
-    order, counting = sampled(len(values), len(values)).to(values.device), counted(targets)
-    order = torch.cat([order[~counting[order]], order[counting[order]]])
-    judges = order[-min(JUDGES, int(counting.sum())) :]
-    weighed, values, labels = weighed[order][:, order], values[order], targets.labels
-    tried: dict[int, Candidate] = {}
+def least_near(known: Candidate, at: Callable[[float], Candidate]) -> Candidate | None:
+    """The least leave-one-out error of all ridges, from that of some of the samples on."""
+    # The Cholesky factor of one ridge takes a thirtieth of the eigendecomposition that has every ridge; three
+    # or four are tried, or a dozen where the known one tells little.
+    tried: dict[int, Candidate | None] = {}
 
     def error(step: int) -> float:
         if not LOWEST * PER_DECADE <= step <= HIGHEST * PER_DECADE:
             return math.inf
         if step not in tried:
-            ridge = 10 ** (step / PER_DECADE)
             try:
-                system = DualSystem(weighed, values, ridge)
-                block = torch.cholesky_inverse(system.factor[-len(judges) :, -len(judges) :])
+                tried[step] = at(10 ** (step / PER_DECADE))
             except NumericalError:  # below the rounding of the kernel
-                return math.inf
-            residuals = system.beta[-len(judges) :] / block.diagonal()[:, None]
-            left_out = values[-len(judges) :] - residuals
-            right = None if labels is None else left_out.argmax(1) == labels[judges]
-            tried[step] = Candidate(*shares, ridge, residuals.square().sum(1), right)
-        return tried[step].score
+                tried[step] = None
+        one = tried[step]
+        return math.inf if one is None else one.score
 
     starts = [round(PER_DECADE * math.log10(known.ridge))]
     if known.ridge > FAR:
         starts += range(LOW * PER_DECADE, HIGH * PER_DECADE + 1, PER_DECADE)
     best = min(starts, key=error)
-    if error(best) == math.inf:
-        return best_ridge(kernel, targets, shares)
     for way in (-1, 1):
         while error(best + way) < error(best):
             best += way
     found = tried[best]
-    if best == HIGHEST * PER_DECADE:
-        return replace(found, edge="largest")
+    if found is None or best == HIGHEST * PER_DECADE:
+        return found and replace(found, edge="largest")
     return replace(found, edge="smallest" if error(best - 1) == math.inf else "")
+
+
+def near_ridge(kernel: Tensor, targets: Targets, known: Candidate) -> Candidate:
+    """The ridge of lowest leave-one-out error, from that of some of the samples: classes alone."""
+    # kernel (N, N). The last block of the inverse needs that of the factor alone, (L_SS L_SSᵀ)⁻¹: so samples
+    # drawn at random stand last, and judge.
+    (weighed, values), shares = _weighed(kernel, targets), (known.weight, known.earlier)
+    order, counting = sampled(len(values), len(values)).to(values.device), counted(targets)
+    order = torch.cat([order[~counting[order]], order[counting[order]]])
+    judges = order[-min(JUDGES, int(counting.sum())) :]
+    weighed, values, labels = weighed[order][:, order], values[order], targets.labels
+
+    def at(ridge: float) -> Candidate:
+        system = DualSystem(weighed, values, ridge)
+        block = torch.cholesky_inverse(system.factor[-len(judges) :, -len(judges) :])
+        residuals = system.beta[-len(judges) :] / block.diagonal()[:, None]
+        left_out = values[-len(judges) :] - residuals
+        right = None if labels is None else left_out.argmax(1) == labels[judges]
+        return Candidate(*shares, ridge, residuals.square().sum(1), right)
+
+    found = least_near(known, at)
+    return best_ridge(kernel, targets, shares) if found is None else found
 
 
 def _weighed(kernel: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:

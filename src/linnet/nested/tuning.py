@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,25 @@ from linnet.errors import DataError, LinnetError, NumericalError
 from linnet.fitting.descent import Descent
 from linnet.fitting.head import deal, example_hashes, with_head
 from linnet.fitting.last_layer import bared
+from linnet.linalg.factorize import cholesky
 from linnet.linear.dual import DualSystem, Spectrum
 from linnet.linear.kernel_system import KernelSystem
-from linnet.nested.features import Prior, RandomHeads, kernels_of
+from linnet.linear.normal_system import NormalSystem
+from linnet.nested.features import Prior, RandomHeads, kernels_of, prior_of_many, read
+from linnet.nested.landmarks import LANDMARKS
 from linnet.nested.nested_fit import NestedFit, problem_of
-from linnet.nested.search import ERRORS, Kernels, Rung, counted, intercept, ladder, verdict
+from linnet.nested.search import (
+    BIAS,
+    ERRORS,
+    Kernels,
+    Mixture,
+    Rung,
+    counted,
+    intercept,
+    ladder,
+    sampled,
+    verdict,
+)
 from linnet.predictive.noise import fit_moderation, fit_temperature
 from linnet.progress import Log, tell, track
 from linnet.tangent.batch import take
@@ -168,9 +183,11 @@ class Tuning:
             next(self._ticks, None)
         return network
 
-    def kernels(self, features: RandomHeads, share: bool) -> Kernels:
+    def kernels(self, features: RandomHeads, share: bool) -> Kernels | Roots:
         """The kernels of all samples at a network's weights."""
-        found = features.staged(self.fit.x) if self.fit.earlier else features.phi(self.fit.x)
+        if isinstance(self.fit.system, NormalSystem):
+            return Roots(features, self.fit)
+        found = read(features, self.fit.x, self.fit.earlier > 0)
         body = features.kernel(self.fit.x, self.fit.memory) if share else None
         return replace(kernels_of(found, features.width), body=body)
 
@@ -182,7 +199,7 @@ class Tuning:
 
     def held_out(self, kernel: Tensor, k: int, targets: Tensor) -> Tensor:
         """Squared errors on fold k by the fit of the others at its best ridge, which are told."""
-        # kernel (N, N), targets (N, C)
+        # kernel (N, N) or its root (N, D), targets (N, C)
         parts = self.parts(k)
         outputs, own = held_out(kernel, targets, parts, RIDGES), targets[parts[1]]
         errors = (outputs - own).square().sum(2)
@@ -200,12 +217,43 @@ class Tuning:
             pass
 
 
+class Roots:
+    """As ``Kernels``, of many samples: features (N, D), of whose products the kernel is made."""
+
+    body = None
+
+    def __init__(self, features: RandomHeads, fit: NestedFit) -> None:
+        self.features, self.x = features, fit.x
+        few = take(fit.x, sampled(fit.n, LANDMARKS))
+        self.found = read(features, few, fit.earlier > 0)
+
+    def prior(self, earlier: float, bias: float) -> tuple[Prior, Tensor]:
+        """The prior at a share of earlier layers, and its rows, (N, D)."""
+        return prior_of_many(self.features, self.x, self.found, earlier, bias)
+
+    def mixed(self, weight: float, earlier: float = 0.0, bias: float = BIAS) -> tuple[Tensor, Mixture]:
+        """The features with an intercept, (N, D + 1), and how they were made."""
+        del weight
+        prior, rows = self.prior(earlier, bias)
+        return torch.cat([torch.full_like(rows[:, :1], bias**0.5), rows], 1), prior.mixture
+
+
+def is_root(kernel: Tensor) -> bool:
+    """Whether it is the features of many samples, fewer than these, and not their kernel."""
+    return kernel.shape[0] != kernel.shape[1]
+
+
 def held_out(kernel: Tensor, targets: Tensor, parts: tuple[Tensor, Tensor], ridges: Any) -> Tensor:
     """Outputs for the samples of a fold by the fit of the others, (R, H, C)."""
-    # kernel (N, N), targets (N, C)
+    # kernel (N, N) or its root (N, D), targets (N, C)
     rest, held = parts
-    spectrum = Spectrum(kernel[rest][:, rest], targets[rest])
-    turned = kernel[held][:, rest] @ spectrum.vectors
+    if is_root(kernel):
+        known = kernel[rest]
+        spectrum = Spectrum(known.T @ known, known.T @ targets[rest])
+        turned = kernel[held] @ spectrum.vectors
+    else:
+        spectrum = Spectrum(kernel[rest][:, rest], targets[rest])
+        turned = kernel[held][:, rest] @ spectrum.vectors
     coordinates = spectrum.coordinates.reshape(len(spectrum.values), -1)
     return torch.stack([(turned / (spectrum.values + ridge)) @ coordinates for ridge in ridges])
 
@@ -229,7 +277,7 @@ def _tuned(fit: NestedFit, tuning: Tuning, start: float) -> NestedFit:
     targets = fit.targets.double()
     before = _held_before(tuning, targets)
     rate, first = _searched(tuning, targets)
-    kernels = [tuning.kernels(first, fit.body_weight > 0)]
+    kernels: list[Kernels | Roots] = [tuning.kernels(first, fit.body_weight > 0)]
     shares, ridge, outputs = _chosen(tuning, kernels, targets)
     rungs = ladder(before, outputs, fit._targets, time.perf_counter() - start, tuning.fold == 0)
     if rungs[-1].gain < -ERRORS * rungs[-1].gain_error:  # two more folds would hardly turn it round
@@ -272,12 +320,24 @@ def _noted(fit: NestedFit, sentence: str, rungs: tuple[Rung, ...] = ()) -> Neste
 def _held_before(tuning: Tuning, targets: Tensor) -> list[tuple[str, Tensor]]:
     """Held-out outputs of the probe and of the nested fit at the original weights, each at its best ridge."""
     fit = tuning.fit
-    phi = fit.module.phi(fit.x)
-    phi = phi - phi.mean(0)
-    models = [("linear probe", Kernels(phi @ phi.T).mixed(0.0, bias=tuning.bias)[0])]
-    if not fit.is_probe:
-        models.append(("linearized lower layers", fit.system.kernel.double()))
-    return [(name, _best(tuning, [kernel] * FOLDS, targets)[2]) for name, kernel in models]
+    original: Kernels | Roots
+    if isinstance(fit.system, NormalSystem):
+        original = Roots(fit.module, fit)
+        whole = None if fit.is_probe else original.mixed(0.0, fit.earlier, fit.prior.mixture.bias)[0]
+    else:
+        phi = fit.module.phi(fit.x)
+        phi = phi - phi.mean(0)
+        original = Kernels(phi @ phi.T)
+        whole = None if fit.is_probe else fit.system.kernel.double()
+    models = [("linear probe", original.mixed(0.0, bias=tuning.bias)[0])]
+    if whole is not None:
+        models.append(("linearized lower layers", whole))
+    return [(name, _best(tuning, [partial(_known, one)] * FOLDS, targets)[2]) for name, one in models]
+
+
+def _known(kernel: Tensor) -> Tensor:
+    """A kernel that is there."""
+    return kernel
 
 
 def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, RandomHeads]:
@@ -313,22 +373,24 @@ def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, RandomHeads]:
     return RATES[best], networks[best]
 
 
-def _best(tuning: Tuning, kernels: list[Tensor], targets: Tensor) -> tuple[float, float, Tensor]:
+def _best(
+    tuning: Tuning, kernels: Sequence[Callable[[], Tensor]], targets: Tensor
+) -> tuple[float, float, Tensor]:
     """Lowest held-out error over ridges, the ridge, and the outputs (N, C), with one kernel a fold."""
-    # kernels (N, N), targets (N, C)
+    # kernels (N, N) or their roots (N, D), one at a time; targets (N, C)
     # With fewer kernels than folds the error is that of the first folds, and the other outputs are zero.
     counting = counted(tuning.fit._targets) & (tuning.fold < len(kernels))
     outputs = targets.new_zeros(len(RIDGES), *targets.shape)
     for k, kernel in enumerate(kernels):
         parts = tuning.parts(k)
-        outputs[:, parts[1]] = held_out(kernel, targets, parts, RIDGES)
+        outputs[:, parts[1]] = held_out(kernel(), targets, parts, RIDGES)
     errors = (outputs - targets).square().sum(2)[:, counting].mean(1)
     place = int(errors.argmin())
     return float(errors[place]), RIDGES[place], outputs[place]
 
 
 def _chosen(
-    tuning: Tuning, kernels: list[Kernels], targets: Tensor
+    tuning: Tuning, kernels: list[Kernels | Roots], targets: Tensor
 ) -> tuple[tuple[float, float], float, Tensor]:
     """Shares of the lower layers and ridge of lowest held-out error, and the outputs there, (N, C)."""
     # targets (N, C)
@@ -337,9 +399,8 @@ def _chosen(
     fit, found = tuning.fit, []
     weight = fit.body_weight if all(one.body is not None for one in kernels) else 0.0
     for shares in dict.fromkeys(((0.0, 0.0), (0.0, fit.earlier), (weight, fit.earlier))):
-        error, ridge, outputs = _best(
-            tuning, [one.mixed(*shares, tuning.bias)[0] for one in kernels], targets
-        )
+        made = [partial(_mixed, one, shares, tuning.bias) for one in kernels]
+        error, ridge, outputs = _best(tuning, made, targets)
         found.append((error, shares, ridge, outputs))
     return min(found, key=lambda one: one[0])[1:]
 
@@ -347,9 +408,18 @@ def _chosen(
 Chosen = tuple[tuple[float, float], float]  # shares and ridge
 
 
-def _solved(fit: NestedFit, network: RandomHeads, whole: Kernels, chosen: Chosen) -> NestedFit:
+def _mixed(kernels: Kernels | Roots, shares: tuple[float, float], bias: float) -> Tensor:
+    """The kernel of a fold, or its root."""
+    return kernels.mixed(*shares, bias)[0]
+
+
+def _solved(fit: NestedFit, network: RandomHeads, whole: Kernels | Roots, chosen: Chosen) -> NestedFit:
     """The nested fit at the trained weights."""
     shares, ridge = chosen
+    if isinstance(whole, Roots):
+        prior, rows = whole.prior(shares[1], intercept(fit._targets, ridge))
+        problem = problem_of(prior, (fit.x, rows), fit._targets)
+        return NestedFit(prior, fit._targets, NormalSystem.solved(problem, ridge, fit.memory), fit.record)
     kernel, mixture = whole.mixed(*shares, intercept(fit._targets, ridge))
     found = network.staged(fit.x) if mixture.earlier else network.phi(fit.x)
     prior = Prior(network, found[:, : network.width].mean(0), mixture)
@@ -360,14 +430,23 @@ def _solved(fit: NestedFit, network: RandomHeads, whole: Kernels, chosen: Chosen
 
 
 def _calibrate(
-    made: NestedFit, tuning: Tuning, kernels: list[Kernels], chosen: Chosen, outputs: Tensor
+    made: NestedFit, tuning: Tuning, kernels: list[Kernels | Roots], chosen: Chosen, outputs: Tensor
 ) -> None:
     """Noise and temperatures by held-out outputs: leave-one-out knows the labels through the weights."""
     made.held_out, (shares, ridge) = outputs, chosen
     own = torch.zeros_like(outputs[:, 0])
     for k, kernel in enumerate(kernels):
         rest, held = tuning.parts(k)
-        mixed = kernel.mixed(*shares, tuning.bias)[0]
+        mixed, mixture = kernel.mixed(*shares, tuning.bias)
+        if isinstance(kernel, Roots):
+            gram = mixed[rest].T @ mixed[rest]
+            gram.diagonal().add_(ridge)
+            half = torch.linalg.solve_triangular(cholesky(gram, "features"), mixed[held].T, upper=False)
+            own[held] = ridge * half.square().sum(0).to(own)
+            if shares[1]:  # what landmarks leave
+                alike = mixed[held, -len(kernel.found) :].square().sum(1)
+                own[held] += (mixture.earlier / mixture.early - alike).clamp_min(0).to(own)
+            continue
         system = DualSystem(mixed[rest][:, rest], made.targets[rest], ridge)
         cross = mixed[held][:, rest]
         own[held] = (mixed.diagonal()[held] - (system.cross(cross) * cross).sum(1)).clamp_min(0).to(own)
