@@ -9,6 +9,7 @@ where they fit a share of the memory, and not otherwise.
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -74,6 +75,7 @@ from linnet.tangent.matching import (
 # (docs/results/adapt.md), and take a hundred times as long.
 TRIED = 1_000_000
 TRIAL = 400  # samples on which they are tried where there are more
+SHOWN = 64  # landmarks whose outputs show what rounding does
 CONSTANT = 1e-12  # spread of outputs, of the largest, that rounding alone leaves
 AVERAGED = (
     f"the mean of {HIDDEN} over its positions, by {MASK} where it is given; output= takes something else"
@@ -437,19 +439,20 @@ def rounding_remarks(
     # An entry of the body's kernel is wrong by ε √(K_aa K_bb), and a feature by ε of its size, independently.
     # What all samples have in common takes part in no prediction, as the sum of β is zero; its rounding does.
     mixture, function = prior.mixture, prior.network.function
-    eps, beta = function.precision.eps(function.dtype, function.device), system.coefficients.square()
-    head, early = rows.tensor_split([prior.width], 1)
-    of_head = rows.new_zeros(len(rows))
-    if prior.width:
-        of_head += _squares(head, _mean_square(head, prior.center * prior.scale))
-    if mixture.earlier:  # the slope of κ is at most 1
-        share = 1.0 if prior.landmarks is not None else prior.share
-        of_head += share**2 * _squares(early, _mean_square(early))
-    error = (1 - mixture.weight) ** 2 * (of_head @ beta + of_head.mean() * beta.sum(0))
-    if mixture.weight and kernels.body is not None:
-        of_body = kernels.body.diagonal()
-        # 2: the kernel that β was solved with is wrong, and so are its rows for the sample that is predicted
-        error = error + (mixture.weight / mixture.body) ** 2 * 2 * of_body.mean() * (of_body @ beta)
+    eps = function.precision.eps(function.dtype, function.device)
+    if isinstance(system, NormalSystem):
+        error = _errors_in_weights(prior, rows, system.solution[1:])
+    else:
+        beta = system.coefficients.square()
+        head, early = rows.tensor_split([prior.network.width], 1)
+        of_head = head.square() @ (head + prior.center * prior.scale).square().mean(0)
+        if mixture.earlier:  # the slope of κ is at most 1
+            of_head = of_head + prior.share**2 * (early.square() @ early.square().mean(0))
+        error = (1 - mixture.weight) ** 2 * (of_head @ beta + of_head.mean() * beta.sum(0))
+        if mixture.weight and kernels.body is not None:
+            of_body = kernels.body.diagonal()
+            # 2: the kernel that β was solved with is wrong, and so are its rows for the sample predicted
+            error = error + (mixture.weight / mixture.body) ** 2 * 2 * of_body.mean() * (of_body @ beta)
     largest = eps * float(error.max().sqrt())
     outputs = system.problem.unscaled(system.residual) - system.left_over
     scale = float((outputs - outputs.mean(0)).square().mean().sqrt())
@@ -459,16 +462,23 @@ def rounding_remarks(
     return (f"{rounded(largest, scale)}; model.double() keeps more digits",)
 
 
-def _mean_square(rows: Tensor, shift: Tensor | float = 0.0) -> Tensor:
-    """The mean over samples of (r + s)², (D,)."""
-    # rows (N, D), shift (D,)
-    return torch.stack([(part + shift).square().sum(0) for part in rows.split(TOGETHER)]).sum(0) / len(rows)
-
-
-def _squares(rows: Tensor, weights: Tensor) -> Tensor:
-    """Σ_d w_d r_id², (N,)."""
-    # rows (N, D), weights (D,)
-    return torch.cat([part.square() @ weights for part in rows.split(TOGETHER)])
+def _errors_in_weights(prior: Prior, rows: Tensor, solution: Tensor) -> Tensor:
+    """Mean square errors of outputs in units of ε, by features of the sample and of all others, (C,)."""
+    # rows (N, D + M), solution (D + M, C)
+    head, early = solution.tensor_split([prior.width])
+    error = solution.new_zeros(solution.shape[1])
+    if prior.width:
+        parts = rows[:, : prior.width].split(TOGETHER)
+        squares = sum((part + prior.center * prior.scale).square().sum(0) for part in parts) / len(rows)
+        error = error + squares @ head.square()
+    if (landmarks := prior.landmarks) is not None:
+        each = prior.share**0.5 * (landmarks.root @ early)
+        most = int(each.square().sum(0).argmax())
+        few = landmarks.psi[:SHOWN]
+        # by the derivatives of f in ψ, with κ'(t) = 1 − arccos(t)/π, of the output with the largest weights
+        slope = (1 - (few @ landmarks.psi.T).clamp(-1, 1).acos() / math.pi) * each[:, most]
+        error[most] += (few * (slope @ landmarks.psi)).square().sum(1).mean()
+    return 2 * error
 
 
 def size_remarks(targets: Tensor, kind: torch.dtype, other: float) -> tuple[str, ...]:

@@ -170,7 +170,7 @@ def _equations(fit: Fit) -> int:
     """How many equations a fit has."""
     system = fit.system
     if isinstance(system, NormalSystem):
-        return fit.module.space.dim
+        return len(system.normal)
     return fit.n if isinstance(system, System) and system.problem.basis.shared else fit.n * system.c
 
 

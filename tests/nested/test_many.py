@@ -1,0 +1,244 @@
+"""Fits of many samples, in the weights of features along landmarks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.audit import forgetting_certificate
+from linnet.errors import InputError, MemoryBudgetError
+from linnet.linear.features import angular_kernel
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.normal_system import NormalSystem
+from linnet.nested import nested_fit, tuning
+from linnet.nested.features import HEAD
+from linnet.nested.landmarks import Landmarks
+from linnet.nested.nested_fit import NestedFit
+
+N, TESTED, LANDMARKS = 90, 20, 25
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 20), nn.ReLU(), nn.Linear(20, 16), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(16, 10)).to(dtype)
+
+
+def data(classes: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N + TESTED, 6, generator=generator, dtype=torch.float64)
+    if classes:
+        y = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 2] > 0).long()
+    else:
+        noise = 0.2 * torch.randn(N + TESTED, 2, generator=generator, dtype=torch.float64)
+        y = torch.stack([x[:, 0] * x[:, 1] + 3, x[:, 2].square() + 50], 1) + noise
+    return x[:N], y[:N], x[N:]
+
+
+@pytest.fixture(params=["classes", "values"])
+def kind(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "classes")
+
+
+def many(patch: pytest.MonkeyPatch, landmarks: int = LANDMARKS) -> None:
+    """Count ten samples as many."""
+    patch.setattr(nested_fit, "MANY", 10)
+    patch.setattr(nested_fit, "LANDMARKS", landmarks)
+
+
+def near(found: Tensor, expected: Tensor, digits: float = 1e-6) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=digits * float(expected.abs().max()))
+
+
+ANSWERS: dict[str, Any] = {
+    "predict": lambda fit, x, y, xt: fit.predict(xt),
+    "loo": lambda fit, x, y, xt: fit.loo(),
+    "variance": lambda fit, x, y, xt: fit.predictive(xt).variance,
+    "joint": lambda fit, x, y, xt: fit.system.covariance(xt[:5], True),
+    "between": lambda fit, x, y, xt: fit.system.between(xt[:5], xt[5:8]),
+    "influence": lambda fit, x, y, xt: fit.influence(xt[:5]),
+    "informativeness": lambda fit, x, y, xt: fit.informativeness(),
+    "forget": lambda fit, x, y, xt: fit.forget([1, 5, 7]).predict(xt),
+    "update": lambda fit, x, y, xt: fit.update((xt[:9], y[:9])).predict(xt),
+    "relabel": lambda fit, x, y, xt: fit.relabel([3, 4], y[:2]).predict(xt),
+    "left-out variances": lambda fit, x, y, xt: fit.system.loo_variances(),
+    "diagonal": lambda fit, x, y, xt: fit.system.diagonal(),
+    "path": lambda fit, x, y, xt: torch.stack([fit.path([0.1, 1.0]).loo_error, fit.path([0.1, 1.0]).gcv]),
+    "evidence": lambda fit, x, y, xt: fit.path([0.1, 1.0]).evidence,
+    "along": lambda fit, x, y, xt: fit.along(xt, [0.1, 1.0]),
+    "weights": lambda fit, x, y, xt: next(fit.system.cross(xt)),
+    "eigenvalues": lambda fit, x, y, xt: fit._eigenvalues().sort(descending=True).values[:10],
+    "exported": lambda fit, x, y, xt: fit.export(xt[:2])(xt),
+    "merged": lambda fit, x, y, xt: fit.merge().network(xt).detach(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_probe_in_weights_is_the_probe_by_its_kernel(
+    answer: str, weighed: bool, kind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y, xt = data(kind)
+    w = torch.rand(N, generator=torch.Generator().manual_seed(3)) + 0.5 if weighed else None
+    given: dict[str, Any] = {"weight": 0.0, "ridge": 0.3, "sample_weight": w}
+    plain = linnet.adapt(network(), (x, y), **given)
+    many(monkeypatch)
+    fit = linnet.adapt(network(), (x, y), **given)
+    assert isinstance(plain.system, KernelSystem)
+    assert isinstance(fit.system, NormalSystem)
+    assert fit.solver == "primal"
+    near(ANSWERS[answer](fit, x, y, xt), ANSWERS[answer](plain, x, y, xt))
+    assert fit.noise == pytest.approx(plain.noise, rel=1e-6)
+
+
+@pytest.mark.parametrize("earlier", [0.5, 1.0])
+def test_the_fit_is_that_of_dense_algebra(
+    earlier: float, kind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """f = m + Φw + e: ridge regression on φ and g(ψ), and the variance that these leave."""
+    x, y, xt = data(kind)
+    many(monkeypatch)
+    fit = linnet.adapt(network(), (x, y), earlier=earlier)
+    prior, landmarks = fit.prior, fit.prior.landmarks
+    assert landmarks is not None
+    assert len(landmarks.psi) == LANDMARKS
+    found, tested = (prior.network.staged(part) for part in (x, xt))
+    width = prior.network.width
+    phi, psi = found.tensor_split([width], 1)
+    kernel = angular_kernel(landmarks.psi, landmarks.psi) + 1e-6 * torch.eye(LANDMARKS, dtype=torch.float64)
+
+    def alike(one: Tensor, other: Tensor) -> Tensor:
+        a, b = (angular_kernel(part, landmarks.psi) for part in (one, other))
+        return a @ torch.linalg.solve(kernel, b.T)
+
+    center = phi.mean(0)
+    early = alike(psi, psi)
+    m_head = float((phi - center).square().sum(1).mean())
+    m_early = float(early.diagonal().mean() - early.mean())
+    a, b = (1 - earlier) / m_head, earlier / m_early
+
+    def between(one: Tensor, other: Tensor) -> Tensor:
+        (p, s), (q, t) = (part.tensor_split([width], 1) for part in (one, other))
+        return prior.mixture.bias + a * (p - center) @ (q - center).T + b * alike(s, t)
+
+    square = between(found, found) + fit.ridge * torch.eye(N, dtype=torch.float64)
+    solved = torch.linalg.solve(square, fit.targets)
+    cross = between(tested, found)
+    near(fit.predict(xt), cross @ solved)
+    own = a * (tested[:, :width] - center).square().sum(1) + b + prior.mixture.bias
+    explained = (cross * torch.linalg.solve(square, cross.T).T).sum(1)
+    shared = fit.system.shared_variance(xt)
+    assert shared is not None
+    near(shared, own - explained, 1e-5)
+    inverse = torch.linalg.inv(square)
+    near(fit.loo(), fit.targets - solved / inverse.diagonal()[:, None])
+    near(fit.forget([2, 3]).predict(xt), _without(square, cross, fit, [2, 3]))
+
+
+def _without(square: Tensor, cross: Tensor, fit: NestedFit, index: list[int]) -> Tensor:
+    """The predictions of dense algebra without some examples."""
+    keep = [i for i in range(N) if i not in index]
+    return cross[:, keep] @ torch.linalg.solve(square[keep][:, keep], fit.targets[keep])
+
+
+def test_with_every_sample_a_landmark_it_is_the_fit_by_its_kernel(
+    kind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y, xt = data(kind)
+    plain = linnet.adapt(network(), (x, y), earlier=1.0, ridge=0.1)
+    many(monkeypatch, N)
+    fit = linnet.adapt(network(), (x, y), earlier=1.0, ridge=0.1)
+    for answer in ("predict", "loo", "variance"):
+        near(ANSWERS[answer](fit, x, y, xt), ANSWERS[answer](plain, x, y, xt), 1e-3)
+
+
+def test_features_along_landmarks_have_the_kernel_at_these() -> None:
+    psi = nn.functional.normalize(torch.randn(30, 8, generator=torch.Generator().manual_seed(0)), dim=1)
+    landmarks = Landmarks.of(psi.double())
+    formed = landmarks(psi.double())
+    near(formed @ formed.T, angular_kernel(psi.double(), psi.double()), 1e-5)
+    assert formed.square().sum(1).max() < 1 + 1e-9
+
+
+def test_a_fit_is_kept_and_exported(kind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, xt = data(kind)
+    many(monkeypatch)
+    for earlier in (0.5, 1.0):
+        net = network()
+        fit = linnet.adapt(net, (x, y), earlier=earlier)
+        own, again = fit.predictive(xt), linnet.load(fit.save(tmp_path / str(earlier)), net)
+        assert isinstance(again.system, NormalSystem)
+        for one in (again, again.forget([0]).update((x[:1], y[:1]))):
+            near(one.predictive(xt).mean, own.mean)
+            near(one.predictive(xt).variance, own.variance)
+        near(fit.merge().network(xt).detach(), fit.predict(xt))
+        mean, variance = fit.export(xt[:2], variance=True)(xt)
+        near(mean, own.mean)
+        near(variance, fit.system.covariance(xt).diagonal(dim1=1, dim2=2) * fit.noise / fit.ridge)
+
+
+def test_new_classes_and_classes_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, xt = data()
+    many(monkeypatch)
+    first = y < 2
+    fit = linnet.adapt(network(), (x[first], y[first]))
+    grown = fit.update((x[~first], y[~first]))
+    anew = grown.recomputed()
+    assert grown.classes == 3
+    near(grown.predict(xt), anew.predict(xt))
+    near(grown.forget(classes=2).predict(xt)[:, :2], fit.predict(xt))
+    again = fit.update((x[~first], y[~first]), ridge="loo")
+    assert isinstance(again.system, NormalSystem)
+    assert again.n == N
+
+
+def test_training_ends_in_a_fit_in_weights(kind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, xt = data(kind)
+    x, xt, y = x.float(), xt.float(), y if kind else y[:, :1].float()
+    many(monkeypatch)
+    monkeypatch.setattr(tuning, "LANDMARKS", LANDMARKS)
+    fit = linnet.adapt(network(torch.float32), (x, y), tune=True)
+    assert fit.trained
+    assert isinstance(fit.system, NormalSystem)
+    rows = fit.system.problem.examples.rows[HEAD]
+    assert rows is not None
+    near(fit.prior.rows(x), rows, 1e-5)
+    # held out: by the network that was trained without the fold, and the ridge of all
+    plain = linnet.adapt(network(torch.float32), (x, y))
+    runs = tuning.Tuning(plain, 0)
+    rest, held = runs.parts(1)
+    rate = float(fit.record.reasons["training"].split()[2].rstrip(","))
+    root, _ = runs.kernels(runs.trained(rest, rate), False).mixed(0.0, fit.earlier, runs.bias)
+    gram = root[rest].T @ root[rest] + fit.ridge * torch.eye(root.shape[1], dtype=torch.float64)
+    solved = torch.linalg.solve(gram, root[rest].T @ fit.targets[rest].double())
+    assert fit.held_out is not None
+    near(fit.held_out[held], root[held] @ solved)
+    assert bool((fit.predictive(xt).variance > 0).all())
+
+
+def test_the_certificate_says_what_landmarks_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, _ = data()
+    many(monkeypatch)
+    fit = linnet.adapt(network(), (x, y), earlier=1.0)
+    found = forgetting_certificate(fit, [0, 1])
+    assert found.relative < 1e-10
+    assert any("25 of the samples are landmarks" in line for line in found.warnings)
+    probe = linnet.adapt(network(), (x, y), weight=0.0)
+    assert not any("landmark" in line for line in forgetting_certificate(probe, [0]).warnings)
+
+
+def test_what_many_samples_cannot_have_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, xt = data(classes=False)
+    many(monkeypatch)
+    fit = linnet.adapt(network(), (x, y))
+    with pytest.raises(InputError, match="equations on outputs of a fit of 90 samples"):
+        fit.constrain(xt[:1], fit.predict(xt[:1]) + 1)
+    with pytest.raises(MemoryBudgetError, match="90 samples and"):
+        linnet.adapt(network(), (x, y), memory="1KB")
+    derived = linnet.adapt(network(), (x, y), weight=0.5)
+    assert isinstance(derived.system, KernelSystem)
