@@ -93,10 +93,6 @@ class Features(ABC):
             remedy="take the kernel",
         )
 
-    def left(self, of: Examples) -> Tensor | None:
-        """K(x_i, x_i) less |Φ(x_i)|² of features that stand for more, (N,); None of others."""
-        return None
-
     def rounded(self, x: Inputs, memory: Memory = None) -> Tensor:
         """K(x_i, x_i) of what rounding errors are relative to, (T,) or (T, C, C)."""
         return self.own(x, memory)
@@ -255,23 +251,11 @@ class Computed(Features):
 class Explicit(Computed):
     """Features φ(x) that are computed, such as the inputs of a last layer: k(x, x') = φ(x)ᵀφ(x')."""
 
-    # Of a kernel along some samples f = φᵀw + e, with e(x) of the variance that the last features lack, and
-    # independent of all data: the deterministic training conditional of Quiñonero-Candela and Rasmussen, JMLR
-    # 2005, section 5.
-
-    width: int | None = None  # of the features before those of a kernel along some samples
-    share: float = 0.0  # k(x, x) of that kernel
     rooted = True
 
     def root(self, of: Examples) -> Tensor:
         """φ(x), (N, D)."""
         return self._rows(of)
-
-    def left(self, of: Examples) -> Tensor | None:
-        """The variance of e(x), (N,)."""
-        if self.width is None:
-            return None
-        return (self.share - self._rows(of)[:, self.width :].square().sum(1)).clamp_min(0)
 
     def _between(self, rows: Tensor, others: Tensor) -> Tensor:
         """The kernel of two sets of features, (N, M)."""
@@ -401,12 +385,6 @@ class WeightedSum(Features):
     def root(self, of: Examples) -> Tensor:
         """√w_t φ_t(x) side by side, (N, D)."""
         return torch.cat([weight**0.5 * one.root(part) for weight, one, part in self._each(of)], 1)
-
-    def left(self, of: Examples) -> Tensor | None:
-        """Σ w_t of what those of each kind leave."""
-        each = [(weight, one.left(part)) for weight, one, part in self._each(of)]
-        found = [weight * left for weight, left in each if left is not None]
-        return _total(iter(found)) if found else None
 
     def kernel(self, of: Examples, memory: Memory = None) -> Tensor:
         """k(x, x), (N, N)."""

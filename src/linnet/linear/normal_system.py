@@ -244,44 +244,32 @@ class NormalSystem(System):
 
     def predicted(self, x: Inputs) -> Tensor:
         """Φ(x) W of shared features, (T, C)."""
-        return torch.cat([rows @ self.solution for rows, _ in self._formed(x)])
+        return torch.cat([rows @ self.solution for rows in self._formed(x)])
 
     def shared_variance(self, x: Inputs) -> Tensor | None:
-        """ρ ‖L⁻¹ φ(x)‖² of shared features, and what those leave that stand for more, (T,)."""
+        """ρ ‖L⁻¹ φ(x)‖² of shared features, (T,)."""
         if not self.shared:
             return None
-        return torch.cat([self.ridge * self._half(r).square().sum(0) + left for r, left in self._formed(x)])
+        return self.ridge * torch.cat([self._half(rows).square().sum(0) for rows in self._formed(x)])
 
     def covariances(self, x1: Inputs, x2: Inputs) -> Tensor:
         """ρ Φ(x1) H⁻¹ Φ(x2)ᵀ of shared features, (T, S)."""
-        first = torch.cat([self._half(rows) for rows, _ in self._formed(x1)], 1)
-        if x1 is not x2:
-            return self.ridge * first.T @ torch.cat([self._half(rows) for rows, _ in self._formed(x2)], 1)
-        found = self.ridge * first.T @ first
-        found.diagonal().add_(torch.cat([left for _, left in self._formed(x1)]))
-        return found
+        first = torch.cat([self._half(rows) for rows in self._formed(x1)], 1)
+        second = first if x1 is x2 else torch.cat([self._half(rows) for rows in self._formed(x2)], 1)
+        return self.ridge * first.T @ second
 
-    def loo_variances(self) -> Tensor:
-        """As of every system, and what features leave that stand for more."""
-        found, problem = super().loo_variances(), self.problem
-        if self.shared and (left := problem.basis.left(problem.examples)) is not None:
-            return found + left[:, None, None] / self.ridge
-        return found
-
-    def _formed(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
-        """Φ of examples and what it leaves, block by block; kept of those that were asked for last."""
+    def _formed(self, x: Inputs) -> Iterator[Tensor]:
+        """Φ of examples, block by block; kept of those that were asked for last."""
         names = hash_examples(x)
         if (known := self._known.find(names)) is not None:
-            yield from ((rows[:, :-1], rows[:, -1]) for rows in known.split(ROWS))
+            yield from known.split(ROWS)
             return
         kept: list[Tensor] = []
         room = int(SHARE * parse_bytes(self.memory, self.function.device)) // (8 * len(self.normal))
-        for part in self.problem.parts(x, self.memory):
-            rows, left = self.problem.basis.root(part), self.problem.basis.left(part)
-            left = torch.zeros_like(rows[:, 0]) if left is None else left
-            yield rows, left
+        for _, rows in self.problem.form(x, self.memory):
+            yield rows
             if len(names) <= room:
-                kept.append(torch.cat([rows, left[:, None]], 1))
+                kept.append(rows)
         if kept:
             self._known.keep(names, torch.cat(kept))
 

@@ -121,20 +121,17 @@ class LinearModel(ABC):
     def form(self, x: Inputs, memory: Memory = None) -> Iterator[tuple[slice, Tensor]]:
         """The rows of other examples: the place of n of them and (n·C, P) or (n, D), block by block."""
         if self.basis.shared:
+            width = self.basis.root(self.examples.taken(slice(0, 1))).shape[1]
+            room = int(SHARE * parse_bytes(memory, self.function.device)) // (8 * width)
             start = 0
-            for part in self.parts(x, memory):
-                yield slice(start, start := start + batch_size(part.x)), self.basis.root(part)
+            for several in split(x, max(ROWS, room)):
+                of = self.basis.examples(several)
+                for place in places(of):
+                    rows = self.basis.root(of.taken(place))
+                    yield slice(start, start := start + len(rows)), rows
             return
         for place, rows in FormedRows(self.function, x, self.c, memory, keep=False):
             yield place, self.confine(rows)
-
-    def parts(self, x: Inputs, memory: Memory = None) -> Iterator[Examples]:
-        """Other examples with their shared features, ``ROWS`` at a time."""
-        width = self.basis.root(self.examples.taken(slice(0, 1))).shape[1]
-        room = int(SHARE * parse_bytes(memory, self.function.device)) // (8 * width)
-        for several in split(x, max(ROWS, room)):
-            of = self.basis.examples(several)
-            yield from (of.taken(place) for place in places(of))
 
     def moved(self, v: Tensor) -> Tensor:
         """J v, or J P v, for columns v, (P, K) to (N·C, K)."""

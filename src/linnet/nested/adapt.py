@@ -56,7 +56,8 @@ def adapt(
     network, through a random ReLU layer of infinite width, and for values the derivatives of networks of up
     to a million weights. How much each takes part, and the ridge, are chosen by leave-one-out: no feature has
     seen a label, so that each sample is predicted without its own. Where the last layer alone is clearly
-    better, the fit is the linear probe.
+    better, the fit is the linear probe. More than 10,000 samples are fitted in the weights of features,
+    those of earlier layers along 4,096 of the samples.
 
     With ``tune=True`` the lower layers are trained as well, and the fit is solved again at the trained
     weights, unless held-out folds show more error or fewer right classes there; ``fit.rungs`` has what each
@@ -104,7 +105,8 @@ def adapt(
     Source:
         Tangent kernels of features: Maddox et al., AISTATS 2021; features of all layers: Evci et al., ICML
         2022; the kernel of random ReLU layers: Cho and Saul, NeurIPS 2009, equation 6; leave-one-out of a
-        kernel ridge regression: Rifkin and Lippert, MIT-CSAIL-TR-2007-025.
+        kernel ridge regression: Rifkin and Lippert, MIT-CSAIL-TR-2007-025; kernels along some of the samples:
+        Williams and Seeger, NIPS 2000.
 
     Example:
         >>> import linnet

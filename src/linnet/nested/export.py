@@ -89,8 +89,6 @@ class _Remaining(NamedTuple):
     # what features known by their kernel add to |g̃|²: a constant, and so much of each entry of k̃
     constant: float = 0.0
     each: float = 0.0
-    # of features along landmarks: which are the last, and σ²/ρ times what they are without end, and 1
-    partial: tuple[int, float, float] | None = None
 
     def features(self, found: Tensor, j: Tensor) -> Tensor:
         """g̃ and k̃, (N, D + H·P + M), from φ and k (N, D + M) and J (N, H·P)."""
@@ -137,9 +135,6 @@ class _WithVariance(nn.Module):
         held = (g @ rest.factor).square().sum(1)
         length = rest.length(g, phi.shape[1] - len(rest.center))
         variance = (rest.prior * length - held).clamp_min(0) if rest.prior else held
-        if rest.partial is not None:
-            first, whole, unit = rest.partial
-            variance = variance + (whole - unit * phi[:, first:].square().sum(1)).clamp_min(0).to(held)
         each = (variance + rest.least).to(mean.dtype)
         return mean, each[:, None].expand(mean.shape)
 
@@ -266,9 +261,7 @@ def _remaining(prior: Prior, rows: Tensor, posterior: ExportedPosterior) -> _Rem
         found = torch.zeros_like(rows[0]), 1.0, of_rows
     if not known:
         factor, of_prior = in_weights(g.T @ g, posterior) if d + p <= n else in_examples(g, posterior)
-        made = _Remaining(*found, total * share, factor, of_prior, share * posterior.noise)
-        unit = posterior.noise / posterior.ridge
-        return made._replace(partial=(prior.width, unit * prior.share, unit)) if formed else made
+        return _Remaining(*found, total * share, factor, of_prior, share * posterior.noise)
     s, alike = head**2 * prior.share, angular_kernel(psi, psi)
     q = torch.eye(n).to(alike) - drawn
     kernel = g @ g.T + s * (q @ alike @ q)

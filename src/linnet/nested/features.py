@@ -229,9 +229,7 @@ class Prior:
         """κ + (1 − w) ((1 − e)/m_head K_head + e/m_early K_early) + w/m_body K_body."""
         mixed = self.mixture
         head: Features = Explicit(self.rows)
-        if self.landmarks is not None:
-            head = Explicit(self.rows, self.width, self.share)
-        elif mixed.earlier:
+        if mixed.earlier and self.landmarks is None:
             head = Angles(self.rows, self.network.width, self.share)
         terms = [(mixed.bias, Constant(self.center.device)), (1 - mixed.weight, head)]
         if mixed.weight:

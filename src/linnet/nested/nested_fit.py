@@ -4,7 +4,8 @@
 
 with one kernel for all outputs. In weights it is f_c(x) = b_c + W_c φ̃(x) + Σ_h r_hᵀ ∂φ(x) δ_hc: a probe
 and H linearizations of the layers below, each with its own δ. Those H·P·C numbers are formed for predictions
-where they fit a share of the memory, and not otherwise.
+where they fit a share of the memory, and not otherwise. Many samples are solved for in these weights, without
+derivatives, and with features of earlier layers along some of them (``landmarks.py``).
 """
 
 from __future__ import annotations

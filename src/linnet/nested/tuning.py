@@ -437,15 +437,12 @@ def _calibrate(
     own = torch.zeros_like(outputs[:, 0])
     for k, kernel in enumerate(kernels):
         rest, held = tuning.parts(k)
-        mixed, mixture = kernel.mixed(*shares, tuning.bias)
-        if isinstance(kernel, Roots):
+        mixed = _mixed(kernel, shares, tuning.bias)
+        if is_root(mixed):
             gram = mixed[rest].T @ mixed[rest]
             gram.diagonal().add_(ridge)
             half = torch.linalg.solve_triangular(cholesky(gram, "features"), mixed[held].T, upper=False)
             own[held] = ridge * half.square().sum(0).to(own)
-            if shares[1]:  # what landmarks leave
-                alike = mixed[held, -len(kernel.found) :].square().sum(1)
-                own[held] += (mixture.earlier / mixture.early - alike).clamp_min(0).to(own)
             continue
         system = DualSystem(mixed[rest][:, rest], made.targets[rest], ridge)
         cross = mixed[held][:, rest]
