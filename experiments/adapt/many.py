@@ -23,6 +23,7 @@ from experiments.adapt.tasks import DEVELOPMENT, MANY, NETWORKS, Network, Task, 
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
 from linnet.fitting.last_layer import ending_linear, features
+from linnet.nested import many as in_weights
 from linnet.nested import nested_fit
 
 PAIRS = (("resnet20", "Fashion-MNIST"), ("resnet20", "MNIST"), ("minilm6", "spoken requests"))
@@ -48,8 +49,8 @@ def cell(
     if landmarks < 0:
         right = regressed(model, x, y, xt)
         return {"accuracy": float((right == truth).double().mean()), "seconds": time.process_time() - start}
-    most = 0 if landmarks else count
-    with mock.patch.multiple(nested_fit, MANY=most, LANDMARKS=landmarks or nested_fit.LANDMARKS):
+    most = mock.patch.object(nested_fit, "MANY", 0 if landmarks else count)
+    with most, mock.patch.object(in_weights, "LANDMARKS", landmarks or in_weights.LANDMARKS):
         fit = linnet.adapt(model, (x, y))
         seconds = time.process_time() - start
         left_out = float((fit.loo().argmax(1) == y).double().mean())

@@ -15,6 +15,7 @@ from linnet.errors import InputError, MemoryBudgetError
 from linnet.linear.features import angular_kernel
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.normal_system import NormalSystem
+from linnet.nested import many as in_weights
 from linnet.nested import nested_fit, tuning
 from linnet.nested.features import HEAD
 from linnet.nested.landmarks import Landmarks
@@ -48,7 +49,7 @@ def kind(request: pytest.FixtureRequest) -> bool:
 def many(patch: pytest.MonkeyPatch, landmarks: int = LANDMARKS) -> None:
     """Count ten samples as many."""
     patch.setattr(nested_fit, "MANY", 10)
-    patch.setattr(nested_fit, "LANDMARKS", landmarks)
+    patch.setattr(in_weights, "LANDMARKS", landmarks)
 
 
 def near(found: Tensor, expected: Tensor, digits: float = 1e-6) -> None:

@@ -13,7 +13,7 @@ features. It is the same for every class: the kernel of C outputs is K ⊗ I, N 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -36,8 +36,10 @@ from linnet.linear.features import (
 )
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.normal_system import NormalSystem
+from linnet.linear.problem import Problem
+from linnet.linear.targets import Targets
 from linnet.nested.landmarks import Landmarks
-from linnet.nested.search import BIAS, Kernels, Mixture, scale_of_rows
+from linnet.nested.search import Kernels, Mixture, Shares
 from linnet.nested.stages import Beside, Staged, earlier_layers
 from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.functional import IDLE, Functional, copied
@@ -165,6 +167,23 @@ def read(features: RandomHeads, x: Inputs, earlier: bool) -> Tensor:
     return found if features.stages else found[:, : features.width]
 
 
+def reads_earlier(given: Shares) -> bool:
+    """Whether features of earlier layers may take part: one share that is given makes the other zero."""
+    return bool(given.earlier) or (given.earlier is None and given.weight is None)
+
+
+def read_given(features: RandomHeads, x: Inputs, given: Shares) -> Tensor:
+    """φ(x), and ψ(x) beside it where it may take part, (N, D) or (N, D + E)."""
+    found = read(features, x, reads_earlier(given))
+    if given.earlier and not features.stages:
+        raise ModelError(
+            f"earlier={given.earlier!r} for a network without a layer before the last that can be read",
+            expected="layers that take the examples on the first axis",
+            remedy="leave earlier= out",
+        )
+    return found
+
+
 # -- prior -----------------------------------------------------------------------------------------
 # What an adapted network is linear in: an intercept, the features of its last layer, the layers below.
 
@@ -245,22 +264,11 @@ class Prior:
         return problem.basis.weights(problem.examples, system.coefficients.double(), system.memory)
 
 
-def prior_of_many(
-    features: RandomHeads, x: Inputs, found: Tensor, earlier: float, bias: float = BIAS
-) -> tuple[Prior, Tensor]:
-    """The prior of many samples at a share of earlier layers, and their rows (N, D + M)."""
-    # found (M, D + E): φ and ψ of the landmarks
-    center = torch.zeros_like(found[0, : features.width])
-    landmarks = Landmarks.of(found[:, features.width :]) if earlier else None
-    plain = Mixture(0.0, earlier, 1 - earlier or 1.0, earlier or 1.0, 1.0, bias)
-    prior = Prior(features, center, plain, landmarks)
-    rows = prior.rows(x)
-    head, early = rows.tensor_split([prior.width], 1)
-    if prior.width:
-        prior = replace(prior, center=head.mean(0))
-        head -= prior.center
-    of_head, of_early = (scale_of_rows(part) if part.shape[1] else 1.0 for part in (head, early))
-    prior = replace(prior, mixture=replace(plain, head=of_head, early=of_early))
-    head *= prior.scale
-    early *= prior.share**0.5
-    return prior, rows
+def problem_of(prior: Prior, data: tuple[Inputs, Tensor], targets: Targets) -> Problem:
+    """The problem of examples, their features and targets, with the network that made them."""
+    x, found = data
+    features = prior.features
+    rows = tuple(found if place == HEAD else None for place in range(len(features.terms)))
+    function, values = prior.network.function, targets.values.double()
+    problem = Problem(function, x, values, features=features, formed=Examples(x, rows))
+    return problem.weighing(targets.weights)

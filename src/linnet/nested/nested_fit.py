@@ -10,9 +10,7 @@ derivatives, and with features of earlier layers along some of them (``landmarks
 
 from __future__ import annotations
 
-import math
 import time
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,41 +20,31 @@ import torch
 from torch import Tensor, nn
 
 from linnet import tree
-from linnet.errors import DataError, FileFormatError, InputError, ModelError, NumericalError
+from linnet.errors import DataError, FileFormatError, InputError
 from linnet.fitting.accuracy import TOLERANCE
 from linnet.fitting.arguments import Choices, count_in_words
 from linnet.fitting.last_layer import HIDDEN, Appended
 from linnet.fitting.linear_fit import SquaredFit
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.remarks import rounded, unused_remarks
-from linnet.linear.dual import DualSystem, log_target_noise
-from linnet.linear.features import Examples
+from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem, whitened_kernel
-from linnet.linear.normal_system import NormalSystem, evidence_and_noise, summed
-from linnet.linear.problem import Problem
+from linnet.linear.normal_system import NormalSystem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets, understood, weighed_targets
-from linnet.memory import Plan, parse_bytes, require
 from linnet.nested.export import exported_nested, network_of_probe
-from linnet.nested.features import HEAD, TOGETHER, Prior, RandomHeads, kernels_of, prior_of_many, read
-from linnet.nested.landmarks import LANDMARKS, MANY
-from linnet.nested.search import (
-    BIAS,
-    FREE,
-    JUDGES,
-    PER_DECADE,
-    PILOT,
-    Candidate,
-    Choice,
-    Kernels,
-    Rung,
-    Shares,
-    choose,
-    counted,
-    intercept,
-    least_near,
-    sampled,
+from linnet.nested.features import (
+    HEAD,
+    TOGETHER,
+    Prior,
+    RandomHeads,
+    kernels_of,
+    problem_of,
+    read_given,
 )
+from linnet.nested.landmarks import MANY
+from linnet.nested.many import errors_in_weights, in_weights
+from linnet.nested.search import FREE, Choice, Kernels, Rung, Shares, choose, intercept, sampled
 from linnet.params import no_targets, warn
 from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate, hash_examples, take
 from linnet.tangent.data import Data
@@ -76,7 +64,6 @@ from linnet.tangent.matching import (
 # (docs/results/adapt.md), and take a hundred times as long.
 TRIED = 1_000_000
 TRIAL = 400  # samples on which they are tried where there are more
-SHOWN = 64  # landmarks whose outputs show what rounding does
 CONSTANT = 1e-12  # spread of outputs, of the largest, that rounding alone leaves
 AVERAGED = (
     f"the mean of {HIDDEN} over its positions, by {MASK} where it is given; output= takes something else"
@@ -422,16 +409,6 @@ class NestedFit(SquaredFit):
         return {"kernel": system.kernel, "beta": system.beta}
 
 
-def problem_of(prior: Prior, data: tuple[Inputs, Tensor], targets: Targets) -> Problem:
-    """The problem of examples, their features and targets, with the network that made them."""
-    x, found = data
-    features = prior.features
-    rows = tuple(found if place == HEAD else None for place in range(len(features.terms)))
-    function, values = prior.network.function, targets.values.double()
-    problem = Problem(function, x, values, features=features, formed=Examples(x, rows))
-    return problem.weighing(targets.weights)
-
-
 def rounding_remarks(
     prior: Prior, rows: Tensor, kernels: Kernels, system: KernelSystem | NormalSystem
 ) -> tuple[str, ...]:
@@ -442,7 +419,7 @@ def rounding_remarks(
     mixture, function = prior.mixture, prior.network.function
     eps = function.precision.eps(function.dtype, function.device)
     if isinstance(system, NormalSystem):
-        error = _errors_in_weights(prior, rows, system.solution[1:])
+        error = errors_in_weights(prior, rows, system.solution[1:])
     else:
         beta = system.coefficients.square()
         head, early = rows.tensor_split([prior.network.width], 1)
@@ -461,25 +438,6 @@ def rounding_remarks(
     if told or largest <= TOLERANCE * scale:
         return told
     return (f"{rounded(largest, scale)}; model.double() keeps more digits",)
-
-
-def _errors_in_weights(prior: Prior, rows: Tensor, solution: Tensor) -> Tensor:
-    """Mean square errors of outputs in units of ε, by features of the sample and of all others, (C,)."""
-    # rows (N, D + M), solution (D + M, C)
-    head, early = solution.tensor_split([prior.width])
-    error = solution.new_zeros(solution.shape[1])
-    if prior.width:
-        parts = rows[:, : prior.width].split(TOGETHER)
-        squares = sum((part + prior.center * prior.scale).square().sum(0) for part in parts) / len(rows)
-        error = error + squares @ head.square()
-    if (landmarks := prior.landmarks) is not None:
-        each = prior.share**0.5 * (landmarks.root @ early)
-        most = int(each.square().sum(0).argmax())
-        few = landmarks.psi[:SHOWN]
-        # by the derivatives of f in ψ, with κ'(t) = 1 − arccos(t)/π, of the output with the largest weights
-        slope = (1 - (few @ landmarks.psi.T).clamp(-1, 1).acos() / math.pi) * each[:, most]
-        error[most] += (few * (slope @ landmarks.psi)).square().sum(1).mean()
-    return 2 * error
 
 
 def size_remarks(targets: Tensor, kind: torch.dtype, other: float) -> tuple[str, ...]:
@@ -515,7 +473,7 @@ def solved(
         features.require_body()
     many = batch_size(x) > MANY and not given.weight
     made = (
-        _in_weights(features, x, targets, memory, given)
+        in_weights(features, x, targets, memory, given)
         if many
         else _in_samples(features, x, targets, memory, given, file)
     )
@@ -556,7 +514,7 @@ def _in_samples(
 ) -> Made:
     """By the kernel of all samples."""
     start = time.perf_counter()
-    found = _read(features, x, given)
+    found = read_given(features, x, given)
     kernels = kernels_of(found, features.width)
     kernels = _with_derivatives(features, x, targets, kernels, given, memory, file)
     seconds = {"kernel": time.perf_counter() - start}
@@ -569,132 +527,6 @@ def _in_samples(
     dual = DualSystem(whitened_kernel(kernel, problem), problem.residual, choice.taken.ridge)
     system = KernelSystem(problem, dual, memory)
     return prior, choice, kernels, system, seconds | {"solve": time.perf_counter() - start}
-
-
-def _in_weights(
-    features: RandomHeads, x: Inputs, targets: Targets, memory: str | int | None, given: Shares
-) -> Made:
-    """In the weights of the features: those of earlier layers along some of the samples."""
-    start, n = time.perf_counter(), batch_size(x)
-    order = sampled(n, n).to(targets.values.device)
-    some = order[:LANDMARKS]
-    found = _read(features, take(x, some), given)
-    kernels = kernels_of(found[:PILOT], features.width)
-    choice = replace(choose(kernels, targets.taken(some[:PILOT]), given), pilot=PILOT)
-    earlier = choice.taken.earlier
-    width = features.width * (earlier < 1) + len(some) * (earlier > 0)
-    items = (
-        ("features of the samples", 8 * n * width),
-        ("their products", 4 * 8 * width**2),
-        ("features of earlier layers", 2 * 8 * len(some) * found.shape[1]),
-    )
-    plan = Plan(f"{n:,} samples and {width:,} features", parse_bytes(memory, found.device), items)
-    require(plan, ["adapt with earlier=0, the linear probe", "adapt to fewer samples", "raise memory="])
-    prior, rows = prior_of_many(features, x, found, earlier)
-    seconds = {"kernel": time.perf_counter() - start}
-    start = time.perf_counter()
-    judges = order[LANDMARKS:]  # of the others: a landmark has an error that is a little less
-    judges = judges[counted(targets)[judges]][:JUDGES]
-    taken, system = _least(prior, (x, rows), targets, choice, given, judges, memory)
-    prior = replace(prior, mixture=replace(prior.mixture, bias=intercept(targets, taken.ridge)))
-    system = _with_intercept(system, prior, targets)
-    seconds["solve"] = time.perf_counter() - start
-    return prior, replace(choice, taken=taken), kernels, system, seconds
-
-
-def _least(
-    prior: Prior,
-    data: tuple[Inputs, Tensor],
-    targets: Targets,
-    choice: Choice,
-    given: Shares,
-    judges: Tensor,
-    memory: str | int | None,
-) -> tuple[Candidate, NormalSystem]:
-    """The ridge of least error on samples left out, and the solution there, of values about their mean."""
-    values, labels = targets.values.double(), targets.labels
-    if targets.classes is None:
-        w = targets.every_weight[:, None].to(values)
-        values = values - (w * values).sum(0) / w.sum()
-    problem = problem_of(prior, data, replace(targets, values=values))
-    system = NormalSystem(problem, summed(problem, memory), choice.taken.ridge, memory)
-    rows = problem.basis.root(Examples(judges, (None, data[1][judges])))
-    if problem.weights is not None:
-        rows = rows * problem.weights[judges, :1]
-    known = problem.residual[judges]
-    left: dict[float, tuple[Tensor, Tensor, NormalSystem]] = {}
-
-    def at(ridge: float) -> Candidate:
-        moved = system.at(ridge)
-        half = torch.linalg.solve_triangular(moved.factor, rows.T, upper=False)
-        rest = 1 - half.square().sum(0)
-        residuals = (known - rows @ moved.solution) / rest[:, None]
-        left[ridge] = residuals, 1 / rest, moved
-        right = None if labels is None else (known - residuals).argmax(1) == labels[judges]
-        return Candidate(0.0, choice.taken.earlier, ridge, residuals.square().sum(1), right)
-
-    if given.ridge is not None:
-        taken = at(given.ridge)
-    else:
-        found = least_near(choice.taken, at) if len(judges) else choice.taken
-        if found is None:
-            raise NumericalError(
-                "the products of the features are rounding alone",
-                expected="a network whose outputs change with its inputs",
-                remedy="look whether signals vanish in it, or scale inputs as for its training",
-            )
-        taken = found
-    if targets.classes is None and given.ridge is None:
-        for step in range(-PER_DECADE, PER_DECADE + 1):
-            with suppress(NumericalError):
-                at(taken.ridge * 10 ** (step / PER_DECADE))
-        taken = replace(taken, noise_factor=_noise_factor(left, taken.ridge))
-    return taken, left[taken.ridge][2] if taken.ridge in left else system.at(taken.ridge)
-
-
-def _noise_factor(left: dict[float, tuple[Tensor, Tensor, NormalSystem]], ridge: float) -> float:
-    """By what the noise of values is raised since the ridge was chosen, by what is left at several ridges."""
-    every = [left[one] for one in sorted(left)]
-    evidence, noise = torch.tensor([evidence_and_noise(one) for _, _, one in every], dtype=torch.float64).T
-    if not bool((noise > 0).all()) or not len(every[0][1]):
-        return 1.0
-    residuals = torch.stack([out for out, _, _ in every])
-    spread = torch.stack([one for _, one, _ in every])
-    count = every[0][2].problem.count
-    asked = log_target_noise((evidence.to(spread), noise.to(spread)), count, residuals, spread)
-    place = sorted(left).index(ridge)
-    return float(asked[place].mean().exp()) / float(noise[place])
-
-
-def _with_intercept(system: NormalSystem, prior: Prior, targets: Targets) -> NormalSystem:
-    """The same features with another prior variance of the intercept, fitted to the values as they are."""
-    problem = replace(system.problem, features=prior.features)
-    if (factor := (prior.mixture.bias / BIAS) ** 0.5) != 1:
-        normal, right = system.normal.clone(), system.right.clone()
-        normal[0] *= factor
-        normal[:, 0] *= factor
-        right[0] *= factor
-        system = NormalSystem(problem, (normal, right), system.ridge, system.memory)
-    if targets.classes is not None:
-        return system
-    return system.with_residual(problem.scaled(targets.values.double()))
-
-
-def _read(features: RandomHeads, x: Inputs, given: Shares) -> Tensor:
-    """φ(x), and ψ(x) beside it where it may take part, (N, D) or (N, D + E)."""
-    found = read(features, x, reads_earlier(given))
-    if given.earlier and not features.stages:
-        raise ModelError(
-            f"earlier={given.earlier!r} for a network without a layer before the last that can be read",
-            expected="layers that take the examples on the first axis",
-            remedy="leave earlier= out",
-        )
-    return found
-
-
-def reads_earlier(given: Shares) -> bool:
-    """Whether features of earlier layers may take part: one share that is given makes the other zero."""
-    return bool(given.earlier) or (given.earlier is None and given.weight is None)
 
 
 def tries_derivatives(features: RandomHeads, given: Shares, x: Inputs, classes: bool) -> bool:

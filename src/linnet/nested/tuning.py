@@ -33,9 +33,10 @@ from linnet.linalg.factorize import cholesky
 from linnet.linear.dual import DualSystem, Spectrum
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.normal_system import NormalSystem
-from linnet.nested.features import Prior, RandomHeads, kernels_of, prior_of_many, read
+from linnet.nested.features import Prior, RandomHeads, kernels_of, problem_of, read
 from linnet.nested.landmarks import LANDMARKS
-from linnet.nested.nested_fit import NestedFit, problem_of
+from linnet.nested.many import prior_of_many
+from linnet.nested.nested_fit import NestedFit
 from linnet.nested.search import (
     BIAS,
     ERRORS,
