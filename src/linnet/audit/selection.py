@@ -32,6 +32,7 @@ from linnet.fitting.linear_fit import LinearFit, SquaredFit
 from linnet.linalg.factorize import cholesky
 from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.normal_system import NormalSystem
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, integer
 from linnet.progress import track
@@ -398,8 +399,9 @@ def joint_covariance(fit: SquaredFit, x1: Inputs, x2: Inputs | None = None) -> T
     budget = parse_bytes(fit.memory, fit.module.function.device)
     plan = Plan(f"joint covariance of {n} and {m} examples", budget, tuple(items))
     require(plan, ["use fewer examples in the pool", "name the examples that count with at="])
-    if isinstance(fit.system, KernelSystem):
-        found = fit.system.covariances(x1, x1 if x2 is None else x2).double()
+    system = fit.system
+    if isinstance(system, KernelSystem) or (isinstance(system, NormalSystem) and system.shared):
+        found = system.covariances(x1, x1 if x2 is None else x2).double()
     elif x2 is None:
         found = fit.system.covariance(x1, joint=True).double()
     else:

@@ -175,8 +175,8 @@ class NormalSystem(System):
         if self.shared:
             raise InputError(
                 f"equations on outputs of a fit of {self.n:,} samples in the weights of its features",
-                expected="a fit by its kernel",
-                remedy="fit fewer samples",
+                expected="a fit by its kernel, as linnet.adapt makes of up to 10,000 samples",
+                remedy="adapt to fewer samples",
             )
         ridge = self.ridge if ridge is None else ridge
         problem = self.problem.given(constraints, False, self.memory)
@@ -190,10 +190,11 @@ class NormalSystem(System):
         """The same matrix for other targets."""
         problem, change = replace(self.problem, residual=residual), residual - self.problem.residual
         if self.shared:
-            right = self.right.clone()
+            more = torch.zeros_like(self.right)
             for place, rows in problem.own_rows(self.memory):
-                right += rows.T @ change[place].to(right)
-            return self._moved(problem, right)
+                more += rows.T @ change[place].to(more)
+            share_sum([more])
+            return self._moved(problem, self.right + more)
         right = self.right + problem.pull(change.reshape(-1, 1))[:, 0].double()
         return self._moved(problem, right)
 

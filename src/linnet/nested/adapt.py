@@ -75,8 +75,8 @@ def adapt(
             improbable. Classes without a sample have no probability.
         y: The targets, where ``data`` are inputs alone: ``adapt(net, X, y)``.
         weight: Share w of the lower layers' derivatives in the kernel, 0 to 1. By default chosen for values
-            and where there is no earlier layer, in networks of up to a million weights; otherwise 0. The
-            linear probe is ``weight=0``.
+            and where there is no earlier layer, in networks of up to a million weights and for up to 10,000
+            samples; otherwise 0. The linear probe is ``weight=0``.
         earlier: Share e of earlier layers in the features, 0 to 1; by default chosen, and 0 where ``weight``
             is given.
         ridge: ρ > 0, relative to the mean of the kernel's diagonal; by default, or with ``"loo"``, chosen.
@@ -99,7 +99,7 @@ def adapt(
         DataError: If the data are empty, not finite, of one class only, have a single example, or labels
             with more than 1,000 gaps between them.
         InputError: If an argument has a value that is not listed.
-        MemoryBudgetError: If the kernel does not fit the budget.
+        MemoryBudgetError: If the kernel, or the features of many samples, do not fit the budget.
         ModelError: If the network neither ends in a linear layer nor returns features.
 
     Source:

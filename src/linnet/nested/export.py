@@ -71,7 +71,7 @@ class Formed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """φ, scaled and less its mean, where it takes part, and g(ψ)."""
         phi, psi = self.reader(*args, **kwargs).to(self.psi.dtype).tensor_split([self.width], 1)
-        alike = self.share * (arc_cosine(psi @ self.psi.T) @ self.root)
+        alike = self.share * (arc_cosine(nn.functional.normalize(psi, dim=1) @ self.psi.T) @ self.root)
         return torch.cat([(phi - self.center) * self.scale, alike], 1) if self.reads_last else alike
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from linnet.linalg.factorize import cholesky
 from linnet.linear.features import angular_kernel
@@ -38,6 +39,7 @@ class Landmarks:
     @classmethod
     def of(cls, psi: Tensor) -> Landmarks:
         """Those of samples with features ψ (M, E)."""
+        psi = normalize(psi, dim=1)  # of a network in half precision their lengths are rounded
         kernel = angular_kernel(psi, psi)
         kernel.diagonal().add_(ROUNDING)
         factor = cholesky(kernel, "kernel of earlier layers")
@@ -47,4 +49,4 @@ class Landmarks:
     def __call__(self, psi: Tensor) -> Tensor:
         """The features g(ψ), (N, M)."""
         # psi (N, E)
-        return angular_kernel(psi, self.psi) @ self.root
+        return angular_kernel(normalize(psi, dim=1), self.psi) @ self.root

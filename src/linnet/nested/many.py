@@ -49,7 +49,8 @@ def in_weights(
     some = order[:LANDMARKS]
     found = read_given(features, take(x, some), given)
     kernels = kernels_of(found[:PILOT], features.width)
-    choice = replace(choose(kernels, targets.taken(some[:PILOT]), given), pilot=PILOT)
+    choice = choose(kernels, targets.taken(some[:PILOT]), given)
+    choice = choice if choice.by_hand else replace(choice, pilot=min(PILOT, n))
     earlier = choice.taken.earlier
     width = features.width * (earlier < 1) + len(some) * (earlier > 0)
     items = (

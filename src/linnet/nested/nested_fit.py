@@ -157,10 +157,13 @@ class NestedFit(SquaredFit):
         # What the intercept costs by its prior, (1ᵀβ)²/1ᵀM1, would be taken for noise where values are not
         # about zero.
         system, root = self.system, self._targets.every_weight.sqrt().to(self.system.beta)[:, None]
-        if isinstance(system, NormalSystem):  # its weight comes first, and 1ᵀM1 = (1 − ρ H⁻¹₁₁)/κ
+        if isinstance(system, NormalSystem):
+            # its weight comes first; 1ᵀM1 = (1 − ρ H⁻¹₁₁)/κ and ρ rᵀβ = ‖r − f‖² + ρ ‖W‖² leave no difference
+            # of large numbers
             unit = torch.eye(len(system.normal), 1).to(system.solution)
-            cost = system.solution[0].square().sum() / (1 - system.ridge * system.solve(unit)[0, 0])
-            return max(found - self.ridge * float(cost) / self._targets.values.numel(), 0.0)
+            free, own = self.ridge * float(system.solve(unit)[0, 0]), system.solution.square().sum(1)
+            squares = (self.ridge * system.beta).square().sum() + self.ridge * own[1:].sum()
+            return float(squares - self.ridge * free / (1 - free) * own[0]) / self._targets.values.numel()
         dual = system.dual
         if dual.shared:
             cost = (root.T @ dual.beta).square().sum() / (root.T @ dual.solve(root))
