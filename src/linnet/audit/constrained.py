@@ -18,7 +18,7 @@ from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import after_change
 from linnet.linear.constraints import group_numbers
 from linnet.linear.targets import make_targets
-from linnet.params import integer, number
+from linnet.params import integer, number, optional
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.forward_mode import Params
@@ -179,8 +179,7 @@ def compatible(
     if pin not in ("flips", "correct"):
         raise InputError(f"pin={pin!r}", expected='"flips" or "correct"', remedy='leave pin= out for "flips"')
     integer("rounds", rounds)
-    if weight is not None:
-        number("weight", weight, above=0)
+    optional(number, "weight", weight, above=0)
     x = tensorize(x)
     old = outputs_of(old_outputs, x, "old_outputs")
     if old.shape[1] != fit.system.c:

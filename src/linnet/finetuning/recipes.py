@@ -13,7 +13,7 @@ from linnet.errors import InputError
 from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.bilinear import Bilinear
 from linnet.linear.targets import ALPHA
-from linnet.params import choice, flag, instance, integer, number
+from linnet.params import choice, flag, instance, integer, number, optional
 
 BATCH_SIZE = 28  # Achille et al., section A.2
 MOMENTUM = 0.9
@@ -140,8 +140,7 @@ class Recipe:
 
     def _check_together(self) -> None:
         """Raise where a part would not be used, or could not."""
-        if self.pooling is not None:
-            instance("pooling", self.pooling, Bilinear, "a linnet.surgery.Bilinear")
+        optional(instance, "pooling", self.pooling, Bilinear, "a linnet.surgery.Bilinear")
         if self.damping is not None:
             number("damping", self.damping, above=0, remedy="leave it out for a tenth of the mean eigenvalue")
         whole = self.linear and not self.last_layer and self.head != "keep"

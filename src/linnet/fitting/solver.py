@@ -15,7 +15,7 @@ from linnet.linear.newton import STEPS
 from linnet.linear.preconditioner import check_preconditioner, preconditioner_bytes
 from linnet.linear.problem import Memory
 from linnet.memory import Plan, format_bytes, parse_bytes, require
-from linnet.params import choice, integer, path, seed
+from linnet.params import choice, integer, optional, path, seed
 from linnet.tangent.batch import Inputs, batch_size
 from linnet.tangent.functional import Functional, tensors_by_name
 from linnet.tangent.gram import GramTask, plan_gram
@@ -43,8 +43,7 @@ class Dual:
 
     def __post_init__(self) -> None:
         """Raise on values that cannot be."""
-        if self.file is not None:
-            path("file", self.file)
+        optional(path, "file", self.file)
         integer("max_steps", self.max_steps)
 
 
