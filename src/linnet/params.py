@@ -15,7 +15,7 @@ import operator
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
@@ -107,6 +107,13 @@ def part_of(part: Any) -> tuple[int, int]:
         )
     of = integer("the number of parts", part[1], 1)
     return integer("part", part[0], 0, of - 1), of
+
+
+def refuse_first(cases: Iterable[tuple[bool, str, str, str]]) -> None:
+    """Raise for the first case that is so, which says what was given, what was expected and what to do."""
+    for given, what, expected, remedy in cases:
+        if given:
+            raise InputError(what, expected, remedy)
 
 
 def optional(check: _Check[_Rest], name: str, value: Any, *rest: _Rest.args, **more: _Rest.kwargs) -> None:
