@@ -16,9 +16,10 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from linnet.distributed import all_rows, require_same_arguments, sharing
+from linnet.distributed import require_same_arguments, sharing
 from linnet.errors import DataError, InputError
 from linnet.files import save
+from linnet.fitting.arguments import whole_outputs
 from linnet.fitting.saved import OTHER
 from linnet.likelihoods import from_description
 from linnet.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
@@ -31,7 +32,7 @@ from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
 from linnet.solvers.solution import Estimate
-from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
+from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.data import Data, examples, owned
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs
@@ -89,17 +90,12 @@ class Observed:
     @torch.no_grad()
     def moments(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """f₀(x) and σ²(x), without the scale s."""
-        f = self._outputs(x)
+        f = whole_outputs(self.base, x)
         return self.likelihood.mean(f).flatten(1), self.likelihood.variance(f).flatten(1)
-
-    def _outputs(self, x: Inputs) -> Tensor:
-        """All outputs of the network, in its own shape."""
-        parts = [self.base.check_runs(part) for _, part in own_parts(x, BATCH)]
-        return all_rows(torch.cat(parts or [self.base.check_runs(take(x, slice(0, 1)))[:0]]), batch_size(x))
 
     def problem(self, x: Inputs, y: Tensor) -> Problem:
         """Data in units of their noise."""
-        f = self._outputs(x)
+        f = whole_outputs(self.base, x)
         mean, variance = self.likelihood.mean(f), self.likelihood.variance(f).flatten(1).double()
         if y.numel() == mean.numel() and y.ndim == mean.ndim - 1:
             y = y.reshape(mean.shape)  # one output, and targets (N,)
