@@ -477,9 +477,7 @@ class GradientStore(Shown):
                     shard = _Shard(shard.number + 1)
                 count, start = count + len(labels), rows.stop
         if count == 0:
-            raise DataError(
-                "data is empty: it yields no example", expected="at least one example", remedy=EMPTY
-            )
+            raise DataError("data is empty: it yields no example", "at least one example", EMPTY)
         if shard.count:
             self._close(shard, whole, shard.number % parts == index)
         self.folder.witness(partial(witness, self.function.check_runs, self.function.cache.probe))
