@@ -26,7 +26,6 @@ from linnet.fitting.composed import Summable
 from linnet.fitting.head import example_hashes
 from linnet.fitting.last_layer import giving
 from linnet.fitting.remarks import copied_remarks, held_remarks
-from linnet.fitting.softmax_fit import require_kept
 from linnet.fitting.solved_fit import SolvedFit
 from linnet.fitting.solver import Solving, affordable
 from linnet.likelihoods.discrete import Categorical
@@ -35,7 +34,6 @@ from linnet.linear.label_problem import LabelProblem, room_for_rows
 from linnet.linear.newton import WeightNewton
 from linnet.linear.positions import PositionLosses
 from linnet.linear.problem import Memory
-from linnet.linear.saved import newton_state
 from linnet.linear.targets import Targets, position_labels
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import integer
@@ -301,10 +299,6 @@ class PositionFit(SolvedFit, Summable):
         assert self._targets.axis is not None
         return self._targets.axis
 
-    def _check_new_ridge(self, ridge: Any) -> None:
-        """Raise unless it is kept."""
-        require_kept(ridge)
-
     def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float, sample_weight: Any) -> PositionFit:
         """The fit with more examples: Newton's method from the present one."""
         (mine, theirs), (labels, new) = padded([self.x, x]), padded([self.x, x], [self.targets, y])
@@ -339,10 +333,6 @@ class PositionFit(SolvedFit, Summable):
         outputs = self._function.output_shape(self.x).numel()
         own = {"outputs": outputs, "positions": counts, "objective": self.system.objective[-1]}
         return {**super().summary(), **own, "steps": self.system.steps}
-
-    def _state(self) -> dict[str, Any]:
-        """The optimum."""
-        return {"loss": self.loss, "solved": newton_state(self.system)}
 
 
 def fit_positions(
