@@ -198,7 +198,7 @@ def compatible(
     made, done = fit, 0
     pinned = torch.zeros(len(old), dtype=torch.bool)
     while done < rounds:
-        wanted = right if pin == "correct" else pinned | _mask(after.negative, len(old))
+        wanted = right if pin == "correct" else pinned | torch.isin(torch.arange(len(old)), after.negative)
         if bool((wanted == pinned).all()):
             break
         pinned, done = wanted, done + 1
@@ -207,13 +207,6 @@ def compatible(
         made = fit.constrain(take(x, index), old[index], weight=weight)
         after = flips(old, made, x, y)
     return Compatible(made, before, after, pinned.nonzero()[:, 0], done)
-
-
-def _mask(index: Tensor, n: int) -> Tensor:
-    """Positions as a mask."""
-    mask = torch.zeros(n, dtype=torch.bool)
-    mask[index] = True
-    return mask
 
 
 @dataclass(frozen=True, repr=False)
