@@ -38,7 +38,7 @@ from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs
 from linnet.tangent.gradients import side_by_side
 from linnet.tangent.jacobian import jvp
-from linnet.tangent.linearized import Linearized
+from linnet.tangent.linearized import Linearized, function_of
 from linnet.tangent.matching import given_network, identity, matching_function, require_same_outputs
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
 from linnet.tangent.preflight import warn_of_scale
@@ -180,25 +180,17 @@ class TangentGP(PredictiveModel):
         self._observed = self._observed_by(likelihood)
         self._plan: GPPlan | None = None
 
-    def _shown(self) -> dict[str, Any]:
-        return self.summary()
-
     def __repr__(self) -> str:
         state = f"{self._plan.space} space, {self._problem.n} examples" if self._plan else "not fitted"
         return (
             f"TangentGP({self._observed.likelihood!r}, prior_precision={self.prior_precision:.4g}, {state})"
         )
 
-    def _functional(self) -> Functional:
-        """The network as it is now."""
-        if isinstance(self._model, Linearized):
-            return self._model.function
-        given = self._options.given
-        return Functional(self._model, given.get("params"), given.get("output"))
-
     def _observed_by(self, likelihood: Likelihood) -> Observed:
         """The outputs of the network as it is now, and their noise."""
-        return Observed(self._functional(), likelihood, self._options.given.get("mean", "network"))
+        given = self._options.given
+        base = function_of(self._model, given.get("params"), given.get("output"))
+        return Observed(base, likelihood, given.get("mean", "network"))
 
     # -- data ------------------------------------------------------------------------------------
 
