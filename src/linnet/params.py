@@ -15,10 +15,10 @@ import operator
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from torch import Tensor
 from linnet.errors import InputError, LinnetError
 
 _Kind = TypeVar("_Kind")
+_Rest = ParamSpec("_Rest")
+_Check = Callable[Concatenate[str, Any, _Rest], Any]
 _SHOWN = 60  # characters of a value in an error: enough to recognize it
 _DIGITS = 40  # beyond this many digits an integer is told by its length; Python refuses to print 4,300
 _PATH = 4096  # bytes of a path, PATH_MAX on Linux
@@ -105,6 +107,19 @@ def part_of(part: Any) -> tuple[int, int]:
         )
     of = integer("the number of parts", part[1], 1)
     return integer("part", part[0], 0, of - 1), of
+
+
+def refuse_first(cases: Iterable[tuple[bool, str, str, str]]) -> None:
+    """Raise for the first case that is so, which says what was given, what was expected and what to do."""
+    for given, what, expected, remedy in cases:
+        if given:
+            raise InputError(what, expected, remedy)
+
+
+def optional(check: _Check[_Rest], name: str, value: Any, *rest: _Rest.args, **more: _Rest.kwargs) -> None:
+    """One of the checks below, of a parameter that may be left out as ``None``."""
+    if value is not None:
+        check(name, value, *rest, **more)
 
 
 def flag(name: str, value: Any, remedy: str | None = None) -> bool:

@@ -41,7 +41,7 @@ from linnet.linear.iterative import CGSettings
 from linnet.linear.label_problem import LabelProblem, room_for_rows
 from linnet.linear.newton import WeightNewton
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import choice, flag, instance, integer, no_targets, number, warn
+from linnet.params import choice, flag, instance, integer, no_targets, number, optional, warn
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import Labels, Link, SampledPredictive
@@ -94,8 +94,7 @@ class Newton:
     samples: int = 0
 
     def __post_init__(self) -> None:
-        if self.tolerance is not None:
-            number("tolerance", self.tolerance, above=0, remedy="leave tolerance= out")
+        optional(number, "tolerance", self.tolerance, above=0, remedy="leave tolerance= out")
         integer("max_steps", self.max_steps)
         integer("samples", self.samples, 0)
 
@@ -125,8 +124,7 @@ class SVI:
 
     def __post_init__(self) -> None:
         integer("draws", self.draws)
-        if self.deviation is not None:
-            number("deviation", self.deviation, above=0)
+        optional(number, "deviation", self.deviation, above=0)
         filled(self.training, "SVI", learning_rate=None, batch_size=None, epochs=None)
 
 

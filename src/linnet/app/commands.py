@@ -358,7 +358,7 @@ def spectrum_command(
         trust: Whether to run code that a run of another user names.
     """
     from linnet.app.runs.spectrum import check_place, from_data, from_run, made_part, report
-    from linnet.params import integer
+    from linnet.params import integer, optional
 
     if (run is None) == (data is None):
         raise InputError(
@@ -366,10 +366,8 @@ def spectrum_command(
             expected="a finished run, or a network with data",
             remedy="linnet spectrum --run RUN, or linnet spectrum --model M --data D --out FOLDER",
         )
-    if top is not None:
-        integer("top", top)
-    if samples is not None:
-        integer("samples", samples, least=2)
+    optional(integer, "top", top)
+    optional(integer, "samples", samples, least=2)
     task = None if data is None else TaskOptions(**vars(options), data=data)
     if part is not None:
         return _told(*made_part(task, kernel, part))

@@ -18,7 +18,7 @@ from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import after_change
 from linnet.linear.constraints import group_numbers
 from linnet.linear.targets import make_targets
-from linnet.params import integer, number
+from linnet.params import integer, number, optional
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.forward_mode import Params
@@ -179,8 +179,7 @@ def compatible(
     if pin not in ("flips", "correct"):
         raise InputError(f"pin={pin!r}", expected='"flips" or "correct"', remedy='leave pin= out for "flips"')
     integer("rounds", rounds)
-    if weight is not None:
-        number("weight", weight, above=0)
+    optional(number, "weight", weight, above=0)
     x = tensorize(x)
     old = outputs_of(old_outputs, x, "old_outputs")
     if old.shape[1] != fit.system.c:
@@ -199,7 +198,7 @@ def compatible(
     made, done = fit, 0
     pinned = torch.zeros(len(old), dtype=torch.bool)
     while done < rounds:
-        wanted = right if pin == "correct" else pinned | _mask(after.negative, len(old))
+        wanted = right if pin == "correct" else pinned | torch.isin(torch.arange(len(old)), after.negative)
         if bool((wanted == pinned).all()):
             break
         pinned, done = wanted, done + 1
@@ -208,13 +207,6 @@ def compatible(
         made = fit.constrain(take(x, index), old[index], weight=weight)
         after = flips(old, made, x, y)
     return Compatible(made, before, after, pinned.nonzero()[:, 0], done)
-
-
-def _mask(index: Tensor, n: int) -> Tensor:
-    """Positions as a mask."""
-    mask = torch.zeros(n, dtype=torch.bool)
-    mask[index] = True
-    return mask
 
 
 @dataclass(frozen=True, repr=False)

@@ -49,7 +49,7 @@ from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.factorize import cholesky
 from linnet.memory import Plan, parse_bytes, require
 from linnet.number_types import wide_type
-from linnet.params import choice, flag, integer, number, part_of, real_type, refuse
+from linnet.params import choice, flag, integer, number, optional, part_of, real_type, refuse
 from linnet.progress import track
 from linnet.shown import Shown, some
 from linnet.tangent.batch import (
@@ -477,9 +477,7 @@ class GradientStore(Shown):
                     shard = _Shard(shard.number + 1)
                 count, start = count + len(labels), rows.stop
         if count == 0:
-            raise DataError(
-                "data is empty: it yields no example", expected="at least one example", remedy=EMPTY
-            )
+            raise DataError("data is empty: it yields no example", "at least one example", EMPTY)
         if shard.count:
             self._close(shard, whole, shard.number % parts == index)
         self.folder.witness(partial(witness, self.function.check_runs, self.function.cache.probe))
@@ -603,8 +601,7 @@ class GradientStore(Shown):
     def _factor(self, damping: float | None, metric: str) -> Tensor:
         """The Cholesky factor of Ĝ + λI, or its diagonal."""
         choice("metric", metric, METRICS)
-        if damping is not None:
-            number("damping", damping, above=0, remedy="leave damping= out for a tenth of the mean")
+        optional(number, "damping", damping, above=0, remedy="leave damping= out for a tenth of the mean")
         model = self.function.model
         values = model.eigenvalues if isinstance(model, SketchedNetwork) else None
         if metric == "curvature" and values is None:

@@ -27,7 +27,7 @@ from linnet.fitting.linear_fit import LinearFit
 from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.newton import KernelNewton
-from linnet.params import choice, instance, number
+from linnet.params import choice, instance, number, refuse_first
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs
 from linnet.tangent.forward_mode import Params
@@ -378,9 +378,7 @@ def _releasable(fit: LinearFit, delta: float) -> DualSystem:
             "release fit before it is constrained",
         ),
     ]
-    for leak, what, expected, remedy in leaks:
-        if leak:
-            raise InputError(what, expected, remedy)
+    refuse_first(leaks)
     if not isinstance(fit.system, KernelSystem):
         raise InputError(
             f"the fit was solved by {fit.solver!r}",

@@ -33,7 +33,7 @@ from linnet.errors import InputError, ModelError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.number_types import wide_type
-from linnet.params import call, function
+from linnet.params import call, function, refuse_first
 from linnet.tangent.batch import Inputs, concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
@@ -60,7 +60,6 @@ class CurvatureMethod(ContinualMethod, ABC):
         super().__init__(model, strength)
         check_likelihood(likelihood)
         check_options(type(self), structure, options)
-        # where, what was given, what it goes with, what to do
         table = (
             (
                 word_of(structure) == "matrix-free",
@@ -81,9 +80,7 @@ class CurvatureMethod(ContinualMethod, ABC):
                 "leave matrix= out",
             ),
         )
-        for wrong, what, expected, remedy in table:
-            if wrong:
-                raise InputError(what, expected=expected, remedy=remedy)
+        refuse_first(table)
         self.merge = merge
         self._likelihood, self._structure, self._options = likelihood, structure, options
 

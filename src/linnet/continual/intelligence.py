@@ -22,7 +22,7 @@ from linnet.errors import InputError
 from linnet.linalg.operator import Params
 from linnet.linalg.structured import Diagonal
 from linnet.number_types import wide_type
-from linnet.params import number
+from linnet.params import number, optional
 from linnet.tangent.functional import OutputAdapter
 
 NOTHING = 0.0  # of the penalty is in the gradients
@@ -177,8 +177,7 @@ class SynapticIntelligence(ContinualMethod):
         return self
 
     def _divisor(self, examples: float | None) -> float:
-        if examples is not None:
-            number("examples", examples, above=0)
+        optional(number, "examples", examples, above=0)
         return 1.0
 
     def _gradient(self, name: str, parameter: Tensor | None) -> Tensor:

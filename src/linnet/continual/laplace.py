@@ -29,7 +29,7 @@ from linnet.distributed import Share, collective, sum_numbers
 from linnet.errors import DataError, InputError, ModelError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.optim.preconditioner import KroneckerPreconditioner
-from linnet.params import choice, function, number, refuse
+from linnet.params import choice, function, number, optional, refuse
 from linnet.tangent.batch import Inputs, is_data_set
 from linnet.tangent.data import Data, in_pieces
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
@@ -366,8 +366,7 @@ class NonOnlineLaplace(CurvatureMethod):
                 remedy="call consolidate(data) for a new task",
             )
         check_output(output)
-        if prepare is not None:
-            function("prepare", prepare, "a function that makes a network serve the task")
+        optional(function, "prepare", prepare, "a function that makes a network serve the task")
         data = self._held(data)
         if isinstance(data, tuple | list | Mapping):
             Data.of(data, keep=False)

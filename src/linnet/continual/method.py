@@ -30,7 +30,7 @@ from linnet.continual.quadratic import (
 from linnet.errors import InputError, ModelError
 from linnet.linalg.operator import Params
 from linnet.number_types import wide_type
-from linnet.params import choice, instance, number, real_type
+from linnet.params import choice, instance, number, optional, real_type
 from linnet.params import device as checked_device
 from linnet.shown import Shown, some
 from linnet.tangent.functional import OutputAdapter, require_values
@@ -240,8 +240,7 @@ class ContinualMethod(Shown, ABC):
             Itself.
         """
         place = checked_device("device", device)
-        if dtype is not None:
-            real_type("dtype", dtype)
+        optional(real_type, "dtype", dtype)
         kinds = [dtype or next((mu.dtype for mu in t.anchor.values()), torch.float32) for t in self._terms]
         self._terms = [term.to(place, kind) for term, kind in zip(self._terms, kinds, strict=True)]
         return self

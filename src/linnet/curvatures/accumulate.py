@@ -26,7 +26,7 @@ from linnet.number_types import products_in, wide_type
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, tokens_counted
 from linnet.tangent.capture import capture_bytes, capture_parts
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import Functional, not_finite
 from linnet.tangent.plan import expected_plan
 from linnet.tangent.rules import Captured
 from linnet.tangent.trace import Trace, forward_trace, weighed_trace
@@ -391,11 +391,7 @@ def require_finite_pass(captured: Captured | Trace) -> None:
                 remedy="check the scale of x and the layers before it",
             )
     if not bool(torch.isfinite(captured.outputs).all()):
-        raise ModelError(
-            "model returns NaN or infinite outputs on x",
-            expected="finite outputs",
-            remedy="check the weights and the scale of x",
-        )
+        raise not_finite("x")
 
 
 def plan_chunks(

@@ -46,7 +46,7 @@ from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import LinearOperator, unit_columns
 from linnet.linalg.structured import Dense
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import choice, known, no_targets
+from linnet.params import choice, known, no_targets, refuse_first
 from linnet.solvers.lanczos import eigenpairs
 from linnet.solvers.nystrom import nystrom
 from linnet.solvers.solution import solved_by_first
@@ -414,9 +414,7 @@ def _require_together(kinds: Sequence[Any], columns: Expectation, derivative: st
             "use the Gauss-Newton matrix for approximations that must be positive semi-definite",
         ),
     )
-    for wrong, expected, remedy in table:
-        if wrong:
-            raise InputError(asked, expected, remedy)
+    refuse_first((wrong, asked, expected, remedy) for wrong, expected, remedy in table)
 
 
 def _last_layer(model: nn.Module, params: Selector, kinds: Sequence[Any]) -> tuple[Selector, list[Any]]:

@@ -32,7 +32,7 @@ from linnet.shown import first_line
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.forward_mode import Params
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import Functional, not_finite
 from linnet.tangent.gradients import pulled_back, side_by_side
 from linnet.tangent.jacobian import jvp, jvp_path
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
@@ -58,11 +58,7 @@ def require_finite(f: Tensor, index: int, start: int = 0) -> None:
     good = torch.isfinite(f).reshape(f.shape[0], -1).all(1)
     if not bool(good.all()):
         first = start + int((~good).nonzero()[0])
-        raise ModelError(
-            f"model returns NaN or infinite outputs on example {first} of batch {index}",
-            expected="finite outputs",
-            remedy="check the weights and the scale of x",
-        )
+        raise not_finite(f"example {first} of batch {index}")
 
 
 @in_exact_mode

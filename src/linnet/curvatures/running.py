@@ -43,7 +43,7 @@ from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.operator import require_params
 from linnet.memory import parse_bytes
-from linnet.params import choice, flag, instance, integer, number
+from linnet.params import choice, flag, instance, integer, number, optional
 from linnet.params import seed as checked_seed
 from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
@@ -126,8 +126,7 @@ class RunningAverage(Shown, ABC):
             ModelError: If the outputs are not finite.
         """
         flag("shared", shared)
-        if seen is not None:
-            instance("seen", seen, ChainPass, "a forward pass of linnet's own")
+        optional(instance, "seen", seen, ChainPass, "a forward pass of linnet's own")
         with collective(f"{type(self).__name__}.add", shared):
             rank, processes = world() if shared else (0, 1)
             batch = replace(self._batch(x, y), index=self.batches * processes + rank)

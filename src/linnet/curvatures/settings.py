@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from linnet.memory import parse_bytes
-from linnet.params import choice, flag, instance, integer, refuse, seed
+from linnet.params import choice, flag, instance, integer, optional, refuse, seed
 from linnet.params import path as checked_path
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.selection import Selector
@@ -167,13 +167,10 @@ class Passes:
 
     def __post_init__(self) -> None:
         """Raise on values that cannot be."""
-        if self.block is not None:
-            integer("block", self.block)
+        optional(integer, "block", self.block)
         parse_bytes(self.memory)
-        if self.file is not None:
-            checked_path("file", self.file, 'pass file="sums.safetensors"')
-        if self.shard is not None:
-            flag("shard", self.shard)
+        optional(checked_path, "file", self.file, 'pass file="sums.safetensors"')
+        optional(flag, "shard", self.shard)
         integer("widest", self.widest)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.linalg.random import Seed, make_generator
-from linnet.params import choice, flag, integer, number
+from linnet.params import choice, flag, integer, number, optional
 from linnet.tangent.batch import Inputs, require_dense
 from linnet.tree import node
 
@@ -55,8 +55,7 @@ class Augmentation:
 
     def __post_init__(self) -> None:
         choice("augmentation", self.kind, KINDS, 'pass "none" for data that are no images')
-        if self.size is not None:
-            integer("size", self.size, remedy="try 224")
+        optional(integer, "size", self.size, remedy="try 224")
         flag("flip", self.flip)
         number("area", self.area, above=0, most=1, remedy="leave area= out for 0.08")
 

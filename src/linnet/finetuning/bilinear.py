@@ -22,7 +22,7 @@ from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import last_linear, replace_module, zero_layer
 from linnet.linalg.factorize import signed
 from linnet.linalg.random import Seed
-from linnet.params import call, choice, instance, integer, number, refuse, tensor
+from linnet.params import call, choice, instance, integer, number, optional, refuse, tensor
 from linnet.tangent.batch import split, take
 from linnet.tangent.data import Data
 from linnet.tangent.functional import Functional
@@ -250,10 +250,8 @@ class Bilinear:
     def __post_init__(self) -> None:
         choice("root", self.root, ROOTS)
         integer("iterations", self.iterations, 1, 1000)
-        if self.channels is not None:
-            integer("channels", self.channels)
-        if self.layer is not None:
-            instance("layer", self.layer, str, "the name of a module of the network")
+        optional(integer, "channels", self.channels)
+        optional(instance, "layer", self.layer, str, "the name of a module of the network")
 
 
 def with_bilinear_head(

@@ -13,7 +13,7 @@ from linnet.errors import InputError
 from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.bilinear import Bilinear
 from linnet.linear.targets import ALPHA
-from linnet.params import choice, flag, instance, integer, number
+from linnet.params import choice, flag, instance, integer, number, optional, refuse_first
 
 BATCH_SIZE = 28  # Achille et al., section A.2
 MOMENTUM = 0.9
@@ -140,12 +140,10 @@ class Recipe:
 
     def _check_together(self) -> None:
         """Raise where a part would not be used, or could not."""
-        if self.pooling is not None:
-            instance("pooling", self.pooling, Bilinear, "a linnet.surgery.Bilinear")
+        optional(instance, "pooling", self.pooling, Bilinear, "a linnet.surgery.Bilinear")
         if self.damping is not None:
             number("damping", self.damping, above=0, remedy="leave it out for a tenth of the mean eigenvalue")
         whole = self.linear and not self.last_layer and self.head != "keep"
-        # where, what was given, what it goes with, what to do
         table = (
             (
                 self.pooling is not None and not whole,
@@ -172,9 +170,7 @@ class Recipe:
                 'leave damping= out, or pass preconditioner="kfac"',
             ),
         )
-        for wrong, what, expected, remedy in table:
-            if wrong:
-                raise InputError(what, expected=expected, remedy=remedy)
+        refuse_first(table)
 
     @property
     def linear(self) -> bool:

@@ -25,7 +25,7 @@ from linnet.finetuning.trainer import (
 )
 from linnet.fitting.descent import outputs_of
 from linnet.linear.targets import make_targets
-from linnet.params import call, flag, instance
+from linnet.params import call, flag, instance, optional
 from linnet.params import seed as checked_seed
 from linnet.tangent.batch import Inputs, concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
@@ -90,8 +90,7 @@ def recover(
         True
     """
     device = device_of(model)
-    if teacher is not None:
-        instance("teacher", teacher, nn.Module, "a torch.nn.Module", "pass the network itself")
+    optional(instance, "teacher", teacher, nn.Module, "a torch.nn.Module", "pass the network itself")
     flag("training_mode", training_mode)
     seed = checked_seed("seed", seed)
     settings = filled(training, "recover", **DEFAULTS, learning_rate=None, epochs=None, clip=None)

@@ -29,7 +29,7 @@ from linnet.fitting.descent import outputs_of
 from linnet.linear.targets import make_targets
 from linnet.memory import parse_bytes
 from linnet.optim.preconditioner import KroneckerPreconditioner
-from linnet.params import choice, flag, instance, integer, path, warn, wrapped
+from linnet.params import choice, flag, instance, integer, optional, path, warn, wrapped
 from linnet.progress import Log, check_log, tell, track
 from linnet.tangent.batch import Inputs, batch_size, concatenate, is_data_set, on_device, take
 from linnet.tangent.data import Data, as_pair
@@ -77,15 +77,12 @@ class Run:
     memory: str | int | None = None
 
     def __post_init__(self) -> None:
-        if self.checkpoint is not None:
-            path("checkpoint", self.checkpoint)
+        optional(path, "checkpoint", self.checkpoint)
         check_log(self.log)
         integer("log_every", self.log_every)
         for name in ("save_every", "evaluate_every"):
-            if getattr(self, name) is not None:
-                integer(name, getattr(self, name))
-        if self.progress is not None:
-            flag("progress", self.progress)
+            optional(integer, name, getattr(self, name))
+        optional(flag, "progress", self.progress)
         choice("keep", self.keep, ("last", "best"))
         parse_bytes(self.memory)
 

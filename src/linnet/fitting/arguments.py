@@ -13,6 +13,7 @@ from linnet.errors import InputError
 from linnet.params import number, positive_numbers, refuse, tensor
 from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
 from linnet.tangent.data import examples
+from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
 from linnet.tree import node
 
@@ -103,11 +104,15 @@ def checked_inputs(module: Any, x: Inputs, name: str = "x") -> Inputs:
 
 
 @torch.no_grad()
+def whole_outputs(function: Functional, x: Inputs) -> Tensor:
+    """f₀(x) in the network's own shape, batch by batch; each process of several has its share of them."""
+    parts = [function.check_runs(part) for _, part in own_parts(x, BATCH)]
+    return all_rows(torch.cat(parts or [function.check_runs(take(x, slice(0, 1)))[:0]]), batch_size(x))
+
+
 def base_outputs(module: Linearized, x: Inputs) -> Tensor:
-    """f₀(x), batch by batch; each process of several has its share of them."""
-    outputs = module.function.check_runs
-    parts = [outputs(part).flatten(1) for _, part in own_parts(x, BATCH)]
-    return all_rows(torch.cat(parts or [outputs(take(x, slice(0, 1))).flatten(1)[:0]]), batch_size(x))
+    """f₀(x), (N, C)."""
+    return whole_outputs(module.function, x).flatten(1)
 
 
 @torch.no_grad()

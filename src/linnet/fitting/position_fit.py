@@ -20,14 +20,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from linnet.distributed import all_rows
 from linnet.errors import DataError, InputError, LinnetError
-from linnet.fitting.arguments import BATCH, Choices, count_in_words
+from linnet.fitting.arguments import BATCH, Choices, count_in_words, whole_outputs
 from linnet.fitting.composed import Summable
 from linnet.fitting.head import example_hashes
 from linnet.fitting.last_layer import giving
 from linnet.fitting.remarks import copied_remarks, held_remarks
-from linnet.fitting.softmax_fit import require_kept
 from linnet.fitting.solved_fit import SolvedFit
 from linnet.fitting.solver import Solving, affordable
 from linnet.likelihoods.discrete import Categorical
@@ -36,12 +34,11 @@ from linnet.linear.label_problem import LabelProblem, room_for_rows
 from linnet.linear.newton import WeightNewton
 from linnet.linear.positions import PositionLosses
 from linnet.linear.problem import Memory
-from linnet.linear.saved import newton_state
 from linnet.linear.targets import Targets, position_labels
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import integer
 from linnet.progress import track
-from linnet.tangent.batch import IGNORED, Inputs, batch_size, own_parts, padded, split, take
+from linnet.tangent.batch import IGNORED, Inputs, padded, split, take
 from linnet.tangent.cut import Cut, replaced
 from linnet.tangent.data import Data
 from linnet.tangent.functional import Findings, Functional
@@ -82,7 +79,7 @@ def position_problem(whole: Functional, x: Inputs, y: Tensor, axis: int, memory:
     function, layer = (headed, None) if found is None else found
     # a problem in weights asks for no more than these losses have
     losses = cast(Likelihood, PositionLosses(headed, Categorical(axis=axis), layer, cut))
-    base = _outputs(function, inputs)
+    base = whole_outputs(function, inputs).double()
     return LabelProblem(function, inputs, base, losses, y, room_for_rows(whole, memory))
 
 
@@ -279,7 +276,7 @@ class PositionFit(SolvedFit, Summable):
         """The same model on other data, at f₀."""
         labels = position_labels(y, self._function.output_shape(x), self._axis, every=True)
         problem, inputs = self.system.problem, self._losses.inputs(x)
-        return problem.of(inputs, _outputs(problem.function, inputs), labels)
+        return problem.of(inputs, whole_outputs(problem.function, inputs).double(), labels)
 
     def _solved(self, other: LabelProblem, what: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Gradients of the losses of examples in δ and H⁻¹ times these, (P, k), some at a time."""
@@ -301,10 +298,6 @@ class PositionFit(SolvedFit, Summable):
         """The axis of the outputs that is the classes."""
         assert self._targets.axis is not None
         return self._targets.axis
-
-    def _check_new_ridge(self, ridge: Any) -> None:
-        """Raise unless it is kept."""
-        require_kept(ridge)
 
     def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float, sample_weight: Any) -> PositionFit:
         """The fit with more examples: Newton's method from the present one."""
@@ -340,18 +333,6 @@ class PositionFit(SolvedFit, Summable):
         outputs = self._function.output_shape(self.x).numel()
         own = {"outputs": outputs, "positions": counts, "objective": self.system.objective[-1]}
         return {**super().summary(), **own, "steps": self.system.steps}
-
-    def _state(self) -> dict[str, Any]:
-        """The optimum."""
-        return {"loss": self.loss, "solved": newton_state(self.system)}
-
-
-@torch.no_grad()
-def _outputs(function: Functional, x: Inputs) -> Tensor:
-    """Outputs in the network's own shape, float64; each process of several has its share of them."""
-    parts = [function.check_runs(part) for _, part in own_parts(x, BATCH)]
-    first = parts or [function.check_runs(take(x, slice(0, 1)))[:0]]
-    return all_rows(torch.cat(first), batch_size(x)).double()
 
 
 def fit_positions(

@@ -32,7 +32,6 @@ from linnet.fitting.fitted import Fitted
 from linnet.linear.dual import CriteriaByRidge
 from linnet.linear.label_problem import LabelProblem, WeighedLosses, class_targets, weighed_labels
 from linnet.linear.newton import FactorNewton, NewtonSystem
-from linnet.linear.saved import newton_state
 from linnet.linear.targets import Targets, weighed_targets
 from linnet.params import choice
 from linnet.progress import track
@@ -212,10 +211,6 @@ class SoftmaxFit(Fitted, Summable):
 
     # -- changes and files -----------------------------------------------------------------------
 
-    def _check_new_ridge(self, ridge: Any) -> None:
-        """Raise unless it is kept."""
-        require_kept(ridge)
-
     def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float, sample_weight: Any) -> SoftmaxFit:
         """The fit with more examples: Newton's method from the present one."""
         new = weighed_targets(class_targets(y, self.system.c, self.targets.dtype), sample_weight)
@@ -250,20 +245,6 @@ class SoftmaxFit(Fitted, Summable):
             A dict that ``json`` can write.
         """
         return {**super().summary(), "objective": self.system.objective[-1], "steps": self.system.steps}
-
-    def _state(self) -> dict[str, Any]:
-        """The optimum."""
-        return {"loss": self.loss, "solved": newton_state(self.system)}
-
-
-def require_kept(ridge: Any) -> None:
-    """Raise unless an update leaves the ridge as it is."""
-    if ridge is not None:
-        raise InputError(
-            f"ridge={ridge!r} in update() of a fit with loss='cross-entropy'",
-            expected="no ridge; it is kept",
-            remedy="leave ridge= out, or fit all examples again with linnet.fit",
-        )
 
 
 # -- paths -----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from linnet.fitting.remarks import after_change
 from linnet.fitting.sketch import SketchedNetwork, sketch_state
 from linnet.linear.constraints import Constraints
 from linnet.linear.newton import NewtonSystem
+from linnet.linear.saved import newton_state
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
 from linnet.shown import Shown
@@ -285,9 +286,14 @@ class SolvedFit(Shown):
         """The fit with outputs for all classes of new data."""
         return self
 
-    @abstractmethod
     def _check_new_ridge(self, ridge: Any) -> None:
-        """Raise unless an update may take this ridge."""
+        """Raise unless an update may take this ridge; under the cross-entropy it is kept."""
+        if ridge is not None:
+            raise InputError(
+                f"ridge={ridge!r} in update() of a fit with loss='cross-entropy'",
+                expected="no ridge; it is kept",
+                remedy="leave ridge= out, or fit all examples again with linnet.fit",
+            )
 
     @abstractmethod
     def _updated(self, x: Inputs, y: Tensor, ridge: Any, start: float, sample_weight: Any) -> Self:
@@ -374,9 +380,10 @@ class SolvedFit(Shown):
             "sketch": sketch_state(model) if isinstance(model, SketchedNetwork) else None,
         }
 
-    @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """What a file holds beside the network, the record and the data."""
+        """What a file holds beside the network, the record and the data: the optimum of the cross-entropy."""
+        assert isinstance(self.system, NewtonSystem)
+        return {"loss": self.loss, "solved": newton_state(self.system)}
 
     def summary(self) -> dict[str, Any]:
         """Size, solver, ridge and the reasons for choices, as plain numbers and text.

@@ -15,7 +15,7 @@ from linnet.linear.newton import STEPS
 from linnet.linear.preconditioner import check_preconditioner, preconditioner_bytes
 from linnet.linear.problem import Memory
 from linnet.memory import Plan, format_bytes, parse_bytes, require
-from linnet.params import choice, integer, path, seed
+from linnet.params import choice, integer, optional, path, seed
 from linnet.tangent.batch import Inputs, batch_size
 from linnet.tangent.functional import Functional, tensors_by_name
 from linnet.tangent.gram import GramTask, plan_gram
@@ -43,8 +43,7 @@ class Dual:
 
     def __post_init__(self) -> None:
         """Raise on values that cannot be."""
-        if self.file is not None:
-            path("file", self.file)
+        optional(path, "file", self.file)
         integer("max_steps", self.max_steps)
 
 
@@ -301,7 +300,7 @@ class Size:
         n = batch_size(self.x) * self.c
         forming = plan_gram(GramTask(self.function, self.x, None, "full"), self.memory).memory
         square = 8 * n * n
-        solving = self._kernel(n)
+        solving = factorized("kernel", n, self.searched)
         if self.loss == "cross-entropy":
             solving[1:] = [("kernel times the root of the curvature, with workspace", 2 * square),
                            ("ridge + curvature, its factor and inverse", 3 * square)]  # fmt: skip
@@ -311,11 +310,8 @@ class Size:
         """Bytes of a fit by one kernel for all outputs, of which the function has a few combinations."""
         n = batch_size(self.x)
         forming = plan_gram(GramTask(self.function, self.x, None, "trace"), self.memory).memory
-        return _larger(f"fit of {n} equations that {self.c} outputs share", forming, self._kernel(n))
-
-    def _kernel(self, n: int) -> list[tuple[str, int]]:
-        """A kernel of n equations and its factorization."""
-        return factorized("kernel", n, self.searched)
+        solving = factorized("kernel", n, self.searched)
+        return _larger(f"fit of {n} equations that {self.c} outputs share", forming, solving)
 
     def primal_memory(self) -> Plan:
         """Bytes of a primal fit: the P × P matrix and its factorization."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import DataError, InputError
-from linnet.params import integer, refuse
+from linnet.params import integer, optional, refuse
 from linnet.tangent.batch import IGNORED, MASK
 
 # What data sets call a question and its answer; those of the second kind are joined by a space.
@@ -53,8 +53,7 @@ def tokenized(examples: Iterable[Any], tokenizer: Any, length: int | None = None
         >>> tokenized([("where is Oslo?", " Norway")], Words())["labels"]
         tensor([[-100, -100, -100,    4,    0]])
     """
-    if length is not None:
-        integer("length", length)
+    optional(integer, "length", length)
     if tokenizer is None or isinstance(tokenizer, str | type | nn.Module):
         refuse(
             "tokenizer", tokenizer, "a tokenizer of transformers", "pass AutoTokenizer.from_pretrained(name)"

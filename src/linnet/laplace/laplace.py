@@ -46,7 +46,7 @@ from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.random import Seed, make_generator
 from linnet.memory import parse_bytes
-from linnet.params import choice, flag, instance, integer, no_targets, number, own
+from linnet.params import choice, flag, instance, integer, no_targets, number, optional, own
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import Labels, Link, SampledPredictive
@@ -337,8 +337,7 @@ class Laplace(PredictiveModel):
         make_generator(seed)
         flag("joint", joint)
         parse_bytes(memory)
-        if samples is not None:
-            integer("samples", samples)
+        optional(integer, "samples", samples)
         if method == "mc":
             outputs = sampled_outputs(self.covariance, x, 100 if samples is None else samples, seed)
             return SampledPredictive(outputs, self._labels(Link()))
@@ -485,12 +484,10 @@ class Laplace(PredictiveModel):
                 expected='held-out data for "validation" and "grid", that of the fit for "loo", else none',
                 remedy="pass data=(x, y)" if data is None else "leave data out",
             )
-        if prior is not None:
-            choice("prior", prior, FORMS)
+        optional(choice, "prior", prior, FORMS)
         if search is not None and not isinstance(search, Grid):
             choice("search", search, SEARCHES)
-        if noise is not None:
-            flag("noise", noise)
+        optional(flag, "noise", noise)
         integer("steps", steps)
         flag("data_scale", data_scale, "pass search=linnet.Grid(data_scale=[...]) for values to try")
         groups, at = state.groups, state.hyper

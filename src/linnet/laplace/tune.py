@@ -19,7 +19,7 @@ from linnet.laplace.outputs import Draws, outputs_under
 from linnet.laplace.posterior import Groups, Hyper, Posterior, with_noise
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.params import choice, integer, own, positive_numbers, warn
+from linnet.params import choice, integer, own, positive_numbers, refuse_first, warn
 from linnet.params import seed as checked_seed
 from linnet.predictive.sampled import Labels, SampledPredictive, log_density
 from linnet.solvers.lbfgs import minimize
@@ -385,9 +385,7 @@ def _require_together(method: str, search: Search, left_out: bool) -> None:
             'pass predict="glm"',
         ),
     )
-    for wrong, what, expected, remedy in table:
-        if wrong:
-            raise InputError(what, expected, remedy)
+    refuse_first(table)
 
 
 Point = Callable[[Tensor], Hyper]  # hyper-parameters by their logarithms

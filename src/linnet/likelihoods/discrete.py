@@ -14,9 +14,9 @@ from linnet.likelihoods.likelihood import (
     IndependentComponents,
     Likelihood,
     Moments,
-    first_of,
     flatten_positions,
     require_axis,
+    require_none,
     require_shape,
     uniform,
 )
@@ -67,12 +67,8 @@ class Categorical(Likelihood):
             require_shape(y, expected, self._shape_remedy(f, y))
         y, classes = y.long(), f.shape[self._class_axis(f.ndim)]
         bad = ((y < 0) | (y >= classes)) & (y != self.ignore_index)
-        if bool(bad.any()):
-            raise DataError(
-                f"{first_of(bad)} is {int(y[bad][0])}",
-                expected=f"classes from 0 to {classes - 1}, or ignore_index={self.ignore_index}",
-                remedy="number the classes from 0, or give the network more outputs",
-            )
+        known = f"classes from 0 to {classes - 1}, or ignore_index={self.ignore_index}"
+        require_none(bad, y, known, "number the classes from 0, or give the network more outputs")
         return y
 
     def _shape_remedy(self, f: Tensor, y: Tensor) -> str:
@@ -93,13 +89,8 @@ class Categorical(Likelihood):
                 expected=f"integer classes {expected}, or floating-point probabilities {tuple(f.shape)}",
                 remedy="pass y.long() for classes; for other targets use Bernoulli() or Gaussian()",
             )
-        negative = ~(y >= 0)
-        if bool(negative.any()):
-            raise DataError(
-                f"{first_of(negative)} is {float(y[negative][0]):.4g}",
-                expected="probabilities of classes, none negative",
-                remedy="pass integer classes, or use Gaussian() for real targets",
-            )
+        remedy = "pass integer classes, or use Gaussian() for real targets"
+        require_none(~(y >= 0), y, "probabilities of classes, none negative", remedy, ".4g")
         totals = self._arranged(y).double().sum(-1)
         wrong = (totals - 1).abs() > 1e-2 if y.element_size() < 4 else (totals - 1).abs() > 1e-4
         if bool(wrong.any()):
@@ -250,12 +241,8 @@ class Bernoulli(IndependentComponents):
 
     def _check_values(self, y: Tensor, missing: Tensor) -> None:
         bad = ((y < 0) | (y > 1)) & (y != self.ignore_index)
-        if bool(bad.any()):
-            raise DataError(
-                f"{first_of(bad)} is {float(y[bad][0]):.6g}",
-                expected=f"labels from 0 to 1, or ignore_index={self.ignore_index}",
-                remedy="use Categorical() for one of several classes, Poisson() for counts",
-            )
+        remedy = "use Categorical() for one of several classes, Poisson() for counts"
+        require_none(bad, y, f"labels from 0 to 1, or ignore_index={self.ignore_index}", remedy, ".6g")
 
     def _plain(self) -> tuple[float, float]:
         return 0.0, 1.0
@@ -318,12 +305,8 @@ class Poisson(IndependentComponents):
 
     def _check_values(self, y: Tensor, missing: Tensor) -> None:
         bad = ((y < 0) | (y != y.round()) | y.isinf()) & ~missing
-        if bool(bad.any()):
-            raise DataError(
-                f"{first_of(bad)} is {float(y[bad][0]):.6g}",
-                expected="counts: whole numbers, none negative",
-                remedy="use Gaussian() for real targets, or do not normalize counts",
-            )
+        remedy = "use Gaussian() for real targets, or do not normalize counts"
+        require_none(bad, y, "counts: whole numbers, none negative", remedy, ".6g")
 
     def _nll(self, rows: Tensor, labels: Tensor) -> Tensor:
         # e^f − y f + log y!

@@ -19,7 +19,7 @@ from torch import Tensor
 from linnet.errors import DataError, InputError, NumericalError
 from linnet.linalg.factorize import eigh, lies_within
 from linnet.linalg.random import Seed, make_generator, require_room, signs
-from linnet.params import choice, integer, refuse, shown, tensor
+from linnet.params import choice, instance, integer, refuse, shown, tensor
 
 # -- distribution ----------------------------------------------------------------------------------
 #
@@ -43,6 +43,12 @@ def uniform(shape: Sequence[int], seed: Seed, like: Tensor) -> Tensor:
 def first_of(bad: Tensor, name: str = "y") -> str:
     """The name of the first element that is marked, for example "y[3, 1]"."""
     return f"{name}{bad.nonzero()[0].tolist()}"
+
+
+def require_none(bad: Tensor, y: Tensor, expected: str, remedy: str, form: str = "") -> None:
+    """Raise for the first target that is marked."""
+    if bool(bad.any()):
+        raise DataError(f"{first_of(bad)} is {y[bad][0].item():{form}}", expected, remedy)
 
 
 def require_axis(axis: Any) -> int:
@@ -681,13 +687,10 @@ def training_nll(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 def check_likelihood(likelihood: object) -> None:
     """Raise unless it is a likelihood."""
-    if not isinstance(likelihood, Likelihood):
-        refuse(
-            "likelihood",
-            likelihood,
-            "one of linnet.likelihoods, such as Categorical() or Gaussian(variance=0.1)",
-            "call the class: linnet.likelihoods.Categorical()",
-        )
+    expected = "one of linnet.likelihoods, such as Categorical() or Gaussian(variance=0.1)"
+    instance(
+        "likelihood", likelihood, Likelihood, expected, "call the class: linnet.likelihoods.Categorical()"
+    )
 
 
 def takes_missing(likelihood: Likelihood) -> bool:
@@ -740,13 +743,7 @@ def require_targets(
 
 def require_finite_targets(y: Tensor) -> None:
     """Check that no target is infinite."""
-    infinite = y.isinf()
-    if bool(infinite.any()):
-        raise DataError(
-            f"{first_of(infinite)} is {float(y[infinite][0])}",
-            expected="finite targets",
-            remedy="look for overflow in the data",
-        )
+    require_none(y.isinf(), y, "finite targets", "look for overflow in the data")
 
 
 class IndependentComponents(Likelihood, ABC):

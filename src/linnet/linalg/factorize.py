@@ -147,8 +147,9 @@ def _jittered_cholesky(matrix: Tensor, name: str) -> Tensor:
             return factor.reshape(matrix.shape)
     worst = int(info.ne(0).nonzero()[0])
     smallest = float(torch.linalg.eigvalsh(batch[worst]).min())
+    member = name if matrix.ndim == 2 else f"matrix {worst} of {name}"
     raise NumericalError(
-        f"{_member(name, matrix, worst)} is not positive definite: "
+        f"{member} is not positive definite: "
         f"its smallest eigenvalue is {smallest:.3g}, its mean diagonal {float(mean[worst]):.3g}",
         expected="a positive definite matrix",
         remedy=f"add a damping or ridge of more than {max(-smallest, 0.0):.1g}",
@@ -159,11 +160,6 @@ def _factor_and_info(batch: Tensor) -> tuple[Tensor, Tensor]:
     """Cholesky factors, and for each a number that is zero where it is right."""
     factor, info = torch.linalg.cholesky_ex(batch)
     return factor, info
-
-
-def _member(name: str, matrix: Tensor, index: int) -> str:
-    """The name of one matrix of a batch; a matrix alone goes by the name itself."""
-    return name if matrix.ndim == 2 else f"matrix {index} of {name}"
 
 
 def eigh(matrix: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:

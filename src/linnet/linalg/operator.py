@@ -18,7 +18,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.params import instance, number, refuse, shown, tensor
-from linnet.shown import Shown
+from linnet.shown import Shown, some
 from linnet.tree import node, parts
 
 # -- space -----------------------------------------------------------------------------------------
@@ -153,8 +153,7 @@ def require_params(params: Any, name: str) -> None:
 
 def _listed(names: Iterable[str]) -> str:
     """The first few names, quoted, for an error."""
-    listed = [repr(name) for name in sorted(names)]
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
+    return some(list(map(repr, sorted(names))), 5)
 
 
 class LinearOperator(Shown):

@@ -15,7 +15,7 @@ from torch import Tensor
 from linnet.curvatures.stream import Batches
 from linnet.errors import InputError
 from linnet.metrics.reports import Judged, RegressionReport, Report, join, judge
-from linnet.params import call, choice, function, integer, wrapped
+from linnet.params import call, choice, function, integer, optional, wrapped
 from linnet.params import device as checked_device
 from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
@@ -203,8 +203,7 @@ def batches_of(
     """The batches to be asked about, with the model's names of classes, after a look at the arguments."""
     takes = "a callable that takes the inputs of a batch"
     function("predict", predict, takes, "pass lambda x: model(x).softmax(-1)")
-    if batch_size is not None:
-        integer("batch_size", batch_size)
+    optional(integer, "batch_size", batch_size)
     place = None if device is None else checked_device("device", device)
     model = getattr(predict, "__self__", predict)  # of a method such as fit.predictive
     names = getattr(model, "class_names", None) or ()

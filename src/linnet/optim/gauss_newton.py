@@ -21,6 +21,7 @@ from linnet.curvatures.treatments import Structure
 from linnet.distributed import collective, world
 from linnet.errors import InputError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
+from linnet.linalg.factorize import is_finite
 from linnet.optim.gauss_newton_inverse import DampingSearch, Inverse, Undamped, adapted, hopeless
 from linnet.optim.gauss_newton_model import (
     LinearizedBatch,
@@ -33,7 +34,6 @@ from linnet.optim.gauss_newton_model import (
     evaluated,
     given_gradient,
     in_parts,
-    is_finite,
     norm_of,
     put,
     remember,

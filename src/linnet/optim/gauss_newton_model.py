@@ -43,11 +43,6 @@ from linnet.tangent.jacobian import jvp
 from linnet.tangent.modes import in_exact_mode
 
 
-def is_finite(v: Tensor) -> bool:
-    """Whether all entries are finite; a finite norm says so in one pass."""
-    return bool(v.norm().isfinite()) or bool(v.isfinite().all())
-
-
 def norm_of(v: Tensor) -> float:
     """‖v‖, in float32 or wider."""
     return float(v.to(wide_type(v.dtype)).norm())

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 from torch import Tensor, nn
 
 from linnet.errors import InputError
-from linnet.params import choice, flag, function, instance, integer, known, number, refuse
+from linnet.params import choice, flag, function, instance, integer, known, number, optional, refuse
 from linnet.params import seed as checked_seed
 from linnet.progress import Log, check_log
 from linnet.tangent.functional import OutputAdapter, check_output
@@ -131,8 +131,7 @@ def checked_damping(damping: Any) -> Damping:
         number("damping", damping, least=0)
         return Damping(float(damping), float(damping))
     for name in ("tau", "zeta"):
-        if getattr(damping, name) is not None:
-            number(f"damping.{name}", getattr(damping, name), least=0)
+        optional(number, f"damping.{name}", getattr(damping, name), least=0)
     number("damping.decay", damping.decay, above=0, below=1, remedy="leave it out for 0.95")
     for name in ("tau_period", "zeta_period"):
         integer(f"damping.{name}", getattr(damping, name), 0)
@@ -154,8 +153,7 @@ def checked_settings(given: GaussNewtonOptions) -> Settings:
     number("average", settings.average, above=0, below=1)
     for name in ("inverse_period", "rejections"):
         integer(name, getattr(settings, name), 1)
-    if settings.examples is not None:
-        integer("examples", settings.examples, 1)
+    optional(integer, "examples", settings.examples, 1)
     check_log(settings.log)
     return settings
 
@@ -220,8 +218,7 @@ def check_given(closure: Any, loss: Any) -> None:
     """Raise unless at most one of closure and loss is given, and it can be used."""
     if closure is not None and loss is not None:
         raise InputError("closure and loss are both given", expected="one of them", remedy="drop loss=")
-    if closure is not None:
-        function("closure", closure, "a function without arguments")
+    optional(function, "closure", closure, "a function without arguments")
     if loss is not None:
         check_loss("loss", loss)
 

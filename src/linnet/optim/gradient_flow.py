@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
+from linnet.fitting.arguments import linear_outputs
 from linnet.linalg.factorize import decomposing
 from linnet.linear.dual import Spectrum
 from linnet.linear.targets import ALPHA, make_targets
@@ -270,8 +271,7 @@ def gradient_flow(
     with torch.no_grad():
         for name, value in lin.delta.items():
             own.delta[name].copy_(value)
-        parts = [own(part) for part in split(x, BATCH)]
-    f0 = torch.cat([part.reshape(part.shape[0], -1) for part in parts])
+    f0 = linear_outputs(own, x)
     wanted = _targets(targets, y, f0, scale)
     square = 8 * f0.numel() ** 2
     items = (("kernel in float64", square), ("eigenvectors", square), ("workspace", 3 * square))

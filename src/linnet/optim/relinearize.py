@@ -32,7 +32,7 @@ from linnet.fitting.fit import fit
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.solver import Solver
 from linnet.optim.gradient_flow import Flow, gradient_flow
-from linnet.params import call, flag, instance, integer, number, refuse
+from linnet.params import call, flag, instance, integer, number, optional, refuse
 from linnet.progress import Log, check_log, tell
 from linnet.shown import Record, Shown
 from linnet.spectrum.kernel_matrix import check_kernel, kernel_distance
@@ -279,10 +279,8 @@ class Converged(Schedule):
     def __init__(
         self, gradient: float | None = 1e-3, loss: float | None = None, most: int | None = None
     ) -> None:
-        if gradient is not None:
-            number("gradient", gradient, above=0, remedy="pass gradient=1e-3")
-        if loss is not None:
-            number("loss", loss, remedy="pass the loss to be reached")
+        optional(number, "gradient", gradient, above=0, remedy="pass gradient=1e-3")
+        optional(number, "loss", loss, remedy="pass the loss to be reached")
         if gradient is None and loss is None:
             raise InputError("gradient and loss are None", "at least one of them", "pass gradient=1e-3")
         super().__init__(most)

@@ -14,7 +14,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.linalg.factorize import cholesky, eigh
 from linnet.linalg.operator import LinearOperator, Vector, flatten, require_fit, require_square, unflatten
-from linnet.params import integer, number, refuse, tensor
+from linnet.params import integer, number, optional, refuse, tensor
 from linnet.solvers.solution import Solution, Status, by_first_process
 
 
@@ -169,8 +169,7 @@ def checked_steps(
 def checked_limits(tolerance: float, max_steps: int | None, default: int) -> int:
     """The step limit of an iteration, after checking it and the tolerance."""
     number("tolerance", tolerance, above=0, below=1)
-    if max_steps is not None:
-        integer("max_steps", max_steps)
+    optional(integer, "max_steps", max_steps)
     return default if max_steps is None else max_steps
 
 

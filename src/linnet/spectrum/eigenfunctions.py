@@ -23,7 +23,7 @@ from linnet.linalg.factorize import eigh, signed
 from linnet.linalg.operator import LinearOperator
 from linnet.memory import Plan, parse_bytes, require
 from linnet.number_types import wide_type
-from linnet.params import choice, flag, integer, tensor
+from linnet.params import choice, flag, integer, optional, tensor
 from linnet.progress import waiting
 from linnet.shown import Record
 from linnet.solvers.lanczos import eigenpairs
@@ -368,8 +368,7 @@ def eigenfunctions(
     check_kernel(form)
     choice("method", method, METHODS)
     parse_bytes(memory)
-    if progress is not None:
-        flag("progress", progress)
+    optional(flag, "progress", progress)
     function = tangent_of(lin_or_model)
     x = taken(function, x)
     check_dense(x)

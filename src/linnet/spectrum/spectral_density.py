@@ -19,7 +19,7 @@ from linnet.errors import NumericalError
 from linnet.linalg.factorize import eigh, is_finite, nonnegative
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, signs
-from linnet.params import call, choice, integer, number, refuse, tensor
+from linnet.params import call, choice, integer, number, optional, refuse, tensor
 from linnet.params import function as checked_function
 from linnet.shown import Record
 from linnet.solvers.lanczos import eigenpairs, tridiagonalize
@@ -295,8 +295,7 @@ def condition_number(
     """
     ridge = number("ridge", ridge, least=0)
     number("tolerance", tolerance, above=0)
-    if max_steps is not None:
-        integer("max_steps", max_steps)
+    optional(integer, "max_steps", max_steps)
     make_generator(seed)
     if isinstance(source, LinearOperator):
         operator = kernel_operator(source, x)

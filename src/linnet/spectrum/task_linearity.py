@@ -21,7 +21,7 @@ from linnet.fitting.linear_fit import LinearFit
 from linnet.linalg.factorize import cholesky
 from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import parse_bytes
-from linnet.params import integer
+from linnet.params import integer, optional
 from linnet.shown import Record
 from linnet.spectrum.alignment import alignment
 from linnet.spectrum.eigenfunctions import eigenfunctions
@@ -369,8 +369,7 @@ def _labels(fit: LinearFit) -> Tensor:
 def _drawn(fit: LinearFit, n: int, c: int, samples: int | None, memory: str | int | None) -> Tensor:
     """Examples to take the kernel on, in order."""
     device = fit.module.function.device
-    if samples is not None:
-        integer("samples", samples, 2, n, "leave samples= out for all training examples")
+    optional(integer, "samples", samples, 2, n, "leave samples= out for all training examples")
     most = n
     if not isinstance(fit.system, KernelSystem):
         # a matrix in float64, its eigenvectors and their workspace

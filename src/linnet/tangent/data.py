@@ -773,9 +773,7 @@ class Gathered:
             return map_tensors(placed, self._like), targets
         batches, self._batches = self._batches, []
         if not batches:
-            raise DataError(
-                "data is empty: it yields no example", expected="at least one example", remedy=EMPTY
-            )
+            raise DataError("data is empty: it yields no example", "at least one example", EMPTY)
         return batches[0] if len(batches) == 1 else side_by_side(batches)
 
     def _begin(self) -> None:

@@ -331,12 +331,14 @@ class Functional:
             )
         if not is_finite(value):
             bad = int((~torch.isfinite(value).reshape(len(value), -1).all(1)).nonzero()[0])
-            raise ModelError(
-                f"model returns NaN or infinite outputs on x, first at example {place_of(x, bad)}",
-                expected="finite outputs",
-                remedy="check the weights and the scale of x",
-            )
+            raise not_finite(f"x, first at example {place_of(x, bad)}")
         return value
+
+
+def not_finite(where: str) -> ModelError:
+    """The error of outputs that are NaN or infinite."""
+    what, remedy = f"model returns NaN or infinite outputs on {where}", "check the weights and the scale of x"
+    return ModelError(what, expected="finite outputs", remedy=remedy)
 
 
 def lies_in(place: str | None, name: str) -> bool:

@@ -7,6 +7,7 @@ call is not understood; the parameter is then differentiated example by example 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -288,20 +289,14 @@ def _multiply(result: Tensor, input: Any, other: Any) -> Found:
     return None
 
 
-def _add(result: Tensor, input: Any, other: Any, *, alpha: float = 1) -> Found:
+def _add(result: Tensor, input: Any, other: Any, *, alpha: float = 1, sign: int = 1) -> Found:
     if alpha != 1 or (_tracked(input) and _tracked(other)):
         return None
-    return [_shift(input), _shift(other)]
-
-
-def _subtract(result: Tensor, input: Any, other: Any, *, alpha: float = 1) -> Found:
-    if alpha != 1 or (_tracked(input) and _tracked(other)):
-        return None
-    return [_shift(input), _shift(other, -1)]
+    return [_shift(input), _shift(other, sign)]
 
 
 def _reverse_subtract(result: Tensor, input: Any, other: Any, *, alpha: float = 1) -> Found:
-    return _subtract(result, other, input, alpha=alpha)
+    return _add(result, other, input, alpha=alpha, sign=-1)
 
 
 def _repeat(result: Tensor, input: Tensor, *sizes: Any, **options: Any) -> Found:
@@ -325,7 +320,7 @@ _READERS: dict[str, Callable[..., Found]] = {
     "instance_norm": _instance_norm,
     **dict.fromkeys(("mul", "multiply", "rmul", "imul"), _multiply),
     **dict.fromkeys(("add", "radd", "iadd"), _add),
-    **dict.fromkeys(("sub", "subtract", "isub"), _subtract),
+    **dict.fromkeys(("sub", "subtract", "isub"), partial(_add, sign=-1)),
     **dict.fromkeys(("rsub",), _reverse_subtract),
     **dict.fromkeys(REPEATING, _repeat),
 }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
 from linnet.params import call, instance, refuse, shown, tensor
+from linnet.shown import some
 
 PREFIX = "_linnet_mask_"  # of the names of such buffers
 TINY = 1e-3  # what hooks are tried with: clipping leaves such gradients as they are
@@ -141,7 +142,7 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
         raise InputError(
             f"params={params!r} selects none of the {len(named)} parameters",
             expected="at least one parameter",
-            remedy=f"{merged if params == 'lora' else ''}the names are: {_some(list(named))}",
+            remedy=f"{merged if params == 'lora' else ''}the names are: {_quoted(named)}",
         )
     for name in chosen:
         if named[name].is_complex():
@@ -250,14 +251,13 @@ def _by_name(model: nn.Module, named: dict[str, nn.Parameter], names: Sequence[s
     missing = [n for n in names if n not in every or id(every[n]) not in first]
     if missing:
         raise InputError(
-            f"params names {_some(missing)}, not among the floating-point parameters",
-            expected=f"names such as {_some(list(named))}",
+            f"params names {_quoted(missing)}, not among the floating-point parameters",
+            expected=f"names such as {_quoted(named)}",
             remedy="see dict(model.named_parameters()) for all of them",
         )
     return {first[id(every[n])] for n in names}
 
 
-def _some(names: Sequence[str], limit: int = 8) -> str:
+def _quoted(names: Iterable[str]) -> str:
     """The first few names, and how many more there are."""
-    more = len(names) - limit
-    return ", ".join(map(repr, names[:limit])) + (f" and {more} more" if more > 0 else "")
+    return some(list(map(repr, names)))

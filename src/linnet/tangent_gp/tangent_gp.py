@@ -16,9 +16,10 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from linnet.distributed import all_rows, require_same_arguments, sharing
+from linnet.distributed import require_same_arguments, sharing
 from linnet.errors import DataError, InputError
 from linnet.files import save
+from linnet.fitting.arguments import whole_outputs
 from linnet.fitting.saved import OTHER
 from linnet.likelihoods import from_description
 from linnet.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
@@ -31,13 +32,13 @@ from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
 from linnet.solvers.solution import Estimate
-from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
+from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.data import Data, examples, owned
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs
 from linnet.tangent.gradients import side_by_side
 from linnet.tangent.jacobian import jvp
-from linnet.tangent.linearized import Linearized
+from linnet.tangent.linearized import Linearized, function_of
 from linnet.tangent.matching import given_network, identity, matching_function, require_same_outputs
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
 from linnet.tangent.preflight import warn_of_scale
@@ -89,17 +90,12 @@ class Observed:
     @torch.no_grad()
     def moments(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """f₀(x) and σ²(x), without the scale s."""
-        f = self._outputs(x)
+        f = whole_outputs(self.base, x)
         return self.likelihood.mean(f).flatten(1), self.likelihood.variance(f).flatten(1)
-
-    def _outputs(self, x: Inputs) -> Tensor:
-        """All outputs of the network, in its own shape."""
-        parts = [self.base.check_runs(part) for _, part in own_parts(x, BATCH)]
-        return all_rows(torch.cat(parts or [self.base.check_runs(take(x, slice(0, 1)))[:0]]), batch_size(x))
 
     def problem(self, x: Inputs, y: Tensor) -> Problem:
         """Data in units of their noise."""
-        f = self._outputs(x)
+        f = whole_outputs(self.base, x)
         mean, variance = self.likelihood.mean(f), self.likelihood.variance(f).flatten(1).double()
         if y.numel() == mean.numel() and y.ndim == mean.ndim - 1:
             y = y.reshape(mean.shape)  # one output, and targets (N,)
@@ -184,25 +180,17 @@ class TangentGP(PredictiveModel):
         self._observed = self._observed_by(likelihood)
         self._plan: GPPlan | None = None
 
-    def _shown(self) -> dict[str, Any]:
-        return self.summary()
-
     def __repr__(self) -> str:
         state = f"{self._plan.space} space, {self._problem.n} examples" if self._plan else "not fitted"
         return (
             f"TangentGP({self._observed.likelihood!r}, prior_precision={self.prior_precision:.4g}, {state})"
         )
 
-    def _functional(self) -> Functional:
-        """The network as it is now."""
-        if isinstance(self._model, Linearized):
-            return self._model.function
-        given = self._options.given
-        return Functional(self._model, given.get("params"), given.get("output"))
-
     def _observed_by(self, likelihood: Likelihood) -> Observed:
         """The outputs of the network as it is now, and their noise."""
-        return Observed(self._functional(), likelihood, self._options.given.get("mean", "network"))
+        given = self._options.given
+        base = function_of(self._model, given.get("params"), given.get("output"))
+        return Observed(base, likelihood, given.get("mean", "network"))
 
     # -- data ------------------------------------------------------------------------------------
 

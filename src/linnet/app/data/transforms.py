@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
-from linnet.params import integer, refuse
+from linnet.params import integer, optional, refuse
 
 PRESETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -55,8 +55,7 @@ class ImageTransform:
             raise InputError(
                 f"mean is {self.mean} and std {self.std}", expected="finite means, positive stds"
             )
-        if self.size is not None:
-            integer("size", self.size, remedy="try size=224")
+        optional(integer, "size", self.size, remedy="try size=224")
         if self.channels not in (None, 1, 3):
             refuse("channels", self.channels, "1 or 3")
 
