@@ -28,6 +28,8 @@ from linnet.likelihoods import Categorical, Gaussian
 from linnet.linalg import factorize
 from linnet.linalg.operator import LinearOperator
 from linnet.linear import formed_rows
+from linnet.nested import many as in_weights
+from linnet.nested import nested_fit
 from linnet.solvers import cg
 from linnet.tangent import gram as gram_module
 from linnet.unfinished import resumable
@@ -69,6 +71,20 @@ def iterated(space: str, n: int = N, **options: Any) -> Tensor:
         return torch.cat([found.mean, found.variance])
 
 
+def many() -> Tensor:
+    """A fit of samples that count as many, and what follows from it."""
+    kept = nested_fit.MANY, in_weights.LANDMARKS
+    nested_fit.MANY, in_weights.LANDMARKS = 5, 9
+    try:
+        fit = linnet.adapt(net(), (X, T + 50), earlier=0.5, ridge=0.3)
+    finally:
+        nested_fit.MANY, in_weights.LANDMARKS = kept
+    with sharing("changes"):
+        changed = fit.relabel([0, 1], T[:2] + 49), fit.forget([3]), fit.update((X[:2], T[:2] + 50))
+        every = [fit.predict(X), fit.loo(), fit.predictive(X).variance, *(one.predict(X) for one in changed)]
+    return torch.cat(every)
+
+
 def fits(n: int) -> dict[str, Tensor]:
     """Fits of n examples by every solver."""
     data, classes = (X[:n], T[:n]), (X[:n], Y[:n])
@@ -82,6 +98,7 @@ def fits(n: int) -> dict[str, Tensor]:
         "gp, parameters": process(solver="cholesky", space="parameter").fit(*data).predictive(X).mean,
         "gp, function space": iterated("function", n, preconditioner="none"),
         "gp, parameter space": iterated("parameter", n, preconditioner="none"),
+        "many samples": many(),
     }
     kernels = {"full": lin(), "trace": net(), "sum": lin(), "diagonal": lin()}
     for form, model in kernels.items():

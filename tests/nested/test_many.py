@@ -244,3 +244,59 @@ def test_what_many_samples_cannot_have_is_said(monkeypatch: pytest.MonkeyPatch) 
         linnet.adapt(network(), (x, y), memory="1KB")
     derived = linnet.adapt(network(), (x, y), weight=0.5)
     assert isinstance(derived.system, KernelSystem)
+
+
+@pytest.mark.parametrize("offset", [1e4, 1e7])
+def test_an_offset_of_values_changes_no_noise(offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, xt = data(classes=False)
+    many(monkeypatch)
+    for earlier in (0.0, 0.5):
+        plain, moved = (linnet.adapt(network(), (x, y + c), earlier=earlier) for c in (0.0, offset))
+        assert moved.ridge == plain.ridge
+        assert moved.noise == pytest.approx(plain.noise, rel=1e-6)
+        own, other = plain.predictive(xt), moved.predictive(xt)
+        torch.testing.assert_close(other.variance, own.variance, rtol=1e-3, atol=0)
+        torch.testing.assert_close(other.mean - offset, own.mean, rtol=0, atol=1e-7 * offset)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_networks_in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, xt = data()
+    many(monkeypatch)
+    with pytest.warns(UserWarning, match=r"or model\.double\(\)"):
+        fit = linnet.adapt(network(dtype), (x.to(dtype), y), earlier=1.0)
+    expected = linnet.adapt(network(), (x, y), earlier=1.0, ridge=fit.ridge)
+    same = fit.predict(xt.to(dtype)).argmax(1) == expected.predict(xt).argmax(1)
+    assert same.double().mean() > 0.9
+
+
+def test_samples_are_selected_and_summarized(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, xt = data()
+    plain = linnet.adapt(network(), (x, y), weight=0.0, ridge=0.3)
+    many(monkeypatch)
+    fit = linnet.adapt(network(), (x, y), weight=0.0, ridge=0.3)
+    for criterion in ("predictive-information", "variance"):
+        found, expected = (linnet.audit.select(one, xt, 4, criterion=criterion) for one in (fit, plain))
+        assert found.indices.tolist() == expected.indices.tolist()
+
+
+def test_shares_that_are_given_are_not_said_to_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, _ = data()
+    many(monkeypatch)
+    assert "of lowest" not in linnet.adapt(network(), (x, y), earlier=0.5).record.reasons["shares"]
+    assert "on 90 samples" in linnet.adapt(network(), (x, y)).record.reasons["shares"]
+
+
+@pytest.mark.long
+def test_more_than_ten_thousand_samples() -> None:
+    """Without a change of what counts as many."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(10_400, 6, generator=generator)
+    y = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 2] > 0).long()
+    fit = linnet.adapt(network(torch.float32), (x[:10_200], y[:10_200]))
+    assert isinstance(fit.system, NormalSystem)
+    right = float((fit.predict(x[10_200:]).argmax(1) == y[10_200:]).double().mean())
+    left_out = float((fit.loo().argmax(1) == y[:10_200]).double().mean())
+    assert right > 0.85
+    assert abs(left_out - right) < 0.06
+    assert fit.forget(range(100)).n == 10_100
