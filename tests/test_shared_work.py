@@ -76,7 +76,9 @@ def many() -> Tensor:
     kept = nested_fit.MANY, in_weights.LANDMARKS
     nested_fit.MANY, in_weights.LANDMARKS = 5, 9
     try:
-        fit = linnet.adapt(net(), (X, T + 50), earlier=0.5, ridge=0.3)
+        deep = nn.Sequential(*net(), nn.Tanh(), nn.Linear(3, 4, bias=False).double()).requires_grad_(False)
+        deep[-1].weight.fill_(0.5)  # type: ignore[operator, union-attr]
+        fit = linnet.adapt(deep, (X, T + 50), earlier=0.5, ridge=0.3)
     finally:
         nested_fit.MANY, in_weights.LANDMARKS = kept
     with sharing("changes"):

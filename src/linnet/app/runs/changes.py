@@ -19,7 +19,7 @@ from linnet.app.runs.results import EQUAL, further, place_of, print_change, writ
 from linnet.app.runs.samples import NewSamples, find_samples, named, read_new, required_answers
 from linnet.errors import DataError, InputError
 from linnet.linear.dual import DualSystem
-from linnet.linear.normal_system import NormalSystem
+from linnet.linear.normal_system import NormalSystem, summed
 from linnet.nested.nested_fit import NestedFit
 from linnet.report.numbers import duration, number, percent
 from linnet.report.reading import (
@@ -266,12 +266,13 @@ def _compare(fit: Fit, verify: bool) -> tuple[float, float]:
         anew = fit.recomputed()
         seconds = time.perf_counter() - start
         return float((anew.predict(fit.x) - fit.predict(fit.x)).abs().max()), seconds
-    if isinstance(fit.system, NormalSystem):
-        again = fit.system.at(fit.ridge)
-        gap = (again.predicted(fit.x) - fit.system.predicted(fit.x)).abs().max()
+    if isinstance(system := fit.system, NormalSystem):
+        again = NormalSystem(system.problem, summed(system.problem, system.memory), fit.ridge)
+        moved = again.solution - system.solution
+        gap = torch.stack([(rows @ moved).abs().max() for _, rows in system.problem.rows()]).max()
         return float(gap), time.perf_counter() - start
-    kernel, known = fit.system.kernel, fit.system.beta
-    beta = DualSystem(kernel, fit.system.residual, fit.ridge).beta  # outputs on the training samples are Kβ
+    kernel, known = system.kernel, system.beta
+    beta = DualSystem(kernel, system.residual, fit.ridge).beta  # outputs on the training samples are Kβ
     gap = (kernel @ (beta - known).reshape(len(kernel), -1)).abs().max()
     return float(gap), time.perf_counter() - start
 
