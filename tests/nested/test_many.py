@@ -232,6 +232,15 @@ def test_the_certificate_says_what_landmarks_keep(monkeypatch: pytest.MonkeyPatc
     assert any("25 of the samples are landmarks" in line for line in found.warnings)
     probe = linnet.adapt(network(), (x, y), weight=0.0)
     assert not any("landmark" in line for line in forgetting_certificate(probe, [0]).warnings)
+    # with a fit of its own, which has other landmarks and scales
+    keep = [i for i in range(N) if i not in (0, 1)]
+    other = linnet.adapt(network(), (x[keep], y[keep]), earlier=1.0, ridge=fit.ridge)
+    assert 1e-6 < forgetting_certificate(fit, other).relative < 0.1
+    # of which the features are formed anew
+    rows = fit.system.problem.examples.rows[HEAD]
+    assert rows is not None
+    rows.mul_(1.3)
+    assert forgetting_certificate(fit, [0, 1]).relative > 1e-6
 
 
 def test_what_many_samples_cannot_have_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,3 +309,11 @@ def test_more_than_ten_thousand_samples() -> None:
     assert right > 0.65
     assert abs(left_out - right) < 0.1
     assert fit.forget(range(100)).n == 10_100
+
+
+def test_features_wider_than_the_samples_are_many_keep_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, _ = data()
+    many(monkeypatch)
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(6, N), nn.ReLU(), nn.Linear(N, 3)).double()
+    assert isinstance(linnet.adapt(wide, (x, y), weight=0.0).system, KernelSystem)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +152,15 @@ def _slope(fit: SolvedFit, f: Tensor, rows: Tensor) -> Tensor:
 def _in_samples(fit: Any, after: Any, kept: Tensor) -> tuple[float, float, float]:
     """The same for features that outputs share: of a gradient Φᵀe the norm is √(eᵀKe), of δ = Φᵀβ √(βᵀKβ)."""
     problem = fit.system.problem.taken(kept)
-    if isinstance(fit.system, NormalSystem):
-        delta = after.system.solution
-        gradient, right = fit.ridge * delta, torch.zeros_like(delta)
-        for place, rows in problem.rows():
-            r = problem.residual[place].to(rows)
-            gradient = gradient + rows.T @ (rows @ delta - r)
-            right += rows.T @ r
+    if isinstance(fit.system, NormalSystem):  # the features formed anew, the solution that of the samples
+        problem, beta = replace(problem, formed=None), after.system.beta.double()
+        sums = [(rows.T @ beta[place], rows.T @ problem.residual[place]) for place, rows in problem.rows()]
+        delta, right = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
+        if after.prior is fit.prior:  # whose weights are known to more digits
+            delta = after.system.solution
+        gradient = fit.ridge * delta - right
+        for _, rows in problem.rows():
+            gradient += rows.T @ (rows @ delta)
         return float(gradient.norm()), float(right.norm()), float(delta.norm())
     kernel = problem.basis.kernel(problem.basis.examples(problem.x), fit.memory).double()
     kernel = whitened_kernel(kernel, problem)

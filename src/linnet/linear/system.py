@@ -137,8 +137,11 @@ class Solved(ABC):
         del what
         for _, rows in self.problem.form(x, memory or self.memory):
             each = self.problem.each
-            n = len(rows) // each
-            yield rows.view(n, each, -1), self.solve(rows.T).view(-1, n, each)
+            room = parse_bytes(memory or self.memory, self.function.device) // (64 * self.n * self.c)
+            size = len(rows) if each == self.c else max(1, room)  # formed features come in large blocks
+            for some in rows.split(size):
+                n = len(some) // each
+                yield some.view(n, each, -1), self.solve(some.T).view(-1, n, each)
 
     def shared_variance(self, x: Inputs) -> Tensor | None:
         """The variance λ Var[f(x)] of outputs that are apart and have the same, (T,); None of others."""

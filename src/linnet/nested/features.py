@@ -215,14 +215,15 @@ class Prior:
     def rows(self, x: Inputs) -> Tensor:
         """φ, scaled and less its mean, and behind it ψ where it takes part, (N, D) or (N, D + E)."""
         if self.landmarks is not None:
-            return self._in_blocks(x)
+            return self.in_blocks(x)
         return self.scaled(self.network.staged(x) if self.mixture.earlier else self.network.phi(x))
 
-    def _in_blocks(self, x: Inputs) -> Tensor:
+    def in_blocks(self, x: Inputs) -> Tensor:
         """The same, so many samples at a time."""
         start, made = 0, self.center.new_empty(0)
         for part in split(x, TOGETHER):
-            block = self.scaled(self.network.staged(part))
+            network = self.network
+            block = self.scaled(network.staged(part) if self.mixture.earlier else network.phi(part))
             made = made if start else block.new_empty(batch_size(x), block.shape[1])
             made[start : start + len(block)] = block
             start += len(block)

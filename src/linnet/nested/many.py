@@ -37,6 +37,7 @@ from linnet.nested.search import (
 )
 from linnet.tangent.batch import Inputs, batch_size, take
 
+Left = tuple[Tensor, Tensor, float, float]  # of the judges e and s, (k, C) and (k,), the evidence, the noise
 SHOWN = 64  # landmarks whose outputs show what rounding does
 
 
@@ -92,14 +93,14 @@ def _least(
     if problem.weights is not None:
         rows = rows * problem.weights[judges, :1]
     known = problem.residual[judges]
-    left: dict[float, tuple[Tensor, Tensor, NormalSystem]] = {}
+    left: dict[float, Left] = {}
 
     def at(ridge: float) -> Candidate:
         moved = system.at(ridge)
         half = torch.linalg.solve_triangular(moved.factor, rows.T, upper=False)
         rest = 1 - half.square().sum(0)
         residuals = (known - rows @ moved.solution) / rest[:, None]
-        left[ridge] = residuals, 1 / rest, moved
+        left[ridge] = residuals, 1 / rest, *evidence_and_noise(moved)
         right = None if labels is None else (known - residuals).argmax(1) == labels[judges]
         return Candidate(0.0, choice.taken.earlier, ridge, residuals.square().sum(1), right)
 
@@ -115,22 +116,22 @@ def _least(
             )
         taken = found
     if targets.classes is None and given.ridge is None:
-        for step in range(-PER_DECADE, PER_DECADE + 1):
+        middle = round(PER_DECADE * math.log10(taken.ridge))
+        for step in range(middle - PER_DECADE, middle + PER_DECADE + 1):
             with suppress(NumericalError):
-                at(taken.ridge * 10 ** (step / PER_DECADE))
-        taken = replace(taken, noise_factor=_noise_factor(left, taken.ridge))
-    return taken, left[taken.ridge][2] if taken.ridge in left else system.at(taken.ridge)
+                ridge = 10 ** (step / PER_DECADE)
+                _ = ridge in left or at(ridge)
+        taken = replace(taken, noise_factor=_noise_factor(left, taken.ridge, problem.count))
+    return taken, system.at(taken.ridge)
 
 
-def _noise_factor(left: dict[float, tuple[Tensor, Tensor, NormalSystem]], ridge: float) -> float:
+def _noise_factor(left: dict[float, Left], ridge: float, count: int) -> float:
     """By what the noise of values is raised since the ridge was chosen, by what is left at several ridges."""
     every = [left[one] for one in sorted(left)]
-    evidence, noise = torch.tensor([evidence_and_noise(one) for _, _, one in every], dtype=torch.float64).T
+    evidence, noise = torch.tensor([one[2:] for one in every], dtype=torch.float64).T
     if not bool((noise > 0).all()) or not len(every[0][1]):
         return 1.0
-    residuals = torch.stack([out for out, _, _ in every])
-    spread = torch.stack([one for _, one, _ in every])
-    count = every[0][2].problem.count
+    residuals, spread = torch.stack([one[0] for one in every]), torch.stack([one[1] for one in every])
     asked = log_target_noise((evidence.to(spread), noise.to(spread)), count, residuals, spread)
     place = sorted(left).index(ridge)
     return float(asked[place].mean().exp()) / float(noise[place])
@@ -159,7 +160,7 @@ def prior_of_many(
     landmarks = Landmarks.of(found[:, features.width :]) if earlier else None
     plain = Mixture(0.0, earlier, 1 - earlier or 1.0, earlier or 1.0, 1.0, bias)
     prior = Prior(features, center, plain, landmarks)
-    rows = prior.rows(x)
+    rows = prior.in_blocks(x)
     head, early = rows.tensor_split([prior.width], 1)
     if prior.width:
         prior = replace(prior, center=head.mean(0))

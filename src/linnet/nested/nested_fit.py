@@ -474,7 +474,7 @@ def solved(
     """Form the kernels, or the features of many samples, choose what is not given, solve."""
     if given.weight:
         features.require_body()
-    many = batch_size(x) > MANY and not given.weight
+    many = batch_size(x) > max(MANY, features.width) and not given.weight
     made = (
         in_weights(features, x, targets, memory, given)
         if many

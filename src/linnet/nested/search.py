@@ -377,7 +377,8 @@ def scale_of(kernel: Tensor) -> float:
 def scale_of_rows(rows: Tensor) -> float:
     """The same of the kernel that is the products of some rows."""
     # rows (N, D); as the rows are
-    return _spread(float(rows.square().sum()) / len(rows), float(rows.mean(0).square().sum()))
+    square = float(torch.linalg.vector_norm(rows)) ** 2 / len(rows)
+    return _spread(square, float(rows.mean(0).square().sum()))
 
 
 def _spread(square: float, mean: float) -> float:

@@ -236,7 +236,10 @@ class Roots:
         """The features with an intercept, (N, D + 1), and how they were made."""
         del weight
         prior, rows = self.prior(earlier, bias)
-        return torch.cat([torch.full_like(rows[:, :1], bias**0.5), rows], 1), prior.mixture
+        parts = [torch.full_like(rows[:, :1], bias**0.5), rows]
+        if rows.shape[1] + 1 == len(rows):  # which would look like a kernel
+            parts.append(torch.zeros_like(rows[:, :1]))
+        return torch.cat(parts, 1), prior.mixture
 
 
 def is_root(kernel: Tensor) -> bool:
