@@ -422,7 +422,7 @@ def test_numbers_of_papers_are_quoted() -> None:
 def test_a_quotation_that_is_gone_is_found() -> None:
     text = papers.section("lqf.md#few-shots-figure-4")
     place = "resnet20 → flowers 32, 2 shots | nlft − lqf, points"
-    assert papers.quoted(text, place) == "4.2 ± 0.6"
+    assert papers.quoted(text, place) == "5.7 ± 1.1"
     with pytest.raises(AssertionError):
         papers.quoted(text.replace("flowers 32, 2 shots", "flowers 32, two shots"), place)
     with pytest.raises(AssertionError):

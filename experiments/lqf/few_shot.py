@@ -56,6 +56,20 @@ def cells_of(study: Study, main_study: Study, pair: Pair, shots: Sequence[int]) 
     return found
 
 
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: errors of each pair and number of images, and differences over draws."""
+    rows = []
+    for pair in dict.fromkeys(cell["pair"] for cell in cells):
+        for count in sorted({cell["shots"] for cell in cells if cell["pair"] == pair}):
+            errors = [
+                [100 * (1 - a) for a in chosen(cells, "accuracy", pair=pair, shots=count, method=m)]
+                for m in (*METHODS, "optimum")
+            ]
+            ahead = [b - a for a, b in zip(errors[0], errors[1], strict=True)]
+            rows.append([f"{pair}, {count} shots", *map(with_error, errors), with_error(ahead)])
+    return markdown(["test error, %", *METHODS, "optimum", "nlft − lqf, points"], rows)
+
+
 def main(
     argv: Sequence[str] | None = None, pairs: Sequence[Pair] | None = None, shots: Sequence[int] = SHOTS
 ) -> None:
@@ -66,16 +80,7 @@ def main(
     cells: list[Cell] = []
     for pair in taken:
         cells += cells_of(study, main_study, pair, shots)
-    rows = []
-    for pair in taken:
-        for count in sorted({*shots, pair.shots}):
-            errors = [
-                [100 * (1 - a) for a in chosen(cells, "accuracy", pair=pair.name, shots=count, method=m)]
-                for m in (*METHODS, "optimum")
-            ]
-            ahead = [b - a for a, b in zip(errors[0], errors[1], strict=True)]
-            rows.append([f"{pair.name}, {count} shots", *map(with_error, errors), with_error(ahead)])
-    study.publish(markdown(["test error, %", *METHODS, "optimum", "nlft − lqf, points"], rows), cells)
+    study.publish(table(cells), cells)
     drawn, axes = figure(len(taken))
     for axis, pair in zip([axes] if len(taken) == 1 else axes, taken, strict=True):
         counts = sorted({*shots, pair.shots})
