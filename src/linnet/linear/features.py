@@ -66,7 +66,6 @@ class Features(ABC):
 
     shared: ClassVar[bool] = True  # whether one kernel serves all outputs
     finite: bool = False  # whether they can be written as a model in weights
-    rooted: bool = False  # whether Φ(x) itself is formed, so that many examples can be solved for in weights
     exact: ClassVar[bool] = False  # whether their kernel has no rounding errors
 
     def examples(self, x: Inputs) -> Examples:
@@ -251,8 +250,6 @@ class Computed(Features):
 class Explicit(Computed):
     """Features φ(x) that are computed, such as the inputs of a last layer: k(x, x') = φ(x)ᵀφ(x')."""
 
-    rooted = True
-
     def root(self, of: Examples) -> Tensor:
         """φ(x), (N, D)."""
         return self._rows(of)
@@ -330,7 +327,6 @@ class Constant(Features):
 
     device: torch.device
     finite = True
-    rooted = True
     exact = True
 
     def root(self, of: Examples) -> Tensor:
@@ -376,11 +372,6 @@ class WeightedSum(Features):
     def finite(self) -> bool:  # type: ignore[override]
         """Whether all kinds can be written as models in weights."""
         return all(one.finite for _, one in self.terms)
-
-    @property
-    def rooted(self) -> bool:  # type: ignore[override]
-        """Whether the features of all kinds are formed."""
-        return all(one.rooted for _, one in self.terms)
 
     def root(self, of: Examples) -> Tensor:
         """√w_t φ_t(x) side by side, (N, D)."""

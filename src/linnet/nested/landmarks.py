@@ -9,6 +9,7 @@ samples by a kernel (N, N) is then said by a matrix (M, M), at N M² operations 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,8 +24,7 @@ from linnet.tree import node
 # ReLU features were behind landmarks in trials.
 MANY = 10_000
 LANDMARKS = 4096
-# ε: rounding of ψ in float32 is 6e-8 of an entry of κ, which L⁻¹ makes up to 1/√ε times as large; the least
-# ridges that leave-one-out takes are hundreds of ε
+# ε: rounding of ψ in float32 is 6e-8 of an entry of κ, which L⁻¹ makes up to 1/√ε times as large
 ROUNDING = 1e-6
 
 
@@ -34,17 +34,21 @@ class Landmarks:
     """Samples along which the kernel of earlier layers is taken."""
 
     psi: Tensor  # Ψ, (M, E)
-    root: Tensor  # L⁻ᵀ, (M, M)
 
     @classmethod
     def of(cls, psi: Tensor) -> Landmarks:
         """Those of samples with features ψ (M, E)."""
-        psi = normalize(psi, dim=1)  # of a network in half precision their lengths are rounded
-        kernel = angular_kernel(psi, psi)
+        return cls(normalize(psi, dim=1))  # of a network in half precision their lengths are rounded
+
+    @cached_property
+    def root(self) -> Tensor:
+        """L⁻ᵀ, (M, M)."""
+        kernel = angular_kernel(self.psi, self.psi)
         kernel.diagonal().add_(ROUNDING)
         factor = cholesky(kernel, "kernel of earlier layers")
         eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
-        return cls(psi, torch.linalg.solve_triangular(factor, eye, upper=False).T)
+        found: Tensor = torch.linalg.solve_triangular(factor, eye, upper=False).T
+        return found
 
     def __call__(self, psi: Tensor) -> Tensor:
         """The features g(ψ), (N, M)."""

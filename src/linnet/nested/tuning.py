@@ -225,7 +225,7 @@ class Roots:
 
     def __init__(self, features: RandomHeads, fit: NestedFit) -> None:
         self.features, self.x = features, fit.x
-        few = take(fit.x, sampled(fit.n, LANDMARKS))
+        few = take(fit.x, sampled(fit.n, LANDMARKS).to(fit.targets.device))
         self.found = read(features, few, fit.earlier > 0)
 
     def prior(self, earlier: float, bias: float) -> tuple[Prior, Tensor]:
