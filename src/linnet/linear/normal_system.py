@@ -397,11 +397,9 @@ def evidence_and_noise(system: NormalSystem) -> tuple[float, float]:
 
 def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:
     """J̃ᵀJ̃ and J̃ᵀr̃, in float64; each process of several sums its share of the examples, (P, P)."""
-    p, device, shared = problem.function.space.dim, problem.function.device, problem.basis.shared
-    if shared:
-        p = problem.basis.root(problem.examples.taken(slice(0, 1))).shape[1]
-    normal = torch.zeros(p, p, dtype=torch.float64, device=device)
-    right = normal.new_zeros(p, problem.c) if shared else normal.new_zeros(p)
+    p = problem.width
+    normal = torch.zeros(p, p, dtype=torch.float64, device=problem.function.device)
+    right = normal.new_zeros((p, problem.c) if problem.basis.shared else p)
     for place, rows in problem.summed_rows("normal", {"normal": normal, "right": right}, memory):
         wide = rows.double()  # a product rounded to float32 would be 1/ρ times as far off as the rows are
         narrow = rows.float() if problem.function.precision.sums == "float32" else None

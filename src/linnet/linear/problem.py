@@ -69,6 +69,13 @@ class LinearModel(ABC):
         return 1 if self.basis.shared else self.c
 
     @property
+    def width(self) -> int:
+        """Columns of a row: P of J, D of features that outputs share."""
+        if not self.basis.shared:
+            return self.function.space.dim
+        return self.basis.root(self.examples.taken(slice(0, 1))).shape[1]
+
+    @property
     def held(self) -> Conditioned | None:
         """The same where outputs obey equations."""
         return self.features if isinstance(self.features, Conditioned) else None
@@ -121,8 +128,7 @@ class LinearModel(ABC):
     def form(self, x: Inputs, memory: Memory = None) -> Iterator[tuple[slice, Tensor]]:
         """The rows of other examples: the place of n of them and (n·C, P) or (n, D), block by block."""
         if self.basis.shared:
-            width = self.basis.root(self.examples.taken(slice(0, 1))).shape[1]
-            room = int(SHARE * parse_bytes(memory, self.function.device)) // (8 * width)
+            room = int(SHARE * parse_bytes(memory, self.function.device)) // (8 * self.width)
             start = 0
             for several in split(x, max(ROWS, room)):
                 of = self.basis.examples(several)
@@ -311,19 +317,15 @@ class Problem(LinearModel):
         noise = [] if self.weights is None else [self.weights]
         noise += [] if self.constraints is None else [self.constraints.factor]
         types = self.function.precision
-        shared = self.basis.shared
-        rows = [self.basis.root(self.examples.taken(slice(0, ROWS)))] if shared else []
-        known = {"features": hash_tensors(rows)} if shared else {}
-        return (
-            known
-            | ({} if types.sums is None else {"types": str(types)})
-            | {
-                "number of examples": self.n,
-                "network": self.function.fingerprint(),
-                "x": hash_tensors(tensors_in(self.x)),
-                "targets": hash_tensors([self.residual, *noise]),
-            }
-        )
+        known = {} if types.sums is None else {"types": str(types)}
+        if self.basis.shared:
+            known["features"] = hash_tensors([self.basis.root(self.examples.taken(slice(0, ROWS)))])
+        return known | {
+            "number of examples": self.n,
+            "network": self.function.fingerprint(),
+            "x": hash_tensors(tensors_in(self.x)),
+            "targets": hash_tensors([self.residual, *noise]),
+        }
 
     def taken(self, index: Tensor) -> Problem:
         """The problem of some of the examples."""

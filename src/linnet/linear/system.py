@@ -136,9 +136,10 @@ class Solved(ABC):
         """J(x) and H⁻¹ J(x)ᵀ block by block."""
         del what
         for _, rows in self.problem.form(x, memory or self.memory):
-            each = self.problem.each
-            room = parse_bytes(memory or self.memory, self.function.device) // (64 * self.n * self.c)
-            size = len(rows) if each == self.c else max(1, room)  # formed features come in large blocks
+            each, size = self.problem.each, len(rows)
+            if self.problem.basis.shared:  # which come in large blocks
+                room = parse_bytes(memory or self.memory, self.function.device)
+                size = max(1, room // (64 * self.n * self.c))
             for some in rows.split(size):
                 n = len(some) // each
                 yield some.view(n, each, -1), self.solve(some.T).view(-1, n, each)

@@ -34,6 +34,7 @@ from linnet.nested.search import (
     least_near,
     sampled,
     scale_of_rows,
+    scored,
 )
 from linnet.tangent.batch import Inputs, batch_size, take
 
@@ -83,7 +84,7 @@ def _least(
     memory: str | int | None,
 ) -> tuple[Candidate, NormalSystem]:
     """The ridge of least error on samples left out, and the solution there, of values about their mean."""
-    values, labels = targets.values.double(), targets.labels
+    values, labels = targets.values.double(), targets.taken(judges).labels
     if targets.classes is None:
         w = targets.every_weight[:, None].to(values)
         values = values - (w * values).sum(0) / w.sum()
@@ -101,8 +102,7 @@ def _least(
         rest = 1 - half.square().sum(0)
         residuals = (known - rows @ moved.solution) / rest[:, None]
         left[ridge] = residuals, 1 / rest, *evidence_and_noise(moved)
-        right = None if labels is None else (known - residuals).argmax(1) == labels[judges]
-        return Candidate(0.0, choice.taken.earlier, ridge, residuals.square().sum(1), right)
+        return scored(known, residuals, labels, (0.0, choice.taken.earlier), ridge)
 
     if given.ridge is not None:
         taken = at(given.ridge)

@@ -483,9 +483,8 @@ def near_ridge(kernel: Tensor, targets: Targets, known: Candidate) -> Candidate:
         system = DualSystem(weighed, values, ridge)
         block = torch.cholesky_inverse(system.factor[-len(judges) :, -len(judges) :])
         residuals = system.beta[-len(judges) :] / block.diagonal()[:, None]
-        left_out = values[-len(judges) :] - residuals
-        right = None if labels is None else left_out.argmax(1) == labels[judges]
-        return Candidate(*shares, ridge, residuals.square().sum(1), right)
+        known = None if labels is None else labels[judges]
+        return scored(values[-len(judges) :], residuals, known, shares, ridge)
 
     found = least_near(known, at)
     return best_ridge(kernel, targets, shares) if found is None else found
@@ -536,11 +535,18 @@ def _judged(
     values: Tensor, residuals: Tensor, targets: Targets, shares: tuple[float, float], ridge: float
 ) -> Candidate:
     """The scores of leave-one-out residuals, (N, C)."""
-    counting, labels, right = counted(targets), targets.labels, None
-    if labels is not None:
-        left_out = (values - residuals)[counting]  # in units of the noise, which order them alike
-        right = left_out.argmax(1) == labels[counting]
-    return Candidate(*shares, ridge, residuals[counting].square().sum(1), right)
+    counting, labels = counted(targets), targets.labels
+    known = None if labels is None else labels[counting]
+    return scored(values[counting], residuals[counting], known, shares, ridge)
+
+
+def scored(
+    values: Tensor, residuals: Tensor, labels: Tensor | None, shares: tuple[float, float], ridge: float
+) -> Candidate:
+    """The scores of leave-one-out residuals (k, C) of samples that count."""
+    # in units of the noise, which order outputs alike
+    right = None if labels is None else (values - residuals).argmax(1) == labels
+    return Candidate(*shares, ridge, residuals.square().sum(1), right)
 
 
 # -- rungs -----------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,11 @@ class Tuning:
         runs = 3 + FOLDS - 1 + 1  # three rates, the other folds, all samples; the search seldom takes more
         label = f"training of the lower layers, about {runs} runs of {self.steps} steps"
         self._ticks: Iterator[Any] = track(range(runs * self.steps), label, runs * self.steps)
+
+    @property
+    def in_weights(self) -> bool:
+        """Whether samples are many: their kernels are then kept by their roots."""
+        return isinstance(self.fit.system, NormalSystem)
 
     @property
     def bias(self) -> float:
@@ -186,7 +191,7 @@ class Tuning:
 
     def kernels(self, features: RandomHeads, share: bool) -> Kernels | Roots:
         """The kernels of all samples at a network's weights."""
-        if isinstance(self.fit.system, NormalSystem):
+        if self.in_weights:
             return Roots(features, self.fit)
         found = read(features, self.fit.x, self.fit.earlier > 0)
         body = features.kernel(self.fit.x, self.fit.memory) if share else None
@@ -202,7 +207,7 @@ class Tuning:
         """Squared errors on fold k by the fit of the others at its best ridge, which are told."""
         # kernel (N, N) or its root (N, D), targets (N, C)
         parts = self.parts(k)
-        outputs, own = held_out(kernel, targets, parts, RIDGES), targets[parts[1]]
+        outputs, own = held_out(kernel, self.in_weights, targets, parts, RIDGES), targets[parts[1]]
         errors = (outputs - own).square().sum(2)
         best = int(errors.mean(1).argmin())
         values = {"held_out_error": float(errors[best].mean())}
@@ -236,22 +241,16 @@ class Roots:
         """The features with an intercept, (N, D + 1), and how they were made."""
         del weight
         prior, rows = self.prior(earlier, bias)
-        parts = [torch.full_like(rows[:, :1], bias**0.5), rows]
-        if rows.shape[1] + 1 == len(rows):  # which would look like a kernel
-            parts.append(torch.zeros_like(rows[:, :1]))
-        return torch.cat(parts, 1), prior.mixture
+        return torch.cat([torch.full_like(rows[:, :1], bias**0.5), rows], 1), prior.mixture
 
 
-def is_root(kernel: Tensor) -> bool:
-    """Whether it is the features of many samples, fewer than these, and not their kernel."""
-    return kernel.shape[0] != kernel.shape[1]
-
-
-def held_out(kernel: Tensor, targets: Tensor, parts: tuple[Tensor, Tensor], ridges: Any) -> Tensor:
+def held_out(
+    kernel: Tensor, rooted: bool, targets: Tensor, parts: tuple[Tensor, Tensor], ridges: Any
+) -> Tensor:
     """Outputs for the samples of a fold by the fit of the others, (R, H, C)."""
-    # kernel (N, N) or its root (N, D), targets (N, C)
+    # kernel (N, N), or its root (N, D); targets (N, C)
     rest, held = parts
-    if is_root(kernel):
+    if rooted:
         known = kernel[rest]
         spectrum = Spectrum(known.T @ known, known.T @ targets[rest])
         turned = kernel[held] @ spectrum.vectors
@@ -326,8 +325,8 @@ def _held_before(tuning: Tuning, targets: Tensor) -> list[tuple[str, Tensor]]:
     fit = tuning.fit
     original: Kernels | Roots
     if isinstance(fit.system, NormalSystem):
-        original = Roots(fit.module, fit)
-        whole = None if fit.is_probe else original.mixed(0.0, fit.earlier, fit.prior.mixture.bias)[0]
+        original, problem = Roots(fit.module, fit), fit.system.problem
+        whole = None if fit.is_probe else problem.basis.root(problem.examples)
     else:
         phi = fit.module.phi(fit.x)
         phi = phi - phi.mean(0)
@@ -336,12 +335,7 @@ def _held_before(tuning: Tuning, targets: Tensor) -> list[tuple[str, Tensor]]:
     models = [("linear probe", original.mixed(0.0, bias=tuning.bias)[0])]
     if whole is not None:
         models.append(("linearized lower layers", whole))
-    return [(name, _best(tuning, [partial(_known, one)] * FOLDS, targets)[2]) for name, one in models]
-
-
-def _known(kernel: Tensor) -> Tensor:
-    """A kernel that is there."""
-    return kernel
+    return [(name, _best(tuning, repeat(one, FOLDS), FOLDS, targets)[2]) for name, one in models]
 
 
 def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, RandomHeads]:
@@ -378,16 +372,16 @@ def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, RandomHeads]:
 
 
 def _best(
-    tuning: Tuning, kernels: Sequence[Callable[[], Tensor]], targets: Tensor
+    tuning: Tuning, kernels: Iterable[Tensor], count: int, targets: Tensor
 ) -> tuple[float, float, Tensor]:
     """Lowest held-out error over ridges, the ridge, and the outputs (N, C), with one kernel a fold."""
     # kernels (N, N) or their roots (N, D), one at a time; targets (N, C)
     # With fewer kernels than folds the error is that of the first folds, and the other outputs are zero.
-    counting = counted(tuning.fit._targets) & (tuning.fold < len(kernels))
+    counting = counted(tuning.fit._targets) & (tuning.fold < count)
     outputs = targets.new_zeros(len(RIDGES), *targets.shape)
     for k, kernel in enumerate(kernels):
         parts = tuning.parts(k)
-        outputs[:, parts[1]] = held_out(kernel(), targets, parts, RIDGES)
+        outputs[:, parts[1]] = held_out(kernel, tuning.in_weights, targets, parts, RIDGES)
     errors = (outputs - targets).square().sum(2)[:, counting].mean(1)
     place = int(errors.argmin())
     return float(errors[place]), RIDGES[place], outputs[place]
@@ -403,18 +397,13 @@ def _chosen(
     fit, found = tuning.fit, []
     weight = fit.body_weight if all(one.body is not None for one in kernels) else 0.0
     for shares in dict.fromkeys(((0.0, 0.0), (0.0, fit.earlier), (weight, fit.earlier))):
-        made = [partial(_mixed, one, shares, tuning.bias) for one in kernels]
-        error, ridge, outputs = _best(tuning, made, targets)
+        mixed = (one.mixed(*shares, tuning.bias)[0] for one in kernels)
+        error, ridge, outputs = _best(tuning, mixed, len(kernels), targets)
         found.append((error, shares, ridge, outputs))
     return min(found, key=lambda one: one[0])[1:]
 
 
 Chosen = tuple[tuple[float, float], float]  # shares and ridge
-
-
-def _mixed(kernels: Kernels | Roots, shares: tuple[float, float], bias: float) -> Tensor:
-    """The kernel of a fold, or its root."""
-    return kernels.mixed(*shares, bias)[0]
 
 
 def _solved(fit: NestedFit, network: RandomHeads, whole: Kernels | Roots, chosen: Chosen) -> NestedFit:
@@ -441,8 +430,8 @@ def _calibrate(
     own = torch.zeros_like(outputs[:, 0])
     for k, kernel in enumerate(kernels):
         rest, held = tuning.parts(k)
-        mixed = _mixed(kernel, shares, tuning.bias)
-        if is_root(mixed):
+        mixed = kernel.mixed(*shares, tuning.bias)[0]
+        if tuning.in_weights:
             gram = mixed[rest].T @ mixed[rest]
             gram.diagonal().add_(ridge)
             half = torch.linalg.solve_triangular(cholesky(gram, "features"), mixed[held].T, upper=False)
@@ -474,9 +463,10 @@ def _distance(tuning: Tuning, kernel: Tensor, ridge: float, retrained: Tensor) -
     targets = fit.targets.double()
     forgotten = torch.zeros_like(targets)
     for k in range(FOLDS):
-        forgotten[tuning.parts(k)[1]] = held_out(kernel, targets, tuning.parts(k), (ridge,))[0]
+        parts = tuning.parts(k)
+        forgotten[parts[1]] = held_out(kernel, tuning.in_weights, targets, parts, (ridge,))[0]
     every = torch.arange(fit.n, device=targets.device)
-    kept = held_out(kernel, targets, (every, every), (ridge,))[0]
+    kept = held_out(kernel, tuning.in_weights, targets, (every, every), (ridge,))[0]
     if fit.labels is None:
         spread = float((retrained - retrained.mean(0)).square().sum().sqrt())
         near, far = (float((one - retrained).square().sum().sqrt()) / spread for one in (forgotten, kept))
