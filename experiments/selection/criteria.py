@@ -27,6 +27,7 @@ from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, mean_and_error
 from linnet.audit.selection import CRITERIA
 from linnet.nested.nested_fit import NestedFit
+from linnet.tangent.batch import hash_examples
 
 TASKS = {
     "development": ("EuroSAT", "spoken digits", "scenes", "Fashion-MNIST", "question types", "news"),
@@ -107,9 +108,12 @@ def selected(
 def curve(kept: dict[str, Tensor], method: str, seed: int) -> dict[str, Any]:
     """Accuracy after every batch of labels, in percent, and the CPU seconds of a choice."""
     generator = torch.Generator().manual_seed(seed)
-    phi, y = kept["pool"], kept["pool labels"]
-    order = torch.randperm(len(y), generator=generator)[:POOL]
-    phi, y = phi[order], y[order]
+    order = torch.randperm(len(kept["pool labels"]), generator=generator)
+    names, first = hash_examples(kept["pool"]), dict[Any, int]()
+    for i in order.tolist():
+        first.setdefault(names[i], i)  # a sample that the set holds twice is taken once
+    order = torch.tensor([*first.values()][:POOL])
+    phi, y = kept["pool"][order], kept["pool labels"][order]
     labeled = list(range(FIRST))
     head = nn.Sequential(nn.Identity(), nn.Linear(phi.shape[1], 2)).double()  # a linear layer to replace
     accuracy, seconds = [], 0.0

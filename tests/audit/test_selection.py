@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet import audit
+from linnet.audit import selection
 from tests.fitting.problems import near, network, problem, real, rho_for
 from tests.oracles.dense import jacobian_oracle
 
@@ -136,6 +138,53 @@ def test_fits_of_one_kernel_choose_as_their_updates_say(kind: str, criterion: st
         chosen.append(best)
     last = float(spread(chosen, x).diagonal(dim1=1, dim2=2).sum(1).mean())
     assert float(found.variance[-1]) == pytest.approx(fit.noise / RHO * last, rel=1e-4)
+
+
+def wrong_after(fit: Any, twin: Any, chosen: list[int], i: int, x: Tensor) -> float:
+    """The share of wrong answers on x that a fit expects after a label of pool example i."""
+    # twin: the same fit of float targets, which can take in that an output is what it is
+    p = fit._class_probs(fit.predict(POOL[[i]]))[0]
+    likely = p.argsort(descending=True)
+    likely = likely[: int((p[likely].cumsum(0) < selection.LIKELY).sum()) + 1]
+    for one in chosen:  # a label that is the mean of its outputs moves none of them
+        twin = twin.update((POOL[[one]], twin.predict(POOL[[one]])))
+    found = 0.0
+    for label in likely:
+        target = fit._targets.scale * torch.eye(2, dtype=torch.float64)[label][None]
+        after = twin.update((POOL[[i]], label[None] if twin is fit else target)).predict(x)
+        found += float(p[label]) * float(1 - fit._class_probs(after).amax(1).mean())
+    return found / float(p[likely].sum())
+
+
+@pytest.mark.parametrize("at", [None, AT])
+@pytest.mark.parametrize("kind", ["whole", "shared", "weight", "earlier"])
+def test_expected_errors_are_those_of_refits_with_each_likely_label(kind: str, at: Tensor | None) -> None:
+    fit, x = P.fit(ridge=RHO) if kind == "whole" else of_one_kernel(kind), POOL if at is None else at
+    twin, count = fit, 1
+    if kind in ("whole", "shared"):
+        twin, count = replace(P, y=P.t).fit(ridge=RHO, solver="dual" if kind == "whole" else "shared"), 3
+        near(twin.predict(x), fit.predict(x), 1e-9)
+    found = audit.select(fit, POOL, count, "expected-error", at=at)
+    now = float(1 - fit._class_probs(fit.predict(x)).amax(1).mean())
+    chosen: list[int] = []
+    for k in range(count):
+        falls = {i: now - wrong_after(fit, twin, chosen, i, x) for i in range(6) if i not in chosen}
+        best = max(falls, key=lambda i: falls[i])
+        assert int(found.indices[k]) == best
+        assert float(found.scores[k]) == pytest.approx(falls[best], rel=1e-6)
+        chosen.append(best)
+
+
+def test_expected_errors_need_classes_and_are_the_same_in_small_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fit = P.fit(ridge=RHO)
+    whole = audit.select(fit, POOL, 4, "expected-error")
+    monkeypatch.setattr(selection, "CACHED", 1)
+    near(audit.select(fit, POOL, 4, "expected-error").scores, whole.scores, 1e-12)
+    values = replace(P, y=P.t).fit(ridge=RHO)
+    with pytest.raises(linnet.errors.InputError, match='pass criterion="variance"'):
+        audit.select(values, POOL, 2, "expected-error")
 
 
 def test_columns_of_one_kernel_formed_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,13 @@ def probabilities(
     return torch.zeros_like(scaled).index_copy(1, seen, scaled[:, seen].softmax(1))
 
 
+def confidence(mean: Tensor, temperature: float, seen: Tensor | None = None) -> Tensor:
+    """The largest of ``probabilities`` of outputs of two classes or more, (N,)."""
+    # mean (N, C); without the others, in a third of the time
+    scaled = (mean if seen is None else mean[:, seen]) / temperature
+    return (scaled - scaled.amax(1, keepdim=True)).exp().sum(1).reciprocal()
+
+
 def fit_temperature(
     outputs: Tensor, labels: Tensor, variance: Tensor | None = None, weights: Tensor | None = None
 ) -> float:

@@ -1,0 +1,1 @@
+"""What forgetting leaves behind."""
