@@ -1,13 +1,14 @@
-"""Curvature for recurrent networks and for attention, which Botev (2020, chapter 6) leaves to later work.
+"""Curvature for recurrent networks, attention, convolutions, which Botev (2020, chapter 6) leaves for later.
 
 MNIST images are read row by row, 28 tokens of 28 numbers, by a tanh network of ``nn.RNN``, by the same
-network with the same weights unrolled (``nn.Linear`` used at each step), and by a small transformer.
+network with the same weights unrolled (``nn.Linear`` used at each step), and by a small transformer;
+as images they are read by two convolutions and a linear layer.
 ``GaussNewton`` with ``structure="kfac"`` and its defaults gets Kronecker factors of every matrix of weights:
 where the layer is a linear map, of its inputs and output gradients, with several uses taken as independent;
 of the weights inside ``nn.RNN``, for which there is no such rule, from the moments of their gradients of each
 example.
 
-Adam and SGD with momentum have a rate from ten and eight, chosen on another seed: once for as many updates,
+Adam and SGD with momentum have a rate from ten, chosen on another seed: once for as many updates,
 and once, with or without decay, for about as many seconds.
 
     python -m experiments.optimizer.sequences --threads 1
@@ -41,9 +42,13 @@ from experiments.tables import markdown, with_error
 from linnet import curvature
 from linnet.likelihoods import Categorical
 
-FIRST = {"Adam": (2.0**-4, 2.0**-5, *RATES), "SGD with momentum": tuple(2.0**-k for k in range(1, 9))}
-FACTORS = {"nn.RNN": 45, "transformer": 5}  # lengths of the first-order methods' long runs
-SECOND = {"nn.RNN": ("unrolled", "nn.RNN"), "transformer": ("transformer",)}  # what is compared with first
+FIRST = {"Adam": (2.0**-4, 2.0**-5, *RATES), "SGD with momentum": tuple(2.0**-k for k in range(-1, 9))}
+FACTORS = {"nn.RNN": 45, "transformer": 5, "convolutions": 7}  # lengths of the first-order methods' long runs
+SECOND = {  # what is compared with first
+    "nn.RNN": ("unrolled", "nn.RNN"),
+    "transformer": ("transformer",),
+    "convolutions": ("convolutions",),
+}
 LONG = {"unrolled": 8}  # with curvature, where it takes about as many seconds
 AFTER = {"update": "as many updates", "clock": "as many seconds"}
 ANOTHER = 100  # the seed that rates are chosen on
@@ -89,9 +94,26 @@ class Unrolled(nn.Module):
         return scores
 
 
+class Convolutional(nn.Sequential):
+    """Two strided convolutions and a linear layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(
+            nn.Unflatten(1, (1, 28)),
+            nn.Conv2d(1, width // 4, 5, 2),
+            nn.Tanh(),
+            nn.Conv2d(width // 4, width // 2, 5, 2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(width // 2 * 16, 10),
+        )
+
+
 def network(name: str, width: int, seed: int) -> nn.Module:
     """One of the networks at its first weights; the transformer has half the width."""
     torch.manual_seed(seed)
+    if name == "convolutions":
+        return Convolutional(width)
     if name == "transformer":
         return Transformer(28, 28, width // 2)
     recurrent = Recurrent(width)
