@@ -8,8 +8,8 @@ fit has seen says how well it tells them apart: 50 % is chance. Three attacks:
 - "calibrated": the same less its mean over eight reference fits on other samples, which takes out how hard a
   sample is (Watson et al., ICLR 2022);
 - "weights": the attacker knows the weights and all samples that stay. The weights of a linear fit lie in the
-  span of the features it has used; what the weights do to the part of a sample's features outside the span of
-  those that stay is nothing, unless the sample was used as well.
+  span of the features it has used, so that what they do to the part of a sample's features outside the span
+  of those that stay is large where the sample was used as well.
 
 They are tried on the fit as it is, on ``fit.forget`` of the 40, and on other ways to forget from the same
 weights: gradient ascent on the 40 until half of them are wrong, training on the rest for as many steps, and
@@ -79,8 +79,7 @@ def areas(
         # linear outputs: W (part) = f(part without the bias) - f(0) + its share of the bias
         zero = outputs(torch.zeros_like(x[:1]))
         moved = outputs(apart[:, :-1]) - zero + apart[:, -1:] * zero
-        # rounding leaves 1e-10 of nothing: equal numbers are ties
-        scores["weights"] = (moved.norm(dim=1) / apart.norm(dim=1).clamp_min(1e-12)).round(decimals=6)
+        scores["weights"] = moved.norm(dim=1) / apart.norm(dim=1).clamp_min(1e-12)
     return {name: round(100 * float(area(score, gone) or 0), 3) for name, score in scores.items()}
 
 
