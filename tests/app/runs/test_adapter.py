@@ -535,12 +535,18 @@ def look_at_answers(browser: Browser, shop: Path) -> None:
     assert [token["text"] for token in own["tokens"]] == ["Oslo", "<end>"]
     chance = math.prod(token["probability"] for token in own["tokens"])
     assert own["loss"] == pytest.approx(-math.log(chance), rel=1e-4)
-    assert own["std"] > 0
+    assert (
+        0 < own["std"] <= sum(token["std"] for token in own["tokens"])
+    )  # of a sum, with equality if all move alike
     write_lines(shop / "ann.jsonl", [fact("Ann", "Oslo"), fact("Ann", "Lima")])
     known = losses(shop / "run", shop / "ann.jsonl")
     assert own["loss"] == pytest.approx(float(known[0]), rel=1e-4)
+    alone = browser.json("/predict", sent("where does Ann live ? Lima", "<end>"))["sample"]
     found = browser.json("/predict", sent("where does Ann live ?", "Lima"))["sample"]
     assert found["given"]
+    assert found["tokens"][-1]["text"] == "<end>" == alone["tokens"][0]["text"]
+    assert found["tokens"][-1]["std"] == pytest.approx(alone["tokens"][0]["std"], rel=1e-4)
+    assert alone["std"] == pytest.approx(alone["tokens"][0]["std"], rel=1e-4)
     assert found["loss"] == pytest.approx(float(known[1]), rel=1e-4)
     assert "Ann" in found["down"][0]["text"]
     assert found["up"][0]["influence"] > 0 > found["down"][0]["influence"]

@@ -19,6 +19,7 @@ from linnet.integrations.text import PAIRS, unnamed, written
 from linnet.tangent.batch import IGNORED, MASK
 
 _MOST = 24  # tokens of an answer of the network's own
+_SPREAD = 40  # tokens of an answer that have a spread: each is a text of its own to `loss_variance`
 _BEHIND = 8  # training texts shown on each side of an answer
 _OFFERED = 6  # training texts that may be asked about
 
@@ -107,10 +108,11 @@ class TextSession(Asked[AdapterRun, Question]):
         at = learned.nonzero()[:, 0]
         log = _outputs(run, ids[None]).log_softmax(-1)[at - 1, ids[at]]
         words = [run.tokenizer.decode([token]) for token in ids[at].tolist()]
+        each = zip(words, log.exp().tolist(), _spread(run, batch, at), strict=True)
         answer = run.tokenizer.decode(ids[at], skip_special_tokens=True)
         result = {
             "findings": [], "given": new.answer is not None, "answer": answer,
-            "tokens": [{"text": w, "probability": float(p)} for w, p in zip(words, log.exp(), strict=True)],
+            "tokens": [{"text": word, "probability": p, "std": std} for word, p, std in each],
             "loss": float(-log.sum()), "std": float(run.fit.loss_variance(batch).sqrt()),
         }  # fmt: skip
         if behind:
@@ -118,6 +120,16 @@ class TextSession(Asked[AdapterRun, Question]):
             for side, rows in sides.items():
                 result[side] = [{**row, "label": row["text"], "picture": None} for row in rows]
         return result
+
+
+def _spread(run: AdapterRun, batch: dict[str, Tensor], at: Tensor) -> list[float | None]:
+    """Standard deviation of −log p of each token of an answer; of the first ones where it is long."""
+    some = at[:_SPREAD]
+    alone = {name: rows.expand(len(some), -1) for name, rows in batch.items()}
+    alone["labels"] = torch.full_like(alone["labels"], IGNORED)
+    alone["labels"][range(len(some)), some] = batch["labels"][0, some]
+    std: list[float | None] = [*run.fit.loss_variance(alone).sqrt().tolist()]
+    return std + [None] * (len(at) - len(some))
 
 
 def _spoken(run: AdapterRun, *told: str) -> list[Any]:
