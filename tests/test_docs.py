@@ -9,8 +9,9 @@ import io
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
-from contextlib import nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from enum import EnumType
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ import linnet
 from linnet.app.cli import COMMANDS, main
 from tests.architecture import read_tree
 from tests.integrations.botorch_stand_in import botorch_or_stand_in
+from tests.integrations.timm_stand_in import timm_or_stand_in
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
@@ -51,6 +53,19 @@ def command_blocks(page: Path) -> list[str]:
 
 
 PAGES_WITH_COMMANDS = [page for page in PAGES if command_blocks(page)]
+
+
+@contextmanager
+def at_hand(page: Path) -> Iterator[None]:
+    """What a page works on: the folder of its name beside it, in the current one, and optional packages."""
+    if (beside := page.with_suffix("")).is_dir():
+        shutil.copytree(beside, Path.cwd(), dirs_exist_ok=True)
+    text = page.read_text(encoding="utf-8")
+    with (
+        botorch_or_stand_in() if "botorch" in text else nullcontext(),
+        timm_or_stand_in() if "import timm" in "".join(python_blocks(page)) else nullcontext(),
+    ):
+        yield
 
 
 def shown_commands(page: Path) -> list[list[str]]:
@@ -84,7 +99,7 @@ def test_there_are_pages_with_code() -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # of peft
 @pytest.mark.filterwarnings("ignore:::(gpytorch|botorch|linear_operator|pyro)")  # warnings of their own
 def test_pages_run(page: Path) -> None:
-    with botorch_or_stand_in() if "botorch" in page.read_text(encoding="utf-8") else nullcontext():
+    with at_hand(page):
         mktestdocs.check_md_file(page, memory=True)
 
 
@@ -92,11 +107,12 @@ def test_pages_run(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=lambda page: page.stem)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # of peft
 def test_commands_of_guides_run(page: Path) -> None:
-    mktestdocs.check_md_file(page, memory=True)
-    for line in command_blocks(page):
-        words = shlex.split(line)
-        assert words[0] == "linnet"
-        assert not main([*words[1:], "--quiet"]), line
+    with at_hand(page):
+        mktestdocs.check_md_file(page, memory=True)
+        for line in command_blocks(page):
+            words = shlex.split(line)
+            assert words[0] == "linnet"
+            assert not main([*words[1:], "--quiet"]), line
 
 
 def test_there_are_guides_with_commands() -> None:

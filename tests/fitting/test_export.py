@@ -252,6 +252,19 @@ class Secret(nn.Module):
 
 
 @pytest.mark.long
+def test_sizes_stay_where_no_others_are_asked_for() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    x, y = torch.randn(10, 1, 6, 6), torch.arange(10) % 2
+    fit = linnet.adapt(net, (x, y))
+    module = fit.export(other_sizes=False)
+    assert list(module.meta["dynamic_shapes"]["x"]) == [0]
+    assert list(fit.export().meta["dynamic_shapes"]["x"]) == [0, 2, 3]
+    torch.testing.assert_close(module(x[:3]), fit.predict(x[:3]))
+    with pytest.raises(linnet.errors.InputError, match="other_sizes"):
+        fit.export(other_sizes=1)  # type: ignore[arg-type]
+
+
 def test_networks_that_cannot_be_traced_are_refused() -> None:
     torch.manual_seed(3)
     with pytest.raises(ModelError, match=r"torch\.export"):

@@ -383,3 +383,10 @@ def test_features_of_a_coarse_type_are_no_probabilities(kind: torch.dtype, class
     assert not _probabilities(z.to(kind))
     assert _probabilities(z.softmax(1).to(kind))
     assert _probabilities(z.to(kind).log_softmax(1))
+
+
+@pytest.mark.parametrize(("last", "axes"), [(nn.Conv2d(3, 4, 1), r"\(2, 3\)"), (nn.Flatten(2), "1")])
+def test_what_is_no_vector_is_told_how_to_become_one(last: nn.Module, axes: str) -> None:
+    net = nn.Sequential(nn.Conv2d(2, 3, 1), last)
+    with pytest.raises(linnet.errors.ModelError, match=rf"output=lambda r: r\.mean\({axes}\)"):
+        linnet.adapt(net, (torch.randn(6, 2, 4, 4), torch.arange(6) % 2))

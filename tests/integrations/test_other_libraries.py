@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from sklearn.model_selection import LeaveOneOut
 
 from linnet.integrations.sklearn import LinnetClassifier, LinnetRegressor
 
+PHOTOGRAPHS = Path(__file__).resolve().parents[2] / "docs" / "tutorials" / "photographs"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 Array = np.ndarray[Any, Any]
 
@@ -193,3 +198,78 @@ def test_batches_that_are_watched_are_compared_by_evidently() -> None:
     drifted = [float(one["value"]) for one in found["metrics"] if "ValueDrift" in one["metric_name"]]
     assert len(drifted) == 2
     assert min(drifted) < 0.05
+
+
+def photographs(folder: Path, transform: Any) -> tuple[Tensor, list[str]]:
+    """Photographs as a transformation of timm makes them, and the names of their folders."""
+    image: Any = pytest.importorskip("PIL.Image")
+    files = sorted(folder.glob("*/*.jpg"))[::3]
+    x = torch.stack([transform(image.open(file).convert("RGB")) for file in files])
+    return x, [file.parent.name for file in files]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("resnet10t", {}),
+        ("tf_efficientnet_lite0", {"num_classes": 0}),
+        ("vit_tiny_patch16_224", {"img_size": 64, "depth": 4}),
+        ("levit_128s", {"num_classes": 0}),
+    ],
+)
+def test_photographs_go_through_a_network_of_timm(name: str, arguments: dict[str, Any]) -> None:
+    timm: Any = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    net = timm.create_model(name, pretrained=False, **arguments).eval()
+    config = timm.data.resolve_model_data_config(net)
+    if name != "levit_128s":  # which takes one size
+        config |= {"input_size": (3, 64, 64)}
+    transform = timm.data.create_transform(**config)
+    x, labels = photographs(PHOTOGRAPHS / "photos", transform)
+    fit = linnet.adapt(net, x, labels)
+    assert fit.n == 50
+    assert fit.class_names == ("AnnualCrop", "Forest", "Highway", "Industrial", "River")
+    new, own = photographs(PHOTOGRAPHS / "new", transform)
+    prediction, sets = fit.predictive(new), fit.sets(new, coverage=0.9)
+    assert prediction.probs.shape == sets.shape == (len(new), 5)
+    influence = fit.influence(new[:1])
+    less = fit.forget([3])
+    change = fit.predict(new[:1]) - less.predict(new[:1])
+    torch.testing.assert_close(influence[3], change.to(influence.dtype), atol=1e-3, rtol=1e-3)
+    assert len(linnet.audit.mislabeled(fit)) == 50
+    assert less.update((new, own)).n == 49 + len(new)
+
+
+def test_two_heads_of_timm_are_refused_by_name() -> None:
+    timm: Any = pytest.importorskip("timm")
+    net = timm.create_model("deit_tiny_distilled_patch16_224", pretrained=False, depth=2).eval()
+    x = torch.randn(6, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(linnet.errors.ModelError, match="head_dist"):
+        linnet.adapt(net, (x, torch.arange(6) % 2))
+
+
+def test_the_command_line_takes_photographs_and_a_network_of_timm(tmp_path: Path) -> None:
+    timm: Any = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    torch.save(timm.create_model("resnet10t", pretrained=False).state_dict(), tmp_path / "net.pt")
+    shutil.copytree(PHOTOGRAPHS, tmp_path, dirs_exist_ok=True)
+
+    def command(*words: str) -> Any:
+        every = [sys.executable, "-m", "linnet", *words, "--json"]
+        done = subprocess.run(every, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    network = ["--model", "timm:resnet10t", "--weights", "net.pt", "--data", "photos"]
+    told = json.dumps(command("check", *network))
+    assert "its pretrained_cfg says; --size 176" in told
+    found = command("adapt", *network, "--size", "32", "--shots", "8", "--out", "run")
+    assert found["train"] == 40
+    assert len(found["data"]["findings"]) == 1  # the normalization; the size was chosen
+    samples = json.loads((tmp_path / "run" / "result.json").read_text())["report"]
+    assert command("explain", "--run", "run", "--ids", samples["test"]["ids"][0])
+    trained = samples["test"]["explanations"][0]["up"][0]["id"]
+    assert command("forget", "--run", "run", "--ids", trained, "--out", "less")["train"] == 39
+    assert command("update", "--run", "less", "--data", "new", "--out", "more")["train"] == 79
+    assert command("predict", "--run", "run", "--data", "new", "--coverage", "0.9")
+    assert (tmp_path / "run" / "predictions.csv").read_text().count("\n") == 41

@@ -19,6 +19,7 @@ from linnet.pages import Page
 from linnet.report.numbers import number, percent
 from linnet.report.of_fit import page as report_of
 from linnet.report.of_fit import pictures
+from linnet.report.reading import suspects
 
 G = torch.Generator().manual_seed(0)
 Y = torch.arange(24) % 3
@@ -81,6 +82,18 @@ def test_the_page_of_classes_holds_the_numbers_of_the_fit(kind: str) -> None:
         influence = fit.influence(TEST[first["position"]][None])[:, 0, first["predicted"]]
         assert first["up"][0]["influence"] == pytest.approx(float(influence.max()), rel=1e-4)
         assert shown["train"]["informativeness"] == pytest.approx(fit.informativeness().tolist())
+
+
+def test_labels_that_are_worth_a_look_are_those_of_the_list() -> None:
+    fit, found = fitted("adapted"), linnet.audit.mislabeled(fitted("adapted"))
+    doubted, _, limits, unsure = suspects(fit)
+    assert limits == found.limits != ""
+    listed = [i for i in found.suspected().tolist() if fit.loo()[i].argmax() != Y[i]]
+    assert list(unsure) == listed
+    assert f"the {len(listed)} that" in limits
+    assert bool(doubted) == bool(found.doubted().tolist())
+    values = suspects(fitted("values"))
+    assert values == ((), None, "", ())
 
 
 def test_one_output_of_two_classes_is_pushed_towards_the_predicted_one() -> None:

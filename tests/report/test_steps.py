@@ -13,6 +13,7 @@ from linnet.report.records import (
     Content,
     DoubtedLabel,
     Explanation,
+    Forgetting,
     HeldOutSet,
     Neighbor,
     NextStep,
@@ -63,6 +64,20 @@ def test_as_many_as_by_chance_are_called_hard() -> None:
     assert "hard" not in next_steps(replace(run, train=replace(train, by_chance=0.1)))[0].text
     assert next_steps(run)[0].command == ""  # without a folder there is nothing to name
     assert next_steps(replace(run, train=replace(train, suspects=()))) == ()
+
+
+def test_labels_worth_a_look_are_named_where_none_is_likely_wrong() -> None:
+    limits = "few wrong labels can be told from hard samples: the 6 are worth a look"
+    train = TrainingSet(Samples(labels=np.zeros(9, int)), limits=limits, unsure=(8, 1, 2, 3, 4, 5))
+    (step,) = next_steps(Content("x", ("a", "b"), train=train))
+    assert step.title == "Look at these 5 labels"
+    assert step.text == f"No training label is likelier wrong than right, but {limits}."
+    assert step.training == (8, 1, 2, 3, 4)
+    assert step.command == ""
+    doubted = replace(train, suspects=(DoubtedLabel(7, 0, 1, 0.9),))
+    assert next_steps(Content("x", ("a", "b"), train=doubted))[0].training == (7,)
+    forgotten = replace(train, forgetting=Forgetting((0,)))
+    assert next_steps(Content("x", ("a", "b"), train=forgotten)) == ()
 
 
 def test_new_samples_are_to_be_labeled_where_answers_are_missing() -> None:

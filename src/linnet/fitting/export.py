@@ -413,11 +413,11 @@ Make = Callable[[Prototype, torch.dtype | None], Traced]  # exports, variances i
 
 
 @torch.no_grad()
-def checked_module(make: Make, x: Inputs, answer: Answer) -> fx.GraphModule:
+def checked_module(make: Make, like: Prototype, answer: Answer) -> fx.GraphModule:
     """An exported module that answers as the fit does, or an error."""
     # A batch of one is tried, and the sizes that the trace leaves free. Where the module fails at another
     # size at which the fit answers, or answers otherwise, it is made again with that size fixed.
-    like, kind = Prototype(x), None
+    x, kind = like.x, None
     try:
         made = make(like, kind)
     except ModelError:

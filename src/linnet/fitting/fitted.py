@@ -483,7 +483,9 @@ class Fitted(SolvedFit, CoveringModel):
 
     # -- elsewhere -------------------------------------------------------------------------------
 
-    def export(self, x: Inputs | None = None, *, variance: bool = False) -> fx.GraphModule:
+    def export(
+        self, x: Inputs | None = None, *, variance: bool = False, other_sizes: bool = True
+    ) -> fx.GraphModule:
         """The fitted model as a plain module of torch's operations, which needs nothing of linnet.
 
         It returns what ``predict`` does, for batches of any size, and works with ``torch.export``,
@@ -498,13 +500,15 @@ class Fitted(SolvedFit, CoveringModel):
                 ``predictive``, exactly: in the last linear layer, along the directions of a sketch, and in
                 all weights as far as a factor of P times the fewer of P and N·C numbers fits the memory;
                 for ``linnet.adapt`` with lower layers, four times P times N. Not with ``solver="shared"``.
+            other_sizes: Whether images and sequences may have other sizes than those of x, where the network
+                allows it. To find out takes minutes of a network that pads by the sizes of its inputs.
 
         Returns:
             The module in evaluation mode: from the network's own inputs to outputs (N, C), or to both.
 
         Raises:
             DataError: If x is empty or not finite.
-            InputError: If ``variance`` is no bool.
+            InputError: If ``variance`` or ``other_sizes`` is no bool.
             MemoryBudgetError: If the variance, or a module of ``linnet.adapt``, would hold too much.
             ModelError: If ``torch.export`` cannot trace the network, or torch its derivatives.
 
@@ -518,7 +522,8 @@ class Fitted(SolvedFit, CoveringModel):
         """
         flag("variance", variance)
         given = self.x if x is None else x
-        few = self._examples(take(observed(given)[0], slice(0, TRACED)))
+        like = Prototype(self._examples(take(observed(given)[0], slice(0, TRACED))))
+        like = like if flag("other_sizes", other_sizes) else like.rigid()
 
         def answer(part: Inputs) -> tuple[Tensor, ...]:
             if not variance:
@@ -526,7 +531,7 @@ class Fitted(SolvedFit, CoveringModel):
             found = self.predictive(part)
             return found.mean, found.variance
 
-        return checked_module(lambda like, kind: self._plain(like, variance, kind), few, answer)
+        return checked_module(lambda like, kind: self._plain(like, variance, kind), like, answer)
 
     def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
         """The model as a plain module, its variances computed in a type, or in the network's."""

@@ -165,12 +165,13 @@ def ending_linear(model: nn.Module, x: Inputs, output: OutputAdapter = None) -> 
     if elsewhere is not None or follows or _probabilities(outputs):
         _refuse(model, elsewhere, _ending(function, few, outputs))
     if outputs.ndim != 2 or outputs.shape[1] < 2:
+        axes = "(2, 3)" if outputs.ndim == 4 else "1"  # maps of channels, or tokens
         raise ModelError(
             f"model ({type(model).__name__}) returns outputs of shape {tuple(outputs.shape)} that no "
             "nn.Linear of it gives",
             expected="a network that ends in a linear layer, or one that returns features (N, D)",
-            remedy="pass output= to take one vector per example, such as output=lambda r: r.mean(1), the "
-            "mean over positions",
+            remedy="pass output= to take one vector per example, such as "
+            f"output=lambda r: r.mean({axes}), the mean over positions",
         )
     made = Appended(model, outputs.shape[1], output)
     made.averaged = averaged[-1] and output is None

@@ -24,6 +24,7 @@ from linnet.errors import DependencyError, LinnetError, ModelError
 from linnet.fitting.last_layer import BELOW
 
 _PREPROCESSOR = "preprocessor_config.json"
+_TIMM = ("pretrained_cfg", "default_cfg")  # where a network of timm has what it was trained on
 UNITS = 256  # hidden units of the network that is made for a table where none is given
 _WHOSE_CODE = ("trust_remote_code", "code_revision")
 # Arguments that make a library run code from elsewhere, or unpickle, with the values that do not. In order:
@@ -124,11 +125,23 @@ def _from_torchvision(name: str, pretrained: bool, arguments: dict[str, Any]) ->
     return require_module(model, f"torchvision:{name}")
 
 
+def own_size(model: nn.Module) -> tuple[int, str] | None:
+    """Height and width of the images in a network's training, as timm's configuration of it says."""
+    for name in _TIMM:
+        values = getattr(model, name, None)
+        shape = values.get("input_size") if isinstance(values, Mapping) else None
+        if isinstance(shape, list | tuple) and len(shape) == 3:
+            height, width = shape[1:]
+            if isinstance(height, int) and height == width > 0:
+                return height, f"its {name}"
+    return None
+
+
 def own_normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...], str] | None:
     """The normalization of images in a network's training, as its own configuration says."""
     # Looked at are timm's `pretrained_cfg` or `default_cfg`, the configuration of a Hugging Face network, and
     # `preprocessor_config.json` in the folder or repository that the network came from.
-    for name in ("pretrained_cfg", "default_cfg"):
+    for name in _TIMM:
         found = _mean_and_std(getattr(model, name, None), "mean", "std")
         if found:
             return (*found, f"its {name}")
@@ -232,10 +245,13 @@ def _optional(package: str, model: str, remedy: str) -> Iterator[None]:
             expected="the packages that the model is built with",
         ) from error
     except Exception as error:
+        remedy = "check the name, the network connection and model_args"
+        if package != "transformers":  # whose configuration comes from the same place
+            remedy += "; where nothing can be downloaded, give a file of the network's weights (--weights)"
         raise ModelError(
             f"{package} could not build model {model!r} ({type(error).__name__}: {error})",
             expected="a name that it knows, or a local folder for hf",
-            remedy="check the name, the network connection and model_args",
+            remedy=remedy,
         ) from error
 
 

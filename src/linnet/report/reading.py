@@ -275,22 +275,25 @@ def training_set(run: FittedTask) -> TrainingSet:
     if not in_closed_form(run.fit):
         return TrainingSet(run.samples)
     informative = run.fit.informativeness().double().cpu().numpy()
-    doubted, by_chance, limits = suspects(run.fit)
-    return TrainingSet(run.samples, informative, doubted, by_chance=by_chance, limits=limits)
+    doubted, by_chance, limits, unsure = suspects(run.fit)
+    return TrainingSet(run.samples, informative, doubted, by_chance=by_chance, limits=limits, unsure=unsure)
 
 
-def suspects(fit: Fit) -> tuple[tuple[DoubtedLabel, ...], float | None, str]:
-    """Training samples whose label looks wrong to the fit of all the others."""
+def suspects(fit: Fit) -> tuple[tuple[DoubtedLabel, ...], float | None, str, tuple[int, ...]]:
+    """Training samples whose label looks wrong to the fit of all the others, and what it cannot see."""
     if fit.labels is None:
-        return (), None, ""
+        return (), None, "", ()
     errors = mislabeled(fit.loo(), fit.labels)
     assert errors.suggested is not None
     assert errors.wrong is not None
+    assert errors.predicted is not None
     assert errors.indices is not None
     given, suggested, wrong = fit.labels.cpu(), errors.suggested.cpu(), errors.wrong.cpu()
     order = errors.indices.tolist()
     found = tuple(DoubtedLabel(i, int(given[i]), int(suggested[i]), float(wrong[i])) for i in order)
-    return found, errors.expected, errors.limits
+    look = errors.suspected().cpu()
+    unsure = look[(errors.predicted.cpu() != given)[look]] if errors.limits else look[:0]
+    return found, errors.expected, errors.limits, tuple(unsure.tolist())
 
 
 def held_out(

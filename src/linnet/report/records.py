@@ -177,6 +177,7 @@ class TrainingSet:
     forgetting: Forgetting | None = None  # what forgetting some of the samples changed
     by_chance: float | None = None  # how many right labels look wrong by chance
     limits: str = ""  # which wrong labels cannot be seen, as a clause; empty where most can
+    unsure: tuple[int, ...] = ()  # positions of those that are worth a look where few can
 
 
 @dataclass(frozen=True)
@@ -340,6 +341,7 @@ def _train_dict(train: TrainingSet) -> dict[str, Any]:
     return shown | {
         "count": len(train.samples),
         "suspects": [_named(suspect, train.samples) for suspect in train.suspects],
+        "unsure": [name(i) for i in train.unsure],
         "forgetting": forgotten and {**vars(forgotten), "removed": [name(i) for i in forgotten.removed]},
     }
 

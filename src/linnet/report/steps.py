@@ -11,7 +11,7 @@ import numpy as np
 
 from linnet.plots.measures import Array, ranking, wilson_interval
 from linnet.report.numbers import FEW, measured_share, number, percent, share_error
-from linnet.report.records import Content, NextStep, Samples
+from linnet.report.records import Content, NextStep, Samples, TrainingSet
 from linnet.report.verdict import least_certain
 
 _LABELS, _NEXT, _EXAMPLES, _CLASSES = 5, 10, 3, 4  # most samples and classes that a step names
@@ -107,7 +107,7 @@ def _look_at_labels(run: Content) -> NextStep | None:
     gone = set() if train.forgetting is None else set(train.forgetting.removed)
     doubted = [suspect.sample for suspect in train.suspects if suspect.sample not in gone]
     if not doubted:
-        return None
+        return _look_anyway(train)
     chosen = doubted[:_LABELS]
     count = len(doubted)
     text = f"{number(count)} training label{'s' * (count != 1)} look{'' if count > 1 else 's'} wrong"
@@ -119,6 +119,15 @@ def _look_at_labels(run: Content) -> NextStep | None:
     text += ". Correct them in the data"
     text += ", or forget those that are wrong, without training again:" if made else "."
     return NextStep(f"Look at {_these(len(chosen), 'label')}", text, made, tuple(chosen))
+
+
+def _look_anyway(train: TrainingSet) -> NextStep | None:
+    """The labels to look at where none is likely wrong, and most that are wrong would not be seen."""
+    if train.suspects or train.forgetting is not None or not train.unsure:
+        return None
+    chosen = train.unsure[:_LABELS]
+    text = f"No training label is likelier wrong than right, but {train.limits}."
+    return NextStep(f"Look at {_these(len(chosen), 'label')}", text, training=chosen)
 
 
 def _label_next(run: Content) -> NextStep | None:

@@ -16,8 +16,10 @@ from torch import nn
 
 from linnet.app.data import ImageTransform, image_transform
 from linnet.app.data.task import InMemory, SampleSet, TaskData
+from linnet.app.runs.adaptation import ending
 from linnet.app.runs.folder import load_run
 from linnet.app.runs.normalization import UNKNOWN, distance, normalized
+from linnet.errors import ModelError
 from linnet.integrations.pretrained import own_normalization
 
 TIMM = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.1)}
@@ -168,6 +170,31 @@ def test_own_mean_and_std_are_taken_or_their_absence_told() -> None:
     gray = normalized(task(1), model, own=True).transform
     assert isinstance(gray, ImageTransform)
     assert (*gray.mean, *gray.std) == pytest.approx((0.4, 0.5 / 3))
+
+
+def test_another_size_than_that_of_the_training_is_told_where_none_is_given() -> None:
+    model = built("net")
+    model.pretrained_cfg = {**TIMM, "input_size": (3, 224, 224)}
+    told = normalized(task(), model, own=True).findings[-1]
+    assert told.startswith(
+        "images are taken at their own 8 x 8 pixels, but the network was trained at 224 x 224"
+    )
+    assert "its pretrained_cfg says; --size 224" in told
+    chosen = normalized(task(transform=image_transform(size=16)), model, own=True).findings
+    assert not [note for note in chosen if "--size" in note]
+    for shape in ((3, 8, 8), (3, 8, 16), (3, None, None), [3], None):
+        model.pretrained_cfg = {**TIMM, "input_size": shape}
+        assert len(normalized(task(), model, own=True).findings) == 1
+
+
+def test_a_network_that_takes_no_other_size_names_its_own() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
+    with pytest.raises(ModelError, match="mat1") as plain:
+        ending(model, task(), torch.zeros(4, 3, 8, 8))
+    assert "--size" not in str(plain.value)
+    model.default_cfg = {"input_size": (3, 16, 16)}  # type: ignore[assignment]
+    with pytest.raises(ModelError, match=r"images of 16 x 16 pixels.*its default_cfg says.*--size 16\)"):
+        ending(model, task(), torch.zeros(4, 3, 8, 8))
 
 
 def test_doubt_by_the_first_batch_norm() -> None:

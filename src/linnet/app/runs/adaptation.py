@@ -37,6 +37,7 @@ from linnet.fitting.descent import HEAD_SCALE, fine_tune, held_out_probe
 from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import Appended, ending_linear, selected_inside
 from linnet.fitting.remarks import data_remarks, single_remarks
+from linnet.integrations.pretrained import own_size
 from linnet.linear.targets import make_targets
 from linnet.machine import find_device
 from linnet.nested.adapt import HEADS, best_of, requested, require_chosen
@@ -225,6 +226,10 @@ def ending(model: nn.Module, task: TaskData, x: Tensor, output: str | None = Non
     try:
         return ending_linear(model, x, output)
     except ModelError as error:
+        size, said = own_size(model) or (0, "")
+        if size and task.image_mode and tuple(x.shape[-2:]) != (size, size):
+            expected = f"images of {size} x {size} pixels, at which it was trained, as {said} says"
+            raise ModelError(error.what, expected, f"scale them to that (--size {size})") from error
         if OWN_SHAPE not in (error.expected or ""):
             raise
         told, expected = task.layout()

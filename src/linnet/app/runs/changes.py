@@ -301,7 +301,7 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
         test = held_out(after, task.samples("test"), found, task.test.x, explain=not change.removed)
     train = training_set(after)
     if change.removed:
-        doubted, by_chance, limits = suspects(before.fit)
+        doubted, by_chance, limits, _ = suspects(before.fit)
         forgotten = _forgetting(change, rows)
         train = TrainingSet(before.samples, None, doubted, None, forgotten, by_chance, limits)
     findings = (*change.notes, *((why,) if why else ()))

@@ -123,14 +123,17 @@ def write_export(run: SavedRun, path: Path, variance: bool, merge: bool = False)
             remedy="leave variance= or merge= out",
         )
     same: float | None = None
+    before = run.transforms[0]
+    scaled = isinstance(before, ImageTransform) and before.size is not None  # to one size, which stays
     with waiting("building the model"):
         if merge:
             merged = run.fit.merge()
             same = merged.agreement if run.classes else None
             like = Prototype(take(run.fit.x, slice(0, 4)))
+            like = like.rigid() if scaled else like
             module = plain_module(merged.network, [], _same, like, run.fit.module.function.output).module
         else:
-            module = run.fit.export(variance=variance)
+            module = run.fit.export(variance=variance, other_sizes=not scaled)
     whole = RunModule(module, run).eval()
     held = sum(t.numel() * t.itemsize for t in [*whole.parameters(), *whole.buffers()])
     if path.suffix.lower() == ".onnx" and held > _LARGEST:

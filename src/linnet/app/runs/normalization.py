@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from linnet.app.data import PRESETS, ImageTransform, TaskData
 from linnet.fitting.last_layer import PADDING
-from linnet.integrations.pretrained import own_normalization
+from linnet.integrations.pretrained import own_normalization, own_size
 from linnet.report.numbers import number
 
 SAMPLES = 64  # images that mean and variance are taken of
@@ -93,7 +93,23 @@ def normalized(task: TaskData, model: nn.Module, own: bool) -> TaskData:
             )
     else:
         told += _doubt(task, model, transform, own)
+    told += _size_remark(task, model, transform)
     return replace(task, transform=transform, findings=(*task.findings, *told))
+
+
+def _size_remark(task: TaskData, model: nn.Module, transform: ImageTransform) -> list[str]:
+    """A remark where nobody chose a size, and the images have another than those of the training."""
+    known = own_size(model)
+    if known is None or transform.size is not None:
+        return []
+    size, said = known
+    height, width = task.train.source.sample_shape[:2]
+    if (height, width) == (size, size):
+        return []
+    return [
+        f"images are taken at their own {height} x {width} pixels, but the network was trained at {size} x "
+        f"{size}, as {said} says; --size {size} scales them"
+    ]
 
 
 def _for_channels(
