@@ -212,7 +212,7 @@ OF_CALL: dict[str, str] = {
     "continual.NonOnlineLaplace (saved).remember(data)": "kept pair",
     **{f"{name}(x)": "kept inputs" for name in KEEPING},
     "evaluate(noise)": "word",
-    **{f"{fit}.export(variance)": "flag" for fit in FITS},
+    **{f"{fit}.export({name})": "flag" for fit in FITS for name in ("variance", "other_sizes")},
     **{f"{fit}.report(file)": "place or none" for fit in FITS},
     **{f"{fit}.report(test)": "pair or none" for fit in FITS},
     **{f"{fit}.report(title)": "name" for fit in FITS},
