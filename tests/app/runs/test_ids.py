@@ -49,6 +49,9 @@ def test_samples_of_the_other_part_are_known() -> None:
         InputError, match=r"line 4, which is one of the training samples, and none of the 1"
     ) as caught:
         find_samples(["line 4"], ["line 48"], "test samples", lambda: {"training samples": ("line 4",)})
+    known = {"training samples": ("a/river-03.jpg",)}
+    with pytest.raises(InputError, match="copy one from the report"):  # nothing was misspelled
+        find_samples(["a/river-03.jpg"], ["b/river-04.jpg", "a/rover-03.jpg"], "test samples", lambda: known)
     assert caught.value.remedy == "copy one from the report"  # 48 is no misspelling of 4
 
 

@@ -68,7 +68,7 @@ def _place(name: str, places: Mapping[str, int], kind: str, others: Others) -> i
         shown = f"{', '.join(ends[:_SHOWN])}{', ...' * (len(ends) > _SHOWN)}"
         raise InputError(f"{name} could be {shown}", "the id of one sample", "write the whole id")
     close = difflib.get_close_matches(name, places, 1)
-    is_slip = close and _unnumbered(close[0]) != _unnumbered(name)
+    is_slip = close and not known and _unnumbered(close[0]) != _unnumbered(name)
     what = f"one of the {known}, and " if known else ""
     first = ", ".join(list(places)[:_SHOWN])
     raise InputError(
