@@ -53,8 +53,8 @@ from linnet.tangent.data import Data, examples
 from linnet.tangent.jacobian import jvp_columns, vjp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.parts import in_parts
 from linnet.tangent.preflight import warn_of_scale
-from linnet.tangent.sequences import in_parts
 from linnet.training import Training, cosine, filled, shuffled, train
 
 __all__ = ["SVI", "Newton", "linear_posterior"]

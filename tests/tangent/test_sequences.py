@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import ModelError
 from linnet.tangent.functional import Functional
-from linnet.tangent.sequences import ignores_padding, in_parts, shortened
+from linnet.tangent.parts import in_parts
+from linnet.tangent.sequences import ignores_padding, shortened
 
 
 class Words(nn.Module):

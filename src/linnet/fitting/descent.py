@@ -21,7 +21,8 @@ from linnet.progress import Log, track
 from linnet.tangent.batch import Inputs, on_device, take
 from linnet.tangent.data import Data
 from linnet.tangent.functional import Functional, OutputAdapter, called, copied
-from linnet.tangent.sequences import ignores_padding, in_parts, shortened
+from linnet.tangent.parts import in_parts
+from linnet.tangent.sequences import ignores_padding, shortened
 from linnet.training import cosine, stream, train
 
 CLIP = 1.0  # largest norm of a gradient; keeps a high rate from destroying a small network

@@ -25,8 +25,8 @@ from linnet.tangent.functional import (
     lies_in,
     without_wrapper,
 )
+from linnet.tangent.parts import in_parts
 from linnet.tangent.selection import Selector, owner, selected
-from linnet.tangent.sequences import in_parts
 
 L = TypeVar("L", bound=nn.Module)
 HIDDEN, POOLER = "last_hidden_state", "pooler"  # as encoders of transformers call them

@@ -39,8 +39,8 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.nonfinite import require_finite_products
+from linnet.tangent.parts import in_parts
 from linnet.tangent.rules import Captured
-from linnet.tangent.sequences import in_parts
 from linnet.tangent.trace import forward_trace, trace
 from linnet.tree import map_tensors, tensors_in
 

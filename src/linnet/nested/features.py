@@ -43,8 +43,8 @@ from linnet.nested.search import Kernels, Mixture, Shares
 from linnet.nested.stages import Beside, Staged, earlier_layers
 from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.functional import IDLE, Functional, copied
+from linnet.tangent.parts import in_parts
 from linnet.tangent.selection import Selector, owner, selected
-from linnet.tangent.sequences import in_parts
 
 
 def with_random_heads(model: nn.Module, heads: int, seed: int) -> nn.Module:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from linnet.tangent.batch import MASK, TOKENS, Inputs, batch_size, same_places, split, take
+from linnet.tangent.batch import MASK, TOKENS, Inputs, batch_size, same_places, take
 
 Run = Callable[[Inputs], Tensor]  # outputs (n, ...) of a batch
 ALONG = (TOKENS, MASK, "token_type_ids", "position_ids")  # what is cut with the text
@@ -72,15 +72,3 @@ def ignores_padding(network: nn.Module, run: Run, x: Inputs) -> bool:
     off, digits = (found - whole).abs().amax(0), min(DIGITS * torch.finfo(whole.dtype).eps, SPREAD)
     bound = torch.minimum(digits * size.clamp_min(size.median()), SPREAD * spread.clamp_min(spread.median()))
     return bool((spread > 0).any() and (off <= bound).all())
-
-
-@torch.no_grad()
-def in_parts(network: nn.Module, run: Run, x: Inputs, size: int) -> Tensor:
-    """Outputs of many examples, which go through a network some at a time."""
-    length = lengths(x)
-    if length is None or not ignores_padding(network, run, x):
-        return torch.cat([run(part) for part in split(x, size)])
-    # the longest first: memory that does not suffice fails at once
-    order = length.argsort(descending=True, stable=True)
-    found = torch.cat([run(shortened(take(x, rows))) for rows in order.split(size)])
-    return torch.empty_like(found).index_copy_(0, order.to(found.device), found)

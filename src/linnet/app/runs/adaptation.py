@@ -59,8 +59,8 @@ from linnet.report.records import Comparison, Content
 from linnet.report.verdict import TRY, score_in_words
 from linnet.tangent.batch import hash_examples
 from linnet.tangent.functional import OWN_SHAPE, Functional
+from linnet.tangent.parts import in_parts
 from linnet.tangent.preflight import LEFT_OUT, Preflight, preflight
-from linnet.tangent.sequences import in_parts
 from linnet.tangent.store import discard
 
 Array = np.ndarray[Any, Any]
