@@ -179,7 +179,8 @@ def forget_command(
         ids: Ids of the training samples, such as train/3,train/17, or names of image files, as the report
             and result.json have them. Names that hold a comma are given as a JSON list.
         out: The folder for the new run.
-        verify: Also fit from scratch without the samples, kernel included, and compare.
+        verify: Also fit from scratch without the samples, kernel included, and compare; once more with means
+            and scales of features that are theirs alone.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
     """
     from linnet.app.runs import adapter

@@ -43,7 +43,7 @@ from linnet.linear.problem import Problem
 from linnet.linear.saved import system_state
 from linnet.linear.system import System
 from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets, weighed_targets
-from linnet.params import number
+from linnet.params import flag, number
 from linnet.predictive.noise import fit_temperature
 from linnet.tangent.batch import Inputs, observe, observed, take
 from linnet.tangent.coordinates import Coordinates
@@ -307,15 +307,22 @@ class SquaredFit(Fitted):
         return x, made
 
     @torch.no_grad()
-    def recomputed(self) -> Self:
+    def recomputed(self, *, scales: bool = False) -> Self:
         """The same fit from the network and the training data alone: nothing but the model is kept.
 
+        Args:
+            scales: Whether a fit of ``linnet.adapt`` takes the mean and the scales of its features anew too,
+                and landmarks: after ``forget`` nothing but the ridge and the shares of the layers then knows
+                what was forgotten. Fits of ``linnet.fit`` have none.
+
         Returns:
-            A fit to compare with, after many changes.
+            A fit to compare with, after many changes; with ``scales`` what ``linnet.adapt`` gives for these
+            examples, ridge and shares.
 
         Raises:
             InputError: If the fit was solved by iterations, or obeys equations on outputs.
         """
+        flag("scales", scales)
         return self._made(self.system.again(), self._targets, self.record)
 
 

@@ -45,7 +45,7 @@ from linnet.nested.features import (
 from linnet.nested.landmarks import MANY
 from linnet.nested.many import errors_in_weights, in_weights
 from linnet.nested.search import FREE, Choice, Kernels, Rung, Shares, choose, intercept, sampled
-from linnet.params import no_targets, warn
+from linnet.params import flag, no_targets, warn
 from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate, hash_examples, take
 from linnet.tangent.data import Data
 from linnet.tangent.functional import IDLE, Functional, OutputAdapter, copied
@@ -251,6 +251,23 @@ class NestedFit(SquaredFit):
     def _grows(self) -> bool:
         """Whether an update may bring new classes: the head is made for the task."""
         return self.classes is not None
+
+    @torch.no_grad()
+    def recomputed(self, *, scales: bool = False) -> NestedFit:
+        """The same fit from the network and the data, with means and scales of its features if asked for."""
+        if not flag("scales", scales):
+            return super().recomputed()
+        if self.constraints is not None:
+            raise InputError(
+                "recomputed(scales=True) of a fit whose outputs obey equations",
+                expected="a fit without equations on its outputs",
+                remedy="call it before constrain(), and constrain the result",
+            )
+        shares = Shares(self.body_weight, self.earlier, self.ridge)
+        anew = solved(self.prior.network, self.x, self._targets, self.memory, self.record, shares)
+        made = self._made(anew.system, self._targets, self.record)
+        made.prior = anew.prior
+        return made
 
     def _grown(self, data: Data) -> NestedFit:
         """The fit with outputs for classes that it has not seen, whose targets are zero so far."""

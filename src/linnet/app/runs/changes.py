@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from linnet.app.data.transforms import Standardize
 from linnet.app.runs.folder import SavedRun, answered, load_test, save_run, test_digest
 from linnet.app.runs.place import clear_run
 from linnet.app.runs.results import EQUAL, further, place_of, print_change, write
@@ -55,6 +56,7 @@ class Change:
     seconds: float  # time that the change took
     difference: float  # largest difference of outputs from a fit solved again
     refit_seconds: float  # time of that fit
+    own_scales: float | None  # how far a fit is whose features have means and scales of their own, if known
     removed: tuple[int, ...] = ()  # positions of forgotten samples, in the run before
     verified: bool = False  # whether the network was run again for that fit, kernel included
     notes: tuple[str, ...] = ()  # what was left out, and why
@@ -258,23 +260,28 @@ def _tested_elsewhere(run: SavedRun, new: NewSamples) -> tuple[SavedRun, tuple[s
 
 
 @torch.no_grad()
-def _compare(fit: Fit, verify: bool) -> tuple[float, float]:
-    """Largest difference of training outputs from a solution from scratch, and its time."""
+def _compare(fit: Fit, verify: bool) -> tuple[float, float, float | None]:
+    """Largest difference of training outputs from a solution from scratch, its time, and that of scales."""
     start = time.perf_counter()
     assert isinstance(fit, NestedFit)
     if verify:
-        anew = fit.recomputed()
+        own, same = fit.predict(fit.x), fit.recomputed().predict(fit.x)
         seconds = time.perf_counter() - start
-        return float((anew.predict(fit.x) - fit.predict(fit.x)).abs().max()), seconds
+        scaled = fit.recomputed(scales=True).predict(fit.x)
+        if fit.classes is None:
+            apart = (scaled - own).abs().max() / fit.targets.std(0, correction=0).max().clamp_min(1e-300)
+        else:
+            apart = (fit._class_probs(scaled) - fit._class_probs(own)).abs().max()
+        return float((same - own).abs().max()), seconds, float(apart)
     if isinstance(system := fit.system, NormalSystem):
         again = NormalSystem(system.problem, summed(system.problem, system.memory), fit.ridge)
         moved = again.solution - system.solution
         gap = torch.stack([(rows @ moved).abs().max() for _, rows in system.problem.rows()]).max()
-        return float(gap), time.perf_counter() - start
+        return float(gap), time.perf_counter() - start, None
     kernel, known = system.kernel, system.beta
     beta = DualSystem(kernel, system.residual, fit.ridge).beta  # outputs on the training samples are Kβ
     gap = (kernel @ (beta - known).reshape(len(kernel), -1)).abs().max()
-    return float(gap), time.perf_counter() - start
+    return float(gap), time.perf_counter() - start, None
 
 
 def keep_change(
@@ -319,7 +326,8 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
         "certificate": summary["certificate"], "difference": change.difference,
         "equal": change.difference <= _tolerance(after.fit.targets), "verified": change.verified,
         "removed": _named(before, change.removed), "added": _named(after, change.added),
-        "seconds": change.seconds, "refit_seconds": change.refit_seconds, "fit": summary,
+        "seconds": change.seconds, "refit_seconds": change.refit_seconds, "own_scales": change.own_scales,
+        "kept_scales": _kept(after), "fit": summary,
         "findings": list(findings), "out": str(out),
     }  # fmt: skip
     return result, page
@@ -329,6 +337,14 @@ def _tolerance(targets: torch.Tensor) -> float:
     """The difference of outputs that changes no answer; targets that are all alike are known to rounding."""
     found = targets.double()
     return EQUAL * float(found.std(correction=0)) + 1e-5 * float(found.abs().max())
+
+
+def _kept(run: SavedRun) -> str:
+    """What the run has from all samples that it ever had."""
+    features = "the mean and the scale of features"
+    if isinstance(run.transforms[0], Standardize):
+        return f"the means, spreads and fill values of columns and {features}"
+    return features
 
 
 def _named(run: SavedRun, positions: Sequence[int]) -> list[dict[str, Any]]:
@@ -371,5 +387,6 @@ def _forgetting(change: Change, rows: tuple[Comparison, ...]) -> Forgetting:
     how = "The comparison ran the network again, kernel included." if change.verified else (
         "The comparison solves the equations of the remaining samples from scratch."
     )  # fmt: skip
+    how += f" Both take {_kept(change.after)} from all samples, forgotten ones too."
     seconds = change.seconds, change.refit_seconds
     return Forgetting(change.removed, tuple(table), change.difference, *seconds, how, change.verified)

@@ -225,6 +225,7 @@ def print_prediction(result: dict[str, Any], rows: list[dict[str, Any]]) -> list
 def compared(result: dict[str, Any]) -> str:
     """Whether a change is what a fit from scratch gives."""
     how = "a fit from scratch" if result["verified"] else "the equations solved from scratch"
+    how += " with the same means and scales" * ("kept_scales" in result and result["verified"])
     return f"equal to {how}" if result["equal"] else f"NOT equal to {how}"
 
 
@@ -244,5 +245,11 @@ def print_change(result: dict[str, Any]) -> list[str]:
         f"{compared(result)}: outputs differ by {result['difference']:.1e} at most "
         f"({duration(result['refit_seconds'])})",
     ]
+    if result["command"] == "forget":
+        told = f"{result['kept_scales']} are those of all samples, forgotten ones too"
+        if (apart := result["own_scales"]) is not None:
+            unit = "in a probability" if result["fit"]["classes"] else "standard deviations of the answers"
+            told += f"; features with their own change predictions by {apart:.2g} {unit} at most"
+        lines.append(f"note: {told}")
     lines += [f"note: {text}" for text in (*result["fit"]["warnings"], *result["findings"])]
     return [*lines, *written(Path(result["out"]))]
