@@ -323,7 +323,21 @@ def stream(curve: str, other: str) -> dict[str, Any]:
 KRONECKER, PLAIN = "Kronecker Laplace", "deterministic, no dropout in training"
 SAME, NEW = "linear, from scratch, same θ₀", "linear, from scratch, new head"
 ANEW = ", ridge chosen anew"
+
+
+def digits(way: str, other: str, less: str) -> dict[str, Any]:
+    """By how much the area of one fit's leave-one-out is above another score's on the perceptron."""
+    where = [{"network": "perceptron", "way": one} for one in (way, other)]
+    return {"file": "labels/attributors.json", "by": ["seed"], "of": f"areas/{way}: leave-one-out",
+            "less of": f"areas/{less}", "times": 100, "digits": 2,
+            "cells": where[0], "less": where[1]}  # fmt: skip
+
+
+FOLDS = digits("fit, untrained", "plain", "self-confidence, five folds")
+LEARNED = digits("adapt, untrained", "adapt, trained", "adapt, trained: leave-one-out")
 DIFFERENCES = [
+    ("labels", r"ahead of five folds by (\S+ ± \S+) points", FOLDS),
+    ("labels", r"of `adapt` is (\S+ ± \S+) points behind", LEARNED),
     (FAST, r"and Laplace (\S+ ± \S+) below it", LAPLACE),
     (FAST, r"the mode has (\S+ ± \S+) points less", output("map")),
     (FAST, r"points less, SVI (\S+ ± \S+) and", output("svi")),
