@@ -168,6 +168,28 @@ def test_informativeness(fit: linnet.NestedFit) -> None:
     assert near(fit.informativeness(X[:N]), torch.stack(changes), 1e-6)
 
 
+@pytest.mark.parametrize("shares", [{"weight": 0.0}, {"weight": 0.4}, {"earlier": 0.5}])
+def test_scales_taken_anew_know_nothing_of_what_was_forgotten(shares: dict[str, float]) -> None:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    x, y = torch.randn(20, 3).double(), torch.arange(20) % 2
+    x[0] *= 30  # an outlier, which means and scales know
+    less = linnet.adapt(net, (x, y), ridge=0.3, **shares).forget([0, 7])
+    rest = [i for i in range(20) if i not in (0, 7)]
+    anew = linnet.adapt(net, (x[rest], y[rest]), ridge=0.3, **shares)
+    found, query = less.recomputed(scales=True), torch.randn(9, 3).double()
+    assert near(found.predict(query), anew.predict(query), 1e-9)
+    assert near(found.predictive(query).variance, anew.predictive(query).variance, 1e-9)
+    assert near(found.loo(), anew.loo(), 1e-8)
+    assert not near(less.predict(query), anew.predict(query), 1e-2)
+    assert near(less.recomputed().predict(query), less.predict(query), 1e-7)
+
+
+def test_scales_of_a_fit_with_equations_are_not_taken_anew(fit: linnet.NestedFit) -> None:
+    with pytest.raises(linnet.errors.InputError, match="before constrain"):
+        fit.constrain(X[:1], fit.predict(X[:1])).recomputed(scales=True)
+
+
 def test_forgetting_and_adding(fit: linnet.NestedFit) -> None:
     rest = torch.tensor([j for j in range(N) if j not in (2, 5)])
     smaller = fit.forget([2, 5])

@@ -159,8 +159,17 @@ def test_explain_new_samples(workshop: Path, tmp_path: Path) -> None:
 def test_forget(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = load_run(workshop / "pictures")
     linnet("forget", "--run", workshop / "pictures", "--ids", "0,5,9", "--out", tmp_path / "less", "--verify")
-    assert "21 now" in capsys.readouterr().out
-    found = result(tmp_path / "less")
+    said, found = " ".join(capsys.readouterr().out.split()), result(tmp_path / "less")
+    assert "21 now" in said
+    assert (
+        "the mean and the scale of features are those of all samples, forgotten ones too; features wi" in said
+    )
+    other = load_run(tmp_path / "less").fit
+    change = other._class_probs(other.recomputed(scales=True).predict(other.x)) - other._class_probs(
+        other.predict(other.x)
+    )
+    assert found["own_scales"] == pytest.approx(float(change.abs().max()), rel=1e-3)
+    assert found["own_scales"] > 0
     assert (found["train_before"], found["train"], found["removed"]) == (
         24,
         21,
