@@ -8,6 +8,7 @@ import json
 import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -117,7 +118,9 @@ def test_trained_weights_are_said_to_remember(monkeypatch: pytest.MonkeyPatch) -
     assert "were trained on the forgotten" in forgetting_certificate(fit, [0]).warnings[0]
 
 
-def check(folder: Path, data: Any, make: str = "make", apart: bool = False) -> tuple[int, dict[str, Any]]:
+def check(
+    folder: Path, data: Any, make: str = "make", apart: bool = False, more: Sequence[str] = ()
+) -> tuple[int, dict[str, Any]]:
     """The exit status and the words of the script, here or in a process of its own."""
     x, y = data
     np.savez(folder / "rest.npz", x=x.numpy(), y=y.numpy())
@@ -126,7 +129,7 @@ def check(folder: Path, data: Any, make: str = "make", apart: bool = False) -> t
     assert "import linnet" not in script.read_text()
     assert "from linnet" not in script.read_text()
     words = [str(script), str(folder / "certificate.json"), "--model"]
-    words += [f"{folder / 'net.py'}:{make}", "--data", str(folder / "rest.npz")]
+    words += [f"{folder / 'net.py'}:{make}", "--data", str(folder / "rest.npz"), *more]
     if apart:
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
         assert done.stdout, done.stderr
@@ -190,6 +193,44 @@ def test_what_is_not_so_is_found(tmp_path: Path) -> None:
     code, said = check(tmp_path, without(data, GONE))
     assert code == 1
     assert said["relative"] == float("inf")
+
+
+def test_who_was_forgotten_can_be_asked(tmp_path: Path) -> None:
+    fit, (x, y) = made("classes")
+    forgetting_certificate(fit, GONE, tmp_path)
+    mine, rest = tmp_path / "mine.npz", without((x, y), GONE)
+    for rows, named in ((GONE, True), (GONE[:1], True), ([*GONE, 0], False)):
+        np.savez(mine, x=x[rows].numpy(), y=y[rows].numpy())
+        code, said = check(tmp_path, rest, more=("--forgotten", str(mine)))
+        assert (said["named"], code) == (named, int(not named))
+        assert said["retained and forgotten"] == [N - 3, 3]
+
+
+def test_examples_of_double_precision_are_told_apart_beyond_single(tmp_path: Path) -> None:
+    fit, data = made("classes")
+    forgetting_certificate(fit, GONE, tmp_path)
+    x, y = without(data, GONE)
+    x[0, 0] += 1e-10
+    assert not check(tmp_path, (x, y))[1]["examples"]
+
+
+def test_a_certificate_that_lacks_something_is_refused_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit, data = made("classes")
+    with pytest.raises(InputError, match="has forgotten nothing"):
+        forgetting_certificate(fit, fit, tmp_path)
+    forgetting_certificate(fit, GONE, tmp_path)
+    about = json.loads((tmp_path / "certificate.json").read_text())
+    for key in ("ridge", "forgotten", "network"):
+        left = {name: value for name, value in about.items() if name != key}
+        (tmp_path / "certificate.json").write_text(json.dumps(left))
+        with pytest.raises(SystemExit):
+            check(tmp_path, without(data, GONE))
+        assert f"has no '{key}'" in capsys.readouterr().err
+    (tmp_path / "certificate.json").write_text("[]")
+    with pytest.raises(SystemExit):
+        check(tmp_path, without(data, GONE))
 
 
 def test_files_are_for_weights_of_the_network_alone(tmp_path: Path) -> None:

@@ -294,8 +294,16 @@ def _write(
             expected="a fit of linnet.fit in the weights of the network as it came, without equations",
             remedy="leave folder= out: the certificate itself holds for every fit",
         )
+    if not len(rows[1]):
+        raise InputError(
+            "folder= with a fit that has forgotten nothing",
+            expected="fit.forget(indices), or the indices",
+            remedy="pass the examples to forget",
+        )
     data = _data(fit)
-    names = verifier.fingerprints(data)
+    numbers = [part for part in data.values() if part.dtype.kind == "f"]
+    floats = "<f4" if all(np.array_equal(part, part.astype("<f4")) for part in numbers) else "<f8"
+    names = verifier.fingerprints(data, floats)
     kept, lost = ([names[i] for i in part.tolist()] for part in rows)
     weights: dict[str, Any] = {name: t.detach().cpu().numpy() for name, t in after.delta.items()}
     targets = fit._targets
@@ -305,6 +313,7 @@ def _write(
         "torch": str(torch.__version__),
         "loss": getattr(fit, "loss", "squared"),
         "ridge": fit.ridge,
+        "floats": floats,
         "kinds": {name: part.dtype.kind for name, part in data.items()},
         "axis": targets.axis,
         "scale": targets.scale,

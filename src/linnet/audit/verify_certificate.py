@@ -9,7 +9,9 @@ fingerprints of network and examples are computed here, and the gradient of
     F(δ) = Σᵢ ℓ(f₀(xᵢ) + Jᵢδ, yᵢ) + ½ ρ‖δ‖².
 
 As F is ρ-strongly convex, δ is no further than ‖∇F(δ)‖/ρ from the one optimum of these examples, which is
-what a fit has that never saw the others: whoever made it, and how.
+what a fit has that never saw the others: whoever made it, and how. That those are the right ones nothing
+here can say; ``--forgotten mine.npz``, with ``x`` and ``y`` as above, asks whether examples are among those
+that the certificate names.
 """
 
 from __future__ import annotations
@@ -31,23 +33,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 FORMAT = "forgetting certificate 1"
 BATCH = 32  # examples at a time
+KEYS = ("loss", "ridge", "axis", "scale", "output", "network", "displacement", "retained", "forgotten")
 Tensors = dict[str, torch.Tensor]
 
 
-def fingerprint(arrays: Mapping[str, Any]) -> str:
-    """SHA-256 of named arrays, whatever types of floats and integers hold them."""
+def fingerprint(arrays: Mapping[str, Any], floats: str = "<f4") -> str:
+    """SHA-256 of named arrays, whatever types hold them: floats are taken as the network has them."""
     digest = hashlib.sha256()
     for name in sorted(arrays):
         array = np.asarray(arrays[name])
-        plain = np.ascontiguousarray(array, "<f4" if array.dtype.kind == "f" else "<i8")
+        plain = np.ascontiguousarray(array, floats if array.dtype.kind == "f" else "<i8")
         digest.update(f"{name}:{plain.dtype.str}:{plain.shape}:".encode())
         digest.update(plain.tobytes())
     return digest.hexdigest()
 
 
-def fingerprints(data: Mapping[str, Any]) -> list[str]:
+def fingerprints(data: Mapping[str, Any], floats: str = "<f4") -> list[str]:
     """One of each example."""
-    return [fingerprint({name: part[i] for name, part in data.items()}) for i in range(len(data["y"]))]
+    count = range(len(data["y"]))
+    return [fingerprint({name: part[i] for name, part in data.items()}, floats) for i in count]
 
 
 def as_fitted(data: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
@@ -107,7 +111,8 @@ def verified(
 ) -> dict[str, Any]:
     """What is true of a certificate, its displacement of the weights, a network and data."""
     data = as_fitted(data, about.get("kinds", {}))
-    network, own, ridge = of_network(net), fingerprints(data), float(about["ridge"])
+    network, own = of_network(net), fingerprints(data, about.get("floats", "<f4"))
+    ridge = float(about["ridge"])
     if not 0 < ridge < math.inf:
         raise SystemExit(f"ridge is {ridge}, expected a positive number: the certificate is none")
     kind = next((t.dtype for t in net.parameters() if t.is_floating_point()), torch.float64)
@@ -125,6 +130,7 @@ def verified(
         "network": network == about["network"],
         "displacement": fingerprint(dict(weights)) == about["displacement"],
         "examples": sorted(own) == sorted(about["retained"]),
+        "retained and forgotten": [len(about["retained"]), len(about["forgotten"])],
         "forgotten examples among the data": len(set(own) & set(about["forgotten"]) - set(about["retained"])),
         "copies of forgotten examples that were kept": len(set(about["forgotten"]) & set(about["retained"])),
         "distance to a fit that never saw them, at most": distance,
@@ -140,19 +146,29 @@ def main() -> int:
     parser.add_argument("--model", required=True, help="FILE.py:FUNCTION that makes the network")
     parser.add_argument("--weights", type=Path, help="its weights before the fit, a state dict")
     parser.add_argument("--data", type=Path, required=True, help="an .npz file with x and y")
+    parser.add_argument("--forgotten", type=Path, help="the same of examples that should be forgotten")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="of the relative distance (1e-3)")
     given = parser.parse_args()
     about = json.loads(given.certificate.read_text(encoding="utf-8"))
-    if about["format"] != FORMAT:
-        parser.error(f"{given.certificate} is a {about['format']!r}, expected {FORMAT!r}")
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        parser.error(f"{given.certificate} is no {FORMAT!r}")
+    if missing := [key for key in KEYS if key not in about]:
+        parser.error(
+            f"{given.certificate} has no {', '.join(map(repr, missing))}: it was changed, or cut off"
+        )
     file, _, make = given.model.rpartition(":")
     net = runpy.run_path(file)[make]()
     if given.weights is not None:
         net.load_state_dict(torch.load(given.weights, weights_only=True))
     with np.load(given.certificate.with_name("displacement.npz")) as weights, np.load(given.data) as data:
         found = verified(about, net, dict(weights), dict(data))
+    if given.forgotten is not None:
+        with np.load(given.forgotten) as asked:
+            named = as_fitted(dict(asked), about.get("kinds", {}))
+        gone = set(about["forgotten"]) - set(about["retained"])
+        found["named"] = all(name in gone for name in fingerprints(named, about.get("floats", "<f4")))
     sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    holds = found["network"] and found["displacement"] and found["examples"]
+    holds = found["network"] and found["displacement"] and found["examples"] and found.get("named", True)
     return int(not (holds and found["relative"] <= given.tolerance))
 
 
