@@ -88,9 +88,9 @@ def select(
         criterion: ``"predictive-information"``: most information, in nats, about the label of an example of
             ``at`` (Bickford Smith et al. 2023); ``"variance"``: largest fall of the mean total variance over
             ``at`` (Cohn et al. 1996), which is faster where outputs share their weights;
-            ``"expected-error"``: fewest wrong answers on ``at``, of classes, after the labels that the fit
-            thinks likely (Roy and McCallum 2001; exact without a refit here), in time that grows with the
-            examples of the pool, of ``at`` and their classes multiplied;
+            ``"expected-error"``: fewest wrong answers on ``at``, of classes, a mean over the likeliest labels
+            of each example, those with 0.9 of its probability (Roy and McCallum 2001; without a refit here),
+            in time that grows with the examples of the pool, of ``at`` and their classes multiplied;
             ``"information"``: most information about the weights (MacKay 1992; Houlsby et al. 2011);
             ``"uncertainty"``: largest variance of its own, which is the same choice for ``linnet.adapt``.
             The first three were ahead of random choices, the others not (docs/results/selection.md).

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from linnet.app.data import ImageTransform, SampleSet, load_data
+from linnet.app.data.task import check_classes
 from linnet.errors import DataError, InputError
 
 Array = np.ndarray[Any, Any]
@@ -207,3 +208,8 @@ class TestFolder:
         gray = load_data(tmp_path, ImageTransform(channels=1))
         assert gray.train.x.shape[1:] == (6, 6, 1)
         assert gray.image_mode == "L"
+
+
+def test_classes_that_only_look_different_are_named() -> None:
+    found = check_classes(np.array([0, 1, 2]), ["yes", "no", " Yes"])
+    assert found == ["classes whose names differ in case or spaces alone: 'yes', ' Yes'"]

@@ -138,8 +138,10 @@ def test_runs_on_other_test_samples(workshop: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert pairs(run, part) == [(i, i - 1) for i in range(1, len(run.ids))]
     moved = replace(part, source=replace(part.source, path="elsewhere"))
-    with pytest.raises(InputError, match="different test samples"):
+    with pytest.raises(InputError, match=r"from two files, .* and elsewhere"):
         pairs(run, moved)
+    with pytest.raises(InputError, match="no test sample in common"):
+        pairs(run, replace(part, ids=tuple(f"other {name}" for name in part.ids)))
     shifted = replace(part, answers=(part.answers + 1) % 3)
-    with pytest.raises(InputError, match="different test samples"):
+    with pytest.raises(InputError, match=r"different test samples: .* has another answer in each"):
         pairs(run, shifted)

@@ -98,6 +98,13 @@ def test_a_network_with_merged_weights_as_a_file(
 def test_a_run_of_a_table_as_a_file(workshop: Path, tmp_path: Path) -> None:
     linnet("export", "--run", workshop / "prices", "--out", tmp_path / "model.pt2")
     run = load_run(workshop / "prices")
+    told = {"linnet.json": ""}
+    torch.export.load(tmp_path / "model.pt2", extra_files=told)
+    assert run.columns is not None
+    encoding = json.loads(told["linnet.json"])["encoding"]
+    assert [(one["name"], one["fill"], one["marked"]) for one in encoding] == [
+        (column.name, column.fill, column.marked) for column in run.columns.features
+    ]
     x, inputs = raw(run)
     found = answers(tmp_path / "model.pt2", x.astype(np.float32))
     assert run.transforms[1] is not None

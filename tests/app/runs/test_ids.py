@@ -34,7 +34,7 @@ def test_the_end_of_one_id_alone() -> None:
     with pytest.raises(InputError, match=r"d/1\.png, \.\.\."):
         find("1.png", ids=[f"{folder}/1.png" for folder in "abcdef"])
     assert find("12") == [2]
-    assert find("3", "line 2", ids=["line 2", "line 3"]) == [1, 0]
+    assert find("line 3", "line 2", ids=["line 2", "line 3"]) == [1, 0]
 
 
 @pytest.mark.parametrize("word", ["99", "-1", "train/99", "trian/12", "", "²", "9" * 5000])
@@ -53,6 +53,12 @@ def test_samples_of_the_other_part_are_known() -> None:
     with pytest.raises(InputError, match="copy one from the report"):  # nothing was misspelled
         find_samples(["a/river-03.jpg"], ["b/river-04.jpg", "a/rover-03.jpg"], "test samples", lambda: known)
     assert caught.value.remedy == "copy one from the report"  # 48 is no misspelling of 4
+
+
+def test_a_bare_number_is_no_line_of_a_table() -> None:
+    with pytest.raises(InputError, match="5 could be line 5") as caught:  # or the id 5 of a column
+        find_samples(["5"], ["line 5", "line 48"], "training samples")
+    assert caught.value.remedy == "write the whole id"
 
 
 def test_each_sample_once() -> None:

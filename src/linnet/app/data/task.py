@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -388,4 +389,14 @@ def check_classes(labels: np.ndarray[Any, Any], classes: Sequence[str]) -> list[
             remedy="add samples of another class; for a regression save y as floating-point numbers",
         )
     absent = [name for label, name in enumerate(classes) if label not in set(present.tolist())]
-    return [f"no training sample of class {some(absent)}"] if absent else []
+    alike = [name for name, count in Counter(map(_plain, classes)).items() if count > 1]
+    same = [repr(name) for name in classes if _plain(name) in alike]
+    return [
+        *([f"no training sample of class {some(absent)}"] if absent else []),
+        *([f"classes whose names differ in case or spaces alone: {some(same)}"] if same else []),
+    ]
+
+
+def _plain(name: str) -> str:
+    """A name without case, and with one space where there are several."""
+    return " ".join(name.split()).casefold()

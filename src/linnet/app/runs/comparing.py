@@ -173,9 +173,17 @@ def pairs(a: Finished, b: Finished) -> list[tuple[int, int]]:
     places = {name: j for j, name in enumerate(b.ids)}
     found = [(i, places[name]) for i, name in enumerate(a.ids) if name in places]
     same = [(i, j) for i, j in found if np.array_equal(a.answers[i], b.answers[j])]
-    if a.source.path != b.source.path or not found or len(same) < len(found):
+    both, why = f"{a.folder} and {b.folder}", ""
+    if a.source.path != b.source.path:
+        why = f"{both} have their test samples from two files, {a.source.path} and {b.source.path}"
+    elif not found:
+        why = f"{both} have no test sample in common"
+    elif len(same) < len(found):
+        other = next(i for i, j in found if (i, j) not in same)
+        why = f"{both} were scored on different test samples: {a.ids[other]} has another answer in each"
+    if why:
         raise InputError(
-            f"{a.folder} and {b.folder} were scored on different test samples",
+            why,
             expected="runs on the same data, with the same test samples or some in common",
             remedy="adapt again with the same --data, or compare predictions of linnet predict",
         )

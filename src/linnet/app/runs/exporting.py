@@ -152,7 +152,12 @@ def write_export(run: SavedRun, path: Path, variance: bool, merge: bool = False)
         else:
             made, free = _in_onnx(whole, _sized(example, run), outputs)
         columns = None if run.columns is None else list(run.columns.labels)
-        told = {"input": _told_input(example, run, free), "columns": columns, "outputs": outputs}
+        told: dict[str, Any] = {
+            "input": _told_input(example, run, free),
+            "columns": columns,
+            "outputs": outputs,
+        }
+        told["encoding"] = None if run.columns is None else [vars(one) for one in run.columns.features]
         told["classes"] = None if run.classes is None else list(run.classes)
         if path.suffix.lower() == ".pt2":
             extra = {RECORD: json.dumps(told, indent=1)}

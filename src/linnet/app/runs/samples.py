@@ -62,7 +62,8 @@ def _place(name: str, places: Mapping[str, int], kind: str, others: Others) -> i
         return places[name]
     ends = [one for one in places if name and one.endswith((f"/{name}", f" {name}"))]
     known = next((kind for kind, ids in others.items() if name in ids), None)
-    if len(ends) == 1 and not known:
+    # of a table a bare number may be meant as one of its own columns
+    if len(ends) == 1 and not known and not (name.isdecimal() and ends[0].startswith("line ")):
         return places[ends[0]]
     if ends and not known:
         shown = f"{', '.join(ends[:_SHOWN])}{', ...' * (len(ends) > _SHOWN)}"
