@@ -89,6 +89,12 @@ class TestTable:
         assert task.train.x.shape[1] == 1
         assert any("index (numbers of the lines)" in line for line in task.findings)
 
+    @pytest.mark.parametrize(("name", "kept"), [("person_id", 1), ("userId", 1), ("glycemic_index", 2)])
+    def test_ids_of_cases_that_came_twice_are_no_feature(self, tmp_path: Path, name: str, kept: int) -> None:
+        lines = "".join(f"{n // 2},{n % 5},{n % 7}\n" for n in range(20))
+        task = load_data(table(tmp_path / "d.csv", f"{name},a,t\n" + lines))
+        assert task.train.x.shape[1] == kept
+
     def test_a_column_says_what_is_held_out(self, tmp_path: Path) -> None:
         lines = "".join(f"{n},{('train', 'train', 'val', 'test')[n % 4]},{n}\n" for n in range(20))
         task = load_data(table(tmp_path / "d.csv", "a,split,t\n" + lines))

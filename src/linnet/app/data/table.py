@@ -57,6 +57,7 @@ INDEX = "index"
 NEITHER, NONE = "neither of its two categories", "none of its categories"
 _LINES = 10  # in fewer, whole numbers may differ in every line without being names of the lines
 _ID = re.compile(r"(?:^|[\W_])(?i:id|key|index|number|no|nr)$|[a-z](?:Id|ID|Key|Index|Number|No|Nr)$")
+_NAMES_CASES = re.compile(r"(?:^|[\W_])(?i:id)$|[a-z]I[dD]$")  # an index or a number may be a measurement
 _BY_CHANCE = 5.0  # pairs of n numbers drawn from a range that would be equal on average: all differ in 0.7 %
 
 
@@ -486,9 +487,11 @@ def fitted(name: str, values: Array, texts: Sequence[str] | None) -> Column | st
 
 def names_lines(name: str, values: Array) -> bool:
     """Whether whole numbers, (N,), identify the lines: all differ, and are in order, dense or called so."""
-    n = len(values)
-    if n < _LINES or not bool((values % 1 == 0).all()) or len(np.unique(values)) < n:  # NaN % 1 is not 0
+    n, distinct = len(values), len(np.unique(values))
+    if n < _LINES or not bool((values % 1 == 0).all()):  # NaN % 1 is not 0
         return False
+    if distinct < n:  # some cases came twice
+        return 2 * distinct >= n and _NAMES_CASES.search(name) is not None
     pairs = n * (n - 1) / 2 / (1 + np.ptp(values))
     return bool((np.diff(values) > 0).all()) or bool(pairs > _BY_CHANCE) or _ID.search(name) is not None
 
