@@ -390,3 +390,20 @@ def test_what_is_no_vector_is_told_how_to_become_one(last: nn.Module, axes: str)
     net = nn.Sequential(nn.Conv2d(2, 3, 1), last)
     with pytest.raises(linnet.errors.ModelError, match=rf"output=lambda r: r\.mean\({axes}\)"):
         linnet.adapt(net, (torch.randn(6, 2, 4, 4), torch.arange(6) % 2))
+
+
+def test_a_large_fit_of_a_head_names_the_solver_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 4).double(), torch.arange(20) % 3
+    net = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+    head = linnet.linearize(net, params=r"2\.")
+    linnet.fit(head, (x, y), ridge=1.0)  # of few equations nothing is said
+    monkeypatch.setattr("linnet.fitting.fit.MANY", 10)
+    with pytest.warns(UserWarning, match="3 outputs of the last layer share one kernel"):
+        found = linnet.fit(head, (x, y), ridge=1.0)
+    same = linnet.fit(head, (x, y), ridge=1.0, solver="shared")
+    torch.testing.assert_close(same.predict(x), found.predict(x))
+    torch.testing.assert_close(same.predictive(x).variance, found.predictive(x).variance)
+    whole = nn.Sequential(*net, nn.Tanh())
+    for lin in (linnet.linearize(net), linnet.linearize(whole, params=r"2\.")):
+        linnet.fit(lin, (x, y), ridge=1.0)  # warnings are errors here

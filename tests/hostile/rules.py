@@ -213,6 +213,7 @@ OF_CALL: dict[str, str] = {
     **{f"{name}(x)": "kept inputs" for name in KEEPING},
     "evaluate(noise)": "word",
     **{f"{fit}.export({name})": "flag" for fit in FITS for name in ("variance", "other_sizes")},
+    **{f"{fit}.recomputed(scales)": "flag" for fit in ("LinearFit", "NestedFit")},
     **{f"{fit}.report(file)": "place or none" for fit in FITS},
     **{f"{fit}.report(test)": "pair or none" for fit in FITS},
     **{f"{fit}.report(title)": "name" for fit in FITS},

@@ -16,6 +16,7 @@ from linnet.fitting.accuracy import sound_fit
 from linnet.fitting.arguments import Choices, base_outputs, check_ridge
 from linnet.fitting.combinations import averaged, drawn_combinations, explain_outputs
 from linnet.fitting.cross_fit import Chosen, CrossFit, chosen_ridge, explained, find_cross_fit, given_ridge
+from linnet.fitting.last_layer import is_head
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.position_fit import PositionFit, fit_positions
 from linnet.fitting.remarks import (
@@ -59,7 +60,7 @@ from linnet.linear.targets import (
 from linnet.memory import require
 from linnet.params import choice, instance, no_targets, refuse, warn
 from linnet.progress import waiting
-from linnet.tangent.batch import Inputs, check_finite, observe, take
+from linnet.tangent.batch import Inputs, batch_size, check_finite, observe, take
 from linnet.tangent.data import Data
 from linnet.tangent.gram import gram
 from linnet.tangent.inputs import KnownInputs
@@ -68,6 +69,7 @@ from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.preflight import scale_remarks
 
 LOSSES = ("squared", "cross-entropy")
+MANY = 3000  # equations that take seconds
 
 
 class FitOptions(TypedDict, total=False):
@@ -275,6 +277,12 @@ def _fit(lin: Linearized, task: FitRequest, seconds: dict[str, float]) -> Linear
     size = Size(lin.function, x, task.f0.shape[1], task.loss, isinstance(ridge, str), task.memory)
     chosen, why = choose_solver(size, asked)
     name, reasons, squared = chosen, {"solver": why}, task.loss == "squared"
+    solved = min(size.equations, lin.function.space.dim)
+    if squared and asked.name == "auto" and solved > max(MANY, batch_size(x)) and is_head(lin.function, x):
+        warn(
+            f'the {size.c} outputs of the last layer share one kernel: solver="shared" is exact here and has '
+            f"{batch_size(x):,} equations in place of {solved:,}"
+        )
     types = lin.function.precision
     if chosen == "sketch":
         sketch = asked.sketch or Sketch(size.default_dim() or 1)

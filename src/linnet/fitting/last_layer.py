@@ -199,6 +199,18 @@ def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
     return in_parts(function.model, partial(function.flat, function.theta), x, batch)
 
 
+def is_head(function: Functional, x: Inputs) -> bool:
+    """Whether the weights are those of the last linear layer alone, and outputs what that returns."""
+    layers = _linear_layers(function.model)
+    if not layers:
+        return False
+    name, _ = layers[-1]
+    if any(owner(one) != name for one in function.names):
+        return False
+    outputs, call = _last_call(function, take(x, slice(0, FEW)))
+    return not name or (call is not None and _same(call[1], outputs))
+
+
 def _head_inputs(function: Functional, x: Inputs) -> Tensor:
     """Inputs of the last linear layer, (n, D), as the network calls it."""
     call = _last_call(function, x)[1]
