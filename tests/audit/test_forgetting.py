@@ -228,6 +228,12 @@ def test_a_certificate_that_lacks_something_is_refused_in_words(
         with pytest.raises(SystemExit):
             check(tmp_path, without(data, GONE))
         assert f"has no '{key}'" in capsys.readouterr().err
+    (tmp_path / "certificate.json").write_text(json.dumps(about))
+    for arrays in ({"x": np.zeros((0, 3)), "y": np.zeros(0, np.int64)}, {"x": np.zeros((2, 3))}):
+        np.savez(tmp_path / "mine.npz", **arrays)
+        with pytest.raises(SystemExit):
+            check(tmp_path, without(data, GONE), more=("--forgotten", str(tmp_path / "mine.npz")))
+        assert "has no examples" in capsys.readouterr().err
     (tmp_path / "certificate.json").write_text("[]")
     with pytest.raises(SystemExit):
         check(tmp_path, without(data, GONE))

@@ -185,6 +185,22 @@ def test_scales_taken_anew_know_nothing_of_what_was_forgotten(shares: dict[str, 
     assert near(less.recomputed().predict(query), less.predict(query), 1e-7)
 
 
+def test_the_noise_of_values_is_taken_anew_with_the_scales() -> None:
+    torch.manual_seed(4)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    x = torch.randn(40, 3).double()
+    y = x[:, :1].sin() + 0.3 * torch.randn(40, 1).double() + 5
+    fit = linnet.adapt(net, (x, y))
+    known = fit.module.function.known
+    found = fit.forget(range(5)).recomputed(scales=True)
+    assert fit.module.function.known is known  # of the fit before, which shares the network
+    shares = {"weight": fit.body_weight} if fit.body_weight else {"earlier": fit.earlier}
+    anew = linnet.adapt(net, (x[5:], y[5:]), ridge=fit.ridge, **shares)
+    query = torch.randn(9, 3).double()
+    assert near(found.predict(query), anew.predict(query), 1e-9)
+    assert near(found.predictive(query).variance, anew.predictive(query).variance, 1e-9)
+
+
 def test_scales_of_a_fit_with_equations_are_not_taken_anew(fit: linnet.NestedFit) -> None:
     with pytest.raises(linnet.errors.InputError, match="before constrain"):
         fit.constrain(X[:1], fit.predict(X[:1])).recomputed(scales=True)

@@ -152,7 +152,7 @@ def main() -> int:
     about = json.loads(given.certificate.read_text(encoding="utf-8"))
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         parser.error(f"{given.certificate} is no {FORMAT!r}")
-    if missing := [key for key in KEYS if key not in about]:
+    if missing := [key for key in KEYS if about.get(key) is None and key not in ("axis", "output")]:
         parser.error(
             f"{given.certificate} has no {', '.join(map(repr, missing))}: it was changed, or cut off"
         )
@@ -164,6 +164,8 @@ def main() -> int:
         found = verified(about, net, dict(weights), dict(data))
     if given.forgotten is not None:
         with np.load(given.forgotten) as asked:
+            if "y" not in asked or not len(asked["y"]):
+                parser.error(f"{given.forgotten} has no examples, x and y")
             named = as_fitted(dict(asked), about.get("kinds", {}))
         gone = set(about["forgotten"]) - set(about["retained"])
         found["named"] = all(name in gone for name in fingerprints(named, about.get("floats", "<f4")))

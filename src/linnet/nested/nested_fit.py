@@ -263,9 +263,13 @@ class NestedFit(SquaredFit):
                 expected="a fit without equations on its outputs",
                 remedy="call it before constrain(), and constrain the result",
             )
-        shares = Shares(self.body_weight, self.earlier, self.ridge)
-        anew = solved(self.prior.network, self.x, self._targets, self.memory, self.record, shares)
-        made = self._made(anew.system, self._targets, self.record)
+        features, shares = self.prior.network, Shares(self.body_weight, self.earlier, self.ridge)
+        known = features.function.known  # of all samples, which the fit before has too
+        anew = solved(features, self.x, self._targets, self.memory, self.record, shares)
+        features.function.known = known
+        # what the choice of a ridge is worth in noise was found with the samples that may be gone
+        record = replace(self.record, noise_factor=anew.record.noise_factor)
+        made = self._made(anew.system, self._targets, record)
         made.prior = anew.prior
         return made
 

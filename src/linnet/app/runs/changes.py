@@ -269,7 +269,8 @@ def _compare(fit: Fit, verify: bool) -> tuple[float, float, float | None]:
         seconds = time.perf_counter() - start
         scaled = fit.recomputed(scales=True).predict(fit.x)
         if fit.classes is None:
-            apart = (scaled - own).abs().max() / fit.targets.std(0, correction=0).max().clamp_min(1e-300)
+            spread = fit.targets.double().std(0, correction=0).max()  # of answers that are all alike, none
+            apart = (scaled - own).abs().max() / (spread if spread > 0 else 1.0)
         else:
             apart = (fit._class_probs(scaled) - fit._class_probs(own)).abs().max()
         return float((same - own).abs().max()), seconds, float(apart)

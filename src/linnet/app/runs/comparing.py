@@ -179,7 +179,7 @@ def pairs(a: Finished, b: Finished) -> list[tuple[int, int]]:
     elif not found:
         why = f"{both} have no test sample in common"
     elif len(same) < len(found):
-        other = next(i for i, j in found if (i, j) not in same)
+        other = next(i for i, j in found if not np.array_equal(a.answers[i], b.answers[j]))
         why = f"{both} were scored on different test samples: {a.ids[other]} has another answer in each"
     if why:
         raise InputError(

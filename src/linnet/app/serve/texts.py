@@ -20,6 +20,7 @@ from linnet.tangent.batch import IGNORED, MASK
 
 _MOST = 24  # tokens of an answer of the network's own
 _SPREAD = 40  # tokens of an answer that have a spread: each is a text of its own to `loss_variance`
+_TOGETHER, _LONGEST = 4, 512  # such texts at once, and tokens of one
 _BEHIND = 8  # training texts shown on each side of an answer
 _OFFERED = 6  # training texts that may be asked about
 
@@ -124,12 +125,13 @@ class TextSession(Asked[AdapterRun, Question]):
 
 def _spread(run: AdapterRun, batch: dict[str, Tensor], at: Tensor) -> list[float | None]:
     """Standard deviation of −log p of each token of an answer; of the first ones where it is long."""
-    some = at[:_SPREAD]
-    alone = {name: rows.expand(len(some), -1) for name, rows in batch.items()}
-    alone["labels"] = torch.full_like(alone["labels"], IGNORED)
-    alone["labels"][range(len(some)), some] = batch["labels"][0, some]
-    std: list[float | None] = [*run.fit.loss_variance(alone).sqrt().tolist()]
-    return std + [None] * (len(at) - len(some))
+    std: list[float | None] = []
+    for some in at[: _SPREAD if batch["labels"].shape[1] <= _LONGEST else 0].split(_TOGETHER):
+        alone = {name: rows.expand(len(some), -1) for name, rows in batch.items()}
+        alone["labels"] = torch.full_like(alone["labels"], IGNORED)
+        alone["labels"][range(len(some)), some] = batch["labels"][0, some]
+        std += run.fit.loss_variance(alone).sqrt().tolist() if len(some) else []
+    return std + [None] * (len(at) - len(std))
 
 
 def _spoken(run: AdapterRun, *told: str) -> list[Any]:
