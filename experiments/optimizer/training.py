@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet import optim
+from linnet.errors import DataError
 from linnet.likelihoods.likelihood import Likelihood
 
 RATES = tuple(2.0**-k for k in range(6, 14))
@@ -82,7 +83,10 @@ def run(task: Task, updates: int, step: Callable[[nn.Module], Callable[[Tensor, 
     start = clock()
     for _ in range(updates):
         x, y = next(batches)
-        losses.append(update(x, y))
+        try:
+            losses.append(update(x, y))
+        except DataError:  # outputs that are no numbers
+            losses.append(float("inf"))
         seconds.append(clock() - start)
         if not losses[-1] < float("inf"):
             break
