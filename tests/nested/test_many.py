@@ -317,3 +317,36 @@ def test_features_wider_than_the_samples_are_many_keep_the_kernel(monkeypatch: p
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(6, N), nn.ReLU(), nn.Linear(N, 3)).double()
     assert isinstance(linnet.adapt(wide, (x, y), weight=0.0).system, KernelSystem)
+
+
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("how", ["bodiless", "weight"])
+def test_the_last_layer_alone_is_solved_in_weights_where_features_are_few(
+    values: bool, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(60, 4).double()
+    y = x @ torch.randn(4, 3).double() + torch.randn(60, 3).double()
+    data = (x, y if values else y.argmax(1))
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    net = nn.Sequential(nn.Identity(), net[2]) if how == "bodiless" else net
+    shares = {} if how == "bodiless" else {"weight": 0.0}
+    monkeypatch.setattr(nested_fit, "JUDGES", 20)
+    by_kernel = linnet.adapt(net, (x[:20], data[1][:20]), **shares)  # as many as 20 are no more
+    assert isinstance(by_kernel.system, KernelSystem)
+    fit = linnet.adapt(net, data, ridge=0.5, **shares)
+    assert isinstance(fit.system, NormalSystem)
+    assert linnet.adapt(net, data, **shares).ridge > 0
+    monkeypatch.setattr(nested_fit, "SLIM", 100)
+    same = linnet.adapt(net, data, ridge=0.5, **shares)
+    assert isinstance(same.system, KernelSystem)
+    new = torch.randn(5, 4).double()
+    for one, other in ((fit, same), (fit.forget([3, 8]), same.forget([3, 8]))):
+        near(one.predict(new), other.predict(new), 1e-8)
+        near(one.predictive(new).variance, other.predictive(new).variance, 1e-8)
+        near(one.loo(), other.loo(), 1e-8)
+        near(one.influence(new), other.influence(new), 1e-8)
+    held, wanted = new[:1], torch.ones(1, 3).double()
+    near(fit.constrain(held, wanted).predict(new), same.constrain(held, wanted).predict(new), 1e-7)
+    fit.save(tmp_path / "fit")
+    near(linnet.load(tmp_path / "fit", net).predict(new), fit.predict(new), 1e-12)

@@ -16,7 +16,15 @@ from linnet.linear.features import Examples
 from linnet.linear.normal_system import NormalSystem, evidence_and_noise, summed
 from linnet.linear.targets import Targets
 from linnet.memory import Plan, parse_bytes, require
-from linnet.nested.features import TOGETHER, Prior, RandomHeads, kernels_of, problem_of, read_given
+from linnet.nested.features import (
+    TOGETHER,
+    Prior,
+    RandomHeads,
+    kernels_of,
+    problem_of,
+    read_given,
+    reads_earlier,
+)
 from linnet.nested.landmarks import LANDMARKS, Landmarks
 from linnet.nested.search import (
     BIAS,
@@ -48,7 +56,8 @@ def in_weights(
     """In the weights of the features: those of earlier layers along some of the samples."""
     start, n = time.perf_counter(), batch_size(x)
     order = sampled(n, n).to(targets.values.device)
-    some = order[:LANDMARKS]
+    reads = reads_earlier(given) and bool(features.earlier(take(x, order[:PILOT])))
+    some = order[: LANDMARKS if reads else PILOT]
     found = read_given(features, take(x, some), given)
     kernels = kernels_of(found[:PILOT], features.width)
     choice = choose(kernels, targets.taken(some[:PILOT]), given)
@@ -65,7 +74,8 @@ def in_weights(
     prior, rows = prior_of_many(features, x, found, earlier)
     seconds = {"kernel": time.perf_counter() - start}
     start = time.perf_counter()
-    judges = order[LANDMARKS:]  # of the others: a landmark has an error that is a little less
+    # a landmark has an error that is a little less than that of others
+    judges = order[LANDMARKS:] if prior.landmarks is not None else order
     judges = judges[counted(targets)[judges]][:JUDGES]
     taken, system = _least(prior, (x, rows), targets, choice, given, judges, memory)
     prior = replace(prior, mixture=replace(prior.mixture, bias=intercept(targets, taken.ridge)))
