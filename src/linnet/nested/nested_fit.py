@@ -543,13 +543,13 @@ def solved(
 def _is_many(features: RandomHeads, x: Inputs, targets: Targets, given: Shares) -> bool:
     """Whether the weights of features are fewer equations than the samples, which are many."""
     n, width = batch_size(x), features.width
-    if given.weight or n <= max(JUDGES, SLIM * width):
-        return n > max(MANY, width) and not given.weight
-    if n > MANY:
-        return True
+    if given.weight or n > max(MANY, width):
+        return not given.weight
+    if n <= max(JUDGES, SLIM * width):
+        return False
     # of the last layer alone no kernel has to be approximated
-    alone = not tries_derivatives(features, given, x, targets.labels is not None)
-    return alone and not (reads_earlier(given) and features.earlier(x))
+    derivatives = tries_derivatives(features, given, x, targets.labels is not None)
+    return not derivatives and not (reads_earlier(given) and features.earlier(x))
 
 
 Made = tuple[Prior, Choice, Kernels, KernelSystem | NormalSystem, dict[str, float]]
