@@ -203,7 +203,7 @@ def test_sequences(tmp_path: Path, digits: Callable[..., Images]) -> None:
     found = result(tmp_path)["cells"]
     assert (tmp_path / "sequences.svg").exists()
     chosen = [cell for cell in found if cell["part"] == "run"]
-    assert len(chosen) == 2 * (4 + 2 * 2 * 2)  # seeds, with curvature, and networks, methods and lengths
+    assert len(chosen) == 2 * (5 + 3 * 2 * 2)  # seeds, with curvature, and networks, methods and lengths
     assert all(cell["final"] > 0 for cell in chosen)
     layers = {(c["network"], one["layer"]): one for c in found for one in c.get("layers", [])}
     assert layers["unrolled", "state"]["note"] == "28 uses taken as independent"

@@ -258,8 +258,8 @@ def test_sizes_stay_where_no_others_are_asked_for() -> None:
     x, y = torch.randn(10, 1, 6, 6), torch.arange(10) % 2
     fit = linnet.adapt(net, (x, y))
     module = fit.export(other_sizes=False)
-    assert list(module.meta["dynamic_shapes"]["x"]) == [0]
-    assert list(fit.export().meta["dynamic_shapes"]["x"]) == [0, 2, 3]
+    assert list(module.meta["dynamic_shapes"]["input"]) == [0]  # as nn.Sequential calls it
+    assert list(fit.export().meta["dynamic_shapes"]["input"]) == [0, 2, 3]
     torch.testing.assert_close(module(x[:3]), fit.predict(x[:3]))
     with pytest.raises(linnet.errors.InputError, match="other_sizes"):
         fit.export(other_sizes=1)  # type: ignore[arg-type]
