@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import io
 import json
 import shutil
@@ -26,6 +28,17 @@ from linnet.integrations.sklearn import LinnetClassifier, LinnetRegressor
 PHOTOGRAPHS = Path(__file__).resolve().parents[2] / "docs" / "tutorials" / "photographs"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 Array = np.ndarray[Any, Any]
+
+
+def real_timm() -> Any:
+    """timm where it is installed: other tests leave modules of its name."""
+    try:
+        importlib.metadata.version("timm")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("timm is not installed")
+    if not hasattr(sys.modules.get("timm"), "__file__"):
+        sys.modules.pop("timm", None)
+    return importlib.import_module("timm")
 
 
 def values(count: int, seed: int) -> tuple[Array, Array]:
@@ -218,7 +231,7 @@ def photographs(folder: Path, transform: Any) -> tuple[Tensor, list[str]]:
     ],
 )
 def test_photographs_go_through_a_network_of_timm(name: str, arguments: dict[str, Any]) -> None:
-    timm: Any = pytest.importorskip("timm")
+    timm: Any = real_timm()
     torch.manual_seed(0)
     net = timm.create_model(name, pretrained=False, **arguments).eval()
     config = timm.data.resolve_model_data_config(net)
@@ -241,7 +254,7 @@ def test_photographs_go_through_a_network_of_timm(name: str, arguments: dict[str
 
 
 def test_two_heads_of_timm_are_refused_by_name() -> None:
-    timm: Any = pytest.importorskip("timm")
+    timm: Any = real_timm()
     net = timm.create_model("deit_tiny_distilled_patch16_224", pretrained=False, depth=2).eval()
     x = torch.randn(6, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     with pytest.raises(linnet.errors.ModelError, match="head_dist"):
@@ -249,7 +262,7 @@ def test_two_heads_of_timm_are_refused_by_name() -> None:
 
 
 def test_the_command_line_takes_photographs_and_a_network_of_timm(tmp_path: Path) -> None:
-    timm: Any = pytest.importorskip("timm")
+    timm: Any = real_timm()
     torch.manual_seed(0)
     torch.save(timm.create_model("resnet10t", pretrained=False).state_dict(), tmp_path / "net.pt")
     shutil.copytree(PHOTOGRAPHS, tmp_path, dirs_exist_ok=True)

@@ -47,6 +47,17 @@ from linnet.shown import some
 Array = np.ndarray[Any, Any]
 
 
+@dataclass(frozen=True)
+class Again:
+    """The fit of the same samples, solved again."""
+
+    difference: float  # largest difference of outputs from it
+    seconds: float  # time that it took
+    own_scales: float | None = (
+        None  # how far one is whose features have means and scales of their own, if known
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Change:
     """A run before and after its training samples changed."""
@@ -54,9 +65,7 @@ class Change:
     before: SavedRun  # the run before
     after: SavedRun  # the run after
     seconds: float  # time that the change took
-    difference: float  # largest difference of outputs from a fit solved again
-    refit_seconds: float  # time of that fit
-    own_scales: float | None  # how far a fit is whose features have means and scales of their own, if known
+    again: Again  # what it is compared with
     removed: tuple[int, ...] = ()  # positions of forgotten samples, in the run before
     verified: bool = False  # whether the network was run again for that fit, kernel included
     notes: tuple[str, ...] = ()  # what was left out, and why
@@ -89,7 +98,7 @@ def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
     compared = _compare(fit, verify)
     same = [known.ids[at] for at in keep.tolist() if names[at] in gone]
     note = f"{len(same)} samples that stay have the inputs of forgotten ones: {some(same)}"
-    return Change(run, after, seconds, *compared, tuple(removed), verify, (note,) if same else ())
+    return Change(run, after, seconds, compared, tuple(removed), verify, (note,) if same else ())
 
 
 def _test_ids(run: SavedRun) -> dict[str, tuple[str, ...]]:
@@ -127,7 +136,7 @@ def update(run: SavedRun, data: Path, verify: bool = False, new_classes: Sequenc
     samples = Samples(images, np.concatenate([known.labels, answers]), every)
     after, overlap = _tested_elsewhere(replace(run, fit=fit, samples=samples), new)
     compared = _compare(fit, verify)
-    return Change(before, after, seconds, *compared, (), verify, (*new.findings, *notes, *overlap))
+    return Change(before, after, seconds, compared, (), verify, (*new.findings, *notes, *overlap))
 
 
 def _with_classes(run: SavedRun, names: Sequence[str]) -> SavedRun:
@@ -260,8 +269,8 @@ def _tested_elsewhere(run: SavedRun, new: NewSamples) -> tuple[SavedRun, tuple[s
 
 
 @torch.no_grad()
-def _compare(fit: Fit, verify: bool) -> tuple[float, float, float | None]:
-    """Largest difference of training outputs from a solution from scratch, its time, and that of scales."""
+def _compare(fit: Fit, verify: bool) -> Again:
+    """The fit beside a solution from scratch, by the outputs on training samples."""
     start = time.perf_counter()
     assert isinstance(fit, NestedFit)
     if verify:
@@ -273,16 +282,16 @@ def _compare(fit: Fit, verify: bool) -> tuple[float, float, float | None]:
             apart = (scaled - own).abs().max() / (spread if spread > 0 else 1.0)
         else:
             apart = (fit._class_probs(scaled) - fit._class_probs(own)).abs().max()
-        return float((same - own).abs().max()), seconds, float(apart)
+        return Again(float((same - own).abs().max()), seconds, float(apart))
     if isinstance(system := fit.system, NormalSystem):
         again = NormalSystem(system.problem, summed(system.problem, system.memory), fit.ridge)
         moved = again.solution - system.solution
         gap = torch.stack([(rows @ moved).abs().max() for _, rows in system.problem.rows()]).max()
-        return float(gap), time.perf_counter() - start, None
+        return Again(float(gap), time.perf_counter() - start)
     kernel, known = system.kernel, system.beta
     beta = DualSystem(kernel, system.residual, fit.ridge).beta  # outputs on the training samples are Kβ
     gap = (kernel @ (beta - known).reshape(len(kernel), -1)).abs().max()
-    return float(gap), time.perf_counter() - start, None
+    return Again(float(gap), time.perf_counter() - start)
 
 
 def keep_change(
@@ -317,18 +326,18 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     steps = further(place_of(out), False, after.classes is not None)
     notes = Notes(_headline(change, rows), warnings, facts(after), steps)
     again = "the same from scratch" if change.verified else "solving from scratch"
-    timings = {command: change.seconds, again: change.refit_seconds}
+    timings = {command: change.seconds, again: change.again.seconds}
     record = FitRecord(choices=choices(after), timings=timings)
     page = Content(title, after.classes, notes, rows, record, train, test, place_of(out))
     summary = after.fit.summary()
     result = {
         "command": command, "train_before": before.fit.n, "train": after.fit.n,
         "test": 0 if task is None else len(task.test), "scores": [row.numbers() for row in rows],
-        "certificate": summary["certificate"], "difference": change.difference,
-        "equal": change.difference <= _tolerance(after.fit.targets), "verified": change.verified,
+        "certificate": summary["certificate"], "difference": change.again.difference,
+        "equal": change.again.difference <= _tolerance(after.fit.targets), "verified": change.verified,
         "removed": _named(before, change.removed), "added": _named(after, change.added),
-        "seconds": change.seconds, "refit_seconds": change.refit_seconds, "own_scales": change.own_scales,
-        "kept_scales": _kept(after), "fit": summary,
+        "seconds": change.seconds, "refit_seconds": change.again.seconds,
+        "own_scales": change.again.own_scales, "kept_scales": _kept(after), "fit": summary,
         "findings": list(findings), "out": str(out),
     }  # fmt: skip
     return result, page
@@ -389,5 +398,5 @@ def _forgetting(change: Change, rows: tuple[Comparison, ...]) -> Forgetting:
         "The comparison solves the equations of the remaining samples from scratch."
     )  # fmt: skip
     how += f" Both take {_kept(change.after)} from all samples, forgotten ones too."
-    seconds = change.seconds, change.refit_seconds
-    return Forgetting(change.removed, tuple(table), change.difference, *seconds, how, change.verified)
+    seconds = change.seconds, change.again.seconds
+    return Forgetting(change.removed, tuple(table), change.again.difference, *seconds, how, change.verified)
