@@ -53,11 +53,14 @@ def losses(outputs: Tensor, y: Tensor, temperature: float) -> Tensor:
     return F.cross_entropy(outputs / temperature, y, reduction="none")
 
 
+def with_one(x: Tensor) -> Tensor:
+    """Features with a 1 for the bias."""
+    return torch.cat([x, torch.ones_like(x[:, :1])], 1)
+
+
 def outside(x: Tensor, stay: Tensor) -> Tensor:
     """What of each sample's features, with a 1 for the bias, is outside the span of those that stay."""
-    rows = torch.cat([stay, torch.ones_like(stay[:, :1])], 1)
-    own = torch.cat([x, torch.ones_like(x[:, :1])], 1)
-    basis = torch.linalg.svd(rows, full_matrices=False)
+    own, basis = with_one(x), torch.linalg.svd(with_one(stay), full_matrices=False)
     kept = basis.Vh[1e-10 * basis.S[0] < basis.S]
     return own - own @ kept.T @ kept
 
@@ -92,11 +95,6 @@ def linear_weights(fit: Any, phi: Tensor) -> Tensor:
     return torch.cat([fit.predict(torch.eye(phi.shape[1], dtype=phi.dtype)) - zero, zero])
 
 
-def with_one(x: Tensor) -> Tensor:
-    """Features with a 1 for the bias."""
-    return torch.cat([x, torch.ones_like(x[:, :1])], 1)
-
-
 def ascended(w: Tensor, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
     """Gradient ascent on the squared loss of what must go, until half of it is wrong."""
     rows = with_one(x)
@@ -108,12 +106,12 @@ def ascended(w: Tensor, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
     return w
 
 
-def trained_on(w: Tensor, x: Tensor, t: Tensor, ridge: float, start: Tensor) -> Tensor:
+def trained_on(w: Tensor, x: Tensor, t: Tensor, ridge: float) -> Tensor:
     """Gradient descent on the rest from the weights that have seen all."""
     rows = with_one(x)
     step = RATE / (float(torch.linalg.matrix_norm(rows, 2) ** 2) + ridge)
     for _ in range(STEPS):
-        w = w - step * (rows.T @ (rows @ w - t) + ridge * (w - start))
+        w = w - step * (rows.T @ (rows @ w - t) + ridge * w)
     return w
 
 
@@ -168,7 +166,6 @@ def attacked(kept: dict[str, Tensor], seed: int) -> dict[str, Any]:
     apart = (forgotten.predict(both) - again.predict(both)).norm() / again.predict(both).norm()
     w = linear_weights(whole, x)
     t = whole.targets.to(w)
-    start = torch.zeros_like(w)
     first = whole.influence(both)[going].sum(0)  # of each alone, added up
 
     def by(weights: Tensor) -> Outputs:
@@ -178,7 +175,7 @@ def attacked(kept: dict[str, Tensor], seed: int) -> dict[str, Any]:
         "nothing": tried(whole.predict),
         "linnet: forget": tried(forgotten.predict),
         "gradient ascent": tried(by(ascended(w, x[going], t[going], y[going]))),
-        "training on": tried(by(trained_on(w, x[stays], t[stays], whole.ridge, start))),
+        "training on": tried(by(trained_on(w, x[stays], t[stays], whole.ridge))),
         "influences": tried(lambda rows: whole.predict(rows) - first, None),
     }
     trained = small_network(x, y, classes, seed)

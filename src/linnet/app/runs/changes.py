@@ -53,9 +53,7 @@ class Again:
 
     difference: float  # largest difference of outputs from it
     seconds: float  # time that it took
-    own_scales: float | None = (
-        None  # how far one is whose features have means and scales of their own, if known
-    )
+    own_scales: float | None = None  # that from one whose features have scales of their own
 
 
 @dataclass(frozen=True, eq=False)
