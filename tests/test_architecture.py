@@ -69,6 +69,7 @@ MAY_EXTEND_CONCRETE: dict[str, str] = {
 }
 # Dotted names of records with a wide constructor, each with its reason.
 MAY_BE_WIDE: dict[str, str] = {
+    "linnet.audit.monitor.Watched": "the columns of a log",
     "linnet.audit.mislabel.LabelErrors": "the columns of a table, and the numbers under it",
     "linnet.finetuning.recipes.Recipe": "the parts of a method that are changed one by one",
     "linnet.integrations.sklearn._Classifier": "the settings that searches of scikit-learn go through",

@@ -30,7 +30,8 @@ from experiments.adapt.tasks import NETWORKS
 from experiments.monitor.sources import LABELS, NONE, OTHER, SETS, SEVERITIES, drawn, of_each
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown
-from linnet.audit.monitor import Reference, compared, of_batch
+from linnet.audit.left_out import Reference, of_batch
+from linnet.audit.monitor import compared
 from linnet.files import load, save
 from linnet.fitting.arguments import Choices
 from linnet.fitting.fitted import Fitted
@@ -59,18 +60,23 @@ PERMUTATIONS = 199  # of each test
 # -- what a network computes -----------------------------------------------------------------------
 
 
-def features(key: str, name: str, sizes: tuple[int, int], folder: Path, data_dir: str | None) -> Any:
+def features(
+    key: str, name: str, sizes: tuple[int, int], folder: Path, data_dir: str | None, alter: bool = False
+) -> Any:
     """Features of the pool and of the test samples under each shift, computed once."""
     file = f"{key} {name}".replace(" ", "-").lower()
     if not (folder / f"{file}.safetensors").exists():
-        model, found = drawn(key, name, *sizes, data_dir)
+        model, found = drawn(key, name, *sizes, data_dir, alter)
         few = take(found.pool, slice(0, 8))
         reader = RandomHeads(ending_linear(model, few), HEADS, 0, None)
         reader.earlier(few)
-        rows = {" / ".join(at): reader.staged(x).float() for at, x in found.shifted.items()}
+        rows, tried = (
+            {" / ".join(at): reader.staged(x).float() for at, x in one.items()}
+            for one in (found.shifted, found.altered)
+        )
         save(folder, file, {
             "pool": reader.staged(found.pool).float(), "pool y": found.pool_y, "test y": found.test_y,
-            "other y": found.other_y, "shifted": rows, "width": reader.width,
+            "other y": found.other_y, "shifted": rows, "altered": tried, "width": reader.width,
         })  # fmt: skip
     return load(folder / f"{file}.safetensors", file)
 

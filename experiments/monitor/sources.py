@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,6 +153,7 @@ class Drawn:
     shifted: Mapping[tuple[str, str], Any]  # by shift and severity
     test_y: Tensor
     other_y: Tensor | None  # of another data set
+    altered: Mapping[tuple[str, str], Any]  # the pool by shift and severity
 
 
 def together(found: Images) -> tuple[np.ndarray, Tensor]:
@@ -172,7 +173,33 @@ def normalized(x: Tensor, by: Any) -> Tensor:
     return (x - mean) / deviation
 
 
-def drawn(key: str, name: str, pool: int, tested: int, data_dir: str | None) -> tuple[Any, Drawn]:
+def altered(
+    x: np.ndarray, task: Task, network: Any, prepared: Any, seed: int, severities: Sequence[str] = SEVERITIES
+) -> dict[tuple[str, str], Any]:
+    """Samples as they are and under each shift, as a network takes them."""
+    found: dict[tuple[str, str], Any] = {}
+    if task.text:
+        from experiments.adapt.encoders import tokens
+
+        found[NONE, ""] = tokens(x, prepared, network.side)
+        for shift, change in TEXTS.items():
+            for severity in severities:
+                by = random.Random(seed)
+                made = [change(str(text), severity == "strong", by) for text in x]
+                found[shift, severity] = tokens(np.array(made), prepared, network.side)
+        return found
+    images = pixels(x, None, network.side, 3)
+    found[NONE, ""] = normalized(images, prepared)
+    for shift, alter in IMAGES.items():
+        for severity in severities:
+            by_pixel = torch.Generator().manual_seed(seed)
+            found[shift, severity] = normalized(alter(images, severity == "strong", by_pixel), prepared)
+    return found
+
+
+def drawn(
+    key: str, name: str, pool: int, tested: int, data_dir: str | None, alter: bool = False
+) -> tuple[Any, Drawn]:
     """A network, and the samples of a task: about so many in all, the same number of each class."""
     network, task = NETWORKS[key], EVERY[name]
     model, prepared = network.load(data_dir)
@@ -182,33 +209,15 @@ def drawn(key: str, name: str, pool: int, tested: int, data_dir: str | None) -> 
     some = of_each(y, (pool + tested) // classes, draw)
     some = some[torch.randperm(len(some), generator=draw)]
     test, rest = some[:tested], some[tested:]
-    shifted: dict[tuple[str, str], Any] = {}
-    if task.text:
-        from experiments.adapt.encoders import tokens
-
-        texts = [str(text) for text in x[test.numpy()]]
-        shifted[NONE, ""] = tokens(x[test.numpy()], prepared, network.side)
-        for shift, change in TEXTS.items():
-            for severity in SEVERITIES:
-                by = random.Random(0)
-                made = [change(text, severity == "strong", by) for text in texts]
-                shifted[shift, severity] = tokens(np.array(made), prepared, network.side)
-        other_y = None
-        if name in OTHERS:
-            more, other_y = binary(EVERY[OTHERS[name]], data_dir)
-            at = of_each(other_y, tested // 2, draw)
-            shifted[OTHER, "strong"], other_y = tokens(more[at.numpy()], prepared, network.side), other_y[at]
-        return model, Drawn(
-            tokens(x[rest.numpy()], prepared, network.side), y[rest], shifted, y[test], other_y
-        )
-    images = pixels(x[test.numpy()], None, network.side, 3)
-    shifted[NONE, ""] = normalized(images, prepared)
-    for shift, alter in IMAGES.items():
-        for severity in SEVERITIES:
-            by_pixel = torch.Generator().manual_seed(0)
-            shifted[shift, severity] = normalized(alter(images, severity == "strong", by_pixel), prepared)
-    own = normalized(pixels(x[rest.numpy()], None, network.side, 3), prepared)
-    return model, Drawn(own, y[rest], shifted, y[test], None)
+    shifted, other_y = altered(x[test.numpy()], task, network, prepared, 0), None
+    if name in OTHERS:
+        more, other_y = binary(EVERY[OTHERS[name]], data_dir)
+        at = of_each(other_y, tested // 2, draw)
+        found = altered(more[at.numpy()], task, network, prepared, 0, ())
+        shifted[OTHER, "strong"], other_y = found[NONE, ""], other_y[at]
+    tried = altered(x[rest.numpy()], task, network, prepared, 1, SEVERITIES if alter else ())
+    own = tried.pop((NONE, ""))
+    return model, Drawn(own, y[rest], shifted, y[test], other_y, tried)
 
 
 def binary(task: Task, data_dir: str | None) -> tuple[np.ndarray, Tensor]:

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.audit import monitor
-from linnet.audit.monitor import Reference, Unseen, _without_one, compared, of_batch
+from linnet.audit.left_out import Reference, Unseen, _without_one, of_batch
+from linnet.audit.monitor import compared
 from linnet.errors import DataError, InputError
 
 KINDS = ("adapt", "squared", "shared", "softmax", "binary", "values")
@@ -125,7 +126,7 @@ def test_a_shift_of_one_group_is_found() -> None:
 
 
 def test_many_training_examples_are_a_sample_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["linnet.audit.monitor"], "REFERENCE", 40)
+    monkeypatch.setattr(sys.modules["linnet.audit.monitor"], "EXAMPLES", 40)
     assert compared(unseen(5000, 0), unseen(50, 1, shift=2.0)) <= 0.01
 
 

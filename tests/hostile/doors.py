@@ -108,6 +108,7 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "audit.weight_changes": dict,
     "audit.mislabeled": lambda: {"fit": small.targets(), "labels": small.labels()},
     "audit.monitor": lambda: {"batches": [small.x()]},
+    "audit.stress_test": lambda: {"shifts": {"turned": torch.neg}},
     "audit.accuracy": dict,
     "audit.summarize": dict,
     "audit.ridge_path": dict,

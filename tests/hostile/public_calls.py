@@ -203,7 +203,8 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
         linnet.audit.GradientStore(tempfile.mkdtemp(), s.model, Categorical()).add(s.data).top(s.data, 2)
     ),
     "mislabeled": lambda s: linnet.audit.mislabeled(s.fit()),
-    "monitor": lambda s: [*s.fit().monitor([s.x, s.x + 1])],
+    "monitor": lambda s: [*s.fit().monitor([s.x, s.x + 1], shifts={"moved": lambda x: x + 1})],
+    "stress test": lambda s: linnet.audit.stress_test(s.fit(), {"moved": lambda x: x + 1}),
     "summarize": lambda s: linnet.audit.summarize(s.fit(), 2),
     "tune ridge": lambda s: linnet.audit.tune_ridge(s.fit(), s.data),
     "select": lambda s: linnet.audit.select(s.fit(), s.x + 0.5, 2),

@@ -165,6 +165,8 @@ OF_CALL: dict[str, str] = {
     "audit.GradientStore.top(k)": "count",
     "audit.GradientStore.top(lowest)": "flag",
     "adapt(weight)": "share or zero",
+    "audit.stress_test(shifts)": "word",
+    **{f"{name}(shifts)": "word or none" for name in ("audit.monitor", *(f"{fit}.monitor" for fit in FITS))},
     "adapt(earlier)": "share or zero",
     "fitting.Dual(file)": "place or none",
     "fitting.Sketch(basis)": "word",

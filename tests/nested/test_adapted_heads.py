@@ -48,6 +48,17 @@ MAKES: list[Callable[[nn.Linear], nn.Module]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("outputs", [3, 7])
+def test_a_lone_linear_layer_is_a_head_on_features(outputs: int, tmp_path: Path) -> None:
+    (x, y), layer = data(), nn.Linear(4, outputs).double()
+    fit, same = linnet.adapt(layer, (x, y)), linnet.adapt(nn.Sequential(layer), (x, y))
+    assert fit.is_probe
+    assert torch.equal(fit.predict(data(1)[0]), same.predict(data(1)[0]))
+    assert torch.equal(fit.loo(), same.loo())
+    fit.save(tmp_path)
+    assert torch.equal(linnet.load(tmp_path, layer).predict(x), fit.predict(x))
+
+
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.thinned(3)
 def test_a_head_whose_weight_is_made_of_others_is_replaced(make: Any) -> None:

@@ -14,6 +14,7 @@ from linnet.audit.mislabel import mislabeled
 from linnet.audit.monitor import monitor
 from linnet.audit.private_release import release
 from linnet.audit.selection import select, summarize
+from linnet.audit.stress import stress_test
 from linnet.fitting.validation_ridge import ridge_gradient, ridge_path, tune_ridge
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "GradientStore",
     "mislabeled",
     "monitor",
+    "stress_test",
     "sketch_error",
     "summarize",
     "ridge_path",

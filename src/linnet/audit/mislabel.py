@@ -315,12 +315,13 @@ def _doubts(outputs: Tensor, labels: Tensor) -> dict[str, Any]:
     if not several.all():
         return _doubts_of_several(outputs, labels, several)
     outputs, labels = searched(outputs, labels)
-    found = _Fitted.of(outputs, labels[None])
+    scores = _Scores(outputs)
+    found = _Fitted.of(scores, labels[None])
     suggested, wrong, doubted = (one[0] for one in found.doubts(labels[None]))
     order = wrong.argsort(descending=True, stable=True)
     t, rate = float(found.temperature[0]), float(found.rate[0])
-    expected, recall = _simulated(outputs, t, rate)
-    rest = _simulated(outputs, t, FLIPS) if rate < FLIPS else (expected, recall)
+    expected, recall = _simulated(scores, t, rate)
+    rest = _simulated(scores, t, FLIPS) if rate < FLIPS else (expected, recall)
     columns = {"wrong": wrong, "suggested": suggested, "indices": order[doubted[order]]}
     numbers = {"rate": rate, "temperature": t, "expected": expected, "recall": rest[1]}
     return {name: column.to(place) for name, column in columns.items()} | numbers
@@ -349,10 +350,10 @@ class _Fitted:
     q: Tensor  # softmax of the outputs at T, (B, N, C)
 
     @classmethod
-    def of(cls, outputs: Tensor, labels: Tensor) -> _Fitted:
+    def of(cls, scores: _Scores, labels: Tensor) -> _Fitted:
         """With wrong labels, but near chance only where they are significant; labels (B, N)."""
-        wrong, right = _best(outputs, labels, True), _best(outputs, labels, False)
-        predicted = probabilities(outputs, None, 1.0)
+        wrong, right = _best(scores, labels, True), _best(scores, labels, False)
+        predicted = probabilities(scores.outputs, None, 1.0)
         agreed = (predicted.argmax(1) == labels).double().mean(1)
         sure = (agreed >= (1 + 1 / predicted.shape[1]) / 2) | (right.loss - wrong.loss > GAIN)
         pairs = ((vars(wrong)[name], vars(right)[name]) for name in vars(wrong))
@@ -370,16 +371,16 @@ class _Fitted:
         return suggested, wrong, (suggested >= 0) & (suggested != labels) & (wrong > EVEN)
 
 
-def _simulated(outputs: Tensor, t: float, rate: float) -> tuple[float, float]:
+def _simulated(scores: _Scores, t: float, rate: float) -> tuple[float, float]:
     """How many right labels are doubted, and the share of wrong ones, in sets drawn from the model."""
-    q = probabilities(outputs, None, t)
+    q = probabilities(scores.outputs, None, t)
     n, c = q.shape
     count, generator = max(2, min(20, DRAWN // n)), torch.Generator().manual_seed(0)
     right = torch.multinomial(q.cpu(), count, replacement=True, generator=generator).T
     flipped = torch.rand(count, n, generator=generator) < rate
     shift = torch.randint(1, c, (count, n), generator=generator)
     labels = torch.where(flipped, (right + shift) % c, right).to(q.device)
-    doubted = torch.cat([_Fitted.of(outputs, part).doubts(part)[2].cpu() for part in labels.split(20)])
+    doubted = torch.cat([_Fitted.of(scores, part).doubts(part)[2].cpu() for part in labels.split(20)])
     found = int((doubted & flipped).sum()) / max(int(flipped.sum()), 1)
     return int((doubted & ~flipped).sum()) / count, found
 
@@ -395,35 +396,60 @@ def _mixed(own: Tensor, away: Tensor, rate: Tensor) -> Tensor:
     return own + rate[:, None] * (away - own)
 
 
-def _best(outputs: Tensor, labels: Tensor, free: bool) -> _Fitted:
-    """T and η of highest likelihood, with one more example that is of no class; or η = 0."""
+class _Scores:
+    """Outputs, and what their softmax at temperatures is made of."""
 
-    def solved(log_t: Tensor) -> _Fitted:
-        scaled = (outputs / log_t.exp()[:, None, None]).flatten(0, 1)
-        q = probabilities(scaled, None, 1.0).view(len(log_t), len(outputs), -1)
-        own, away = _own_and_away(q, labels)
+    def __init__(self, outputs: Tensor) -> None:
+        self.outputs = outputs  # (N, C)
+        self.both = torch.cat([-outputs, outputs], 1) / 2 if outputs.shape[1] == 1 else outputs
+        self.mean, self.largest = self.both.mean(), self.both.amax(1)
+        scale = math.log(float(outputs.std(correction=0)) + 1e-12)
+        self.grid = torch.linspace(-6, 4, 21, dtype=torch.float64, device=outputs.device) + scale
+        self.totals = [self.total(at[None]) for at in self.grid]
+
+    def total(self, log_t: Tensor) -> Tensor:
+        """Log of Σ exp(z/T) over the classes, (B, N)."""
+        t = log_t.exp()[:, None]
+        scaled = (self.both - self.largest[:, None]) / t[:, :, None]
+        return scaled.exp_().sum(2).log() + self.largest / t
+
+    def probabilities(self, log_t: Tensor) -> Tensor:
+        """Of the classes, (B, N, C)."""
+        scaled = (self.outputs / log_t.exp()[:, None, None]).flatten(0, 1)
+        return probabilities(scaled, None, 1.0).view(len(log_t), len(self.outputs), -1)
+
+
+def _best(scores: _Scores, labels: Tensor, free: bool) -> _Fitted:
+    """T and η of highest likelihood, with one more example that is of no class; or η = 0."""
+    given, others = scores.both.gather(1, labels.T).T, max(scores.both.shape[1] - 1, 1)
+
+    def solved(log_t: Tensor, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        # log softmax(z/T)_y = z_y/T − log Σ exp(z/T), whose means need no probabilities of the other classes
+        t, total = log_t.exp(), scores.total(log_t) if total is None else total
+        own = (given / t[:, None] - total).exp()
+        away = (1 - own) / others
         low, high = torch.zeros_like(log_t), torch.full_like(log_t, EVEN)
         for _ in range(HALVINGS if free else 0):  # the likelihood is concave in η
             middle = (low + high) / 2
             rises = ((away - own) / _mixed(own, away, middle).clamp_min(1e-300)).sum(1) > 0
             low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
         log_p = _mixed(own, away, low).clamp_min(1e-300).log().sum(1)
-        loss = -(log_p + q.clamp_min(1e-300).log().mean((1, 2)))
-        return _Fitted(loss, log_t.exp(), low, q)
+        return -(log_p + scores.mean / t - total.mean(1)), low
 
-    scale = math.log(float(outputs.std(correction=0)) + 1e-12)
-    grid = torch.linspace(-6, 4, 21, dtype=torch.float64, device=outputs.device) + scale
-    losses = torch.stack([solved(at.expand(len(labels))).loss for at in grid])
-    best = losses.argmin(0)
+    grid, count = scores.grid, len(labels)
+    losses = [solved(at.expand(count), total)[0] for at, total in zip(grid, scores.totals, strict=True)]
+    best = torch.stack(losses).argmin(0)
     low, high = grid[(best - 1).clamp_min(0)], grid[(best + 1).clamp_max(len(grid) - 1)]
     ratio = (math.sqrt(5) - 1) / 2
     a, b = high - ratio * (high - low), low + ratio * (high - low)
-    of_a, of_b = solved(a).loss, solved(b).loss
+    of_a, of_b = solved(a)[0], solved(b)[0]
     for _ in range(GOLDEN):
         left = of_a < of_b
         low, high = torch.where(left, low, a), torch.where(left, b, high)
         fresh = torch.where(left, high - ratio * (high - low), low + ratio * (high - low))
-        loss = solved(fresh).loss
+        loss = solved(fresh)[0]
         a, b = torch.where(left, fresh, b), torch.where(left, a, fresh)
         of_a, of_b = torch.where(left, loss, of_b), torch.where(left, of_a, loss)
-    return solved((low + high) / 2)
+    middle = (low + high) / 2
+    loss, rate = solved(middle)
+    return _Fitted(loss, middle.exp(), rate, scores.probabilities(middle))

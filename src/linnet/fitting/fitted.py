@@ -434,19 +434,22 @@ class Fitted(SolvedFit, CoveringModel):
             page.save(file)
         return page
 
-    def monitor(self, batches: Any, *, level: float = 0.05, top: int = 10) -> Iterator[Any]:
+    def monitor(
+        self, batches: Any, *, shifts: Any = None, level: float = 0.05, top: int = 10
+    ) -> Iterator[Any]:
         """Watch the fit in use: a record for each batch of new examples, without labels.
 
         The same as ``linnet.audit.monitor(fit, batches)``, which says what a record promises.
 
         Args:
             batches: Batches of inputs: a ``DataLoader``, a list or another iterable; or one batch.
+            shifts: What inputs may meet in use: functions of training inputs, by name, or these altered.
             level: Share of batches without a shift that may be alarms.
             top: Number of training examples that a drifted batch is traced to.
 
         Returns:
             An iterator over records: the expected ``accuracy`` or ``rms_error``, ``p_value``, ``drifted``,
-            ``leans``, and ``to_json()``.
+            the shift that the batch is ``like``, ``leans``, and ``to_json()``.
 
         Raises:
             InputError: If the fit has no leave-one-out that is honest, or an argument is out of range.
@@ -458,7 +461,7 @@ class Fitted(SolvedFit, CoveringModel):
             >>> [record.drifted for record in fit.monitor([x + 9])]
             [True]
         """
-        return pages.of_batches(self, batches, level=level, top=top)
+        return pages.of_batches(self, batches, shifts=shifts, level=level, top=top)
 
     def to_frame(self) -> DataFrame:
         """A pandas table of the training examples and what the fit without each says of it.

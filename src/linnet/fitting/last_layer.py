@@ -131,13 +131,18 @@ def _encoder(model: nn.Module) -> nn.Module:
     return network
 
 
+def not_alone(model: nn.Module) -> nn.Module:
+    """A network; around a lone linear layer, whose inputs are features already, one that has it inside."""
+    return nn.Sequential(model) if isinstance(model, nn.Linear) else model
+
+
 @torch.no_grad()
 def ending_linear(model: nn.Module, x: Inputs, output: OutputAdapter = None) -> nn.Module:
     """A network that ends in a linear layer: the one given, or a linear layer behind what it returns."""
     # Encoders without a head return features, one vector an example; a head is put behind them. Outputs that
     # its last linear layer gives before something else (a softmax, an activation) are no features.
     check_output(output)
-    model = _encoder(without_wrapper(model))
+    model = not_alone(_encoder(without_wrapper(model)))
     averaged: list[bool] = []
 
     def take_part(result: Any) -> Tensor:

@@ -142,16 +142,16 @@ class SolvedFit(Shown):
         """Itself, once."""
         return ((self, 1.0),)
 
-    def _examples(self, x: Inputs) -> Inputs:
+    def _examples(self, x: Inputs, name: str = "x") -> Inputs:
         """Examples on the network's device, of which the outputs are those of the fit, or an error."""
-        x, function = checked_inputs(self.module, x), self.module.function
+        x, function = checked_inputs(self.module, x, name), self.module.function
         shapes, known = example_shapes(x), example_shapes(self.x)
         if self._targets.axis is None and len(shapes) == len(known) and shapes != known:
             found, expected = function.output_shape(x), function.output_shape(self.x)
             if found != expected:
                 raise InputError(
-                    f"x has examples of shape {_listed(shapes)}, of which the network makes outputs of shape "
-                    f"{tuple(found)}, not {tuple(expected)}",
+                    f"{name} has examples of shape {_listed(shapes)}, of which the network makes outputs of "
+                    f"shape {tuple(found)}, not {tuple(expected)}",
                     expected=f"examples such as those of the training, of shape {_listed(known)}",
                     remedy="pass them side by side, the first axis of each tensor the examples",
                 )

@@ -23,7 +23,7 @@ from linnet import tree
 from linnet.errors import DataError, FileFormatError, InputError
 from linnet.fitting.accuracy import TOLERANCE
 from linnet.fitting.arguments import Choices, count_in_words
-from linnet.fitting.last_layer import HIDDEN, Appended
+from linnet.fitting.last_layer import HIDDEN, Appended, not_alone
 from linnet.fitting.linear_fit import SquaredFit
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.remarks import rounded, unused_remarks
@@ -622,6 +622,7 @@ def restored_nested(
     part = saved_output(known, output)
     if (known["appended"] is not None or part is not None) and not isinstance(model, Appended):
         model = Appended(model, known["appended"], part)
+    model = not_alone(model)
     if isinstance(model, Appended):
         model.idle = known["idle"]
     stages = None if known["stages"] is None else tuple(known["stages"])

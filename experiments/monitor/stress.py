@@ -1,0 +1,195 @@
+"""What a fit is worth under shifts that are tried on its training examples, and under those that are not.
+
+    python -m experiments.monitor.stress
+
+Every training example is altered and judged without having been seen, and the accuracy compared with that
+on test samples under the same shift. Then the accuracy of batches of these is estimated without labels as
+``fit.monitor`` does: with no shift named, with all kinds but that of the batch, with its kind in the other
+strength alone, and with all of them. The error that the draws of batches and of training samples leave
+stands beside them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.adapt.tasks import NETWORKS
+from experiments.monitor.shifts import features, fitted
+from experiments.monitor.sources import NONE, OTHER, SETS, SEVERITIES, of_each
+from experiments.study import Cell, Study, parser
+from experiments.tables import markdown, with_error
+from linnet.audit.left_out import Reference, of_batch
+from linnet.audit.monitor import expected, nearest
+from linnet.audit.stress import references, stress_test
+
+POOL, TESTED = 2400, 1000
+SHOTS = (20, 50, 200)
+SIZES = (100, 500)  # samples in a batch
+BATCHES = 4  # under each shift, of each size
+NAMED = ("no shift", "other kinds", "other strength", "all")  # of what is tried on the training samples
+
+
+def tried(every: Mapping[str, Tensor], kind: str, severity: str) -> dict[str, dict[str, Tensor]]:
+    """The shifts that are named for batches of a kind and severity."""
+    apart = {name: x for name, x in every.items() if not name.startswith(f"{kind} /")}
+    strength = {name: x for name, x in every.items() if name != f"{kind} / {severity}"}
+    return {"other kinds": apart, "other strength": strength, "all": dict(every)}
+
+
+def watched(kept: Any, shots: int, seed: int) -> dict[str, Any]:
+    """For each shift: accuracies on training and test samples, and errors of the estimates of batches."""
+    pool_y, width = kept["pool y"], int(kept["width"])
+    at = of_each(pool_y, shots, torch.Generator().manual_seed(seed))
+    fit = fitted(kept["pool"][at], pool_y[at], width, int(pool_y.max()) + 1)
+    every = {name: rows[at] for name, rows in kept["altered"].items()}
+    reference, found = Reference.of(fit), []
+    under = {one.shift: one for one in references(fit, reference, every)}
+    records = {record.shift: record for record in stress_test(fit, every)}
+    for name, rows in kept["shifted"].items():
+        kind, severity = name.split(" / ")
+        if kind == OTHER:
+            continue
+        right = (fit.predict(rows).argmax(1) == kept["test y"]).double()
+        record = records[None if kind == NONE else name]
+        draw = torch.Generator().manual_seed(seed)
+        named = {"no shift": {}} | tried(every, kind, severity)
+        errors: dict[str, list[list[float]]] = {str(size): [] for size in SIZES}
+        known: dict[str, list[float]] = {str(size): [] for size in SIZES}
+        for size, _ in itertools.product(SIZES, range(BATCHES)):
+            place = torch.randperm(len(right), generator=draw)[:size]
+            batch = of_batch(fit, reference, rows[place])
+            row = []
+            for shifts in named.values():
+                like = nearest([reference, *(under[one] for one in shifts)], batch)
+                row.append(100 * (expected(fit, like, rows[place])[0] - float(right[place].mean())))
+            errors[str(size)].append(row)
+            known[str(size)].append(float((like.shift or NONE).split(" / ")[0] == kind))
+        found.append({
+            "shift": name, "accuracy": 100 * float(right.mean()),
+            "tried": 100 * float(record.accuracy or 0), "standard error": 100 * record.standard_error,
+            "errors": errors, "known": known,
+        })  # fmt: skip
+    return {"n": len(at), "tested": len(kept["test y"]), "shifts": found}
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def shifts_of(
+    cells: Sequence[Cell], part: str, shots: int | None = None
+) -> list[tuple[int, int, dict[str, Any]]]:
+    """Training samples, test samples and results of all shifts of a set of tasks."""
+    return [
+        (cell["n"], cell["tested"], one)
+        for cell in cells
+        if cell["set"] == part and shots in (None, cell["shots"])
+        for one in cell["shifts"]
+    ]
+
+
+def severity_of(one: Mapping[str, Any]) -> str:
+    """Of a shift, or none."""
+    kind, severity = one["shift"].split(" / ")
+    return NONE if kind == NONE else severity
+
+
+def before(cells: Sequence[Cell], part: str = "reported") -> str:
+    """Markdown: accuracies of altered training samples, left out, beside those of altered test samples."""
+    made = []
+    for shots, severity in itertools.product(SHOTS, (NONE, *SEVERITIES)):
+        own = [row for row in shifts_of(cells, part, shots) if severity_of(row[2]) == severity]
+        if own:
+            off = [one["tried"] - one["accuracy"] for *_, one in own]
+            both = [
+                math.hypot(one["standard error"], _draw(one["accuracy"], tested)) for _, tested, one in own
+            ]
+            held = fmean(abs(a) <= 2 * b for a, b in zip(off, both, strict=True))
+            numbers = (fmean(one["accuracy"] for *_, one in own), fmean(map(abs, off)))
+            floor = math.sqrt(2 / math.pi) * fmean(both)
+            made.append([f"{shots}, {severity}", *(f"{n:.1f}" for n in numbers), f"{floor:.1f}",
+                         with_error(off), f"{100 * held:.0f}"])  # fmt: skip
+    header = ["samples a class, shift", "accuracy on test samples %", "off by", "by the draw alone",
+              "tried less tested", "within two standard errors %"]  # fmt: skip
+    return markdown(header, made)
+
+
+def _draw(accuracy: float, size: int) -> float:
+    """Standard error of an accuracy in percent."""
+    return math.sqrt(max(accuracy * (100 - accuracy), 0) / size)
+
+
+def batches(cells: Sequence[Cell], part: str = "reported") -> str:
+    """Markdown: errors of the expected accuracy of batches, by what was named."""
+    made = []
+    for shots, size, severity in itertools.product(SHOTS, SIZES, (NONE, *SEVERITIES)):
+        own = [row for row in shifts_of(cells, part, shots) if severity_of(row[2]) == severity]
+        if own:
+            rows = [row for *_, one in own for row in one["errors"][str(size)]]
+            known = 100 * fmean(k for *_, one in own for k in one["known"][str(size)])
+            floor = fmean(
+                math.hypot(_draw(one["accuracy"], n), _draw(one["accuracy"], size)) for n, _, one in own
+            )
+            errors = [f"{fmean(abs(row[i]) for row in rows):.1f}" for i in range(len(NAMED))]
+            made.append([f"{shots}, {size}, {severity}", *errors, f"{math.sqrt(2 / math.pi) * floor:.1f}",
+                         f"{known:.0f}"])  # fmt: skip
+    header = ["samples a class, in a batch, shift", *(f"named: {one}" for one in NAMED), "by the draw alone",
+              "kind known %"]  # fmt: skip
+    return markdown(header, made)
+
+
+def kinds(cells: Sequence[Cell], part: str = "reported") -> str:
+    """Markdown: the same by kind of shift, all sizes together."""
+    made, every = [], shifts_of(cells, part)
+    for name in dict.fromkeys(one["shift"] for *_, one in every):
+        own = [one for *_, one in every if one["shift"] == name]
+        rows = [row for one in own for size in SIZES for row in one["errors"][str(size)]]
+        errors = [f"{fmean(abs(row[i]) for row in rows):.1f}" for i in range(len(NAMED))]
+        accuracy = fmean(one["accuracy"] for one in own)
+        made.append([name.replace(" /", "").strip(), f"{accuracy:.1f}", *errors])
+    return markdown(["shift", "accuracy %", *(f"named: {one}" for one in NAMED)], made)
+
+
+def main() -> None:
+    """Run the study."""
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--features", type=Path, default=Path("runs/experiments/monitor/altered"))
+    arguments.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
+    given = arguments.parse_args()
+    study, cells = Study("monitor/stress", given), []
+    for part in given.sets:
+        for key, name in SETS[part]:
+            kept: list[Any] = []  # read once, where a cell is computed
+            for shots, seed in itertools.product(SHOTS, study.seeds):
+
+                def compute(
+                    key: str = key,
+                    name: str = name,
+                    shots: int = shots,
+                    seed: int = seed,
+                    kept: list[Any] = kept,
+                ) -> dict[str, Any]:
+                    if not kept:
+                        kept.append(features(key, name, (POOL, TESTED), given.features, given.data_dir, True))
+                    return watched(kept[0], shots, seed)
+
+                what = {
+                    "set": part,
+                    "network": NETWORKS[key].name,
+                    "task": name,
+                    "shots": shots,
+                    "seed": seed,
+                }
+                cells.append(study.cell(what, compute))
+    study.publish("\n\n".join(f(cells, part) for part in given.sets for f in (before, batches, kinds)), cells)
+
+
+if __name__ == "__main__":
+    main()
