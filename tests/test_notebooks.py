@@ -53,7 +53,7 @@ def missing_names(code: str) -> list[str]:
 
 
 def test_there_are_notebooks() -> None:
-    assert len(NOTEBOOKS) == 6
+    assert len(NOTEBOOKS) == 7
     assert {page.parent.name for page in NOTEBOOKS} == {"notebooks"}
 
 
