@@ -22,18 +22,20 @@ import torch
 from torch import Tensor
 
 from experiments.adapt.tasks import NETWORKS
-from experiments.monitor.shifts import features, fitted
+from experiments.monitor.shifts import LEVEL, PERMUTATIONS, features, fitted
 from experiments.monitor.sources import NONE, OTHER, SETS, SEVERITIES, of_each
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
 from linnet.audit.left_out import Reference, of_batch
-from linnet.audit.monitor import expected, nearest
+from linnet.audit.monitor import compared, expected, likened
 from linnet.audit.stress import references, stress_test
 
 POOL, TESTED = 2400, 1000
 SHOTS = (20, 50, 200)
 SIZES = (100, 500)  # samples in a batch
-BATCHES = 4  # under each shift, of each size
+PARTS = (1.0, 0.5)  # of a batch that meet the shift
+BATCHES = 4  # under each shift, of each size and part
+FIRST = 5  # numbers of a batch before its errors
 NAMED = ("no shift", "other kinds", "other strength", "all")  # of what is tried on the training samples
 
 
@@ -53,6 +55,7 @@ def watched(kept: Any, shots: int, seed: int) -> dict[str, Any]:
     reference, found = Reference.of(fit), []
     under = {one.shift: one for one in references(fit, reference, every)}
     records = {record.shift: record for record in stress_test(fit, every)}
+    calm = kept["shifted"][f"{NONE} / "]
     for name, rows in kept["shifted"].items():
         kind, severity = name.split(" / ")
         if kind == OTHER:
@@ -61,21 +64,26 @@ def watched(kept: Any, shots: int, seed: int) -> dict[str, Any]:
         record = records[None if kind == NONE else name]
         draw = torch.Generator().manual_seed(seed)
         named = {"no shift": {}} | tried(every, kind, severity)
-        errors: dict[str, list[list[float]]] = {str(size): [] for size in SIZES}
-        known: dict[str, list[float]] = {str(size): [] for size in SIZES}
-        for size, _ in itertools.product(SIZES, range(BATCHES)):
+        batches = []
+        for size, part, _ in itertools.product(SIZES, PARTS, range(BATCHES)):
+            if kind == NONE and part < 1:
+                continue
             place = torch.randperm(len(right), generator=draw)[:size]
-            batch = of_batch(fit, reference, rows[place])
-            row = []
+            met = torch.arange(size) < round(part * size)
+            batch = torch.where(met[:, None], rows[place], calm[place])
+            accuracy = 100 * float((fit.predict(batch).argmax(1) == kept["test y"][place]).double().mean())
+            judged = of_batch(fit, reference, batch)
+            drifted, errors = compared(reference.unseen, judged, PERMUTATIONS) <= LEVEL, []
             for shifts in named.values():
-                like = nearest([reference, *(under[one] for one in shifts)], batch)
-                row.append(100 * (expected(fit, like, rows[place])[0] - float(right[place].mean())))
-            errors[str(size)].append(row)
-            known[str(size)].append(float((like.shift or NONE).split(" / ")[0] == kind))
+                known = [reference, *(under[one] for one in shifts)]
+                like, share = likened(known, judged) if drifted else (reference, 0.0)
+                errors.append(round(100 * expected(fit, reference, batch, like, share)[0] - accuracy, 2))
+            known_kind = (like.shift or NONE).split(" / ")[0] == kind
+            batches.append([size, part, int(drifted), int(known_kind), round(share, 3), *errors])
         found.append({
             "shift": name, "accuracy": 100 * float(right.mean()),
             "tried": 100 * float(record.accuracy or 0), "standard error": 100 * record.standard_error,
-            "errors": errors, "known": known,
+            "batches": batches,
         })  # fmt: skip
     return {"n": len(at), "tested": len(kept["test y"]), "shifts": found}
 
@@ -126,22 +134,33 @@ def _draw(accuracy: float, size: int) -> float:
     return math.sqrt(max(accuracy * (100 - accuracy), 0) / size)
 
 
+def rows_of(own: Sequence[Any], size: int | None = None, part: float = 1.0) -> list[list[float]]:
+    """The batches of some shifts, of a size and a share of shifted samples."""
+    return [
+        row for one in own for row in one["batches"] if row[1] == part and (size is None or row[0] == size)
+    ]
+
+
 def batches(cells: Sequence[Cell], part: str = "reported") -> str:
     """Markdown: errors of the expected accuracy of batches, by what was named."""
     made = []
-    for shots, size, severity in itertools.product(SHOTS, SIZES, (NONE, *SEVERITIES)):
+    for shots, size, share, severity in itertools.product(SHOTS, SIZES, PARTS, (NONE, *SEVERITIES)):
         own = [row for row in shifts_of(cells, part, shots) if severity_of(row[2]) == severity]
-        if own:
-            rows = [row for *_, one in own for row in one["errors"][str(size)]]
-            known = 100 * fmean(k for *_, one in own for k in one["known"][str(size)])
-            floor = fmean(
-                math.hypot(_draw(one["accuracy"], n), _draw(one["accuracy"], size)) for n, _, one in own
-            )
-            errors = [f"{fmean(abs(row[i]) for row in rows):.1f}" for i in range(len(NAMED))]
-            made.append([f"{shots}, {size}, {severity}", *errors, f"{math.sqrt(2 / math.pi) * floor:.1f}",
-                         f"{known:.0f}"])  # fmt: skip
-    header = ["samples a class, in a batch, shift", *(f"named: {one}" for one in NAMED), "by the draw alone",
-              "kind known %"]  # fmt: skip
+        rows = rows_of([one for *_, one in own], size, share)
+        if not rows:
+            continue
+        drifted = [row for row in rows if row[2]]
+        draws = [(one["accuracy"], n) for n, _, one in own]
+        floor = fmean(math.hypot(_draw(a, n), _draw(a, size)) for a, n in draws)
+        errors = [f"{fmean(abs(row[FIRST + i]) for row in rows):.1f}" for i in range(len(NAMED))]
+        half = "" if share == 1 else f", {share:.0%} of it"
+        told = [100 * fmean(row[i] for row in drifted) for i in (3, 4)] if drifted else [math.nan] * 2
+        made.append([
+            f"{shots}, {size}, {severity}{half}", f"{100 * len(drifted) / len(rows):.0f}", *errors,
+            f"{math.sqrt(2 / math.pi) * floor:.1f}", *(f"{one:.0f}" for one in told),
+        ])  # fmt: skip
+    header = ["samples a class, in a batch, shift", "alarms %", *(f"named: {one}" for one in NAMED),
+              "by the draw alone", "kind known %", "share told %"]  # fmt: skip
     return markdown(header, made)
 
 
@@ -150,8 +169,8 @@ def kinds(cells: Sequence[Cell], part: str = "reported") -> str:
     made, every = [], shifts_of(cells, part)
     for name in dict.fromkeys(one["shift"] for *_, one in every):
         own = [one for *_, one in every if one["shift"] == name]
-        rows = [row for one in own for size in SIZES for row in one["errors"][str(size)]]
-        errors = [f"{fmean(abs(row[i]) for row in rows):.1f}" for i in range(len(NAMED))]
+        rows = rows_of(own)
+        errors = [f"{fmean(abs(row[FIRST + i]) for row in rows):.1f}" for i in range(len(NAMED))]
         accuracy = fmean(one["accuracy"] for one in own)
         made.append([name.replace(" /", "").strip(), f"{accuracy:.1f}", *errors])
     return markdown(["shift", "accuracy %", *(f"named: {one}" for one in NAMED)], made)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import linnet
 from linnet.audit import monitor, stress_test
-from linnet.audit.left_out import Reference, confidence
+from linnet.audit.left_out import Reference, Unseen, confidence
+from linnet.audit.monitor import likened
 from linnet.audit.stress import references
 from linnet.errors import DataError, InputError
 from tests.audit.test_monitor import KINDS, fitted, network, samples, values
@@ -19,7 +20,7 @@ from tests.audit.test_monitor import KINDS, fitted, network, samples, values
 
 def turned(x: Tensor) -> Tensor:
     """Points mirrored in the first coordinate, and moved."""
-    return x * torch.tensor([-1.0, 1, 1]).to(x) + 0.3
+    return x * torch.tensor([-1.0, 1, 1]).to(x) + 1.5
 
 
 SHIFTS = {"turned": turned, "wide": lambda x: 3 * x}
@@ -110,26 +111,49 @@ def test_functions_and_altered_inputs_are_alike(monkeypatch: pytest.MonkeyPatch)
 def test_batches_are_like_the_shifts_that_they_met(kind: str) -> None:
     (x, y), (new, truth) = samples(150, 0), samples(2000, 1)
     fit = fitted(kind, x, y)
-    found = [*monitor(fit, [new, turned(new), 3 * new], shifts=SHIFTS)]
-    plain = [*monitor(fit, [new, turned(new), 3 * new])]
-    assert [batch.like for batch in found] == [None, "turned", "wide"]
-    assert [batch.like for batch in plain] == [None] * 3
-    assert [batch.p_value for batch in found] == [batch.p_value for batch in plain]
-    assert (found[0].accuracy, found[0].rms_error) == (plain[0].accuracy, plain[0].rms_error)
-    for batch, inputs in zip(found[1:], (turned(new), 3 * new), strict=True):
+    mixed = torch.where(
+        torch.rand(2000, generator=torch.Generator().manual_seed(0))[:, None] < 0.4, 3 * new, new
+    )
+    batches = [new, turned(new), 3 * new, mixed]
+    found, plain = [*monitor(fit, batches, shifts=SHIFTS)], [*monitor(fit, batches)]
+    assert [batch.like for batch in found] == [None, "turned", "wide", "wide"]
+    assert found[0].share is None
+    for batch, share in zip(found[1:], (1, 1, 0.4), strict=True):
+        assert batch.share == pytest.approx(share, abs=0.15)
+    for batch, without in zip(found, plain, strict=True):
+        assert without.like is without.share is None
+        assert (batch.p_value, batch.drifted) == (without.p_value, without.drifted)
+    assert found[0].to_json() == plain[0].to_json()
+    for batch, inputs in zip(found[1:], batches[1:], strict=True):
         outputs = fit.predict(inputs)
         if kind == "values":
-            assert batch.rms_error == pytest.approx(
-                float((outputs - values(new)).square().mean().sqrt()), rel=0.3
-            )
+            rms = float((outputs - values(new)).square().mean().sqrt())
+            assert batch.rms_error == pytest.approx(rms, rel=0.3)
         else:
             right = float((outputs.argmax(1) == truth).double().mean())
+            assert batch.accuracy is not None
             assert abs(batch.accuracy - right) < 3 * batch.standard_error
     if kind == "adapt":  # the corrected accuracy, by hand
-        (like, _) = references(fit, Reference.of(fit), SHIFTS)
+        like = references(fit, Reference.of(fit), SHIFTS)[1]
         off = (like.right - confidence(fit, like.unseen)).mean()
-        expected = float(fit.predictive(turned(new)).probs.double().amax(1).mean() + off)
-        assert found[1].accuracy == pytest.approx(expected)
+        expected = float(fit.predictive(mixed).probs.double().amax(1).mean() + found[3].share * off)
+        assert found[3].accuracy == pytest.approx(expected)
+
+
+def test_the_share_of_a_mixture_is_exact() -> None:
+    x, y = samples(40, 0)
+    fit = fitted("squared", x, y)
+    reference = Reference.of(fit)
+    known = [reference, *references(fit, reference, SHIFTS)]
+    columns = ("outputs", "spread", "p")
+    for calm, met in ((3, 1), (1, 4), (0, 1)):
+        parts = calm * [reference.unseen] + met * [known[2].unseen]
+        batch = Unseen(*(torch.cat([getattr(one, name) for one in parts]) for name in columns))
+        like, share = likened(known, batch)
+        assert like.shift == "wide"
+        assert share == pytest.approx(met / (met + calm))
+    assert likened(known, reference.unseen)[1] == pytest.approx(0, abs=1e-9)
+    assert likened([reference], known[1].unseen) == (reference, 0.0)
 
 
 def test_constant_outputs() -> None:

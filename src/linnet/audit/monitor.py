@@ -10,6 +10,7 @@ predictions of the two.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,8 @@ class Watched(Record):
     standard_error: float  # of either, by the draw of the batch and of the training examples
     p_value: float  # how often a batch like the training examples looks as unlike them as this one
     drifted: bool  # whether that is at most the level
-    like: str | None  # the shift that it looks most like; None if the training examples as they are
+    like: str | None  # the shift that it met most likely; None if not drifted, or if none was named
+    share: float | None  # the share of it that did
     leans: Tensor | None  # positions of the training examples that move its outputs most; None if not drifted
 
     def to_json(self) -> str:
@@ -99,13 +101,19 @@ def _shares_above(values: Tensor) -> Tensor:
 # -- records ---------------------------------------------------------------------------------------
 
 
-def nearest(known: list[Reference], batch: Unseen) -> Reference:
-    """Of the examples as they are and under shifts, those that are judged most like a batch."""
+def likened(known: list[Reference], batch: Unseen) -> tuple[Reference, float]:
+    """The shift of which a batch has most likely met some share, and that share."""
+    # The means of a batch of which a share is shifted lie between those without and with the shift.
     rows, found = _judged(known[0].unseen), _judged(batch).mean(0)
     deviation = rows.std(0, correction=0)
     deviation = deviation.clamp_min(max(1e-3 * float(deviation.max()), 1e-12))
-    off = [((_judged(one.unseen).mean(0) - found) / deviation).square().sum() for one in known]
-    return known[int(torch.stack(off).argmin())]
+    start, best = rows.mean(0), (math.inf, known[0], 0.0)
+    off = (found - start) / deviation
+    for one in known[1:]:
+        way = (_judged(one.unseen).mean(0) - start) / deviation
+        share = float((off @ way / way.square().sum().clamp_min(1e-300)).clamp(0, 1))
+        best = min(best, (float((off - share * way).square().sum()), one, share), key=lambda each: each[0])
+    return best[1:]
 
 
 def _judged(unseen: Unseen) -> Tensor:
@@ -118,24 +126,31 @@ def _judged(unseen: Unseen) -> Tensor:
     return torch.cat(columns, 1)
 
 
-def expected(fit: Fitted, like: Reference, x: Inputs) -> tuple[float, float]:
-    """The accuracy, or the root mean square error, with its standard error."""
-    prediction, unseen = fit.predictive(x), like.unseen
-    if unseen.p is not None:
+def expected(fit: Fitted, known: Reference, x: Inputs, like: Reference, share: float) -> tuple[float, float]:
+    """The accuracy, or the root mean square error, with its standard error, of which a share is shifted."""
+    prediction = fit.predictive(x)
+    if known.unseen.p is not None:
         p = prediction.probs.double().amax(1)
-        # by how much confidence is off, which under a shift is known and not guessed
-        off = like.right - (unseen.p.amax(1) if like.shift is None else confidence(fit, unseen))
-        value = p.mean() + (0 if like.shift is None else off.mean())
-        error = ((p * (1 - p)).mean() / len(p) + off.var(correction=0) / len(off)).sqrt()
-        return float(value.clamp(0, 1)), float(error)
+        variance = (p * (1 - p)).mean() / len(p)
+        off = known.right - known.unseen.p.amax(1)
+        value, variance = p.mean(), variance + (1 - share) ** 2 * off.var(correction=0) / len(off)
+        if share:  # by how much confidence is off under the shift is known and not guessed
+            off = like.right - confidence(fit, like.unseen)
+            value = value + share * off.mean()
+            variance = variance + share**2 * off.var(correction=0) / len(off)
+        return float(value.clamp(0, 1)), float(variance.sqrt())
     squared = torch.ones_like(prediction.mean[:, 0], dtype=torch.float64)
-    scale = like.right.mean()
-    if unseen.spread is not None:
+    if known.unseen.spread is not None:
         squared = prediction.variance.double().mean(1) + fit.noise
-        scale = scale / (unseen.spread + fit.noise).mean()
+    scale, relative = 0.0, 0.0
+    for one, part in ((known, 1 - share), (like, share)):
+        spread = one.unseen.spread
+        scale += part * float(one.right.mean() / (1.0 if spread is None else (spread + fit.noise).mean()))
+        relative += part * float(one.right.var(correction=0) / one.right.mean().square())
     mean = scale * squared.mean()
-    relative = like.right.var(correction=0) / like.right.mean().square()
-    error = mean * (relative * (1 / len(squared) + 1 / len(like.right))).sqrt()
+    if not float(mean):
+        return 0.0, 0.0
+    error = mean * (relative * (1 / len(squared) + 1 / len(known.right))) ** 0.5
     return float(mean.sqrt()), float(error / (2 * mean.sqrt()))
 
 
@@ -144,12 +159,15 @@ def expected(fit: Fitted, like: Reference, x: Inputs) -> tuple[float, float]:
 def _record(fit: Fitted, known: list[Reference], x: Inputs, place: int, level: float, top: int) -> Watched:
     """What is known of a batch."""
     batch, classes = of_batch(fit, known[0], x), fit.labels is not None
-    like = nearest(known, batch)
-    value, error = expected(fit, like, x)
     p = compared(known[0].unseen, batch)
-    leans = fit.informativeness(x).topk(min(top, fit.n)).indices if p <= level else None
+    like, share, leans = known[0], 0.0, None
+    if p <= level:
+        like, share = likened(known, batch)
+        leans = fit.informativeness(x).topk(min(top, fit.n)).indices
+    value, error = expected(fit, known[0], x, like, share)
     accuracy, rms = (value, None) if classes else (None, value)
-    return Watched(place, batch_size(x), accuracy, rms, error, p, p <= level, like.shift, leans)
+    met = (like.shift, share) if share else (None, None)
+    return Watched(place, batch_size(x), accuracy, rms, error, p, p <= level, met[0], met[1], leans)
 
 
 def monitor(
@@ -162,10 +180,11 @@ def monitor(
     is right on batches like the training examples. Under a shift it falls less than the accuracy does, so
     that of a batch that drifted it is an upper bound more than an estimate.
 
-    With ``shifts`` each batch is compared with the training examples as they are and under each shift, and
-    ``like`` names those whose outputs and variances are nearest on average. By how much the confidence of
-    these is off is known, as in ``linnet.audit.stress_test``, and added: under a shift that was named the
-    expected accuracy is then as good as without any. Under others it is a guess, though a better one.
+    With ``shifts`` the mean outputs, variances and confidences of a drifted batch are compared with those of
+    the training examples under each shift: ``like`` is the shift that comes nearest, ``share`` the part of
+    the batch that then met it. By how much confidence is off under it is known, as
+    ``linnet.audit.stress_test`` knows it, and is taken off: under a shift that was named the expected
+    accuracy is as good as without any. Under others it is a guess, and mostly a better one.
 
     ``drifted`` says that variances, confidences or predictions differ from those of leave-one-out by a
     permutation test, which allows for training examples that are judged by each other. Where both are draws
@@ -186,9 +205,9 @@ def monitor(
 
     Returns:
         An iterator over records, one when each batch comes: ``accuracy`` of classes or ``rms_error`` of
-        values with its ``standard_error``, ``p_value``, ``drifted``, the shift that it is ``like``, and of
-        drifted batches ``leans``, the positions of the training examples whose removal would change its
-        outputs most, largest first. ``to_json()`` is a line of JSON.
+        values with its ``standard_error``, ``p_value``, ``drifted``, and of drifted batches the shift that
+        they are ``like``, their ``share`` of it, and ``leans``, the positions of the training examples whose
+        removal would change their outputs most, largest first. ``to_json()`` is a line of JSON.
 
     Raises:
         InputError: If the fit has no leave-one-out that is honest: one of positions, or of trained layers

@@ -449,7 +449,7 @@ class Fitted(SolvedFit, CoveringModel):
 
         Returns:
             An iterator over records: the expected ``accuracy`` or ``rms_error``, ``p_value``, ``drifted``,
-            the shift that the batch is ``like``, ``leans``, and ``to_json()``.
+            the shift that a batch is ``like`` and its ``share``, ``leans``, and ``to_json()``.
 
         Raises:
             InputError: If the fit has no leave-one-out that is honest, or an argument is out of range.
