@@ -22,6 +22,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "no preconditioner": {"preconditioner": "none"},
     "ReLU as it is": {"activation": "relu"},
 }
+WHOLE = "lqf, whole"
 MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of 1/(2 λ_max), for SGD without a preconditioner
 
 
@@ -57,6 +58,36 @@ def variant(study: Study, pair: Pair, change: dict[str, Any]) -> list[Cell]:
     return found
 
 
+def errors_of(cells: Sequence[Cell]) -> dict[str, dict[str, list[float]]]:
+    """Test errors over the seeds by variant and pair."""
+    pairs = list(dict.fromkeys(cell["pair"] for cell in cells))
+    return {
+        name: {pair: [1 - a for a in chosen(cells, "accuracy", pair=pair, change=change)] for pair in pairs}
+        for name, change in {WHOLE: {}, **CHANGES}.items()
+    }
+
+
+def increases_of(cells: Sequence[Cell]) -> dict[str, list[float]]:
+    """Increases of the mean error without each part, of every pair, in percent."""
+    errors = errors_of(cells)
+    return {
+        name: [100 * (statistics.fmean(own[p]) / statistics.fmean(errors[WHOLE][p]) - 1) for p in own]
+        for name, own in errors.items()
+    }
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a variant."""
+    cells = [cell for cell in cells if "accuracy" in cell and not cell.get("stable rate")]
+    shots = {cell["pair"]: cell["shots"] for cell in cells}
+    rows, increases = [], increases_of(cells)
+    for name, own in errors_of(cells).items():
+        median = "0" if name == WHOLE else f"{statistics.median(increases[name]):+.0f} %"
+        rows.append([name, *(with_error(e, scale=100) for e in own.values()), median])
+    header = ["test error, %", *(f"{pair}, {shots[pair]} shots" for pair in shots), "median increase"]
+    return markdown(header, rows)
+
+
 def main(argv: Sequence[str] | None = None, pairs: Sequence[Pair] | None = None) -> None:
     """Run the study."""
     arguments = parser(__doc__ or "")
@@ -69,19 +100,8 @@ def main(argv: Sequence[str] | None = None, pairs: Sequence[Pair] | None = None)
         cells += runs(main_study, pair, "lqf")
         for change in CHANGES.values():
             cells += variant(study, pair, change)
-    rows, increases = [], {}
-    for name, change in {"lqf, whole": {}, **CHANGES}.items():
-        errors = {
-            p.name: [1 - a for a in chosen(cells, "accuracy", pair=p.name, change=change)] for p in taken
-        }
-        whole = {p.name: [1 - a for a in chosen(cells, "accuracy", pair=p.name, change={})] for p in taken}
-        increases[name] = [
-            100 * (statistics.fmean(errors[p]) / statistics.fmean(whole[p]) - 1) for p in errors
-        ]
-        median = f"{statistics.median(increases[name]):+.0f} %" if change else "0"
-        rows.append([name, *(with_error(e, scale=100) for e in errors.values()), median])
-    header = ["test error, %", *(f"{p.name}, {p.shots} shots" for p in taken), "median increase"]
-    study.publish(markdown(header, rows), cells, increases=increases)
+    increases = increases_of(cells)
+    study.publish(table(cells), cells, increases=increases)
     drawn, axes = figure(width=5.2)
     for i, values in enumerate(list(increases.values())[1:]):
         axes.plot([i] * len(values), values, "o", color=COLORS[i], alpha=0.6)
