@@ -27,7 +27,7 @@ from experiments.monitor.sources import NONE, OTHER, SETS, SEVERITIES, of_each
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
 from linnet.audit.left_out import Reference, of_batch
-from linnet.audit.monitor import compared, expected, likened
+from linnet.audit.monitor import Met, compared, expected, likened
 from linnet.audit.stress import references, stress_test
 
 POOL, TESTED = 2400, 1000
@@ -35,7 +35,7 @@ SHOTS = (20, 50, 200)
 SIZES = (100, 500)  # samples in a batch
 PARTS = (1.0, 0.5)  # of a batch that meet the shift
 BATCHES = 4  # under each shift, of each size and part
-FIRST = 5  # numbers of a batch before its errors
+EXPLAINED = (0.0, 0.5, 0.9, 1.01)  # of the drift
 NAMED = ("no shift", "other kinds", "other strength", "all")  # of what is tried on the training samples
 
 
@@ -73,13 +73,14 @@ def watched(kept: Any, shots: int, seed: int) -> dict[str, Any]:
             batch = torch.where(met[:, None], rows[place], calm[place])
             accuracy = 100 * float((fit.predict(batch).argmax(1) == kept["test y"][place]).double().mean())
             judged = of_batch(fit, reference, batch)
-            drifted, errors = compared(reference.unseen, judged, PERMUTATIONS) <= LEVEL, []
+            drifted, told = compared(reference.unseen, judged, PERMUTATIONS) <= LEVEL, []
             for shifts in named.values():
                 known = [reference, *(under[one] for one in shifts)]
-                like, share = likened(known, judged) if drifted else (reference, 0.0)
-                errors.append(round(100 * expected(fit, reference, batch, like, share)[0] - accuracy, 2))
-            known_kind = (like.shift or NONE).split(" / ")[0] == kind
-            batches.append([size, part, int(drifted), int(known_kind), round(share, 3), *errors])
+                met = likened(known, judged) if drifted else Met(reference, 0.0, 0.0)
+                error = 100 * expected(fit, reference, batch, met)[0] - accuracy
+                right_kind = int((met.like.shift or NONE).split(" / ")[0] == kind)
+                told.append([round(error, 2), right_kind, round(met.share, 3), round(met.explained, 3)])
+            batches.append([size, part, int(drifted), told])
         found.append({
             "shift": name, "accuracy": 100 * float(right.mean()),
             "tried": 100 * float(record.accuracy or 0), "standard error": 100 * record.standard_error,
@@ -134,34 +135,63 @@ def _draw(accuracy: float, size: int) -> float:
     return math.sqrt(max(accuracy * (100 - accuracy), 0) / size)
 
 
-def rows_of(own: Sequence[Any], size: int | None = None, part: float = 1.0) -> list[list[float]]:
+def rows_of(own: Sequence[Any], size: int | None = None, part: float = 1.0) -> list[list[Any]]:
     """The batches of some shifts, of a size and a share of shifted samples."""
     return [
         row for one in own for row in one["batches"] if row[1] == part and (size is None or row[0] == size)
     ]
 
 
-def batches(cells: Sequence[Cell], part: str = "reported") -> str:
+def errors_of(rows: Sequence[list[Any]]) -> list[str]:
+    """Mean absolute errors of the expected accuracy, by what was named."""
+    return [f"{fmean(abs(row[3][i][0]) for row in rows):.1f}" for i in range(len(NAMED))]
+
+
+def batches(cells: Sequence[Cell], part: str = "reported", share: float = 1.0) -> str:
     """Markdown: errors of the expected accuracy of batches, by what was named."""
     made = []
-    for shots, size, share, severity in itertools.product(SHOTS, SIZES, PARTS, (NONE, *SEVERITIES)):
+    for shots, size, severity in itertools.product(SHOTS, SIZES, (NONE, *SEVERITIES)):
         own = [row for row in shifts_of(cells, part, shots) if severity_of(row[2]) == severity]
         rows = rows_of([one for *_, one in own], size, share)
         if not rows:
             continue
-        drifted = [row for row in rows if row[2]]
+        drifted = [row[3][-1] for row in rows if row[2]]
         draws = [(one["accuracy"], n) for n, _, one in own]
         floor = fmean(math.hypot(_draw(a, n), _draw(a, size)) for a, n in draws)
-        errors = [f"{fmean(abs(row[FIRST + i]) for row in rows):.1f}" for i in range(len(NAMED))]
-        half = "" if share == 1 else f", {share:.0%} of it"
-        told = [100 * fmean(row[i] for row in drifted) for i in (3, 4)] if drifted else [math.nan] * 2
-        made.append([
-            f"{shots}, {size}, {severity}{half}", f"{100 * len(drifted) / len(rows):.0f}", *errors,
-            f"{math.sqrt(2 / math.pi) * floor:.1f}", *(f"{one:.0f}" for one in told),
-        ])  # fmt: skip
+        numbers = [f"{math.sqrt(2 / math.pi) * floor:.1f}"]
+        if severity == NONE or not drifted:
+            numbers += ["–", "–", "–"]
+        else:
+            numbers += [f"{100 * fmean(told[i] for told in drifted):.0f}" for i in (1, 2, 3)]
+        alarms = f"{100 * fmean(row[2] for row in rows):.0f}"
+        made.append([f"{shots}, {size}, {severity}", alarms, *errors_of(rows), *numbers])
     header = ["samples a class, in a batch, shift", "alarms %", *(f"named: {one}" for one in NAMED),
-              "by the draw alone", "kind known %", "share told %"]  # fmt: skip
+              "by the draw alone", "kind known %", "share told %", "explained %"]  # fmt: skip
     return markdown(header, made)
+
+
+def explained(cells: Sequence[Cell], part: str = "reported") -> str:
+    """Markdown: errors by how much of the drift the nearest shift explains, of whole shifted batches."""
+    every = rows_of([one for *_, one in shifts_of(cells, part) if severity_of(one) != NONE])
+    made = []
+    for i, named in enumerate(NAMED[1:], 1):
+        for low, high in itertools.pairwise(EXPLAINED):
+            rows = [row[3] for row in every if row[2] and low <= row[3][i][3] < high]
+            if rows:
+                errors = [fmean(abs(row[j][0]) for row in rows) for j in (0, i)]
+                span = f"{low:g} to {min(high, 1):g}"
+                made.append([f"{named}, {span}", str(len(rows)), *(f"{one:.1f}" for one in errors)])
+    return markdown(["named, explained", "batches", "error, no shift named", "error"], made)
+
+
+def halves(cells: Sequence[Cell]) -> str:
+    """Markdown: the same of batches of which half meets the shift."""
+    return batches(cells, share=PARTS[1])
+
+
+def development(cells: Sequence[Cell]) -> str:
+    """Markdown: the same of development tasks."""
+    return batches(cells, "development")
 
 
 def kinds(cells: Sequence[Cell], part: str = "reported") -> str:
@@ -169,10 +199,8 @@ def kinds(cells: Sequence[Cell], part: str = "reported") -> str:
     made, every = [], shifts_of(cells, part)
     for name in dict.fromkeys(one["shift"] for *_, one in every):
         own = [one for *_, one in every if one["shift"] == name]
-        rows = rows_of(own)
-        errors = [f"{fmean(abs(row[FIRST + i]) for row in rows):.1f}" for i in range(len(NAMED))]
         accuracy = fmean(one["accuracy"] for one in own)
-        made.append([name.replace(" /", "").strip(), f"{accuracy:.1f}", *errors])
+        made.append([name.replace(" /", "").strip(), f"{accuracy:.1f}", *errors_of(rows_of(own))])
     return markdown(["shift", "accuracy %", *(f"named: {one}" for one in NAMED)], made)
 
 
@@ -207,7 +235,9 @@ def main() -> None:
                     "seed": seed,
                 }
                 cells.append(study.cell(what, compute))
-    study.publish("\n\n".join(f(cells, part) for part in given.sets for f in (before, batches, kinds)), cells)
+    study.publish(
+        "\n\n".join(f(cells, part) for part in given.sets for f in (before, batches, explained, kinds)), cells
+    )
 
 
 if __name__ == "__main__":

@@ -120,8 +120,10 @@ def test_batches_are_like_the_shifts_that_they_met(kind: str) -> None:
     assert found[0].share is None
     for batch, share in zip(found[1:], (1, 1, 0.4), strict=True):
         assert batch.share == pytest.approx(share, abs=0.15)
+        assert batch.explained is not None
+        assert batch.explained > 0.8
     for batch, without in zip(found, plain, strict=True):
-        assert without.like is without.share is None
+        assert without.like is without.share is without.explained is None
         assert (batch.p_value, batch.drifted) == (without.p_value, without.drifted)
     assert found[0].to_json() == plain[0].to_json()
     for batch, inputs in zip(found[1:], batches[1:], strict=True):
@@ -149,11 +151,13 @@ def test_the_share_of_a_mixture_is_exact() -> None:
     for calm, met in ((3, 1), (1, 4), (0, 1)):
         parts = calm * [reference.unseen] + met * [known[2].unseen]
         batch = Unseen(*(torch.cat([getattr(one, name) for one in parts]) for name in columns))
-        like, share = likened(known, batch)
-        assert like.shift == "wide"
-        assert share == pytest.approx(met / (met + calm))
-    assert likened(known, reference.unseen)[1] == pytest.approx(0, abs=1e-9)
-    assert likened([reference], known[1].unseen) == (reference, 0.0)
+        found = likened(known, batch)
+        assert found.like.shift == "wide"
+        assert found.share == pytest.approx(met / (met + calm))
+        assert found.explained == pytest.approx(1)
+    for none in (likened(known, reference.unseen), likened([reference], known[1].unseen)):
+        assert none.share == pytest.approx(0, abs=1e-9)
+    assert none.explained == 0
 
 
 def test_constant_outputs() -> None:

@@ -10,7 +10,6 @@ predictions of the two.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +44,7 @@ class Watched(Record):
     drifted: bool  # whether that is at most the level
     like: str | None  # the shift that it met most likely; None if not drifted, or if none was named
     share: float | None  # the share of it that did
+    explained: float | None  # how much of the drift that explains, from 0 to 1
     leans: Tensor | None  # positions of the training examples that move its outputs most; None if not drifted
 
     def to_json(self) -> str:
@@ -101,19 +101,30 @@ def _shares_above(values: Tensor) -> Tensor:
 # -- records ---------------------------------------------------------------------------------------
 
 
-def likened(known: list[Reference], batch: Unseen) -> tuple[Reference, float]:
-    """The shift of which a batch has most likely met some share, and that share."""
+@dataclass(frozen=True, eq=False)
+class Met:
+    """The shift that a batch has most likely met."""
+
+    like: Reference
+    share: float  # of the batch that has
+    explained: float  # share of the squared drift of its mean judgments that this explains
+
+
+def likened(known: list[Reference], batch: Unseen) -> Met:
+    """The shift of which a batch has most likely met some share: the nearest one."""
     # The means of a batch of which a share is shifted lie between those without and with the shift.
     rows, found = _judged(known[0].unseen), _judged(batch).mean(0)
     deviation = rows.std(0, correction=0)
     deviation = deviation.clamp_min(max(1e-3 * float(deviation.max()), 1e-12))
-    start, best = rows.mean(0), (math.inf, known[0], 0.0)
+    start, best = rows.mean(0), Met(known[0], 0.0, 0.0)
     off = (found - start) / deviation
     for one in known[1:]:
         way = (_judged(one.unseen).mean(0) - start) / deviation
         share = float((off @ way / way.square().sum().clamp_min(1e-300)).clamp(0, 1))
-        best = min(best, (float((off - share * way).square().sum()), one, share), key=lambda each: each[0])
-    return best[1:]
+        left = (off - share * way).square().sum() / off.square().sum().clamp_min(1e-300)
+        if 1 - float(left) > best.explained:
+            best = Met(one, share, 1 - float(left))
+    return best
 
 
 def _judged(unseen: Unseen) -> Tensor:
@@ -126,9 +137,9 @@ def _judged(unseen: Unseen) -> Tensor:
     return torch.cat(columns, 1)
 
 
-def expected(fit: Fitted, known: Reference, x: Inputs, like: Reference, share: float) -> tuple[float, float]:
+def expected(fit: Fitted, known: Reference, x: Inputs, met: Met) -> tuple[float, float]:
     """The accuracy, or the root mean square error, with its standard error, of which a share is shifted."""
-    prediction = fit.predictive(x)
+    prediction, like, share = fit.predictive(x), met.like, met.share
     if known.unseen.p is not None:
         p = prediction.probs.double().amax(1)
         variance = (p * (1 - p)).mean() / len(p)
@@ -160,14 +171,14 @@ def _record(fit: Fitted, known: list[Reference], x: Inputs, place: int, level: f
     """What is known of a batch."""
     batch, classes = of_batch(fit, known[0], x), fit.labels is not None
     p = compared(known[0].unseen, batch)
-    like, share, leans = known[0], 0.0, None
+    met, leans = Met(known[0], 0.0, 0.0), None
     if p <= level:
-        like, share = likened(known, batch)
+        met = likened(known, batch)
         leans = fit.informativeness(x).topk(min(top, fit.n)).indices
-    value, error = expected(fit, known[0], x, like, share)
+    value, error = expected(fit, known[0], x, met)
     accuracy, rms = (value, None) if classes else (None, value)
-    met = (like.shift, share) if share else (None, None)
-    return Watched(place, batch_size(x), accuracy, rms, error, p, p <= level, met[0], met[1], leans)
+    like, share, explained = (met.like.shift, met.share, met.explained) if met.share else (None, None, None)
+    return Watched(place, batch_size(x), accuracy, rms, error, p, p <= level, like, share, explained, leans)
 
 
 def monitor(
@@ -182,9 +193,10 @@ def monitor(
 
     With ``shifts`` the mean outputs, variances and confidences of a drifted batch are compared with those of
     the training examples under each shift: ``like`` is the shift that comes nearest, ``share`` the part of
-    the batch that then met it. By how much confidence is off under it is known, as
-    ``linnet.audit.stress_test`` knows it, and is taken off: under a shift that was named the expected
-    accuracy is as good as without any. Under others it is a guess, and mostly a better one.
+    the batch that then met it, and ``explained`` how much of the drift that accounts for. By how much
+    confidence is off under it is known, as ``linnet.audit.stress_test`` knows it, and is taken off: under a
+    shift that was named the expected accuracy is as good as without any. Where less than about 0.9 is
+    explained the batch has met something else, and the accuracy is a guess.
 
     ``drifted`` says that variances, confidences or predictions differ from those of leave-one-out by a
     permutation test, which allows for training examples that are judged by each other. Where both are draws
@@ -206,8 +218,9 @@ def monitor(
     Returns:
         An iterator over records, one when each batch comes: ``accuracy`` of classes or ``rms_error`` of
         values with its ``standard_error``, ``p_value``, ``drifted``, and of drifted batches the shift that
-        they are ``like``, their ``share`` of it, and ``leans``, the positions of the training examples whose
-        removal would change their outputs most, largest first. ``to_json()`` is a line of JSON.
+        they are ``like``, their ``share`` of it, what that has ``explained``, and ``leans``, the positions of
+        the training examples whose removal would change their outputs most, largest first. ``to_json()`` is a
+        line of JSON.
 
     Raises:
         InputError: If the fit has no leave-one-out that is honest: one of positions, or of trained layers
