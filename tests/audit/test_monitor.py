@@ -61,6 +61,12 @@ def fitted(kind: str, x: Tensor, y: Tensor, ridge: float | None = None) -> Any:
     return linnet.fit(linnet.linearize(network(outputs)), (x, own), "cross-entropy", ridge=ridge or 1.0)
 
 
+def _units(fit: Any) -> list[Tensor]:
+    """Changes of one output of every example."""
+    count = 1 if fit.system.shared else fit.system.c
+    return [torch.eye(count)[d].double().expand(fit.n, fit.system.c).contiguous() for d in range(count)]
+
+
 # -- what is compared ------------------------------------------------------------------------------
 
 
@@ -71,7 +77,13 @@ def test_each_example_is_judged_without_one_training_example(kind: str) -> None:
     fit = fitted(kind, x, y, ridge=0.7)
     reference = Reference.of(fit)
     assert reference.left is not None
-    found, own = of_batch(fit, reference, new), _without_one(fit, reference.left, new)
+    found, turns = of_batch(fit, reference, new), torch.arange(20) % 14
+    moved = fit.system.paired(new, turns)
+    every = [torch.cat([*fit.system.effects(new, e)], 1) for e in _units(fit)]
+    for d, effects in enumerate(every):
+        part = effects[turns, torch.arange(20), : moved.shape[1]]
+        assert torch.allclose(moved[:, :, d], part.to(moved), rtol=1e-7, atol=1e-9)
+    own = _without_one(fit, reference.left, new, turns, moved)
     left = reference.left
     if fit.system.shared:  # one output stands for all
         left, own = (one * torch.eye(3).to(one) for one in (left, own))
@@ -86,6 +98,27 @@ def test_each_example_is_judged_without_one_training_example(kind: str) -> None:
         assert torch.allclose(left[j], itself[0].to(own), rtol=tolerance, atol=tolerance)
         outputs = without.predict(new[place : place + 1])[0]
         assert torch.allclose(found.outputs[place], outputs.to(found.outputs), atol=0.1 if one_step else 1e-7)
+
+
+@pytest.mark.parametrize("solver", ["dual", "primal", "many", "sketch", "cg"])
+def test_pairs_are_those_of_all_effects(solver: str) -> None:
+    (x, y), (new, _) = samples(60, 0), samples(9, 1)
+    at = torch.tensor([3, 3, 59, 0, 17, 40, 21, 8, 30])
+    if solver == "many":  # of the last layer alone, in weights
+        x, y = (torch.cat([part] * 36) for part in (x, y))
+        x = x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(x)
+        fit: Any = linnet.adapt(nn.Linear(3, 3).double(), (x, y))
+        assert type(fit.system).__name__ == "NormalSystem"
+    else:
+        given: Any = {
+            "sketch": linnet.fitting.Sketch(dim=40, examples=15),
+            "cg": linnet.fitting.CG(1e-12, preconditioner="none"),
+        }.get(solver, solver)
+        fit = linnet.fit(linnet.linearize(network(3)), (x, y), solver=given, ridge=0.5)
+    found = fit.system.paired(new, at)
+    for d, e in enumerate(_units(fit)):
+        every = torch.cat([*fit.system.effects(new, e)], 1)[at, torch.arange(9), : found.shape[1]]
+        assert torch.allclose(found[:, :, d], every.to(found), rtol=1e-6, atol=1e-8)
 
 
 def unseen(n: int, seed: int, shift: float = 0.0) -> Unseen:

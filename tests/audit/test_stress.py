@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import linnet
 from linnet.audit import monitor, stress_test
 from linnet.audit.left_out import Reference, Unseen, confidence
 from linnet.audit.monitor import likened
 from linnet.audit.stress import references
-from linnet.errors import DataError, InputError
+from linnet.errors import DataError, InputError, LinnetError
 from tests.audit.test_monitor import KINDS, fitted, network, samples, values
 
 
@@ -205,6 +205,82 @@ def test_altered_examples_that_cannot_be_compared() -> None:
         [*monitor(fit, [x], shifts={"part": x[:6]})]
     with pytest.raises(DataError, match=r"shifts\['nan'\] holds NaN"):
         stress_test(fit, {"nan": lambda x: x * torch.nan})
+
+
+def test_errors_of_a_network_name_the_shift() -> None:
+    x, y = samples(12, 0)
+    fit = fitted("adapt", x, y)
+    with pytest.raises(LinnetError, match=r"shifts\['narrow'\]: .*cannot run"):
+        stress_test(fit, {"narrow": lambda x: x[:, :2]})
+    with pytest.raises(LinnetError, match=r"shifts\['pair'\]"):
+        stress_test(fit, {"pair": lambda x: (x, y)})
+
+
+def test_parts_of_an_input_are_no_shifts() -> None:
+    x, y = samples(12, 0)
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3).double()
+
+        def forward(self, points: Tensor) -> Tensor:
+            found: Tensor = self.layer(points)
+            return found
+
+    fit = linnet.adapt(Named(), ({"points": x}, y))
+    with pytest.raises(InputError, match="parts of an input"):
+        stress_test(fit, {"points": x})
+    assert len(stress_test(fit, {"wide": {"points": 3 * x}})) == 2
+
+
+def test_random_shifts_are_the_same_each_time() -> None:
+    x, y = samples(30, 0)
+    fit, before = fitted("adapt", x, y), torch.get_rng_state()
+    noise = {"noise": lambda x: x + torch.randn_like(x)}
+    first, second = (stress_test(fit, noise)[1] for _ in range(2))
+    assert (first.accuracy, first.change) == (second.accuracy, second.change)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_shifts_may_take_gradients() -> None:
+    x, y = samples(20, 0)
+    fit = fitted("adapt", x, y)
+
+    def uphill(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(x.square().sum(), x)
+        return x + slope
+
+    assert stress_test(fit, {"a": uphill})[1].accuracy == stress_test(fit, {"a": lambda x: 3 * x})[1].accuracy
+
+
+def test_a_class_of_one_example_is_set_aside() -> None:
+    x, y = samples(30, 0)
+    y = y.clamp(max=1)
+    y[7] = 2
+    fit = fitted("adapt", x, y)
+    calm, _ = stress_test(fit, SHIFTS)[:2]
+    others = torch.arange(30) != 7
+    assert calm.n == 29
+    assert calm.accuracy == pytest.approx(float((fit.loo().argmax(1) == y)[others].double().mean()))
+    with pytest.raises(InputError, match="no class has two examples"):
+        stress_test(linnet.adapt(network(3), (x[:3], torch.arange(3))), SHIFTS)
+
+
+def test_no_error_of_an_accuracy_is_zero() -> None:
+    x, _ = samples(30, 0)
+    fit = linnet.adapt(network(2), (x, (x[:, 0] > 0).long()))
+    calm, _ = stress_test(fit, {"wide": lambda x: 3 * x})
+    assert calm.standard_error > 0.02
+
+
+def test_a_head_that_has_seen_the_labels_is_told() -> None:
+    x, y = samples(40, 0)
+    net = linnet.with_head(network(3), 3, data=(x, y))
+    fit = linnet.fit(linnet.linearize(net), (x, y), ridge=1.0)
+    with pytest.warns(UserWarning, match="head has seen labels"):
+        stress_test(fit, SHIFTS)
 
 
 def test_errors_of_a_function_are_its_own() -> None:

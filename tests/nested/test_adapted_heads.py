@@ -57,6 +57,11 @@ def test_a_lone_linear_layer_is_a_head_on_features(outputs: int, tmp_path: Path)
     assert torch.equal(fit.loo(), same.loo())
     fit.save(tmp_path)
     assert torch.equal(linnet.load(tmp_path, layer).predict(x), fit.predict(x))
+    half = linnet.adapt(layer, (x, y), output=lambda r: r / 2)
+    half.save(tmp_path / "half")
+    assert torch.equal(
+        linnet.load(tmp_path / "half", layer, output=lambda r: r / 2).predict(x), half.predict(x)
+    )
 
 
 @pytest.mark.parametrize("make", MAKES)

@@ -13,7 +13,7 @@ from linnet.audit.predictors import check_fitted, unweighed
 from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
 from linnet.predictive.noise import probabilities
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, batch_size
 from linnet.tangent.modes import in_exact_mode
 
 DIGITS = 16  # binary ones of an output that count in comparisons
@@ -70,13 +70,15 @@ class Reference:
 
     unseen: Unseen
     right: Tensor  # whether the prediction is right, or its mean square error, (N,)
-    left: Tensor | None  # V_j = J_j H₋ⱼ⁻¹ J_jᵀ, (N, C, C), or (N, 1, 1) where outputs share it
+    left: (
+        Tensor | None
+    )  # V_j = J_j H₋ⱼ⁻¹ J_jᵀ, (N, C, C), or (N, 1, 1) where outputs share it; None if not asked
     shift: str | None = None  # how they were altered
 
     @classmethod
-    def of(cls, fit: Fitted) -> Reference:
-        """By leave-one-out, or by held-out folds."""
-        left = None if fit.held_out is not None else fit.system.loo_variances().double()
+    def of(cls, fit: Fitted, spread: bool = True) -> Reference:
+        """By leave-one-out, or by held-out folds; with variances only by the former, and only if asked."""
+        left = fit.system.loo_variances().double() if spread and fit.held_out is None else None
         outputs = fit.loo().double()
         p = None if fit.labels is None else fit._class_probs(outputs)
         unseen = Unseen(outputs, None if left is None else _mean_variance(fit, left), p)
@@ -110,17 +112,20 @@ def _right(fit: Fitted, unseen: Unseen, at: Tensor | slice) -> Tensor:
 @torch.no_grad()
 def of_batch(fit: Fitted, reference: Reference, x: Inputs, at: Tensor | None = None) -> Unseen:
     """Each example of a batch by the fit without one training example, at the positions or in turn."""
-    parts, begin = [], 0
-    for outputs, left in fit._without_each(x):
-        place = torch.arange(left.shape[1], device=left.device)
-        j = begin + place if at is None else at.to(left.device)[begin + place]
-        parts.append(left[j % len(left), place])
-        begin += len(outputs)
-    outputs = torch.cat(parts).double()
-    p = None if fit.labels is None else fit._class_probs(outputs)
-    if reference.left is None:
-        return Unseen(outputs, None, p)
-    return Unseen(outputs, _mean_variance(fit, _without_one(fit, reference.left, x, at)), p)
+    spread = change = None
+    if fit.held_out is None:
+        # the outputs come after the effects, whose kernel they then take
+        place = fit.targets.device
+        at = torch.arange(batch_size(x), device=place) % fit.n if at is None else at.to(place)
+        moved, residuals = fit.system.paired(x, at), fit.system.loo_residuals().double()[at]
+        of_one = moved.shape[1] < residuals.shape[1]  # A = a I: one output stands for all
+        change = moved[:, 0] * residuals if of_one else (moved @ residuals[:, :, None])[:, :, 0]
+        if reference.left is not None:
+            spread = _mean_variance(fit, _without_one(fit, reference.left, x, at, moved))
+    outputs = fit._outputs(x).double()
+    if change is not None:
+        outputs = outputs - change.to(outputs)
+    return Unseen(outputs, spread, None if fit.labels is None else fit._class_probs(outputs))
 
 
 def _mean_variance(fit: Fitted, found: Tensor) -> Tensor:
@@ -128,24 +133,11 @@ def _mean_variance(fit: Fitted, found: Tensor) -> Tensor:
     return fit._unit * found.diagonal(dim1=1, dim2=2).mean(1).clamp_min(0)
 
 
-def _without_one(fit: Fitted, left: Tensor, x: Inputs, at: Tensor | None = None) -> Tensor:
-    """J(x) H₋ⱼ⁻¹ J(x)ᵀ without training example j, another for each example; of shape as ``left``."""
+def _without_one(fit: Fitted, left: Tensor, x: Inputs, at: Tensor, moved: Tensor) -> Tensor:
+    """J(x) H₋ⱼ⁻¹ J(x)ᵀ without training example j, another for each example, as ``left``."""
     # S + A (Λⱼ + Λⱼ Vⱼ Λⱼ) Aᵀ with S = J(x) H⁻¹ J(x)ᵀ and A = J(x) H⁻¹ Jⱼᵀ, by the formula of Woodbury
-    system, roots, c = fit.system, fit._roots, fit.system.c
-    found = (system.covariance(x) / system.ridge).double()
-    j = torch.arange(len(found), device=found.device) % system.n if at is None else at.to(found.device)
-    if left.shape[1] < c:  # A = a I: one output stands for all
-        found, c, roots = found[:, :1, :1], 1, None if roots is None else roots[:, :1, :1]
-    eye = torch.eye(c).to(found)
-    curved = eye.expand(system.n, c, c) if roots is None else (roots @ roots.mT).to(found)
-    columns = []
-    for d in range(c):
-        e = eye[d].expand(system.n, system.c).contiguous()
-        begin, parts = 0, []
-        for part in system.effects(x, e):
-            place = torch.arange(part.shape[1], device=part.device)
-            parts.append(part[j[begin + place], place, :c])
-            begin += len(place)
-        columns.append(torch.cat(parts).double())
-    moved = torch.stack(columns, 2)
-    return found + moved @ (curved + curved @ left.to(found) @ curved)[j] @ moved.mT
+    system, c = fit.system, moved.shape[1]
+    roots = None if fit._roots is None else fit._roots[:, :c, :c]
+    found = (system.covariance(x) / system.ridge).double()[:, :c, :c]
+    curved = torch.eye(c).to(found).expand(system.n, c, c) if roots is None else (roots @ roots.mT).to(found)
+    return found + moved @ (curved + curved @ left.to(found) @ curved)[at] @ moved.mT

@@ -401,17 +401,16 @@ class _Scores:
 
     def __init__(self, outputs: Tensor) -> None:
         self.outputs = outputs  # (N, C)
-        self.both = torch.cat([-outputs, outputs], 1) / 2 if outputs.shape[1] == 1 else outputs
-        self.mean, self.largest = self.both.mean(), self.both.amax(1)
+        both = torch.cat([-outputs, outputs], 1) / 2 if outputs.shape[1] == 1 else outputs
+        self.both = both - both.amax(1, keepdim=True)  # (N, C), the largest 0
+        self.mean = self.both.mean()
         scale = math.log(float(outputs.std(correction=0)) + 1e-12)
         self.grid = torch.linspace(-6, 4, 21, dtype=torch.float64, device=outputs.device) + scale
         self.totals = [self.total(at[None]) for at in self.grid]
 
     def total(self, log_t: Tensor) -> Tensor:
-        """Log of Σ exp(z/T) over the classes, (B, N)."""
-        t = log_t.exp()[:, None]
-        scaled = (self.both - self.largest[:, None]) / t[:, :, None]
-        return scaled.exp_().sum(2).log() + self.largest / t
+        """Log of Σ exp(z/T) over the classes, z the outputs less the largest, (B, N)."""
+        return (self.both / log_t.exp()[:, None, None]).exp_().sum(2).log()
 
     def probabilities(self, log_t: Tensor) -> Tensor:
         """Of the classes, (B, N, C)."""

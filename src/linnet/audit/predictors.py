@@ -58,7 +58,8 @@ def check_fitted(fit: Any) -> Fitted:
 def _refuse(fit: Any, expected: str, maker: str) -> NoReturn:
     """Raise the error of an argument that is not the fit that is expected."""
     how = f" of solver={fit.solver!r}" if isinstance(fit, LinearFit) else ""
-    raise InputError(f"fit is {type(fit).__name__}{how}", expected, f"make one with {maker}")
+    remedy = "take its fit_" if hasattr(fit, "fit_") else f"make one with {maker}"
+    raise InputError(f"fit is {type(fit).__name__}{how}", expected, remedy)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What shifts do to a fit: leave-one-out of training examples that are altered, for the price of predictions.
+"""What shifts do to a fit: leave-one-out of training examples that are altered.
 
 An altered training example is judged by the fit that has not seen the example at all, in closed form. Its
 label is known, so that the accuracy under a shift is too, before any such data come and without labels of
@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from linnet.audit.left_out import EXAMPLES, Reference, check_left_out
-from linnet.errors import DataError, InputError
+from linnet.errors import DataError, InputError, LinnetError
 from linnet.fitting.fitted import Fitted
-from linnet.params import refuse
+from linnet.fitting.remarks import HEAD
+from linnet.params import refuse, warn
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, take
-from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.modes import in_exact_mode, random_kept
+from linnet.tree import map_tensors
 
+REMEDY = 'pass {"noise": lambda x: x + 0.1 * torch.randn_like(x)}'
 Shifts = Mapping[str, Callable[[Any], Any] | Any]
 
 
@@ -41,30 +44,49 @@ class Stressed(Record):
 
 def references(fit: Fitted, known: Reference, shifts: Shifts) -> list[Reference]:
     """What is said under each shift of training examples that were not seen, of at most ``EXAMPLES``."""
-    if not isinstance(shifts, Mapping) or not shifts or not all(isinstance(name, str) for name in shifts):
-        refuse("shifts", shifts, "a dict of functions or of altered training inputs by name",
-               'pass {"noise": lambda x: x + 0.1 * torch.randn_like(x)}')  # fmt: skip
-    if known.left is None:
+    if not isinstance(shifts, Mapping) or not all(isinstance(name, str) and name for name in (shifts or [0])):
+        refuse("shifts", shifts, "a dict of functions or of altered training inputs by name", REMEDY)
+    if isinstance(fit.x, Mapping) and not {*shifts}.isdisjoint(fit.x):
+        refuse("shifts", [*shifts], "names of shifts; these are parts of an input", 'pass {"typos": inputs}')
+    if fit.held_out is not None:
         raise InputError(
             "shifts= of a fit with a cross-fitted head or trained layers",
             expected="a fit with a closed form for each example left out",
             remedy="fit with linnet.fit, or linnet.adapt(..., tune=False) and a head that saw no label",
         )
-    at = _some(fit)
+    if any(HEAD in remark for remark in fit.record.warnings):
+        warn("the head has seen labels of training examples, under shifts too: accuracies are too high")
+    at = judges(fit)
     return [known.altered(fit, name, _altered(fit, name, change, at), at) for name, change in shifts.items()]
 
 
-def _some(fit: Fitted) -> Tensor:
-    """Positions of the training examples that are altered."""
-    return torch.randperm(fit.n, generator=torch.Generator().manual_seed(0))[:EXAMPLES].sort().values
+def judges(fit: Fitted) -> Tensor:
+    """Positions of the training examples that are altered, whose classes have other examples too."""
+    order = torch.randperm(fit.n, generator=torch.Generator().manual_seed(0))
+    if fit.labels is not None:
+        labels = fit.labels.cpu()
+        order = order[labels.bincount()[labels[order]] > 1]
+        if not len(order):
+            raise InputError("no class has two examples", "classes of several, of which one can be left out")
+    return order[:EXAMPLES].sort().values
 
 
 def _altered(fit: Fitted, name: str, change: Any, at: Tensor) -> Inputs:
     """Training examples at some positions under a shift."""
-    given, argument = change(take(fit.x, at)) if callable(change) else change, f"shifts[{name!r}]"
+    given, argument = change, f"shifts[{name!r}]"
+    if callable(change):
+        with random_kept(), torch.enable_grad():
+            torch.default_generator.manual_seed(0)
+            given = change(take(fit.x, at))
     if not isinstance(given, Tensor | np.ndarray | Mapping | Sequence) or isinstance(given, str):
         refuse(argument, given, "a function of inputs, or inputs", "return altered inputs")
-    x, count = fit._examples(given, argument), len(at) if callable(change) else fit.n
+    try:
+        x = map_tensors(Tensor.detach, fit._examples(given, argument))
+    except LinnetError as error:
+        if argument in error.what:
+            raise
+        raise type(error)(f"{argument}: {error.what}", error.expected, error.remedy) from error
+    count = len(at) if callable(change) else fit.n
     if batch_size(x) != count:
         expected = f"the {count} training examples, altered, in their order"
         remedy = "alter each of them, and leave none out"
@@ -78,20 +100,24 @@ def stress_test(fit: Fitted, shifts: Shifts) -> list[Stressed]:
     """How good a fit is under shifts that its inputs may meet: noise, another camera, typing errors.
 
     Every training example is altered and judged by the fit that has not seen that example, neither altered
-    nor as it is: exact for the squared loss, by one Newton step for the cross-entropy. On examples that come
-    altered in the same way the accuracy is the same but for the draw. It is known before they come; which
-    batches they are, and what to expect of them, is asked with ``fit.monitor(batches, shifts=shifts)``.
+    nor as it is: exact for the squared loss, by one Newton step for the cross-entropy. On new examples that
+    come altered in the same way the accuracy is the same but for the draw, as far as leave-one-out is honest:
+    where the network itself was trained on these examples it is too high, altered or not. Each example is
+    judged with one fewer of its class, which costs where classes have few. It is known before such data come;
+    which batches they are, and what to expect of them, says ``fit.monitor(batches, shifts=shifts)``.
 
     Args:
         fit: A fit of ``linnet.adapt`` or ``linnet.fit``, of either loss, with one class or target (C,) for
             each example, neither with a cross-fitted head nor with trained layers.
-        shifts: By name, a function of a batch of inputs as the network takes them, which keeps their order;
-            or the N training inputs, altered, in the form in which the fit takes inputs.
+        shifts: By name, a function of a batch of inputs as the network takes them, which keeps their order
+            and returns them without targets; or the N training inputs, altered, in the form in which the fit
+            takes inputs, such as texts that are tokenized again. Functions find torch's random numbers on the
+            CPU at the same place in every call.
 
     Returns:
         A record for the examples as they are, whose ``shift`` is ``None``, and one for each shift:
         ``accuracy`` or ``rms_error`` with ``standard_error``, and the paired ``change`` with its
-        ``change_error``. Beyond 2,000 training examples, as many of them, drawn at random.
+        ``change_error``. Of examples whose class has others; beyond 2,000 as many of them, drawn at random.
 
     Raises:
         InputError: If ``shifts`` is no dict of names, or the fit has no closed form for examples left out.
@@ -106,9 +132,9 @@ def stress_test(fit: Fitted, shifts: Shifts) -> list[Stressed]:
         (True, True)
     """
     fit = check_left_out(fit, "stress_test()")
-    known = Reference.of(fit)
+    known = Reference.of(fit, spread=False)
     under = references(fit, known, shifts)
-    calm = known.right[_some(fit).to(known.right.device)]
+    calm = known.right[judges(fit).to(known.right.device)]
     return [_record(fit, None, calm, calm), *(_record(fit, one.shift, one.right, calm) for one in under)]
 
 
@@ -121,9 +147,9 @@ def _record(fit: Fitted, shift: str | None, right: Tensor, calm: Tensor) -> Stre
 
     if fit.labels is not None:
         change = right - calm
-        return Stressed(
-            shift, n, float(right.mean()), None, spread(right), float(change.mean()), spread(change)
-        )
+        likely = (float(right.sum()) + 1) / (n + 2)  # by which no error is zero (the rule of succession)
+        error = (likely * (1 - likely) / n) ** 0.5
+        return Stressed(shift, n, float(right.mean()), None, error, float(change.mean()), spread(change))
     rms, before = (max(float(one.mean()), 1e-300) ** 0.5 for one in (right, calm))
     # d√m = dm / 2√m
     change = right / (2 * rms) - calm / (2 * before)

@@ -334,6 +334,8 @@ class Fitted(SolvedFit, CoveringModel):
             return self.system.reach(residuals) / self.n
         x = self.x if x is None else x
         x, total = self._examples(x), torch.zeros_like(residuals[:, 0])
+        if self.system.problem.each < self.system.c:  # one A of all outputs: |A r| = |A| |r|
+            residuals = residuals.norm(dim=1, keepdim=True)
         for part in self.system.effects(x, residuals):
             total += part.square().sum((1, 2)).to(total)
         return total / batch_size(x)

@@ -142,7 +142,9 @@ def ending_linear(model: nn.Module, x: Inputs, output: OutputAdapter = None) -> 
     # Encoders without a head return features, one vector an example; a head is put behind them. Outputs that
     # its last linear layer gives before something else (a softmax, an activation) are no features.
     check_output(output)
-    model = not_alone(_encoder(without_wrapper(model)))
+    model = _encoder(without_wrapper(model))
+    if output is None:
+        model = not_alone(model)
     averaged: list[bool] = []
 
     def take_part(result: Any) -> Tensor:

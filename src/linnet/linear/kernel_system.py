@@ -347,6 +347,18 @@ class KernelSystem(System):
         for part in self.cross(x):
             yield torch.einsum(form, part, e.to(part))
 
+    def paired(self, x: Inputs, at: Tensor) -> Tensor:
+        """From K̃(x,X) M itself."""
+        begin, found = 0, []
+        for part in self.cross(x):
+            place, own = (
+                torch.arange(len(part), device=part.device),
+                at[begin : begin + len(part)].to(part.device),
+            )
+            found.append(part[place, own][:, None, None] if self._apart else part[place, :, own])
+            begin += len(part)
+        return torch.cat(found).double()
+
     def reach(self, e: Tensor) -> Tensor:
         """By K̃M = I − ρM."""
         blocks = -self.ridge * self.dual.inverse

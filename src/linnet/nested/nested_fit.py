@@ -620,9 +620,10 @@ def restored_nested(
     """The fit that ``NestedFit.save`` wrote."""
     model, known, record = given_network(model), saved["network"], saved["record"]
     part = saved_output(known, output)
+    if known["appended"] is None:
+        model = not_alone(model)
     if (known["appended"] is not None or part is not None) and not isinstance(model, Appended):
         model = Appended(model, known["appended"], part)
-    model = not_alone(model)
     if isinstance(model, Appended):
         model.idle = known["idle"]
     stages = None if known["stages"] is None else tuple(known["stages"])

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from linnet.app import cli
-from tests.app.runs.small_tasks import NETS, linnet, result, write_pictures
+from tests.app.runs.small_tasks import NETS, linnet, result, write_pictures, write_table
 
 # the second reads only what hangs together with no class: the brightness of one corner
 MORE = """
@@ -126,3 +126,12 @@ def test_settings_of_others_run_none_of_several_networks(
     file.write_text(f"model: ['timm:resnet18', '{nets}:conv']\ndata: {tmp_path / 'pictures.npz'}\n")
     assert cli.main(["adapt", "--config", str(file), "--out", str(tmp_path / "run")]) == 2
     assert f"would run {nets}:conv" in capsys.readouterr().err
+
+
+def test_a_lone_linear_layer_on_features(tmp_path: Path) -> None:
+    nets = tmp_path / "nets.py"
+    nets.write_text(NETS + "\ndef lone():\n    torch.manual_seed(0)\n    return nn.Linear(3, 1)\n")
+    table = write_table(tmp_path / "prices.csv")
+    linnet("adapt", "--data", table, "--model", f"{nets}:lone", "--out", tmp_path / "run")
+    linnet("forget", "--run", tmp_path / "run", "--ids", "line 2", "--out", tmp_path / "without")
+    linnet("predict", "--run", tmp_path / "without", "--data", table)

@@ -32,7 +32,7 @@ from linnet.app.runs.trust import absolute_spec, check_run, remember_run
 from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.files import load as load_tree
 from linnet.files import read_json, save, write_json
-from linnet.fitting.last_layer import Appended
+from linnet.fitting.last_layer import Appended, not_alone
 from linnet.machine import find_device
 from linnet.nested.features import RandomHeads, with_random_heads
 from linnet.nested.nested_fit import NestedFit
@@ -405,6 +405,8 @@ def _build(folder: Path, origin: Origin) -> nn.Module:
         if width is not None and width > widest:
             raise _altered(folder, f"describes a layer of {width:,} outputs; the largest has {widest:,}")
     model = load_model(origin.spec, None, origin.arguments, pretrained=False)
+    if origin.appended is None:
+        model = not_alone(model)
     if origin.appended is not None or origin.output is not None:
         model = Appended(model, origin.appended, origin.output)
     assert origin.heads is not None
