@@ -67,7 +67,9 @@ def judges(fit: Fitted) -> Tensor:
         labels = fit.labels.cpu()
         order = order[labels.bincount()[labels[order]] > 1]
         if not len(order):
-            raise InputError("no class has two examples", "classes of several, of which one can be left out")
+            raise InputError(
+                "no class has two examples", "classes of which one can be left out", "label more"
+            )
     return order[:EXAMPLES].sort().values
 
 
