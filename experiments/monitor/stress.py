@@ -14,8 +14,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,9 +28,10 @@ from experiments.monitor.shifts import LEVEL, PERMUTATIONS, features, fitted
 from experiments.monitor.sources import NONE, OTHER, SETS, SEVERITIES, of_each
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, with_error
-from linnet.audit.left_out import Reference, of_batch
+from linnet.audit.left_out import Reference, Unseen, of_batch
 from linnet.audit.monitor import Met, compared, expected, likened
 from linnet.audit.stress import references, stress_test
+from linnet.fitting.fitted import Fitted
 
 POOL, TESTED = 2400, 1000
 SHOTS = (20, 50, 200)
@@ -37,6 +40,34 @@ PARTS = (1.0, 0.5)  # of a batch that meet the shift
 BATCHES = 4  # under each shift, of each size and part
 EXPLAINED = (0.0, 0.5, 0.9, 1.01)  # of the drift
 NAMED = ("no shift", "other kinds", "other strength", "all")  # of what is tried on the training samples
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is said of test samples under a shift."""
+
+    unseen: Unseen
+    probs: Tensor  # (T, K)
+    right: Tensor  # (T,)
+
+    def mixed(self, calm: Judged, place: Tensor, met: Tensor) -> tuple[Unseen, Any, Tensor]:
+        """The same of samples at some places, as they are where they have not met the shift."""
+
+        def of(one: Tensor | None, other: Tensor | None) -> Tensor:
+            assert one is not None
+            assert other is not None
+            return torch.where(met.view(-1, *[1] * (one.ndim - 1)), one[place], other[place])
+
+        unseen = (of(getattr(self.unseen, n), getattr(calm.unseen, n)) for n in ("outputs", "spread", "p"))
+        probs = SimpleNamespace(probs=of(self.probs, calm.probs))
+        return Unseen(*unseen), probs, of(self.right, calm.right)
+
+
+def judged(fit: Fitted, reference: Reference, rows: Tensor, y: Tensor) -> Judged:
+    """By fits without one training sample, and by all."""
+    prediction = fit.predictive(rows)
+    right = (prediction.mean.argmax(1) == y[: len(rows)]).double()
+    return Judged(of_batch(fit, reference, rows), prediction.probs.double(), right)
 
 
 def tried(every: Mapping[str, Tensor], kind: str, severity: str) -> dict[str, dict[str, Tensor]]:
@@ -55,12 +86,12 @@ def watched(kept: Any, shots: int, seed: int) -> dict[str, Any]:
     reference, found = Reference.of(fit), []
     under = {one.shift: one for one in references(fit, reference, every)}
     records = {record.shift: record for record in stress_test(fit, every)}
-    calm = kept["shifted"][f"{NONE} / "]
-    for name, rows in kept["shifted"].items():
+    told = {name: judged(fit, reference, rows, kept["test y"]) for name, rows in kept["shifted"].items()}
+    calm = told[f"{NONE} / "]
+    for name, own in told.items():
         kind, severity = name.split(" / ")
         if kind == OTHER:
             continue
-        right = (fit.predict(rows).argmax(1) == kept["test y"]).double()
         record = records[None if kind == NONE else name]
         draw = torch.Generator().manual_seed(seed)
         named = {"no shift": {}} | tried(every, kind, severity)
@@ -68,21 +99,19 @@ def watched(kept: Any, shots: int, seed: int) -> dict[str, Any]:
         for size, part, _ in itertools.product(SIZES, PARTS, range(BATCHES)):
             if kind == NONE and part < 1:
                 continue
-            place = torch.randperm(len(right), generator=draw)[:size]
+            place = torch.randperm(TESTED, generator=draw)[:size]
             met = torch.arange(size) < round(part * size)
-            batch = torch.where(met[:, None], rows[place], calm[place])
-            accuracy = 100 * float((fit.predict(batch).argmax(1) == kept["test y"][place]).double().mean())
-            judged = of_batch(fit, reference, batch)
-            drifted, told = compared(reference.unseen, judged, PERMUTATIONS) <= LEVEL, []
+            batch, probs, right = own.mixed(calm, place, met)
+            drifted, errors = compared(reference.unseen, batch, PERMUTATIONS) <= LEVEL, []
             for shifts in named.values():
                 known = [reference, *(under[one] for one in shifts)]
-                met = likened(known, judged) if drifted else Met(reference, 0.0, 0.0)
-                error = 100 * expected(fit, reference, batch, met)[0] - accuracy
-                right_kind = int((met.like.shift or NONE).split(" / ")[0] == kind)
-                told.append([round(error, 2), right_kind, round(met.share, 3), round(met.explained, 3)])
-            batches.append([size, part, int(drifted), told])
+                like = likened(known, batch) if drifted else Met(reference, 0.0, 0.0)
+                error = 100 * (expected(fit, reference, probs, like)[0] - float(right.mean()))
+                right_kind = int((like.like.shift or NONE).split(" / ")[0] == kind)
+                errors.append([round(error, 2), right_kind, round(like.share, 3), round(like.explained, 3)])
+            batches.append([size, part, int(drifted), errors])
         found.append({
-            "shift": name, "accuracy": 100 * float(right.mean()),
+            "shift": name, "accuracy": 100 * float(own.right.mean()),
             "tried": 100 * float(record.accuracy or 0), "standard error": 100 * record.standard_error,
             "batches": batches,
         })  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from experiments.monitor import shifts, sources
+from experiments.monitor import shifts, sources, stress
 
 
 @pytest.mark.parametrize("name", sources.IMAGES)
@@ -104,3 +104,33 @@ def test_a_cell_and_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     named = [{"task": "a task", "network": "a network", **cell} for cell in cells]
     assert shifts.tasks(named).splitlines()[2].startswith("| a task, a network (reported) |")
     assert shifts.table([{**cells[0], "set": "development"}], "development").splitlines()[2:] == table[2:]
+
+
+def test_a_cell_of_named_shifts_and_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stress, "SIZES", (30, 60))
+    monkeypatch.setattr(stress, "TESTED", 100)
+    kept, *_ = known(200)
+    pool = kept["pool"]
+    altered = {"noise / mild": pool + 0.1, "noise / strong": 3 * pool}
+    cell = stress.watched({**kept, "altered": altered}, 8, 0)
+    assert cell["n"] == 24
+    by_name = {one["shift"]: one for one in cell["shifts"]}
+    assert list(by_name) == ["none / ", "noise / mild", "noise / strong"]
+    assert len(by_name["none / "]["batches"]) == 2 * stress.BATCHES
+    strong = by_name["noise / strong"]["batches"]
+    assert len(strong) == 2 * len(stress.PARTS) * stress.BATCHES
+    whole = [row for row in strong if row[1] == 1]
+    assert all(row[2] for row in whole)  # every batch is an alarm
+    for row in whole:
+        plain, others, strength, every = row[3]
+        assert plain[1:] == others[1:] == [0, 0, 0]  # no other kind is known
+        assert every[1] == 1
+        assert every[2] > 0.8
+        assert strength[3] <= every[3] + 1e-9  # more is explained by what was met
+    cells = [{"set": "reported", "shots": shots, **cell} for shots in stress.SHOTS]
+    assert len(stress.before(cells).splitlines()) == 2 + 3 * 3
+    assert len(stress.batches(cells).splitlines()) == 2 + 3 * 2 * 3
+    assert len(stress.halves(cells).splitlines()) == 2 + 3 * 2 * 2
+    assert stress.kinds(cells).splitlines()[2].startswith("| none |")
+    assert len(stress.explained(cells).splitlines()) > 3
+    assert stress.development([{**cells[0], "set": "development"}])

@@ -22,6 +22,7 @@ from linnet.audit.left_out import EXAMPLES, Reference, Unseen, check_left_out, c
 from linnet.audit.stress import Shifts, references
 from linnet.fitting.fitted import Fitted
 from linnet.params import integer, number, refuse
+from linnet.predictive.gaussian import GaussianPredictive
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, yields
 from linnet.tangent.data import as_new_inputs, items_of
@@ -137,9 +138,9 @@ def _judged(unseen: Unseen) -> Tensor:
     return torch.cat(columns, 1)
 
 
-def expected(fit: Fitted, known: Reference, x: Inputs, met: Met) -> tuple[float, float]:
+def expected(fit: Fitted, known: Reference, prediction: GaussianPredictive, met: Met) -> tuple[float, float]:
     """The accuracy, or the root mean square error, with its standard error, of which a share is shifted."""
-    prediction, like, share = fit.predictive(x), met.like, met.share
+    like, share = met.like, met.share
     if known.unseen.p is not None:
         p = prediction.probs.double().amax(1)
         variance = (p * (1 - p)).mean() / len(p)
@@ -175,7 +176,7 @@ def _record(fit: Fitted, known: list[Reference], x: Inputs, place: int, level: f
     if p <= level:
         met = likened(known, batch)
         leans = fit.informativeness(x).topk(min(top, fit.n)).indices
-    value, error = expected(fit, known[0], x, met)
+    value, error = expected(fit, known[0], fit.predictive(x), met)
     accuracy, rms = (value, None) if classes else (None, value)
     like, share, explained = (met.like.shift, met.share, met.explained) if met.share else (None, None, None)
     return Watched(place, batch_size(x), accuracy, rms, error, p, p <= level, like, share, explained, leans)
