@@ -2,6 +2,7 @@
 #   make demo    adapt a small network to new classes and write a report, in runs/demo
 #   make test    all checks and all tests but the long grids of tests/hostile
 #   make coverage    the same tests, and the lines of the package that they run
+#   make test-peers    fits in MAPIE, crepes, cleanlab, setfit, evidently and timm, each in an environment that it makes
 #   make test-hostile    tests/hostile with its long grids;  make test-long    all long tests;  make test-all    everything
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,14 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := -n auto --maxprocesses 4
 
-.PHONY: demo test tests coverage test-hostile test-long test-all check style types format docs bench clean
+# The libraries that fits are used in; those of a line live together.
+PEERS_conformal := mapie crepes cleanlab datasets sentence-transformers
+PEERS_setfit := setfit
+PEERS_evidently := evidently 'pandas<3'
+PEERS_timm := timm
+PEERS := conformal setfit evidently timm
+
+.PHONY: demo test tests coverage test-peers $(PEERS:%=test-peers-%) test-hostile test-long test-all check style types format docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -33,6 +41,17 @@ tests: $(INSTALLED)
 coverage: $(INSTALLED)
 	$(BIN)/pip install -q pytest-cov
 	$(BIN)/python -m pytest $(PARALLEL) --cov=linnet --cov-report=term:skip-covered
+
+test-peers: $(PEERS:%=test-peers-%)
+
+$(PEERS:%=test-peers-%): test-peers-%: $(VENV)-peers/%/.installed
+	$(VENV)-peers/$*/bin/python -m pytest -rs tests/integrations/test_other_libraries.py
+
+# What pandas or numpy a library wants is its own matter: only torch is held.
+$(VENV)-peers/%/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-peers/$*
+	$(VENV)-peers/$*/bin/pip install -q torch==2.13.0 -e '.[sklearn,text]' pytest hypothesis jaxtyping beartype $(PEERS_$*)
+	@touch $@
 
 # An empty -m takes the tests that are marked as long, which pyproject.toml leaves out otherwise.
 test-hostile: $(INSTALLED)
@@ -70,7 +89,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run_all.py --out runs/benchmarks
 
 clean:
-	rm -rf $(VENV) build dist docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-peers build dist docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # One pip call, so that nothing installed later can move torch.
 $(INSTALLED): pyproject.toml constraints.txt

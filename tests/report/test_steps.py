@@ -140,6 +140,22 @@ def test_a_person_checks_what_is_below_a_target(right: np.ndarray) -> None:
     assert 0.88 < correct[confidence >= edge - 0.005].mean() < 0.93
 
 
+@pytest.mark.parametrize(("worst", "target"), [(0.6, 0.95), (0.9, 0.99)])
+def test_a_person_checks_what_is_below_a_higher_target_where_nine_in_ten_are_right(
+    worst: float, target: float
+) -> None:
+    rng, confidence = np.random.default_rng(0), np.linspace(1, 0.3, 2000)
+    correct, labels = rng.uniform(size=2000) < np.linspace(1.15, worst, 2000), np.arange(2000) % 3
+    assert 0.9 < correct.mean() < target
+    predicted = np.where(correct, labels, (labels + 1) % 3)
+    probs = np.full((2000, 3), ((1 - confidence) / 2)[:, None])
+    probs[np.arange(2000), predicted] = confidence
+    test = HeldOutSet(Samples(labels=labels), probs, uncertainty=1 - confidence)
+    (step,) = (step for step in next_steps(Content("x", CLASSES, test=test)) if "person" in step.title)
+    edge = int(step.title.split("below ")[1].split("\u202f")[0]) / 100
+    assert correct[confidence >= edge - 0.005].mean() == pytest.approx(target, abs=0.01)
+
+
 def test_samples_behind_wrong_predictions_are_named() -> None:
     train = TrainingSet(Samples(labels=np.array([0, 1]), ids=("train/0", "train/1")))
     told = (Explanation(0, 1, (Neighbor(1, 2.0),)), Explanation(1, 1, (Neighbor(0, 2.0),)))

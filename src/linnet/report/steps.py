@@ -16,7 +16,7 @@ from linnet.report.verdict import least_certain
 
 _LABELS, _NEXT, _EXAMPLES, _CLASSES = 5, 10, 3, 4  # most samples and classes that a step names
 _JUDGED = 5  # predictions of a class from which it is judged
-_TARGET = 0.9  # share of right answers at which predictions may do without a person
+_TARGETS = (0.9, 0.95, 0.99)  # shares of right answers at which predictions may do without a person
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,9 @@ def _check_by_hand(run: Content) -> NextStep | None:
     if split is None or test is None or test.uncertainty is None or test.probs is None or correct is None:
         return None
     worst, rest, count = split
-    if correct.mean() < _TARGET:
-        return _to_target(test.probs.max(1), correct)
+    target = next((share for share in _TARGETS if correct.mean() < share), None)
+    if target is not None and (made := _to_target(test.probs.max(1), correct, target)) is not None:
+        return made
     if worst <= rest or wilson_interval(worst * count, count)[0] <= rest:
         return None
     edge = float(np.sort(test.probs.max(1))[count - 1])
@@ -186,15 +187,16 @@ def _check_by_hand(run: Content) -> NextStep | None:
     return NextStep(f"Have a person check predictions below {percent(edge, 0)}", text)
 
 
-def _to_target(confidence: Array, correct: Array) -> NextStep:
-    """The lowest probability from which on nine of ten predictions are right, if there is one."""
+def _to_target(confidence: Array, correct: Array, target: float) -> NextStep | None:
+    """The lowest probability from which on a share of the predictions is right, where there is one."""
     order = ranking(confidence)
     right = np.cumsum(correct[order]) / np.arange(1, len(order) + 1)
     last = np.append(np.diff(confidence[order]) != 0, True)  # equal ones are on the same side
-    found = np.flatnonzero((right >= _TARGET) & last & (np.arange(len(order)) >= FEW - 1))
-    target = percent(_TARGET, 0)
+    found = np.flatnonzero((right >= target) & last & (np.arange(len(order)) >= FEW - 1))
+    if not len(found) and target > _TARGETS[0]:
+        return None
     if not len(found):
-        text = f"There is no probability from which on {target} of the predictions are right."
+        text = f"There is no probability from which on {percent(target, 0)} of the predictions are right."
         return NextStep(
             "Have a person check every prediction", f"{text} All together, {percent(correct.mean(), 0)} are."
         )

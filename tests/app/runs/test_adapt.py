@@ -135,7 +135,7 @@ def test_an_interrupted_evaluation_keeps_the_fit(folder: Path, monkeypatch: pyte
 
 
 def test_a_run_of_a_trained_network_that_reads_earlier_layers_opens(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
         tuning, "ladder", lambda *given: (*ladder(*given)[:-1], Rung("trained", 1.0, taken=True))
@@ -151,6 +151,10 @@ def test_a_run_of_a_trained_network_that_reads_earlier_layers_opens(
         == 0
     )
     assert load_run(folder / "l").fit.n == run.fit.n - 1
+    said = result(folder / "l")
+    assert any("keep what they learned" in note for note in said["findings"])
+    assert "taken out of the fit" in capsys.readouterr().out
+    assert "keep what they learned" in (folder / "l" / "report.html").read_text("utf-8")
     (folder / "run" / "result.json").unlink()  # as after a kill while it was evaluated
     monkeypatch.setattr(adaptation, "tuned", lambda *_, **__: pytest.fail("trained again"))
     assert adapt(folder, "--tune", model="deep") == 0

@@ -74,6 +74,9 @@ class Change:
         return range(self.before.fit.n - len(self.removed), self.after.fit.n)
 
 
+KEPT = "the layers below were trained on them and keep what they learned: adapt again without them"
+
+
 def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
     """Forget training samples."""
     known = run.samples
@@ -96,7 +99,8 @@ def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
     compared = _compare(fit, verify)
     same = [known.ids[at] for at in keep.tolist() if names[at] in gone]
     note = f"{len(same)} samples that stay have the inputs of forgotten ones: {some(same)}"
-    return Change(run, after, seconds, compared, tuple(removed), verify, (note,) if same else ())
+    notes = ((note,) if same else ()) + ((KEPT,) if fit.trained else ())
+    return Change(run, after, seconds, compared, tuple(removed), verify, notes)
 
 
 def _test_ids(run: SavedRun) -> dict[str, tuple[str, ...]]:
@@ -335,7 +339,8 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
         "equal": change.again.difference <= _tolerance(after.fit.targets), "verified": change.verified,
         "removed": _named(before, change.removed), "added": _named(after, change.added),
         "seconds": change.seconds, "refit_seconds": change.again.seconds,
-        "own_scales": change.again.own_scales, "kept_scales": _kept(after), "fit": summary,
+        "own_scales": change.again.own_scales, "kept_scales": _kept(after),
+        "trained": after.fit.trained, "fit": summary,
         "findings": list(findings), "out": str(out),
     }  # fmt: skip
     return result, page
@@ -365,7 +370,9 @@ def _headline(change: Change, rows: tuple[Comparison, ...]) -> tuple[str, ...]:
     count = len(change.removed)
     if count:
         every = number(change.before.fit.n)
-        first = f"{count} of {every} training samples were forgotten in {duration(change.seconds)}."
+        what = "forgotten" if not change.before.fit.trained else "taken out of the fit"
+        first = f"{count} of {every} training samples were {what} in {duration(change.seconds)}."
+        first += f" {KEPT[0].upper()}{KEPT[1:]}." * change.before.fit.trained
     else:
         added = change.after.fit.n - change.before.fit.n
         first = f"{added} training samples were added to {change.before.fit.n} in {duration(change.seconds)}."

@@ -232,6 +232,8 @@ def compared(result: dict[str, Any]) -> str:
 def print_change(result: dict[str, Any]) -> list[str]:
     """A change for people."""
     text, key = ("forgotten", "removed") if result["command"] == "forget" else ("added", "added")
+    if result["trained"] and key == "removed":
+        text = "taken out of the fit"
     count = len(result[key])
     many = "training samples" if count != 1 else "training sample"
     lines = [
