@@ -108,7 +108,7 @@ def watched(kept: Any, shots: int, seed: int) -> dict[str, Any]:
                 like = likened(known, batch) if drifted else Met(reference, 0.0, 0.0)
                 error = 100 * (expected(fit, reference, probs, like)[0] - float(right.mean()))
                 right_kind = int((like.like.shift or NONE).split(" / ")[0] == kind)
-                errors.append([round(error, 2), right_kind, round(like.share, 3), round(like.explained, 3)])
+                errors.append([round(error, 1), right_kind, round(like.share, 2), round(like.explained, 2)])
             batches.append([size, part, int(drifted), errors])
         found.append({
             "shift": name, "accuracy": 100 * float(own.right.mean()),

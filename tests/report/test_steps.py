@@ -153,7 +153,7 @@ def test_a_person_checks_what_is_below_a_higher_target_where_nine_in_ten_are_rig
     test = HeldOutSet(Samples(labels=labels), probs, uncertainty=1 - confidence)
     (step,) = (step for step in next_steps(Content("x", CLASSES, test=test)) if "person" in step.title)
     edge = int(step.title.split("below ")[1].split("\u202f")[0]) / 100
-    assert correct[confidence >= edge - 0.005].mean() == pytest.approx(target, abs=0.01)
+    assert correct[confidence >= edge - 0.005].mean() == pytest.approx(target, abs=0.02)
 
 
 def test_samples_behind_wrong_predictions_are_named() -> None:

@@ -197,7 +197,8 @@ def monitor(
     the batch that then met it, and ``explained`` how much of the drift that accounts for. By how much
     confidence is off under it is known, as ``linnet.audit.stress_test`` knows it, and is taken off: under a
     shift that was named the expected accuracy is as good as without any. Where less than about 0.9 is
-    explained the batch has met something else, and the accuracy is a guess.
+    explained the batch has met something else, and the accuracy is a guess; where more is it may still be
+    one, if what was met looks like what was named.
 
     ``drifted`` says that variances, confidences or predictions differ from those of leave-one-out by a
     permutation test, which allows for training examples that are judged by each other. Where both are draws
