@@ -9,7 +9,8 @@ that the process ever held, interpreter, torch and network included. Columns of 
 1.6 million for each sequence, so that labels are drawn, one for each token. Needs transformers, and Linux.
 
 ``--kernels`` measures the trace kernel of a small network with 128 and 512 outputs in this process instead,
-with the tiles of one row an example and with those of one row an output, in turns.
+with the tiles of one row an example and with those of one row an output, in turns; and that of a network
+32-64-C beside C kernels of one output, which independent outputs would take.
 """
 
 from __future__ import annotations
@@ -182,6 +183,22 @@ def kernels(repeats: int) -> list[Row]:
     return rows
 
 
+def beside_one_output(repeats: int) -> list[Row]:
+    """Trace kernels of more and more outputs, beside as many kernels of one output, in turns."""
+    rows, x = [], torch.randn(100, 32)
+    for c in (64, 512, 1024):
+        calls = {
+            name: lambda k=k: linnet.spectrum.gram(
+                linnet.linearize(mlp(32, 64, k)), x, form="trace", memory="4GB", progress=False
+            )
+            for name, k in (("all", c), ("one", 1))
+        }
+        times = {name: timing.median for name, timing in time_in_turns(calls, repeats).items()}
+        ratio, note = c * times["one"] / times["all"], f"one output: {1e3 * times['one']:.3g} ms"
+        rows.append(Row(f"trace kernel of 32-64-C, C = {c}", times["all"], ratio, ">=", 1.0, note))
+    return rows
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     result = parser(__doc__ or "")
@@ -199,7 +216,8 @@ def main() -> None:
         return
     setup(options.threads)
     if options.kernels:
-        publish("Trace kernels of many outputs", kernels(options.repeats), options.json)
+        found = kernels(options.repeats) + beside_one_output(options.repeats)
+        publish("Trace kernels of many outputs", found, options.json)
         return
     rows = [measure(name, options.threads) for name in options.only]
     publish("GPT-2 small, 50,257 outputs a token", rows, options.json)

@@ -208,6 +208,8 @@ def drawn(
     classes = int(y.max()) + 1
     some = of_each(y, (pool + tested) // classes, draw)
     some = some[torch.randperm(len(some), generator=draw)]
+    if alter:  # a third at most, so that small sets have training samples too
+        tested = min(tested, len(some) // 3)
     test, rest = some[:tested], some[tested:]
     shifted, other_y = altered(x[test.numpy()], task, network, prepared, 0), None
     if name in OTHERS:

@@ -33,7 +33,7 @@ from linnet.audit.monitor import Met, compared, expected, likened
 from linnet.audit.stress import references, stress_test
 from linnet.fitting.fitted import Fitted
 
-POOL, TESTED = 2400, 1000
+POOL, TESTED = 3000, 1000  # at most
 SHOTS = (20, 50, 200)
 SIZES = (100, 500)  # samples in a batch
 PARTS = (1.0, 0.5)  # of a batch that meet the shift
@@ -80,6 +80,8 @@ def tried(every: Mapping[str, Tensor], kind: str, severity: str) -> dict[str, di
 def watched(kept: Any, shots: int, seed: int) -> dict[str, Any]:
     """For each shift: accuracies on training and test samples, and errors of the estimates of batches."""
     pool_y, width = kept["pool y"], int(kept["width"])
+    if int(pool_y.bincount().min()) < 1.2 * shots:  # draws would be nearly one
+        return {"n": 0, "tested": len(kept["test y"]), "shifts": []}
     at = of_each(pool_y, shots, torch.Generator().manual_seed(seed))
     fit = fitted(kept["pool"][at], pool_y[at], width, int(pool_y.max()) + 1)
     every = {name: rows[at] for name, rows in kept["altered"].items()}
@@ -99,7 +101,7 @@ def watched(kept: Any, shots: int, seed: int) -> dict[str, Any]:
         for size, part, _ in itertools.product(SIZES, PARTS, range(BATCHES)):
             if kind == NONE and part < 1:
                 continue
-            place = torch.randperm(TESTED, generator=draw)[:size]
+            place = torch.randperm(len(kept["test y"]), generator=draw)[:size]
             met = torch.arange(size) < round(part * size)
             batch, probs, right = own.mixed(calm, place, met)
             drifted, errors = compared(reference.unseen, batch, PERMUTATIONS) <= LEVEL, []
@@ -146,14 +148,17 @@ def before(cells: Sequence[Cell], part: str = "reported") -> str:
         own = [row for row in shifts_of(cells, part, shots) if severity_of(row[2]) == severity]
         if own:
             off = [one["tried"] - one["accuracy"] for *_, one in own]
-            both = [
-                math.hypot(one["standard error"], _draw(one["accuracy"], tested)) for _, tested, one in own
-            ]
+            both = [math.hypot(one["standard error"], _draw(one["accuracy"], t)) for _, t, one in own]
             held = fmean(abs(a) <= 2 * b for a, b in zip(off, both, strict=True))
             numbers = (fmean(one["accuracy"] for *_, one in own), fmean(map(abs, off)))
             floor = math.sqrt(2 / math.pi) * fmean(both)
+            of_fits = [
+                fmean(one["tried"] - one["accuracy"] for *_, one in mine)
+                for cell in cells
+                if (mine := [r for r in shifts_of([cell], part, shots) if severity_of(r[2]) == severity])
+            ]
             made.append([f"{shots}, {severity}", *(f"{n:.1f}" for n in numbers), f"{floor:.1f}",
-                         with_error(off), f"{100 * held:.0f}"])  # fmt: skip
+                         with_error(of_fits), f"{100 * held:.0f}"])  # fmt: skip
     header = ["samples a class, shift", "accuracy on test samples %", "off by", "by the draw alone",
               "tried less tested", "within two standard errors %"]  # fmt: skip
     return markdown(header, made)

@@ -74,6 +74,7 @@ class Reference:
         Tensor | None
     )  # V_j = J_j H₋ⱼ⁻¹ J_jᵀ, (N, C, C), or (N, 1, 1) where outputs share it; None if not asked
     shift: str | None = None  # how they were altered
+    at: Tensor | None = None  # which of the training examples these are; None for all
 
     @classmethod
     def of(cls, fit: Fitted, spread: bool = True) -> Reference:
@@ -87,7 +88,7 @@ class Reference:
     def altered(self, fit: Fitted, shift: str, x: Inputs, at: Tensor) -> Reference:
         """The same of the training examples at some positions, which a shift has made into x."""
         unseen = of_batch(fit, self, x, at)
-        return Reference(unseen, _right(fit, unseen, at), None, shift)
+        return Reference(unseen, _right(fit, unseen, at), None, shift, at.to(unseen.outputs.device))
 
 
 def confidence(fit: Fitted, unseen: Unseen) -> Tensor:

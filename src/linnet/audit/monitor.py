@@ -43,9 +43,9 @@ class Watched(Record):
     standard_error: float  # of either, by the draw of the batch and of the training examples
     p_value: float  # how often a batch like the training examples looks as unlike them as this one
     drifted: bool  # whether that is at most the level
-    like: str | None  # the shift that it met most likely; None if not drifted, or if none was named
-    share: float | None  # the share of it that did
-    explained: float | None  # how much of the drift that explains, from 0 to 1
+    like: str | None  # the named shift that it most likely met; None if not drifted, or like none of them
+    share: float | None  # the share of it that did; None if not drifted, or no shift was named
+    explained: float | None  # how much of the drift that explains, from 0 to 1, or None as above
     leans: Tensor | None  # positions of the training examples that move its outputs most; None if not drifted
 
     def to_json(self) -> str:
@@ -120,10 +120,11 @@ def likened(known: list[Reference], batch: Unseen) -> Met:
     start, best = rows.mean(0), Met(known[0], 0.0, 0.0)
     off = (found - start) / deviation
     for one in known[1:]:
-        way = (_judged(one.unseen).mean(0) - start) / deviation
+        same = rows if one.at is None else rows[one.at]
+        way = (_judged(one.unseen) - same).mean(0) / deviation
         share = float((off @ way / way.square().sum().clamp_min(1e-300)).clamp(0, 1))
         left = (off - share * way).square().sum() / off.square().sum().clamp_min(1e-300)
-        if 1 - float(left) > best.explained:
+        if 1 - float(left) > best.explained + 1e-6:  # more than rounding does
             best = Met(one, share, 1 - float(left))
     return best
 
@@ -154,15 +155,17 @@ def expected(fit: Fitted, known: Reference, prediction: GaussianPredictive, met:
     squared = torch.ones_like(prediction.mean[:, 0], dtype=torch.float64)
     if known.unseen.spread is not None:
         squared = prediction.variance.double().mean(1) + fit.noise
-    scale, relative = 0.0, 0.0
+    total = expected_total = within = between = 0.0
     for one, part in ((known, 1 - share), (like, share)):
-        spread = one.unseen.spread
-        scale += part * float(one.right.mean() / (1.0 if spread is None else (spread + fit.noise).mean()))
-        relative += part * float(one.right.var(correction=0) / one.right.mean().square())
-    mean = scale * squared.mean()
+        spread, spreads = one.unseen.spread, float(one.right.var(correction=0))
+        total += part * float(one.right.mean())
+        expected_total += part * (1.0 if spread is None else float((spread + fit.noise).mean()))
+        within += part * spreads / len(squared)
+        between += part**2 * spreads / len(one.right)
+    mean = total / expected_total * squared.mean()
     if not float(mean):
         return 0.0, 0.0
-    error = mean * (relative * (1 / len(squared) + 1 / len(known.right))) ** 0.5
+    error = mean * (within + between) ** 0.5 / total
     return float(mean.sqrt()), float(error / (2 * mean.sqrt()))
 
 
@@ -178,7 +181,8 @@ def _record(fit: Fitted, known: list[Reference], x: Inputs, place: int, level: f
         leans = fit.informativeness(x).topk(min(top, fit.n)).indices
     value, error = expected(fit, known[0], fit.predictive(x), met)
     accuracy, rms = (value, None) if classes else (None, value)
-    like, share, explained = (met.like.shift, met.share, met.explained) if met.share else (None, None, None)
+    share, explained = (met.share, met.explained) if p <= level and known[1:] else (None, None)
+    like = met.like.shift if share else None
     return Watched(place, batch_size(x), accuracy, rms, error, p, p <= level, like, share, explained, leans)
 
 
@@ -196,9 +200,9 @@ def monitor(
     the training examples under each shift: ``like`` is the shift that comes nearest, ``share`` the part of
     the batch that then met it, and ``explained`` how much of the drift that accounts for. By how much
     confidence is off under it is known, as ``linnet.audit.stress_test`` knows it, and is taken off: under a
-    shift that was named the expected accuracy is as good as without any. Where less than about 0.9 is
-    explained the batch has met something else, and the accuracy is a guess; where more is it may still be
-    one, if what was met looks like what was named.
+    shift that was named, in about its strength, the expected accuracy is as good as without any. Where less
+    than about 0.9 is explained the batch has probably met something else, and the accuracy is a guess; where
+    more is it may still be one, if what was met looks like what was named.
 
     ``drifted`` says that variances, confidences or predictions differ from those of leave-one-out by a
     permutation test, which allows for training examples that are judged by each other. Where both are draws

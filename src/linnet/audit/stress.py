@@ -7,7 +7,8 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,9 +80,9 @@ def _altered(fit: Fitted, name: str, change: Any, at: Tensor) -> Inputs:
     if callable(change):
         with random_kept(), torch.enable_grad():
             torch.default_generator.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)  # noqa: NPY002 - augmentations draw from it
             given = change(take(fit.x, at))
-    if not isinstance(given, Tensor | np.ndarray | Mapping | Sequence) or isinstance(given, str):
-        refuse(argument, given, "a function of inputs, or inputs", "return altered inputs")
     try:
         x = map_tensors(Tensor.detach, fit._examples(given, argument))
     except LinnetError as error:
@@ -113,8 +114,8 @@ def stress_test(fit: Fitted, shifts: Shifts) -> list[Stressed]:
             each example, neither with a cross-fitted head nor with trained layers.
         shifts: By name, a function of a batch of inputs as the network takes them, which keeps their order
             and returns them without targets; or the N training inputs, altered, in the form in which the fit
-            takes inputs, such as texts that are tokenized again. Functions find torch's random numbers on the
-            CPU at the same place in every call.
+            takes inputs, such as texts that are tokenized again. Functions find the random numbers of torch
+            (on the CPU), numpy and Python at the same place in every call.
 
     Returns:
         A record for the examples as they are, whose ``shift`` is ``None``, and one for each shift:
@@ -152,7 +153,7 @@ def _record(fit: Fitted, shift: str | None, right: Tensor, calm: Tensor) -> Stre
         likely = (float(right.sum()) + 1) / (n + 2)  # by which no error is zero (the rule of succession)
         error = (likely * (1 - likely) / n) ** 0.5
         return Stressed(shift, n, float(right.mean()), None, error, float(change.mean()), spread(change))
-    rms, before = (max(float(one.mean()), 1e-300) ** 0.5 for one in (right, calm))
-    # d√m = dm / 2√m
-    change = right / (2 * rms) - calm / (2 * before)
-    return Stressed(shift, n, None, rms, spread(right) / (2 * rms), rms - before, spread(change))
+    rms, before = (float(one.mean()) ** 0.5 for one in (right, calm))
+    slope, old_slope = (1 / (2 * max(one, 1e-150)) for one in (rms, before))  # d√m = dm / 2√m
+    error, change_error = spread(right * slope), spread(right * slope - calm * old_slope)
+    return Stressed(shift, n, None, rms, error, rms - before, change_error)

@@ -351,10 +351,8 @@ class KernelSystem(System):
         """From K̃(x,X) M itself."""
         begin, found = 0, []
         for part in self.cross(x):
-            place, own = (
-                torch.arange(len(part), device=part.device),
-                at[begin : begin + len(part)].to(part.device),
-            )
+            place = torch.arange(len(part), device=part.device)
+            own = at[begin : begin + len(part)].to(part.device)
             found.append(part[place, own][:, None, None] if self._apart else part[place, :, own])
             begin += len(part)
         return torch.cat(found).double()

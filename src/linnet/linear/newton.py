@@ -232,6 +232,18 @@ class NewtonSystem(Solved):
         rest = self._unexplained()
         return rest.shape[0] * rest.shape[1] - float(rest.diagonal(dim1=1, dim2=2).sum())
 
+    def paired(self, x: Inputs, at: Tensor) -> Tensor:
+        """By the effects of a unit of each output."""
+        columns = []
+        for unit in torch.eye(self.c, dtype=torch.float64, device=at.device):
+            begin, parts = 0, []
+            for part in self.effects(x, unit.expand(self.n, self.c).contiguous()):
+                place = torch.arange(part.shape[1], device=at.device)
+                parts.append(part[at[begin + place], place])
+                begin += len(place)
+            columns.append(torch.cat(parts).double())
+        return torch.stack(columns, 2)
+
     def own_changes(self) -> Tensor:
         """f_i less the output without the example, (N, C)."""
         return self.outputs - self.loo_outputs()

@@ -22,6 +22,7 @@ from linnet.linear.label_problem import LabelProblem
 from linnet.linear.newton import ARRIVED, STALLED, STEPS, TOLERANCE, Direction, FactorNewton, InWeights
 from linnet.linear.normal_system import add_gram, mirrored, reached
 from linnet.linear.problem import Memory
+from linnet.linear.system import Solved
 from linnet.tangent.batch import all_but
 
 ROWS = 4096  # of J that are taken to float64 at once
@@ -83,6 +84,8 @@ class NormalNewton(InWeights, FactorNewton):
         return float(self._summed()[1].norm())
 
     # -- sums over the data ----------------------------------------------------------------------
+
+    paired = Solved.paired  # from rows, which are at hand
 
     def own_rows(self) -> Iterator[tuple[slice, Tensor]]:
         """Rows of the training examples, (n·C, P), float64, block by block."""

@@ -190,17 +190,21 @@ class Solved(ABC):
             yield torch.cat(parts).view(self.n, t, -1)
 
     def paired(self, x: Inputs, at: Tensor) -> Tensor:
-        """J(x) H⁻¹ Jⱼᵀ of each example and one training example, (T, C, C); of outputs alike (T, 1, 1)."""
+        """J(x) H⁻¹ J̃ⱼᵀ of each example and one training example, (T, C, C); of outputs alike (T, 1, 1)."""
         # at (T,): the training examples
-        c, columns = self.problem.each, []
-        for unit in torch.eye(c, dtype=torch.float64, device=at.device):
-            begin, parts = 0, []
-            for part in self.effects(x, unit.expand(self.n, self.c).contiguous()):
-                place = torch.arange(part.shape[1], device=at.device)
-                parts.append(part[at[begin + place], place, :c])
-                begin += len(place)
-            columns.append(torch.cat(parts).double())
-        return torch.stack(columns, 2)
+        if (form := self._elsewhere) is not None:
+            return form.paired(x, at)
+        begin, found, each = 0, [], self.problem.each
+        for rows, solved in self.solved_rows(x, "influence"):
+            own = at[begin : begin + len(rows)]
+            made = solved.new_zeros(len(rows), each, each)
+            for place, block in self.own_rows():
+                here = ((own >= place.start) & (own < place.stop)).nonzero()[:, 0]
+                of_pair = block.view(-1, each, block.shape[1])[own[here] - place.start].to(solved)
+                made[here] = torch.einsum("tdp,ptc->tcd", of_pair, solved[:, here])
+            found.append(made.double())
+            begin += len(rows)
+        return torch.cat(found)
 
     def reach(self, e: Tensor) -> Tensor:
         """Σ ‖·‖² of ``effects`` over the training examples, (N,)."""
@@ -323,22 +327,6 @@ class System(Solved):
         return (self.ridge * found).to(v)
 
     # -- predictions -----------------------------------------------------------------------------
-
-    def paired(self, x: Inputs, at: Tensor) -> Tensor:
-        """From H⁻¹ J(x)ᵀ and the rows of these training examples alone."""
-        if (form := self._elsewhere) is not None:
-            return form.paired(x, at)
-        begin, found, each = 0, [], self.problem.each
-        for rows, solved in self.solved_rows(x, "influence"):
-            own = at[begin : begin + len(rows)]
-            made = solved.new_zeros(len(rows), each, each)
-            for place, block in self.own_rows():
-                here = ((own >= place.start) & (own < place.stop)).nonzero()[:, 0]
-                of_pair = block.view(-1, each, block.shape[1])[own[here] - place.start].to(solved)
-                made[here] = torch.einsum("tdp,ptc->tcd", of_pair, solved[:, here])
-            found.append(made.double())
-            begin += len(rows)
-        return torch.cat(found)
 
     def cross(self, x: Inputs) -> Iterator[Tensor]:
         """K̃(x,X) M = J(x) H⁻¹ J̃ᵀ: what the targets weigh in the outputs at x, some examples at a time."""

@@ -372,7 +372,6 @@ def _headline(change: Change, rows: tuple[Comparison, ...]) -> tuple[str, ...]:
         every = number(change.before.fit.n)
         what = "forgotten" if not change.before.fit.trained else "taken out of the fit"
         first = f"{count} of {every} training samples were {what} in {duration(change.seconds)}."
-        first += f" {KEPT[0].upper()}{KEPT[1:]}." * change.before.fit.trained
     else:
         added = change.after.fit.n - change.before.fit.n
         first = f"{added} training samples were added to {change.before.fit.n} in {duration(change.seconds)}."
