@@ -100,7 +100,20 @@ def test_each_example_is_judged_without_one_training_example(kind: str) -> None:
         assert torch.allclose(found.outputs[place], outputs.to(found.outputs), atol=0.1 if one_step else 1e-7)
 
 
-@pytest.mark.parametrize("solver", ["dual", "primal", "many", "sketch", "cg"])
+PAIRED = [
+    "dual",
+    "primal",
+    "many",
+    "sketch",
+    "cg",
+    "softmax, dual",
+    "softmax, primal",
+    "softmax, cg",
+    "equations",
+]
+
+
+@pytest.mark.parametrize("solver", PAIRED)
 def test_pairs_are_those_of_all_effects(solver: str) -> None:
     (x, y), (new, _) = samples(60, 0), samples(9, 1)
     at = torch.tensor([3, 3, 59, 0, 17, 40, 21, 8, 30])
@@ -114,7 +127,13 @@ def test_pairs_are_those_of_all_effects(solver: str) -> None:
             "sketch": linnet.fitting.Sketch(dim=40, examples=15),
             "cg": linnet.fitting.CG(1e-12, preconditioner="none"),
         }.get(solver, solver)
-        fit = linnet.fit(linnet.linearize(network(3)), (x, y), solver=given, ridge=0.5)
+        loss, lin = "squared", linnet.linearize(network(3))
+        if solver.startswith("softmax"):
+            loss, given = "cross-entropy", solver.split(", ")[1]
+        given = linnet.fitting.CG(1e-10, preconditioner="none") if given == "cg" else given
+        fit = linnet.fit(lin, (x, y), loss, solver="dual" if given == "equations" else given, ridge=0.5)
+        if solver == "equations":
+            fit = fit.constrain(new[:2], fit.predict(new[:2]) + 0.1)
     found = fit.system.paired(new, at)
     for d, e in enumerate(_units(fit)):
         every = torch.cat([*fit.system.effects(new, e)], 1)[at, torch.arange(9), : found.shape[1]]
