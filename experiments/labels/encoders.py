@@ -218,7 +218,7 @@ def main() -> None:
 
     for name in NAMES:
         cells += [cell(name, share, seed) for share in SHARES for seed in study.seeds]
-    cells.append(cell(LARGE, SHARES[1], 0))
+    cells += [cell(LARGE, SHARES[1], seed) for seed in range(3)]
     tables = lists_table(cells), orders_table(cells), seconds_table(cells)
     study.publish("\n\n".join(tables), cells)
 

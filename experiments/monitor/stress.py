@@ -34,7 +34,7 @@ from linnet.audit.stress import references, stress_test
 from linnet.fitting.fitted import Fitted
 
 POOL, TESTED = 3000, 1000  # at most
-SHOTS = (20, 50, 200)
+SHOTS = (20, 50, 100)
 SIZES = (100, 500)  # samples in a batch
 PARTS = (1.0, 0.5)  # of a batch that meet the shift
 BATCHES = 4  # under each shift, of each size and part
@@ -99,7 +99,7 @@ def watched(kept: Any, shots: int, seed: int) -> dict[str, Any]:
         named = {"no shift": {}} | tried(every, kind, severity)
         batches = []
         for size, part, _ in itertools.product(SIZES, PARTS, range(BATCHES)):
-            if kind == NONE and part < 1:
+            if (kind == NONE and part < 1) or size > len(own.right):
                 continue
             place = torch.randperm(len(kept["test y"]), generator=draw)[:size]
             met = torch.arange(size) < round(part * size)
