@@ -70,9 +70,7 @@ class Reference:
 
     unseen: Unseen
     right: Tensor  # whether the prediction is right, or its mean square error, (N,)
-    left: (
-        Tensor | None
-    )  # V_j = J_j H₋ⱼ⁻¹ J_jᵀ, (N, C, C), or (N, 1, 1) where outputs share it; None if not asked
+    left: Tensor | None  # V_j = J_j H₋ⱼ⁻¹ J_jᵀ, (N, C, C), or (N, 1, 1) of outputs alike; if asked for
     shift: str | None = None  # how they were altered
     at: Tensor | None = None  # which of the training examples these are; None for all
 

@@ -162,7 +162,7 @@ def expected(fit: Fitted, known: Reference, prediction: GaussianPredictive, met:
         expected_total += part * (1.0 if spread is None else float((spread + fit.noise).mean()))
         within += part * spreads / len(squared)
         between += part**2 * spreads / len(one.right)
-    mean = total / expected_total * squared.mean()
+    mean = total / max(expected_total, 1e-300) * squared.mean()
     if not float(mean):
         return 0.0, 0.0
     error = mean * (within + between) ** 0.5 / total
