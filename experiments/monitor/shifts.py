@@ -17,8 +17,9 @@ al. 2022 do with the agreement of two networks).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -302,38 +303,39 @@ def tasks(cells: Sequence[Cell]) -> str:
     return markdown(header, made)
 
 
-def main() -> None:
-    """Run the study."""
-    arguments = parser(__doc__ or "")
-    arguments.add_argument("--features", type=Path, default=Path("runs/experiments/monitor/features"))
+def run(
+    name: str,
+    description: str,
+    sizes: tuple[int, int],
+    shots: Sequence[int],
+    compute: Callable[[Any, int, int], dict[str, Any]],
+    tables: Callable[[Sequence[Cell], str], str],
+    alter: bool = False,
+) -> None:
+    """Run a study of every task, number of samples and draw; features are read where they are needed."""
+    arguments = parser(description)
+    folder = Path("runs/experiments/monitor") / ("altered" if alter else "features")
+    arguments.add_argument("--features", type=Path, default=folder)
     arguments.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     given = arguments.parse_args()
-    study, cells = Study("monitor/shifts", given), []
+    study, cells = Study(name, given), []
     for part in given.sets:
-        for key, name in SETS[part]:
-            kept: list[Any] = []  # read once, where a cell is computed
-            for shots, seed in itertools.product(SHOTS, study.seeds):
+        for key, task in SETS[part]:
+            kept = cache(partial(features, key, task, sizes, given.features, given.data_dir, alter))
+            for count, seed in itertools.product(shots, study.seeds):
 
-                def compute(
-                    key: str = key,
-                    name: str = name,
-                    shots: int = shots,
-                    seed: int = seed,
-                    kept: list[Any] = kept,
-                ) -> dict[str, Any]:
-                    if not kept:
-                        kept.append(features(key, name, (POOL, TESTED), given.features, given.data_dir))
-                    return watched(kept[0], shots, seed)
+                def cell(count: int = count, seed: int = seed, kept: Any = kept) -> dict[str, Any]:
+                    return compute(kept(), count, seed)
 
-                what = {
-                    "set": part,
-                    "network": NETWORKS[key].name,
-                    "task": name,
-                    "shots": shots,
-                    "seed": seed,
-                }
-                cells.append(study.cell(what, compute))
-    study.publish("\n\n".join(table(cells, part) for part in given.sets), cells)
+                network = NETWORKS[key].name
+                what = {"set": part, "network": network, "task": task, "shots": count, "seed": seed}
+                cells.append(study.cell(what, cell))
+    study.publish("\n\n".join(tables(cells, part) for part in given.sets), cells)
+
+
+def main() -> None:
+    """Run the study."""
+    run("monitor/shifts", __doc__ or "", (POOL, TESTED), SHOTS, watched, table)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.adapt.tasks import NETWORKS
-from experiments.monitor.shifts import LEVEL, PERMUTATIONS, features, fitted
-from experiments.monitor.sources import NONE, OTHER, SETS, SEVERITIES, of_each
-from experiments.study import Cell, Study, parser
+from experiments.monitor.shifts import LEVEL, PERMUTATIONS, fitted, run
+from experiments.monitor.sources import NONE, OTHER, SEVERITIES, of_each
+from experiments.study import Cell
 from experiments.tables import markdown, with_error
 from linnet.audit.left_out import Reference, Unseen, of_batch
 from linnet.audit.monitor import Met, compared, expected, likened
@@ -102,16 +100,16 @@ def watched(kept: Any, shots: int, seed: int) -> dict[str, Any]:
             if (kind == NONE and part < 1) or size > len(own.right):
                 continue
             place = torch.randperm(len(kept["test y"]), generator=draw)[:size]
-            met = torch.arange(size) < round(part * size)
-            batch, probs, right = own.mixed(calm, place, met)
-            drifted, errors = compared(reference.unseen, batch, PERMUTATIONS) <= LEVEL, []
-            for shifts in named.values():
-                known = [reference, *(under[one] for one in shifts)]
-                like = likened(known, batch) if drifted else Met(reference, 0.0, 0.0)
-                error = 100 * (expected(fit, reference, probs, like)[0] - float(right.mean()))
-                right_kind = int((like.like.shift or NONE).split(" / ")[0] == kind)
-                errors.append([round(error, 1), right_kind, round(like.share, 2), round(like.explained, 2)])
-            batches.append([size, part, int(drifted), errors])
+            shifted = torch.arange(size) < round(part * size)
+            batch, probs, right = own.mixed(calm, place, shifted)
+            met, told = [Met(reference, 0.0, 0.0)], []
+            if compared(reference.unseen, batch, PERMUTATIONS) <= LEVEL:
+                met = [likened([reference, *(under[one] for one in some)], batch) for some in named.values()]
+                known = int((met[-1].like.shift or NONE).split(" / ")[0] == kind)
+                told = [[round(each.explained, 2) for each in met[1:]], known, round(met[-1].share, 2)]
+            accuracies = [expected(fit, reference, probs, each)[0] for each in met]
+            errors = [round(100 * (each - float(right.mean())), 1) for each in accuracies]
+            batches.append([size, part, errors, *told])
         found.append({
             "shift": name, "accuracy": 100 * float(own.right.mean()),
             "tried": 100 * float(record.accuracy or 0), "standard error": 100 * record.standard_error,
@@ -171,14 +169,22 @@ def _draw(accuracy: float, size: int) -> float:
 
 def rows_of(own: Sequence[Any], size: int | None = None, part: float = 1.0) -> list[list[Any]]:
     """The batches of some shifts, of a size and a share of shifted samples."""
+    # [size, part, errors by what was named] and of alarms [..., explained by it, whether the kind is known,
+    # the share that is told]; where there is no alarm one error stands for all, since nothing is corrected
     return [
         row for one in own for row in one["batches"] if row[1] == part and (size is None or row[0] == size)
     ]
 
 
+def _error(row: list[Any], named: int) -> float:
+    """The absolute error of a batch."""
+    errors: list[float] = row[2]
+    return abs(errors[named if len(errors) > 1 else 0])
+
+
 def errors_of(rows: Sequence[list[Any]]) -> list[str]:
     """Mean absolute errors of the expected accuracy, by what was named."""
-    return [f"{fmean(abs(row[3][i][0]) for row in rows):.1f}" for i in range(len(NAMED))]
+    return [f"{fmean(_error(row, i) for row in rows):.1f}" for i in range(len(NAMED))]
 
 
 def batches(cells: Sequence[Cell], part: str = "reported", share: float = 1.0) -> str:
@@ -189,15 +195,15 @@ def batches(cells: Sequence[Cell], part: str = "reported", share: float = 1.0) -
         rows = rows_of([one for *_, one in own], size, share)
         if not rows:
             continue
-        drifted = [row[3][-1] for row in rows if row[2]]
+        drifted = [(row[4], row[5], row[3][-1]) for row in rows if len(row) > 3]
         draws = [(one["accuracy"], n) for n, _, one in own]
         floor = fmean(math.hypot(_draw(a, n), _draw(a, size)) for a, n in draws)
         numbers = [f"{math.sqrt(2 / math.pi) * floor:.1f}"]
         if severity == NONE or not drifted:
             numbers += ["–", "–", "–"]
         else:
-            numbers += [f"{100 * fmean(told[i] for told in drifted):.0f}" for i in (1, 2, 3)]
-        alarms = f"{100 * fmean(row[2] for row in rows):.0f}"
+            numbers += [f"{100 * fmean(told[i] for told in drifted):.0f}" for i in range(3)]
+        alarms = f"{100 * len(drifted) / len(rows):.0f}"
         made.append([f"{shots}, {size}, {severity}", alarms, *errors_of(rows), *numbers])
     header = ["samples a class, in a batch, shift", "alarms %", *(f"named: {one}" for one in NAMED),
               "by the draw alone", "kind known %", "share told %", "explained %"]  # fmt: skip
@@ -210,9 +216,9 @@ def explained(cells: Sequence[Cell], part: str = "reported") -> str:
     made = []
     for i, named in enumerate(NAMED[1:], 1):
         for low, high in itertools.pairwise(EXPLAINED):
-            rows = [row[3] for row in every if row[2] and low <= row[3][i][3] < high]
+            rows = [row for row in every if len(row) > 3 and low <= row[3][i - 1] < high]
             if rows:
-                errors = [fmean(abs(row[j][0]) for row in rows) for j in (0, i)]
+                errors = [fmean(_error(row, j) for row in rows) for j in (0, i)]
                 span = f"{low:g} to {min(high, 1):g}"
                 made.append([f"{named}, {span}", str(len(rows)), *(f"{one:.1f}" for one in errors)])
     return markdown(["named, explained", "batches", "error, no shift named", "error"], made)
@@ -238,40 +244,14 @@ def kinds(cells: Sequence[Cell], part: str = "reported") -> str:
     return markdown(["shift", "accuracy %", *(f"named: {one}" for one in NAMED)], made)
 
 
+def tables(cells: Sequence[Cell], part: str) -> str:
+    """Markdown: all tables of a set of tasks."""
+    return "\n\n".join(made(cells, part) for made in (before, batches, explained, kinds))
+
+
 def main() -> None:
     """Run the study."""
-    arguments = parser(__doc__ or "")
-    arguments.add_argument("--features", type=Path, default=Path("runs/experiments/monitor/altered"))
-    arguments.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
-    given = arguments.parse_args()
-    study, cells = Study("monitor/stress", given), []
-    for part in given.sets:
-        for key, name in SETS[part]:
-            kept: list[Any] = []  # read once, where a cell is computed
-            for shots, seed in itertools.product(SHOTS, study.seeds):
-
-                def compute(
-                    key: str = key,
-                    name: str = name,
-                    shots: int = shots,
-                    seed: int = seed,
-                    kept: list[Any] = kept,
-                ) -> dict[str, Any]:
-                    if not kept:
-                        kept.append(features(key, name, (POOL, TESTED), given.features, given.data_dir, True))
-                    return watched(kept[0], shots, seed)
-
-                what = {
-                    "set": part,
-                    "network": NETWORKS[key].name,
-                    "task": name,
-                    "shots": shots,
-                    "seed": seed,
-                }
-                cells.append(study.cell(what, compute))
-    study.publish(
-        "\n\n".join(f(cells, part) for part in given.sets for f in (before, batches, explained, kinds)), cells
-    )
+    run("monitor/stress", __doc__ or "", (POOL, TESTED), SHOTS, watched, tables, alter=True)
 
 
 if __name__ == "__main__":

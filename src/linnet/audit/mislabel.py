@@ -388,7 +388,12 @@ def _simulated(scores: _Scores, t: float, rate: float) -> tuple[float, float]:
 def _own_and_away(q: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The probability of each label, and of one that is another by mistake, (B, N)."""
     own = q.gather(2, labels[:, :, None])[:, :, 0]
-    return own, (1 - own) / max(q.shape[2] - 1, 1)
+    return own, _away(own, q.shape[2])
+
+
+def _away(own: Tensor, classes: int) -> Tensor:
+    """The probability of one other class by mistake, the mean of the others, (B, N)."""
+    return (1 - own) / max(classes - 1, 1)
 
 
 def _mixed(own: Tensor, away: Tensor, rate: Tensor) -> Tensor:
@@ -420,13 +425,13 @@ class _Scores:
 
 def _best(scores: _Scores, labels: Tensor, free: bool) -> _Fitted:
     """T and η of highest likelihood, with one more example that is of no class; or η = 0."""
-    given, others = scores.both.gather(1, labels.T).T, max(scores.both.shape[1] - 1, 1)
+    given = scores.both.gather(1, labels.T).T
 
     def solved(log_t: Tensor, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
         # log softmax(z/T)_y = z_y/T − log Σ exp(z/T), whose means need no probabilities of the other classes
         t, total = log_t.exp(), scores.total(log_t) if total is None else total
         own = (given / t[:, None] - total).exp()
-        away = (1 - own) / others
+        away = _away(own, scores.both.shape[1])
         low, high = torch.zeros_like(log_t), torch.full_like(log_t, EVEN)
         for _ in range(HALVINGS if free else 0):  # the likelihood is concave in η
             middle = (low + high) / 2

@@ -57,11 +57,11 @@ def references(fit: Fitted, known: Reference, shifts: Shifts) -> list[Reference]
         )
     if any(HEAD in remark for remark in fit.record.warnings):
         warn("the head has seen labels of training examples, under shifts too: accuracies are too high")
-    at = judges(fit)
+    at = _judges(fit)
     return [known.altered(fit, name, _altered(fit, name, change, at), at) for name, change in shifts.items()]
 
 
-def judges(fit: Fitted) -> Tensor:
+def _judges(fit: Fitted) -> Tensor:
     """Positions of the training examples that are altered, whose classes have other examples too."""
     order = torch.randperm(fit.n, generator=torch.Generator().manual_seed(0))
     if fit.labels is not None:
@@ -137,7 +137,7 @@ def stress_test(fit: Fitted, shifts: Shifts) -> list[Stressed]:
     fit = check_left_out(fit, "stress_test()")
     known = Reference.of(fit, spread=False)
     under = references(fit, known, shifts)
-    calm = known.right[judges(fit).to(known.right.device)]
+    calm = known.right[under[0].at]
     return [_record(fit, None, calm, calm), *(_record(fit, one.shift, one.right, calm) for one in under)]
 
 
