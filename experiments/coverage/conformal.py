@@ -8,8 +8,9 @@ errors on the others. Peers: full conformal prediction of the same ridge regress
 folds and by a split, and crepes' by a split, around the same fits. Shift: new inputs that are likelier far
 along the first direction of the training's, with and without ``shift=``. Classes: samples of image and text
 sets behind trained networks, with the accuracy, the size of the sets, and how often the right class is held
-in the class where that is least often. Widths are relative to split conformal's, of simulated tasks to what
-the root mean squared error asks for.
+in the class where that is least often; with the likeliest class always in, by class, and such as may be
+empty. Widths are relative to split conformal's, of simulated tasks to what the root mean squared error asks
+for.
 """
 
 from __future__ import annotations
@@ -237,19 +238,23 @@ def task(key: str, name: str, data_dir: str | None) -> tuple[Any, ...]:
     return model, drawn(what, given, prepared, POOL, TESTS, data_dir)
 
 
+SET_KINDS = {"": {}, " by class": {"by_class": True}, " empty": {"empty": True}}
+
+
 def classes(key: str, name: str, n: int, seed: int, data_dir: str | None) -> dict[str, float]:
     """Coverage and size of sets of classes."""
     model, (x, y, xt, yt) = task(key, name, data_dir)
     at = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))[:n]
     fit = linnet.adapt(model, (take(x, at), y[at]))
     found = {"accuracy": float((fit.predict(xt).argmax(1) == yt).double().mean())}
-    for end, by_class in (("", False), (" by class", True)):
-        held = fit.sets(xt, COVERAGE, by_class=by_class)
+    for end, kind in SET_KINDS.items():
+        held = fit.sets(xt, COVERAGE, **kind)
         held = torch.cat([held, held.new_zeros(len(held), int(yt.max()) + 1 - held.shape[1])], 1)
         right = held.gather(1, yt[:, None])[:, 0].double()
         each = [float(right[yt == label].mean()) for label in yt.unique()]
         found |= {f"covered{end}": float(right.mean()), f"size{end}": float(held.sum(1).double().mean())}
         found[f"least{end}"] = min(each)
+        found[f"none{end}"] = float((~held.any(1)).double().mean())
     return found
 
 
@@ -324,9 +329,10 @@ def peers(cells: Sequence[Cell]) -> str:
 
 def sets(cells: Sequence[Cell]) -> str:
     """Markdown: a row a network, task and number of samples."""
-    keys = ("covered", "size", "least", "covered by class", "size by class", "least by class")
+    keys = ("covered", "size", "least", "covered by class", "size by class", "least by class",
+            "covered empty", "size empty", "none empty")  # fmt: skip
     header = ["network", "task", "N", "right %", "held %", "classes", "least class %"]
-    header += ["by class: held %", "classes", "least class %"]
+    header += ["by class: held %", "classes", "least class %", "may be empty: held %", "classes", "empty %"]
     rows = []
     for key, name in TASKS:
         for n in COUNTS:

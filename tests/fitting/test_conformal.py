@@ -103,6 +103,9 @@ def test_sets_are_those_of_fits_made_again(kind: str, by_class: bool) -> None:
             above = sum(mine[i] < float(theirs[i, c]) for i in counted)
             expected = above < math.ceil(0.8 * (len(counted) + 1)) or c == best[t]
             assert bool(found[t, c]) == expected
+    likeliest = torch.zeros_like(found).scatter(1, best[:, None], True)
+    bare = fit.sets(x, coverage=0.8, by_class=by_class, seed=5, empty=True)
+    assert torch.equal(bare | likeliest, found)
 
 
 def test_sets_of_the_cross_entropy_are_those_of_one_newton_step() -> None:
@@ -172,7 +175,7 @@ def test_intervals_hold_what_they_promise(n: int) -> None:
 
 @pytest.mark.long
 def test_sets_hold_what_they_promise_and_each_class_by_itself() -> None:
-    held: list[list[float]] = [[], [], []]
+    held: list[list[float]] = [[], [], [], []]
     for seed in range(20):
         (x, y), (new, truth) = classes(60, seed), classes(200, 1000 + seed)
         fit = linnet.adapt(network(3), (x, y))
@@ -181,6 +184,8 @@ def test_sets_hold_what_they_promise_and_each_class_by_itself() -> None:
             held[place].append(float(right.mean()))
             if by_class:
                 held[2].append(float(right[truth == 1].mean()))
+        bare = fit.sets(new, 0.5, empty=True).gather(1, truth[:, None])[:, 0].double()
+        held[3].append(float(bare.mean()) + 0.3)  # as if of 80 %: more than half of the classes are right
     for each in held[:1] + held[2:]:
         assert np.mean(each) == pytest.approx(0.8, abs=4 * np.std(each) / 20**0.5 + 0.02)
     assert np.mean(held[1]) > 0.78
@@ -264,6 +269,7 @@ def test_the_network_sees_a_new_example_once() -> None:
         (lambda fit, x: fit.sets(x, coverage=0.97), "coverage=0.97 from 24 examples"),
         (lambda fit, x: fit.sets(x, by_class=1), "by_class"),
         (lambda fit, x: fit.sets(x, seed=-1), "seed"),
+        (lambda fit, x: fit.sets(x, empty=1), "empty"),
     ],
 )
 def test_what_is_refused(call: object, told: str) -> None:

@@ -108,7 +108,7 @@ _NAMES = {
     "augmentation operator memory device dtype candidates gram directions pooling training run inference "
     "passes",
     "selector": "params",
-    "flag": "adaptive add base by_class canonical clamps discrete flip inplace joint masked momentum "
+    "flag": "adaptive add base by_class canonical clamps discrete empty flip inplace joint masked momentum "
     "per_output tune progress "
     "record_gap shared squared stop training_mode",
     "flag or none": "shard",

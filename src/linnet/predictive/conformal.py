@@ -241,13 +241,21 @@ class CoveringModel(PredictiveModel):
 
     @in_exact_mode
     def sets(
-        self, x: Inputs, coverage: float = 0.9, by_class: bool = False, seed: int = 0, *, shift: Any = None
+        self,
+        x: Inputs,
+        coverage: float = 0.9,
+        by_class: bool = False,
+        seed: int = 0,
+        *,
+        empty: bool = False,
+        shift: Any = None,
     ) -> Tensor:
         """Sets of classes that hold the right one as often as ``coverage`` says, by the fits without each.
 
         A class is in the set of an example unless the probability of the likelier ones is higher than it was
         for that share of the training examples, each by the fit without it. The likeliest class is always in,
-        so that a fit that is right more often than ``coverage`` holds more. Nothing is proved, as the
+        so that a fit that is right more often than ``coverage`` holds more, unless sets may be ``empty``.
+        Nothing is proved, as the
         temperature of the probabilities, and mostly the ridge, were chosen by the same examples. Of weights
         and of held-out folds the same is true as in ``interval``.
 
@@ -258,6 +266,8 @@ class CoveringModel(PredictiveModel):
                 coverage / (1 − coverage) examples are then in every set.
             seed: Of the draws by which the last class of a set is in it or not; those of an example are the
                 same wherever it comes.
+            empty: Whether the likeliest class too is left out of its set where that is drawn, so that no more
+                are held than ``coverage`` says. A set without a class then tells of the draw, not of x.
             shift: As in ``interval``.
 
         Returns:
@@ -279,7 +289,7 @@ class CoveringModel(PredictiveModel):
             [[False, True], [True, False]]
         """
         coverage, seed = share_of(coverage), integer("seed", seed, least=0)
-        by_class, unseen = flag("by_class", by_class), self._unseen()
+        by_class, empty, unseen = flag("by_class", by_class), flag("empty", empty), self._unseen()
         if unseen.labels is None:
             raise InputError(
                 "sets() of a fit of values",
@@ -300,6 +310,7 @@ class CoveringModel(PredictiveModel):
             of_classes = scores(p, u[begin : begin + t])
             some = counts and counts.part(begin - n, begin - n + t)
             sets = held(of_classes, own, labels, coverage, by_class, some) & known
-            found.append(sets.scatter(1, unseen.probs(outputs).argmax(1, keepdim=True), True))
+            likeliest = unseen.probs(outputs).argmax(1, keepdim=True)
+            found.append(sets if empty else sets.scatter(1, likeliest, True))
             begin += t
         return torch.cat(found)
