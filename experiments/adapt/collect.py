@@ -274,13 +274,13 @@ def read_groceries(repository: Repository) -> Pool:
     return git_pictures(repository, classes, rows, [held_out for _, _, held_out in lines], crop=True)
 
 
-def read_kannada(repository: Repository) -> Pool:
-    """Handwritten Kannada digits: the 10,000 of the Kannada-MNIST test part, white on black, 28 x 28."""
+def read_kannada(repository: Repository, part: str = "kannada_MNIST_test") -> Pool:
+    """Handwritten Kannada digits: 10,000 of the Kannada-MNIST test part, white on black, 28 x 28."""
     folder = "data/output_tensors/MNIST_format"
-    pixels = gzip.decompress(repository.bytes(f"{folder}/X_kannada_MNIST_test-idx3-ubyte.gz"))
+    pixels = gzip.decompress(repository.bytes(f"{folder}/X_{part}-idx3-ubyte.gz"))
     digits = np.frombuffer(pixels, np.uint8, offset=16).reshape(-1, 28, 28)
     labels = np.frombuffer(
-        gzip.decompress(repository.bytes(f"{folder}/y_kannada_MNIST_test-idx1-ubyte.gz")), np.uint8, offset=8
+        gzip.decompress(repository.bytes(f"{folder}/y_{part}-idx1-ubyte.gz")), np.uint8, offset=8
     )
     files = [hashlib.sha256(digit.tobytes()).hexdigest() for digit in digits]
     pictures = [square(Image.fromarray(digit), crop=True) for digit in digits]
@@ -481,6 +481,15 @@ SOURCES = {
         "data/output_tensors/MNIST_format",
         OWN_SPLIT,
         read_kannada,
+    ),
+    # by other people, who do not write the language, on other paper and through another scanner
+    "dig_mnist": Source(
+        "vinayprabhu/Kannada_MNIST",
+        "f8390ece0c6990551e6f35189ccc42757bb29c43",
+        "none stated",
+        "data/output_tensors/MNIST_format",
+        OWN_SPLIT,
+        partial(read_kannada, part="dig_MNIST"),
     ),
     "customer_reviews": Source(
         *SENTENCES,

@@ -334,10 +334,15 @@ def renumbered(steps: list[Step]) -> Iterator[Step]:
 # -- tables ----------------------------------------------------------------------------------------
 
 
+def known(cells: list[Cell]) -> list[str]:
+    """The sets of some cells."""
+    return [name for name in SETS if any(cell["set"] == name for cell in cells)]
+
+
 def table(cells: list[Cell]) -> str:
     """Markdown: a row a set and method."""
     rows = []
-    for name in SETS:
+    for name in known(cells):
         for role, methods in (("stream", LEARNERS), ("joint", ORDERS)):
             for method in methods:
                 where = {"set": name, "method": method, "role": role}
@@ -358,7 +363,7 @@ def table(cells: list[Cell]) -> str:
 def exactness(cells: list[Cell]) -> str:
     """Markdown: a row a set and features; the largest difference over draws."""
     rows = []
-    for name in SETS:
+    for name in known(cells):
         for method in ORDERS:
             where = {"set": name, "method": method, "role": "exactness"}
             size = chosen(cells, "outputs", **where)

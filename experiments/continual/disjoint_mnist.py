@@ -26,7 +26,7 @@ from experiments.continual.networks import Heads, multilayer
 from experiments.continual.streams import Task, classes, mnist
 from experiments.continual.training import METHODS, Method, Training, accuracy, learn
 from experiments.figures import figure, save
-from experiments.study import Study, parser
+from experiments.study import Cell, Study, parser
 
 KF, DIAGONAL, SI = "Online Laplace (KF)", "Online Laplace (D)", "SI"
 GRID = {KF: [1, 10, 100, 1e3, 1e4], DIAGONAL: [1e2, 1e3, 1e4, 1e5, 1e6], SI: [1, 10, 100, 1e3, 1e4]}
@@ -160,6 +160,21 @@ def report(cells: list[dict[str, Any]], grid: dict[str, list[float]], study: Stu
     save(drawn, study.out / "disjoint_mnist.svg")
     header = ["method", "λ or c", "mean of both tasks, %", "digits 0 to 4", "digits 5 to 9"]
     return tables.markdown(header, lines)
+
+
+def strengths(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a method and strength, the mean accuracies on the test images."""
+    rows = []
+    for method in GRID:
+        runs = [{row[0]: row[1:3] for row in cell["found"]} for cell in cells if cell["method"] == method]
+        for strength in runs[0]:
+            first, second = ([100 * run[strength][k] for run in runs] for k in (0, 1))
+            both = tables.with_error([(a + b) / 2 for a, b in zip(first, second, strict=True)])
+            alone = [f"{sum(each) / len(each):.1f}" for each in (first, second)]
+            rows.append([method, f"{strength:g}", str(len(runs)), both, *alone])
+    return tables.markdown(
+        ["method", "λ or c", "runs", "mean of both, %", "digits 0 to 4", "digits 5 to 9"], rows
+    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m experiments.monitor.shifts --sets development
     python -m experiments.monitor.shifts --sets reported
+    python -m experiments.monitor.shifts --sets natural
 
 What a network computes of a task's samples under each shift is kept (``--features``), so that every draw is
 rows of it, fitted by the function that ``linnet.adapt`` calls. All samples of a set are put together and
@@ -288,7 +289,7 @@ def sizes(cells: Sequence[Cell]) -> str:
 def tasks(cells: Sequence[Cell]) -> str:
     """Markdown: alarms and errors of the estimate by task."""
     made = []
-    for part in SETS:
+    for part in ("development", "reported"):
         for network, task in dict.fromkeys((c["network"], c["task"]) for c in cells if c["set"] == part):
             own = [cell for cell in cells if (cell["set"], cell["task"]) == (part, task)]
             rows = rows_of(own, part)
@@ -300,6 +301,23 @@ def tasks(cells: Sequence[Cell]) -> str:
             made.append([f"{task}, {network} ({part})", *(f"{number:.1f}" for number in numbers)])
     header = ["task", "left out %", "no shift: accuracy %"]
     header += [f"{what}, {one}" for what in ("alarms %", "error") for one in ("no shift", *SEVERITIES)]
+    return markdown(header, made)
+
+
+def natural(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a set and whose samples they are, of shifts that nobody made."""
+    made = []
+    every = [cell for cell in cells if cell["set"] == "natural"]
+    for task in (*dict.fromkeys(cell["task"] for cell in every), "all"):
+        rows = rows_of([cell for cell in every if task in (cell["task"], "all")], "natural")
+        for whose, shift in (("its own", NONE), ("others'", OTHER)):
+            own = [row for row in rows if row[0] == shift]
+            alarms = 100 * sum(row[5] for row in own) / sum(row[3] for row in own)
+            columns = [pooled(own, at) for at in (4, *range(6, 6 + len(METHODS)))]
+            bias = f"{pooled(own, 6 + len(METHODS)):+.1f}"
+            numbers = [f"{number:.1f}" for number in (columns[0], alarms, *columns[1:])]
+            made.append([task, whose, *numbers, bias])
+    header = ("set", "whose samples", "accuracy %", "alarms %", *METHODS, "bias of the first")
     return markdown(header, made)
 
 
@@ -316,7 +334,8 @@ def run(
     arguments = parser(description)
     folder = Path("runs/experiments/monitor") / ("altered" if alter else "features")
     arguments.add_argument("--features", type=Path, default=folder)
-    arguments.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
+    sets = [part for part in SETS if part != "natural" or not alter]
+    arguments.add_argument("--sets", nargs="+", default=sets, choices=sets)
     given = arguments.parse_args()
     study, cells = Study(name, given), []
     for part in given.sets:
@@ -330,7 +349,8 @@ def run(
                 network = NETWORKS[key].name
                 what = {"set": part, "network": network, "task": task, "shots": count, "seed": seed}
                 cells.append(study.cell(what, cell))
-    study.publish("\n\n".join(tables(cells, part) for part in given.sets), cells)
+    parts = [tables(cells, part) for part in given.sets if part != "natural"]
+    study.publish("\n\n".join([*parts, natural(cells)] if "natural" in given.sets else parts), cells)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.adapt.tasks import DEVELOPMENT, MORE, NETWORKS, REPORTED, Task, stored
+from experiments.locate import find_data_dir
 from experiments.sources import Images, pixels
 
 SEVERITIES = ("mild", "strong")
@@ -34,6 +35,10 @@ SETS = {
         ("minilm", "emotions"),
     ),
 }
+# shifts that nobody made: samples of other people, beside their own set's; speakers are left out in turn
+WRITERS = "Kannada digits, others' hands"
+SPEAKERS = tuple(f"spoken digits, speaker {k + 1}" for k in range(6))
+SETS["natural"] = (("resnet20", WRITERS), *(("mobilenet", name) for name in SPEAKERS))
 # sets with the classes of another one
 OTHERS = {"film reviews": "film grades", "product reviews": "opinions"}
 
@@ -201,8 +206,11 @@ def drawn(
     key: str, name: str, pool: int, tested: int, data_dir: str | None, alter: bool = False
 ) -> tuple[Any, Drawn]:
     """A network, and the samples of a task: about so many in all, the same number of each class."""
-    network, task = NETWORKS[key], EVERY[name]
+    network = NETWORKS[key]
     model, prepared = network.load(data_dir)
+    if name in (WRITERS, *SPEAKERS):
+        return model, natural(name, network, prepared, pool, tested, data_dir)
+    task = EVERY[name]
     x, y = together(stored(task, data_dir))
     draw = torch.Generator().manual_seed(0)
     classes = int(y.max()) + 1
@@ -220,6 +228,30 @@ def drawn(
     tried = altered(x[rest.numpy()], task, network, prepared, 1, SEVERITIES if alter else ())
     own = tried.pop((NONE, ""))
     return model, Drawn(own, y[rest], shifted, y[test], other_y, tried)
+
+
+def natural(name: str, network: Any, prepared: Any, pool: int, tested: int, data_dir: str | None) -> Drawn:
+    """Samples of a set, and those of people that are none of those of the set."""
+    if name == WRITERS:
+        x, y = together(stored(EVERY["Kannada digits"], data_dir))
+        other, other_y = together(stored(Task("", "fresh/dig_mnist"), data_dir))
+    else:
+        x, y = together(stored(EVERY["spoken digits"], data_dir))
+        with np.load(find_data_dir(data_dir) / "spoken_digits_mel64.npz", allow_pickle=False) as file:
+            speaker = torch.from_numpy(np.concatenate([file["speaker_train"], file["speaker_test"]]))
+        left = speaker == SPEAKERS.index(name)
+        other, other_y, x, y = x[left.numpy()], y[left], x[~left.numpy()], y[~left]
+    draw, classes = torch.Generator().manual_seed(0), int(y.max()) + 1
+    some = of_each(y, (pool + tested) // classes, draw)
+    some = some[torch.randperm(len(some), generator=draw)]
+    tested = min(tested, len(some) // 3)
+    at = of_each(other_y, tested // classes, draw)
+    own, test, more = (
+        normalized(pixels(given, None, network.side, 3), prepared)
+        for given in (x[some[tested:].numpy()], x[some[:tested].numpy()], other[at.numpy()])
+    )
+    shifted = {(NONE, ""): test, (OTHER, "strong"): more}
+    return Drawn(own, y[some[tested:]], shifted, y[some[:tested]], other_y[at], {})
 
 
 def binary(task: Task, data_dir: str | None) -> tuple[np.ndarray, Tensor]:

@@ -81,7 +81,7 @@ def alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_order() -> Iterator[None]:
-    """Passes that are differentiated once, backward: attention may take its fused kernels."""
+    """Passes that are differentiated once, backward, or not: attention may take its fused kernels."""
     # Those have no forward mode and no second derivative, but neither form nor keep the (T, T) matrix
     # (`benchmarks/attention.py`).
     if torch.compiler.is_compiling():

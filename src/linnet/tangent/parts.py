@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.tangent.batch import Inputs, batch_size, split, take
+from linnet.tangent.modes import first_order
 from linnet.tangent.sequences import Run, ignores_padding, lengths, shortened
 from linnet.tree import tensors_in
 
@@ -18,6 +19,7 @@ from linnet.tree import tensors_in
 IMAGES = 2 << 20
 
 
+@first_order()
 @torch.no_grad()
 def in_parts(network: nn.Module, run: Run, x: Inputs, size: int) -> Tensor:
     """Outputs of many examples, at most ``size`` of them at a time."""
