@@ -217,6 +217,8 @@ class TestClassifier:
         np.testing.assert_array_equal(sets, model.fit_.sets(model.inputs(X), 0.8))
         own = model.predict_set(X, coverage=0.8, by_class=True)
         np.testing.assert_array_equal(own, model.fit_.sets(model.inputs(X), 0.8, by_class=True))
+        bare = model.predict_set(X, coverage=0.8, empty=True)
+        np.testing.assert_array_equal(bare, model.fit_.sets(model.inputs(X), 0.8, empty=True))
         assert sets.dtype == bool
         assert sets[np.arange(60), np.searchsorted(model.classes_, names(X))].mean() > 0.8
         with pytest.raises(NotFittedError):

@@ -417,19 +417,22 @@ class _Classifier(_Estimator):
         if len(names) > known:
             self.classes_ = np.array([*self.classes_, *map(self.classes_.dtype.type, names[known:])])
 
-    def predict_set(self, X: Any, coverage: float = 0.9, by_class: bool = False) -> Any:
+    def predict_set(
+        self, X: Any, coverage: float = 0.9, by_class: bool = False, *, empty: bool = False
+    ) -> Any:
         """Sets of classes that hold the right one as often as ``coverage`` says, by the fits without each.
 
         Args:
             X: (T, ...), like those of the fit.
             coverage: Share of right classes that are to be held.
             by_class: Whether each class is to be held so often, not the mean of all.
+            empty: Whether sets may be empty, so that no more are held than ``coverage`` says.
 
         Returns:
             Whether each class is in the set, (T, C) of bool; ``fit_.sets`` says more.
         """
         x = self.inputs(X)
-        return self.fit_.sets(x, coverage, by_class).cpu().numpy()
+        return self.fit_.sets(x, coverage, by_class, empty=empty).cpu().numpy()
 
 
 def _regressor() -> tuple[type, ...]:

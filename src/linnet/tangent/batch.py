@@ -185,8 +185,8 @@ def counted(mask: Tensor) -> Tensor:
 def masked_mean(states: Tensor, mask: Tensor) -> Tensor:
     """The mean over the positions that count, (N, D)."""
     # states (N, T, D), mask (N, T)
-    counts = counted(mask)[..., None].to(states)
-    return (states * counts).sum(1) / counts.sum(1)
+    counts = counted(mask)[:, None].to(states)
+    return (counts @ states)[:, 0] / counts.sum(2)  # a product: no copy of the states
 
 
 def tokens_counted(x: Inputs) -> Tensor | None:
