@@ -280,3 +280,13 @@ def test_rare_classes_are_not_said_to_be_contradicted() -> None:
     assert all(count <= contradicted for count in told)
     few = linnet.audit.mislabeled(linnet.adapt(net, (x[:3], y[1:4])))
     assert "nan" not in str(few)
+
+
+def test_probabilities_are_outputs_too() -> None:
+    outputs, labels, _ = drawn(80, 3, 0.15, seed=5)
+    own, other = mislabeled(outputs, labels), mislabeled(outputs.softmax(1), labels)
+    assert torch.equal(own.doubted(), other.doubted())
+    assert torch.equal(own.order, other.order)
+    torch.testing.assert_close(own.wrong, other.wrong)
+    certain = torch.eye(3, dtype=torch.float64)[labels]
+    assert not len(mislabeled(certain, labels).doubted())

@@ -388,6 +388,18 @@ def test_classes_that_are_called_by_numbers_are_no_places() -> None:
     assert model.classes_.tolist() == [1, 2, 3, 7]
 
 
+@pytest.mark.parametrize("classes", [2, 4])
+def test_a_class_more_of_classes_that_are_numbered_from_zero(classes: int) -> None:
+    rng = np.random.default_rng(0)
+    y = np.arange(60) % (classes + 1)
+    x = 3 * np.eye(classes + 1)[y] + 0.3 * rng.normal(size=(60, classes + 1))
+    model = LinnetClassifier(random_state=0).fit(x[y < classes], y[y < classes])
+    model.fit_ = model.fit_.update((model.inputs(x[y == classes]), y[y == classes]))
+    assert model.score(x, y) > 0.9
+    assert model.classes_.tolist() == list(range(classes + 1))
+    assert model.predict_proba(x).shape == (60, classes + 1)
+
+
 def test_names_that_may_be_slips_are_said() -> None:
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
     y = ["cat" if value > 0 else "dog" for value in x[:, 0]]

@@ -32,6 +32,20 @@ def test_noise_does_not_depend_on_an_offset(weighed: bool) -> None:
     torch.testing.assert_close(other.mean - 1e4, own.mean, rtol=0, atol=1e-4)
 
 
+def test_a_mean_that_the_intercept_cannot_carry_is_said(recwarn: pytest.WarningsRecorder) -> None:
+    net, x, y = noisy()
+    cases = (1e9, 1e-6, True), (1e5, 1.0, False), (1e4, 1e-6, False), (0.0, 1e-6, False)
+    for offset, ridge, told in cases:
+        fit = linnet.adapt(net, (x[:20], y[:20] + offset), ridge=ridge)  # fewer than features
+        off = float((fit.predict(x[20:]) - offset - y[20:]).abs().mean() / y.std())
+        assert off < 1.0 or told
+        assert any("pass y - y.mean(0)" in one for one in fit.record.warnings) == told
+        assert any("pass y - y.mean(0)" in str(one.message) for one in recwarn.list) == told
+        recwarn.clear()
+    classes = linnet.adapt(net, (x[:20], (y[:20, 0] > 0).long()), ridge=1e-6)
+    assert not any("pass y - y.mean(0)" in one for one in classes.record.warnings)
+
+
 @pytest.mark.parametrize("offset", [100.0, 1e4])
 def test_features_that_say_nothing_leave_the_mean(offset: float) -> None:
     """A large ridge holds back what features say, and not the intercept."""

@@ -230,7 +230,7 @@ def _free(fit: SolvedFit, gradient: Tensor) -> Tensor:
 
 def _warnings(fit: SolvedFit, kept: Tensor, lost: Tensor) -> tuple[str, ...]:
     """Warnings on what the certificate does not cover."""
-    found = []
+    found = [] if len(lost) else ["no example was forgotten: there is nothing to certify"]
     record = what_is_known(fit._function.model)
     seen = record.get("examples", frozenset())
     if record.get("metric"):

@@ -55,6 +55,7 @@ EVEN = 0.5  # probability of being wrong from which a label is doubted; and η i
 # Gain in log likelihood that wrong labels must bring near chance: half the 90 % point of χ² with one degree
 # of freedom, exceeded in 5 % of cases where η = 0, the end of its range, is true (Self and Liang, JASA 1987)
 GAIN = 1.353
+NEAR, RARE = 1e-4, 1e-30  # rows of probabilities sum to 1 to so much, and none counts as less than that
 SCORES = ("auto", "margin", "residual", "self-influence")
 
 
@@ -181,7 +182,8 @@ def mislabeled(fit: Fitted | Tensor, labels: Tensor | None = None, *, score: str
 
     Args:
         fit: A fit of ``linnet.adapt`` or ``linnet.fit``, of either loss; or, of any other model, outputs
-            (N, C) that were left out or cross-validated, or (N, 1) for log odds of the second class.
+            (N, C) that were left out or cross-validated, logits or probabilities (rows that are not negative
+            and sum to 1), or (N, 1) for log odds of the second class.
         labels: Classes (N,) to go with outputs; a fit has its own.
         score: ``"margin"``, the largest leave-one-out output of another class less that of the given one;
             ``"residual"``, ‖tᵢ − f₋ᵢ(xᵢ)‖; ``"self-influence"``, ‖f(xᵢ) − f₋ᵢ(xᵢ)‖, of fits. ``"auto"`` is
@@ -303,6 +305,8 @@ def _checked(outputs: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
     count = max(2, outputs.shape[1])
     if not bool(((given == classes) & (classes >= 0) & (classes < count)).all()):
         refuse("labels", given, f"whole numbers from 0 to {count - 1}", "pass fit.labels")
+    if outputs.shape[1] > 1 and bool((outputs >= 0).all() & ((outputs.sum(1) - 1).abs() < NEAR).all()):
+        outputs = outputs.clamp_min(RARE).log()  # of probabilities, whose softmax they are
     return outputs, classes
 
 

@@ -413,7 +413,7 @@ class _Classifier(_Estimator):
         """Take over the classes that an update of ``fit_`` has named."""
         known, names = len(getattr(self, "classes_", ())), ()
         if hasattr(self, "fit_"):  # others are told that they are not fitted
-            names = self.fit_.class_names or ()
+            names = self.fit_.class_names or tuple(range(self.fit_.classes or 0))
         if len(names) > known:
             self.classes_ = np.array([*self.classes_, *map(self.classes_.dtype.type, names[known:])])
 

@@ -68,6 +68,7 @@ TRIAL = 400  # samples on which they are tried where there are more
 # Times as many samples N as features D of which the last layer alone is solved in weights, with the same
 # answers: N D² + D³/3 operations in place of N³/3 for each ridge.
 SLIM = 2
+OFF = 1.0  # of the spread of values: a bound, of which a fiftieth is seen
 CONSTANT = 1e-12  # spread of outputs, of the largest, that rounding alone leaves
 AVERAGED = (
     f"the mean of {HIDDEN} over its positions, by {MASK} where it is given; output= takes something else"
@@ -164,8 +165,7 @@ class NestedFit(SquaredFit):
         if isinstance(system, NormalSystem):
             # its weight comes first; 1ᵀM1 = (1 − ρ H⁻¹₁₁)/κ and ρ rᵀβ = ‖r − f‖² + ρ ‖W‖² leave no difference
             # of large numbers
-            unit = torch.eye(len(system.normal), 1).to(system.solution)
-            free, own = self.ridge * float(system.solve(unit)[0, 0]), system.solution.square().sum(1)
+            free, own = not_carried(self.prior, system, self._targets), system.solution.square().sum(1)
             squares = (self.ridge * system.beta).square().sum() + self.ridge * own[1:].sum()
             return float(squares - self.ridge * free / (1 - free) * own[0]) / self._targets.values.numel()
         dual = system.dual
@@ -447,6 +447,34 @@ class NestedFit(SquaredFit):
         return {"kernel": system.kernel, "beta": system.beta}
 
 
+def not_carried(prior: Prior, system: KernelSystem | NormalSystem, targets: Targets) -> float:
+    """The share of a constant that the prior of the intercept leaves to the features: 1 − κ 1ᵀM1."""
+    if isinstance(system, NormalSystem):  # ρ H⁻¹₁₁
+        unit = torch.eye(len(system.normal), 1).to(system.solution)
+        return system.ridge * float(system.solve(unit)[0, 0])
+    root = targets.every_weight.sqrt().to(system.beta)[:, None]
+    return 1 - prior.mixture.bias * float(root.T @ system.dual.solve(root))
+
+
+def offset_remarks(prior: Prior, system: KernelSystem | NormalSystem, targets: Targets) -> tuple[str, ...]:
+    """Whether values are so far from zero that predictions are off by what features take of their mean."""
+    if targets.classes is not None or len(targets.values) < 2:
+        return ()
+    values = targets.values.double()
+    mean, spread = values.mean(0).abs(), values.std(0)
+    varies = spread > CONSTANT * mean
+    far = float((mean / spread)[varies].amax()) if bool(varies.any()) else 0.0
+    off = far * abs(not_carried(prior, system, targets)) if far > 1 else 0.0
+    if off <= OFF:
+        return ()
+    told = (
+        f"the mean of y is {far:.1g} times its spread, more than the intercept carries at the ridge "
+        f"{system.ridge:.1g}: predictions may be off by up to {off:.1g} times the spread; pass y - y.mean(0)"
+    )
+    warn(told)
+    return (told,)
+
+
 def rounding_remarks(
     prior: Prior, rows: Tensor, kernels: Kernels, system: KernelSystem | NormalSystem
 ) -> tuple[str, ...]:
@@ -519,7 +547,7 @@ def solved(
     rows = system.problem.examples.rows[HEAD]
     assert rows is not None
     averaged = {"features": AVERAGED} if getattr(features.model, "averaged", False) else {}
-    told = rounding_remarks(prior, rows, kernels, system)
+    told = (*rounding_remarks(prior, rows, kernels, system), *offset_remarks(prior, system, targets))
     told_of = {k: v.replace("lower layers", features.below) for k, v in choice.reasons().items()}
     if many:
         more = f"more than {MANY:,}" if batch_size(x) > MANY else "many more than these"

@@ -20,7 +20,7 @@ from linnet.distributed import check_others, current
 from linnet.errors import DataError, InputError
 from linnet.linalg.factorize import is_finite
 from linnet.params import wrapped
-from linnet.tree import hash_tensors, map_tensors, tensors_in
+from linnet.tree import hash_tensors, leaves, map_tensors, tensors_in
 
 EMPTY = "check the path and the split that the data come from"
 
@@ -74,6 +74,8 @@ def batch_size(x: Inputs) -> int:
     remedy = "turn arrays and lists of numbers into tensors with torch.as_tensor"
     if found:
         remedy = "give every input an example axis, as in x[None] for a single example"
+    elif isinstance(x, Mapping) and any(isinstance(one, str) for one in leaves(x)):
+        remedy = TOKENIZED
     elif (is_data_set(x) and not hasattr(x, "__array__")) or yields(x):
         remedy = (
             "put its inputs side by side, torch.cat([x for x, y in batches]), or call for a batch at a time"

@@ -145,7 +145,10 @@ def as_pair(item: Any, name: str = "a batch") -> tuple[Any, Any]:
         return x, y
     entries = f" ({', '.join(map(repr, item))})" if isinstance(item, Mapping) else ""
     remedy = "pass data=(x, y)"
-    if entries:
+    parts = [*item.values()] if isinstance(item, Mapping) else []
+    if parts and all(map(is_data_set, parts)):
+        remedy = f"pass one of the data sets, as data[{next(iter(item))!r}]"
+    elif entries:
         remedy = f'{remedy}, or rename the entry that holds the targets to "labels"'
     elif hasattr(item, "columns"):
         remedy = 'pass x and y apart: (table.drop(columns="y"), table["y"])'

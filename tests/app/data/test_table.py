@@ -273,6 +273,18 @@ def test_a_table_may_end_in_tsv_and_others_say_what_to_do(tmp_path: Path) -> Non
             load_data(tmp_path / f"d{ending}")
 
 
+@pytest.mark.parametrize("cells", ["low", "True", "7"])
+def test_values_of_a_run_are_no_texts(tmp_path: Path, cells: str) -> None:
+    task = load_data(table(tmp_path / "d.csv", "a,y\n" + "".join(f"{n},{n}.5\n" for n in range(12))))
+    assert task.table is not None
+    new = table(tmp_path / "new.csv", f"a,y\n1,{cells}\n2,{cells}\n")
+    if cells == "7":
+        assert read_like(new, task.table, None)[1].tolist() == [[7], [7]]
+        return
+    with pytest.raises(DataError, match=f"line 2: y is '{cells}'"):
+        read_like(new, task.table, None)
+
+
 def test_a_text_that_is_new_is_neither_of_two_categories(tmp_path: Path) -> None:
     lines = "".join(f"{'ab'[n % 2]},{'cde'[n % 3]},{n}.5\n" for n in range(12))
     task = load_data(table(tmp_path / "d.csv", "two,three,y\n" + lines))

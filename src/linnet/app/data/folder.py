@@ -197,7 +197,7 @@ class ImageFiles:
                     f"images differ in size: {names[row]} has {_pixels(image.shape)} pixels, "
                     f"{first} has {_pixels(result.shape[1:])}",
                     expected="images of one size",
-                    remedy="give a size to scale them to (--size 224)",
+                    remedy="scale them to one size, as linnet adapt does with --size 224",
                 )
             result[row] = image
         if faults or result is None:

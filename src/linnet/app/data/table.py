@@ -326,6 +326,8 @@ def read_like(
     answer = table.target if table.target in names else None
     if answer is not None and classes is not None:  # names that all look like numbers are names
         worded.add(answer)
+    elif answer is not None:
+        worded.discard(answer)  # values: a text among them is an error, as in features
     cells = read_cells(path, names, worded, answer, commas - worded, least=1)
     values, findings = [], []
     for column in table.features:
