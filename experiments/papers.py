@@ -84,13 +84,16 @@ def quoted(text: str, field: str) -> str:
 
 def averaged(number: Mapping[str, Any]) -> str:
     """A mean over stored cells with its standard error, of a number or of paired differences."""
+    # where "of" has several places, of the mean of their numbers
     cells = pages.stored(number["file"])["cells"]
 
-    def values(where: Mapping[str, Any], of: str) -> dict[tuple[Any, ...], float]:
+    def values(where: Mapping[str, Any], of: str | list[str]) -> dict[tuple[Any, ...], float]:
+        places = [of] if isinstance(of, str) else of
         found: dict[tuple[Any, ...], list[float]] = {}
         for cell in cells:
             if all(cell.get(name) == value for name, value in where.items()):
-                found.setdefault(tuple(cell[name] for name in number["by"]), []).append(pages.leaf(cell, of))
+                one = sum(pages.leaf(cell, place) for place in places) / len(places)
+                found.setdefault(tuple(cell[name] for name in number["by"]), []).append(one)
         assert number.get("best") or all(len(listed) == 1 for listed in found.values())
         return {key: min(listed) for key, listed in found.items()}
 
