@@ -88,6 +88,8 @@ def test_forgetting_is_certified_and_what_did_not_forget_is_not(kind: str) -> No
     found = forgetting_certificate(fit, GONE)
     assert found.relative < 1e-8
     assert (found.retained, found.forgotten, found.warnings) == (N - 3, 3, ())
+    (told,) = forgetting_certificate(fit, []).warnings
+    assert "no example was forgotten" in told
     less = fit.forget(GONE)
     for name, value in less.module.delta.items():
         with torch.no_grad():

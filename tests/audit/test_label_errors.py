@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.audit.mislabel import GAIN, labels_in_words, mislabeled
+from linnet.errors import InputError
 from tests.fitting.problems import near, problem, rho_for
 
 
@@ -288,5 +289,9 @@ def test_probabilities_are_outputs_too() -> None:
     assert torch.equal(own.doubted(), other.doubted())
     assert torch.equal(own.order, other.order)
     torch.testing.assert_close(own.wrong, other.wrong)
+    for rounded in (outputs.softmax(1).half(), (100 * outputs.softmax(1)).round() / 100):
+        assert mislabeled(rounded, labels).temperature == pytest.approx(own.temperature, rel=0.2)
+    with pytest.raises(InputError, match="probabilities whose rows sum to 1"):
+        mislabeled(torch.cat([outputs[1:].softmax(1), torch.zeros(1, 3)]), labels)
     certain = torch.eye(3, dtype=torch.float64)[labels]
     assert not len(mislabeled(certain, labels).doubted())

@@ -395,6 +395,7 @@ def test_a_class_more_of_classes_that_are_numbered_from_zero(classes: int) -> No
     x = 3 * np.eye(classes + 1)[y] + 0.3 * rng.normal(size=(60, classes + 1))
     model = LinnetClassifier(random_state=0).fit(x[y < classes], y[y < classes])
     model.fit_ = model.fit_.update((model.inputs(x[y == classes]), y[y == classes]))
+    assert model.predict_set(x).shape == (60, len(model.classes_))
     assert model.score(x, y) > 0.9
     assert model.classes_.tolist() == list(range(classes + 1))
     assert model.predict_proba(x).shape == (60, classes + 1)

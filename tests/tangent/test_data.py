@@ -31,6 +31,7 @@ from torch.utils.data import (
 import linnet
 from linnet.errors import DataError, DiskSpaceError, InputError
 from linnet.tangent import data as reading
+from linnet.tangent.batch import batch_size
 from linnet.tangent.data import Data, Gathered, in_batches, pairs
 from linnet.tangent.inputs import DataNotes
 
@@ -609,3 +610,19 @@ def test_batches_may_be_the_same_tensors_filled_again(limit: int) -> None:
     found = held.whole()
     assert torch.equal(found[0], x)
     assert torch.equal(found[1], y)
+
+
+def test_what_is_no_pair_says_what_to_pass() -> None:
+    x, y = torch.randn(6, 2), torch.arange(6) % 2
+    loader = DataLoader(TensorDataset(x, y), batch_size=3)
+    cases = (
+        ({"train": TensorDataset(x, y), "test": TensorDataset(x, y)}, r"data\['train'\]"),
+        ({"train": loader}, r"data\['train'\]"),
+        ({"inputs": x.numpy(), "target": y.numpy()}, 'rename the entry .* to "labels"'),
+        ({}, "pass data="),
+    )
+    for data, told in cases:
+        with pytest.raises(InputError, match=told):
+            linnet.adapt(nn.Linear(2, 2), data)
+    with pytest.raises(InputError, match="for texts pass tokenizer"):
+        batch_size({"text": ["a", "b"]})

@@ -39,6 +39,7 @@ from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
 from linnet.linalg.factorize import searched
 from linnet.params import choice, refuse, tensor
+from linnet.predictive.gaussian import SURE
 from linnet.predictive.noise import probabilities
 from linnet.shown import Record, frame
 from linnet.tangent.modes import in_exact_mode
@@ -55,7 +56,8 @@ EVEN = 0.5  # probability of being wrong from which a label is doubted; and η i
 # Gain in log likelihood that wrong labels must bring near chance: half the 90 % point of χ² with one degree
 # of freedom, exceeded in 5 % of cases where η = 0, the end of its range, is true (Self and Liang, JASA 1987)
 GAIN = 1.353
-NEAR, RARE = 1e-4, 1e-30  # rows of probabilities sum to 1 to so much, and none counts as less than that
+ROUNDED = 20  # times the usual tolerance, for probabilities of two decimals or in half types
+RARE = 1e-30  # no probability counts as less
 SCORES = ("auto", "margin", "residual", "self-influence")
 
 
@@ -182,8 +184,8 @@ def mislabeled(fit: Fitted | Tensor, labels: Tensor | None = None, *, score: str
 
     Args:
         fit: A fit of ``linnet.adapt`` or ``linnet.fit``, of either loss; or, of any other model, outputs
-            (N, C) that were left out or cross-validated, logits or probabilities (rows that are not negative
-            and sum to 1), or (N, 1) for log odds of the second class.
+            (N, C) that were left out or cross-validated, logits, or probabilities, whose rows sum to 1; or
+            (N, 1) for log odds of the second class.
         labels: Classes (N,) to go with outputs; a fit has its own.
         score: ``"margin"``, the largest leave-one-out output of another class less that of the given one;
             ``"residual"``, ‖tᵢ − f₋ᵢ(xᵢ)‖; ``"self-influence"``, ‖f(xᵢ) − f₋ᵢ(xᵢ)‖, of fits. ``"auto"`` is
@@ -199,7 +201,7 @@ def mislabeled(fit: Fitted | Tensor, labels: Tensor | None = None, *, score: str
 
     Raises:
         InputError: If the score is none of these, the margin is asked of a regression, outputs are not
-            finite, or labels are no classes, or not as many as outputs.
+            finite, or probabilities in most rows alone, or labels are no classes, or not as many as outputs.
 
     Source:
         Achille et al., CVPR 2021, appendix A.3, at the example itself; Northcutt, Jiang and Chuang, JAIR 2021
@@ -305,8 +307,12 @@ def _checked(outputs: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
     count = max(2, outputs.shape[1])
     if not bool(((given == classes) & (classes >= 0) & (classes < count)).all()):
         refuse("labels", given, f"whole numbers from 0 to {count - 1}", "pass fit.labels")
-    if outputs.shape[1] > 1 and bool((outputs >= 0).all() & ((outputs.sum(1) - 1).abs() < NEAR).all()):
-        outputs = outputs.clamp_min(RARE).log()  # of probabilities, whose softmax they are
+    total = outputs.sum(1, keepdim=True)
+    whole = (total - 1).abs() <= ROUNDED * SURE
+    if outputs.shape[1] > 1 and bool((outputs >= 0).all()) and float(whole.double().mean()) > EVEN:
+        if not bool(whole.all()):
+            refuse("outputs", outputs, "logits, or probabilities whose rows sum to 1", "pass either of them")
+        outputs = (outputs / total).clamp_min(RARE).log()  # whose softmax they are
     return outputs, classes
 
 

@@ -410,7 +410,7 @@ class _Classifier(_Estimator):
         return probs / probs.sum(1, keepdims=True)
 
     def _grow(self) -> None:
-        """Take over the classes that an update of ``fit_`` has named."""
+        """Take over the classes that an update of ``fit_`` has brought."""
         known, names = len(getattr(self, "classes_", ())), ()
         if hasattr(self, "fit_"):  # others are told that they are not fitted
             names = self.fit_.class_names or tuple(range(self.fit_.classes or 0))
@@ -426,11 +426,12 @@ class _Classifier(_Estimator):
             X: (T, ...), like those of the fit.
             coverage: Share of right classes that are to be held.
             by_class: Whether each class is to be held so often, not the mean of all.
-            empty: Whether sets may be empty, so that no more are held than ``coverage`` says.
+            empty: Whether sets may be empty, so that not more are held where the fit is right more often.
 
         Returns:
             Whether each class is in the set, (T, C) of bool; ``fit_.sets`` says more.
         """
+        self._grow()
         x = self.inputs(X)
         return self.fit_.sets(x, coverage, by_class, empty=empty).cpu().numpy()
 

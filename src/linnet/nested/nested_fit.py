@@ -10,6 +10,7 @@ derivatives, and with features of earlier layers along some of them (``landmarks
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -45,7 +46,19 @@ from linnet.nested.features import (
 )
 from linnet.nested.landmarks import MANY
 from linnet.nested.many import errors_in_weights, in_weights
-from linnet.nested.search import FREE, JUDGES, Choice, Kernels, Rung, Shares, choose, intercept, sampled
+from linnet.nested.search import (
+    FREE,
+    JUDGES,
+    SPREAD,
+    Choice,
+    Kernels,
+    Rung,
+    Shares,
+    choose,
+    intercept,
+    remoteness,
+    sampled,
+)
 from linnet.params import flag, no_targets, warn
 from linnet.tangent.batch import MASK, Inputs, batch_size, concatenate, hash_examples, take
 from linnet.tangent.data import Data
@@ -68,8 +81,7 @@ TRIAL = 400  # samples on which they are tried where there are more
 # Times as many samples N as features D of which the last layer alone is solved in weights, with the same
 # answers: N D² + D³/3 operations in place of N³/3 for each ridge.
 SLIM = 2
-OFF = 1.0  # of the spread of values: a bound, of which a fiftieth is seen
-CONSTANT = 1e-12  # spread of outputs, of the largest, that rounding alone leaves
+OFF = 0.3  # of the spread of values, by which predictions may be off; often it is much less
 AVERAGED = (
     f"the mean of {HIDDEN} over its positions, by {MASK} where it is given; output= takes something else"
 )
@@ -458,18 +470,12 @@ def not_carried(prior: Prior, system: KernelSystem | NormalSystem, targets: Targ
 
 def offset_remarks(prior: Prior, system: KernelSystem | NormalSystem, targets: Targets) -> tuple[str, ...]:
     """Whether values are so far from zero that predictions are off by what features take of their mean."""
-    if targets.classes is not None or len(targets.values) < 2:
-        return ()
-    values = targets.values.double()
-    mean, spread = values.mean(0).abs(), values.std(0)
-    varies = spread > CONSTANT * mean
-    far = float((mean / spread)[varies].amax()) if bool(varies.any()) else 0.0
-    off = far * abs(not_carried(prior, system, targets)) if far > 1 else 0.0
-    if off <= OFF:
+    far = 0.0 if targets.classes is not None else remoteness(targets)
+    if not 1 < far < math.inf or (off := far * abs(not_carried(prior, system, targets))) <= OFF:
         return ()
     told = (
         f"the mean of y is {far:.1g} times its spread, more than the intercept carries at the ridge "
-        f"{system.ridge:.1g}: predictions may be off by up to {off:.1g} times the spread; pass y - y.mean(0)"
+        f"{system.ridge:.1g}: predictions may be off by {off:.1g} times the spread; pass y - y.mean(0)"
     )
     warn(told)
     return (told,)
@@ -511,7 +517,7 @@ def size_remarks(targets: Tensor, kind: torch.dtype, other: float) -> tuple[str,
     # targets (N, C); other: errors of another kind
     numbers, largest = torch.finfo(kind), float(targets.abs().max())
     scale = float((targets - targets.mean(0)).square().mean().sqrt())
-    if scale <= CONSTANT * largest:
+    if scale <= SPREAD * largest:
         return ()
     if not numbers.tiny < (1e-3 * scale) ** 2 < (1e3 * scale) ** 2 < numbers.max:
         said = f"{kind} does not hold the squares of y, whose spread is {scale:.1g}, and so no variances"

@@ -31,11 +31,12 @@ EARLIER = (0.2, 0.5, 0.8, 1.0)  # e
 USUAL, AGAINST = 1.0, 2.0
 # κ, the prior variance of the intercept beside a kernel whose diagonal is about 1: the intercept is free to
 # 1 part in N·10³, and float64 keeps 12 digits of the rest: at 10⁴ updates in two orders differed by 5·10⁻⁸.
-# Of values, whose mean may be far from zero, it is 10⁴, and so many times more as the ridge is more than 1
-# and as their mean is more than their spread, up to STRETCH times, else it holds predictions back from the
-# mean; but no more times the ridge than it is at the least of these.
+# Classes share what a large ridge then holds back. Of values, whose mean may be far from zero, it is 10⁴, and
+# so many times more as the ridge is more than 1 and as their mean is more than their spread, up to STRETCH
+# times, else it holds predictions back from the mean; but no more times the ridge than it is at the least.
 BIAS, OF_VALUES = 1e3, 1e4
 STRETCH = 1e4
+SPREAD = 1e-12  # of values, of the largest, that rounding alone leaves
 CONSTANT = 100.0  # times the sum of the other eigenvalues, about N: such a ridge leaves the mean of values
 PER_DECADE = 4  # ridges
 LOW, HIGH = -4, 3  # decades of ridges that are looked through first
@@ -278,12 +279,17 @@ def intercept(targets: Targets, ridge: float = 1.0) -> float:
     """κ, which leaves the intercept as free at a ridge as rounding allows."""
     if targets.classes is not None:
         return BIAS
+    free = OF_VALUES * max(1.0, ridge) * min(max(1.0, remoteness(targets)), STRETCH)
+    return max(OF_VALUES, min(free, ridge * OF_VALUES / 10.0**LOWEST))
+
+
+def remoteness(targets: Targets) -> float:
+    """How many times their spread the mean of values is, at the most; infinite where none varies."""
     values, w = targets.values.double(), targets.every_weight[:, None] / targets.every_weight.sum()
     mean = (w * values).sum(0)
     spread = (w * (values - mean).square()).sum(0).sqrt()
-    far = float((mean.abs() / spread)[spread > 0].amax()) if bool((spread > 0).any()) else STRETCH
-    free = OF_VALUES * max(1.0, ridge) * min(max(1.0, far), STRETCH)
-    return max(OF_VALUES, min(free, ridge * OF_VALUES / 10.0**LOWEST))
+    varies = spread > SPREAD * mean.abs()
+    return float((mean.abs() / spread)[varies].amax()) if bool(varies.any()) else math.inf
 
 
 def sampled(n: int, count: int) -> Tensor:

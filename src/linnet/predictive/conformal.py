@@ -266,8 +266,9 @@ class CoveringModel(PredictiveModel):
                 coverage / (1 − coverage) examples are then in every set.
             seed: Of the draws by which the last class of a set is in it or not; those of an example are the
                 same wherever it comes.
-            empty: Whether the likeliest class too is left out of its set where that is drawn, so that no more
-                are held than ``coverage`` says. A set without a class then tells of the draw, not of x.
+            empty: Whether the likeliest class too is left out of its set where that is drawn, so that about
+                ``coverage`` is held, and not more where the fit is right more often. Sets without a class are
+                of examples of which the fit is surest, and do not tell that x is unusual.
             shift: As in ``interval``.
 
         Returns:

@@ -20,14 +20,14 @@ from linnet.tangent.modes import in_exact_mode
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-_SURE = 1e-3  # how far the probabilities of an example may sum from one
+SURE = 1e-3  # how far the probabilities of an example may sum from one
 
 
 def exclusive(p: Tensor) -> Tensor:
     """Probabilities of classes that exclude each other, a row per example, (N, C)."""
     if p.ndim == 2 and p.shape[1] == 1:
         p = torch.cat([1 - p, p], 1)
-    if p.ndim != 2 or bool(((p.sum(1) - 1).abs() > _SURE).any()):
+    if p.ndim != 2 or bool(((p.sum(1) - 1).abs() > SURE).any()):
         raise InputError(
             f"probabilities of shape {tuple(p.shape)}",
             expected="one class for each example: (N, C), each row with the sum one",

@@ -146,7 +146,7 @@ def as_pair(item: Any, name: str = "a batch") -> tuple[Any, Any]:
     entries = f" ({', '.join(map(repr, item))})" if isinstance(item, Mapping) else ""
     remedy = "pass data=(x, y)"
     parts = [*item.values()] if isinstance(item, Mapping) else []
-    if parts and all(map(is_data_set, parts)):
+    if parts and all((is_data_set(one) and not hasattr(one, "__array__")) or yields(one) for one in parts):
         remedy = f"pass one of the data sets, as data[{next(iter(item))!r}]"
     elif entries:
         remedy = f'{remedy}, or rename the entry that holds the targets to "labels"'
