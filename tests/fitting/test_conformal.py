@@ -218,6 +218,20 @@ def test_a_rare_class_is_in_every_set_however_sure_the_fit_is() -> None:
     assert fit.sets(1e4 * x, by_class=True)[:, 2].all()
 
 
+def test_a_class_counts_as_its_samples_however_they_are_weighed() -> None:
+    x, y = classes(60)
+    y = torch.where(torch.arange(60) < 4, 2, y.clamp(max=1))
+    fit = linnet.adapt(nn.Linear(3, 3).double(), (x, y), sample_weight="balanced", ridge=0.3)
+    counts = fit._unseen().counts_of_class
+    torch.testing.assert_close(counts, torch.ones_like(counts))
+    assert fit.sets(1e4 * x, by_class=True)[:, 2].all()
+    uneven = linnet.adapt(nn.Linear(3, 3).double(), (x, y), sample_weight=torch.rand(60) + 0.1, ridge=0.3)
+    w, counts = uneven._targets.weights.flatten(), uneven._unseen().counts_of_class
+    for label in range(3):
+        own = w[y == label]
+        torch.testing.assert_close(counts[y == label].sum(), own.sum() ** 2 / own.square().sum())
+
+
 def test_draws_belong_to_examples() -> None:
     data, (x, _) = classes(24), classes(400, 7)
     fit = linnet.adapt(network(3), data)

@@ -152,3 +152,53 @@ def test_padding_without_a_mask_is_said() -> None:
     with pytest.warns(UserWarning, match="x has no mask, and the training data had one"):
         fit.predict(ids)
     fit.predict(ids[:1, :6])  # which ends in no padding
+
+
+class Positions(nn.Module):
+    """The mean of embeddings that a mask shows, with or without those of positions."""
+
+    def __init__(self, absolute: bool) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(20, WIDTH), nn.Embedding(30, WIDTH)
+        self.mix, self.head, self.absolute = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2), absolute
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None
+    ) -> Tensor:
+        hidden = self.embedding(input_ids)
+        if self.absolute:
+            at = torch.arange(input_ids.shape[1]) if position_ids is None else position_ids
+            hidden = hidden + 3 * self.places(at)
+        shown = attention_mask[..., None].to(hidden)
+        return self.head((self.mix(hidden).tanh() * shown).sum(1) / shown.sum(1))
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_padding_in_front_that_counts_is_said(absolute: bool, recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(0)
+    net, behind = Positions(absolute).double(), batch(texts(20, 9))
+    count = (behind["attention_mask"] == 0).sum(1)
+    front = {
+        name: torch.stack([row.roll(int(n)) for row, n in zip(t, count, strict=True)])
+        for name, t in behind.items()
+    }
+    y = torch.arange(20) % 2
+
+    def said() -> bool:
+        found = any("padding in front" in str(one.message) for one in recwarn.list)
+        recwarn.clear()
+        return found
+
+    fit = linnet.adapt(net, (behind, y))
+    assert not said()
+    fit.predict(behind)
+    assert not said()
+    fit.predict(front)
+    assert said() == absolute
+    linnet.adapt(net, (front, y))
+    assert said() == absolute
+    places = (front["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    own = linnet.adapt(net, ({**front, "position_ids": places}, y))
+    assert not said()
+    kept = {**behind, "position_ids": (behind["attention_mask"].cumsum(1) - 1).clamp_min(0)}
+    torch.testing.assert_close(own.predict(kept), own.predict({**front, "position_ids": places}))

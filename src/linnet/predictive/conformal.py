@@ -169,6 +169,16 @@ class Unseen:
         w = self.weights
         return None if w is None else w * (w.sum() / w.square().sum())
 
+    @property
+    def counts_of_class(self) -> Tensor | None:
+        """The same where the examples of each class are asked for themselves."""
+        w, labels = self.weights, self.labels
+        if w is None or labels is None:
+            return None
+        empty = w.new_zeros(int(labels.max()) + 1)
+        total, squares = (empty.index_add(0, labels, one) for one in (w, w.square()))
+        return w * (total / squares.clamp_min(torch.finfo(w.dtype).tiny))[labels]
+
 
 class CoveringModel(PredictiveModel):
     """Base class of models that are known without each training example: intervals and sets of targets."""
@@ -300,7 +310,8 @@ class CoveringModel(PredictiveModel):
         x, n, labels = self._examples(x), len(unseen.outputs), unseen.labels
         if not by_class:
             require_enough(unseen.count, coverage)
-        counts = counts_of(unseen.counts, shift, n, batch_size(x))
+        often = unseen.counts_of_class if by_class else unseen.counts
+        counts = counts_of(often, shift, n, batch_size(x))
         u = unseen.outputs.new_tensor(drawn(unseen.x, seed) + drawn(x, seed))[:, None]
         p = unseen.probs(unseen.outputs)
         own = scores(p, u[:n]).gather(1, labels[:, None])[:, 0]

@@ -50,6 +50,7 @@ from linnet.params import warn
 from linnet.tangent.batch import (
     EMPTY,
     IGNORED,
+    MASK,
     SHARED,
     TARGETS,
     TOKENS,
@@ -82,10 +83,12 @@ from linnet.tangent.inputs import (
     is_image,
     one_image,
     outputs_or_none,
+    states_or_none,
     taken,
     tensorize,
 )
 from linnet.tangent.modes import random_kept
+from linnet.tangent.sequences import ALONG
 from linnet.tree import leaves, map_tensors, tensors_in
 
 # -- what is given -------------------------------------------------------------------------------------
@@ -577,6 +580,7 @@ class Data:
         y = next_tokens(network, x, y, said)
         if network is not None:
             said.warnings += doubts(network, x, said.notes) if known is None else known.doubts(x, said.notes)
+            said.warnings += padded_in_front(network, x)
             y = y.to(device_of(network))
         if keep:
             for warning in said.warnings:
@@ -610,7 +614,8 @@ def examples(network: Functional | nn.Module, x: Any, name: str = "x") -> Inputs
     else:
         made = taken(network, one_image(network, in_columns(x, said)), name, said)
         check_examples(made, name)
-    for line in (*said.warnings, *([] if known is None else known.doubts(made, said.notes))):
+    more = [] if known is None else known.doubts(made, said.notes)
+    for line in (*said.warnings, *more, *padded_in_front(network, made)):
         warn(line)
     return made
 
@@ -702,6 +707,32 @@ def _require_alike(network: Functional | nn.Module, one: Inputs, filled: Inputs)
             expected="sequences of one length, or a network that leaves hidden positions out",
             remedy='pad all of them alike, as tokenizer(texts, padding=True) or padding="max_length" does',
         )
+
+
+def padded_in_front(network: Functional | nn.Module, x: Inputs) -> list[str]:
+    """Whether texts have padding in front that is not as good as none, by the one that has most."""
+    mask = x.get(MASK) if isinstance(x, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point() or "position_ids" in x:
+        return []
+    count = (mask != 0).byte().argmax(1)  # positions before the first that counts
+    if not bool(count.any()) or len(mask) != batch_size(x):
+        return []
+    row, cut = int(count.argmax()), int(count.max())
+    one = take(x, slice(row, row + 1))
+    assert isinstance(one, Mapping)
+    alone = {key: t[:, cut:] if key in ALONG else t for key, t in one.items()}
+    short, long = states_or_none(network, alone), states_or_none(network, one)
+    model = network.model if isinstance(network, Functional) else network
+    first = any(name.rpartition(".")[2] == "pooler" for name, _ in model.named_modules())
+    if short is not None and long is not None and not first:
+        long = long[:, -short.shape[1] :] if short.ndim > 2 else long
+        scale = ALIKE * max(float(short.abs().max()), 1e-30)
+        if short.shape == long.shape and float((short - long).abs().max()) <= scale:
+            return []
+    return [
+        f"{int((count > 0).sum())} texts have padding in front, which the network takes for their first "
+        'positions: pad behind them (tokenizer.padding_side = "right"), or pass "position_ids" too'
+    ]
 
 
 def _limit(memory: str | int | None) -> int:

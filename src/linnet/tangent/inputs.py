@@ -571,6 +571,13 @@ def outputs_or_none(network: Functional | nn.Module, x: Inputs) -> Tensor | None
         return None
 
 
+def states_or_none(network: Functional | nn.Module, x: Inputs) -> Tensor | None:
+    """The outputs, or the last hidden states where a network returns these."""
+    found = outputs_or_none(network, x)
+    states = getattr(_result(network, x), "last_hidden_state", None) if found is None else found
+    return states if isinstance(states, Tensor) else None
+
+
 def _listed(network: Functional | nn.Module, x: list[Any]) -> Inputs:
     """A list of inputs, or of samples if the network does not take as many arguments, or not these."""
     found, alike = _arguments(_module_of(network)), are_alike(x)

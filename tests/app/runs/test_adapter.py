@@ -244,7 +244,8 @@ def test_an_update_is_the_fit_of_both(shop: Path, tmp_path: Path) -> None:
     for asked in (shop / "both.jsonl", shop / "questions.jsonl"):
         one, other = losses(tmp_path / "more", asked), losses(joint, asked)
         torch.testing.assert_close(one, other, atol=1e-3, rtol=0)
-    words = ["--run", tmp_path / "more", "--data", shop / "more.jsonl", "--out", tmp_path / "most"]
+    write_lines(tmp_path / "more.jsonl", [fact("Ann", "Paris")])  # other texts of the same name
+    words = ["--run", tmp_path / "more", "--data", tmp_path / "more.jsonl", "--out", tmp_path / "most"]
     linnet("update", *words)
     assert result(tmp_path / "most")["added"][0]["id"] == "more.jsonl-2/train/0"
     linnet("update", *words, "--new-class", "Oslo", "--overwrite", "true", code=2)
@@ -619,6 +620,11 @@ def test_conversations_are_asked_as_conversations(shop: Path, tmp_path: Path) ->
 
 
 def test_texts_that_are_there_already_are_told(shop: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    new = ["--run", shop / "run", "--data", shop / "facts.jsonl"]
-    linnet("update", *new, "--out", shop / "twice")
-    assert "7 of them were there already, and count twice now" in capsys.readouterr().out
+    run = ["--run", shop / "run", "--data"]
+    linnet("update", *run, shop / "facts.jsonl", "--out", shop / "same", code=2)
+    assert "all 7 texts of" in capsys.readouterr().err
+    whole = shop / "whole.jsonl"
+    whole.write_text((shop / "facts.jsonl").read_text() + (shop / "more.jsonl").read_text())
+    linnet("update", *run, whole, "--out", shop / "once")
+    assert "7 texts of whole.jsonl are training texts already, and were left out" in capsys.readouterr().out
+    assert result(shop / "once")["train"] == 9

@@ -576,16 +576,24 @@ def update(options: RunOptions, data: Path, out: Path, verify: bool, overwrite: 
         raise _no_use("new_class", new_class)
     run = opened(options)
     new = read_texts(data, run.tokenizer, "train")
+    fresh = [at for at, record in enumerate(new.records) if record not in run.texts.records]
+    known = len(new.records) - len(fresh)
+    if not fresh:
+        raise DataError(
+            f"all {known} texts of {data} are training texts of the run already",
+            expected="texts that the run was not trained on",
+            remedy="give other texts",
+        )
+    new = new.take(fresh)
     start = time.perf_counter()
     with waiting("the update"):
         fit = run.fit.update(run.batch(new))
     seconds = time.perf_counter() - start
-    known = sum(record in run.texts.records for record in new.records)
     new = replace(new, ids=unused(run.texts.ids, data.name, new.ids))
     both = Texts(run.texts.ids + new.ids, run.texts.records + new.records)
     told = _changed("update", run, replace(run, fit=fit, texts=both), new, seconds, out, verify, overwrite)
     if known:
-        told[1].append(f"note: {known} of them were there already, and count twice now")
+        told[1].append(f"note: {known} texts of {data.name} are training texts already, and were left out")
     return told
 
 
