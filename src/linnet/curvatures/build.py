@@ -164,8 +164,9 @@ def curvature(
     Everything is summed over the examples (and output positions) and divided by nothing.
 
     Args:
-        model: The network, with all parameters that require a gradient, or a ``Linearized``, which says which
-            parameters vary and how outputs are taken: the matrix is that of its network, at δ = 0.
+        model: The network, with all parameters that require a gradient (all, where none does), or a
+            ``Linearized``, which says which parameters vary and how outputs are taken: the matrix is that of
+            its network, at δ = 0.
         data: An (x, y) pair, inputs alone where no targets are needed, a Dataset, a DataLoader, a list of
             batches or any other object that yields them. It is read batch by batch, and nothing is kept of
             it; an iterator, which can be read only once, is gathered first.

@@ -437,7 +437,8 @@ def checked_module(make: Make, like: Prototype, answer: Answer) -> fx.GraphModul
         raise ModelError(
             "the variance of the exported model is another than the fit's",
             expected="a fit whose own variances are exact, and a last layer that is the last",
-            remedy="export without variance=, and keep the fit in linnet for it",
+            remedy="fit model.double() or at a larger ridge, which leave less to rounding; or export without "
+            "variance=, and keep the fit in linnet for it",
         )
     if wrong:
         raise ModelError(
