@@ -714,8 +714,10 @@ def padded_in_front(network: Functional | nn.Module, x: Inputs) -> list[str]:
     mask = x.get(MASK) if isinstance(x, Mapping) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point() or "position_ids" in x:
         return []
-    count = (mask != 0).byte().argmax(1)  # positions before the first that counts
-    if not bool(count.any()) or len(mask) != batch_size(x):
+    if not bool(((mask == 0) | (mask == 1)).all() & mask.any(1).all()) or len(mask) != batch_size(x):
+        return []
+    count = mask.byte().argmax(1)  # positions before the first that counts
+    if not bool(count.any()):
         return []
     row, cut = int(count.argmax()), int(count.max())
     one = take(x, slice(row, row + 1))
