@@ -447,6 +447,7 @@ def test_a_kernel_that_is_rounding_alone_is_no_kernel() -> None:
     noise += (1e-7 - noise.diagonal().mean() + noise.mean()) * n / (n - 1) * torch.eye(n)
     kernels = Kernels(features @ features.T, body=100 + noise)
     assert search.choose(kernels, targets).taken.weight == 0
+    assert search.choose(kernels, targets, Shares(ridge=0.1)).taken.weight == 0  # which the others bear
     for parts, weight in ((kernels, 0.5), (Kernels(100 + noise, body=noise), None)):
         with pytest.raises(NumericalError, match="rounding"):
             search.choose(parts, targets, Shares(weight))

@@ -8,6 +8,7 @@ w = e = 0 the model is ridge regression on the features with an intercept, the l
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -326,11 +327,9 @@ class _Search:
         if self.kernels.body is not None:
             moved = []
             for weight in track(WEIGHTS, self._label("derivatives")):
-                try:
+                # the kernel of the lower layers, or so much of it, is rounding; the others may not be
+                with contextlib.suppress(NumericalError):
                     moved.append(self.at(weight, taken.earlier))
-                except NumericalError:  # the kernel of the lower layers is rounding; the others may not be
-                    if self.given.ridge is not None:
-                        raise
             every += moved
             best = min(moved, key=lambda one: one.score, default=taken)
             taken = best if helps(taken, best) else taken

@@ -271,7 +271,7 @@ def test_trained_lower_layers(
 def test_a_run_with_rounding_errors_says_so_and_opens_again(folder: Path) -> None:
     """The mean over a picture of what a network makes of it hardly tells the classes apart."""
     (folder / "pooled.py").write_text(
-        "from torch import nn\n\n\ndef net():\n"
+        "import torch\nfrom torch import nn\n\n\ndef net():\n    torch.manual_seed(0)\n"
         "    layers = [nn.Conv2d(1, 6, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]\n"
         "    return nn.Sequential(*layers, nn.Linear(6, 3))\n"
     )
