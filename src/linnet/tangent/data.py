@@ -723,10 +723,12 @@ def padded_in_front(network: Functional | nn.Module, x: Inputs) -> list[str]:
     one = take(x, slice(row, row + 1))
     assert isinstance(one, Mapping)
     alone = {key: t[:, cut:] if key in ALONG else t for key, t in one.items()}
-    short, long = states_or_none(network, alone), states_or_none(network, one)
     model = network.model if isinstance(network, Functional) else network
-    first = any(name.rpartition(".")[2] == "pooler" for name, _ in model.named_modules())
-    if short is not None and long is not None and not first:
+    # a pooler reads the first position
+    if not any(name.rpartition(".")[2] == "pooler" for name, _ in model.named_modules()):
+        short, long = states_or_none(network, alone), states_or_none(network, one)
+        if short is None or long is None:
+            return []
         long = long[:, -short.shape[1] :] if short.ndim > 2 else long
         scale = ALIKE * max(float(short.abs().max()), 1e-30)
         if short.shape == long.shape and float((short - long).abs().max()) <= scale:
