@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import InputError, ModelError
 from linnet.fitting.last_layer import Appended, _probabilities, ending_linear, features
+from linnet.nested.search import BIAS
 
 transformers = pytest.importorskip("transformers")
 
@@ -83,7 +84,7 @@ def test_a_classifier_of_texts_is_adapted(kind: str, tmp_path: Path) -> None:
     )
     probe = linnet.adapt(model, (x, y), weight=0.0, ridge=0.1)
     phi = phi - phi[:N].mean(0)
-    kernel = 1e4 + phi @ phi[:N].T / phi[:N].square().sum(1).mean()
+    kernel = BIAS + phi @ phi[:N].T / phi[:N].square().sum(1).mean()
     targets = torch.nn.functional.one_hot(y).double() * 15
     expected = kernel[N:] @ torch.linalg.solve(kernel[:N] + 0.1 * torch.eye(N, dtype=torch.float64), targets)
     assert torch.allclose(probe.predict(tokens(1)), expected, atol=1e-6)
