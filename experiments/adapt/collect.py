@@ -275,7 +275,7 @@ def read_groceries(repository: Repository) -> Pool:
 
 
 def read_kannada(repository: Repository, part: str = "kannada_MNIST_test") -> Pool:
-    """Handwritten Kannada digits: 10,000 of the Kannada-MNIST test part, white on black, 28 x 28."""
+    """Handwritten Kannada digits: by default the 10,000 of the test part, white on black, 28 x 28."""
     folder = "data/output_tensors/MNIST_format"
     pixels = gzip.decompress(repository.bytes(f"{folder}/X_{part}-idx3-ubyte.gz"))
     digits = np.frombuffer(pixels, np.uint8, offset=16).reshape(-1, 28, 28)

@@ -22,24 +22,19 @@ from torch.nn import functional as F
 
 import linnet
 from experiments.adapt.encoded import IMAGES, TEXTS, encoded
-from experiments.adapt.tasks import DEVELOPMENT, REPORTED, Network, Task
+from experiments.adapt.tasks import Network, Task
+from experiments.selection.criteria import find
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 from linnet.nested.nested_fit import NestedFit
 
-
-def named(name: str) -> Task:
-    """A task by its name."""
-    return next(task for task in (*DEVELOPMENT, *REPORTED) if task.name == name)
-
-
 SETS: dict[str, tuple[Network, Task]] = {
     "CIFAR-100": (IMAGES, Task("CIFAR-100", "cifar100_5k_2k")),
-    "bank requests": (TEXTS, named("bank requests")),
-    "traffic signs": (IMAGES, named("traffic signs")),
-    "scenes": (IMAGES, named("scenes")),
-    "hand signs": (IMAGES, named("hand signs")),
-    "EuroSAT": (IMAGES, named("EuroSAT")),
+    "bank requests": (TEXTS, find("bank requests")),
+    "traffic signs": (IMAGES, find("traffic signs")),
+    "scenes": (IMAGES, find("scenes")),
+    "hand signs": (IMAGES, find("hand signs")),
+    "EuroSAT": (IMAGES, find("EuroSAT")),
 }
 STEPS, SHOTS = 10, 20  # steps, samples of a class
 COMPUTED, TESTED = 5000, 2000

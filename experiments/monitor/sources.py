@@ -172,6 +172,15 @@ def of_each(y: Tensor, count: int, draw: torch.Generator) -> Tensor:
     return torch.cat([every[y[every] == label][:count] for label in y.unique()])
 
 
+def apart(y: Tensor, pool: int, tested: int, draw: torch.Generator, third: bool) -> tuple[Tensor, Tensor]:
+    """Positions of test samples, a third of all at most if asked for, and of the others."""
+    some = of_each(y, (pool + tested) // (int(y.max()) + 1), draw)
+    some = some[torch.randperm(len(some), generator=draw)]
+    if third:  # so that small sets have training samples too
+        tested = min(tested, len(some) // 3)
+    return some[:tested], some[tested:]
+
+
 def normalized(x: Tensor, by: Any) -> Tensor:
     """Images as a network takes them."""
     mean, deviation = (torch.tensor(part).view(1, -1, 1, 1) for part in by)
@@ -213,12 +222,7 @@ def drawn(
     task = EVERY[name]
     x, y = together(stored(task, data_dir))
     draw = torch.Generator().manual_seed(0)
-    classes = int(y.max()) + 1
-    some = of_each(y, (pool + tested) // classes, draw)
-    some = some[torch.randperm(len(some), generator=draw)]
-    if alter:  # a third at most, so that small sets have training samples too
-        tested = min(tested, len(some) // 3)
-    test, rest = some[:tested], some[tested:]
+    test, rest = apart(y, pool, tested, draw, alter)
     shifted, other_y = altered(x[test.numpy()], task, network, prepared, 0), None
     if name in OTHERS:
         more, other_y = binary(EVERY[OTHERS[name]], data_dir)
@@ -241,17 +245,15 @@ def natural(name: str, network: Any, prepared: Any, pool: int, tested: int, data
             speaker = torch.from_numpy(np.concatenate([file["speaker_train"], file["speaker_test"]]))
         left = speaker == SPEAKERS.index(name)
         other, other_y, x, y = x[left.numpy()], y[left], x[~left.numpy()], y[~left]
-    draw, classes = torch.Generator().manual_seed(0), int(y.max()) + 1
-    some = of_each(y, (pool + tested) // classes, draw)
-    some = some[torch.randperm(len(some), generator=draw)]
-    tested = min(tested, len(some) // 3)
-    at = of_each(other_y, tested // classes, draw)
-    own, test, more = (
+    draw = torch.Generator().manual_seed(0)
+    test, rest = apart(y, pool, tested, draw, True)
+    at = of_each(other_y, len(test) // (int(y.max()) + 1), draw)
+    own, asked, more = (
         normalized(pixels(given, None, network.side, 3), prepared)
-        for given in (x[some[tested:].numpy()], x[some[:tested].numpy()], other[at.numpy()])
+        for given in (x[rest.numpy()], x[test.numpy()], other[at.numpy()])
     )
-    shifted = {(NONE, ""): test, (OTHER, "strong"): more}
-    return Drawn(own, y[some[tested:]], shifted, y[some[:tested]], other_y[at], {})
+    shifted = {(NONE, ""): asked, (OTHER, "strong"): more}
+    return Drawn(own, y[rest], shifted, y[test], other_y[at], {})
 
 
 def binary(task: Task, data_dir: str | None) -> tuple[np.ndarray, Tensor]:

@@ -699,14 +699,19 @@ def _require_alike(network: Functional | nn.Module, one: Inputs, filled: Inputs)
         return
     if short.ndim > 1 and short.shape != long.shape:  # an output for each position
         long = long[:, : short.shape[1]]
-    scale = float(short.abs().max())
-    if short.shape != long.shape or float((short - long).abs().max()) > ALIKE * max(scale, 1e-30):
+    if not _agree(short, long):
         raise DataError(
             f"batches of sequences have different lengths, and filling up {tuple(one[key].shape[1:])} to "
             f"{tuple(filled[key].shape[1:])} positions that {key!r} hides changes the network's outputs",
             expected="sequences of one length, or a network that leaves hidden positions out",
             remedy='pad all of them alike, as tokenizer(texts, padding=True) or padding="max_length" does',
         )
+
+
+def _agree(short: Tensor, long: Tensor) -> bool:
+    """Whether outputs without padding and with it are the same, but for rounding."""
+    scale = max(float(short.abs().max()), 1e-30)
+    return short.shape == long.shape and not float((short - long).abs().max()) > ALIKE * scale
 
 
 def padded_in_front(network: Functional | nn.Module, x: Inputs) -> list[str]:
@@ -730,8 +735,7 @@ def padded_in_front(network: Functional | nn.Module, x: Inputs) -> list[str]:
         if short is None or long is None:
             return []
         long = long[:, -short.shape[1] :] if short.ndim > 2 else long
-        scale = ALIKE * max(float(short.abs().max()), 1e-30)
-        if short.shape == long.shape and float((short - long).abs().max()) <= scale:
+        if _agree(short, long):
             return []
     return [
         f"{int((count > 0).sum())} texts have padding in front, which the network takes for their first "

@@ -565,17 +565,23 @@ def _runs(network: Functional | nn.Module, x: Inputs) -> bool:
 
 def outputs_or_none(network: Functional | nn.Module, x: Inputs) -> Tensor | None:
     """The outputs of a network for a batch; ``None`` where they are no tensor, or it fails."""
-    try:
-        return adapt_outputs(_result(network, x), None)
-    except (*FAILURES, LinnetError):
-        return None
+    return _outputs_of(_result(network, x))
 
 
 def states_or_none(network: Functional | nn.Module, x: Inputs) -> Tensor | None:
     """The outputs, or the last hidden states where a network returns these."""
-    found = outputs_or_none(network, x)
-    states = getattr(_result(network, x), "last_hidden_state", None) if found is None else found
+    result = _result(network, x)
+    found = _outputs_of(result)
+    states = getattr(result, "last_hidden_state", None) if found is None else found
     return states if isinstance(states, Tensor) else None
+
+
+def _outputs_of(result: Any) -> Tensor | None:
+    """The outputs in what a network returns; ``None`` where they are no tensor."""
+    try:
+        return adapt_outputs(result, None)
+    except (*FAILURES, LinnetError):
+        return None
 
 
 def _listed(network: Functional | nn.Module, x: list[Any]) -> Inputs:
