@@ -79,6 +79,14 @@ def test_a_head_whose_weight_is_made_of_others_is_replaced(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", MAKES)
+def test_a_fit_on_such_a_head_alone_is_loaded(make: Any, tmp_path: Path) -> None:
+    (x, y), layer = data(), make(nn.Linear(4, 4).double())
+    fit = linnet.adapt(layer, (x, y))
+    fit.save(tmp_path)
+    assert torch.equal(linnet.load(tmp_path, layer).predict(x), fit.predict(x))
+
+
+@pytest.mark.parametrize("make", MAKES)
 def test_lower_layers_whose_weights_are_made_of_others_take_part(make: Any) -> None:
     net, (x, y) = network(), data()
     make(net[2])

@@ -77,14 +77,16 @@ class RandomHeads:
         stages: tuple[str, ...] | None = None,
     ) -> None:
         name, old = last_linear(model)
-        body = {key: mask for key, mask in selected(model, names).items() if owner(key) != name}
+        probe = [f"{name}.weight"]  # what a file names where nothing below varies; a norm may hold its place
+        chosen = {} if names == probe else selected(model, names)
+        body = {key: mask for key, mask in chosen.items() if owner(key) != name}
         self.heads, self.seed, self.width = heads, seed, old.in_features
         self.layer, self.bodiless = name, not body
         self.before = before  # what it was before it was trained on the same samples
         clone = with_random_heads(model, heads, seed)
         setattr(clone, IDLE, getattr(model, "idle", None))
         self.below = getattr(model, BELOW, "lower layers")
-        function = Functional(clone, body or [f"{name}.weight"])
+        function = Functional(clone, body or probe)
         self.function = function.under(function.precision.exact(function.dtype))
         self.model = self.function.model
         self.stages = stages  # the layers that are read, once they are known

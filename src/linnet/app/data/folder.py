@@ -266,7 +266,8 @@ def _opened(path: Path) -> Iterator[Any]:
         raise DataError(f"it is {special_file(status)}")
     with Image.open(path, formats=_FORMATS) as image:
         if image.mode.startswith(_DEEP_MODES):
-            raise DataError(f"it has more than 8 bits a channel (mode {image.mode})")
+            deep = f"it has more than 8 bits a channel (mode {image.mode})"
+            raise DataError(f"{deep}: save it with 8 bits, scaled as the network saw such images")
         yield image
 
 
