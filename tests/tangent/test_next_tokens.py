@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import DataError, InputError, ModelError
 from linnet.likelihoods import Categorical
-from linnet.tangent.data import SHIFTED, Data
+from linnet.tangent.data import ALONE, SHIFTED, Data
 
 WORDS = 11
 
@@ -47,6 +47,63 @@ def test_labels_of_the_own_token_are_moved_once(ids: Tensor, hidden: int) -> Non
     again = Data.of({"input_ids": ids, "labels": moved(own, 1)}, Causal())
     assert torch.equal(again.y, moved(own, 1))
     assert SHIFTED not in again.notes
+
+
+class PreTrainedModel(nn.Module):
+    """What networks of Hugging Face are recognised by."""
+
+
+@pytest.mark.parametrize("name", ["OwnForCausalLM", "SeesForConditionalGeneration"])
+@pytest.mark.parametrize("inherits", [False, True])
+@pytest.mark.parametrize("encodes", [False, True])
+def test_networks_that_move_labels_are_known_by_their_classes(
+    ids: Tensor, name: str, inherits: bool, encodes: bool
+) -> None:
+    kind: type[nn.Module] = type(name, (Causal, PreTrainedModel), {})
+    net = (type("Mine", (kind,), {}) if inherits else kind)(encodes)
+    found = Data.of({"input_ids": ids, "labels": ids}, net)
+    assert torch.equal(found.y, ids if encodes else moved(ids, 1))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_labels_that_say_nothing_are_read_as_those_of_the_fit(ids: Tensor, own: bool, tmp_path) -> None:
+    class OwnForCausalLM(Causal, PreTrainedModel):
+        pass
+
+    torch.manual_seed(0)
+    net = OwnForCausalLM().double()
+    y = ids if own else moved(ids, 1)
+    lin = linnet.linearize(net)
+    fit = linnet.fit(lin, {"input_ids": ids, "labels": y}, "cross-entropy", axis=-1, ridge=1e9)
+    fit.save(tmp_path)
+
+    def expected(x: Tensor, labels: Tensor) -> Tensor:
+        logits = net(x).detach().transpose(1, 2)
+        return nn.functional.cross_entropy(logits, labels, reduction="none").sum(1)
+
+    x, alone = ids[:, :-1], torch.full_like(ids[:, 1:], -100)
+    alone[:, -1] = (ids[:, -2] + 1) % WORDS  # of the last position, and not the token there
+    same = torch.full((1, 4), 3)
+    for one in (fit, linnet.load(tmp_path, lin)):
+        query = {"input_ids": x, "labels": alone}
+        by_position = expected(x, moved(alone, 1) if own else alone)
+        torch.testing.assert_close(one.losses(query).detach(), by_position, rtol=1e-5, atol=1e-5)
+        repeated = expected(same, moved(same, 1) if own else same)
+        found = one.losses({"input_ids": same, "labels": same}).detach()
+        torch.testing.assert_close(found, repeated, rtol=1e-5, atol=1e-5)
+
+
+def test_labels_of_the_last_position_are_those_of_the_token_behind(ids: Tensor) -> None:
+    class OwnForCausalLM(Causal, PreTrainedModel):
+        pass
+
+    alone = torch.full_like(ids, -100)
+    alone[:, -1] = (ids[:, -1] + 1) % WORDS
+    found = Data.of({"input_ids": ids, "labels": alone}, OwnForCausalLM())
+    assert torch.equal(found.y, alone)
+    assert ALONE in found.notes
+    alone[:, -1] = ids[:, -1]
+    assert torch.equal(Data.of({"input_ids": ids, "labels": alone}, OwnForCausalLM()).y, moved(alone, 1))
 
 
 def test_labels_moved_twice_are_refused(ids: Tensor) -> None:

@@ -61,7 +61,7 @@ from linnet.memory import require
 from linnet.params import choice, instance, no_targets, refuse, warn
 from linnet.progress import waiting
 from linnet.tangent.batch import Inputs, batch_size, check_finite, observe, take
-from linnet.tangent.data import Data
+from linnet.tangent.data import SHIFTED, Data
 from linnet.tangent.gram import gram
 from linnet.tangent.inputs import KnownInputs
 from linnet.tangent.linearized import Linearized, pinned
@@ -186,7 +186,8 @@ def fit(
     if axis is None and data.classes:
         check_names(data.classes, lin.function.output_shape(x).numel())
     if axis is not None and loss == "cross-entropy":
-        lin.function.known = KnownInputs.of(x, data.columns, lin.function.token)
+        moved = SHIFTED in data.notes
+        lin.function.known = KnownInputs.of(x, data.columns, lin.function.token, moved)
         return fit_positions(Linearized(lin.function), data, float(ridge), solving, axis, memory)
     if axis is not None:
         y, counted = position_targets(y, lin.function.output_shape(x), axis, scale)

@@ -19,6 +19,7 @@ from linnet.linear.newton import WeightNewton
 from linnet.linear.problem import Problem
 from linnet.linear.saved import restored_newton, restored_system
 from linnet.number_types import Precision
+from linnet.tangent.data import SHIFTED
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.inputs import KnownInputs
 from linnet.tangent.linearized import Linearized
@@ -43,7 +44,8 @@ def restored_fit(
     function = function.under(Precision(**network["precision"]))
     function = function.in_float64() if network["float64"] else function
     x, record = saved.pop("x"), saved["record"]
-    function.known = KnownInputs.of(x, record.columns, function.token)
+    was_moved = SHIFTED in record.reasons.get("data", "")
+    function.known = KnownInputs.of(x, record.columns, function.token, was_moved)
     moved = tree.map_tensors(lambda t: t.to(function.device), saved)
     targets, solved = moved["targets"], moved["solved"]
     fitted: LinearFit | SoftmaxFit

@@ -479,7 +479,9 @@ SHIFTED = (
     "labels were those of their own positions, as the loss inside a causal network takes them: each was "
     "moved to the position before"
 )
-CAUSAL = ("ForCausalLM", "LMHead")  # in the names of classes of Hugging Face whose loss moves labels
+ALONE = "labels count at the last position alone, and are not the tokens there: taken as those of the token behind it"
+# In the names of classes of Hugging Face whose loss moves labels, unless they encode first.
+CAUSAL = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
 PROMPTS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING")  # types of adapters of peft
 TWICE = 8  # labels that must agree before they are said to have been shifted twice: fewer may by chance
 
@@ -506,16 +508,21 @@ def next_tokens(network: Functional | nn.Module | None, x: Inputs, y: Tensor, sa
         known = counted[:, :inside]
         return bool(known.any()) and bool((y_here[:, :inside] == ids[:, later:])[known].all())
 
-    if not are(0):
-        twice = int(counted.sum()) >= TWICE and are(2)
-        if are(1) or not (causal or twice):
-            return y
-        if twice:
-            raise DataError(
-                "labels are the tokens two positions later: they were shifted twice",
-                expected="the next token at each position, or the token itself, which is moved here",
-                remedy="pass labels as they are before any shift",
-            )
+    here, later = are(0), are(1)
+    if not here and not later and int(counted.sum()) >= TWICE and are(2):
+        raise DataError(
+            "labels are the tokens two positions later: they were shifted twice",
+            expected="the next token at each position, or the token itself, which is moved here",
+            remedy="pass labels as they are before any shift",
+        )
+    moves = here
+    if here == later:  # labels that say nothing of themselves are read as those of the fit
+        known, seen = getattr(network, "known", None), bool(counted[:, :-1].any())
+        moves = here or (bool(causal) and seen) if known is None else known.moved
+        if not here and not seen and known is None:
+            said.notes.append(ALONE)
+    if not moves:
+        return y
     said.notes.append(SHIFTED)
     return torch.cat([y[:, 1:], torch.full_like(y[:, :1], IGNORED)], 1)
 
@@ -534,7 +541,8 @@ def _is_causal(model: nn.Module | None) -> bool | None:
     kinds = [kind.__name__ for kind in type(model).__mro__]
     config = getattr(model, "config", None)
     if "PreTrainedModel" in kinds:
-        return any(name in kinds[0] for name in CAUSAL)
+        moves = any(name in kind for name in CAUSAL for kind in kinds)
+        return moves and not getattr(config, "is_encoder_decoder", False)
     return False if getattr(config, "is_encoder_decoder", False) else None
 
 

@@ -676,16 +676,17 @@ class KnownInputs(NamedTuple):
     range: tuple[float, float] | None  # of images, as the network takes them
     masked: bool  # whether a mask says which positions of sequences count
     token: int | None  # of padding, by the network's configuration or where nothing else is hidden
+    moved: bool = False  # whether labels were those of their own positions
 
     @classmethod
-    def of(cls, x: Inputs, columns: tuple[str, ...], token: int | None) -> KnownInputs:
+    def of(cls, x: Inputs, columns: tuple[str, ...], token: int | None, moved: bool = False) -> KnownInputs:
         """That of training inputs."""
         key = mask_of(x)
         ids = x.get(TOKENS) if isinstance(x, Mapping) else None
         if token is None and key == MASK and isinstance(ids, Tensor) and ids.shape == x[key].shape:
             hidden = ids[x[key] == 0].unique()
             token = int(hidden) if len(hidden) == 1 else None
-        return cls(columns, _range(x), key is not None, token)
+        return cls(columns, _range(x), key is not None, token, moved)
 
     def doubts(self, x: Inputs, notes: Sequence[str]) -> list[str]:
         """Why inputs are probably unlike those of the training data, images by their scale."""
