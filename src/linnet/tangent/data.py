@@ -479,7 +479,7 @@ SHIFTED = (
     "labels were those of their own positions, as the loss inside a causal network takes them: each was "
     "moved to the position before"
 )
-ALONE = "labels count at the last position alone, and are not the tokens there: taken as those of the token behind it"
+ALONE = "labels count at the last position alone, and are not the tokens there: taken as those behind it"
 # In the names of classes of Hugging Face whose loss moves labels, unless they encode first.
 CAUSAL = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
 PROMPTS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING")  # types of adapters of peft
