@@ -209,9 +209,13 @@ class LinearPosterior(PredictiveModel):
                 remedy="use .mean, the most probable δ",
             )
         if self.optimum is not None:
-            return _laplace_draws(self.optimum, n, seed).T
-        noise = normal((n, len(self.mean)), seed, self.mean.dtype, self.mean.device)
-        return self.mean + self.deviation * noise
+            moved = _laplace_draws(self.optimum, n, seed).T - self.mean
+        else:
+            moved = self.deviation * normal((n, len(self.mean)), seed, self.mean.dtype, self.mean.device)
+        function = self._problem.function
+        for name, mask in function.masks.items():  # entries that do not vary
+            moved[:, function.space.slices[name]] *= mask.flatten()
+        return self.mean + moved
 
     @in_exact_mode
     def predictive(

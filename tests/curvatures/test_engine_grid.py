@@ -152,6 +152,14 @@ def test_low_rank_keeps_the_leading_eigenpairs(method: str, expectation: str) ->
     assert_near(G.dense(), full, 1e-6)
 
 
+def test_random_vectors_find_what_stands_out() -> None:
+    problem = Problem("mlp-relu", "categorical")
+    leading = torch.linalg.eigvalsh(problem.curvature("full").dense()).flip(0)[:3]
+    found = problem.curvature("low-rank", rank=3, method="randomized").parts[0].operator
+    assert len(found.values) == 3
+    assert ((found.values > 0.9 * leading) & (found.values < 1.001 * leading)).all()
+
+
 def test_a_hessian_full_and_by_blocks() -> None:
     from tests.oracles.dense import hessian_oracle
 

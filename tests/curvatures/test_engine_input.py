@@ -166,3 +166,52 @@ def test_singular_matrices_are_named_by_layer(structure: str, caplog: pytest.Log
 def test_all_errors_are_linnets_own() -> None:
     assert issubclass(DataError, LinnetError)
     assert issubclass(MemoryBudgetError, MemoryError)
+
+
+class Routed(torch.nn.Module):
+    """Two experts, of which a router takes one for each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(4, 2)
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(4, 2) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        taken, out = self.router(x).argmax(-1), x.new_zeros(len(x), 2)
+        for i, expert in enumerate(self.experts):
+            if (taken == i).any():
+                out[taken == i] = expert(x[taken == i])
+        return out
+
+
+def test_experts_are_found_in_whatever_order_examples_come() -> None:
+    torch.manual_seed(0)
+    net, x = Routed().double(), torch.randn(80, 4, dtype=torch.float64)
+    sorted_ = net.router(x).argmax(-1).argsort()
+    found = [
+        linnet.curvature(net, (x[rows], torch.zeros(80, 2)), linnet.likelihoods.Gaussian())
+        for rows in (torch.arange(80), sorted_, sorted_.flip(0))
+    ]
+    whole = [one.diagonal() for one in found]
+    torch.testing.assert_close(whole[1], whole[0])
+    torch.testing.assert_close(whole[2], whole[0])
+
+
+def test_parameters_without_elements_take_no_part() -> None:
+    class Empty(torch.nn.Module):
+        """An adapter of rank 0."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 2)
+            self.a, self.b = (torch.nn.Parameter(torch.zeros(s)) for s in ((0, 3), (2, 0)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + x @ self.a.T @ self.b.T
+
+    net, x = Empty(), torch.randn(5, 3)
+    assert linnet.linearize(net).parameter_names == ["layer.weight", "layer.bias"]
+    assert torch.equal(linnet.linearize(net).kernel(x), linnet.linearize(net.layer).kernel(x))
+    data = x, torch.zeros(5, 2)
+    one, other = (linnet.curvature(part, data, linnet.likelihoods.Gaussian()) for part in (net, net.layer))
+    torch.testing.assert_close(one.diagonal(), other.diagonal())

@@ -14,7 +14,7 @@ from linnet.laplace.laplace import Laplace
 from tests.fitting.problems import near, real
 from tests.laplace.laplace_problems import classes, fitted, numbers
 
-L = linnet.likelihoods
+L, C = linnet.likelihoods, linnet.curvatures
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,28 @@ def test_data_can_be_added_to_what_was_loaded(structure: Any, tmp_path: Path) ->
     again = linnet.load(la.save(tmp_path), classes()[0]).fit(more, add=True)
     near(again.predictive(x).variance, la.fit(more, add=True).predictive(x).variance, 1e-6)
     assert again.examples == 18
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("params", [None, "last-layer", "masked"])
+@pytest.mark.parametrize(
+    ("structure", "expectation"),
+    [("full", "exact"), (C.LowRank(3, "randomized", seed=4), "exact"), ("kfac", C.MonteCarlo(2, seed=5))],
+)
+def test_so_are_parameters_seeds_and_methods(
+    structure: Any, expectation: Any, params: Any, linear: bool, tmp_path: Path
+) -> None:
+    model, x, y = classes()
+    if params == "masked":
+        name, weight = next(iter(model.named_parameters()))
+        params = {name: torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) > 0.4}
+    before = linnet.linearize(model, params=params) if linear else model
+    chosen = {} if linear else {"params": params}
+    la = Laplace(before, L.Categorical(), structure, expectation=expectation, **chosen).fit((x, y))
+    masked = isinstance(params, dict)  # whose masks the file has not
+    again = linnet.load(la.save(tmp_path), linnet.linearize(model, params=params) if masked else before)
+    more = real(6, 3, seed=20), torch.arange(6) % 3
+    near(again.fit(more, add=True).curvature.trace(), la.fit(more, add=True).curvature.trace(), 1e-6)
 
 
 @pytest.mark.parametrize("damping", ["exact", "matrix-normal", "factored"])

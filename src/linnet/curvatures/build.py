@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -60,6 +60,7 @@ from linnet.tangent.selection import Selector, check_selector
 # Structures computed from products with the whole matrix: low rank, and dense Hessians.
 
 COLUMNS = 64  # columns of a dense Hessian computed at once
+MORE = 10  # random vectors beyond the rank of a randomized decomposition (Halko and others 2011, section 4.2)
 LANCZOS_TOLERANCE = 1e-4
 
 
@@ -95,7 +96,7 @@ def whole(
         pass
     made = request.provenance(structure, float(batches.examples))
     if structure == "low-rank" and kept != "hessian":
-        found = _low_rank(product, low, request)
+        found, made = _low_rank(product, low, request), replace(made, leading=(low.method, low.seed))
         return Curvature((Part(everything(function), found, "low-rank"),), function, made)
     layers = [everything(function)] if structure == "full" else layers_of(function, batches.first())
     largest = sum(layer.size**2 for layer in layers) * function.dtype.itemsize
@@ -112,17 +113,18 @@ def _low_rank(product: SummedOperator, low: settings.LowRank, request: Request) 
     """The leading eigenpairs."""
     p = product.shape[0]
     rank, method, seed = min(low.rank, p), low.method, low.seed
-    held = {"lanczos": 2 * rank * 20, "randomized": 3 * rank}[method] * p * product.dtype.itemsize
+    held = {"lanczos": 2 * rank * 20, "randomized": 3 * (rank + MORE)}[method] * p * product.dtype.itemsize
     budget = parse_bytes(request.memory, product.device)
     require(
         Plan(f"{rank} eigenpairs of {p} parameters", budget, (("basis", held),)),
-        ["lower the rank of LowRankMatrix(rank)", 'use LowRankMatrix(rank, method="randomized")'],
+        ["lower the rank of LowRank(rank)", 'use LowRank(rank, method="randomized")'],
     )
 
     def solve(matrix: LinearOperator) -> tuple[Tensor, ...]:
         if method == "randomized":
-            near = nystrom(matrix, rank, seed)
-            return near.basis, near.values
+            near = nystrom(matrix, min(rank + MORE, p), seed)
+            order = near.values.argsort(descending=True)[:rank]
+            return near.basis[:, order], near.values[order]
         pairs = eigenpairs(matrix, rank, tolerance=LANCZOS_TOLERANCE, seed=seed)
         found = pairs.require("the leading eigenpairs of the curvature")
         return found.vectors, found.values.clamp(min=0)

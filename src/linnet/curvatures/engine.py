@@ -45,7 +45,7 @@ from linnet.linalg.factorize import eigh_bytes
 from linnet.memory import Plan, parse_bytes, require
 from linnet.number_types import wide_type
 from linnet.progress import track
-from linnet.tangent.batch import take
+from linnet.tangent.batch import Inputs, take
 from linnet.tangent.capture import planned
 from linnet.tangent.functional import Functional
 from linnet.tangent.plan import PROBES
@@ -90,7 +90,7 @@ def by_structure(
         whole, meta = [[Assignment(everything(function), "full", "")]], torch.device("meta")
         _require_memory(_memory(function, whole, _first_sums(whole, request, function, meta), request))
     first = batches.first()
-    look = require_runs(function, take(first.x, slice(0, PROBES)))
+    look = require_runs(function, _looked_at(first))
     if any(structure == "kfra" for _, structure in wanted):
         return [_recursion(function, batches, request, first)]
     layers = layers_of(function, first, look)
@@ -187,9 +187,14 @@ def _recursion(function: Functional, batches: Batches, request: Request, first: 
     return Curvature(tuple(sums.parts()), function, made)
 
 
+def _looked_at(batch: Batch) -> Inputs:
+    """A few examples, from all over a batch: those of sorted data may take different ways each."""
+    return take(batch.x, torch.linspace(0, batch.size - 1, min(PROBES, batch.size)).long())
+
+
 def layers_of(function: Functional, batch: Batch, run: Trace | None = None) -> tuple[Layer, ...]:
     """The layers of a network, found on a few examples."""
-    few = take(batch.x, slice(0, min(PROBES, batch.size)))
+    few = _looked_at(batch)
     captured = planned(function, few, run or trace(function, few))
     plans = function.cache.plans.values()
     reasons = {name: why for plan in plans for name, why in plan.exact.items()}

@@ -255,8 +255,8 @@ def require_as_found(captured: Captured, layer: Layer) -> None:
     """Raise if a layer's factors, found on the first batch, are not those of this one."""
     if not as_found(captured, layer):
         raise ModelError(
-            f"{layer.name} is used differently in later batches than in the first",
-            expected="the same operations in every batch, for Kronecker factors",
+            f"{layer.name} is used differently for some examples than for those looked at first",
+            expected="the same operations for all examples, for Kronecker factors",
             remedy=f'give it another structure: {{"^{layer.name}": "diagonal", ".*": "kfac"}}, or "block"',
         )
 

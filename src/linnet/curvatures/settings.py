@@ -27,7 +27,8 @@ class LowRank:
 
     Args:
         rank: How many.
-        method: ``"lanczos"`` (to convergence) or ``"randomized"`` (one product).
+        method: ``"lanczos"`` (to convergence) or ``"randomized"`` (one product with ten vectors more, whose
+            eigenvalues are too small where they decay slowly, and a posterior made of them too wide).
         seed: Seed of the vectors that it starts from.
 
     Raises:

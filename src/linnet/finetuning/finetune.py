@@ -234,13 +234,13 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def _check_masks(model: nn.Module) -> None:
-    """Raise if a part of a parameter is frozen, which only a linearization obeys."""
+    """Raise if a part of a parameter is frozen, which a solve obeys and training does not."""
     masked = [name for name, mask in selected(model, "all").items() if mask is not None]
     if masked:
         raise ModelError(
-            f"parameter {masked[0]!r} has a hook that zeroes entries of its gradient",
-            expected="a network without hooks, or its linearization, which obeys them",
-            remedy="pass linnet.linearize(model)",
+            f"parameter {masked[0]!r} has entries that do not vary, by a hook or a mask",
+            expected="parameters that are trained as a whole",
+            remedy="linnet.fit(linnet.linearize(model), data) obeys hooks and masks",
         )
 
 

@@ -53,6 +53,7 @@ from linnet.predictive.sampled import Labels, Link, SampledPredictive
 from linnet.tangent.batch import Inputs
 from linnet.tangent.data import examples
 from linnet.tangent.functional import OutputAdapter
+from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
 KIND = "laplace"  # of the file
@@ -578,7 +579,7 @@ def restored_laplace(
     curvature = restored_curvature(saved["curvature"], path, model, output)
     hyper, mean = tree.map_tensors(lambda t: t.to(curvature.function.device), (saved["hyper"], saved["mean"]))
     posterior = Posterior(curvature, saved["fitted"], mean, saved["damping"])
-    structure, options = _settings(curvature)
+    structure, options = _settings(curvature, model)
     la = Laplace(model, family, structure, hyper.prior, mean, float(hyper.scale), saved["damping"], **options)
     labels = Labels(family, saved["shape"], Link())
     return la.resume(State(posterior, posterior.groups(saved["form"]), hyper, labels))
@@ -604,19 +605,20 @@ def _likelihood(described: dict[str, Any], given: Likelihood | None) -> Likeliho
     return from_description(described)
 
 
-def _settings(found: Curvature) -> tuple[Any, dict[str, Any]]:
+def _settings(found: Curvature, model: nn.Module) -> tuple[Any, dict[str, Any]]:
     """The settings of the curvature, so that more data can be added."""
     made, structure = found.made, found.made.structure
     options: dict[str, Any] = {
-        "expectation": expectation_of(made.expectation, made.samples),
+        "expectation": expectation_of(made.expectation, made.samples, made.seed),
         "sharing": made.sharing,
         "matrix": made.matrix,
-        "params": list(found.function.names),
-        "output": found.function.output,
     }
+    if not isinstance(model, Linearized):  # which has its own
+        options["params"] = {name: found.function.masks.get(name, True) for name in found.function.names}
+        options["output"] = found.function.output
     if structure == "mixture":
         names = [(name, part.structure) for part in found.parts for name in part.layer.names]
         return {f"^{re.escape(name)}$": kind for name, kind in names}, options
     if isinstance(found.parts[0].operator, LowRankMatrix):
-        return settings.LowRank(found.parts[0].operator.basis.shape[1]), options
+        return settings.LowRank(found.parts[0].operator.basis.shape[1], *made.leading), options
     return ("full" if structure == "last-layer" else structure), options

@@ -38,6 +38,7 @@ from linnet.optim.gauss_newton_model import (
     put,
     remember,
     require_alike,
+    require_mean,
     with_pending,
 )
 from linnet.optim.gauss_newton_settings import (
@@ -59,6 +60,7 @@ from linnet.tangent.functional import Functional, tensors_by_name, without_wrapp
 from linnet.tangent.inputs import taken
 from linnet.tangent.modes import environment_kept
 from linnet.tangent.preflight import warn_of_scale
+from linnet.tangent.selection import require_whole
 
 RAISE = 4.0  # what a rejected step multiplies τ and ζ by
 Closure = Callable[[], Any]
@@ -117,7 +119,8 @@ class GaussNewton(torch.optim.Optimizer):
         average: Decay of the curvature's exponential average from batch to batch, 0.95.
         inverse_period: Steps between two inversions of the curvature, once as many have been taken; 5.
         sharing: How weights shared over positions are counted, as in :func:`linnet.curvature`.
-        params: Which parameters are trained, as in :func:`linnet.linearize`.
+        params: Which parameters are trained, as in :func:`linnet.linearize`, as a whole: entries of them stay
+            where a hook zeroes their gradients.
         output: How to turn the network's result into a tensor.
         seed: Seed of everything random.
         rejections: Rejected steps in a row after which training ends with an error, 5.
@@ -162,6 +165,7 @@ class GaussNewton(torch.optim.Optimizer):
         shared = isinstance(model, nn.parallel.DistributedDataParallel)
         called = cast(nn.Module, model.module) if shared else model
         network = without_wrapper(called)
+        require_whole(network, self.settings.params)
         function = Functional(network, self.settings.params, self.settings.output)
         parameters = parameters_of(network, function.names)
         self._raw = network
@@ -226,10 +230,11 @@ class GaussNewton(torch.optim.Optimizer):
             x: A batch of N examples; what was accumulated belongs to it. Or the closure, as for torch's
                 optimizers: ``step(closure)``.
             y: Targets, (N, ...).
-            closure: Computes the mean loss of the batch and its gradients, in ``.grad``, as for torch's
-                optimizers; by default the likelihood does. Weight decay is not to be part of it. It may call
-                ``accumulate`` itself, as in loops of other libraries: then it is called once, and the
-                likelihood says what the loss is after the step.
+            closure: Computes the mean loss of the N examples and its gradients, in ``.grad``, as for torch's
+                optimizers; of several labels each the sum, and zero without one. By default the likelihood
+                does. Weight decay is not to be part of it. It may call ``accumulate`` itself, as in loops of
+                other libraries: then it is called once, and the likelihood says what the loss is after the
+                step.
             loss: The mean loss of the batch, a scalar, where its gradients are in ``.grad`` already.
 
         Returns:
@@ -329,7 +334,10 @@ class GaussNewton(torch.optim.Optimizer):
         """Mean loss and its gradient at the present weights, and N."""
         if closure is None and loss is None:
             return self._once.gradient(parts)
-        return given_gradient(self._network, closure, loss, sum(batch_size(x) for x, _ in parts))
+        found = given_gradient(self._network, closure, loss, sum(batch_size(x) for x, _ in parts))
+        if not self.steps:
+            require_mean(self._network, parts, found[0])
+        return found
 
     def _after(self, parts: list[Pair], closure: Closure | None, rng: Tensor | None) -> float:
         """The objective at the present weights, with the random numbers of the gradient."""

@@ -312,6 +312,23 @@ def given_gradient(
     return float(sums[0] / sums[1]), flat, int(sums[1])
 
 
+def require_mean(network: Network, parts: Sequence[Pair], loss: float) -> None:
+    """Raise if a loss that the user computed is a mean over labels, as the curvature is none."""
+    n = sum(batch_size(x) for x, _ in parts)
+    masks = [(y, network.likelihood.mask(y)) for _, y in parts]
+    counted = sum(y.numel() if mask is None else int(mask.sum()) for y, mask in masks)
+    if network.shared or not counted or abs(counted / n - 1) < APART:
+        return
+    own = network.loss(parts)
+    if abs(loss * counted / n - own) <= APART * abs(own):
+        raise InputError(
+            f"the loss is a mean over {counted} labels",
+            expected=f"a mean over the {n} examples, of which each is a sum over its labels",
+            remedy="divide the sum of all losses by the number of examples, reduction='sum' and / len(y)",
+        )
+
+
+APART = 1e-2  # of two losses or counts that are taken for the same
 EXPECTATION = "mc"  # of the factored structures: one backward pass a batch, however many outputs there are
 Average = RunningCurvature | RunningRecursion
 

@@ -123,10 +123,11 @@ class KroneckerPreconditioner(Shown):
         solved = self.multiply(flat)
         start = 0
         for name, p in self.parameters.items():
-            piece = solved[start : start + p.numel()]
+            piece = solved[start : start + p.numel()].view_as(p)
             start += p.numel()
-            if p.grad is not None and name in taken:
-                p.grad.copy_(piece.view_as(p))
+            if p.grad is not None and name in taken:  # entries that the curvature does not cover keep theirs
+                mask = self.curvature.function.masks.get(name)
+                p.grad.copy_(piece if mask is None else torch.where(mask.to(p.device), piece, p.grad))
 
     def multiply(self, v: Tensor) -> Tensor:
         """The preconditioner times a vector.

@@ -42,7 +42,7 @@ from linnet.tangent.functional import OutputAdapter, check_output, tensors_by_na
 from linnet.tangent.inputs import tensorize
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.rules import Form
-from linnet.tangent.selection import Selector, select_parameters
+from linnet.tangent.selection import Selector, require_whole, select_parameters
 from linnet.tree import map_tensors
 
 
@@ -431,7 +431,8 @@ class IterativeLinearization(Shown):
             (``register_step_pre_hook`` sees the gradients of the step: clip or reduce them there).
         period: K ≥ 1; ``None`` or infinity for never; or a schedule: ``OutputGap``, ``KernelDrift`` or
             ``Converged``.
-        params: Which parameters are trained, as in ``linnet.linearize``.
+        params: Which parameters are trained, as in ``linnet.linearize``, as a whole: entries of them stay
+            where a hook zeroes their gradients.
         output: How to turn the network's result into a tensor, as in ``linnet.linearize``. At K = 1 the
             closure gets the network itself and with it the result as it is.
         record_gap: Measure the linearity gap before each linearization, on the batch of the last step.
@@ -477,6 +478,7 @@ class IterativeLinearization(Shown):
         self._shared = False
         if isinstance(network, nn.parallel.DistributedDataParallel):
             network, self._shared = network.module, world()[1] > 1
+        require_whole(network, params)
         names = select_parameters(network, params)
         every = dict(network.named_parameters())
         self._network, self._parameters = network, {name: every[name] for name in names}

@@ -231,7 +231,7 @@ class Linearized(nn.Module):
             (N, C, M, C) for full, (N, M, C) for diagonal, (N, M) for trace and sum.
 
         Raises:
-            InputError: If ``outputs`` is something else.
+            InputError: If ``form`` is something else.
             MemoryBudgetError: If not even the smallest tiles fit.
         """
         x1, x2 = taken(self._function, x1, "x1"), taken(self._function, x2, "x2")

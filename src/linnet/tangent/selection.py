@@ -127,7 +127,8 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
     r"""Names of the selected floating-point parameters, in the order of ``named_parameters()``."""
     require_module(model)
     check_selector(params, some=False)  # the error below has the names
-    named = {n: p for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
+    own = model.named_parameters()
+    named = {n: p for n, p in own if p.numel() and (p.is_floating_point() or p.is_complex())}
     if not named:
         raise ModelError(
             f"model ({type(model).__name__}) has no floating-point parameter",
@@ -176,6 +177,19 @@ def selected(model: nn.Module, params: Selector = None) -> dict[str, Tensor | No
     return found
 
 
+def require_whole(model: nn.Module, params: Selector) -> None:
+    """Raise where ``params=`` has masks: what trains the network's own parameters takes them whole."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    given = params if isinstance(params, Mapping) else {}
+    for name in given:
+        if name in every and given_mask(name, given[name], every[name]) is not None:
+            raise InputError(
+                f"params[{name!r}] is a mask of entries",
+                expected="parameters as a whole, which are trained in place",
+                remedy="pass True, and hold the other entries by a hook: p.register_hook(lambda g: g * mask)",
+            )
+
+
 def check_selector(params: Any, some: bool = True) -> None:
     """Raise unless it can say which parameters take part, and some, before there is a network to ask."""
     several = isinstance(params, list | tuple | Mapping)
@@ -213,7 +227,7 @@ def _by_keyword(model: nn.Module, named: dict[str, nn.Parameter], word: str) -> 
     if word_ == "lora":
         matrices = {n for n in named if "lora" in n.lower()}
         beside = {n for n in named if any(part in n for part in BESIDE)}  # what peft trains with them
-        return matrices | beside if matrices else set()
+        return matrices | beside | _biases(model, matrices, named) if matrices else set()
     if word_ == "last-layer":
         return _last_layer(model, named)
     try:
@@ -225,6 +239,19 @@ def _by_keyword(model: nn.Module, named: dict[str, nn.Parameter], word: str) -> 
             remedy="pass a list of names to have them taken literally",
         ) from error
     return {n for n in named if pattern.search(n)}
+
+
+def _biases(model: nn.Module, matrices: Iterable[str], named: Iterable[str]) -> set[str]:
+    """The biases that peft trains beside an adapter, as its configuration says."""
+    known = [own for m in model.modules() if isinstance(own := getattr(m, "peft_config", None), Mapping)]
+    words = {getattr(config, "bias", "none") for own in known for config in own.values()}
+    layers = {n.partition(".lora_")[0] for n in matrices}
+    found = {n for n in named if n.rpartition(".")[2] == "bias"}
+    return (
+        found
+        if "all" in words
+        else {n for n in found if "lora_only" in words and owner(n).removesuffix(".base_layer") in layers}
+    )
 
 
 def _last_layer(model: nn.Module, named: dict[str, nn.Parameter]) -> set[str]:
