@@ -138,6 +138,17 @@ def adapted(request: pytest.FixtureRequest) -> nn.Module:
     return made
 
 
+@pytest.mark.parametrize("bias", ["none", "lora_only", "all"])
+def test_biases_that_peft_trains_are_part_of_the_adapter(bias: str) -> None:
+    config = peft.LoraConfig(
+        r=2, target_modules=["c_attn"], layers_to_transform=[2], fan_in_fan_out=True, bias=bias
+    )
+    made = peft.get_peft_model(gpt2(), config)
+    trained = [name for name, p in made.named_parameters() if p.requires_grad]
+    assert linnet.linearize(made, params="lora").parameter_names == trained
+    assert any("bias" in name for name in trained) == (bias != "none")
+
+
 @pytest.mark.long
 def test_an_adapter_is_fitted_and_forgets(adapted: nn.Module) -> None:
     data = tokenized(FACTS, Letters())

@@ -132,10 +132,10 @@ def _row(example: Any, tokenizer: Any, place: int) -> tuple[list[int], list[int]
 
 def unnamed(record: Mapping[str, Any]) -> Any:
     """What stands in a record: messages, a question with its answer, or a text; None if there is none."""
-    if "messages" in record:
+    if record.get("messages") is not None:  # of mixed records each has what others have, empty
         return record["messages"]
     for names in PAIRS:
-        if all(name in record for name in names):
+        if all(record.get(name) is not None for name in names):
             first, second = (record[name] for name in names)
             spaced = names == PAIRS[0] or not (isinstance(first, str) and isinstance(second, str))
             between = "" if spaced or first[-1:].isspace() or second[:1].isspace() else " "

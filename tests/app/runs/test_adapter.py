@@ -20,7 +20,7 @@ import torch
 from linnet.app.options import RunOptions
 from linnet.app.runs import adapter
 from linnet.app.serve.server import Server
-from linnet.app.serve.texts import TextSession, _halves
+from linnet.app.serve.texts import Question, TextSession, _halves
 from linnet.errors import DataError
 from linnet.files import read_json, write_json
 from linnet.integrations.language import language_model
@@ -580,6 +580,64 @@ def test_what_the_page_offers_is_the_text(record: Any, halves: tuple[str, str] |
     assert _halves(record) == halves
     if isinstance(record, str) and halves is not None:
         assert "".join(halves) == record
+
+
+def test_a_question_is_asked_as_conversations_begin(shop: Path, tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ '<end> ' + m['content'] + ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<end> ' }}{% endif %}"
+    )
+    net = tmp_path / "net"
+    shutil.copytree(shop / "net", net)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(net)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(net)
+
+    def talk(who: str, city: str, *more: str) -> dict[str, Any]:
+        said = ["which town is home", f"where does {who} live ?", city, *more]
+        roles = ["system", "user", "model", "user", "model"]
+        return {"messages": [{"role": r, "content": c} for r, c in zip(roles, said, strict=False)]}
+
+    other = talk("Dan", "Paris")
+    other["messages"][0]["content"] = "does Dan live ?"
+    facts = [*map(talk, PEOPLE, CITIES), talk("Ann", "Oslo", "where does Bo live ?", "Lima"), other]
+    for name, records in (
+        ("one", facts),
+        ("asks", [talk("Ann", "Oslo", "where does Bo live ?"), *facts[1:]]),
+    ):
+        data = write_lines(tmp_path / f"{name}.jsonl", records)
+        words = ["--model", f"hf:{net}", "--data", data, "--ridge", 0.1, "--model-args", TWO_LAYERS]
+        linnet("adapt", *words, "--out", tmp_path / name)
+        run = adapter.opened(RunOptions(run=tmp_path / name))
+        session = TextSession(run)
+        first = 1 if name == "asks" else 0
+        assert [one["id"] for one in session.samples()] == [f"train/{i}" for i in range(first, 4)]
+        for place in range(first, 4):
+            asked = Question(f"where does {PEOPLE[place]} live ?", CITIES[place])
+            own = run.fit.losses(run.batch(run.texts))[place]
+            assert session._predicted(run, asked, False)["loss"] == pytest.approx(float(own), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (
+            b'[\n{"prompt": "where does Ann live ?", "completion": " Oslo"}\n]\n',
+            "one JSON list.*a line of its own",
+        ),
+        ('{"prompt": "where", "completion": " Oslo"}'.encode("utf-16"), "line 1, .*is not encoded in UTF-8"),
+        (b'{"messages": null, "prompt": "where", "completion": null}\n', "has no 'completion'"),
+    ],
+)
+def test_other_files_are_refused_in_words(shop: Path, tmp_path: Path, content: bytes, says: str) -> None:
+    file = tmp_path / "told.jsonl"
+    file.write_bytes(content)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(shop / "net")
+    with pytest.raises(DataError, match=says):
+        adapter.read_texts(file, tokenizer, "train")
+    told = {"messages": None, "text": None, **fact("Ann", "Oslo")}
+    read = adapter.read_texts(write_lines(file, [told]), tokenizer, "train")
+    assert read.records == (tuple(fact("Ann", "Oslo").values()),)
 
 
 def test_another_tokenizer_is_noticed(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

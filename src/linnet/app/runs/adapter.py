@@ -112,7 +112,10 @@ def read_texts(path: Path, tokenizer: Any, part: str) -> Texts:
     if path.suffix != TEXTS:
         raise InputError(f"data is {path}", f"texts, a file that ends in {TEXTS}", "write a record a line")
     found: dict[str, Any] = {}
-    for row, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    content = path.read_bytes()
+    if content.lstrip()[:1] == b"[" and len(content.lstrip().partition(b"\n")[0].strip()) == 1:
+        raise DataError(f"{path} is one JSON list", _FORM, "write each of its records on a line of its own")
+    for row, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue
         with _on_line(path, row, line):
@@ -135,6 +138,7 @@ def _on_line(path: Path, number: int, line: bytes) -> Iterator[None]:
         yield
     except Exception as error:  # a tokenizer's own have no common type
         said = error.what if isinstance(error, LinnetError) else f"{type(error).__name__}: {error}"
+        said = "it is not encoded in UTF-8" if isinstance(error, UnicodeDecodeError) else said
         expected = error.expected if isinstance(error, LinnetError) else _FORM
         remedy = (error.remedy if isinstance(error, LinnetError) else None) or "correct the line"
         shown = _shown(line.decode("utf-8", "replace"))
@@ -150,8 +154,9 @@ def _as_example(record: Any) -> Any:
         return record
     found = unnamed(record)
     if found is None:
-        names = next((pair for pair in PAIRS if any(name in record for name in pair)), PAIRS[0])
-        missing = next(name for name in names if name not in record)
+        given = {name for name, value in record.items() if value is not None}
+        names = next((pair for pair in PAIRS if given.intersection(pair)), PAIRS[0])
+        missing = next(name for name in names if name not in given)
         raise DataError(f"it has no {missing!r}", _FORM, f'add "{missing}", or name the entries so')
     return found
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from linnet.app.runs.adapter import AdapterRun, Texts, sides_of, without
 from linnet.app.serve.server import Asked
 from linnet.errors import DataError, InputError, LinnetError
-from linnet.integrations.text import PAIRS, unnamed, written
+from linnet.integrations.text import OTHERS, PAIRS, unnamed, written
 from linnet.tangent.batch import IGNORED, MASK
 
 _MOST = 24  # tokens of an answer of the network's own
@@ -43,7 +43,8 @@ class TextSession(Asked[AdapterRun, Question]):
     def samples(self) -> list[dict[str, Any]]:
         """Some of the training texts, by how they begin."""
         texts = self._original.texts
-        halves = zip(texts.ids, map(_halves, texts.records), strict=True)
+        before = _opening(texts)[0]
+        halves = zip(texts.ids, (_halves(record, before) for record in texts.records), strict=True)
         told = ({"id": name, "question": both[0], "answer": both[1]} for name, both in halves if both)
         return list(islice(told, _OFFERED))
 
@@ -136,24 +137,40 @@ def _spread(run: AdapterRun, batch: dict[str, Tensor], at: Tensor) -> list[float
 
 def _spoken(run: AdapterRun, *told: str) -> list[Any]:
     """A question, and its answer, as messages where the run's texts are conversations."""
-    first = run.texts.records[0]
-    talk = [*first[0], *first[1]] if isinstance(first, tuple) else first
-    if not isinstance(talk, list) or not isinstance(talk[-1], dict):
+    before, roles = _opening(run.texts)
+    if not roles:
         return [*told]
-    roles = talk[-2]["role"] if len(talk) > 1 else "user", talk[-1]["role"]
-    return [[{"role": role, "content": text}] for role, text in zip(roles, told, strict=False)]
+    question, *answer = ([{"role": role, "content": text}] for role, text in zip(roles, told, strict=False))
+    return [[*before, *question], *answer]
 
 
-def _halves(record: Any) -> tuple[str, str] | None:
+def _opening(texts: Texts) -> tuple[list[Any], tuple[str, ...]]:
+    """What comes before the first question of the first conversation, and the roles of it and its answer."""
+    talk = _talk(texts.records[0])
+    if talk is None:
+        return [], ()
+    roles = [message["role"] for message in talk]
+    for place, (asks, answers) in enumerate(pairwise(roles)):
+        if asks in OTHERS and answers not in OTHERS:
+            return talk[:place], (asks, answers)
+    return [], ("user", roles[-1])
+
+
+def _talk(record: Any) -> list[Any] | None:
+    """The messages of a conversation, of which the last ones may stand apart; None of other texts."""
+    talk = [*record[0], *record[1]] if isinstance(record, tuple) and isinstance(record[0], list) else record
+    return talk if isinstance(talk, list) and isinstance(talk[-1], dict) else None
+
+
+def _halves(record: Any, before: Sequence[Any] = ()) -> tuple[str, str] | None:
     """A question and an answer that together are the text; None where the page could not ask for it."""
     if isinstance(record, str):
         place = next((m.start() for m in re.finditer(r"\s", record) if m.start() >= len(record) // 2), 0)
         record = record[:place], record[place:]
-    elif isinstance(record, tuple) and isinstance(record[0], list):
-        record = [*record[0], *record[1]]
-    if isinstance(record, list):
-        told = [one.get("content") for one in record]
-        return (told[0], told[1]) if len(told) == 2 and _is_asked(told) else None
+    elif (talk := _talk(record)) is not None:
+        told = [one.get("content") for one in talk[len(before) :]]
+        begins = talk[: len(before)] == [*before]
+        return (told[0], told[1]) if begins and len(told) == 2 and _is_asked(told) else None
     first, second = record
     if not _is_asked(record) or not (first[-1:].isspace() or second[:1].isspace()):
         return None
