@@ -193,6 +193,8 @@ def test_a_pooler_that_is_not_used_has_no_part_in_a_fit(tmp_path: Path) -> None:
     fits = [linnet.adapt(model, (x, torch.arange(N) % 3), weight=0.5) for model in (encoder, bare)]
     assert fits[0].module.function.names == fits[1].module.function.names
     assert torch.allclose(fits[0].predict(x), fits[1].predict(x))
+    one, other = (linnet.nested.features.RandomHeads(fit.module.model, 4, 0, None).earlier(x) for fit in fits)
+    assert one == other != ()
     fits[0].save(tmp_path)
     for model in (encoder, bare):
         assert torch.allclose(linnet.load(tmp_path, model).predict(x), fits[0].predict(x))

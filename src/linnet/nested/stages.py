@@ -25,7 +25,7 @@ from torch.nn.modules.conv import _ConvNd
 from linnet.fitting.last_layer import PADDING, Appended, bared, last_linear, masked
 from linnet.linear.features import arc_cosine
 from linnet.tangent.batch import MASK, Inputs, masked_mean, take
-from linnet.tangent.functional import FAILURES, Functional, adapt_outputs
+from linnet.tangent.functional import FAILURES, IDLE, Functional, adapt_outputs, lies_in
 from linnet.tree import tensors_in
 
 # Decided on development tasks (docs/results/adapt.md, "What was tried").
@@ -66,10 +66,10 @@ def _channels(model: nn.Module, name: str, shape: torch.Size) -> int:
 
 
 def _inputs_of_layers(function: Functional, x: Inputs) -> dict[str, torch.Size]:
-    """The shapes of what goes into the layers with weights, but for the last one and what x itself is."""
+    """The shapes of what goes into layers with weights, but for the last, an idle one, and what x itself is."""
     seen: dict[str, Tensor] = {}
     known: list[Tensor] = []
-    layer = last_linear(function.model)[1]
+    layer, idle = last_linear(function.model)[1], getattr(function.model, IDLE, None)
 
     def given(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         known.extend(tensors_in([*args, *kwargs.values()]))
@@ -85,7 +85,7 @@ def _inputs_of_layers(function: Functional, x: Inputs) -> dict[str, torch.Size]:
 
     handles = [function.model.register_forward_pre_hook(given, with_kwargs=True)]
     for name, module in function.model.named_modules():
-        if module is not layer and _has_weights(module):
+        if module is not layer and _has_weights(module) and not lies_in(idle, name):
             handles.append(module.register_forward_pre_hook(keep(name)))
     try:
         function.check_runs(x)
