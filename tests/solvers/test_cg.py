@@ -154,16 +154,31 @@ def test_float32_that_cannot_reach_the_tolerance_stagnates() -> None:
 
 
 def test_the_residual_is_measured_not_believed() -> None:
-    # The operator answers the last question, the check, in another way than those before.
+    # The operator answers the first question in another way than those that come after.
     calls: list[int] = []
 
     def changing(v: Tensor) -> Tensor:
         calls.append(1)
         return v if len(calls) == 1 else 2 * v
 
-    solution = cg(FunctionOperator(changing, (3, 3), symmetric=True), torch.ones(3))
-    assert solution.status is Status.STAGNATED
-    assert solution.residual == pytest.approx(1.0)
+    operator = FunctionOperator(changing, (3, 3), symmetric=True)
+    found = cg(operator, torch.ones(3), max_steps=1)
+    assert found.status is Status.STAGNATED
+    assert found.residual == pytest.approx(1.0)
+    calls.clear()
+    again = cg(operator, torch.ones(3))  # goes on from there, and then it is right
+    assert again.status is Status.CONVERGED
+    assert again.value.tolist() == [0.5] * 3
+
+
+def test_rounding_in_the_recursion_is_caught_up_with() -> None:
+    generator = torch.Generator().manual_seed(0)
+    basis, _ = torch.linalg.qr(torch.randn(200, 200, generator=generator, dtype=torch.float64))
+    matrix = ((basis * torch.logspace(0, -3.5, 200, dtype=torch.float64)) @ basis.T).float()
+    right = torch.randn(200, 4, generator=generator)
+    solution = cg(Dense(matrix), right, tolerance=1e-4, max_steps=2000)
+    assert solution.status is Status.CONVERGED
+    assert solution.residual <= 1e-4
 
 
 def test_params_in_params_out() -> None:

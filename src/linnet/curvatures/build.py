@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -96,7 +96,7 @@ def whole(
         pass
     made = request.provenance(structure, float(batches.examples))
     if structure == "low-rank" and kept != "hessian":
-        found, made = _low_rank(product, low, request), replace(made, leading=(low.method, low.seed))
+        found = _low_rank(product, low, request)
         return Curvature((Part(everything(function), found, "low-rank"),), function, made)
     layers = [everything(function)] if structure == "full" else layers_of(function, batches.first())
     largest = sum(layer.size**2 for layer in layers) * function.dtype.itemsize

@@ -45,11 +45,6 @@ class Provenance:
     samples: int = 1  # random columns for each example, where there are any
     # why Λ was taken so, where the choice was left to `expectation="auto"` and fell on samples
     reason: str = ""
-    seed: int = 0  # of these columns
-    leading: tuple[str, int] = (
-        "lanczos",
-        0,
-    )  # of low-rank matrices: method and seed
 
     @classmethod
     def of(
@@ -58,7 +53,7 @@ class Provenance:
         """That of a curvature by an expectation."""
         e = expectation
         described = e.likelihood.describe()
-        return cls(structure, e.matrix, e.kind, sharing, described, examples, e.samples, reason, e.seed)
+        return cls(structure, e.matrix, e.kind, sharing, described, examples, e.samples, reason)
 
     @property
     def columns(self) -> str:

@@ -537,7 +537,7 @@ class Laplace(PredictiveModel):
         Returns:
             The folder.
         """
-        state = self._fitted
+        state, low = self._fitted, self._structure
         saved = {
             "curvature": state.posterior.curvature.state(),
             "form": state.groups.form,
@@ -547,6 +547,8 @@ class Laplace(PredictiveModel):
             "fitted": state.posterior.fitted,
             "likelihood": self._base.describe(),
             "shape": tuple(state.labels.shape),
+            "seed": getattr(self._options.get("expectation"), "seed", 0),
+            "leading": (low.method, low.seed) if isinstance(low, settings.LowRank) else ("lanczos", 0),
         }
         save(directory, KIND, saved)
         return Path(directory)
@@ -579,7 +581,7 @@ def restored_laplace(
     curvature = restored_curvature(saved["curvature"], path, model, output)
     hyper, mean = tree.map_tensors(lambda t: t.to(curvature.function.device), (saved["hyper"], saved["mean"]))
     posterior = Posterior(curvature, saved["fitted"], mean, saved["damping"])
-    structure, options = _settings(curvature, model)
+    structure, options = _settings(saved, curvature, model)
     la = Laplace(model, family, structure, hyper.prior, mean, float(hyper.scale), saved["damping"], **options)
     labels = Labels(family, saved["shape"], Link())
     return la.resume(State(posterior, posterior.groups(saved["form"]), hyper, labels))
@@ -605,11 +607,11 @@ def _likelihood(described: dict[str, Any], given: Likelihood | None) -> Likeliho
     return from_description(described)
 
 
-def _settings(found: Curvature, model: nn.Module) -> tuple[Any, dict[str, Any]]:
+def _settings(saved: dict[str, Any], found: Curvature, model: nn.Module) -> tuple[Any, dict[str, Any]]:
     """The settings of the curvature, so that more data can be added."""
     made, structure = found.made, found.made.structure
     options: dict[str, Any] = {
-        "expectation": expectation_of(made.expectation, made.samples, made.seed),
+        "expectation": expectation_of(made.expectation, made.samples, saved["seed"]),
         "sharing": made.sharing,
         "matrix": made.matrix,
     }
@@ -620,5 +622,5 @@ def _settings(found: Curvature, model: nn.Module) -> tuple[Any, dict[str, Any]]:
         names = [(name, part.structure) for part in found.parts for name in part.layer.names]
         return {f"^{re.escape(name)}$": kind for name, kind in names}, options
     if isinstance(found.parts[0].operator, LowRankMatrix):
-        return settings.LowRank(found.parts[0].operator.basis.shape[1], *made.leading), options
+        return settings.LowRank(found.parts[0].operator.basis.shape[1], *saved["leading"]), options
     return ("full" if structure == "last-layer" else structure), options

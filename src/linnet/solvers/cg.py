@@ -6,6 +6,7 @@ of B advance together, each with its own step lengths, and a column that has con
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ from linnet.linalg.factorize import cholesky, eigh
 from linnet.linalg.operator import LinearOperator, Vector, flatten, require_fit, require_square, unflatten
 from linnet.params import integer, number, optional, refuse, tensor
 from linnet.solvers.solution import Solution, Status, by_first_process
+
+RESTARTS = 3  # times that the residual is computed again where its recursion has drifted
 
 
 @by_first_process
@@ -30,7 +33,8 @@ def cg(
     """Solve A x = b by preconditioned conjugate gradients.
 
     Costs one product with A a step, one at the end for the true residual b − A x (subtracted and
-    measured in float64), and one at the start when ``x0`` is given.
+    measured in float64), and one at the start when ``x0`` is given. Where the true residual is not what the
+    recursion says, the iteration starts again from there, as long as that halves it.
 
     Args:
         operator: A, symmetric positive definite (n x n).
@@ -58,10 +62,16 @@ def cg(
     start = None if x0 is None else _like(flatten(operator, x0), flat).reshape(columns.shape)
     state = _State.start(operator, preconditioner, columns, start)
     targets = tolerance * columns.norm(dim=0)  # (K,)
-    steps = 0
-    while steps < max_steps and state.advance(operator, preconditioner, targets):
-        steps += 1
-    residual = relative_residual(operator, state.x, columns)
+    steps, residual = 0, math.inf
+    for _ in range(1 + RESTARTS):
+        begin, before = steps, residual
+        while steps < max_steps and state.advance(operator, preconditioner, targets):
+            steps += 1
+        residual = relative_residual(operator, state.x, columns)
+        settled = residual <= tolerance or not residual <= before / 2  # rounding hides the rest
+        if settled or state.broken or steps >= max_steps or steps == begin:
+            break
+        state = _State.start(operator, preconditioner, columns, state.x)
     recursion_met = bool((state.r.norm(dim=0) <= targets).all())
     status = status_of(residual, tolerance, stagnated=recursion_met, broken=state.broken)
     return Solution(unflatten(operator, state.x.reshape(flat.shape), b), status, steps, residual)
@@ -181,8 +191,6 @@ def checked_limits(tolerance: float, max_steps: int | None, default: int) -> int
 # dropped as in the breakdown-free form of Ji and Li 2017 (BIT 57, 379). In exact arithmetic it takes no
 # more steps than the slowest column by itself, and far fewer where K columns together span the few large
 # eigenvalues.
-
-RESTARTS = 3  # times that the residual is computed again where its recursion has drifted
 
 
 @by_first_process
