@@ -12,6 +12,7 @@ from linnet.plots.measures import (
     wilson_interval,
 )
 from linnet.report.numbers import measured, split_by_uncertainty
+from linnet.report.reading import Predictions, scored
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 7), (3, 10), (90, 100), (50, 50)])
@@ -49,6 +50,14 @@ def test_interval_coverage_of_a_true_model_is_nominal() -> None:
     observed = interval_coverage(mean, std, mean + std * rng.normal(size=40_000), levels)
     np.testing.assert_allclose(observed, levels, atol=0.01)
     assert interval_coverage(mean, std / 3, mean + std, levels)[2] == 0.0
+
+
+def test_values_without_spread_have_no_density() -> None:
+    mean, truth = np.ones((4, 1)), np.array([[1.0], [1.0], [1.0], [3.0]])
+    found = scored("fit", Predictions(mean, np.zeros((4, 1)), None), truth)
+    assert (found.nll, found.rmse) == (None, 1.0)
+    spread = scored("fit", Predictions(mean, np.full((4, 1), 2.0), None), truth)
+    assert spread.nll == pytest.approx(-stats.norm.logpdf(truth, 1, 2).mean())
 
 
 def test_split_by_uncertainty_takes_the_largest() -> None:

@@ -185,7 +185,7 @@ def scored(
         nll, accuracy = float(-np.log(own).mean()), float(correct.mean())
         return Comparison(name, accuracy, nll, ece, None, seconds, note, 1.0 - correct, confidence)
     gap, density = found.mean - truth, None
-    if found.std is not None:
+    if found.std is not None and (found.std > 0).all():  # of answers that are all alike there is no density
         # ½ log 2πσ² + (t − μ)² / 2σ², a target
         density = float((0.5 * np.log(2 * math.pi * found.std**2) + gap**2 / (2 * found.std**2)).mean())
     losses = (gap**2).reshape(len(truth), -1).mean(1)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from linnet.app.data import ImageTransform, SampleSet, load_data
+from linnet.app.data import ImageTransform, SampleSet, check_images, load_data
 from linnet.app.data.task import check_classes
 from linnet.errors import DataError, InputError
 
@@ -184,8 +184,12 @@ class TestFolder:
     def test_more_than_eight_bits_are_refused_not_clipped(self, photos: Path) -> None:
         write_image(photos / "ant" / "0.png", images(1, 12, 12)[0].astype(np.uint16) * 257)
         task = load_data(photos)
-        with pytest.raises(DataError, match=r"ant/0\.png \(DataError: it has more than 8 bits"):
+        with pytest.raises(DataError, match=r"ant/0\.png \(it has more than 8 bits"):
             _ = (task.train.x, task.test.x)
+        for name in ("bee/0.png", "cow/0.png", "cow/1.png"):
+            write_image(photos / name, images(1, 12, 12)[0].astype(np.uint16) * 257)
+        with pytest.raises(DataError, match=r"4 of 30 images .*ant/0\.png \(it has more than 8 bits"):
+            check_images(task)
         with pytest.raises(InputError, match="damaged='maybe'"):
             load_data(photos, damaged="maybe")
         with pytest.raises(InputError, match=r"target is 'price'.*is no table"):

@@ -1,5 +1,6 @@
 """Tables: values, scales, and every line that is refused."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from linnet.app.data import Standardize, image_transform, load_data
 from linnet.app.data.table import read_like
+from linnet.app.data.task import Table
 from linnet.errors import DataError, FileFormatError, InputError
 
 
@@ -71,6 +73,37 @@ class TestTable:
             with pytest.raises(DataError, match="numbers with marks: a"):
                 load_data(table(tmp_path / "d.csv", text))
 
+    @pytest.mark.parametrize("delimiter", ["\t", ";"])
+    def test_thousands_are_no_decimals(self, tmp_path: Path, delimiter: str) -> None:
+        for lines in (
+            [f"{n},609|{n}" if n % 2 else f"{n + 100}|{n}" for n in range(1, 12)],  # 1,609 beside 102
+            [f"{n},609|{n}.5" for n in range(1, 12)],
+            [f"{n}.609|{n},5" for n in range(1, 12)],
+            [f"{n},609|{n}" if n % 2 else f"{n}.5|{n}" for n in range(2, 12)],
+        ):
+            text = "\n".join(["a|t", *lines]).replace("|", delimiter)
+            with pytest.raises(DataError, match=r"numbers with marks: a \(\d[.,]609\)"):
+                load_data(table(tmp_path / "d.csv", text))
+        for cells in (["1,609", "0,855", "2,5"], ["1,609", "0,855", "2,125"], ["1,609", "101", "2,5"]):
+            text = "\n".join(["a|t", *(f"{cells[n % 3]}|{n}" for n in range(12))]).replace("|", delimiter)
+            task = load_data(table(tmp_path / "d.csv", text))
+            assert {*task.train.x[:, 0], *task.test.x[:, 0]} == {float(c.replace(",", ".")) for c in cells}
+
+    def test_commas_mean_what_they_meant_in_the_run(self, tmp_path: Path) -> None:
+        new = table(tmp_path / "new.csv", "a;t\n8,609;1\n855;2\n")
+        for cell, decimal in (("{}", False), ("{}.5", False), ("{},5", True)):
+            lines = "".join(f"{cell.format(n)};{n % 5}\n" for n in range(12))
+            task = load_data(table(tmp_path / "d.csv", "a;t\n" + lines))
+            assert task.table is not None
+            if decimal:
+                x, _, _, findings = read_like(new, task.table, None)
+                assert x[:, 0].tolist() == [8.609, 855]
+                assert findings == ["decimal commas are read as points: a"]
+                assert Table.of(asdict(task.table)).commas
+            else:
+                with pytest.raises(DataError, match=r"numbers with marks: a \(8,609\)"):
+                    read_like(new, task.table, None)
+
     def test_addresses_are_texts(self, tmp_path: Path) -> None:
         lines = "".join(f"192.168.100.{200 + n % 3},{n},{n}\n" for n in range(20))
         task = load_data(table(tmp_path / "d.csv", "host,a,t\n" + lines))
@@ -110,6 +143,24 @@ class TestTable:
         assert "t has numbers with units, 7 different ones: taken as classes" in kilos.findings
         named = load_data(table(tmp_path / "c.csv", "a,t\n" + "".join(f"{n},A{n % 7}\n" for n in range(40))))
         assert not any("units" in line for line in named.findings)
+
+    def test_categories_that_are_numbers_with_units_are_told(self, tmp_path: Path) -> None:
+        lines = "".join(f"{n % 4}.5 %,{n % 3} kg,A{n % 3},{n}\n" for n in range(40))
+        task = load_data(table(tmp_path / "d.csv", "share,weight,kind,t\n" + lines))
+        told = [one for one in task.findings if "units" in one]
+        assert told == [
+            "share has numbers with units, such as 0.5 %: the numbers alone would be a feature",
+            "weight has numbers with units, such as 0 kg: the numbers alone would be a feature",
+        ]
+        assert task.train.x.shape[1] == 10  # they stay categories
+
+    @pytest.mark.parametrize("stated", [";", "\t", ","])
+    def test_the_line_that_states_the_delimiter_is_no_header(self, tmp_path: Path, stated: str) -> None:
+        text = f"a,b{stated}t\n" if stated != "," else "a,t\n"
+        lines = "".join(f"{n}{stated}{n % 3}\n" for n in range(12))
+        task = load_data(table(tmp_path / "d.csv", f"\ufeffsep={stated}\r\n{text}{lines}"))
+        assert task.train.x.shape[1] == 1
+        assert {*task.train.ids, *task.test.ids} == {f"line {n}" for n in range(3, 15)}
 
     def test_a_line_above_the_names_is_pointed_to(self, tmp_path: Path) -> None:
         text = "# measured in May\na,b,t\n" + "".join(f"{n},{n},{n}\n" for n in range(9))
@@ -294,6 +345,30 @@ def test_a_text_that_is_new_is_neither_of_two_categories(tmp_path: Path) -> None
     assert x.tolist() == [[0, 1, 0, 0], [0.5, 0, 0, 0], [1, 0, 1, 0]]
     assert "two has texts that the run has not seen: B, taken as neither of its two categories" in findings
     assert "three has texts that the run has not seen: f, taken as none of its categories" in findings
+
+
+def test_categories_as_a_spreadsheet_writes_them_back(tmp_path: Path) -> None:
+    lines = "".join(f"{n % 2 == 0},{('7', '8.0', 'x')[n % 3]},{n}.5\n" for n in range(12))
+    task = load_data(table(tmp_path / "d.csv", "member,size,y\n" + lines))
+    assert task.table is not None
+    new = table(tmp_path / "new.csv", "member,size\nTRUE,7.0\nFALSE,8\ntrue,X\n")
+    x, _, _, findings = read_like(new, task.table, None)
+    assert x.tolist() == [[1, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0]]
+    assert findings == ["size has texts that the run has not seen: X, taken as none of its categories"]
+
+
+def test_answers_that_are_all_empty_are_none(tmp_path: Path) -> None:
+    for kind in ("{}.5", "c{}"):
+        lines = "".join(f"{n},{kind.format(n % 3)}\n" for n in range(12))
+        task = load_data(table(tmp_path / "d.csv", "a,y\n" + lines))
+        assert task.table is not None
+        for empty in ("", "NA", " "):
+            new = table(tmp_path / "new.csv", f"a,y\n1,{empty}\n2,{empty}\n")
+            x, y, ids, _ = read_like(new, task.table, task.classes)
+            assert (x.tolist(), y, ids) == ([[1], [2]], None, ("line 2", "line 3"))
+            new = table(tmp_path / "new.csv", f"a,y\n1,{empty}\n2,{kind.format(1)}\n")
+            with pytest.raises(DataError, match=r"y is empty in 1 of 2 lines.*line 2.*remove the column y"):
+                read_like(new, task.table, task.classes)
 
 
 def test_the_unicode_text_of_a_spreadsheet_is_read(tmp_path: Path) -> None:

@@ -467,7 +467,9 @@ def test_damaged_pictures_are_refused_or_named(folder: Path, capsys: pytest.Capt
     spoiled(folder)
     words = ("--size", "8", "--channels", "1")
     assert adapt(folder, *words, data="photos") == 2
-    assert "1 of 19 images" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "2 of 38 images" in told  # of both parts
+    assert "test/across/0.png (UnidentifiedImageError: " in told
     assert adapt(folder, *words, "--damaged", "skip", "--tests", "9", data="photos") == 0
     told = "left out, damaged: train/across/0.png"
     assert told in capsys.readouterr().out

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from linnet.app import cli
 from linnet.app.runs.folder import load_run, load_test
@@ -94,6 +95,18 @@ def test_predict_folders(workshop: Path, tmp_path: Path) -> None:
     assert result(run / "predict")["scores"] == []
     linnet("predict", "--run", run, "--data", sorted_by_class)
     assert result(run / "predict")["scores"][0]["accuracy"] == 1.0
+
+
+def test_predict_pictures_of_another_size(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "new", [0, 1, 2], [])
+    Image.new("L", (12, 9)).save(folder / "01.png")
+    linnet("predict", "--run", workshop / "pictures", "--data", folder, "--out", tmp_path / "p.csv", code=2)
+    told = capsys.readouterr().err
+    assert "01.png has 9x12 pixels, 00.png has 8x8" in told
+    assert "scale them to 8x8, like the samples that the run was trained on" in told
+    assert "--size" not in told
 
 
 def test_predict_a_table(workshop: Path, tmp_path: Path) -> None:
@@ -193,16 +206,51 @@ def test_forget(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "fitting anew" not in page
 
 
-def test_update_undoes_forgetting(workshop: Path, tmp_path: Path) -> None:
+def test_update_leaves_out_what_was_forgotten(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that grows, or holds what was forgotten alone, undoes no request for deletion."""
     with np.load(workshop / "pictures.npz") as data:
-        np.savez(tmp_path / "more.npz", x=data["x_train"][[22, 23]], y=data["y_train"][[22, 23]])
+        x, y = data["x_train"], data["y_train"]
+    new = pictures(np.array([0, 2]), seed=9), np.array([0, 2])
+    np.savez(tmp_path / "grown.npz", x=np.concatenate([x, new[0]]), y=np.concatenate([y, new[1]]))
+    np.savez(tmp_path / "new.npz", x=new[0], y=new[1])
+    np.savez(tmp_path / "back.npz", x=x[[22, 23]], y=y[[22, 23]])
+    np.savez(tmp_path / "corrected.npz", x=x[[22, 23]], y=y[[22, 23]] - 1)
     linnet("forget", "--run", workshop / "pictures", "--ids", "22,23", "--out", tmp_path / "less")
-    words = ["--run", tmp_path / "less", "--data", tmp_path / "more.npz", "--out", tmp_path / "again"]
-    linnet("update", *words, "--verify")
-    first, again = load_run(workshop / "pictures"), load_run(tmp_path / "again")
-    assert torch.allclose(again.fit.predict(first.fit.x), first.fit.predict(first.fit.x), atol=1e-3)
-    assert again.samples.ids[-1] == "more.npz/x/1"
-    assert result(tmp_path / "again")["train"] == 24
+    words = ["update", "--run", tmp_path / "less", "--data"]
+    for name, train in (("grown", 24), ("new", 24), ("corrected", 24)):
+        linnet(*words, tmp_path / f"{name}.npz", "--out", tmp_path / name)
+        assert result(tmp_path / name)["train"] == train
+    grown, alone = load_run(tmp_path / "grown"), load_run(tmp_path / "new")
+    assert torch.allclose(grown.fit.predict(grown.fit.x), alone.fit.predict(grown.fit.x), atol=1e-4)
+    told = "2 of 26 samples were forgotten before, first x/22 (linnet adapt would train on them again)"
+    assert f"{told}; these are left out" in result(tmp_path / "grown")["findings"]
+    capsys.readouterr()
+    linnet(*words, tmp_path / "back.npz", "--out", tmp_path / "back", code=2)
+    assert "2 of 2 samples were forgotten before" in capsys.readouterr().err
+
+
+def test_lines_that_were_forgotten_are_left_out_as_often_as_they_were(tmp_path: Path) -> None:
+    lines = [f"{'mf'[n % 2]},{'xyz'[n % 3]},{'no' if n % 5 else 'yes'}\n" for n in range(40)]
+    for name, new in (("kinds", lines), ("grown", [*lines, *lines[:5]])):
+        (tmp_path / f"{name}.csv").write_text("sex,class,t\n" + "".join(new))
+    run, less = tmp_path / "kinds", tmp_path / "less"
+    linnet("adapt", "--data", tmp_path / "kinds.csv", "--out", run)
+    by_line: dict[str, list[str]] = {}
+    for name in load_run(run).samples.ids:
+        by_line.setdefault(lines[int(name.removeprefix("line ")) - 2], []).append(name)
+    twice = next(names[:2] for names in by_line.values() if len(names) > 1)
+    linnet("forget", "--run", run, "--ids", ",".join(twice), "--out", less)
+    like = lines[int(twice[0].removeprefix("line ")) - 2]
+    (tmp_path / "few.csv").write_text("sex,class,t\n" + 12 * like)
+    for name, count in (("grown", 5), ("few", 10)):
+        out = tmp_path / f"{name} more"
+        linnet("update", "--run", less, "--data", tmp_path / f"{name}.csv", "--out", out)
+        found = result(out)
+        assert found["train"] == found["train_before"] + count
+        assert any(" samples were forgotten before" in line for line in found["findings"])
+    linnet("update", "--run", less, "--data", tmp_path / "kinds.csv", "--out", tmp_path / "no", code=2)
 
 
 def test_update_with_classes_that_are_new(

@@ -178,6 +178,10 @@ def test_a_row_is_predicted_with_or_without_the_names_of_its_columns(rows: Brows
     assert told["error"] == "the row has 2 values"
     assert about["columns"][0] in told["expected"]
     assert "the names of all its columns" in told["remedy"]
+    for several in (lines[:3], lines[1:4]):
+        told = rows.json("/predict", "\n".join(several).encode(), status=400)
+        assert told["error"] == "3 lines were sent"
+        assert "one row at a time" in told["remedy"]
     empty_row = rows.json("/predict", b"," * (len(values) - 1), status=400)
     assert empty_row["error"] == "the row is empty"
     assert "row" in rows.json("/predict", ",".join(["red"] * len(values)).encode(), status=400)["error"]

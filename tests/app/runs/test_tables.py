@@ -115,7 +115,7 @@ def test_new_lines_are_learned(run: Path, tmp_path: Path) -> None:
     [
         ({"outcome": "moves"}, "names classes that the run has not: line 2: moves"),
         ({"age": "old"}, "line 2: age is 'old'"),
-        ({"outcome": ""}, "line 2: outcome is empty"),
+        ({"outcome": ""}, "outcome is empty in 1 of 20 lines"),
     ],
 )
 def test_lines_that_do_not_fit_are_named(

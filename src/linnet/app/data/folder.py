@@ -24,7 +24,7 @@ import numpy as np
 from linnet import params
 from linnet.app.data.task import TESTED, TRAINED, SampleSet, TaskData, check_classes
 from linnet.app.data.transforms import ImageTransform, scaled_size
-from linnet.errors import DataError
+from linnet.errors import DataError, LinnetError
 from linnet.files import special_file
 from linnet.progress import track
 from linnet.shown import some
@@ -174,6 +174,7 @@ class ImageFiles:
     root: Path  # the folder that the names start from
     names: tuple[str, ...]  # the files' paths below it
     transform: ImageTransform  # says to which size and to how many channels to decode
+    remedy: str = "scale them to one size, as linnet adapt does with --size 224"  # where their sizes differ
 
     @cached_property
     def sample_shape(self) -> tuple[int, ...]:
@@ -187,7 +188,7 @@ class ImageFiles:
         faults: dict[str, str] = {}
         for row, image in enumerate(self._decode_all(names)):
             if isinstance(image, Exception):
-                faults[names[row]] = f"{type(image).__name__}: {image}"
+                faults[names[row]] = _fault(image)
                 continue
             if result is None:
                 first = names[row]
@@ -197,38 +198,17 @@ class ImageFiles:
                     f"images differ in size: {names[row]} has {_pixels(image.shape)} pixels, "
                     f"{first} has {_pixels(result.shape[1:])}",
                     expected="images of one size",
-                    remedy="scale them to one size, as linnet adapt does with --size 224",
+                    remedy=self.remedy,
                 )
             result[row] = image
         if faults or result is None:
-            self._refuse(len(names), faults)
+            _refuse(self.root, len(names), faults)
         return result
-
-    def _refuse(self, count: int, faults: dict[str, str]) -> NoReturn:
-        """Raise the error for files that are no images."""
-        named = some([f"{name} ({fault})" for name, fault in faults.items()])
-        raise DataError(
-            f"{len(faults)} of {count} images in {self.root} cannot be decoded: {named}",
-            expected="complete images of 8 bits a channel",
-            remedy=UNDAMAGED,
-        )
 
     def faults(self) -> dict[str, str]:
         """Decode every file and forget the pixels."""
         images = zip(self.names, self._decode_all(list(self.names)), strict=True)
-        return {name: str(image) for name, image in images if isinstance(image, Exception)}
-
-    def check_headers(self, rows: Array) -> None:
-        """Require that the headers of some files can be read, which takes a small part of decoding them."""
-        faults = {}
-        for row in track(rows, f"reading the headers of {len(rows)} images"):
-            try:
-                with _opened(self.root / self.names[row]):
-                    pass
-            except Exception as error:  # what decoders raise on damaged bytes has no common type
-                faults[self.names[row]] = str(error)
-        if faults:
-            self._refuse(len(rows), faults)
+        return {name: _fault(image) for name, image in images if isinstance(image, Exception)}
 
     def _decode_all(self, names: list[str]) -> Iterator[Array | Exception]:
         """Each image's bytes, or the exception that decoding it raised."""
@@ -246,9 +226,35 @@ class ImageFiles:
 
 def check_images(task: TaskData) -> None:
     """Read the header of every image file of a task, so that nothing is missing hours later."""
-    for part in (task.train, task.test):
-        if isinstance(part.source, ImageFiles):
-            part.source.check_headers(part.indices)
+    # Decoding them takes many times as long.
+    sources = [(part.source, part.indices) for part in (task.train, task.test)]
+    files = [
+        (one.root, one.names[row]) for one, rows in sources if isinstance(one, ImageFiles) for row in rows
+    ]
+    faults = {}
+    for root, name in track(files, f"reading the headers of {len(files)} images"):
+        try:
+            with _opened(root / name):
+                pass
+        except Exception as error:  # what decoders raise on damaged bytes has no common type
+            faults[name] = _fault(error)
+    if faults:
+        _refuse(files[0][0], len(files), faults)
+
+
+def _fault(error: Exception) -> str:
+    """What is wrong with a file, in words where they are linnet's own."""
+    return error.what if isinstance(error, LinnetError) else f"{type(error).__name__}: {error}"
+
+
+def _refuse(root: Path, count: int, faults: dict[str, str]) -> NoReturn:
+    """Raise the error for files that are no images."""
+    named = some([f"{name} ({fault})" for name, fault in faults.items()])
+    raise DataError(
+        f"{len(faults)} of {count} images in {root} cannot be decoded: {named}",
+        expected="complete images of 8 bits a channel",
+        remedy=UNDAMAGED,
+    )
 
 
 def _pixels(shape: tuple[int, ...]) -> str:

@@ -11,7 +11,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,6 +39,8 @@ from linnet.shown import some
 Array = np.ndarray[Any, Any]
 _DELIMITERS = (",", ";", "\t", "|")
 _COMMA = re.compile(r"\s*[+-]?\d+,\d+(?:[eE][+-]?\d+)?\s*")  # such as 0,5
+_STATED = re.compile(r"sep=([,;\t|])\s*", re.IGNORECASE)  # a first line of Excel's own, no names
+_GROUPED = re.compile(r"\s*[+-]?[1-9]\d{0,2}[.,]\d{3}\s*")  # such as 8,609, with decimals or without
 _UNITED = re.compile(r"[+-]?[^\w\s.,]\s?[\d.,']*\d|[+-]?\d[\d.,']*\s?[^\d\s]{1,3}")  # such as $5 or 5 kg
 _MARKED = re.compile(r"\s*[+-]?\d{1,3}(?:[., ]\d{3})+(?:[.,]\d+)?\s*")  # such as 1,234.5
 _DATE = re.compile(r"\d{4}-\d\d?-\d\d?(?:[ T]\d.*)?|\d\d?[./]\d\d?[./]\d{2,4}")
@@ -82,7 +84,7 @@ def read_table(path: str | os.PathLike[str], target: str | None = None, seed: in
         )
     y, classes, findings = _answers(cells, answer)
     findings += [] if target else [assumed]
-    findings += [f"decimal commas are read as points: {some(sorted(commas))}"] if commas else []
+    findings += _turned(commas)
     if column is None:
         train, test = split(len(y), None if classes is None else y, seed)
     else:
@@ -90,6 +92,7 @@ def read_table(path: str | os.PathLike[str], target: str | None = None, seed: in
         train, test = np.flatnonzero(learned), np.flatnonzero(~learned)
         findings.append(f"the column {column} says which lines are trained on ({len(train)}) and tested")
     table, x, told = _encoded(cells, features, answer, train)
+    table = replace(table, commas=bool(commas))
     if classes is not None:
         findings += check_classes(y[train], classes)
     numbers = x if classes is not None else np.concatenate([x, y], axis=1)
@@ -113,15 +116,17 @@ class Cells:
     ids: tuple[str, ...]  # the lines' names
 
 
-def survey(path: Path) -> tuple[list[str], set[str], set[str]]:
+def survey(path: Path, decimal: bool | None = None) -> tuple[list[str], set[str], set[str]]:
     """The columns of a table, those with texts, and those of numbers with decimal commas."""
     # Of texts are those more than a tenth of whose cells are no numbers. Fewer such cells among numbers are
-    # mistakes, which are named when the table is read.
+    # mistakes, which are named when the table is read. Whether 8,609 has decimals is known of a table like
+    # another; else it has none where 855 is in its column, or 8.5 in the table. Beside 0,5, 8.609 has none.
     rows = _rows(path)
     _, header = next(rows, (0, []))
     names = _named(path, header)
-    numbers, filled, commas, marked = ([0] * len(names) for _ in range(4))
-    seen: dict[int, str] = {}
+    numbers, filled, commas, points, marked, hundreds = ([0] * len(names) for _ in range(6))
+    seen: dict[tuple[int, str], str] = {}  # a cell of a column with each mark
+    decimals: set[tuple[int, str]] = set()  # those of which a cell has no three digits after the mark
     for _, row in rows:
         if len(row) == len(names):
             for place, cell in enumerate(row):
@@ -129,21 +134,41 @@ def survey(path: Path) -> tuple[list[str], set[str], set[str]]:
                 filled[place] += not is_empty
                 if is_empty:
                     continue
-                if number(cell) is not None:
+                if (value := number(cell)) is not None:
                     numbers[place] += 1
+                    hundreds[place] += abs(value) >= 100
+                    if "." not in cell:
+                        continue
+                    points[place] += 1
                 elif _COMMA.fullmatch(cell):
                     commas[place] += 1
-                    seen.setdefault(place, cell.strip())
                 elif "," in cell and _MARKED.fullmatch(cell):  # others may be addresses
                     marked[place] += 1
-                    seen.setdefault(place, cell.strip())
+                else:
+                    continue
+                found = place, "," if value is None else "."
+                seen.setdefault(found, cell.strip())
+                if found not in decimals and not _GROUPED.fullmatch(cell):
+                    decimals.add(found)
     whole = [a + b + c >= _NUMBERS * d for a, b, c, d in zip(numbers, commas, marked, filled, strict=True)]
     # between cells that commas separate they are thousands' marks as likely
     apart = _delimiter(path) != ","
+    clear = any(whole[place] and mark == "," for place, mark in decimals)  # such as 0,5
+
+    def is_doubtful(place: int) -> bool:
+        """Whether a column of numbers may have marks between thousands."""
+        if marked[place] or (commas[place] and not apart):
+            return True
+        if points[place] and (place, ".") not in decimals and clear:
+            return True
+        if not commas[place] or (place, ",") in decimals:
+            return False
+        return any(points) or hundreds[place] > 0 if decimal is None else not decimal
+
     doubtful = [
-        f"{_label(names[place])} ({text})"
-        for place, text in seen.items()
-        if whole[place] and (marked[place] or not apart)
+        f"{_label(name)} ({seen.get((at, ',')) or seen[at, '.']})"
+        for at, name in enumerate(names)
+        if whole[at] and is_doubtful(at)
     ]
     if doubtful:
         raise DataError(
@@ -151,9 +176,14 @@ def survey(path: Path) -> tuple[list[str], set[str], set[str]]:
             expected="a point before the decimals, and no marks between thousands",
             remedy="write 1234.5 instead of 1,234.5, 1.234,5 or 1234,5",
         )
-    decimal = {name for name, own, all_of_it in zip(names, commas, whole, strict=True) if own and all_of_it}
+    turned = {name for name, own, all_of_it in zip(names, commas, whole, strict=True) if own and all_of_it}
     texts = {n for n, a, b in zip(names, numbers, filled, strict=True) if a < _NUMBERS * b}
-    return names, texts - decimal, decimal
+    return names, texts - turned, turned
+
+
+def _turned(commas: Collection[str]) -> list[str]:
+    """A remark on columns of numbers with decimal commas."""
+    return [f"decimal commas are read as points: {some(sorted(commas))}"] if commas else []
 
 
 def read_cells(
@@ -250,12 +280,11 @@ def _answers(cells: Cells, answer: str) -> tuple[Array, tuple[str, ...] | None, 
     values, texts = cells.values[answer], cells.texts.get(answer)
     if texts is not None:
         classes = tuple(sorted(texts))
-        united = [text for text in classes if _UNITED.fullmatch(text)]
         findings = []
-        if len(classes) > FEW_CATEGORIES and len(united) >= _NUMBERS * len(classes):
+        if len(classes) > FEW_CATEGORIES and _have_units(classes):
             if 2 * len(classes) > len(values):
                 raise DataError(
-                    f"{_label(answer)} has numbers with units: {some(united, 3)}",
+                    f"{_label(answer)} has numbers with units: {some(classes, 3)}",
                     expected="numbers for a regression, or names of classes that repeat",
                     remedy="write the numbers alone, with a point before the decimals",
                 )
@@ -313,7 +342,7 @@ def read_like(
     path: Path, table: Table, classes: Sequence[str] | None, trained: bool = False
 ) -> tuple[Array, Array | None, tuple[str, ...], list[str]]:
     """The lines of a table like that of a run, or those to train on: features, answers, names, findings."""
-    names, texts, commas = survey(path)
+    names, texts, commas = survey(path, table.commas)
     missing = [column.name for column in table.features if column.name not in names]
     if missing:
         raise DataError(
@@ -328,13 +357,16 @@ def read_like(
         worded.add(answer)
     elif answer is not None:
         worded.discard(answer)  # values: a text among them is an error, as in features
-    cells = read_cells(path, names, worded, answer, commas - worded, least=1)
-    values, findings = [], []
+    turned = commas - worded
+    cells = read_cells(path, names, worded, answer if trained else None, turned, least=1)
+    answer = answer if trained else _answered(path, answer, cells, classes)
+    values, findings = [], _turned(turned & {*kinds, table.target})
     for column in table.features:
-        own, known = cells.values[column.name], cells.texts.get(column.name, ())
-        new = [text for text in known if text not in (column.categories or ())]
+        own, categories = cells.values[column.name], column.categories or ()
+        known = [_name_of(text, categories) for text in cells.texts.get(column.name, ())]
+        new = [text for text in known if text not in categories]
         if new:
-            taken = NEITHER if len(column.categories or ()) == 2 else NONE
+            taken = NEITHER if len(categories) == 2 else NONE
             told = f"{column.name} has texts that the run has not seen: {some(new)}"
             findings.append(f"{told}, taken as {taken}")
         findings += filter(None, [filled_unmarked(column, own)])
@@ -349,6 +381,24 @@ def read_like(
     learned = np.flatnonzero(_learned(cells, marked))
     findings.append(f"the column {marked} says which lines are trained on ({len(learned)}), and taken here")
     return x[learned], None if y is None else y[learned], tuple(ids[row] for row in learned), findings
+
+
+def _answered(path: Path, answer: str | None, cells: Cells, classes: Sequence[str] | None) -> str | None:
+    """The column of the answers, or None where all of its cells are empty."""
+    if answer is None:
+        return None
+    values, texts = cells.values[answer], cells.texts.get(answer, ())
+    blank = [
+        at for at, text in enumerate(texts) if text.lower() in EMPTY_CELLS and text not in (classes or ())
+    ]
+    lines = [cells.ids[row] for row in np.flatnonzero(np.isnan(values) | np.isin(values, blank))]
+    if lines and len(lines) < len(values):
+        raise DataError(
+            f"{_label(answer)} is empty in {len(lines)} of {len(values)} lines of {path}: {some(lines)}",
+            expected="an answer in every line, or in none",
+            remedy=f"fill them in, or remove the column {_label(answer)}: all lines are predicted then",
+        )
+    return None if lines else answer
 
 
 def _labels(path: Path, answer: str, cells: Cells, classes: Sequence[str]) -> Array:
@@ -367,15 +417,26 @@ def _labels(path: Path, answer: str, cells: Cells, classes: Sequence[str]) -> Ar
 
 
 def _name_of(text: str, known: Collection[str]) -> str:
-    """A class as a table names it: 1 may be written 1.0."""
-    value = None if text in known else number(text)
-    return text if value is None or f"{value:g}" not in known else f"{value:g}"
+    """A class or category as it is known: spreadsheets write 1.0 as 1, and True as TRUE."""
+    alike = [] if text in known else [name for name in known if _kept(name) == _kept(text)]
+    return alike[0] if len(alike) == 1 else text
+
+
+def _kept(text: str) -> str | float:
+    """What a spreadsheet keeps of a text: the value of a number, and a truth in any case."""
+    value = number(text)
+    if value is None:
+        return text.lower() if text.lower() in ("true", "false") else text
+    return value
 
 
 def _delimiter(path: Path) -> str:
     """What separates cells: what the first line and the next have equally many of, and most of these."""
     with path.open(encoding=_encoding(path), newline="") as file:
         few = [line for _ in range(_LINES) if (line := file.readline(_LONGEST_LINE)).strip()][:2]
+
+    if few and (stated := _STATED.fullmatch(few[0])):
+        return stated[1]
 
     def cells(delimiter: str) -> tuple[bool, int]:
         """Whether two lines have equally many cells, and how many the first has."""
@@ -401,7 +462,8 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         with path.open(encoding=_encoding(path), newline="") as file:
             reader = csv.reader(_lines(path, file), delimiter=delimiter)
             for row in reader:
-                if any(cell.strip() for cell in row):
+                stated = reader.line_num == 1 and _STATED.fullmatch(delimiter.join(row))
+                if any(cell.strip() for cell in row) and not stated:
                     yield reader.line_num, row
     except (UnicodeError, csv.Error) as error:
         raise FileFormatError(
@@ -479,12 +541,22 @@ def fitted(name: str, values: Array, texts: Sequence[str] | None) -> Column | st
     if len(present) > MOST_CATEGORIES or len(present) > max(FEW_CATEGORIES, filled // 2):  # such as names
         if all(_DATE.fullmatch(text) for text in present):
             return f"{name} (dates: a number of days, or the month as a text, would be a feature)"
-        if sum(map(bool, map(_UNITED.fullmatch, present))) >= _NUMBERS * len(present):
-            return f"{name} (numbers with units, such as {present[0]}: the numbers alone would be a feature)"
+        if _have_units(present):
+            return f"{name} ({_with_units(present)})"
         return f"{name} ({len(present)} different texts)"
     if np.isnan(values).any():
         present.append(EMPTY)
     return Column(name, tuple(present))
+
+
+def _have_units(texts: Sequence[str]) -> bool:
+    """Whether nearly all of a column's texts are numbers with units."""
+    return sum(_UNITED.fullmatch(text) is not None for text in texts) >= _NUMBERS * len(texts)
+
+
+def _with_units(texts: Sequence[str]) -> str:
+    """A remark on such a column."""
+    return f"numbers with units, such as {texts[0]}: the numbers alone would be a feature"
 
 
 def names_lines(name: str, values: Array) -> bool:
@@ -504,6 +576,10 @@ def remarks(table: Table, left_out: Sequence[str], train: Mapping[str, Array]) -
     texts = [f"{c.name} ({len(c.categories)})" for c in table.features if c.categories is not None]
     if texts:
         found.append(f"texts as categories, a number of zero or one each: {some(texts)}")
+    for column in table.features:
+        words = [text for text in column.categories or () if text != EMPTY]
+        if words and _have_units(words):
+            found.append(f"{column.name} has {_with_units(words)}")
     filled = [
         f"{c.name} ({int(np.isnan(train[c.name]).sum())} of {len(train[c.name])})"
         for c in table.features

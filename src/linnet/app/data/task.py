@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -133,6 +133,8 @@ class Table:
 
     features: tuple[Column, ...]  # columns that become features
     target: str  # name of the column that is predicted
+    # whether it was read with decimal commas, which says what 8,609 is in tables like it
+    commas: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Table:
@@ -142,7 +144,7 @@ class Table:
             texts = one["categories"]
             categories = None if texts is None else tuple(map(str, texts))
             columns.append(Column(str(one["name"]), categories, float(one["fill"]), bool(one["marked"])))
-        return cls(tuple(columns), str(stored["target"]))
+        return cls(tuple(columns), str(stored["target"]), bool(stored.get("commas", False)))
 
     @property
     def labels(self) -> tuple[str, ...]:

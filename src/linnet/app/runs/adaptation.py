@@ -194,6 +194,7 @@ def started(options: TaskOptions, draw: Callable[[TaskData], TaskData] | None = 
     with stages.measure("reading the data"), waiting("reading the data"):
         whole = read_task(options)
         task = draw(whole) if draw else drawn(whole, options.shots, options.tests, options.seed)
+        check_images(task)
         task.require_memory(options.memory)
         _ = task.train.x
     with stages.measure("building the network"), waiting("building the network"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,7 +94,7 @@ def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
     names = run.fingerprints()
     assert known.labels is not None
     gone = [names[at] for at in removed]
-    forgotten = {*run.forgotten, *answered(gone, known.labels[removed])}
+    forgotten = [*run.forgotten, *answered(gone, known.labels[removed])]  # rows of numbers may be equal
     after = replace(run, fit=fit, samples=known.take(keep), forgotten=tuple(sorted(forgotten)))
     compared = _compare(fit, verify)
     same = [known.ids[at] for at in keep.tolist() if names[at] in gone]
@@ -172,44 +172,48 @@ def unused(taken: Sequence[str], name: str, ids: Sequence[str]) -> tuple[str, ..
 
 
 def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples, Array, tuple[str, ...]]:
-    """The samples that the run neither trained on nor holds out, and notes about the others."""
+    """The samples that the run neither trained on, forgot nor holds out, and notes about the others."""
     assert run.samples.labels is not None
     bare, values = run.fingerprints(), run.fingerprints(new.x)
     whole, labeled = answered(bare, run.samples.labels), answered(values, answers)
-    measured, gone = run.measured, {*run.forgotten}
-    back = sum(name in gone for name in labeled)
+    measured = run.measured
     own, theirs = (whole, labeled) if measured else (bare, values)
-    known = _copies(theirs, _places([*own, *run.held]), once=measured)
+    known = _copies(enumerate(theirs), _places([*own, *run.held]), once=measured)
     found = {row: at for row, at in known.items() if at < len(own)}
     tested = [row for row, at in known.items() if at >= len(own)]
-    if measured and len(found) < len(own) and _by_chance(own, len(found), len(theirs)):
-        like = f"{len(found)} of {len(new.ids)} samples are like samples of the training"
-        return new, answers, (like,) if found else ()
-    what = []
-    if found:
+    alike = measured and len(found) < len(own) and _by_chance(own, len(found), len(theirs))
+    known = {} if alike else known
+    rest = [(row, name) for row, name in enumerate(labeled) if row not in known]
+    gone = _copies(rest, _places(run.forgotten), once=measured)
+    what, notes = [], []
+    if alike and found:
+        notes.append(f"{len(found)} of {len(new.ids)} samples are like samples of the training")
+    elif found:
         row, at = next(iter(found.items()))
         told = f"training samples of the run already, first {new.ids[row]}, which is {run.samples.ids[at]}"
         what.append(f"{len(found)} of {len(new.ids)} samples are {told}")
-    if tested:
+    if tested and not alike:
         told = f"test samples of the run, first {new.ids[min(tested)]}"
         what.append(f"{len(tested)} of {len(new.ids)} samples are {told}")
-    if len(known) == len(new.ids):
+    if gone:
+        told = f"forgotten before, first {new.ids[min(gone)]} (linnet adapt would train on them again)"
+        what.append(f"{len(gone)} of {len(new.ids)} samples were {told}")
+    if len(known) + len(gone) == len(new.ids):
         raise DataError(
             "; ".join(what),
-            expected="samples that the run was not trained on and does not hold out",
+            expected="samples that the run was not trained on, has not forgotten and does not hold out",
             remedy="give other samples; linnet forget takes out those that have a wrong answer, linnet adapt "
             "draws anew what is held out",
         )
-    notes = [f"{told}; these are left out" for told in what]
-    notes += [f"{back} samples were forgotten before, and are trained on again"] if back else []
+    notes += [f"{told}; these are left out" for told in what]
     other = _otherwise(values, answers, bare, run.samples.labels)
-    if other and not (measured and _by_chance(bare, len(other), len(values))):
+    if other and not alike and not (measured and _by_chance(bare, len(other), len(values))):
         row, at = other[0]
         notes.append(
             f"{len(other)} samples have another answer than equal training samples, first {new.ids[row]}, "
             f"which is {run.samples.ids[at]}: linnet forget those first where the new answers are right"
         )
-    keep = np.setdiff1d(np.arange(len(new.ids)), [*known])
+    keep = np.setdiff1d(np.arange(len(new.ids)), [*known, *gone])
     ids = tuple(new.ids[row] for row in keep)
     kept = replace(new, x=new.x[keep], y=answers[keep], ids=ids)
     return kept, answers[keep], tuple(notes)
@@ -223,10 +227,10 @@ def _places(names: Sequence[str]) -> dict[str, list[int]]:
     return found
 
 
-def _copies(names: Sequence[str], places: dict[str, list[int]], once: bool) -> dict[int, int]:
+def _copies(names: Iterable[tuple[int, str]], places: dict[str, list[int]], once: bool) -> dict[int, int]:
     """Rows whose name is among the places, each place taken once if so, with that place."""
     found = {}
-    for row, name in enumerate(names):
+    for row, name in names:
         if places.get(name):
             found[row] = places[name].pop(0) if once else places[name][0]
     return found

@@ -164,7 +164,9 @@ def _from_folder(path: Path, run: SavedRun, transform: ImageTransform, prefer: s
             remedy="check the path",
         )
     ids = tuple(file.as_posix() for file in found)
-    x = ImageFiles(path, ids, transform).read(np.arange(len(ids)))
+    height, width = run.fit.x.shape[2:]
+    remedy = f"scale them to {height}x{width}, like the samples that the run was trained on"
+    x = ImageFiles(path, ids, transform, remedy).read(np.arange(len(ids)))
     number = {name: label for label, name in enumerate(run.classes or ())}
     labels = [number.get(file.parent.name, -1) for file in found]
     unknown = sorted({file.parent.name for file in found} - {"", *number})

@@ -488,8 +488,14 @@ def text_of(content: bytes) -> str:
 def _with_columns(text: str, columns: Sequence[str]) -> str:
     """A row below the names of its columns."""
     lines = [line for line in text.splitlines() if line.strip()]
+    if len(lines) > 2:
+        raise DataError(
+            f"{len(lines)} lines were sent",
+            expected="one row, with or without a line of the columns' names above it",
+            remedy="send one row at a time; linnet predict takes a whole table",
+        )
     try:
-        cells = {mark: next(csv.reader(lines[:2][-1:], delimiter=mark)) for mark in ",;\t"}
+        cells = {mark: next(csv.reader(lines[-1:], delimiter=mark)) for mark in ",;\t"}
     except csv.Error as error:
         raise DataError(f"the row cannot be read: {error}", "a row of a table", "paste one line") from error
     delimiter = max(cells, key=lambda mark: (len(cells[mark]) == len(columns), len(cells[mark])))
@@ -497,7 +503,7 @@ def _with_columns(text: str, columns: Sequence[str]) -> str:
     if not any(cell.strip() for cell in row):
         raise DataError("the row is empty", f"values of {', '.join(columns)}", "fill in what is known")
     if len(lines) > 1:
-        return "\n".join(lines[:2]) + "\n"
+        return "\n".join(lines) + "\n"
     if len(row) != len(columns):
         raise DataError(
             f"the row has {len(row)} values",
