@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
 
 import linnet
 from linnet import audit
+from linnet.errors import DataError
 from tests.fitting.problems import ALPHA, flat, near, problem, real
 from tests.oracles.dense import ridge_oracle
 
@@ -50,6 +52,19 @@ def test_predictors_of_every_kind() -> None:
         assert found.relative_negative_rate == 0.0
     network_itself = audit.flips(P.model.eval(), fit, P.x_test, y)
     assert network_itself.accuracy_before == float((P.f0_test.argmax(1) == y).double().mean())
+
+
+def test_classes_are_found_by_the_index_of_the_rows() -> None:
+    rows, y = pd.DataFrame(real(5, 3).numpy()), pd.Series([0, 1, 2, 0, 1])
+    old, new = one_hot([0, 1, 0, 0, 2]), one_hot([0, 2, 2, 1, 0])
+    assert audit.flips(old, new, rows, y[::-1]).negative.tolist() == [1, 3]
+    with pytest.raises(DataError, match="indices"):
+        audit.flips(old, new, rows, y.set_axis(range(1, 6)))
+    before, fit, x, classes = an_update()
+    expected = audit.compatible(fit, x, before, classes)
+    found = audit.compatible(fit, pd.DataFrame(x.numpy()), before, pd.Series(classes.numpy())[::-1])
+    assert torch.equal(found.pinned, expected.pinned)
+    assert len(found.pinned) > 0
 
 
 def test_a_perfect_update_has_no_relative_rate() -> None:

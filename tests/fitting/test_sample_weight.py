@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import InputError
+from linnet.errors import DataError, InputError
 
 RIDGE = 0.3
 
@@ -227,6 +228,31 @@ def test_intervals_hold_what_they_promise_whatever_the_weights() -> None:
         low, high = fit.interval(x[20:], coverage=0.9).unbind(-1)
         held.append(((low <= y[20:]) & (y[20:] <= high)).double().mean())
     assert 0.85 < float(torch.stack(held).mean()) < 0.96
+
+
+@pytest.mark.parametrize("solver", ["dual", "adapt"])
+def test_weights_are_found_by_the_index_of_the_rows(solver: str) -> None:
+    net, x, y, w = data(classes=False)
+    frame, answers, weights = pd.DataFrame(x.numpy()), pd.DataFrame(y.numpy()), pd.Series(w.numpy())
+    expected, mixed = made(net, x, y, w, solver), torch.randperm(14).tolist()
+    for rows, of, given, said in (
+        (frame, answers.loc[mixed], weights.loc[mixed], "of x"),
+        (frame, answers, weights.loc[mixed], "of x"),
+        (frame, y, weights.loc[mixed], "of x"),
+        (frame.loc[mixed], answers, weights, "of x"),
+        (x, answers, weights.loc[mixed], "of y"),  # the rows of x are those of y
+        (frame, answers, weights, None),
+        (frame, answers, weights.to_numpy(), None),
+    ):
+        fit = made(net, rows, of, given, solver)
+        torch.testing.assert_close(fit.predict(x), expected.predict(x), rtol=1e-8, atol=1e-8)
+        note = f"sample_weight was put in the order of the index {said}"
+        assert (note in fit.record.reasons.get("data", "")) == (said is not None)
+    more = expected.update((x[:4], y[:4]), sample_weight=w[:4])
+    found = expected.update((frame[:4], answers[:4]), sample_weight=weights[:4][::-1])
+    torch.testing.assert_close(found.predict(x), more.predict(x), rtol=1e-8, atol=1e-8)
+    with pytest.raises(DataError, match=r"x and sample_weight have different indices.*sample_weight\.to_n"):
+        made(net, frame, answers, weights.set_axis(range(1, 15)), solver)
 
 
 def test_wrong_weights_are_refused_in_words() -> None:

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -335,6 +336,20 @@ def test_wrong_settings(settings: dict[str, Any], said: str) -> None:
     X = numbers()
     with pytest.raises(InputError, match=said):
         LinnetClassifier(**settings).fit(X, names(X))
+
+
+@pytest.mark.parametrize("kind", [LinnetRegressor, LinnetClassifier])
+def test_a_column_of_times_is_refused_by_name(kind: Any) -> None:
+    X = pd.DataFrame(numbers(), columns=["a", "b", "c"])
+    dates = pd.Series(pd.date_range("2024-01-01", periods=40))
+    y = pd.Series(np.arange(40) % 2)
+    for times in (dates, dates - dates[0], dates.dt.tz_localize("UTC")):
+        with pytest.raises(InputError, match=r"^X\['when'\] has times.*days"):
+            kind().fit(X.assign(when=times), y)
+        with pytest.raises(InputError, match=r"^y\['when'\] has times"):
+            kind().fit(X, X[["a"]].assign(when=times))
+    days = (dates - dates.min()) / np.timedelta64(1, "D")
+    assert kind().fit(X.assign(when=days), y).n_features_in_ == 4
 
 
 def test_without_scikit_learn_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

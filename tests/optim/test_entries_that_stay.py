@@ -116,7 +116,7 @@ def test_a_mean_over_labels_is_refused_and_one_over_examples_is_not(make, closed
             optimizer.step(x, y, loss=closure())
         return own.weight.detach()
 
-    with pytest.raises(InputError, match="mean over .* labels"):
+    with pytest.raises(InputError, match=r"mean over .* labels"):
         stepped(lambda own: loss_of(own, "mean"))
     found = stepped(lambda own: loss_of(own, "sum") / len(y))
     torch.testing.assert_close(found, stepped(None), rtol=1e-9, atol=1e-9)

@@ -7,6 +7,7 @@ import functools
 import re
 import tempfile
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -478,11 +479,74 @@ def test_targets_are_found_by_index() -> None:
         linnet.adapt(of_tables(), FRAME.assign(y=Y.numpy()))
 
 
-@pytest.mark.parametrize("y", [Y > 0, (Y > 0).tolist(), pd.Series((Y > 0).numpy(), dtype="boolean")])
+def test_batches_of_frames_have_their_columns_and_rows_in_order() -> None:
+    y = pd.Series(Y.numpy(), index=FRAME.index)
+    batches = [(FRAME[:8], y[:8][::-1]), (FRAME[8:][list("dbca")], y[8:])]
+    fit = linnet.adapt(of_tables(), batches, weight=0.5, ridge=1.0)
+    assert fit.labels.tolist() == Y.tolist()
+    torch.testing.assert_close(fit.x, torch.from_numpy(TABLE))
+
+
+FLAGS = (Y > 0).numpy()
+BOOLEANS = [Y > 0, FLAGS.tolist(), pd.Series(FLAGS, dtype="boolean"), FLAGS.astype(object)]
+
+
+@pytest.mark.parametrize("y", BOOLEANS)
 def test_booleans_are_two_classes(y: Any) -> None:
     expected = linnet.adapt(of_tables(), TABLE, (Y > 0).long(), weight=0.5, ridge=1.0)
     found = linnet.adapt(of_tables(), TABLE, y, weight=0.5, ridge=1.0)
     assert torch.equal(found.targets, expected.targets)
+
+
+@pytest.mark.parametrize("make", [linnet.adapt, lambda net, data: linnet.fit(linnet.linearize(net), data)])
+def test_several_booleans_an_example_are_told_what_to_do(make: Any) -> None:
+    flags = torch.stack([Y > 0, Y > 1, Y < 2], 1)
+    for y in (flags, flags.numpy(), flags.numpy().astype(object), pd.DataFrame(flags.numpy())):
+        with pytest.raises(
+            InputError, match=r"pass y\.float\(\), or y\.astype\(float\).*y\.long\(\)\.argmax\(1\)"
+        ):
+            make(of_tables(), (TABLE, y))
+    for y in (flags.float(), flags.numpy().astype(object).astype(float)):
+        assert torch.equal(make(of_tables(), (TABLE, y)).targets, flags.double())
+    hot = Y[:, None] == torch.arange(3)
+    assert make(of_tables(), (TABLE, hot.long().argmax(1))).labels.tolist() == Y.tolist()
+
+
+DATES = pd.date_range("2024-01-01", periods=N)
+TIMES = {
+    "dates": DATES,
+    "with a zone": DATES.tz_localize("UTC"),
+    "spans": DATES - DATES[0],
+    "objects": np.array([*DATES.to_numpy()], dtype=object),
+}
+
+
+@pytest.mark.parametrize("kind", TIMES)
+def test_a_column_of_times_is_refused_by_name(kind: str) -> None:
+    times = pd.Series(TIMES[kind], index=FRAME.index)
+    for x, y, name in (
+        (FRAME.assign(when=times), Y, r"x\['when'\]"),
+        (FRAME, FRAME[["a"]].assign(when=times), r"y\['when'\]"),
+        (FRAME, times, "y"),
+    ):
+        with pytest.raises(InputError, match=rf"^{name} has times.*t - t\.min\(\)"):
+            linnet.adapt(of_tables(), x, y)
+    days = (times - times.min()) / np.timedelta64(1, "D")
+    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    assert linnet.adapt(net, FRAME.assign(when=days), Y).x[-1, -1] == N - 1
+
+
+def test_a_column_of_targets_without_numbers_is_named() -> None:
+    y = FRAME[["a"]].assign(word="one")
+    with pytest.raises(InputError, match=r"y is DataFrame, columns without numbers: word.*get_dummies\(y\)"):
+        linnet.adapt(of_tables(), FRAME, y)
+    encoded = pd.get_dummies(y.assign(word=["one", "two"] * (N // 2)))
+    assert linnet.adapt(of_tables(), FRAME, encoded).targets.shape == (N, 3)
+
+
+def test_decimal_numbers_are_floats() -> None:
+    for y in ([Decimal(int(k)) / 4 for k in Y], [[Decimal(int(k)) / 4] for k in Y]):
+        assert torch.equal(linnet.adapt(of_tables(), TABLE, y).targets, Y[:, None].double() / 4)
 
 
 # -- sequences -----------------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from linnet.linear.targets import make_targets
 from linnet.params import integer, number, optional
 from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.data import examples
 from linnet.tangent.forward_mode import Params
-from linnet.tangent.inputs import known_answers, tensorize
+from linnet.tangent.inputs import DataNotes, in_rows, known_answers, tensorize
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
@@ -93,7 +94,7 @@ def flips(before: Any, after: Any, x: Inputs, y: Any) -> Flips:
         >>> print(flips(old, new, torch.zeros(3, 1), [0, 1, 2]))
         accuracy 100.0% -> 66.7%; 1 negative flip(s) (33.3%), 0 positive (0.0%) of 3
     """
-    x = tensorize(x)
+    y = in_rows(x, y, DataNotes())
     old, new = outputs_of(before, x, "before"), outputs_of(after, x, "after")
     if old.shape != new.shape or old.shape[1] < 2 or not len(old):
         raise InputError(
@@ -180,8 +181,8 @@ def compatible(
         raise InputError(f"pin={pin!r}", expected='"flips" or "correct"', remedy='leave pin= out for "flips"')
     integer("rounds", rounds)
     optional(number, "weight", weight, above=0)
-    x = tensorize(x)
-    old = outputs_of(old_outputs, x, "old_outputs")
+    y, old = in_rows(x, y, DataNotes()), outputs_of(old_outputs, x, "old_outputs")
+    x = examples(fit._function, x)
     if old.shape[1] != fit.system.c:
         raise InputError(
             f"old_outputs has {old.shape[1]} outputs but the fit has {fit.system.c}",
@@ -273,10 +274,10 @@ def group_means(fit: Any, x: Inputs, groups: Any, before: Any = None) -> GroupMe
             1        2          0
                    gap          2
     """
-    x = tensorize(x)
-    if batch_size(x) == 0:
+    n = batch_size(tensorize(x))
+    if n == 0:
         raise InputError("x is empty", expected="at least two groups of two examples", remedy="pass examples")
-    labels = group_numbers(groups, batch_size(x))
+    labels = group_numbers(in_rows(x, groups, DataNotes(), "groups"), n)
     names, number, counts = labels.cpu().unique(return_inverse=True, return_counts=True)
     after = _means(outputs_of(fit, x, "fit"), number, counts)
     other = None if before is None else _means(outputs_of(before, x, "before"), number, counts)

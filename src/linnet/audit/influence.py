@@ -44,8 +44,9 @@ from linnet.params import choice
 from linnet.shown import Record, frame
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
+from linnet.tangent.data import examples
 from linnet.tangent.functional import Functional
-from linnet.tangent.inputs import known_answers
+from linnet.tangent.inputs import DataNotes, in_rows, known_answers
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.nonfinite import require_finite_products
 
@@ -154,9 +155,9 @@ def influence(
         >>> found.outputs.shape, found.loss.shape, found.method
         (torch.Size([6, 3, 2]), torch.Size([6, 3]), 'exact')
     """
-    fit = check_fitted(fit)
+    fit, labels = check_fitted(fit), in_rows(x, labels, DataNotes(), "labels")
     if not isinstance(fit, LinearFit) or fit.system.shared or fit._targets.weights is not None:
-        return _of_other(fit, x, method, labels, directions)
+        return _of_other(fit, examples(fit._function, x), method, labels, directions)
     x = checked_inputs(fit.module, x)
     chosen = _method(fit, method, directions)
     t, c, item = batch_size(x), fit.system.c, 8
@@ -500,7 +501,7 @@ def loss_influence(
     fit = check_fit(fit)
     unconstrained(fit, "loss_influence")
     unweighed(fit, "loss_influence")
-    x = checked_inputs(fit.module, x)
+    labels, x = in_rows(x, labels, DataNotes(), "labels"), checked_inputs(fit.module, x)
     function = fit.module.function
     gradients = _gradients(function, x, fit.predict(x) - label_targets(fit, x, labels))
     if directions is not None:

@@ -13,7 +13,7 @@ from linnet.fitting.linear_fit import LinearFit, SquaredFit
 from linnet.fitting.position_fit import PositionFit
 from linnet.fitting.solved_fit import SolvedFit
 from linnet.tangent.batch import Inputs, batch_size, require_dense, split
-from linnet.tangent.inputs import known_answers
+from linnet.tangent.inputs import known_answers, tensorize
 
 BATCH = 128  # examples predicted at once
 
@@ -76,7 +76,7 @@ def outputs_of(predictor: Any, x: Inputs, name: str) -> Tensor:
                 expected="a network in evaluation mode, whose outputs depend on each input alone",
                 remedy=f"call {name}.eval() first",
             )
-        parts = [predictor(part) for part in split(x, BATCH)]
+        parts = [predictor(part) for part in split(tensorize(x), BATCH)]
         out = torch.cat(parts) if all(isinstance(part, Tensor) and part.ndim for part in parts) else parts[0]
     else:
         raise InputError(
@@ -84,11 +84,12 @@ def outputs_of(predictor: Any, x: Inputs, name: str) -> Tensor:
             expected="a fit, a network, a function of x, or its outputs (N, C)",
             remedy="pass fit.predict(x)",
         )
-    if not isinstance(out, Tensor) or out.ndim == 0 or len(out) != batch_size(x):
+    n = batch_size(tensorize(x))
+    if not isinstance(out, Tensor) or out.ndim == 0 or len(out) != n:
         shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise InputError(
-            f"{name} gives {shape} for {batch_size(x)} examples",
-            expected=f"outputs ({batch_size(x)}, C)",
+            f"{name} gives {shape} for {n} examples",
+            expected=f"outputs ({n}, C)",
             remedy="pass one row of outputs for each example of x",
         )
     require_dense(out, name)

@@ -181,7 +181,7 @@ def fit(
     given = given.detach().clone() if isinstance(given, Tensor) else given
     lin = pinned(lin, lin.function.precision)  # which later answers keep
     lin.function.known = None  # the data of another fit
-    data = Data.of(data, lin.function, memory=memory, text=True)
+    data = Data.of(data, lin.function, memory=memory, text=True).weighing(sample_weight)
     x, y = data.pair
     if axis is None and data.classes:
         check_names(data.classes, lin.function.output_shape(x).numel())
@@ -202,7 +202,7 @@ def fit(
         f0 = base_outputs(Linearized(chosen.function), x)
         check_arrangement(y, chosen.function.output_shape(x))
         made = replace(_targets(y, given, f0, loss, scale), axis=axis)
-        made = weighed_targets(made, sample_weight)
+        made = weighed_targets(made, data.weights)
         seconds = {"network": time.perf_counter() - start}
         asked = solving if chosen is lin else solving.finer()
         found = _fit(chosen, FitRequest(x, y, f0, made, loss, ridge, memory, asked), seconds)

@@ -219,11 +219,11 @@ class SolvedFit(Shown):
                 expected="a number for each new example: the others keep theirs",
                 remedy="pass numbers, or fit all examples again",
             )
-        found = self._gathered(data)
+        found = self._gathered(data).weighing(sample_weight)
         grown = self._grown(found)
         if sample_weight is not None:
             grown = grown._weighing()
-        return grown._updated(*found.pair, ridge, start, sample_weight)
+        return grown._updated(*found.pair, ridge, start, found.weights)
 
     @in_exact_mode
     def relabel(self, indices: Any, y: Any) -> Self:

@@ -23,7 +23,8 @@ from linnet.likelihoods import Categorical, Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linear.targets import CLASSES, VALUES
 from linnet.nested.adapt import adapt
-from linnet.tangent.batch import named_tensor, split
+from linnet.tangent.batch import split
+from linnet.tangent.inputs import require_no_times
 from linnet.tangent.linearized import linearize
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ class _Estimator(ABC):
         from sklearn.utils.validation import validate_data  # since 1.6
 
         for name, value in zip(("X", "y"), given, strict=False):
-            if np.asarray(value).dtype.kind in "mM":  # which scikit-learn takes as nanoseconds
-                named_tensor(value, name)
+            # which scikit-learn takes as nanoseconds, or cannot join with numbers
+            require_no_times(value if hasattr(value, "columns") else np.asarray(value), name)
         return validate_data(self, *given, **options)
 
     def inputs(self, X: Any) -> Tensor:

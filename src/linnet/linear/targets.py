@@ -108,10 +108,14 @@ def make_targets(
     # y (N,)
     # Source: Achille et al., CVPR 2021, section 3.1 (α = 15).
     if y.dtype == torch.bool or y.is_complex():
+        several = y.dtype == torch.bool and y.shape[1:].numel() > 1
         raise InputError(
             f"y has type {y.dtype}",
             expected="integer classes (N,) or float targets (N, C)",
-            remedy="convert classes with y.long(), regression values with y.float()",
+            remedy="pass y.float(), or y.astype(float) of an array, for outputs that are yes or no under the "
+            "squared loss; y.long().argmax(1) for one-hot labels"
+            if several
+            else "convert classes with y.long(), regression values with y.float()",
         )
     if y.is_floating_point():
         return Targets(_regression(y, outputs), None, scale)

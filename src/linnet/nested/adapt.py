@@ -139,6 +139,7 @@ def adapt(
                 "leave one of them out",
             )
         data = Data.of(data if y is None else (data, y), models[0], memory=memory, text=True)
+        data = data.weighing(sample_weight)
         arguments: dict[str, Any] = {
             "model": models if several else models[0],
             "params": params,
@@ -146,7 +147,7 @@ def adapt(
         }
         arguments |= {"seed": seed, "memory": memory, "tune": tunes, "sample_weight": sample_weight}
         require_same_arguments(arguments)
-        fits = [_adapted((one, output), data, params, given, (seed, sample_weight), memory) for one in models]
+        fits = [_adapted((one, output), data, params, given, seed, memory) for one in models]
         fit = fits[0] if len(fits) == 1 else best_of(fits)
         if tunes and fit.prior.network.function.masks:
             raise InputError(
@@ -219,17 +220,17 @@ def _adapted(
     data: Data,
     params: Selector,
     given: Shares,
-    drawn: tuple[int, Any],
+    seed: int,
     memory: str | int | None,
 ) -> NestedFit:
-    """The fit of a network and its output, by a seed and weights of the samples."""
+    """The fit of a network and its output, by a seed."""
     begin = time.perf_counter()
-    (x, y), (seed, weights) = data.pair, drawn
+    x, y = data.pair
     model = ending_linear(network[0], x, network[1])
     names = selected_inside(model, params, own=model is network[0])
     features = RandomHeads(model, HEADS, seed, names)
     require_chosen(features, params, given)
-    targets = weighed_targets(task_targets(y, features.function.dtype), weights)
+    targets = weighed_targets(task_targets(y, features.function.dtype), data.weights)
     headless = isinstance(model, Appended) and model.width is not None
     outputs = None if headless else last_linear(model)[1].out_features
     said = (*(() if data.classes else doubts(y, targets, outputs)), *data_remarks(x, targets))

@@ -66,7 +66,7 @@ def _channels(model: nn.Module, name: str, shape: torch.Size) -> int:
 
 
 def _inputs_of_layers(function: Functional, x: Inputs) -> dict[str, torch.Size]:
-    """The shapes of what goes into layers with weights, but for the last, an idle one, and what x itself is."""
+    """Shapes of what goes into layers with weights, but for the last, an idle one, and what x itself is."""
     seen: dict[str, Tensor] = {}
     known: list[Tensor] = []
     layer, idle = last_linear(function.model)[1], getattr(function.model, IDLE, None)

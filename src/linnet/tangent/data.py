@@ -23,7 +23,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -77,6 +77,7 @@ from linnet.tangent.inputs import (
     as_batch,
     device_of,
     doubts,
+    has_index,
     holds_arrays,
     in_columns,
     in_rows,
@@ -394,7 +395,12 @@ def read_batches(
             ((as_batch(x), None if y is None else answers(y, said)[None]) for x, y in rows), size
         )
     else:
-        yield from ((tensorize(x), None if y is None else answers(y, said)) for x, y in rows)
+        yield from (_tensors(x, y, said) for x, y in rows)
+
+
+def _tensors(x: Any, y: Any, said: DataNotes) -> tuple[Inputs, Any]:
+    """A batch as tensors, with the columns of a table and the rows of its targets in order."""
+    return tensorize(in_columns(x, said)), None if y is None else answers(in_rows(x, y, said), said)
 
 
 def pairs(data: Any, said: DataNotes, parting: Parting = as_pair) -> Iterator[tuple[Inputs, Any]]:
@@ -403,7 +409,8 @@ def pairs(data: Any, said: DataNotes, parting: Parting = as_pair) -> Iterator[tu
         data = _Samples(data)
     if not in_pieces(data):
         x, y = parting(data.tensors if isinstance(data, TensorDataset) else data, "data")
-        yield tensorize(in_columns(x, said)), None if y is None else answers(in_rows(x, y, said), said)
+        said.indexed = (x, "x") if has_index(x) else (y, "y")
+        yield _tensors(x, y, said)
         return
     source, order = data, None
     if isinstance(data, DataLoader):
@@ -564,6 +571,8 @@ class Data:
     columns: tuple[str, ...] = ()  # of x, where it was a data frame
     warnings: tuple[str, ...] = ()  # what a reader of the results must know
     notes: tuple[str, ...] = ()  # what was done with them, which changes no result
+    indexed: tuple[Any, str] = (None, "x")  # a table whose index is that of the rows, and its name
+    weights: Any = None  # of the examples, as given, but in the order of their rows
 
     @classmethod
     def of(
@@ -597,7 +606,14 @@ class Data:
         if not missing:
             check_finite(y, "y")
         require_same_arguments({"x": x, "y": y})
-        return cls(x, y, said.classes, said.columns, tuple(said.warnings), tuple(said.notes))
+        told = tuple(said.warnings), tuple(said.notes)
+        return cls(x, y, said.classes, said.columns, *told, said.indexed)
+
+    def weighing(self, weights: Any) -> Data:
+        """The same with weights of the examples, put in the order of their rows as y is."""
+        said, (table, name) = DataNotes([*self.notes]), self.indexed
+        found = in_rows(table, weights, said, "sample_weight", name)
+        return replace(self, weights=found, notes=tuple(said.notes))
 
     @property
     def pair(self) -> tuple[Inputs, Tensor]:

@@ -29,6 +29,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,6 +81,7 @@ class DataNotes:
     classes: tuple[str, ...] = ()
     text: bool = False  # whether y may name classes that there are not yet: they come after those known
     columns: tuple[str, ...] = ()  # of data frames: those of the data before, or those that are found
+    indexed: tuple[Any, str] = (None, "x")  # a table whose index is that of the rows, and its name
     _numbers: dict[str, int] = field(default_factory=dict)
     _kinds: set[str] = field(default_factory=set)  # of y: whether text or numbers
 
@@ -163,12 +165,12 @@ def tensorize(x: Any, name: str = "x") -> Inputs:
             return parts if isinstance(x, list) else tuple(parts)
     if is_image(x):
         return _images([x], name)[0]
-    return named_tensor(_frame(x, name) if hasattr(x, "columns") and hasattr(x, "to_numpy") else x, name)
+    return named_tensor(_frame(x, name) if _is_frame(x) else x, name)
 
 
 def in_columns(x: Any, said: DataNotes) -> Any:
     """A data frame in the order of the columns known, whose names are kept where none are; others as is."""
-    names = tuple(map(str, x.columns)) if hasattr(x, "columns") and hasattr(x, "to_numpy") else ()
+    names = tuple(map(str, x.columns)) if _is_frame(x) else ()
     if names == tuple(map(str, range(len(names)))) or names == said.columns:
         return x
     if not said.columns:
@@ -185,25 +187,35 @@ def in_columns(x: Any, said: DataNotes) -> Any:
     return x[[x.columns[names.index(name)] for name in said.columns]]
 
 
-def in_rows(x: Any, y: Any, said: DataNotes) -> Any:
-    """The targets of a table in the order of its rows, by the index of both."""
-    if not all(hasattr(one, "index") and hasattr(one, "to_numpy") for one in (x, y)) or x.index.equals(
-        y.index
-    ):
+def has_index(table: Any) -> bool:
+    """Whether rows have an index, as those of pandas have."""
+    return hasattr(table, "index") and hasattr(table, "to_numpy")
+
+
+def in_rows(x: Any, y: Any, said: DataNotes, name: str = "y", of: str = "x") -> Any:
+    """The targets of a table, or its weights, in the order of its rows, by the index of both."""
+    if not (has_index(x) and has_index(y)) or x.index.equals(y.index):
         return y
     if x.index.is_unique and y.index.is_unique and set(x.index) == set(y.index):
-        said.notes.append("y was put in the order of the index of x")
+        said.notes.append(f"{name} was put in the order of the index of {of}")
         return y.loc[x.index]
     raise DataError(
-        "x and y have different indices, so that rows of y may belong to other rows of x",
+        f"{of} and {name} have different indices, so that rows of {name} may belong to other rows of {of}",
         expected="one index, in any order",
-        remedy="pass y.loc[x.index], or y.to_numpy() where the rows are in the same order",
+        remedy=f"pass {name}.loc[{of}.index], or {name}.to_numpy() where the rows are in the same order",
     )
 
 
 def answers(y: Any, said: DataNotes | None = None) -> Tensor:
     """Targets as a tensor."""
+    require_no_times(y, "y")
+    if _is_frame(y) and len(y.columns) > 1:
+        _frame(y, "y")  # which names the columns without numbers
     y = y.to_numpy() if hasattr(y, "to_numpy") else y
+    if isinstance(_first(y), Decimal):
+        y = np.array(y, dtype=object)  # of which floats are made
+    if isinstance(y, np.ndarray) and y.dtype.kind == "O" and y.size:
+        y = y.astype(bool) if all(isinstance(one, bool | np.bool_) for one in y.flat) else y
     if isinstance(y, np.ndarray) and y.dtype.kind in "USO" and y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     words = y.tolist() if isinstance(y, np.ndarray) and y.dtype.kind in "USO" else y
@@ -262,6 +274,13 @@ def is_image(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "PIL" and hasattr(value, "convert")
 
 
+def _first(value: Any) -> Any:
+    """The first entry of nested lists."""
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return value
+
+
 def _is_text(value: Any) -> bool:
     """Whether it is text, or as many texts as there are samples."""
     if isinstance(value, np.ndarray):
@@ -295,6 +314,7 @@ def _images(images: Sequence[Any], name: str) -> Tensor:
 
 def _frame(table: Any, name: str) -> Any:
     """The columns of a data frame side by side, (N, D)."""
+    require_no_times(table, name)
     found, wrong = [], []
     for label in table.columns:
         column = table[label].to_numpy()
@@ -306,9 +326,29 @@ def _frame(table: Any, name: str) -> Any:
         raise InputError(
             f"{name} is {type(table).__name__}, columns without numbers: {', '.join(wrong[:4]) or 'all'}",
             expected="numbers in every column",
-            remedy="leave them out or encode them, as pandas.get_dummies(x) does",
+            remedy=f"leave them out or encode them, as pandas.get_dummies({name}) does",
         )
     return np.column_stack(found)
+
+
+def _is_frame(table: Any) -> bool:
+    """Whether it is a data frame."""
+    return hasattr(table, "columns") and hasattr(table, "to_numpy")
+
+
+def require_no_times(values: Any, name: str) -> None:
+    """Raise where an array or a column of a data frame holds times, which some take as counts from 1970."""
+    columns = {name: values}
+    if _is_frame(values):
+        columns = {f"{name}[{str(label)!r}]": values[label] for label in values.columns}
+    for called, column in columns.items():
+        if hasattr(column, "to_numpy") and not hasattr(getattr(column, "dtype", None), "kind"):
+            column = column.to_numpy()  # of other libraries than pandas, whose types say zones
+        kind = getattr(getattr(column, "dtype", None), "kind", "")
+        parts = np.ravel(column) if kind == "O" else ()
+        times = [one for one in parts if isinstance(one, np.datetime64 | np.timedelta64)]
+        if times or kind in ("M", "m"):
+            named_tensor(times[0] if times else column, called)
 
 
 def _padded_list(value: Any, beside: Mapping[str, Any]) -> Any:

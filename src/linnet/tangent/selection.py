@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from linnet.errors import InputError, ModelError
 from linnet.params import call, instance, refuse, shown, tensor
@@ -128,7 +129,7 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
     require_module(model)
     check_selector(params, some=False)  # the error below has the names
     own = model.named_parameters()
-    named = {n: p for n, p in own if p.numel() and (p.is_floating_point() or p.is_complex())}
+    named = {n: p for n, p in own if (p.is_floating_point() or p.is_complex()) and (is_lazy(p) or p.numel())}
     if not named:
         raise ModelError(
             f"model ({type(model).__name__}) has no floating-point parameter",
