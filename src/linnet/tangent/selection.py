@@ -180,7 +180,7 @@ def selected(model: nn.Module, params: Selector = None) -> dict[str, Tensor | No
 
 def require_whole(model: nn.Module, params: Selector) -> None:
     """Raise where ``params=`` has masks: what trains the network's own parameters takes them whole."""
-    every = dict(model.named_parameters(remove_duplicate=False))
+    every = dict(require_module(model).named_parameters(remove_duplicate=False))
     given = params if isinstance(params, Mapping) else {}
     for name in given:
         if name in every and given_mask(name, given[name], every[name]) is not None:
