@@ -20,6 +20,7 @@ from linnet.likelihoods import (
     Poisson,
     mixture_of_classifiers,
 )
+from linnet.predictive.sampled import Link, log_density
 
 close = torch.testing.assert_close
 DRAWS = 200_000
@@ -138,3 +139,22 @@ def test_moments_of_several_components_are_propagated() -> None:
     center, variance = likelihood.predictive(mean, covariance)
     close(center, mean @ matrix.T)  # exact, for it is linear
     close(variance, 1 + (matrix @ covariance @ matrix.T).diagonal(dim1=1, dim2=2))
+
+
+@pytest.mark.parametrize("count", [0.0, 3.0, 60.0, 5000.0])
+@pytest.mark.parametrize("std", [0.0, 0.1, 2.5, 40.0])
+def test_the_density_of_a_count_is_an_integral(count: float, std: float) -> None:
+    mean = torch.tensor([[0.3], [1.7]], dtype=torch.float64)
+    spread = torch.full((2, 1, 1), std**2, dtype=torch.float64)
+    y = torch.full((2, 1), count, dtype=torch.float64)
+    found = log_density(Poisson(), mean, spread, y, (1,), Link())
+    if not std:
+        expected = -Poisson().nll(mean, y)
+    else:
+        # far beyond both the prior and what the likelihood allows
+        low, high = mean - 90 * std, torch.minimum(mean + 90 * std, torch.tensor(700.0))
+        f = low + (high - low) * torch.linspace(0, 1, 400_001, dtype=torch.float64)
+        log = count * f - f.exp() - math.lgamma(count + 1) - ((f - mean) / std).square() / 2
+        step = ((high - low) / 400_000)[:, 0]
+        expected = log.logsumexp(1) + (step / std).log() - math.log(2 * math.pi) / 2
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

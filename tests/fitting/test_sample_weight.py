@@ -156,6 +156,27 @@ def test_the_ridge_is_chosen_by_weighted_errors_left_out(solver: str) -> None:
     del w
 
 
+@pytest.mark.parametrize("classes", [False, True])
+def test_errors_along_a_path_are_those_of_any_scale_of_the_weights(classes: bool) -> None:
+    net, x, y, _ = data(classes)
+    w = torch.rand(len(x), generator=torch.Generator().manual_seed(0)).double() + 0.3
+    fits = [made(net, x, y, k * w, "dual", k * 0.5) for k in (1.0, 100.0)]
+    paths = [fit.path([fit.ridge]) for fit in fits]
+    errors = (w[:, None] * (fits[0].targets - fits[0].loo()).square()).sum() / w.sum()
+    for fit, path in zip(fits, paths, strict=True):
+        assert float(path.loo_error) == pytest.approx(float(errors))
+        assert float(path.gcv) == pytest.approx(float(paths[0].gcv))
+        with pytest.raises(InputError, match="sample_weight"):
+            linnet.spectrum.task_linearity(fit)
+    soft = [
+        linnet.fit(linnet.linearize(net), (x, y), "cross-entropy", ridge=k * 0.5, sample_weight=k * w)
+        for k in (1.0, 100.0)
+        if classes
+    ]
+    losses = [float(fit.path([fit.ridge]).loo_error) for fit in soft]
+    assert losses == pytest.approx(losses[:1] * len(losses), rel=1e-4)
+
+
 @pytest.mark.parametrize("solver", ["dual", "primal"])
 def test_the_evidence_is_that_of_targets_as_they_are(solver: str) -> None:
     """log N(t; f₀, σ² (JJᵀ/ρ + W⁻¹)) at the best σ², so that fits with other weights compare."""

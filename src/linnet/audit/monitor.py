@@ -40,7 +40,8 @@ class Watched(Record):
     n: int  # its examples
     accuracy: float | None  # expected share of right predictions; None for a regression
     rms_error: float | None  # expected root mean square error of an output; None for classes
-    standard_error: float  # of either, by the draw of the batch and of the training examples
+    # of either, by the draw of the batch and of the training examples: of 30 values a quarter too small
+    standard_error: float
     p_value: float  # how often a batch like the training examples looks as unlike them as this one
     drifted: bool  # whether that is at most the level
     like: str | None  # the named shift that it most likely met; None if not drifted, or like none of them

@@ -228,7 +228,11 @@ class SquaredFit(Fitted):
             NumericalError: If a ridge is below what rounding lets be answered.
         """
         given = self._grid() if ridges is None else answerable(self, ridge_grid(ridges))
-        return self.system.path(given, self._targets)
+        found = self.system.path(given, self._targets)
+        if (w := self._targets.weights) is None:
+            return found
+        mean = float(w.double().mean())  # Σ w e² / Σ w, however large the weights are
+        return replace(found, loo_error=found.loo_error / mean, gcv=found.gcv / mean)
 
     @abstractmethod
     def _grid(self) -> Tensor | None:

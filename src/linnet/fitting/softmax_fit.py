@@ -207,7 +207,10 @@ class SoftmaxFit(Fitted, Summable):
             grid = softmax_grid(system.gram, system.base.numel(), self.module.function.dtype)
         else:
             grid = answerable(self, ridge_grid(ridges)).sort(descending=True).values
-        return followed(system, grid, self._targets)[0]
+        found = followed(system, grid, self._targets)[0]
+        if (w := self._targets.weights) is None:
+            return found
+        return replace(found, loo_error=found.loo_error / float(w.double().mean()))
 
     # -- changes and files -----------------------------------------------------------------------
 

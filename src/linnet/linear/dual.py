@@ -219,7 +219,7 @@ class RidgePath(CriteriaByRidge):
 
     Args:
         ridges: ρ, (R,).
-        loo_error: Mean squared leave-one-out residual of an example, summed over outputs, (R,).
+        loo_error: Mean squared leave-one-out residual, by the weights, summed over outputs, (R,).
         gcv: Generalized cross-validation score, (R,).
         evidence: Log marginal likelihood at the best noise for this ridge, (R,).
         degrees_of_freedom: tr K(K + ρI)⁻¹, (R,).

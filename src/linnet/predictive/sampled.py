@@ -16,7 +16,7 @@ Closed forms for classes, with f ~ N(μ, Σ) and κ(v) = 1/√(1 + π/8 v) (MacK
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -36,6 +36,8 @@ from linnet.predictive.noise import Noise
 from linnet.tangent.modes import in_exact_mode
 
 LINKS = ("probit", "pairwise", "bridge", "mc")
+# Of an integral over an output: points, standard deviations on each side, and nats below the most that count.
+POINTS, REACH, NEGLIGIBLE = 400, 1000.0, 40.0
 SEED = 0  # of the draws behind a density, the same for all hyper-parameters that are compared
 
 
@@ -160,8 +162,9 @@ def log_density(
 ) -> Tensor:
     """The log predictive density of labels, summed over positions and components, each by its marginal."""
     # mean (N, K), spread (N, K, K)
-    # Closed forms for classes and for Gaussian noise; for all others the average over `link.samples` draws of
-    # the outputs, the same draws at every call unless the link has a generator.
+    # Closed forms for classes and for Gaussian noise; of one output an integral;
+    # for all others the average over `link.samples` draws of the outputs, the same draws at every call unless
+    # the link has a generator.
     n = len(mean)
     if isinstance(likelihood, Categorical | Bernoulli):
         p = class_probabilities(likelihood, mean, spread, shape, link)
@@ -180,11 +183,32 @@ def log_density(
         # log N(y; f, Σ_cc + σ²)
         each = -0.5 * (residual.square() / total + (2 * math.pi * total).log())
         return (counted.round() * each).flatten(1).sum(1)
+    if mean.shape[1] == 1:
+        return _integrated(lambda f: -likelihood.nll(f.reshape(n, *shape), y), mean[:, 0], spread.reshape(n))
     covariance = torch.diag_embed(spread) if spread.ndim == 2 else spread
     generator = make_generator(SEED if link.seed is None else link.seed)
     drawn = _draws(mean, covariance, link.samples, generator)
     each = torch.stack([-likelihood.nll(f.reshape(n, *shape), y) for f in drawn])
     return torch.logsumexp(each, 0) - math.log(link.samples)
+
+
+def _integrated(log_p: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Tensor:
+    """The logarithm of ∫ p(y | f) N(f; μ, σ²) df, (N,), by the trapezoidal rule where the integrand is."""
+    # mean and variance (N,)
+    std = torch.maximum(variance.clamp_min(0).sqrt(), torch.finfo(mean.dtype).eps ** 0.5 * (1 + mean.abs()))
+    low, high = mean - REACH * std, mean + REACH * std
+    parts = torch.linspace(0, 1, POINTS, dtype=mean.dtype, device=mean.device)[:, None]
+    for _ in range(4):  # each time between the neighbors of the points that count
+        at = low + (high - low) * parts
+        log = torch.stack([log_p(f) for f in at]) - ((at - mean) / std).square() / 2
+        counts = (log >= log.amax(0) - NEGLIGIBLE).to(mean)
+        first, last = counts.argmax(0), POINTS - 1 - counts.flip(0).argmax(0)
+        step = (high - low) / (POINTS - 1)
+        low, high = (
+            at.gather(0, place[None])[0]
+            for place in ((first - 1).clamp_min(0), (last + 1).clamp_max(POINTS - 1))
+        )
+    return torch.logsumexp(log, 0) + (step / std).log() - math.log(2 * math.pi) / 2
 
 
 @dataclass(frozen=True)

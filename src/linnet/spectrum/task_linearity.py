@@ -347,7 +347,10 @@ def task_linearity(
 def _check_fit(fit: Any) -> None:
     """Raise unless it is a linear fit of the squared loss."""
     if isinstance(fit, LinearFit) and not fit.system.shared:
-        return
+        if fit._targets.weights is None:
+            return
+        expected = "a fit without sample_weight=, whose kernel is that of the network"
+        raise InputError("task_linearity of a fit with sample_weight=", expected, "fit the examples alike")
     raise InputError(
         f"fit is {type(fit).__name__}",
         expected="a LinearFit of the squared loss, whose targets the kernel's directions explain",
