@@ -307,6 +307,8 @@ def shared_eigh(
         for matrix, name, owner in zip(matrices, names, ranks, strict=True)
     ]
     if share.world > 1:
+        # of one layout in memory on all processes, since products round by it
+        found = [(values, vectors.contiguous()) for values, vectors in found]
         pairs = list(zip(found, ranks, strict=True))
         all_filled([[t for pair, own in pairs if own == rank for t in pair] for rank in range(share.world)])
     return found
