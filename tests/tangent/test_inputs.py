@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn.utils import rnn
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
@@ -699,3 +700,24 @@ def test_a_column_of_names_is_names(three: list[Any], make: Callable[[Any], Any]
     y = [[["on"], ["off"]][i % 2] for i in range(20)]
     fit = linnet.adapt(three[2].prior.network.model, (three[0].x, make(y)))
     assert fit.class_names == ("off", "on")
+
+
+class Recurrent(torch.nn.Module):
+    """A recurrent network that packs its sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = torch.nn.GRU(3, 5, batch_first=True), torch.nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.head(self.cells(packed)[1][0])
+
+
+def test_packed_sequences_are_told_to_be_padded() -> None:
+    lengths, y = torch.tensor([4, 1, 2, 3]), torch.arange(4) % 2
+    packed = rnn.pack_padded_sequence(torch.randn(4, 4, 3), lengths, batch_first=True, enforce_sorted=False)
+    lin = linnet.linearize(Recurrent())
+    with pytest.raises(InputError, match=r"x is a PackedSequence.*pad_packed_sequence"):
+        linnet.fit(lin, (packed, y))
+    assert linnet.fit(lin, (rnn.pad_packed_sequence(packed, batch_first=True), y)).n == 4

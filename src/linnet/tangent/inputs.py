@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.tangent.batch import (
@@ -143,6 +144,12 @@ def tensorize(x: Any, name: str = "x") -> Inputs:
     """Whatever holds numbers as tensors, structure kept; nested lists of numbers are one array."""
     if isinstance(x, Tensor):
         return named_tensor(x, name)
+    if isinstance(x, PackedSequence):
+        raise InputError(
+            f"{name} is a PackedSequence, in which examples are not apart",
+            expected="padded sequences (N, T, ...), and their lengths or a mask beside them",
+            remedy="pass torch.nn.utils.rnn.pad_packed_sequence(x, batch_first=True): pack in the network",
+        )
     if isinstance(x, Mapping):
         entries = {key: value if _is_text(value) else _padded_list(value, x) for key, value in x.items()}
         return {

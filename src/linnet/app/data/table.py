@@ -328,7 +328,8 @@ def _encoded(
         raise DataError(
             f"no column can be a feature: {some(left_out)}",
             expected="columns of numbers, or of texts that repeat",
-            remedy="replace texts by numbers or categories",
+            remedy="replace texts by numbers or categories; sentences go through an encoder in Python, "
+            "linnet.adapt(encoder, (tokenizer(texts), labels))",
         )
     table = Table(tuple(columns), answer)
     known = {name: cells.values[name][train] for name in features}
