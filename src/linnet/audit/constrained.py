@@ -100,7 +100,7 @@ def flips(before: Any, after: Any, x: Inputs, y: Any) -> Flips:
         raise InputError(
             f"before gives outputs {tuple(old.shape)}, after {tuple(new.shape)}",
             expected="outputs of the same classes, two at least, for one example or more",
-            remedy="compare predictors of one task",
+            remedy="compare predictors of one task; of log odds f pass torch.cat([-f, f], 1)",
         )
     labels = class_labels(y, len(old), old.shape[1], before, after)
     was = old.argmax(1).cpu() == labels.cpu()
