@@ -116,6 +116,9 @@ class Predictive(Shown):
     def log_density(self, y: Tensor) -> Tensor:
         """The log density of new targets, in nats, each example by its marginal.
 
+        Fits and Gaussian processes take an example's outputs together. A Laplace posterior takes each output
+        by itself; where its likelihood has several outputs and no closed form, it is an average over draws.
+
         Args:
             y: N targets: labels, or values (N, C), or (N,) for one output.
 
