@@ -11,6 +11,7 @@ import torch
 
 import linnet
 from linnet import audit
+from linnet.errors import InputError
 
 pd = pytest.importorskip("pandas")
 matplotlib = pytest.importorskip("matplotlib")
@@ -65,3 +66,28 @@ def test_answers_are_found_by_their_index_and_inputs_by_their_columns(name: str,
         (x[list("dbca")], y.iloc[np.roll(range(N), 7)]),
     ):
         torch.testing.assert_close(torch.as_tensor(ask(fit, inputs, answers)), expected)
+
+
+@pytest.mark.parametrize("make", [adapted, fitted])
+def test_held_values_and_groups_are_found_by_their_index(make: Any) -> None:
+    fit, x = make(values(), 1), frame()[:6]
+    held, groups = values()[:6] + 1, pd.Series([0, 0, 0, 1, 1, 1])
+    expected = fit.constrain(x[:2], torch.as_tensor(held[:2].to_numpy())).predict(x)
+    torch.testing.assert_close(fit.constrain(x[:2], held[:2][::-1]).predict(x), expected)
+    expected = fit.constrain(x, groups=groups).predict(x)
+    torch.testing.assert_close(fit.constrain(x, groups=groups.iloc[[3, 0, 4, 1, 5, 2]]).predict(x), expected)
+
+
+def test_columns_of_one_name_are_refused() -> None:
+    twice = frame().set_axis(list("abca"), axis=1)
+    with pytest.raises(InputError, match="several columns named 'a'"):
+        linnet.adapt(torch.nn.Linear(4, 2), (twice, classes()))
+
+
+def test_weights_with_an_index_are_refused_beside_batches() -> None:
+    x, y, w = frame(), values(), pd.Series(np.arange(1.0, N + 1))
+    pieces, net = [(x[:10], y[:10]), (x[10:], y[10:])], torch.nn.Linear(4, 1)
+    with pytest.raises(InputError, match="sample_weight has an index"):
+        linnet.adapt(net, pieces, sample_weight=w[::-1])
+    found = linnet.adapt(net, pieces, sample_weight=w.to_numpy()).predict(x)
+    torch.testing.assert_close(found, linnet.adapt(net, (x, y), sample_weight=w).predict(x))

@@ -215,3 +215,19 @@ def test_parameters_without_elements_take_no_part() -> None:
     data = x, torch.zeros(5, 2)
     one, other = (linnet.curvature(part, data, linnet.likelihoods.Gaussian()) for part in (net, net.layer))
     torch.testing.assert_close(one.diagonal(), other.diagonal())
+
+
+def test_parameters_without_elements_may_be_named() -> None:
+    class Empty(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.empty = torch.nn.Linear(3, 2), torch.nn.Parameter(torch.zeros(0, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    net = Empty()
+    every = [name for name, _ in net.named_parameters()]
+    assert linnet.linearize(net, params=every).parameter_names == ["layer.weight", "layer.bias"]
+    with pytest.raises(LinnetError, match="selects none"):
+        linnet.linearize(net, params=["empty"])

@@ -120,3 +120,24 @@ def test_a_mean_over_labels_is_refused_and_one_over_examples_is_not(make, closed
         stepped(lambda own: loss_of(own, "mean"))
     found = stepped(lambda own: loss_of(own, "sum") / len(y))
     torch.testing.assert_close(found, stepped(None), rtol=1e-9, atol=1e-9)
+
+
+def test_the_look_at_a_loss_leaves_the_network_and_the_random_numbers() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4)).train()
+    x, y = torch.randn(8, 3), torch.nn.functional.one_hot(torch.arange(8) % 4, 4).float()
+    optimizer = linnet.optim.GaussNewton(net, Bernoulli(), "diagonal", damping=1.0)
+    loss = nn.functional.binary_cross_entropy_with_logits(net(x), y, reduction="sum") / 8
+    loss.backward()
+    drawn = torch.random.get_rng_state()
+    seen = int(net[1].num_batches_tracked)
+    optimizer._measure([(x, y)], None, float(loss.detach()))
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert int(net[1].num_batches_tracked) == seen
+
+
+def test_evidence_takes_parameters_whole(net: nn.Linear, data) -> None:
+    with pytest.raises(InputError, match="is a mask of entries"):
+        linnet.train_with_evidence(
+            net, data, Categorical(), 1, lambda p: torch.optim.SGD(p, 0.1), params={"weight": MASK}
+        )

@@ -196,3 +196,17 @@ def test_no_right_hand_side_is_solved_at_once() -> None:
     solution = cg(Dense(spd(5)), torch.empty(5, 0).double())
     assert (solution.status, solution.steps) == (Status.CONVERGED, 0)
     assert value(solution.value).shape == (5, 0)
+
+
+def test_what_a_restart_makes_worse_is_not_returned() -> None:
+    # The identity, until it is checked; a tenth more then, and seven times as much once it starts again.
+    calls: list[int] = []
+
+    def changing(v: Tensor) -> Tensor:
+        calls.append(1)
+        return v * (1.0 if len(calls) == 1 else 1.1 if len(calls) < 4 else 7.0)
+
+    found = cg(FunctionOperator(changing, (3, 3), symmetric=True), torch.ones(3), tolerance=1e-3)
+    assert found.status is Status.STAGNATED
+    assert found.residual == pytest.approx(0.1)
+    assert found.value.tolist() == [1.0] * 3

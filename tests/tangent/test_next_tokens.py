@@ -176,3 +176,23 @@ def test_a_class_for_each_text_is_no_class_of_a_token(ids: Tensor) -> None:
     for call in (linnet.adapt, lambda net, data: linnet.with_head(net, 3, data=data)):
         with pytest.raises(ModelError, match=r"outputs \(5, 11\) for a text.*model.base_model"):
             call(Causal(), (texts, torch.arange(6) % 3))
+
+
+def test_fits_of_the_squared_loss_know_how_their_labels_were_read(ids: Tensor, tmp_path) -> None:
+    class OwnForCausalLM(Causal, PreTrainedModel):
+        pass
+
+    torch.manual_seed(0)
+    lin = linnet.linearize(OwnForCausalLM().double())
+    fit = linnet.fit(lin, {"input_ids": ids, "labels": ids}, axis=2, ridge=1.0)
+    assert fit._function.known.moved
+    fit.save(tmp_path)
+    assert linnet.load(tmp_path, lin)._function.known.moved
+
+
+def test_nothing_is_said_where_no_label_counts(ids: Tensor) -> None:
+    class OwnForCausalLM(Causal, PreTrainedModel):
+        pass
+
+    for net, labels in ((OwnForCausalLM(), torch.full_like(ids, -100)), (Causal(), (ids + 1) % WORDS)):
+        assert ALONE not in Data.of({"input_ids": ids[:, :1], "labels": labels[:, :1]}, net).notes

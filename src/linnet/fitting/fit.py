@@ -185,15 +185,15 @@ def fit(
     x, y = data.pair
     if axis is None and data.classes:
         check_names(data.classes, lin.function.output_shape(x).numel())
+    moved = SHIFTED in data.notes
     if axis is not None and loss == "cross-entropy":
-        moved = SHIFTED in data.notes
         lin.function.known = KnownInputs.of(x, data.columns, lin.function.token, moved)
         return fit_positions(Linearized(lin.function), data, float(ridge), solving, axis, memory)
     if axis is not None:
         y, counted = position_targets(y, lin.function.output_shape(x), axis, scale)
         x = x if counted is None else observe(x, counted)
 
-    lin.function.known = KnownInputs.of(x, data.columns, lin.function.token)
+    lin.function.known = KnownInputs.of(x, data.columns, lin.function.token, moved)
 
     def make(chosen: Linearized) -> LinearFit | SoftmaxFit:
         """The fit on a linearization in a type of its own; what was made for another type stays behind."""

@@ -55,7 +55,7 @@ class SoftmaxPath(CriteriaByRidge):
     criteria = ("loo", "evidence")
 
     ridges: Tensor  # ρ, descending
-    loo_error: Tensor  # mean leave-one-out log loss of an example, by one Newton step
+    loo_error: Tensor  # mean leave-one-out log loss, by the weights, by one Newton step
     evidence: Tensor  # log evidence in Laplace's approximation
     degrees_of_freedom: Tensor  # tr ΛA = tr JᵀΛJ (JᵀΛJ + ρI)⁻¹
     loo_accuracy: Tensor  # share of examples whose likeliest class is right when left out

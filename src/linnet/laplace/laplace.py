@@ -611,7 +611,7 @@ def _settings(saved: dict[str, Any], found: Curvature, model: nn.Module) -> tupl
     """The settings of the curvature, so that more data can be added."""
     made, structure = found.made, found.made.structure
     options: dict[str, Any] = {
-        "expectation": expectation_of(made.expectation, made.samples, saved["seed"]),
+        "expectation": expectation_of(made.expectation, made.samples, saved.get("seed", 0)),
         "sharing": made.sharing,
         "matrix": made.matrix,
     }
@@ -622,5 +622,5 @@ def _settings(saved: dict[str, Any], found: Curvature, model: nn.Module) -> tupl
         names = [(name, part.structure) for part in found.parts for name in part.layer.names]
         return {f"^{re.escape(name)}$": kind for name, kind in names}, options
     if isinstance(found.parts[0].operator, LowRankMatrix):
-        return settings.LowRank(found.parts[0].operator.basis.shape[1], *saved["leading"]), options
+        return settings.LowRank(found.parts[0].operator.basis.shape[1], *saved.get("leading", ())), options
     return ("full" if structure == "last-layer" else structure), options

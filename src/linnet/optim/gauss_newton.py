@@ -120,7 +120,7 @@ class GaussNewton(torch.optim.Optimizer):
         inverse_period: Steps between two inversions of the curvature, once as many have been taken; 5.
         sharing: How weights shared over positions are counted, as in :func:`linnet.curvature`.
         params: Which parameters are trained, as in :func:`linnet.linearize`, as a whole: entries of them stay
-            where a hook zeroes their gradients.
+            where a hook zeroes their gradients and no weight decay moves them.
         output: How to turn the network's result into a tensor.
         seed: Seed of everything random.
         rejections: Rejected steps in a row after which training ends with an error, 5.
@@ -336,7 +336,8 @@ class GaussNewton(torch.optim.Optimizer):
             return self._once.gradient(parts)
         found = given_gradient(self._network, closure, loss, sum(batch_size(x) for x, _ in parts))
         if not self.steps:
-            require_mean(self._network, parts, found[0])
+            with self._network.replayed(self._network.random_state()):
+                require_mean(self._network, parts, found[0])
         return found
 
     def _after(self, parts: list[Pair], closure: Closure | None, rng: Tensor | None) -> float:

@@ -432,7 +432,7 @@ class IterativeLinearization(Shown):
         period: K ≥ 1; ``None`` or infinity for never; or a schedule: ``OutputGap``, ``KernelDrift`` or
             ``Converged``.
         params: Which parameters are trained, as in ``linnet.linearize``, as a whole: entries of them stay
-            where a hook zeroes their gradients.
+            where a hook zeroes their gradients and no weight decay moves them.
         output: How to turn the network's result into a tensor, as in ``linnet.linearize``. At K = 1 the
             closure gets the network itself and with it the result as it is.
         record_gap: Measure the linearity gap before each linearization, on the batch of the last step.

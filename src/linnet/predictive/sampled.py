@@ -26,7 +26,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.likelihoods.custom import Custom
-from linnet.likelihoods.discrete import Bernoulli, Categorical
+from linnet.likelihoods.discrete import Bernoulli, Categorical, Poisson
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.random import Seed, make_generator, normal, require_room
@@ -36,7 +36,7 @@ from linnet.predictive.noise import Noise
 from linnet.tangent.modes import in_exact_mode
 
 LINKS = ("probit", "pairwise", "bridge", "mc")
-# Of an integral over an output: points, standard deviations on each side, and nats below the most that count.
+# Of an integral over the output of a count: points, standard deviations on each side, and nats that count.
 POINTS, REACH, NEGLIGIBLE = 400, 1000.0, 40.0
 SEED = 0  # of the draws behind a density, the same for all hyper-parameters that are compared
 
@@ -162,9 +162,8 @@ def log_density(
 ) -> Tensor:
     """The log predictive density of labels, summed over positions and components, each by its marginal."""
     # mean (N, K), spread (N, K, K)
-    # Closed forms for classes and for Gaussian noise; of one output an integral;
-    # for all others the average over `link.samples` draws of the outputs, the same draws at every call unless
-    # the link has a generator.
+    # Closed forms for classes and for Gaussian noise, an integral for counts; for all others the average over
+    # `link.samples` draws of the outputs, the same draws at every call unless the link has a generator.
     n = len(mean)
     if isinstance(likelihood, Categorical | Bernoulli):
         p = class_probabilities(likelihood, mean, spread, shape, link)
@@ -183,7 +182,7 @@ def log_density(
         # log N(y; f, Σ_cc + σ²)
         each = -0.5 * (residual.square() / total + (2 * math.pi * total).log())
         return (counted.round() * each).flatten(1).sum(1)
-    if mean.shape[1] == 1:
+    if isinstance(likelihood, Poisson) and mean.shape[1] == 1:
         return _integrated(lambda f: -likelihood.nll(f.reshape(n, *shape), y), mean[:, 0], spread.reshape(n))
     covariance = torch.diag_embed(spread) if spread.ndim == 2 else spread
     generator = make_generator(SEED if link.seed is None else link.seed)
@@ -195,6 +194,7 @@ def log_density(
 def _integrated(log_p: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Tensor:
     """The logarithm of ∫ p(y | f) N(f; μ, σ²) df, (N,), by the trapezoidal rule where the integrand is."""
     # mean and variance (N,)
+    kind, mean, variance = mean.dtype, mean.double(), variance.double()
     std = torch.maximum(variance.clamp_min(0).sqrt(), torch.finfo(mean.dtype).eps ** 0.5 * (1 + mean.abs()))
     low, high = mean - REACH * std, mean + REACH * std
     parts = torch.linspace(0, 1, POINTS, dtype=mean.dtype, device=mean.device)[:, None]
@@ -208,7 +208,7 @@ def _integrated(log_p: Callable[[Tensor], Tensor], mean: Tensor, variance: Tenso
             at.gather(0, place[None])[0]
             for place in ((first - 1).clamp_min(0), (last + 1).clamp_max(POINTS - 1))
         )
-    return torch.logsumexp(log, 0) + (step / std).log() - math.log(2 * math.pi) / 2
+    return (torch.logsumexp(log, 0) + (step / std).log() - math.log(2 * math.pi) / 2).to(kind)
 
 
 @dataclass(frozen=True)

@@ -62,19 +62,24 @@ def cg(
     start = None if x0 is None else _like(flatten(operator, x0), flat).reshape(columns.shape)
     state = _State.start(operator, preconditioner, columns, start)
     targets = tolerance * columns.norm(dim=0)  # (K,)
-    steps, residual = 0, math.inf
-    for _ in range(1 + RESTARTS):
-        begin, before = steps, residual
+    steps, best = 0, (math.inf, state.x)
+    for turn in range(1 + RESTARTS):
+        if turn:
+            state = _State.start(operator, preconditioner, columns, state.x)
+        begin, before = steps, best[0]
         while steps < max_steps and state.advance(operator, preconditioner, targets):
             steps += 1
         residual = relative_residual(operator, state.x, columns)
         settled = residual <= tolerance or not residual <= before / 2  # rounding hides the rest
+        if not turn or residual < before:
+            best = residual, state.x
         if settled or state.broken or steps >= max_steps or steps == begin:
             break
-        state = _State.start(operator, preconditioner, columns, state.x)
-    recursion_met = bool((state.r.norm(dim=0) <= targets).all())
-    status = status_of(residual, tolerance, stagnated=recursion_met, broken=state.broken)
-    return Solution(unflatten(operator, state.x.reshape(flat.shape), b), status, steps, residual)
+    residual, x = best
+    again = turn > 0 and steps < max_steps  # came as far as rounding lets it
+    stagnated = again or bool((state.r.norm(dim=0) <= targets).all())
+    status = status_of(residual, tolerance, stagnated=stagnated, broken=state.broken and not again)
+    return Solution(unflatten(operator, x.reshape(flat.shape), b), status, steps, residual)
 
 
 def _like(start: Tensor, flat: Tensor) -> Tensor:

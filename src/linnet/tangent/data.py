@@ -395,7 +395,9 @@ def read_batches(
             ((as_batch(x), None if y is None else answers(y, said)[None]) for x, y in rows), size
         )
     else:
-        yield from (_tensors(x, y, said) for x, y in rows)
+        for x, y in rows:
+            said.indexed = (None, PIECES) if has_index(x) or has_index(y) else said.indexed
+            yield _tensors(x, y, said)
 
 
 def _tensors(x: Any, y: Any, said: DataNotes) -> tuple[Inputs, Any]:
@@ -486,6 +488,7 @@ SHIFTED = (
     "labels were those of their own positions, as the loss inside a causal network takes them: each was "
     "moved to the position before"
 )
+PIECES = "batches"  # tables of which each has an index of its own
 ALONE = "labels count at the last position alone, and are not the tokens there: taken as those behind it"
 # In the names of classes of Hugging Face whose loss moves labels, unless they encode first.
 CAUSAL = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
@@ -526,7 +529,7 @@ def next_tokens(network: Functional | nn.Module | None, x: Inputs, y: Tensor, sa
     if here == later:  # labels that say nothing of themselves are read as those of the fit
         known, seen = getattr(network, "known", None), bool(counted[:, :-1].any())
         moves = here or (bool(causal) and seen) if known is None else known.moved
-        if not here and not seen and known is None:
+        if causal and bool(counted[:, -1].any()) and not here and not seen and known is None:
             said.notes.append(ALONE)
     if not moves:
         return y
@@ -612,6 +615,12 @@ class Data:
     def weighing(self, weights: Any) -> Data:
         """The same with weights of the examples, put in the order of their rows as y is."""
         said, (table, name) = DataNotes([*self.notes]), self.indexed
+        if name == PIECES and has_index(weights):
+            raise InputError(
+                "sample_weight has an index, and data come in batches of their own",
+                expected="weights in the order of the examples",
+                remedy="pass sample_weight.to_numpy(), or the data as one pair",
+            )
         found = in_rows(table, weights, said, "sample_weight", name)
         return replace(self, weights=found, notes=tuple(said.notes))
 

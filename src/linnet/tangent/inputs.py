@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -321,6 +322,11 @@ def _images(images: Sequence[Any], name: str) -> Tensor:
 
 def _frame(table: Any, name: str) -> Any:
     """The columns of a data frame side by side, (N, D)."""
+    if len(set(table.columns)) < len(table.columns):
+        twice = next(label for label, count in Counter(table.columns).items() if count > 1)
+        raise InputError(
+            f"{name} has several columns named {twice!r}", "a name for each column", f"rename them in {name}"
+        )
     require_no_times(table, name)
     found, wrong = [], []
     for label in table.columns:

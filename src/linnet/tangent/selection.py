@@ -129,14 +129,14 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
     require_module(model)
     check_selector(params, some=False)  # the error below has the names
     own = model.named_parameters()
-    named = {n: p for n, p in own if (p.is_floating_point() or p.is_complex()) and (is_lazy(p) or p.numel())}
+    named = {n: p for n, p in own if p.is_floating_point() or p.is_complex()}
     if not named:
         raise ModelError(
             f"model ({type(model).__name__}) has no floating-point parameter",
             expected="a network with weights to linearize in",
             remedy="pass the network that holds the weights",
         )
-    chosen = _chosen(model, named, params)
+    chosen = {n for n in _chosen(model, named, params) if is_lazy(named[n]) or named[n].numel()}
     if not chosen:
         merged = "an adapter that was merged or unloaded has none left: pass the network before that; "
         if hasattr(model, "peft_config"):  # of another kind
@@ -187,7 +187,7 @@ def require_whole(model: nn.Module, params: Selector) -> None:
             raise InputError(
                 f"params[{name!r}] is a mask of entries",
                 expected="parameters as a whole, which are trained in place",
-                remedy="pass True, and hold the other entries by a hook: p.register_hook(lambda g: g * mask)",
+                remedy="pass True and no weight decay, and call p.register_hook(lambda g: g * mask)",
             )
 
 

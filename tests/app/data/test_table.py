@@ -1,6 +1,6 @@
 """Tables: values, scales, and every line that is refused."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +103,16 @@ class TestTable:
             else:
                 with pytest.raises(DataError, match=r"numbers with marks: a \(8,609\)"):
                     read_like(new, task.table, None)
+
+    def test_marks_elsewhere_say_nothing_of_decimals(self, tmp_path: Path) -> None:
+        rooms = "".join(f"{'1.2' if n == 3 else f'room {n % 3}'};1,{n:03};{n % 5}\n" for n in range(20))
+        task = load_data(table(tmp_path / "d.csv", "room;a;t\n" + rooms))
+        assert task.train.x[:, -1].max() < 2
+        assert task.table is not None
+        noted = table(tmp_path / "new.csv", "note;room;a;t\n" + "1.234;room 1;1,5;2\n1.235;room 2;1,125;3\n")
+        assert read_like(noted, task.table, None)[0][:, -1].tolist() == [1.5, 1.125]
+        old = replace(task.table, commas=None)  # as runs of before know nothing of it
+        assert read_like(noted, old, None)[0][:, -1].tolist() == [1.5, 1.125]
 
     def test_addresses_are_texts(self, tmp_path: Path) -> None:
         lines = "".join(f"192.168.100.{200 + n % 3},{n},{n}\n" for n in range(20))

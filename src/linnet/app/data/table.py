@@ -10,7 +10,7 @@ import os
 import re
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -116,7 +116,9 @@ class Cells:
     ids: tuple[str, ...]  # the lines' names
 
 
-def survey(path: Path, decimal: bool | None = None) -> tuple[list[str], set[str], set[str]]:
+def survey(
+    path: Path, decimal: bool | None = None, used: Collection[str] | None = None
+) -> tuple[list[str], set[str], set[str]]:
     """The columns of a table, those with texts, and those of numbers with decimal commas."""
     # Of texts are those more than a tenth of whose cells are no numbers. Fewer such cells among numbers are
     # mistakes, which are named when the table is read. Whether 8,609 has decimals is known of a table like
@@ -153,7 +155,9 @@ def survey(path: Path, decimal: bool | None = None) -> tuple[list[str], set[str]
     whole = [a + b + c >= _NUMBERS * d for a, b, c, d in zip(numbers, commas, marked, filled, strict=True)]
     # between cells that commas separate they are thousands' marks as likely
     apart = _delimiter(path) != ","
-    clear = any(whole[place] and mark == "," for place, mark in decimals)  # such as 0,5
+    clear, pointed = (
+        any(whole[place] and mark == own for place, mark in decimals) for own in ",."
+    )  # such as 0,5
 
     def is_doubtful(place: int) -> bool:
         """Whether a column of numbers may have marks between thousands."""
@@ -163,12 +167,12 @@ def survey(path: Path, decimal: bool | None = None) -> tuple[list[str], set[str]
             return True
         if not commas[place] or (place, ",") in decimals:
             return False
-        return any(points) or hundreds[place] > 0 if decimal is None else not decimal
+        return pointed or hundreds[place] > 0 if decimal is None else not decimal
 
     doubtful = [
         f"{_label(name)} ({seen.get((at, ',')) or seen[at, '.']})"
         for at, name in enumerate(names)
-        if whole[at] and is_doubtful(at)
+        if whole[at] and (used is None or name in used) and is_doubtful(at)
     ]
     if doubtful:
         raise DataError(
@@ -343,7 +347,9 @@ def read_like(
     path: Path, table: Table, classes: Sequence[str] | None, trained: bool = False
 ) -> tuple[Array, Array | None, tuple[str, ...], list[str]]:
     """The lines of a table like that of a run, or those to train on: features, answers, names, findings."""
-    names, texts, commas = survey(path, table.commas)
+    names, texts, commas = survey(
+        path, table.commas, {column.name for column in table.features} | {table.target}
+    )
     missing = [column.name for column in table.features if column.name not in names]
     if missing:
         raise DataError(
@@ -364,7 +370,8 @@ def read_like(
     values, findings = [], _turned(turned & {*kinds, table.target})
     for column in table.features:
         own, categories = cells.values[column.name], column.categories or ()
-        known = [_name_of(text, categories) for text in cells.texts.get(column.name, ())]
+        kept = _by_what_is_kept(categories)
+        known = [_name_of(text, kept) for text in cells.texts.get(column.name, ())]
         new = [text for text in known if text not in categories]
         if new:
             taken = NEITHER if len(categories) == 2 else NONE
@@ -405,7 +412,8 @@ def _answered(path: Path, answer: str | None, cells: Cells, classes: Sequence[st
 def _labels(path: Path, answer: str, cells: Cells, classes: Sequence[str]) -> Array:
     """Labels of lines, by the names of their classes."""
     place = {name: label for label, name in enumerate(classes)}
-    texts = [_name_of(text, place) for text in cells.texts[answer]]
+    kept = _by_what_is_kept(classes)
+    texts = [_name_of(text, kept) for text in cells.texts[answer]]
     names = [texts[int(code)] for code in cells.values[answer]]
     unknown = [f"{cells.ids[row]}: {name}" for row, name in enumerate(names) if name not in place]
     if unknown:
@@ -417,9 +425,17 @@ def _labels(path: Path, answer: str, cells: Cells, classes: Sequence[str]) -> Ar
     return np.array([place[name] for name in names], dtype=np.int64)
 
 
-def _name_of(text: str, known: Collection[str]) -> str:
+def _by_what_is_kept(known: Iterable[str]) -> dict[str | float, list[str]]:
+    """Names of classes or categories by what a spreadsheet keeps of them."""
+    found: dict[str | float, list[str]] = {}
+    for name in known:
+        found.setdefault(_kept(name), []).append(name)
+    return found
+
+
+def _name_of(text: str, known: Mapping[str | float, Sequence[str]]) -> str:
     """A class or category as it is known: spreadsheets write 1.0 as 1, and True as TRUE."""
-    alike = [] if text in known else [name for name in known if _kept(name) == _kept(text)]
+    alike = known.get(_kept(text), ())
     return alike[0] if len(alike) == 1 else text
 
 

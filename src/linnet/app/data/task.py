@@ -134,7 +134,7 @@ class Table:
     features: tuple[Column, ...]  # columns that become features
     target: str  # name of the column that is predicted
     # whether it was read with decimal commas, which says what 8,609 is in tables like it
-    commas: bool = field(default=False, compare=False)
+    commas: bool | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Table:
@@ -144,7 +144,7 @@ class Table:
             texts = one["categories"]
             categories = None if texts is None else tuple(map(str, texts))
             columns.append(Column(str(one["name"]), categories, float(one["fill"]), bool(one["marked"])))
-        return cls(tuple(columns), str(stored["target"]), bool(stored.get("commas", False)))
+        return cls(tuple(columns), str(stored["target"]), stored.get("commas"))
 
     @property
     def labels(self) -> tuple[str, ...]:
