@@ -50,7 +50,7 @@ def test_labels_of_the_own_token_are_moved_once(ids: Tensor, hidden: int) -> Non
 
 
 class PreTrainedModel(nn.Module):
-    """What networks of Hugging Face are recognised by."""
+    """What networks of Hugging Face are recognized by."""
 
 
 @pytest.mark.parametrize("name", ["OwnForCausalLM", "SeesForConditionalGeneration"])
