@@ -295,7 +295,7 @@ BAD_LINES = {
     '{"text": ""}': "it has no token behind another",
     '{"id": "train/0", "text": "where is Ann"}': "its id 'train/0' is that of an earlier line",
     '{"messages": [{"role": "user", "content": "where"}]}': "tokenizer cannot write conversations",
-    '"\xff"': "UnicodeDecodeError",
+    '"\xff"': "is not encoded in UTF-8",
 }
 
 
